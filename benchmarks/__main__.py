@@ -23,7 +23,8 @@ _PARTS = {
 
 
 def main() -> None:
-    """Run the named benchmark with the rest of the arguments, or list them all with their first line."""
+    """Run the named benchmark with the rest of the arguments, or list them all with their first
+    line."""
     folder = Path(__file__).parent
     files = {p.stem: p for p in folder.glob("*.py") if p.stem not in _PARTS}
     files |= {p.parent.name: p for p in folder.glob("*/__main__.py")}

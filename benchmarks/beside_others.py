@@ -1,6 +1,8 @@
-"""Decode while other programs want the processors: ours giving way (the default), ours with fixed threads, llama-server.
+"""Decode while other programs want the processors: ours giving way (the default), ours with fixed
+threads, llama-server.
 
-    python -m benchmarks.beside_others [--model FILE] [--rounds 5] [--llama-server PROGRAM | --without-peer]
+    python -m benchmarks.beside_others [--model FILE] [--rounds 5] [--llama-server PROGRAM |
+    --without-peer]
 
 alone        one stream, nothing else
 neighbour    one stream beside a program that keeps one processor busy
@@ -72,7 +74,10 @@ def _together(targets: list[BenchTarget]) -> float:
     """Tokens per second of all of them."""
     begun = time.perf_counter()
     with ThreadPoolExecutor(len(targets)) as pool:
-        asked = [pool.submit(t.chat, user(f"Tell a story about number {next(_seeds)}."), _TOKENS) for t in targets]
+        asked = [
+            pool.submit(t.chat, user(f"Tell a story about number {next(_seeds)}."), _TOKENS)
+            for t in targets
+        ]
         for answer in asked:
             answer.result()
     return _TOKENS * len(targets) / (time.perf_counter() - begun)
@@ -90,7 +95,9 @@ def measure(kind: Kind) -> dict[str, float]:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-server", type=Path, default=None)
@@ -100,7 +107,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ends:
         folder = Path(name)
         wanted = Wanted(model, args.llama_server, folder)
-        kinds = [_ours("gives way", model, folder, None), _ours("fixed threads", model, folder, wanted.threads)]
+        kinds = [
+            _ours("gives way", model, folder, None),
+            _ours("fixed threads", model, folder, wanted.threads),
+        ]
         if not args.without_peer:
             kinds.append(Kind("llama-server", (llama_server(wanted)[0], llama_server(wanted)[0])))
         for kind in kinds:
@@ -113,12 +123,19 @@ def main() -> None:
         for n in range(args.rounds):
             for kind in kinds if n % 2 else reversed(kinds):
                 rounds[kind.name].append(measure(kind))
-                print(f"round {n + 1}/{args.rounds} {kind.name}: {rounds[kind.name][-1]}", file=sys.stderr, flush=True)
+                print(
+                    f"round {n + 1}/{args.rounds} {kind.name}: {rounds[kind.name][-1]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     for what in ("alone", "neighbour", "two models", "four"):
         print(f"\n{what}, tok/s")
         for name, found in rounds.items():
             values = [figures[what] for figures in found]
-            print(f"  {name:14} {statistics.median(values):6.1f}  [{min(values):.1f}-{max(values):.1f}]")
+            print(
+                f"  {name:14} {statistics.median(values):6.1f}  "
+                f"[{min(values):.1f}-{max(values):.1f}]"
+            )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""The chat: a key's echo alone and beside eight streams (bar: p95 30 ms), first paint, 2,000 turns opened, keys while it plans.
+"""The chat: a key's echo alone and beside eight streams (bar: p95 30 ms), first paint, 2,000 turns
+opened, keys while it plans.
 
 python -m benchmarks.chat [--rounds 6] [--streams 8] [--every 0.12] [--starts 5]
 
-A server of ours decodes for the streams, which are read in a process of their own; the chat asks that server and runs in a
-pseudo terminal. A key's time ends when the terminal is sent its letter. All of it shares this machine's cores: the chat has
-to get one while the engine's threads hold them, as it has to at home.
+A server of ours decodes for the streams, which are read in a process of their own; the chat asks
+that server and runs in a pseudo terminal. A key's time ends when the terminal is sent its letter.
+All of it shares this machine's cores: the chat has to get one while the engine's threads hold them,
+as it has to at home.
 
-A start is timed in a pseudo terminal until the input's hints are drawn, with the starter model behind. While planning
-runs, what a key would wait is the longest time in which the chat's loop did not come round. The load is told beside them.
+A start is timed in a pseudo terminal until the input's hints are drawn, with the starter model
+behind. While planning runs, what a key would wait is the longest time in which the chat's loop did
+not come round. The load is told beside them.
 """
 
 from __future__ import annotations
@@ -65,7 +68,13 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
         self._process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, cwd=folder, env=environment, start_new_session=True
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
         )
         os.close(slave)
 
@@ -99,7 +108,8 @@ class Terminal:
 
 
 def echoes_ms(terminal: Terminal, every_s: float) -> list[float]:
-    """Type each letter once, one every so many seconds; what each took. The input is empty again when it returns."""
+    """Type each letter once, one every so many seconds; what each took. The input is empty again
+    when it returns."""
     took: list[float] = []
     for letter in LETTERS:
         begun_s = time.perf_counter()
@@ -138,7 +148,8 @@ async def _stream_all(url: str, streams: int, all_decode: Event, pieces: Synchro
 
 @contextlib.contextmanager
 def decoding(url: str, streams: int) -> Iterator[Synchronized[int]]:
-    """So many streams, all of them past their prompts when the block begins; how many pieces of text they have got."""
+    """So many streams, all of them past their prompts when the block begins; how many pieces of
+    text they have got."""
     apart = multiprocessing.get_context("spawn")
     all_decode, pieces = apart.Event(), apart.Value("q", 0)
     process = apart.Process(target=_stream, args=(url, streams, all_decode, pieces))
@@ -166,7 +177,10 @@ def _measure(url: str, folder: Path, given: argparse.Namespace) -> tuple[list[fl
                 beside += echoes_ms(terminal, given.every)
                 rate = (pieces.value - before) / (time.perf_counter() - begun_s)
             terminal.drain(1.0)
-            print(f"  round {n + 1}/{given.rounds}, the streams got {rate:.0f} pieces/s", file=sys.stderr)
+            print(
+                f"  round {n + 1}/{given.rounds}, the streams got {rate:.0f} pieces/s",
+                file=sys.stderr,
+            )
     finally:
         terminal.close()
     return alone, beside
@@ -175,7 +189,9 @@ def _measure(url: str, folder: Path, given: argparse.Namespace) -> tuple[list[fl
 def first_paint_s(folder: Path) -> float:
     """From the start of the program to its hints on the screen."""
     begun_s = time.perf_counter()
-    terminal = Terminal([sys.executable, "-m", "localllm", "chat", "-m", "smollm2-135m-instruct"], folder)
+    terminal = Terminal(
+        [sys.executable, "-m", "localllm", "chat", "-m", "smollm2-135m-instruct"], folder
+    )
     try:
         return terminal.wait_for("F1 help") - begun_s
     finally:
@@ -183,8 +199,8 @@ def first_paint_s(folder: Path) -> float:
 
 
 async def open_and_plan(folder: Path) -> tuple[float, float, float]:
-    """(seconds until a conversation of 2,000 turns is on screen, the longest time without the loop while models are planned, and
-    while nothing is done)."""
+    """(seconds until a conversation of 2,000 turns is on screen, the longest time without the loop
+    while models are planned, and while nothing is done)."""
     desk = PlanningProcess(offline=True)
     with History(folder / "conversations.db") as history:
         conv = history.create("long", "none")
@@ -224,7 +240,9 @@ async def longest_s(beside: asyncio.Task[Any]) -> float:
 
 def main() -> None:
     """Measure, print, and exit with 1 where a bar was missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--every", type=float, default=0.12)
@@ -235,7 +253,11 @@ def main() -> None:
         starts = sorted(first_paint_s(folder) for _ in range(given.starts))
         opened_s, held_s, idle_s = asyncio.run(open_and_plan(folder))
         port = free_port()
-        server = Server("localllm", serve_command(smollm2(), port, "--quiet", "--parallel", str(given.streams)), port)
+        server = Server(
+            "localllm",
+            serve_command(smollm2(), port, "--quiet", "--parallel", str(given.streams)),
+            port,
+        )
         server.start()
         try:
             alone, beside = _measure(f"http://127.0.0.1:{port}", folder, given)
@@ -245,14 +267,18 @@ def main() -> None:
     print(f"first paint: median {start_s:.2f} s, best {starts[0]:.2f} s (bar {FIRST_PAINT_S} s)")
     print(f"{TURNS:,} turns open: {opened_s:.2f} s (bar {OPEN_S} s)")
     print(
-        f"planning holds the loop {held_s * 1e3:.0f} ms (bar {HELD_S * 1e3:.0f} ms), other programs {idle_s * 1e3:.0f} ms"
+        f"planning holds the loop {held_s * 1e3:.0f} ms (bar {HELD_S * 1e3:.0f} ms), other "
+        f"programs {idle_s * 1e3:.0f} ms"
     )
     for what, times in (("alone", alone), (f"beside {given.streams} streams", beside)):
         print(
-            f"{what:18} median {statistics.median(times):5.1f} ms, p95 {statistics.quantiles(times, n=20)[-1]:5.1f} ms, "
+            f"{what:18} median {statistics.median(times):5.1f} ms, p95 "
+            f"{statistics.quantiles(times, n=20)[-1]:5.1f} ms, "
             f"longest {max(times):5.1f} ms, {len(times)} keys"
         )
-    sys.exit(int(start_s > FIRST_PAINT_S or opened_s > OPEN_S or held_s > HELD_S or p95_ms > BAR_MS))
+    sys.exit(
+        int(start_s > FIRST_PAINT_S or opened_s > OPEN_S or held_s > HELD_S or p95_ms > BAR_MS)
+    )
 
 
 if __name__ == "__main__":

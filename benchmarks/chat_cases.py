@@ -1,12 +1,13 @@
 """llama.cpp's own cases of reading an answer, through the path on which our server reads one.
 
-The cases are other people's and are not in this repository: name a llama.cpp source tree in LOCALLLM_LLAMA_CPP_SOURCE. Each
-is asked of the server's own plan of an answer (its template, tools and wishes), and what the model wrote is read whole,
-letter by letter, and cut at every letter.
+The cases are other people's and are not in this repository: name a llama.cpp source tree in
+LOCALLLM_LLAMA_CPP_SOURCE. Each is asked of the server's own plan of an answer (its template, tools
+and wishes), and what the model wrote is read whole, letter by letter, and cut at every letter.
 
-Said in our words: reasoning is always apart, so a case that wants it left in the answer is compared with both put together;
-a continued answer is what comes, without what the client sent; a call that is cut off is none, so a case of half a reply may
-lack its last call. Ids are ours. A required call is read here as a free one: the server writes its beginning itself.
+Said in our words: reasoning is always apart, so a case that wants it left in the answer is compared
+with both put together; a continued answer is what comes, without what the client sent; a call that
+is cut off is none, so a case of half a reply may lack its last call. Ids are ours. A required call
+is read here as a free one: the server writes its beginning itself.
 """
 
 from __future__ import annotations
@@ -25,14 +26,22 @@ from typing import Any
 
 from benchmarks.cpp_cases import Case, Found, read_cases, tool_of
 from localllm.conversation.messages import normalise
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
+from localllm.conversation.reply import (
+    CallArguments,
+    CallStart,
+    Content,
+    Delta,
+    ReasoningText,
+    ReplyFormat,
+)
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.prompt import Choice, checked
 from localllm.errors import LocalLLMError
 from localllm.server.generation.prompt import ResponseOptions, build_prompt
 
-# The catalog's family of a template's file name, by how that begins; templates of no family of ours are not named.
+# The catalog's family of a template's file name, by how that begins; templates of no family of ours
+# are not named.
 FAMILIES = {
     "ByteDance-Seed-OSS": "seed",
     "GLM-": "glm",
@@ -62,7 +71,8 @@ FAMILIES = {
 _TAG = re.compile(
     r"<\|[^|<>\s]{2,40}\|>|</?(?:tool_call|think|function|parameter|arg_key|arg_value)\b[^<>]{0,40}>|\[/?THINK\]"
 )
-# Two letters of a marker at a cut answer's end may be an operator of somebody's language ("<|"), and are shown.
+# Two letters of a marker at a cut answer's end may be an operator of somebody's language ("<|"),
+# and are shown.
 _BRACKETS = 2
 # What llama.cpp's cases say, or leave unsaid, where reasoning stays in the answer.
 _LEFT_IN = "COMMON_REASONING_FORMAT_NONE"
@@ -129,8 +139,9 @@ def run(case: Case, source: Path) -> Result:
 
 
 def read(reply: ReplyFormat, pieces: Sequence[str], cut: bool = False) -> Reading:
-    """What a served request's client is told of an answer that comes in `pieces`; of a `cut` one without a call that is
-    not whole, which the server leaves out of an answer (and marks in a stream)."""
+    """What a served request's client is told of an answer that comes in `pieces`; of a `cut` one
+    without a call that is not whole, which the server leaves out of an answer (and marks in a
+    stream)."""
     parser = ReplyParser(reply)
     deltas: list[Delta] = [d for piece in pieces for d in parser.feed(piece)] + parser.close(cut)
     calls: Calls = []
@@ -158,7 +169,9 @@ def _plan(case: Case, source: Path) -> ReplyFormat:
         continues="continue_final_message" in settings,
     )
     template = _template(source / case.template)
-    return asyncio.run(build_prompt(template, normalise(_messages(case, template)), wishes)).answer.reply
+    return asyncio.run(
+        build_prompt(template, normalise(_messages(case, template)), wishes)
+    ).answer.reply
 
 
 @lru_cache
@@ -170,7 +183,9 @@ def _messages(case: Case, template: ChatTemplate) -> list[dict[str, Any]]:
     sent = [_sent(m) for m in case.settings.get("messages", ())] or [_USER]
     if case.settings.get("continue_final_message") == "COMMON_CHAT_CONTINUATION_REASONING":
         # A client of ours goes on with a thought by opening it in the answer's own text.
-        plain = asyncio.run(build_prompt(template, normalise([_USER]), ResponseOptions())).answer.reply
+        plain = asyncio.run(
+            build_prompt(template, normalise([_USER]), ResponseOptions())
+        ).answer.reply
         opening = plain.think[0] if plain.think is not None else ""
         sent[-1] = {"role": "assistant", "content": opening + sent[-1]["reasoning_content"]}
     return sent
@@ -178,15 +193,21 @@ def _messages(case: Case, template: ChatTemplate) -> list[dict[str, Any]]:
 
 def _sent(message: dict[str, Any]) -> dict[str, Any]:
     """One of the file's messages as a client sends it."""
-    sent = {k: v for k, v in message.items() if v and k in ("role", "content", "reasoning_content", "tool_call_id")}
+    sent = {
+        k: v
+        for k, v in message.items()
+        if v and k in ("role", "content", "reasoning_content", "tool_call_id")
+    }
     calls = [
-        {"id": c[2], "type": "function", "function": {"name": c[0], "arguments": c[1]}} for c in message["tool_calls"]
+        {"id": c[2], "type": "function", "function": {"name": c[0], "arguments": c[1]}}
+        for c in message["tool_calls"]
     ]
     return {"content": "", **sent, **({"tool_calls": calls} if calls else {})}
 
 
 def _wanted(case: Case, reply: ReplyFormat) -> Iterator[Reading]:
-    """What the case expects, and the same with the reasoning apart where it wants that left in the answer."""
+    """What the case expects, and the same with the reasoning apart where it wants that left in the
+    answer."""
     content, reasoning = case.content, case.reasoning
     if "continue_final_message" in case.settings:
         begun = case.settings["messages"][-1]
@@ -243,7 +264,9 @@ def report(results: Sequence[Result]) -> str:
         lines += [f"\n{case.name}: {'; '.join(result.faults)}", f"  said     {case.said!r}"]
         lines.append(f"  expected {(case.content, case.reasoning, list(case.calls))!r}")
         if result.got is not None:
-            lines.append(f"  got      {(result.got.content, result.got.reasoning, result.got.calls)!r}")
+            lines.append(
+                f"  got      {(result.got.content, result.got.reasoning, result.got.calls)!r}"
+            )
     return "\n".join(lines)
 
 
@@ -254,16 +277,24 @@ def _share(results: Sequence[Result]) -> str:
 
 def main() -> None:
     """Run all cases, or those whose template's name contains a word, and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="a part of the template's file name")
     asked = parser.parse_args()
     root = os.environ.get("LOCALLLM_LLAMA_CPP_SOURCE")
     if not root:
-        raise SystemExit("LOCALLLM_LLAMA_CPP_SOURCE must name a llama.cpp source tree, for its tests/test-chat.cpp")
+        raise SystemExit(
+            "LOCALLLM_LLAMA_CPP_SOURCE must name a llama.cpp source tree, for its "
+            "tests/test-chat.cpp"
+        )
     source = Path(root)
     found = found_in(source)
     written = len({c.line for c in found.cases})
-    print(f"{len(found.cases)} cases, written down as {written}; {len(found.unread)} could not be read")
+    print(
+        f"{len(found.cases)} cases, written down as {written}; {len(found.unread)} could not be "
+        "read"
+    )
     for line, why in found.unread:
         print(f"  line {line}: {why}")
     print(report([run(c, source) for c in found.cases if asked.only.lower() in c.template.lower()]))

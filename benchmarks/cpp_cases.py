@@ -1,4 +1,5 @@
-"""Reads the parsing cases of llama.cpp's tests/test-chat.cpp: as much of C++ as that file needs to say what a case is."""
+"""Reads the parsing cases of llama.cpp's tests/test-chat.cpp: as much of C++ as that file needs to
+say what a case is."""
 
 from __future__ import annotations
 
@@ -22,9 +23,23 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]+|u[0-9a-fA-F]{4}|[0-7]{1,3}|.)", re.DOTALL)
 _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"0": b"\0", b"b": b"\b", b"f": b"\f"}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-_EMPTY: Mapping[str, Any] = {"role": "", "content": "", "reasoning_content": "", "tool_calls": [], "tool_call_id": ""}
+_EMPTY: Mapping[str, Any] = {
+    "role": "",
+    "content": "",
+    "reasoning_content": "",
+    "tool_calls": [],
+    "tool_call_id": "",
+}
 # The order of a message's members where it is written as a list.
-_MEMBERS = ("role", "content", "content_parts", "tool_calls", "reasoning_content", "tool_name", "tool_call_id")
+_MEMBERS = (
+    "role",
+    "content",
+    "content_parts",
+    "tool_calls",
+    "reasoning_content",
+    "tool_name",
+    "tool_call_id",
+)
 
 
 class UnreadError(Exception):
@@ -33,7 +48,8 @@ class UnreadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case: the template's file, what was asked, what the model wrote, and the message that llama.cpp reads in it."""
+    """One case: the template's file, what was asked, what the model wrote, and the message that
+    llama.cpp reads in it."""
 
     line: int
     template: str
@@ -105,19 +121,34 @@ def _unescaped(said: str) -> str:
     return _ESCAPE.sub(letter, said.encode()).decode()
 
 
-def message(content: str = "", reasoning: str = "", name: str = "", arguments: str = "", call_id: str = "") -> Any:
-    """An assistant's message with at most one call, from what the file gives its function of the same purpose."""
+def message(
+    content: str = "", reasoning: str = "", name: str = "", arguments: str = "", call_id: str = ""
+) -> Any:
+    """An assistant's message with at most one call, from what the file gives its function of the
+    same purpose."""
     calls = [[name, arguments, call_id]] if name or call_id else []
-    return {**_EMPTY, "role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
+    return {
+        **_EMPTY,
+        "role": "assistant",
+        "content": content,
+        "reasoning_content": reasoning,
+        "tool_calls": calls,
+    }
 
 
 # What the file's functions that make messages make.
 _MAKERS: Mapping[str, Callable[..., Any]] = {
     "simple_assist_msg": message,
     "message_with_tool_calls": lambda name, arguments: message("", "", name, arguments),
-    "message_with_tool_calls_and_reasoning": lambda name, arguments, why: message("", why, name, arguments),
-    "message_with_content_and_tool_call": lambda text, name, arguments: message(text, "", name, arguments),
-    "message_with_reasoning_and_tool_call": lambda why, name, arguments: message("", why, name, arguments),
+    "message_with_tool_calls_and_reasoning": lambda name, arguments, why: message(
+        "", why, name, arguments
+    ),
+    "message_with_content_and_tool_call": lambda text, name, arguments: message(
+        text, "", name, arguments
+    ),
+    "message_with_reasoning_and_tool_call": lambda why, name, arguments: message(
+        "", why, name, arguments
+    ),
     "message_with_reasoning_content_and_multiple_tool_calls": lambda why, text, calls: {
         **message(text, why),
         "tool_calls": [[*call, ""] for call in calls],
@@ -151,7 +182,9 @@ class _Reader:
         at = self._at + ahead
         if at + len(said) > len(self._tokens):
             return False
-        return all(t.said == s and t.kind != "text" for t, s in zip(self._tokens[at:], said, strict=False))
+        return all(
+            t.said == s and t.kind != "text" for t, s in zip(self._tokens[at:], said, strict=False)
+        )
 
     def _next(self) -> _Token:
         if self._at >= len(self._tokens):
@@ -179,16 +212,25 @@ class _Reader:
         while not self._is(";"):
             block = self._is("{")
             self._skip()
-            if block and not self._is(";") and not self._is(",") and not self._is(")") and not self._is("."):
+            if (
+                block
+                and not self._is(";")
+                and not self._is(",")
+                and not self._is(")")
+                and not self._is(".")
+            ):
                 return
         self._next()
 
     # Statements.
 
     def _outside(self) -> None:
-        """A declaration outside of functions: kept where it is a constant or a function of cases."""
+        """A declaration outside of functions: kept where it is a constant or a function of
+        cases."""
         at, words = self._at, []
-        while self._is("&") or (self._at < len(self._tokens) and self._tokens[self._at].kind == "name"):
+        while self._is("&") or (
+            self._at < len(self._tokens) and self._tokens[self._at].kind == "name"
+        ):
             words.append(str(self._next().said))
         if words and self._is("("):
             parameters_at = self._at + 1
@@ -196,7 +238,11 @@ class _Reader:
             if self._is("{"):
                 inside = self._tokens[parameters_at : self._at - 1]
                 behind = [t.said for t in inside[1:]] + [","]
-                named = [str(t.said) for t, b in zip(inside, behind, strict=False) if t.kind == "name" and b == ","]
+                named = [
+                    str(t.said)
+                    for t, b in zip(inside, behind, strict=False)
+                    if t.kind == "name" and b == ","
+                ]
                 # What only switches the log is known: it has no say in a case.
                 self._functions[words[-1]] = (self._at, [n for n in named if n != "detailed_debug"])
                 self._skip()
@@ -257,7 +303,9 @@ class _Reader:
             self._skip() if self._is("{") else self._skip_statement()
         else:
             try:
-                if self._tokens[at].kind == "name" and (self._calls() or self._assigns() or self._declares()):
+                if self._tokens[at].kind == "name" and (
+                    self._calls() or self._assigns() or self._declares()
+                ):
                     return
             except UnreadError as e:
                 if self._is_case(at):
@@ -289,7 +337,11 @@ class _Reader:
 
     def _is_case(self, at: int) -> bool:
         name = self._names.get(str(self._tokens[at].said))
-        return isinstance(name, _Tester) and [t.said for t in self._tokens[at + 1 : at + 4]] == [".", "test", "("]
+        return isinstance(name, _Tester) and [t.said for t in self._tokens[at + 1 : at + 4]] == [
+            ".",
+            "test",
+            "(",
+        ]
 
     def _calls(self) -> bool:
         """A case, or a function of cases."""
@@ -305,7 +357,10 @@ class _Reader:
             given = self._arguments()
             self._take(";")
             back = self._at
-            kept, self._names = self._names, {**self._names, **dict(zip(parameters, given, strict=False))}
+            kept, self._names = (
+                self._names,
+                {**self._names, **dict(zip(parameters, given, strict=False))},
+            )
             self._at = at
             self._block()
             self._at, self._names = back, kept
@@ -315,7 +370,11 @@ class _Reader:
     def _assigns(self) -> bool:
         """`message.member = value;`"""
         name = str(self._tokens[self._at].said)
-        if not (self._is(".", ahead=1) and self._is("=", ahead=3) and isinstance(self._names.get(name), dict)):
+        if not (
+            self._is(".", ahead=1)
+            and self._is("=", ahead=3)
+            and isinstance(self._names.get(name), dict)
+        ):
             return False
         self._at += 2
         member = str(self._next().said)

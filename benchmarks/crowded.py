@@ -1,10 +1,12 @@
-"""What idle conversations cost a short chat: its decode speed beside 12,000 cached tokens against an empty engine's.
+"""What idle conversations cost a short chat: its decode speed beside 12,000 cached tokens against
+an empty engine's.
 
 python -m benchmarks.crowded [--rounds 20] [--idle 4000] [--model FILE] [--out FILE]
 
-Two engines in one process, in turn: a server measured before and after filling its cache shows the machine's drift.
---idle: what it would cost to leave so many tokens of a finished conversation in the context instead, in milliseconds a step,
-and what that spares who comes back, in seconds of prefill.
+Two engines in one process, in turn: a server measured before and after filling its cache shows the
+machine's drift. --idle: what it would cost to leave so many tokens of a finished conversation in
+the context instead, in milliseconds a step, and what that spares who comes back, in seconds of
+prefill.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ class Chats:
         self._n = 0
 
     def decode_tok_s(self, n_prompt: int, n: int) -> float:
-        """Tokens/s after the first of `n` tokens that follow `n_prompt`; everything has settled when it returns."""
+        """Tokens/s after the first of `n` tokens that follow `n_prompt`; everything has settled
+        when it returns."""
         self._n += 1
         vocabulary = self.engine.backend.info.n_vocab - 100
         prompt = [(i * 7919 + self._n * 104_729) % vocabulary + 50 for i in range(n_prompt)]
-        request = Request(f"r{self._n}", prompt, Generation(Sampling(temperature=0.0), n, ignore_eos=True))
+        request = Request(
+            f"r{self._n}", prompt, Generation(Sampling(temperature=0.0), n, ignore_eos=True)
+        )
         _, seconds = timed(self.engine, request, prompt)
         settle(self.engine)
         return (n - 1) / seconds
@@ -50,7 +55,9 @@ def idle(path: Path, n_tokens: int, rounds: int) -> RoundComparison:
 
     def read(sequence: int, n: int) -> None:
         for at in range(0, n, 512):
-            tokens = [(i * 7919) % (backend.info.n_vocab - 100) + 50 for i in range(at, min(at + 512, n))]
+            tokens = [
+                (i * 7919) % (backend.info.n_vocab - 100) + 50 for i in range(at, min(at + 512, n))
+            ]
             backend.step([Chunk(sequence, tokens, outputs=1)]).argmax(0)
 
     def steps(name: str, sequence: int) -> None:
@@ -71,8 +78,15 @@ def idle(path: Path, n_tokens: int, rounds: int) -> RoundComparison:
         backend.drop(resident)
         backend.drop(running)
     backend.close()
-    more_ms, kept_s = table.median("beside it") - table.median("alone"), table.median("prefill it keeps") / 1e3
-    print(f"{more_ms:.2f} ms more a step for {kept_s:.1f} s of prefill kept: {more_ms / kept_s:.3f} ms a second")
+    more_ms, kept_s = (
+        table.median("beside it") - table.median("alone"),
+        table.median("prefill it keeps") / 1e3,
+    )
+    print(
+        f"{more_ms:.2f} ms more a step for {kept_s:.1f} s of prefill kept: "
+        f"{more_ms / kept_s:.3f} "
+        "ms a second"
+    )
     return table
 
 

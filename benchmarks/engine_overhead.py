@@ -1,4 +1,5 @@
-"""The engine's loop against a bare llama_decode loop of the same build (bar: 0.97 × tg128 and pp512; over HTTP 0.90 × tg128).
+"""The engine's loop against a bare llama_decode loop of the same build (bar: 0.97 × tg128 and
+pp512; over HTTP 0.90 × tg128).
 
 python -m benchmarks.engine_overhead [--rounds 7] [--model FILE] [--http]
 
@@ -31,9 +32,15 @@ class Bare:
 
     def __init__(self, path: Path) -> None:
         self.llama: Any = start_native()
-        self.model = self.llama.llama_model_load_from_file(str(path).encode(), self.llama.llama_model_default_params())
+        self.model = self.llama.llama_model_load_from_file(
+            str(path).encode(), self.llama.llama_model_default_params()
+        )
         params = self.llama.llama_context_default_params()
-        params.n_ctx, params.n_threads, params.n_threads_batch = 2048, usable_cores(), usable_cores()
+        params.n_ctx, params.n_threads, params.n_threads_batch = (
+            2048,
+            usable_cores(),
+            usable_cores(),
+        )
         params.n_batch, params.n_ubatch = 2048, 512
         self.context = self.llama.llama_init_from_model(self.model, params)
         self.memory = self.llama.llama_get_memory(self.context)
@@ -45,14 +52,17 @@ class Bare:
     def prefill(self, n: int) -> float:
         """Tokens/s of one prompt of n tokens."""
         self.clear()
-        tokens = (self.llama.llama_token * n)(*[(i * 7919) % (self.n_vocab - 10) + 5 for i in range(n)])
+        tokens = (self.llama.llama_token * n)(
+            *[(i * 7919) % (self.n_vocab - 10) + 5 for i in range(n)]
+        )
         started = time.perf_counter()
         self.llama.llama_decode(self.context, self.llama.llama_batch_get_one(tokens, n))
         self.llama.llama_synchronize(self.context)
         return n / (time.perf_counter() - started)
 
     def decode(self, n: int) -> float:
-        """Tokens/s of n single-token steps from an empty context (no sampling at all, as llama-bench)."""
+        """Tokens/s of n single-token steps from an empty context (no sampling at all, as
+        llama-bench)."""
         self.clear()
         token = (self.llama.llama_token * 1)(5)
         started = time.perf_counter()
@@ -77,7 +87,9 @@ class Ours:
         return timed(self.engine, request, prompt)
 
     def prefill(self, n: int) -> float:
-        prompt = [(i * 7919 + self.n) % (self.engine.backend.info.n_vocab - 10) + 5 for i in range(n)]
+        prompt = [
+            (i * 7919 + self.n) % (self.engine.backend.info.n_vocab - 10) + 5 for i in range(n)
+        ]
         return n / self._run(prompt, 1)[0]
 
     def decode(self, n: int) -> float:
@@ -106,7 +118,10 @@ def over_http(path: Path, rounds: int) -> None:
 def in_process(path: Path, rounds: int) -> None:
     """Decode and prefill of the engine."""
     bare, ours = Bare(path), Ours(path)
-    tg, pp = RoundComparison("decode, 128 tokens", "tok/s"), RoundComparison("prefill, 512 tokens", "tok/s")
+    tg, pp = (
+        RoundComparison("decode, 128 tokens", "tok/s"),
+        RoundComparison("prefill, 512 tokens", "tok/s"),
+    )
 
     def bare_round() -> None:
         tg.add("llama_decode loop", bare.decode(128))
@@ -124,7 +139,9 @@ def in_process(path: Path, rounds: int) -> None:
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--http", action="store_true")

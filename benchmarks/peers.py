@@ -1,12 +1,17 @@
-"""Everybody's servers beside ours, from nothing to docs/benchmarks.md: built, started, measured in turn, written down.
+"""Everybody's servers beside ours, from nothing to docs/benchmarks.md: built, started, measured in
+turn, written down.
 
-    python -m benchmarks.peers [--rounds 5] [--only gguf,drafting,mlx] [--scenarios single,four,…] [--model FILE]
-                               [--llama-server PROGRAM] [--without NAME,…] [--page docs/benchmarks.md] [--json FILE]
-    python -m benchmarks.peers --only baseline --baseline CHECKOUT     this tree beside an earlier commit of it
+    python -m benchmarks.peers [--rounds 5] [--only gguf,drafting,mlx] [--scenarios single,four,…]
+    [--model FILE]
+                               [--llama-server PROGRAM] [--without NAME,…] [--page
+                               docs/benchmarks.md] [--json FILE]
+    python -m benchmarks.peers --only baseline --baseline CHECKOUT     this tree beside an earlier
+                                                                       commit of it
 
-llama-server is built from the sources in llama-cpp-python's own release, unless --llama-server names one; the server of
-llama-cpp-python and mlx_lm.server are installed beside our environment; Ollama is taken along where it is installed. All
-servers have the same threads, context and number of streams. Leave the machine alone meanwhile.
+llama-server is built from the sources in llama-cpp-python's own release, unless --llama-server
+names one; the server of llama-cpp-python and mlx_lm.server are installed beside our environment;
+Ollama is taken along where it is installed. All servers have the same threads, context and number
+of streams. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -50,14 +55,23 @@ def measure(group: Group, names: list[str], rounds: int) -> Run:
 
 def main() -> None:
     """Make ready, measure, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="gguf,drafting,mlx")
     parser.add_argument("--scenarios", default=",".join(_SCENARIOS))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--llama-server", type=Path, default=None)
-    parser.add_argument("--without", default="", help="peers to leave out, such as llama-cpp-python")
-    parser.add_argument("--baseline", type=Path, default=None, help="a checkout of an earlier commit, with its .venv")
+    parser.add_argument(
+        "--without", default="", help="peers to leave out, such as llama-cpp-python"
+    )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        default=None,
+        help="a checkout of an earlier commit, with its .venv",
+    )
     parser.add_argument("--page", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
@@ -71,7 +85,13 @@ def main() -> None:
             try:
                 without = arguments.without.split(",")
                 group = GROUPS[title](
-                    Wanted(model, arguments.llama_server, Path(logs), without, baseline=arguments.baseline)
+                    Wanted(
+                        model,
+                        arguments.llama_server,
+                        Path(logs),
+                        without,
+                        baseline=arguments.baseline,
+                    )
                 )
                 runs.append(measure(group, names, arguments.rounds))
             except NotHereError as e:
@@ -86,7 +106,10 @@ def _write(runs: list[Run], model: str, command: str, arguments: argparse.Namesp
     if arguments.page:
         arguments.page.write_text(page(runs, model, command), encoding="utf-8")
     if arguments.json:
-        body = {"command": command, "groups": {run.group.title: run.found.to_json() for run in runs}}
+        body = {
+            "command": command,
+            "groups": {run.group.title: run.found.to_json() for run in runs},
+        }
         arguments.json.write_text(json.dumps(body, indent=1), encoding="utf-8")
 
 

@@ -1,4 +1,5 @@
-"""docs/benchmarks.md: what benchmarks.peers found, the bad beside the good, in words for people who run no benchmarks."""
+"""docs/benchmarks.md: what benchmarks.peers found, the bad beside the good, in words for people who
+run no benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from benchmarks.peers_setup import OURS, Group
 from localllm.bench.against import ScenarioResult
 from localllm.bench.ratio import RoundComparison
 
-# Nearer than this to the other is neither better nor worse; nor is what was better in one round and worse in another.
+# Nearer than this to the other is neither better nor worse; nor is what was better in one round and
+# worse in another.
 _EVEN = 0.03
 
 
@@ -29,18 +31,24 @@ def page(runs: Sequence[Run], model: str, command: str) -> str:
     first = [
         "# Benchmarks",
         "",
-        "How `localllm serve` compares with what people run otherwise. The servers run side by side on one machine. They are "
-        "measured in turn, round by round, so that whatever else the machine does falls on all of them. Each ratio is the "
-        "median of the rounds' own ratios, with the smallest and the largest beside it. Tokens are counted by the client.",
+        "How `localllm serve` compares with what people run otherwise. The servers run side by "
+        "side on one machine. They are "
+        "measured in turn, round by round, so that whatever else the machine does falls on all of "
+        "them. Each ratio is the "
+        "median of the rounds' own ratios, with the smallest and the largest beside it. Tokens "
+        "are counted by the client.",
         "",
-        f"Measured {datetime.date.today().isoformat()} with `{command}`. `localllm bench --against URL` does the same "
+        f"Measured {datetime.date.today().isoformat()} with `{command}`. `localllm bench "
+        "--against URL` does the same "
         "with any server of yours.",
         "",
         "## Machine and versions",
         "",
         *_machine(),
         f"- model: {model}",
-        *dict.fromkeys(f"- {name}: {said}" for run in runs for name, said in run.group.versions.items()),
+        *dict.fromkeys(
+            f"- {name}: {said}" for run in runs for name, said in run.group.versions.items()
+        ),
     ]
     return "\n".join([*first, *_summary(runs), *[line for run in runs for line in _group(run)], ""])
 
@@ -51,9 +59,15 @@ def _machine() -> list[str]:
     device = detect()
     memory = f"{device.memory.total_bytes / 1e9:.0f} GB"
     bandwidth = (
-        f", {device.bandwidth_gbps.value:.0f} GB/s ({device.bandwidth_gbps.basis})" if device.bandwidth_gbps else ""
+        f", {device.bandwidth_gbps.value:.0f} GB/s ({device.bandwidth_gbps.basis})"
+        if device.bandwidth_gbps
+        else ""
     )
-    load = f", load average {os.getloadavg()[0]:.1f} when this was written" if hasattr(os, "getloadavg") else ""
+    load = (
+        f", load average {os.getloadavg()[0]:.1f} when this was written"
+        if hasattr(os, "getloadavg")
+        else ""
+    )
     return [
         f"- {device.name}: {memory}{bandwidth}",
         f"- {platform.system()} {platform.machine()}, Python {platform.python_version()}{load}",
@@ -67,13 +81,18 @@ def _summary(runs: Sequence[Run]) -> list[str]:
         for table in run.found.tables:
             for name in table.values:
                 ratios = table.ratios(OURS, name) if name != OURS else None
-                if ratios is None or abs(ratios.median - 1) <= _EVEN or ratios.low <= 1 <= ratios.high:
+                if (
+                    ratios is None
+                    or abs(ratios.median - 1) <= _EVEN
+                    or ratios.low <= 1 <= ratios.high
+                ):
                     continue
                 won = (ratios.median > 1) == (table.better == "more")
                 said = f"- {table.title}, against {name}: {_best(table, name)} ({ratios} of theirs)"
                 (better if won else worse).append(said)
     nothing = ["- nothing that was measured"]
-    return ["", "## Where others are better", "", *(worse or nothing), "", "## Where localllm is better", "",
+    return ["", "## Where others are better", "", *(worse or nothing), "",
+    "## Where localllm is better", "",
             *(better or nothing)]  # fmt: skip
 
 
@@ -93,7 +112,9 @@ def _group(run: Run) -> list[str]:
         for name in others:
             ratios = table.ratios(OURS, name)
             cells += [_cell(table, name), str(ratios) if ratios is not None else "–"]
-        said.append(f"| {table.title}, {table.unit} ({table.better} is better) | {' | '.join(cells)} |")
+        said.append(
+            f"| {table.title}, {table.unit} ({table.better} is better) | {' | '.join(cells)} |"
+        )
     said += ["", f"{run.found.rounds} rounds; tokens counted {run.found.counter}."]
     for name, (theirs, ours) in run.found.counter.differing.items():
         said.append(f"{name} counts otherwise: it said {theirs} tokens where at most {ours} came.")

@@ -1,4 +1,5 @@
-"""Other people's servers, made ready to run beside ours: built or installed in the cache folder, never in our environment."""
+"""Other people's servers, made ready to run beside ours: built or installed in the cache folder,
+never in our environment."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from localllm.bench.stream import free_port
 _FOLDER = paths.cache_dir() / "peers"
 CONTEXT, STREAMS = 16384, 8
 # What llama-cpp-python's server needs beside what we have.
-_PYTHON_SERVER = ("sse-starlette", "starlette-context", "pydantic-settings", "python-dotenv", "typing-inspection")
+_PYTHON_SERVER = (
+    "sse-starlette",
+    "starlette-context",
+    "pydantic-settings",
+    "python-dotenv",
+    "typing-inspection",
+)
 OURS = "localllm"
 
 
@@ -30,8 +37,9 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be compared: the model's file, the programs named by hand, where logs go, and peers to leave out. `baseline`: a
-    checkout of an earlier commit with its own .venv, which ours is held against."""
+    """What is to be compared: the model's file, the programs named by hand, where logs go, and
+    peers to leave out. `baseline`: a checkout of an earlier commit with its own .venv, which ours
+    is held against."""
 
     model: Path
     llama_server: Path | None
@@ -42,12 +50,17 @@ class Wanted:
     @property
     def threads(self) -> int:
         """Every server gets as many: those that this process may run on."""
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Servers on the same weights, ours first. `only`: the scenarios it is run for (none: whatever is asked for)."""
+    """Servers on the same weights, ours first. `only`: the scenarios it is run for (none: whatever
+    is asked for)."""
 
     title: str
     servers: Sequence[Server]
@@ -73,7 +86,8 @@ def gguf(wanted: Wanted) -> Group:
 
 
 def drafting(wanted: Wanted) -> Group:
-    """A copy with a change, llama-server with each of its own ways to draft from the prompt, ours as it comes."""
+    """A copy with a change, llama-server with each of its own ways to draft from the prompt, ours
+    as it comes."""
     servers, versions = [_ours(wanted, wanted.model)], {OURS: _version("localllm")}
     for kind in ("ngram-simple", "ngram-map-k", "ngram-mod"):
         server, said = llama_server(wanted, f"llama-server {kind}", "--spec-type", kind)
@@ -83,7 +97,8 @@ def drafting(wanted: Wanted) -> Group:
 
 
 def mlx(wanted: Wanted) -> Group:
-    """MLX: the same model as a float32 checkpoint, since MLX's quantised product is scalar on a CPU."""
+    """MLX: the same model as a float32 checkpoint, since MLX's quantised product is scalar on a
+    CPU."""
     folder = smollm2_mlx()
     port = free_port()
     theirs = [sys.executable, "-m", "mlx_lm.server", "--model", str(folder), "--port", str(port)]
@@ -91,11 +106,17 @@ def mlx(wanted: Wanted) -> Group:
     said = f"mlx-lm {_version('mlx-lm')}, mlx {_version('mlx')}"
     # Of what takes long texts each round would take an hour: MLX's products are scalar on this CPU.
     short = ("single", "two", "four", "cancel", "rest")
-    return Group("The same MLX checkpoint (float32)", [_ours(wanted, folder), server], {server.name: said}, short)
+    return Group(
+        "The same MLX checkpoint (float32)",
+        [_ours(wanted, folder), server],
+        {server.name: said},
+        short,
+    )
 
 
 def baseline(wanted: Wanted) -> Group:
-    """This tree beside an earlier commit of ours: `git worktree add ../before COMMIT`, `make -C ../before .venv/.dev`."""
+    """This tree beside an earlier commit of ours: `git worktree add ../before COMMIT`, `make -C
+    ../before .venv/.dev`."""
     python = (wanted.baseline or Path()).absolute() / ".venv" / "bin" / "python"
     if not python.is_file():
         raise NotHereError(f"the earlier commit: there is no {python}")
@@ -103,40 +124,73 @@ def baseline(wanted: Wanted) -> Group:
     # Without it the folder that this runs in would be imported, not the other checkout.
     environment = {**before.environment, "PYTHONSAFEPATH": "1"}
     before = replace(before, command=[str(python), *before.command[1:]], environment=environment)
-    return Group("This tree and an earlier commit", [_ours(wanted, wanted.model), before], {OURS: _version("localllm")})
+    return Group(
+        "This tree and an earlier commit",
+        [_ours(wanted, wanted.model), before],
+        {OURS: _version("localllm")},
+    )
 
 
-GROUPS: Mapping[str, Callable[[Wanted], Group]] = {"gguf": gguf, "drafting": drafting, "mlx": mlx, "baseline": baseline}
+GROUPS: Mapping[str, Callable[[Wanted], Group]] = {
+    "gguf": gguf,
+    "drafting": drafting,
+    "mlx": mlx,
+    "baseline": baseline,
+}
 
 
 def _ours(wanted: Wanted, model: Path) -> Server:
     port = free_port()
-    options = ("--host", "127.0.0.1", "--context", str(CONTEXT), "--parallel", str(STREAMS), "--quiet")
+    options = (
+        "--host",
+        "127.0.0.1",
+        "--context",
+        str(CONTEXT),
+        "--parallel",
+        str(STREAMS),
+        "--quiet",
+    )
     environment = {"LOCALLLM_CACHE_DIR": str(wanted.logs / f"cache-{port}")}
     if model.is_file():  # MLX takes no number of threads
         environment["LOCALLLM_THREADS"] = str(wanted.threads)
-    return Server(OURS, serve_command(model, port, *options), port, "", environment, wanted.logs / "localllm.log")
+    return Server(
+        OURS,
+        serve_command(model, port, *options),
+        port,
+        "",
+        environment,
+        wanted.logs / "localllm.log",
+    )
 
 
 def llama_server(wanted: Wanted, name: str = "llama-server", *options: str) -> tuple[Server, str]:
-    """llama.cpp's own server, of the same release as the llama.cpp that ours runs on. Its slots share the context, as ours
-    do."""
+    """llama.cpp's own server, of the same release as the llama.cpp that ours runs on. Its slots
+    share the context, as ours do."""
     program = wanted.llama_server or built("llama-server")
     port = free_port()
     command = [
-        str(program), "-m", str(wanted.model), "--host", "127.0.0.1", "--port", str(port), "-t", str(wanted.threads),
+        str(program), "-m", str(wanted.model), "--host", "127.0.0.1", "--port", str(port), "-t",
+        str(wanted.threads),
         "-c", str(CONTEXT), "-np", str(STREAMS), "--kv-unified", "--jinja", *options,
     ]  # fmt: skip
     beside = {"LD_LIBRARY_PATH": str(program.parent)}
-    asked = subprocess.run([program, "--version"], capture_output=True, text=True, env={**os.environ, **beside})
-    lines = [line for line in (asked.stdout + asked.stderr).splitlines() if line.startswith("version")]
+    asked = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, env={**os.environ, **beside}
+    )
+    lines = [
+        line for line in (asked.stdout + asked.stderr).splitlines() if line.startswith("version")
+    ]
     server = Server(name, command, port, "", beside, wanted.logs / "llama-server.log")
-    said = f"llama.cpp {lines[0] if lines else ''} (the sources in llama-cpp-python {_version('llama-cpp-python')})"
+    said = (
+        f"llama.cpp {lines[0] if lines else ''} (the sources in llama-cpp-python "
+        f"{_version('llama-cpp-python')})"
+    )
     return server, f"{said}, {' '.join(options)}".rstrip(", ")
 
 
 def built(name: str) -> Path:
-    """A program of llama.cpp, compiled once from the sources that llama-cpp-python's own release carries (some minutes)."""
+    """A program of llama.cpp, compiled once from the sources that llama-cpp-python's own release
+    carries (some minutes)."""
     release = _version("llama-cpp-python")
     folder = _FOLDER / f"llama.cpp-{release}"
     build = folder / "build"
@@ -145,21 +199,30 @@ def built(name: str) -> Path:
         return program
     if shutil.which("cmake") is None:
         raise NotHereError(f"{name}: cmake, which builds it, is not installed")
-    print(f"building {name} of llama-cpp-python {release}: some minutes, once …", file=sys.stderr, flush=True)
+    print(
+        f"building {name} of llama-cpp-python {release}: some minutes, once …",
+        file=sys.stderr,
+        flush=True,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     if not any(folder.glob("llama_cpp_python-*/")):
         _run(name, [
-            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python",
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary",
+            "llama-cpp-python",
             "-d", str(folder), f"llama-cpp-python=={release}",
         ])  # fmt: skip
         with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
     sources = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
     _run(name, [
-        "cmake", "-S", str(sources), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_BUILD_TESTS=OFF",
+        "cmake", "-S", str(sources), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release",
+        "-DLLAMA_BUILD_TESTS=OFF",
         "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_CURL=OFF",
     ])  # fmt: skip
-    _run(name, ["cmake", "--build", str(build), "--target", name, "--parallel", str(os.cpu_count() or 1)])
+    _run(
+        name,
+        ["cmake", "--build", str(build), "--target", name, "--parallel", str(os.cpu_count() or 1)],
+    )
     return program
 
 
@@ -168,27 +231,41 @@ def llama_cpp_python(wanted: Wanted) -> tuple[Server, str]:
     folder = _FOLDER / "llama-cpp-python"
     if not (folder / "sse_starlette").exists():
         _run("llama-cpp-python's server", [
-            sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *_PYTHON_SERVER,
+            sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder),
+            *_PYTHON_SERVER,
         ])  # fmt: skip
     port = free_port()
     command = [
-        sys.executable, "-m", "llama_cpp.server", "--model", str(wanted.model), "--host", "127.0.0.1", "--port", str(port),
-        "--n_ctx", str(CONTEXT), "--n_threads", str(wanted.threads), "--n_threads_batch", str(wanted.threads),
+        sys.executable, "-m", "llama_cpp.server", "--model", str(wanted.model), "--host",
+        "127.0.0.1", "--port", str(port),
+        "--n_ctx", str(CONTEXT), "--n_threads", str(wanted.threads), "--n_threads_batch",
+        str(wanted.threads),
         "--interrupt_requests", "False",
     ]  # fmt: skip
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    server = Server("llama-cpp-python", command, port, "", {"PYTHONPATH": path}, wanted.logs / "llama-cpp-python.log")
+    server = Server(
+        "llama-cpp-python",
+        command,
+        port,
+        "",
+        {"PYTHONPATH": path},
+        wanted.logs / "llama-cpp-python.log",
+    )
     return server, f"llama-cpp-python {_version('llama-cpp-python')}"
 
 
 def ollama(wanted: Wanted) -> tuple[Server, str]:
-    """Ollama where it is installed (no package index carries it), with a folder of its own for the one model."""
+    """Ollama where it is installed (no package index carries it), with a folder of its own for the
+    one model."""
     program = shutil.which("ollama")
     if program is None:
-        raise NotHereError("ollama is not installed, and no package index carries it: see ollama.com/download")
+        raise NotHereError(
+            "ollama is not installed, and no package index carries it: see ollama.com/download"
+        )
     port, name = free_port(), "bench"
     environment = {
-        "OLLAMA_HOST": f"127.0.0.1:{port}", "OLLAMA_MODELS": str(wanted.logs / "ollama"), "OLLAMA_KEEP_ALIVE": "-1",
+        "OLLAMA_HOST": f"127.0.0.1:{port}", "OLLAMA_MODELS": str(wanted.logs / "ollama"),
+        "OLLAMA_KEEP_ALIVE": "-1",
         "OLLAMA_CONTEXT_LENGTH": str(CONTEXT), "OLLAMA_NUM_PARALLEL": str(STREAMS),
     }  # fmt: skip
     modelfile = wanted.logs / "Modelfile"
@@ -197,18 +274,24 @@ def ollama(wanted: Wanted) -> tuple[Server, str]:
     try:
         whole = {**os.environ, **environment}
         _run("ollama", [program, "create", name, "-f", str(modelfile)], whole)
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, env=whole).stdout.strip()
+        said = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, env=whole
+        ).stdout.strip()
     finally:
         maker.terminate()
         maker.wait()
-    return Server("ollama", [program, "serve"], port, name, environment, wanted.logs / "ollama.log"), said
+    return Server(
+        "ollama", [program, "serve"], port, name, environment, wanted.logs / "ollama.log"
+    ), said
 
 
 def _run(what: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         last = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise NotHereError(f"{what}: {' '.join(command[:4])} … failed: {last[-1] if last else 'it said nothing'}")
+        raise NotHereError(
+            f"{what}: {' '.join(command[:4])} … failed: {last[-1] if last else 'it said nothing'}"
+        )
 
 
 def _version(distribution: str) -> str:

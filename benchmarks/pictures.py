@@ -1,6 +1,8 @@
-"""Makes the README's pictures: the real chat with a real model, driven as a person would, written as SVG.
+"""Makes the README's pictures: the real chat with a real model, driven as a person would, written
+as SVG.
 
-python benchmarks/pictures.py [MODEL]     # docs/pictures/chat.svg, glass.svg (the README has it) and models.svg
+python benchmarks/pictures.py [MODEL]     # docs/pictures/chat.svg, glass.svg (the README has it)
+                                          and models.svg
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ async def draw(app: ChatApp) -> None:
 
     def keep(name: str) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
-        (FOLDER / f"{name}.svg").write_text(app.export_screenshot(title="localllm"), encoding="utf-8")
+        (FOLDER / f"{name}.svg").write_text(
+            app.export_screenshot(title="localllm"), encoding="utf-8"
+        )
         print(FOLDER / f"{name}.svg")
 
     app.chat.titles_after_s = None
@@ -57,7 +61,9 @@ async def draw(app: ChatApp) -> None:
         await pilot.pause(0.5)
         keep("glass")
         await pilot.press("f4")
-        await until(pilot, lambda: isinstance(app.screen, ModelsScreen) and bool(app.screen.rows.choices))
+        await until(
+            pilot, lambda: isinstance(app.screen, ModelsScreen) and bool(app.screen.rows.choices)
+        )
         await pilot.pause(0.5)
         keep("models")
 
@@ -69,7 +75,13 @@ def main() -> None:
         engine = engines.engine_for(stack, engines.Wanted(model, own=True), None, at_once=False)
         history = stack.enter_context(History(Path(folder) / "conversations.db"))
         client = ChatClient.of(engine, {"seed": 7, "max_tokens": 200})
-        asyncio.run(draw(ChatApp(ChatOptions(client, history, engine.model, model_service=LocalModelService()))))
+        asyncio.run(
+            draw(
+                ChatApp(
+                    ChatOptions(client, history, engine.model, model_service=LocalModelService())
+                )
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""Layers and experts on devices of their own, with no GPU at hand: the same tokens, and the bytes that were planned?
+"""Layers and experts on devices of their own, with no GPU at hand: the same tokens, and the bytes
+that were planned?
 
-python -m benchmarks.placed LIBRARY [MODEL.gguf] [--devices 2] [--tokens 16] [--context 2048] [--batch 128]
+python -m benchmarks.placed LIBRARY [MODEL.gguf] [--devices 2] [--tokens 16] [--context 2048]
+[--batch 128]
 
-llama.cpp's RPC device offers another process's processor as an accelerator, with buffers, splits and copies of its own.
-LIBRARY is that device as a plug-in for the installed llama-cpp-python, built from the sources of its release, in ggml/:
+llama.cpp's RPC device offers another process's processor as an accelerator, with buffers, splits
+and copies of its own. LIBRARY is that device as a plug-in for the installed llama-cpp-python, built
+from the sources of its release, in ggml/:
 
-    g++ -O2 -std=c++17 -fPIC -shared -DGGML_BACKEND_DL -DGGML_BACKEND_BUILD -DGGML_BACKEND_SHARED -DGGML_SHARED \\
-        -Iinclude -Isrc -o libggml-rpc.so src/ggml-rpc/ggml-rpc.cpp src/ggml-rpc/transport.cpp -L WHEEL/lib -lggml-base
+    g++ -O2 -std=c++17 -fPIC -shared -DGGML_BACKEND_DL -DGGML_BACKEND_BUILD -DGGML_BACKEND_SHARED
+    -DGGML_SHARED \\
+        -Iinclude -Isrc -o libggml-rpc.so src/ggml-rpc/ggml-rpc.cpp src/ggml-rpc/transport.cpp -L
+        WHEEL/lib -lggml-base
 
-Every placement is loaded; its greedy tokens are compared with the processor's, and what each device holds with the plan.
-The scratch buffers are a formula's upper bound, so the toy model (the default) shows them and a large one does not.
+Every placement is loaded; its greedy tokens are compared with the processor's, and what each device
+holds with the plan. The scratch buffers are a formula's upper bound, so the toy model (the default)
+shows them and a large one does not.
 """
 
 from __future__ import annotations
@@ -44,7 +50,13 @@ def serve(library: str, endpoint: str) -> None:
     lib.ggml_backend_dev_by_type.restype = ctypes.c_void_p
     devices = (ctypes.c_void_p * 1)(lib.ggml_backend_dev_by_type(0))
     start = rpc.ggml_backend_rpc_start_server
-    start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
+    start.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    ]
     start(endpoint.encode(), None, 1, 1, devices)
 
 
@@ -70,20 +82,30 @@ def _wait_for(port: int) -> None:
             if s.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.1)
-    raise SystemExit(f"nothing listens on port {port}: does the library belong to the installed llama-cpp-python?")
+    raise SystemExit(
+        f"nothing listens on port {port}: does the library belong to the installed "
+        "llama-cpp-python?"
+    )
 
 
 def placements(n_layers: int, *, experts: bool, n_devices: int) -> list[dict[str, Any]]:
-    """What is tried: everything, half of the layers, the cache apart, experts apart, uneven devices."""
+    """What is tried: everything, half of the layers, the cache apart, experts apart, uneven
+    devices."""
     found: list[dict[str, Any]] = [{}, {"gpu_layers": max(1, n_layers // 2)}, {"kv_on_host": True}]
     if experts:
-        found += [{"experts_on_host": 1}, {"experts_on_host": -1}, {"gpu_layers": 2, "experts_on_host": -1}]
+        found += [
+            {"experts_on_host": 1},
+            {"experts_on_host": -1},
+            {"gpu_layers": 2, "experts_on_host": -1},
+        ]
     if n_devices > 1:
         found.append({"tensor_split": (3.0, *(1.0,) * (n_devices - 1))})
     return found
 
 
-def run(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> tuple[list[int], dict[str, int]]:
+def run(
+    path: Path, placed: dict[str, Any], options: argparse.Namespace
+) -> tuple[list[int], dict[str, int]]:
     """(greedy tokens, bytes by place) of `path` placed so."""
     from localllm_backends.contract import Chunk, LoadSpec, Placement
     from localllm_backends.llamacpp import backend_type
@@ -107,7 +129,8 @@ def run(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> tupl
 
 
 def planned(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> list[int]:
-    """Bytes of each device as the planner counts them, without the reserve it keeps for other engines' schedulers."""
+    """Bytes of each device as the planner counts them, without the reserve it keeps for other
+    engines' schedulers."""
     from localllm.planner import memory, places
     from localllm.planner.types import RunSettings
     from localllm_backends.placement import Placement
@@ -117,7 +140,12 @@ def planned(path: Path, placed: dict[str, Any], options: argparse.Namespace) -> 
     variant = model.variants[0]
     spare = memory.spare_sequences(model, variant, heads=False)
     ran = RunSettings(
-        options.context, slots=2, spare=spare, n_batch=options.batch, n_outputs=4, placement=Placement(**placed)
+        options.context,
+        slots=2,
+        spare=spare,
+        n_batch=options.batch,
+        n_outputs=4,
+        placement=Placement(**placed),
     )
     rows = memory.layer_ledger(model, variant, ran).device_layers(ran.placement)
     split = ran.placement.tensor_split or (1.0,) * options.devices
@@ -131,14 +159,23 @@ def compare(path: Path, options: argparse.Namespace, endpoints: list[str]) -> No
 
     model = from_gguf.model_from_gguf(gguf.read(path))
     expected, _ = run(path, {"gpu_layers": 0}, options)
-    tried = placements(len(model.layers), experts=model.experts is not None, n_devices=len(endpoints))
+    tried = placements(
+        len(model.layers), experts=model.experts is not None, n_devices=len(endpoints)
+    )
     for placed in tried:
         tokens, held = run(path, placed, options)
-        print(f"{placed or 'everything'}: {'the same tokens' if tokens == expected else 'OTHER TOKENS'}", flush=True)
+        print(
+            f"{placed or 'everything'}: "
+            f"{'the same tokens' if tokens == expected else 'OTHER TOKENS'}",
+            flush=True,
+        )
         for endpoint, said in zip(endpoints, planned(path, placed, options), strict=True):
             real = sum(n for name, n in held.items() if endpoint in name)
             off = f"{100 * (said / real - 1):+.2f} %" if real else "nothing there"
-            print(f"    {endpoint}: planned {said / _MIB:.2f} MiB, holds {real / _MIB:.2f} ({off})", flush=True)
+            print(
+                f"    {endpoint}: planned {said / _MIB:.2f} MiB, holds {real / _MIB:.2f} ({off})",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -158,7 +195,10 @@ def main() -> None:
     command = [sys.executable, "-m", "benchmarks.placed", options.library]
     servers = [
         subprocess.Popen(
-            [*command, f"--serve={e}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
+            [*command, f"--serve={e}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ,
         )
         for e in endpoints
     ]
@@ -169,7 +209,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             from models import tiny_gguf
 
-            compare(options.model or tiny_gguf.write_moe(Path(folder) / "moe.gguf"), options, endpoints)
+            compare(
+                options.model or tiny_gguf.write_moe(Path(folder) / "moe.gguf"), options, endpoints
+            )
     finally:
         for server in servers:
             server.kill()

@@ -1,4 +1,5 @@
-"""Servers as processes of ours: started, killed, and looked at from outside; and what can only be measured so."""
+"""Servers as processes of ours: started, killed, and looked at from outside; and what can only be
+measured so."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _READY_S, _STOPPED_S = 300.0, 30.0
 
 @contextlib.contextmanager
 def empty_home() -> Iterator[Path]:
-    """A folder that everything of localllm's lies in from now on: settings, conversations, caches and logs of nobody."""
+    """A folder that everything of localllm's lies in from now on: settings, conversations, caches
+    and logs of nobody."""
     with tempfile.TemporaryDirectory() as name:
         for kind in ("CONFIG", "DATA", "CACHE", "LOG"):
             os.environ[f"LOCALLLM_{kind}_DIR"] = str(Path(name) / kind.lower())
@@ -34,8 +36,9 @@ def empty_home() -> Iterator[Path]:
 
 @dataclass
 class Server:
-    """One server process and how to start it again. `model`: what requests name; `environment`: beside this process's
-    own; `log`: the file its output goes to (None: nowhere); `key`: what it wants of clients."""
+    """One server process and how to start it again. `model`: what requests name; `environment`:
+    beside this process's own; `log`: the file its output goes to (None: nowhere); `key`: what it
+    wants of clients."""
 
     name: str
     command: list[str]
@@ -50,14 +53,21 @@ class Server:
     def target(self) -> BenchTarget:
         """As a client meets it."""
         return BenchTarget(
-            self.name, f"http://127.0.0.1:{self.port}/v1", self.model, key=self.key, restart=self.restart
+            self.name,
+            f"http://127.0.0.1:{self.port}/v1",
+            self.model,
+            key=self.key,
+            restart=self.restart,
         )
 
     def start(self) -> float:
-        """Start it; seconds until it answers one token. Raises BackendError where it does not, with its last words."""
+        """Start it; seconds until it answers one token. Raises BackendError where it does not, with
+        its last words."""
         begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            out = subprocess.DEVNULL if self.log is None else stack.enter_context(self.log.open("ab"))
+            out = (
+                subprocess.DEVNULL if self.log is None else stack.enter_context(self.log.open("ab"))
+            )
             self.process = subprocess.Popen(
                 self.command, stdout=out, stderr=out, env={**os.environ, **self.environment}
             )
@@ -67,7 +77,9 @@ class Server:
                 return time.perf_counter() - begun
             except BackendError:
                 if self.process.poll() is not None or time.perf_counter() - begun > _READY_S:
-                    said = self.log.read_text(errors="replace")[-500:] if self.log is not None else ""
+                    said = (
+                        self.log.read_text(errors="replace")[-500:] if self.log is not None else ""
+                    )
                     raise BackendError(f"{self.name} did not start: {said}") from None
             time.sleep(0.02)
 
@@ -92,7 +104,8 @@ class Server:
         self.start()
 
     def rss_bytes(self) -> int:
-        """Resident memory of server and workers, file-backed pages included as the kernel counts them."""
+        """Resident memory of server and workers, file-backed pages included as the kernel counts
+        them."""
         return sum(p.memory_info().rss for p in self._processes())
 
     def cpu_s(self) -> float:
@@ -113,8 +126,8 @@ MEMORY = BenchFigure("resident memory", "MB", "less")
 
 
 class ProcessScenarios(Scenarios):
-    """What can be measured of a process that we started, beside what every server can be put through. `servers`: those
-    that the targets are of."""
+    """What can be measured of a process that we started, beside what every server can be put
+    through. `servers`: those that the targets are of."""
 
     means: Mapping[str, str] = {
         **MEANS,
@@ -129,10 +142,13 @@ class ProcessScenarios(Scenarios):
         return next(s for s in self.servers if s.name == t.name)
 
     def run_crowded(self, t: BenchTarget) -> None:
-        """A short chat's speed with 12,000 tokens of other conversations cached, against its speed before."""
+        """A short chat's speed with 12,000 tokens of other conversations cached, against its speed
+        before."""
 
         def speed() -> float:
-            return statistics.median(t.chat(user(f"Tell a story. {self.fresh()}"), 64).decode_tok_s for _ in range(5))
+            return statistics.median(
+                t.chat(user(f"Tell a story. {self.fresh()}"), 64).decode_tok_s for _ in range(5)
+            )
 
         alone = speed()
         for _ in range(6):
@@ -152,7 +168,10 @@ class ProcessScenarios(Scenarios):
     def run_kill(self, t: BenchTarget) -> None:
         """The same 1,400-token prompt after kill -9."""
         server = self._server(t)
-        messages: Messages = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("Question?")]
+        messages: Messages = [
+            {"role": "system", "content": f"{self.fresh()} {SYSTEM}"},
+            *user("Question?"),
+        ]
         cold = t.chat(messages, 8)
         time.sleep(1.0)
         server.stop(signal.SIGKILL)
@@ -171,7 +190,8 @@ class ProcessScenarios(Scenarios):
 
 @contextlib.contextmanager
 def running(servers: Sequence[Server]) -> Iterator[list[Server]]:
-    """Those of them that start, for the length of the block, which SIGTERM ends as Ctrl-C does; why others did not is said."""
+    """Those of them that start, for the length of the block, which SIGTERM ends as Ctrl-C does; why
+    others did not is said."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started: list[Server] = []
     try:

@@ -1,19 +1,24 @@
-"""Models of true size without their weights: is memory what was planned, and speed what was predicted?
+"""Models of true size without their weights: is memory what was planned, and speed what was
+predicted?
 
-python -m benchmarks.real_size NAME… [--folder DIR] [--context 4096] [--decode 32] [--prompt 512] [--rounds 3]
+python -m benchmarks.real_size NAME… [--folder DIR] [--context 4096] [--decode 32] [--prompt 512]
+[--rounds 3]
                                [--threads 0] [--beside 3] [--keep]
 python -m benchmarks.real_size --list
-python -m benchmarks.real_size --long NAME…     # a long context, streams, a client that goes away: --long --help
+python -m benchmarks.real_size --long NAME…     # a long context, streams, a client that goes away:
+                                                --long --help
 
-The files have the real shapes and formats, a small model's tokenizer padded to the vocabulary, random embeddings, outputs
-and routers, and holes for the rest: they take hundreds of MB of disk, and are read, laid out and streamed as the real
-ones are, with every token sent to other experts. What they say is nonsense. Each runs in a process of its own, through our
-backend's plain loop, with random tokens. Where the plan says no, the reason is printed and nothing is loaded.
+The files have the real shapes and formats, a small model's tokenizer padded to the vocabulary,
+random embeddings, outputs and routers, and holes for the rest: they take hundreds of MB of disk,
+and are read, laid out and streamed as the real ones are, with every token sent to other experts.
+What they say is nonsense. Each runs in a process of its own, through our backend's plain loop, with
+random tokens. Where the plan says no, the reason is printed and nothing is loaded.
 
-Timings of a shared machine are noise: the load at start and end is printed beside them, and decode and prefill are taken
-in turns. With --beside N llama.cpp's own llama-bench has as many turns, one program at a time in memory, and what is
-printed is our figure over its, turn by turn. Its first token is that of a context of one token: ours beside it is of the
-smallest there is, in a process of its own (clearing the KV of a usual context takes longer than mapping a file).
+Timings of a shared machine are noise: the load at start and end is printed beside them, and decode
+and prefill are taken in turns. With --beside N llama.cpp's own llama-bench has as many turns, one
+program at a time in memory, and what is printed is our figure over its, turn by turn. Its first
+token is that of a context of one token: ours beside it is of the smallest there is, in a process of
+its own (clearing the KV of a usual context takes longer than mapping a file).
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ _SPREAD = 0.02  # of a random row's elements: norms rescale it
 
 
 def vocabulary(writer: Any, n_tokens: int) -> None:
-    """SmolLM2's tokenizer in `writer`, filled up to `n_tokens` with tokens that no text contains."""
+    """SmolLM2's tokenizer in `writer`, filled up to `n_tokens` with tokens that no text
+    contains."""
     import gguf
 
     from benchmarks.models import smollm2
@@ -55,7 +61,10 @@ def vocabulary(writer: Any, n_tokens: int) -> None:
         return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
 
     tokens = texts("tokenizer.ggml.tokens")[:n_tokens]
-    kinds = [int(fields["tokenizer.ggml.token_type"].parts[i][0]) for i in fields["tokenizer.ggml.token_type"].data]
+    kinds = [
+        int(fields["tokenizer.ggml.token_type"].parts[i][0])
+        for i in fields["tokenizer.ggml.token_type"].data
+    ]
     unused = n_tokens - len(tokens)
     writer.add_tokenizer_model(texts("tokenizer.ggml.model")[0])
     writer.add_tokenizer_pre(texts("tokenizer.ggml.pre")[0])
@@ -63,11 +72,14 @@ def vocabulary(writer: Any, n_tokens: int) -> None:
     writer.add_token_types([*kinds[:n_tokens], *([int(gguf.TokenType.UNUSED)] * unused)])
     writer.add_token_merges(texts("tokenizer.ggml.merges"))
     for key in ("bos", "eos"):
-        getattr(writer, f"add_{key}_token_id")(int(fields[f"tokenizer.ggml.{key}_token_id"].parts[-1][0]))
+        getattr(writer, f"add_{key}_token_id")(
+            int(fields[f"tokenizer.ggml.{key}_token_id"].parts[-1][0])
+        )
 
 
 def fill(path: Path) -> None:
-    """Random embeddings and routers and norms and scales of one in a file of holes: enough that tokens differ and are routed apart."""
+    """Random embeddings and routers and norms and scales of one in a file of holes: enough that
+    tokens differ and are routed apart."""
     import numpy as np
 
     from localllm_catalog import gguf as header_of
@@ -86,15 +98,23 @@ def fill(path: Path) -> None:
             elif tensor.name == "output.weight":
                 # Rows of holes for the tokens that have no text: an answer is of the others.
                 row_bytes = tensor.n_bytes // tensor.shape[-1]
-                f.write(b"".join(_row(tensor.type, row_bytes, rng) for _ in range(min(tensor.shape[-1], _TEXTS))))
+                f.write(
+                    b"".join(
+                        _row(tensor.type, row_bytes, rng)
+                        for _ in range(min(tensor.shape[-1], _TEXTS))
+                    )
+                )
             elif "ffn_gate_inp.weight" in tensor.name:
                 f.write(rng.standard_normal(tensor.n_bytes // 4).astype(np.float32).tobytes())
-            elif len(tensor.shape) == 1 and any(word in tensor.name for word in ("norm", "scale", "rope_freqs")):
+            elif len(tensor.shape) == 1 and any(
+                word in tensor.name for word in ("norm", "scale", "rope_freqs")
+            ):
                 f.write(np.ones(tensor.n_bytes // 4, dtype=np.float32).tobytes())
 
 
 def _row(kind: str, n_bytes: int, rng: Any) -> bytes:
-    """One row of random values in a ggml format: its scales small and finite, everything else any bits."""
+    """One row of random values in a ggml format: its scales small and finite, everything else any
+    bits."""
     import numpy as np
 
     # (bytes of a block, where its 16-bit scales stand)
@@ -115,7 +135,7 @@ def _row(kind: str, n_bytes: int, rng: Any) -> bytes:
     return bytes(data.tobytes())
 
 
-# --- one model, in a process of its own -------------------------------------------------------------------------------
+# --- one model, in a process of its own -----------------------------------------------------------
 
 
 def resident_bytes(kind: str = "VmRSS") -> int:
@@ -127,8 +147,8 @@ def resident_bytes(kind: str = "VmRSS") -> int:
 
 
 def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
-    """(device, model, plan, what is known of speeds here) of `path` on this machine, for one request at a time, by what
-    `localllm bench` measured here."""
+    """(device, model, plan, what is known of speeds here) of `path` on this machine, for one
+    request at a time, by what `localllm bench` measured here."""
     from localllm.load.candidates import machine_of
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
@@ -140,7 +160,13 @@ def planned(path: Path, context: int) -> tuple[Any, Any, Any, Any]:
     return (
         device,
         model,
-        plan_for(device, model, model.variants[0], workload, overrides=replace(known, slots=4, kv_type="f16")),
+        plan_for(
+            device,
+            model,
+            model.variants[0],
+            workload,
+            overrides=replace(known, slots=4, kv_type="f16"),
+        ),
         known.measured,
     )
 
@@ -150,7 +176,10 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     from localllm.planner import speed, why
 
     device, model, plan, measured = planned(path, options.context)
-    found: dict[str, Any] = {"file_gb": path.stat().st_size / 1e9, "planned_gb": plan.memory.total_bytes / 1e9}
+    found: dict[str, Any] = {
+        "file_gb": path.stat().st_size / 1e9,
+        "planned_gb": plan.memory.total_bytes / 1e9,
+    }
     if plan.fits == "no":
         return {**found, "refused": why.does_not_fit(plan, device)}
     from localllm.load.options import load_spec
@@ -173,10 +202,14 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     found["places_gb"] = {k: v / 1e9 for k, v in backend.memory().places.items()}
     prefill, decode = _rates(backend, options, model.vocab_size)
     found["resident_gb"] = (resident_bytes() - before) / 1e9
-    found["anonymous_gb"], found["mapped_gb"] = (resident_bytes(k) / 1e9 for k in ("RssAnon", "RssFile"))
+    found["anonymous_gb"], found["mapped_gb"] = (
+        resident_bytes(k) / 1e9 for k in ("RssAnon", "RssFile")
+    )
     found["planned_over_resident"] = found["planned_gb"] / found["resident_gb"]
     # A plan's figure is of 2,048 tokens, of which attention is a larger part.
-    prompt = speed.prefill(device, model, plan.variant, plan.settings, prompt_tokens=options.prompt, measured=measured)
+    prompt = speed.prefill(
+        device, model, plan.variant, plan.settings, prompt_tokens=options.prompt, measured=measured
+    )
     for name, rates, said in (("prefill", prefill, prompt), ("decode", decode, plan.decode_tok_s)):
         found[f"{name}_tok_s"] = statistics.median(rates)
         found[f"{name}_rounds"] = rates
@@ -186,8 +219,11 @@ def run_here(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _rates(backend: Any, options: argparse.Namespace, n_vocab: int) -> tuple[list[float], list[float]]:
-    """Prefill and decode of every round, in tokens per second, behind one that is not counted, as llama-bench has it."""
+def _rates(
+    backend: Any, options: argparse.Namespace, n_vocab: int
+) -> tuple[list[float], list[float]]:
+    """Prefill and decode of every round, in tokens per second, behind one that is not counted, as
+    llama-bench has it."""
     from localllm_backends.contract import Chunk
 
     rng = random.Random(1)
@@ -197,11 +233,13 @@ def _rates(backend: Any, options: argparse.Namespace, n_vocab: int) -> tuple[lis
         prompt = [rng.randrange(n_vocab) for _ in range(options.prompt)]
         started = time.perf_counter()
         for i in range(0, len(prompt), backend.info.n_batch):
-            backend.step([Chunk(sequence, prompt[i : i + backend.info.n_batch], outputs=1)]).argmax(0)
+            backend.step([Chunk(sequence, prompt[i : i + backend.info.n_batch], outputs=1)]).argmax(
+                0
+            )
         prefill.append(len(prompt) / (time.perf_counter() - started))
         backend.drop(sequence)
-        # From an empty context, as llama-bench decodes and as the plan's figure is meant: behind 512 tokens attention on a CPU
-        # took a third of a step of Qwen3-30B-A3B.
+        # From an empty context, as llama-bench decodes and as the plan's figure is meant: behind
+        # 512 tokens attention on a CPU took a third of a step of Qwen3-30B-A3B.
         sequence = backend.new_sequence()
         started = time.perf_counter()
         for _ in range(options.decode):
@@ -211,19 +249,29 @@ def _rates(backend: Any, options: argparse.Namespace, n_vocab: int) -> tuple[lis
     return prefill[1:], decode[1:]
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
-    parser.add_argument("--folder", type=Path, help="where the files are made (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the files are made (default: a temporary folder)"
+    )
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--decode", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0, help="0 = as served; 1 where others keep the cores busy")
-    parser.add_argument("--beside", type=int, default=0, metavar="N", help="N turns of llama-bench, and ours as often")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="0 = as served; 1 where others keep the cores busy"
+    )
+    parser.add_argument(
+        "--beside",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N turns of llama-bench, and ours as often",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the files")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
@@ -232,7 +280,8 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Make each named file, run it in a process of its own, print what was planned beside what was."""
+    """Make each named file, run it in a process of its own, print what was planned beside what
+    was."""
     if "--long" in sys.argv:
         from benchmarks import real_size_long
 
@@ -261,7 +310,10 @@ def main() -> None:
 
 
 def _report(name: str, path: Path, options: argparse.Namespace) -> None:
-    said = [f"--{key}={getattr(options, key)}" for key in ("context", "prompt", "decode", "rounds", "threads")]
+    said = [
+        f"--{key}={getattr(options, key)}"
+        for key in ("context", "prompt", "decode", "rounds", "threads")
+    ]
     load = os.getloadavg()[0]
     command = [sys.executable, "-m", "benchmarks.real_size", f"--here={path}", *said]
     ours: list[dict[str, Any]] = []
@@ -274,9 +326,14 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
         if options.beside and "load_s" in found:
             theirs.append(llama_bench(path, options, found))
             first = _in_a_process([*command, "--first"], path)
-            found["smallest_first_token_s"] = first["first_token_s"] if isinstance(first, dict) else math.nan
+            found["smallest_first_token_s"] = (
+                first["first_token_s"] if isinstance(first, dict) else math.nan
+            )
         ours.append(found)
-    print(f"\n{name}: load average {load:.1f} at start, {os.getloadavg()[0]:.1f} at the end, {os.cpu_count()} cores")
+    print(
+        f"\n{name}: load average {load:.1f} at start, {os.getloadavg()[0]:.1f} at the end, "
+        f"{os.cpu_count()} cores"
+    )
     for key, value in ours[-1].items():
         print(f"  {key:24} {_shown(value)}", flush=True)
     for key in theirs[-1] if theirs else ():
@@ -287,32 +344,49 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
 
 
 def _in_a_process(command: list[str], path: Path) -> dict[str, Any] | str:
-    """What `run_here` found, the file being in memory; or the last words of a process that failed."""
+    """What `run_here` found, the file being in memory; or the last words of a process that
+    failed."""
     from localllm.engine.worker.supervisor import worker_environment
 
     cached(path)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=worker_environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=worker_environment()
+    )
     if done.returncode:
-        return f"({done.returncode}): {(done.stderr.strip().splitlines() or ['without a word'])[-1]}"
+        return (
+            f"({done.returncode}): {(done.stderr.strip().splitlines() or ['without a word'])[-1]}"
+        )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def cached(path: Path) -> None:
-    """Read the file once, so that whoever loads it next finds as much of it in memory as whoever does after."""
+    """Read the file once, so that whoever loads it next finds as much of it in memory as whoever
+    does after."""
     with path.open("rb", buffering=0) as f:
         while f.read(16 * 2**20):
             pass
 
 
 def llama_bench(path: Path, options: argparse.Namespace, ours: dict[str, Any]) -> dict[str, float]:
-    """What llama-bench says of `path` with the same prompt, micro-batch, layout of weights and threads: prefill and decode in
-    tokens per second, and seconds from its start to a first token, loading included."""
+    """What llama-bench says of `path` with the same prompt, micro-batch, layout of weights and
+    threads: prefill and decode in tokens per second, and seconds from its start to a first token,
+    loading included."""
     from benchmarks.peers_setup import built
     from localllm_backends.llamacpp.threads import processors
 
     program = built("llama-bench")
     threads = options.threads or processors()
-    command = [str(program), "-m", str(path), "-t", str(threads), "-ub", str(ours["n_ubatch"]), "-o", "json"]
+    command = [
+        str(program),
+        "-m",
+        str(path),
+        "-t",
+        str(threads),
+        "-ub",
+        str(ours["n_ubatch"]),
+        "-o",
+        "json",
+    ]
     command += ["--repack", "0" if ours["layout"] == "stored" else "1"]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent)}
 
@@ -327,7 +401,10 @@ def llama_bench(path: Path, options: argparse.Namespace, ours: dict[str, Any]) -
     first = time.perf_counter() - started
     tests = run("-p", options.prompt, "-n", options.decode, "-r", options.rounds)
     rates = {
-        "prefill_tok_s" if test["n_prompt"] else "decode_tok_s": statistics.median(test["samples_ts"]) for test in tests
+        "prefill_tok_s" if test["n_prompt"] else "decode_tok_s": statistics.median(
+            test["samples_ts"]
+        )
+        for test in tests
     }
     return {**rates, "smallest_first_token_s": first}
 

@@ -1,16 +1,21 @@
-"""What a model of true size does with a long context, several streams, a client that goes away, and nobody asking.
+"""What a model of true size does with a long context, several streams, a client that goes away, and
+nobody asking.
 
-python -m benchmarks.real_size --long NAME… [--folder DIR] [--tokens 16384] [--block 256] [--only kv,streams,sampling,served]
+python -m benchmarks.real_size --long NAME… [--folder DIR] [--tokens 16384] [--block 256] [--only
+kv,streams,sampling,served]
                                     [--keep]
 
-The files are those of `benchmarks.real_size`: true shapes and formats, no weights. Reading 16,384 tokens of a model of 30B
-takes hours on two cores, so a `block` is computed and taken in again and again under later positions: what is exported,
-imported and decoded behind is as large as the real thing, and says as little as everything else here.
+The files are those of `benchmarks.real_size`: true shapes and formats, no weights. Reading 16,384
+tokens of a model of 30B takes hours on two cores, so a `block` is computed and taken in again and
+again under later positions: what is exported, imported and decoded behind is as large as the real
+thing, and says as little as everything else here.
 
-kv        seconds and GB/s of exporting and importing all of it, beside the predicted seconds of reading it; decode behind it
+kv        seconds and GB/s of exporting and importing all of it, beside the predicted seconds of
+          reading it; decode behind it
 streams   tokens a second of four sequences in one step, beside one's and what was predicted
 sampling  milliseconds of our sampler at the rows that come out, beside a step's
-served    through `localllm serve`: the first token after a cancel beside an idle server's, and memory before and after the
+served    through `localllm serve`: the first token after a cancel beside an idle server's, and
+          memory before and after the
           model was unloaded because nobody asked, and loaded again
 """
 
@@ -39,7 +44,8 @@ from localllm.bench.scenarios import user
 from localllm.bench.stream import free_port
 
 _PARTS = ("kv", "streams", "sampling", "served")
-# Behind our header: llama.cpp's mark, the sequence, streams, cells; then position, sequences and the sequence of each cell.
+# Behind our header: llama.cpp's mark, the sequence, streams, cells; then position, sequences and
+# the sequence of each cell.
 _STATE, _CELLS, _CELL = 16, 32, struct.Struct("<iIi")
 _STEPS = 12
 _STREAMS = 4
@@ -47,7 +53,8 @@ _IDLE_MIN = 0.05
 
 
 def moved(block: bytes, by: int) -> bytes:
-    """An exported block as if its tokens stood `by` places later: its header says so, and the table of positions in it."""
+    """An exported block as if its tokens stood `by` places later: its header says so, and the table
+    of positions in it."""
     magic, first, last, rest = struct.unpack_from("<4sIII", block)
     changed = bytearray(block)
     struct.pack_into("<4sIII", changed, 0, magic, first + by, last + by, rest)
@@ -80,7 +87,9 @@ def in_engine(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         found |= run.sampling()
     if "streams" in parts:
         found |= run.streams() | {
-            "four_streams_predicted": said("decode", _STREAMS, depth=options.block, n_sequences=_STREAMS)
+            "four_streams_predicted": said(
+                "decode", _STREAMS, depth=options.block, n_sequences=_STREAMS
+            )
         }
     if "kv" in parts and not backend.capabilities.states:
         cold_s = options.tokens / said("prefill", prompt_tokens=options.tokens)[1]
@@ -89,11 +98,15 @@ def in_engine(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _said(device: Any, model: Any, plan: Any, measured: Any, what: str, times: int = 1, **more: int) -> list[float]:
+def _said(
+    device: Any, model: Any, plan: Any, measured: Any, what: str, times: int = 1, **more: int
+) -> list[float]:
     """The predicted tokens a second, lowest, likeliest and highest, `times` so many streams."""
     from localllm.planner import speed
 
-    said = getattr(speed, what)(device, model, plan.variant, plan.settings, measured=measured, **more)
+    said = getattr(speed, what)(
+        device, model, plan.variant, plan.settings, measured=measured, **more
+    )
     return [times * rate for rate in (said.low, said.value, said.high)]
 
 
@@ -108,7 +121,11 @@ class _Run:
         """Our sampler at a row of this vocabulary, in milliseconds."""
         sequence = self._backend.new_sequence()
         row = self._step({sequence: self._block}).logits(0)[-1].copy()
-        found = {"vocabulary": len(row), "step_ms": 1000 / self._steps_s([sequence]), **_sampled(row)}
+        found = {
+            "vocabulary": len(row),
+            "step_ms": 1000 / self._steps_s([sequence]),
+            **_sampled(row),
+        }
         self._backend.drop(sequence)
         return found
 
@@ -123,7 +140,8 @@ class _Run:
         return {"one_stream_tok_s": one, "four_streams_tok_s": four}
 
     def kv(self, cold_s: float) -> dict[str, Any]:
-        """All of the context's KV out and in again; `cold_s`: what computing it is predicted to take."""
+        """All of the context's KV out and in again; `cold_s`: what computing it is predicted to
+        take."""
         line = self._backend.new_sequence()
         self._step({line: self._block}).argmax(0)
         block = self._backend.export_range(line, 0, self._block)
@@ -141,7 +159,8 @@ class _Run:
         gb = sum(map(len, blobs)) / 1e9
         return {
             "kv_tokens": self._tokens, "kv_gb": gb, "export_s": exported_s, "import_s": imported_s,
-            "export_gb_s": gb / exported_s, "import_gb_s": gb / imported_s, "import_over_predicted_cold": imported_s / cold_s,
+            "export_gb_s": gb / exported_s, "import_gb_s": gb / imported_s,
+            "import_over_predicted_cold": imported_s / cold_s,
             "deep_decode_tok_s": self._steps_s([again]),
         }  # fmt: skip
 
@@ -149,7 +168,8 @@ class _Run:
         from localllm_backends.contract import Chunk
 
         chunks = [
-            Chunk(s, [self._rng.randrange(self._n_vocab) for _ in range(n)], outputs=1) for s, n in wanted.items()
+            Chunk(s, [self._rng.randrange(self._n_vocab) for _ in range(n)], outputs=1)
+            for s, n in wanted.items()
         ]
         return self._backend.step(chunks)
 
@@ -218,7 +238,9 @@ def main() -> None:
     from models import sparse_gemma4, sparse_gguf
 
     known = {**sparse_gguf.SHAPES, **sparse_gemma4.SHAPES}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--tokens", type=int, default=16_384)
@@ -236,16 +258,27 @@ def main() -> None:
             path = folder / f"{name}.gguf"
             if not path.exists():
                 fill(sparse_gguf.write(known[name], folder, vocabulary))
-            said = [f"--tokens={options.tokens}", f"--block={options.block}", f"--only={options.only}"]
+            said = [
+                f"--tokens={options.tokens}",
+                f"--block={options.block}",
+                f"--only={options.only}",
+            ]
             command = [sys.executable, "-m", "benchmarks.real_size_long", f"--here={path}", *said]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=worker_environment())
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=worker_environment()
+            )
             last = (done.stdout.strip().splitlines() or ["{}"])[-1]
-            found = json.loads(last) if done.returncode == 0 else {"failed": done.stderr.strip()[-500:]}
+            found = (
+                json.loads(last) if done.returncode == 0 else {"failed": done.stderr.strip()[-500:]}
+            )
             if "served" in options.only and "refused" not in found:
                 found |= served(path)
             print(f"\n{name}: load average {os.getloadavg()[0]:.1f}")
             for key, value in found.items():
-                print(f"  {key:28} {value if not isinstance(value, float) else f'{value:.4g}'}", flush=True)
+                print(
+                    f"  {key:28} {value if not isinstance(value, float) else f'{value:.4g}'}",
+                    flush=True,
+                )
             if not options.keep:
                 path.unlink()
 

@@ -1,4 +1,5 @@
-"""A prefix cache that only counts: what perfect knowledge of every line reuses within the same bytes and pieces."""
+"""A prefix cache that only counts: what perfect knowledge of every line reuses within the same
+bytes and pieces."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _NEWEST_STATES = 3
 
 @dataclass(eq=False)
 class _Piece:
-    """Tokens `start` to the end of `line`, which holds everything up to there; or the state behind it, which takes the room
-    of `state_tokens`."""
+    """Tokens `start` to the end of `line`, which holds everything up to there; or the state behind
+    it, which takes the room of `state_tokens`."""
 
     line: tuple[int, ...]
     start: int
@@ -30,16 +31,19 @@ class _Piece:
 
 
 class ReferenceCache:
-    """What a cache of `memory_bytes` and `disk_bytes` can hold at best, if it keeps what was used last.
+    """What a cache of `memory_bytes` and `disk_bytes` can hold at best, if it keeps what was used
+    last.
 
-    A line is cut into pieces of `piece_tokens` from where it leaves what is held; the last one is shorter. A piece is
-    held whole or not at all, costs its bytes once however many lines go through it, and is as recent as the latest of
-    them. Memory holds the most recent pieces of those used since the start, the disk the most recent of all; of two
-    pieces of one line the earlier one stays. What neither holds is forgotten.
+    A line is cut into pieces of `piece_tokens` from where it leaves what is held; the last one is
+    shorter. A piece is held whole or not at all, costs its bytes once however many lines go through
+    it, and is as recent as the latest of them. Memory holds the most recent pieces of those used
+    since the start, the disk the most recent of all; of two pieces of one line the earlier one
+    stays. What neither holds is forgotten.
 
-    With `whole` a line is held as snapshots of everything up to a point, each as large as all of it, the longer before the
-    shorter. With `state_tokens` a line can be taken up only behind a state that is held, which costs as much as so many tokens. Of a
-    line that is used the newest states are."""
+    With `whole` a line is held as snapshots of everything up to a point, each as large as all of
+    it, the longer before the shorter. With `state_tokens` a line can be taken up only behind a
+    state that is held, which costs as much as so many tokens. Of a line that is used the newest
+    states are."""
 
     def __init__(
         self,
@@ -66,8 +70,8 @@ class ReferenceCache:
         return sum(p.tokens for p in self._pieces)
 
     def reuse(self, prompt: Sequence[int]) -> int:
-        """How many leading tokens of `prompt` need not be computed: never the last one, whose logits are needed. What is
-        used of it is then the most recent, and in memory."""
+        """How many leading tokens of `prompt` need not be computed: never the last one, whose
+        logits are needed. What is used of it is then the most recent, and in memory."""
         if self._whole:
             path = self._states(tuple(prompt[:-1]))[-1:]
             self._use(path)
@@ -81,7 +85,8 @@ class ReferenceCache:
         return covered
 
     def finished(self, line: Sequence[int], points: Sequence[int] = ()) -> None:
-        """A request ended and left `line` (its prompt and answer) behind; behind `points` of it states were taken."""
+        """A request ended and left `line` (its prompt and answer) behind; behind `points` of it
+        states were taken."""
         whole = tuple(line)
         if self._whole:
             held = {len(p.line) for p in self._states(whole)}
@@ -94,9 +99,15 @@ class ReferenceCache:
         self._newest = [_Piece(whole[: start + self._piece_tokens], start) for start in starts]
         held = {len(p.line) for p in self._states(whole)}
         if self._state_tokens:
-            self._newest += [_Piece(whole[:p], p, self._state_tokens) for p in points if p not in held]
+            self._newest += [
+                _Piece(whole[:p], p, self._state_tokens) for p in points if p not in held
+            ]
         self._pieces += self._newest
-        self._use(path + [p for p in self._newest if not p.state_tokens] + self._states(whole)[-_NEWEST_STATES:])
+        self._use(
+            path
+            + [p for p in self._newest if not p.state_tokens]
+            + self._states(whole)[-_NEWEST_STATES:]
+        )
 
     def _states(self, line: tuple[int, ...]) -> list[_Piece]:
         """The states that are held of beginnings of `line`, the shortest first."""
@@ -104,14 +115,16 @@ class ReferenceCache:
         return sorted(found, key=lambda p: len(p.line))
 
     def restart(self, clean: bool) -> None:
-        """What only memory held is gone; after a kill also what the last line brought, which may not be written yet."""
+        """What only memory held is gone; after a kill also what the last line brought, which may
+        not be written yet."""
         lost = [] if clean else self._newest
         self._pieces = [p for p in self._pieces if p.on_disk and p not in lost]
         for piece in self._pieces:
             piece.in_memory = False
 
     def _path(self, line: tuple[int, ...]) -> tuple[list[_Piece], int]:
-        """The pieces that hold the beginning of `line`, in order, and how much of it they hold together."""
+        """The pieces that hold the beginning of `line`, in order, and how much of it they hold
+        together."""
         path: list[_Piece] = []
         covered = 0
         while (piece := self._going_on(line, covered)) is not None:
@@ -125,7 +138,9 @@ class ReferenceCache:
         if len(wanted) == covered:
             return None
         held = (p for p in self._pieces if not p.state_tokens)
-        return next((p for p in held if p.start <= covered and p.line[: covered + 1] == wanted), None)
+        return next(
+            (p for p in held if p.start <= covered and p.line[: covered + 1] == wanted), None
+        )
 
     def _use(self, path: list[_Piece]) -> None:
         self._uses += 1

@@ -1,17 +1,21 @@
-"""Nothing is prefilled twice: after restarts, with a full cache, beside a line larger than it; tokens against bars.
+"""Nothing is prefilled twice: after restarts, with a full cache, beside a line larger than it;
+tokens against bars.
 
     python -m benchmarks.reuse [--peer PATH/llama-server] [--only starts,full,bigline,restart]
                                [--model FILE] [--out FILE]
 
-starts   six starts over one cache folder: in each a file is edited, then three chats over one system prompt take turns
+starts   six starts over one cache folder: in each a file is edited, then three chats over one
+         system prompt take turns
 full     20 rounds of three new chats, 0.2 GB of memory for the cache
-bigline  a chat longer than the memory cache, a short request after it, the chat's next turn: tokens not found
-restart  TTFT of a known prompt after a restart, clean and kill -9, against its cold TTFT
-long     the same with some 20,000 tokens; not of itself, since the starter model's context is shorter (gemma's isn't)
+bigline  a chat longer than the memory cache, a short request after it, the chat's next turn: tokens
+not found restart  TTFT of a known prompt after a restart, clean and kill -9, against its cold TTFT
+long     the same with some 20,000 tokens; not of itself, since the starter model's context is
+         shorter (gemma's isn't)
 
-Tokens are counted by the client: what a prompt shares with any line the server has computed, in this start or before,
-less what it says it found. The exit code is 1 when a bar is missed. llama-server keeps nothing on disk, so it runs in
-`full` and `bigline` only, with the same memory for its cache.
+Tokens are counted by the client: what a prompt shares with any line the server has computed, in
+this start or before, less what it says it found. The exit code is 1 when a bar is missed.
+llama-server keeps nothing on disk, so it runs in `full` and `bigline` only, with the same memory
+for its cache.
 """
 
 from __future__ import annotations
@@ -43,8 +47,9 @@ _LONG_WORDS, _LONG_CONTEXT = 3600, 24576
 
 
 def computed_tokens(target: BenchTarget) -> Tokens:
-    """Tokens of messages as `target` (ours or llama-server) makes them; behind an answer, which comes last, only those
-    that it computed: what the template puts there has not been read yet, nor has the answer's last token."""
+    """Tokens of messages as `target` (ours or llama-server) makes them; behind an answer, which
+    comes last, only those that it computed: what the template puts there has not been read yet, nor
+    has the answer's last token."""
 
     def tokens(messages: Messages) -> list[int]:
         answered = messages[-1]["role"] == "assistant"
@@ -59,7 +64,8 @@ def computed_tokens(target: BenchTarget) -> Tokens:
 
 @dataclass
 class Figures:
-    """What one scenario found for each server, start by start or round by round. Each of ours may be `bar` at most."""
+    """What one scenario found for each server, start by start or round by round. Each of ours may
+    be `bar` at most."""
 
     title: str
     unit: str
@@ -69,7 +75,11 @@ class Figures:
     def put(self, name: str, value: float) -> None:
         """One more figure."""
         self.values.setdefault(name, []).append(value)
-        print(f"  {self.title}, {name}: {value:.4g} {self.unit} (bar {self.bar:g})", file=sys.stderr, flush=True)
+        print(
+            f"  {self.title}, {name}: {value:.4g} {self.unit} (bar {self.bar:g})",
+            file=sys.stderr,
+            flush=True,
+        )
 
     @property
     def missed(self) -> bool:
@@ -100,13 +110,21 @@ class Bench:
 
     @contextmanager
     def ours(self, context: int, **settings: object) -> Iterator[Server]:
-        """Our server, not started yet, with folders of its own and `settings` as LOCALLLM_… in its environment."""
+        """Our server, not started yet, with folders of its own and `settings` as LOCALLLM_… in its
+        environment."""
         port = free_port()
         with tempfile.TemporaryDirectory() as folder:
-            names = {f"LOCALLLM_{name}_DIR": str(Path(folder) / name) for name in ("CONFIG", "DATA", "CACHE", "LOG")}
+            names = {
+                f"LOCALLLM_{name}_DIR": str(Path(folder) / name)
+                for name in ("CONFIG", "DATA", "CACHE", "LOG")
+            }
             names |= {f"LOCALLLM_{name.upper()}": str(value) for name, value in settings.items()}
             with patch.dict(os.environ, names):
-                server = Server("localllm", serve_command(self.model, port, "--context", str(context), "--quiet"), port)
+                server = Server(
+                    "localllm",
+                    serve_command(self.model, port, "--context", str(context), "--quiet"),
+                    port,
+                )
                 try:
                     yield server
                 finally:
@@ -114,19 +132,23 @@ class Bench:
 
     @contextmanager
     def peers(self, context: int, memory_gb: float) -> Iterator[list[Server]]:
-        """llama-server, not started yet, with so much memory for its cache; none where none was named."""
+        """llama-server, not started yet, with so much memory for its cache; none where none was
+        named."""
         if self.peer is None:
             yield []
             return
         port, threads = free_port(), len(os.sched_getaffinity(0))
-        options = f"--port {port} -t {threads} -c {context} --jinja --cache-ram {round(memory_gb * 1e9 / 2**20)}"
+        options = (
+            f"--port {port} -t {threads} -c {context} --jinja --cache-ram "
+            f"{round(memory_gb * 1e9 / 2**20)}"
+        )
         server = Server("llama-server", [str(self.peer), "-m", self.model, *options.split()], port)
         try:
             yield [server]
         finally:
             _stop(server)
 
-    # --- scenarios -----------------------------------------------------------------------------------------------
+    # --- scenarios --------------------------------------------------------------------------------
 
     def run_starts(self) -> None:
         """Each start has new chats and a new file; the system prompt is the first start's."""
@@ -144,7 +166,9 @@ class Bench:
 
     def run_full(self) -> None:
         """Each round has a new system prompt; one round is about a quarter of what memory holds."""
-        figures = self.figures(f"tokens prefilled twice in each round with {_FULL_GB} GB", "tokens", 200)
+        figures = self.figures(
+            f"tokens prefilled twice in each round with {_FULL_GB} GB", "tokens", 200
+        )
         ours = self.ours(16384, cache_ram_gb=_FULL_GB, cache_disk_gb=8)
         with ours as our, self.peers(16384, _FULL_GB) as peers:
             for server in [our, *peers]:
@@ -157,8 +181,11 @@ class Bench:
                 server.stop()
 
     def run_bigline(self) -> None:
-        """Cells are free for both requests; only the last block of the line (512 tokens) may be computed again."""
-        figures = self.figures(f"tokens of a long chat not found, {_BIGLINE_GB} GB, after a short one", "tokens", 600)
+        """Cells are free for both requests; only the last block of the line (512 tokens) may be
+        computed again."""
+        figures = self.figures(
+            f"tokens of a long chat not found, {_BIGLINE_GB} GB, after a short one", "tokens", 600
+        )
         for disk_gb in (_BIGLINE_DISK_GB, 0):
             ours = self.ours(8192, cache_ram_gb=_BIGLINE_GB, cache_disk_gb=disk_gb)
             with ours as our, self.peers(8192, _BIGLINE_GB) as peers:
@@ -178,11 +205,15 @@ class Bench:
                     scenarios.run(name, server.target)
             for title, table in scenarios.tables.items():
                 # On a shared machine a single TTFT says little.
-                self.figures(f"{title}, median of 3", "×", 0.02).put(server.name, table.median(server.name))
+                self.figures(f"{title}, median of 3", "×", 0.02).put(
+                    server.name, table.median(server.name)
+                )
 
     def run_long(self) -> None:
         """Cold, then after a restart and, when all was written, after a kill."""
-        figures = self.figures("first token of a long prompt after a restart, and after kill -9", "× cold", 0.05)
+        figures = self.figures(
+            "first token of a long prompt after a restart, and after kill -9", "× cold", 0.05
+        )
         with self.ours(_LONG_CONTEXT) as server:
             server.start()
             messages = user(f"Read this: {unique(_LONG_WORDS, 1)}")
@@ -192,7 +223,8 @@ class Bench:
                 server.start()
                 again = server.target.chat(messages, 8)
                 print(
-                    f"  {cold.ttft_s:.1f} s cold, {again.ttft_s:.2f} s; {again.cached_tokens} tokens cached",
+                    f"  {cold.ttft_s:.1f} s cold, {again.ttft_s:.2f} s; {again.cached_tokens} "
+                    "tokens cached",
                     file=sys.stderr,
                 )
                 figures.put(server.name, again.ttft_s / cold.ttft_s)
@@ -201,7 +233,8 @@ class Bench:
 def _take_turns(seen: TokensRead, server: Server, system: str, where: str) -> None:
     """Three chats behind one system prompt, four growing turns each."""
     chats: list[Messages] = [
-        [{"role": "system", "content": system}, *user(f"I am person {i} {where}. Hello!")] for i in range(_CHATS)
+        [{"role": "system", "content": system}, *user(f"I am person {i} {where}. Hello!")]
+        for i in range(_CHATS)
     ]
     for turn in range(_TURNS):
         for messages in chats:
@@ -233,7 +266,9 @@ def _stop(server: Server) -> None:
 
 def main() -> None:
     """Run and report; the exit code is 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer", type=Path, default=None)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--starts", type=int, default=6)
@@ -241,7 +276,9 @@ def main() -> None:
     parser.add_argument("--only", default="starts,full,bigline,restart")
     parser.add_argument("--out", default=None)
     arguments = parser.parse_args()
-    bench = Bench(str(arguments.model or smollm2()), arguments.peer, arguments.starts, arguments.rounds)
+    bench = Bench(
+        str(arguments.model or smollm2()), arguments.peer, arguments.starts, arguments.rounds
+    )
     for name in arguments.only.split(","):
         getattr(bench, f"run_{name}")()
     for figures in bench.found:

@@ -1,4 +1,5 @@
-"""Rounds in turn, and one request through an engine in this process: for every bench that compares a few ways of one thing."""
+"""Rounds in turn, and one request through an engine in this process: for every bench that compares
+a few ways of one thing."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ def interleave(rounds: int, *runs: Callable[[], None]) -> None:
 
 
 def report(tables: Sequence[RoundComparison], first: str, out: Path | None = None) -> None:
-    """Print medians, spread and the ratio of `first` to the others, and write all of it to `out`."""
+    """Print medians, spread and the ratio of `first` to the others, and write all of it to
+    `out`."""
     for table in tables:
         print("", *table.lines(first), sep="\n", flush=True)
     if out is not None:
-        out.write_text(json.dumps([table.to_json(first) for table in tables], indent=1), encoding="utf-8")
+        out.write_text(
+            json.dumps([table.to_json(first) for table in tables], indent=1), encoding="utf-8"
+        )
 
 
 def timed(engine: Engine, request: Request, prompt: list[int]) -> tuple[float, float]:

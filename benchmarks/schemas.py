@@ -1,12 +1,13 @@
-"""Schemas at scale: those of guidance-ai/jsonschemabench (MaskBench) with their valid and invalid instances, as an
-answer's form and as a tool's parameters, beside plain llguidance in the same run.
+"""Schemas at scale: those of guidance-ai/jsonschemabench (MaskBench) with their valid and invalid
+instances, as an answer's form and as a tool's parameters, beside plain llguidance in the same run.
 
     python -m benchmarks.schemas PATH [--sample N]
 
-PATH is the repository, or its folder maskbench/data. Every schema is taken as strict: kept whole, or refused by name. An
-answer has its members in the schema's order, as plain llguidance has them; MaskBench's authors ordered the instances of the
-schemas that it took, so those of schemas that only we take are rejected where they stand in another order (`order`: with
-members in any order they are accepted). Calls come in any order.
+PATH is the repository, or its folder maskbench/data. Every schema is taken as strict: kept whole,
+or refused by name. An answer has its members in the schema's order, as plain llguidance has them;
+MaskBench's authors ordered the instances of the schemas that it took, so those of schemas that only
+we take are rejected where they stand in another order (`order`: with members in any order they are
+accepted). Calls come in any order.
 """
 
 from __future__ import annotations
@@ -49,8 +50,12 @@ def answer(schema: Any) -> str:
 
 def call(schema: Any) -> str:
     """The grammar of a call of a strict tool with these parameters. Raises UnsupportedError."""
-    kept, _ = constrainable([{"type": "function", "function": {"name": "f", "parameters": schema}, "strict": True}])
-    return LLMatcher.grammar_from_lark(schemas_in(f"start: %json {one_call([parameters_of(t) for t in kept])[1]}\n"))
+    kept, _ = constrainable(
+        [{"type": "function", "function": {"name": "f", "parameters": schema}, "strict": True}]
+    )
+    return LLMatcher.grammar_from_lark(
+        schemas_in(f"start: %json {one_call([parameters_of(t) for t in kept])[1]}\n")
+    )
 
 
 def any_order(schema: Any) -> str:
@@ -58,7 +63,9 @@ def any_order(schema: Any) -> str:
 
 
 def plain(schema: Any) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": SPACE})
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), defaults={"whitespace_pattern": SPACE}
+    )
 
 
 PATHS = {"answer": answer, "call": call, "plain llguidance": plain}
@@ -97,7 +104,9 @@ def measure(found: list[Path]) -> Iterator[tuple[str, Counter[str], list[float],
             case = json.loads(file.read_text())
             schema, tests = case["schema"], case["tests"]
             kind = schema.get("type", "object") if isinstance(schema, dict) else ""
-            if name == "call" and ("object" not in kind or not any(isinstance(t["data"], dict) for t in tests)):
+            if name == "call" and (
+                "object" not in kind or not any(isinstance(t["data"], dict) for t in tests)
+            ):
                 continue  # arguments are an object
             counts["schemas"] += 1
             began = time.perf_counter()
@@ -124,13 +133,19 @@ def measure(found: list[Path]) -> Iterator[tuple[str, Counter[str], list[float],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path)
-    parser.add_argument("--sample", type=int, default=0, help="so many schemas, drawn with a fixed seed; 0 = all")
+    parser.add_argument(
+        "--sample", type=int, default=0, help="so many schemas, drawn with a fixed seed; 0 = all"
+    )
     options = parser.parse_args()
     found = files(options.path)
     if not found:
-        parser.error(f"no schemas in {options.path}: clone guidance-ai/jsonschemabench and name its folder")
+        parser.error(
+            f"no schemas in {options.path}: clone guidance-ai/jsonschemabench and name its folder"
+        )
     if options.sample:
         found = random.Random(0).sample(found, min(options.sample, len(found)))
     for name, counts, spent, why in measure(found):

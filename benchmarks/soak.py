@@ -1,13 +1,17 @@
-"""A long day in minutes: mixed requests with random disconnects, memory watched, then a worker killed at any moment.
+"""A long day in minutes: mixed requests with random disconnects, memory watched, then a worker
+killed at any moment.
 
-python -m benchmarks.soak [--requests 3000] [--restarts 5] [--kills 20] [--model FILE] [--seed N] [--out FILE]
+python -m benchmarks.soak [--requests 3000] [--restarts 5] [--kills 20] [--model FILE] [--seed N]
+[--out FILE]
 
-Bars: nothing hung, nothing lost; in the last tenth 95 % is reused of what a reference of the same budgets would reuse
-(soak_reuse.py), and the cache is within its budgets at every sample; resident memory of server and worker grows by less
-than 2 % over the last two thirds; after each kill every request in flight ends in a finish or an error within 5 s. Memory
-is sampled every 25 ended requests; growth compares the median of the last tenth of those two thirds' samples with that of
-their first tenth. The prefix cache is bounded by settings (100 MB here, about 4,400 tokens of SmolLM2, and twice that on
-disk), so that it is full long before. With restarts (SIGTERM, then a start on the same folders) growth is told but not
+Bars: nothing hung, nothing lost; in the last tenth 95 % is reused of what a reference of the same
+budgets would reuse (soak_reuse.py), and the cache is within its budgets at every sample; resident
+memory of server and worker grows by less than 2 % over the last two thirds; after each kill every
+request in flight ends in a finish or an error within 5 s. Memory is sampled every 25 ended
+requests; growth compares the median of the last tenth of those two thirds' samples with that of
+their first tenth. The prefix cache is bounded by settings (100 MB here, about 4,400 tokens of
+SmolLM2, and twice that on disk), so that it is full long before. With restarts (SIGTERM, then a
+start on the same folders) growth is told but not
 judged: every start begins anew. Reuse is compared for models whose state can be cut anywhere.
 """
 
@@ -49,7 +53,8 @@ _MOMENTS = ("decode", "prefill", "load", "idle")
 
 @dataclass
 class Report:
-    """What a soak found. `refused` counts what was sent behind a kill and told to come again, beside `ends`."""
+    """What a soak found. `refused` counts what was sent behind a kill and told to come again,
+    beside `ends`."""
 
     ends: list[Ended] = field(default_factory=list)
     reuse: Reuse | None = None
@@ -70,7 +75,8 @@ class Report:
 
 
 def growth(samples: list[int]) -> float:
-    """Growth over the last two thirds: the median of their last tenth over that of their first, less one."""
+    """Growth over the last two thirds: the median of their last tenth over that of their first,
+    less one."""
     window = samples[len(samples) // 3 :]
     tenth = max(1, len(window) // 10)
     return statistics.median(window[-tenth:]) / statistics.median(window[:tenth]) - 1
@@ -80,14 +86,20 @@ def worker_of(server_pid: int, *, besides: int = 0) -> psutil.Process | None:
     """The server's worker process, unless it has the pid `besides`; None while there is none."""
     for child in psutil.Process(server_pid).children():
         try:
-            if child.pid != besides and child.status() != psutil.STATUS_ZOMBIE and _WORKER in child.cmdline():
+            if (
+                child.pid != besides
+                and child.status() != psutil.STATUS_ZOMBIE
+                and _WORKER in child.cmdline()
+            ):
                 return child
         except psutil.NoSuchProcess:
             continue
     return None
 
 
-async def soak(http: httpx.AsyncClient, server_pid: int, asks: Sequence[Ask], report: Report) -> None:
+async def soak(
+    http: httpx.AsyncClient, server_pid: int, asks: Sequence[Ask], report: Report
+) -> None:
     """Send `asks` from CLIENTS clients, and watch the memory of the server and its worker."""
     waiting = list(reversed(asks))
     server = psutil.Process(server_pid)
@@ -95,14 +107,18 @@ async def soak(http: httpx.AsyncClient, server_pid: int, asks: Sequence[Ask], re
     async def client() -> None:
         while waiting:
             ask = waiting.pop()
-            report.ends.append(await (report.reuse.send(http, ask) if report.reuse else send(http, ask)))
+            report.ends.append(
+                await (report.reuse.send(http, ask) if report.reuse else send(http, ask))
+            )
             n = len(report.ends)
             if n % _SAMPLE_EVERY == 0:
                 if report.reuse is not None:
                     await report.reuse.sample(http)
                 worker = worker_of(server_pid)
                 report.rss_bytes["server"].append(server.memory_info().rss)
-                report.rss_bytes["worker"].append(worker.memory_info().rss if worker is not None else 0)
+                report.rss_bytes["worker"].append(
+                    worker.memory_info().rss if worker is not None else 0
+                )
             if n % 250 == 0:
                 said = {k: v[-1] // 10**6 for k, v in report.rss_bytes.items()}
                 print(f"  {n} of {len(asks)}: {dict(report.count())}, MB: {said}", file=sys.stderr)
@@ -112,7 +128,8 @@ async def soak(http: httpx.AsyncClient, server_pid: int, asks: Sequence[Ask], re
 
 
 async def _unfinished(http: httpx.AsyncClient) -> float:
-    """Requests the engine still holds a little after the last client is gone: 0, or some were never cancelled."""
+    """Requests the engine still holds a little after the last client is gone: 0, or some were never
+    cancelled."""
     held: list[str] = []
     for _ in range(50):
         page = (await http.get("/metrics")).text
@@ -123,8 +140,11 @@ async def _unfinished(http: httpx.AsyncClient) -> float:
     return sum(map(float, held)) if held else float("nan")
 
 
-async def kill(http: httpx.AsyncClient, server_pid: int, moment: str, rng: random.Random, report: Report) -> None:
-    """Kill the worker once at a random point of `moment` with requests in flight; then wait until one succeeds."""
+async def kill(
+    http: httpx.AsyncClient, server_pid: int, moment: str, rng: random.Random, report: Report
+) -> None:
+    """Kill the worker once at a random point of `moment` with requests in flight; then wait until
+    one succeeds."""
     victim = worker_of(server_pid)
     assert victim is not None, "no worker to kill"
     events = [Events() for _ in range(rng.randint(*IN_FLIGHT))]
@@ -135,7 +155,8 @@ async def kill(http: httpx.AsyncClient, server_pid: int, moment: str, rng: rando
     killed = time.monotonic()
     if moment in ("idle", "load"):
         victim.kill()
-        # Behind a kill comes a request that meets the dead worker, or one that makes the next one load.
+        # Behind a kill comes a request that meets the dead worker, or one that makes the next one
+        # load.
         await asyncio.sleep(0.2 if moment == "load" else 0.1 * rng.random())
     flight = fly()
     if moment == "decode":
@@ -147,7 +168,8 @@ async def kill(http: httpx.AsyncClient, server_pid: int, moment: str, rng: rando
     elif moment == "load":
         while (loading := worker_of(server_pid, besides=victim.pid)) is None:
             await asyncio.sleep(0.005)
-            if all(f.done() for f in flight):  # refused: a worker that crashed often is not loaded again at once
+            # refused: a worker that crashed often is not loaded again at once
+            if all(f.done() for f in flight):
                 early = [f.result() for f in flight]
                 report.ends += [e for e in early if e.end != "refused"]
                 report.refused += sum(e.end == "refused" for e in early)
@@ -167,13 +189,15 @@ async def kill(http: httpx.AsyncClient, server_pid: int, moment: str, rng: rando
     report.recovery_s.append(await recovery - killed)
     ways = dict(Counter(f"{e.end} {e.why}".strip() for e in ends))
     print(
-        f"  killed in {moment}: {ways} within {worst:.2f} s, served again after {report.recovery_s[-1]:.2f} s",
+        f"  killed in {moment}: {ways} within {worst:.2f} s, served again after "
+        f"{report.recovery_s[-1]:.2f} s",
         file=sys.stderr,
     )
 
 
 async def _recover(http: httpx.AsyncClient, report: Report) -> float:
-    """When a new request succeeded (time.monotonic), tried again while it is refused; infinity if none did."""
+    """When a new request succeeded (time.monotonic), tried again while it is refused; infinity if
+    none did."""
     for _ in range(_RECOVERY_TRIES):
         again = await send(http, flowing("Say hello.", 4))
         report.longest_wait_s = max(report.longest_wait_s, again.took_s)
@@ -193,8 +217,8 @@ def _flight(moment: str, rng: random.Random) -> Ask:
 
 
 async def run(server: Server, plan: argparse.Namespace, cache: Path, report: Report) -> None:
-    """The soak with its restarts and then the kills, on a server that runs and keeps its cache's files in `cache`;
-    `report` grows as they go."""
+    """The soak with its restarts and then the kills, on a server that runs and keeps its cache's
+    files in `cache`; `report` grows as they go."""
     rng = random.Random(plan.seed)
     asks = [draw(rng) for _ in range(plan.requests)]
     starts = plan.restarts + 1
@@ -218,7 +242,9 @@ async def run(server: Server, plan: argparse.Namespace, cache: Path, report: Rep
 
 def _clients(server: Server) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=None, limits=limits, trust_env=False)
+    return httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", timeout=None, limits=limits, trust_env=False
+    )
 
 
 def _pid(server: Server) -> int:
@@ -229,7 +255,10 @@ def _pid(server: Server) -> int:
 def tell(report: Report) -> dict[str, object]:
     """Print the figures and return them."""
     figures: dict[str, object] = {"ends": dict(report.count()), "left_running": report.left_running}
-    print(f"\n{len(report.ends)} requests: {dict(report.count())}; still held by the engine: {report.left_running:g}")
+    print(
+        f"\n{len(report.ends)} requests: {dict(report.count())}; still held by the engine: "
+        f"{report.left_running:g}"
+    )
     codes = Counter(e.why for e in report.ends if e.end == "failed")
     print(f"  errors: {dict(codes)}; slowest answer {max(e.took_s for e in report.ends):.1f} s")
     for e in report.bad()[:20]:
@@ -239,26 +268,39 @@ def tell(report: Report) -> dict[str, object]:
     for name, samples in report.rss_bytes.items():
         if len(samples) < 6:
             continue
-        figures[name] = {"first": samples[0], "last": samples[-1], "most": max(samples), "growth": growth(samples)}
+        figures[name] = {
+            "first": samples[0],
+            "last": samples[-1],
+            "most": max(samples),
+            "growth": growth(samples),
+        }
         print(
-            f"  {name}: {samples[0] / 1e6:.1f} MB at first, {samples[len(samples) // 3] / 1e6:.1f} at a third, "
+            f"  {name}: {samples[0] / 1e6:.1f} MB at first, "
+            f"{samples[len(samples) // 3] / 1e6:.1f} at a third, "
             f"{samples[-1] / 1e6:.1f} at last, at most {max(samples) / 1e6:.1f}; "
-            f"growth over the last two thirds {100 * growth(samples):+.2f} % (bar {100 * _GROWTH_BAR:g} %)"
+            f"growth over the last two thirds {100 * growth(samples):+.2f} % (bar "
+            f"{100 * _GROWTH_BAR:g} %)"
         )
     for moment, worst in report.after_kill_s.items():
-        print(f"  {len(worst)} kills in {moment}: all ended within {max(worst):.2f} s (bar {_END_BAR_S:g} s)")
+        print(
+            f"  {len(worst)} kills in {moment}: all ended within {max(worst):.2f} s (bar "
+            f"{_END_BAR_S:g} s)"
+        )
     if report.recovery_s:
         middle, most = statistics.median(report.recovery_s), max(report.recovery_s)
         print(
             f"  served again {middle:.2f} s after a kill (median), {most:.2f} s at most; "
-            f"a request behind one waited {report.longest_wait_s:.2f} s at most for its end, {report.refused} were refused"
+            f"a request behind one waited {report.longest_wait_s:.2f} s at most for its end, "
+            f"{report.refused} were refused"
         )
     return {**figures, "after_kill_s": report.after_kill_s, "recovery_s": report.recovery_s}
 
 
 def main() -> None:
     """Run and report; the exit code is 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--kills", type=int, default=20)
@@ -287,7 +329,14 @@ def main() -> None:
     down = float("inf") in report.recovery_s
     reuse = report.reuse
     computed_twice = reuse is not None and (reuse.tenths()[-1] < _REUSE_BAR or bool(reuse.broken))
-    if report.bad() or report.left_running or slow or down or computed_twice or any(g > _GROWTH_BAR for g in grown):
+    if (
+        report.bad()
+        or report.left_running
+        or slow
+        or down
+        or computed_twice
+        or any(g > _GROWTH_BAR for g in grown)
+    ):
         raise SystemExit(1)
 
 

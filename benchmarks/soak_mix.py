@@ -1,4 +1,5 @@
-"""Requests of every kind a server meets, drawn from a seed, and a client that says how each of them ended."""
+"""Requests of every kind a server meets, drawn from a seed, and a client that says how each of them
+ended."""
 
 from __future__ import annotations
 
@@ -15,9 +16,19 @@ import httpx
 Body = dict[str, Any]
 End = Literal["finished", "refused", "failed", "left", "lost", "hung", "wrong"]
 
-# A request that has not ended by then hangs: the longest of the mix takes seconds, behind a full queue tens of them.
+# A request that has not ended by then hangs: the longest of the mix takes seconds, behind a full
+# queue tens of them.
 LIMIT_S = 180.0
-_KINDS = {"chat": 32, "branch": 20, "long": 4, "schema": 10, "tools": 12, "choices": 8, "stops": 10, "completion": 4}
+_KINDS = {
+    "chat": 32,
+    "branch": 20,
+    "long": 4,
+    "schema": 10,
+    "tools": 12,
+    "choices": 8,
+    "stops": 10,
+    "completion": 4,
+}
 _LEAVES = 0.25
 _REQUIRED = ["name", "size", "tags"]
 _SCHEMA = {
@@ -43,17 +54,30 @@ _TOOL = {
         },
     },
 }
-# Long enough to be worth keeping, and few enough that most requests find theirs cached: about 300 tokens each.
+# Long enough to be worth keeping, and few enough that most requests find theirs cached: about 300
+# tokens each.
 _HEADS = [f"You are assistant number {i}. " + f"Rule {i}: answer shortly, plainly, about the question. " * 25
           for i in range(6)]  # fmt: skip
-_TOPICS = ["a river", "the moon", "old maps", "bread", "a small dog", "winter", "numbers", "a ship", "glass", "songs"]
+_TOPICS = [
+    "a river",
+    "the moon",
+    "old maps",
+    "bread",
+    "a small dog",
+    "winter",
+    "numbers",
+    "a ship",
+    "glass",
+    "songs",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request: where it goes, and when its client leaves.
 
-    `leave_s` after the request was sent, whatever has come by then; `leave_events` after so many events of a stream.
+    `leave_s` after the request was sent, whatever has come by then; `leave_events` after so many
+    events of a stream.
     """
 
     kind: str
@@ -81,7 +105,8 @@ class Ended:
 
 @dataclass(slots=True)
 class Events:
-    """What a request has said so far, for whoever must act in the midst of its stream, and at last its usage."""
+    """What a request has said so far, for whoever must act in the midst of its stream, and at last
+    its usage."""
 
     seen: int = 0
     words: int = 0
@@ -91,9 +116,11 @@ class Events:
 
 
 def draw(rng: random.Random, *, longest_words: int = 340) -> Ask:
-    """The next request of the mix. `longest_words` bounds the long prompts; one of their words is about six tokens."""
+    """The next request of the mix. `longest_words` bounds the long prompts; one of their words is
+    about six tokens."""
     kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
-    # Mostly short answers, as a soak is about many requests and not about many tokens: 1 to 64, log-uniform.
+    # Mostly short answers, as a soak is about many requests and not about many tokens: 1 to 64,
+    # log-uniform.
     body: Body = {"max_tokens": round(64 ** rng.random()), "stream": rng.random() < 0.7}
     body |= {"temperature": rng.choice([0, 0, 0.8, 1.2]), "seed": rng.randrange(1000)}
     text = f"Tell me about {rng.choice(_TOPICS)} and {rng.choice(_TOPICS)}."
@@ -101,11 +128,17 @@ def draw(rng: random.Random, *, longest_words: int = 340) -> Ask:
     if kind == "branch":
         messages.insert(0, {"role": "system", "content": rng.choice(_HEADS)})
         if rng.random() < 0.5:
-            messages += [{"role": "assistant", "content": rng.choice(_TOPICS)}, {"role": "user", "content": "More?"}]
+            messages += [
+                {"role": "assistant", "content": rng.choice(_TOPICS)},
+                {"role": "user", "content": "More?"},
+            ]
     elif kind == "long":
         messages[0]["content"] = f"{unique(rng, longest_words)} {text}"
     elif kind == "schema":
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": _SCHEMA},
+        }
     elif kind == "tools":
         body |= {"tools": [_TOOL], "tool_choice": rng.choice(["auto", "required"])}
     elif kind == "choices":
@@ -132,17 +165,26 @@ def draw(rng: random.Random, *, longest_words: int = 340) -> Ask:
 
 def unique(rng: random.Random, longest_words: int) -> str:
     """From a quarter of `longest_words` up to all of them, log-uniform, that no cache has seen."""
-    return " ".join(f"w{rng.randrange(1000, 9999)}" for _ in range(int(longest_words * 4 ** -rng.random())))
+    return " ".join(
+        f"w{rng.randrange(1000, 9999)}" for _ in range(int(longest_words * 4 ** -rng.random()))
+    )
 
 
 def flowing(text: str, n: int) -> Ask:
     """A stream of `n` tokens that nothing but its length ends."""
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": n, "stream": True, "ignore_eos": True}
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": n,
+        "stream": True,
+        "ignore_eos": True,
+    }
     told = {"stream_options": {"include_usage": True}}
     return Ask("flowing", "/v1/chat/completions", {**body, **told, "temperature": 0})
 
 
-async def send(http: httpx.AsyncClient, ask: Ask, events: Events | None = None, limit_s: float = LIMIT_S) -> Ended:
+async def send(
+    http: httpx.AsyncClient, ask: Ask, events: Events | None = None, limit_s: float = LIMIT_S
+) -> Ended:
     """Send `ask` and account for it, as itself leaves or to its end; at most `limit_s` seconds."""
     began = time.monotonic()
     events = events or Events()
@@ -150,9 +192,15 @@ async def send(http: httpx.AsyncClient, ask: Ask, events: Events | None = None, 
     end: End
     try:
         async with asyncio.timeout(deadline):
-            end, why = await (_stream(http, ask, events) if ask.streams else _whole(http, ask, events))
+            end, why = await (
+                _stream(http, ask, events) if ask.streams else _whole(http, ask, events)
+            )
     except TimeoutError:
-        end, why = ("left", "") if ask.leave_s is not None else ("hung", f"nothing ended it in {limit_s:.0f} s")
+        end, why = (
+            ("left", "")
+            if ask.leave_s is not None
+            else ("hung", f"nothing ended it in {limit_s:.0f} s")
+        )
     except httpx.HTTPError as e:
         end, why = "lost", f"{type(e).__name__}: {e}"
     at = time.monotonic()
@@ -165,7 +213,9 @@ async def _whole(http: httpx.AsyncClient, ask: Ask, events: Events) -> tuple[End
         return _refusal(reply.status_code, reply.content)
     said = reply.json()
     choices, events.usage = said["choices"], said.get("usage") or {}
-    events.text = "".join(c.get("text") or c.get("message", {}).get("content") or "" for c in choices)
+    events.text = "".join(
+        c.get("text") or c.get("message", {}).get("content") or "" for c in choices
+    )
     if len(choices) != ask.body.get("n", 1) or not all(c.get("finish_reason") for c in choices):
         return "lost", "a choice without a finish_reason"
     if ask.kind == "schema" and choices[0]["finish_reason"] == "stop":

@@ -1,4 +1,5 @@
-"""How much of a soak's prompts was reused beside what a reference of the same budgets would reuse, and the budgets."""
+"""How much of a soak's prompts was reused beside what a reference of the same budgets would reuse,
+and the budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import httpx
 from benchmarks.reference_cache import ReferenceCache
 from benchmarks.soak_mix import Ask, Ended, Events, send
 
-# Two answers to one prompt report one sum; a call of a tool is made in several parts, behind an instruction of ours.
+# Two answers to one prompt report one sum; a call of a tool is made in several parts, behind an
+# instruction of ours.
 _NOT_COMPARED = ("choices", "tools")
 # What counts as "after a restart": about one refill of the cache the soak runs with.
 _AFTER_RESTART = 100
@@ -27,7 +29,8 @@ class Budgets:
     folder: Path
 
     def broken(self, metrics: str) -> str:
-        """What a page of /metrics and the folder show to be over its budget; "" while nothing is."""
+        """What a page of /metrics and the folder show to be over its budget; "" while nothing
+        is."""
         held, capacity = metric(metrics, "cache_bytes"), metric(metrics, "cache_capacity_bytes")
         on_disk = sum(_size(p) for p in self.folder.rglob("*") if p.is_file())
         if not held <= capacity <= self.memory_bytes:
@@ -39,7 +42,8 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class Reused:
-    """One request that was compared: its number in the soak and since the start, tokens cached, tokens the reference had."""
+    """One request that was compared: its number in the soak and since the start, tokens cached,
+    tokens the reference had."""
 
     n: int
     since_start: int
@@ -51,8 +55,9 @@ class Reused:
 class Reuse:
     """Sends a soak's requests, and keeps a reference beside the server's cache.
 
-    A request's prompt is made by the server itself, and compared only if it reports as many tokens. What the reference
-    has is asked when the request is sent, so it knows no line that ended while the request waited; the server may."""
+    A request's prompt is made by the server itself, and compared only if it reports as many tokens.
+    What the reference has is asked when the request is sent, so it knows no line that ended while
+    the request waited; the server may."""
 
     reference: ReferenceCache
     budgets: Budgets
@@ -77,7 +82,8 @@ class Reuse:
         self._ended += 1
         self._since_start += 1
         if prompt is not None and (events.text or ended.end == "finished"):
-            # Something was said, so the whole prompt was read. The last token said need not have been.
+            # Something was said, so the whole prompt was read. The last token said need not have
+            # been.
             answer = await _tokens(http, events.text, first=False)
             self.reference.finished(prompt + answer[:-1])
         usage = events.usage
@@ -96,11 +102,20 @@ class Reuse:
     def tell(self) -> dict[str, object]:
         """Print the figures and return them."""
         tenths = self.tenths()
-        after = share([r for r in self.found if r.since_start <= _AFTER_RESTART and r.n > r.since_start])
-        print(f"  reuse, of what the reference reuses, by tenths: {'  '.join(f'{t:.3f}' for t in tenths)}")
-        print(f"  after {self.starts - 1} restarts (the {_AFTER_RESTART} requests behind each): {after:.3f}")
+        after = share(
+            [r for r in self.found if r.since_start <= _AFTER_RESTART and r.n > r.since_start]
+        )
         print(
-            f"  {len(self.found)} requests compared, {self.not_compared} not; budgets broken: {self.broken or 'never'}"
+            "  reuse, of what the reference reuses, by tenths: "
+            f"{'  '.join(f'{t:.3f}' for t in tenths)}"
+        )
+        print(
+            f"  after {self.starts - 1} restarts (the {_AFTER_RESTART} requests behind each): "
+            f"{after:.3f}"
+        )
+        print(
+            f"  {len(self.found)} requests compared, {self.not_compared} not; budgets broken: "
+            f"{self.broken or 'never'}"
         )
         return {
             "tenths": tenths,
@@ -117,13 +132,15 @@ class Reuse:
 
 
 def share(found: Sequence[Reused]) -> float:
-    """How much of what the reference had was reused; what the server had besides makes up for nothing. 1 of nothing."""
+    """How much of what the reference had was reused; what the server had besides makes up for
+    nothing. 1 of nothing."""
     wanted = sum(r.wanted for r in found)
     return sum(min(r.cached, r.wanted) for r in found) / wanted if wanted else 1.0
 
 
 async def measured(http: httpx.AsyncClient, warm_up: Ask) -> int:
-    """Bytes that a token takes in the cache of a server that has answered nothing yet, by what `warm_up` leaves there."""
+    """Bytes that a token takes in the cache of a server that has answered nothing yet, by what
+    `warm_up` leaves there."""
     events = Events()
     await send(http, warm_up, events)
     tokens = events.usage["prompt_tokens"] + events.usage["completion_tokens"] - 1

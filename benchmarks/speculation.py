@@ -1,12 +1,15 @@
-"""Drafting against no drafting: five kinds of text, 1 and 4 streams, in turn within one engine (bar: 0.97; copies 1.75).
+"""Drafting against no drafting: five kinds of text, 1 and 4 streams, in turn within one engine
+(bar: 0.97; copies 1.75).
 
-python -m benchmarks.speculation [--rounds 5] [--model smollm2|gemma|FILE] [--draft FILE] [--streams 1,4] [--only copy] [--cpu]
+python -m benchmarks.speculation [--rounds 5] [--model smollm2|gemma|FILE] [--draft FILE] [--streams
+1,4] [--only copy] [--cpu]
 
-Greedy throughout, the prefix cache off, so that every round does the same work. The time counted is decoding alone:
-from the first token of the last stream that began to the end. `--draft`: a second model, or a drafter trained for the first.
-`--cpu`: one thread, and its processor time instead of the clock's, beside other programs. `--costs 1,1.3,1.4,1.7,2.2,3.0`: the
-clock of a device on which steps over 1, 2, 4, 8, 16 and 32 rows take so many plain ones, and a guess 0.08: real answers and
-real guesses in the time they would take there.
+Greedy throughout, the prefix cache off, so that every round does the same work. The time counted is
+decoding alone: from the first token of the last stream that began to the end. `--draft`: a second
+model, or a drafter trained for the first.
+`--cpu`: one thread, and its processor time instead of the clock's, beside other programs. `--costs
+1,1.3,1.4,1.7,2.2,3.0`: the clock of a device on which steps over 1, 2, 4, 8, 16 and 32 rows take so
+many plain ones, and a guess 0.08: real answers and real guesses in the time they would take there.
 """
 
 from __future__ import annotations
@@ -45,17 +48,22 @@ def prompt(kind: str, seed: int) -> str:
     thing = rng.choice(NAMES)
     if kind == "chat":
         return _chat(
-            f"What should I know before I move to a town called {thing.title()} number {seed}? Tell me about it."
+            f"What should I know before I move to a town called {thing.title()} number {seed}? "
+            "Tell me about it."
         )
     if kind == "story":
-        return f"Once upon a time, in the {rng.randrange(2, 90)} days of {thing}, there lived an old"
+        return (
+            f"Once upon a time, in the {rng.randrange(2, 90)} days of {thing}, there lived an old"
+        )
     if kind == "code":
         return (
-            f"# Sorts {thing} records by weight\nimport csv\n\nclass {thing.title()}Table{seed}:\n    def __init__(self"
+            f"# Sorts {thing} records by weight\nimport csv\n\nclass "
+            f"{thing.title()}Table{seed}:\n    def __init__(self"
         )
     if kind == "json":
         return _chat(
-            f"Describe {rng.randrange(3, 9)} kinds of {thing} as a JSON list with name, colour, weight and price."
+            f"Describe {rng.randrange(3, 9)} kinds of {thing} as a JSON list with name, colour, "
+            "weight and price."
         )
     return copy_edit(seed)
 
@@ -85,13 +93,19 @@ class Replay:
 class Bench:
     """One engine with drafting on; a request says whether it wants any."""
 
-    def __init__(self, path: Path, draft: Path | None, *, cpu: bool = False, costs: list[float] | None = None) -> None:
+    def __init__(
+        self, path: Path, draft: Path | None, *, cpu: bool = False, costs: list[float] | None = None
+    ) -> None:
         threads = int(cpu)
         spec = LoadSpec(path=str(path), n_ctx=8192, n_seq_max=4, n_threads=threads)
         companion = draft is not None and bool(kind_of(draft))
         backend = backend_type.load(replace(spec, drafter=str(draft)) if companion else spec)
-        small = backend_type.load(replace(spec, path=str(draft))) if draft and not companion else None
-        settings = EngineSettings(cache_bytes=0, draft="auto", make_constraint=GrammarCompiler(backend))
+        small = (
+            backend_type.load(replace(spec, path=str(draft))) if draft and not companion else None
+        )
+        settings = EngineSettings(
+            cache_bytes=0, draft="auto", make_constraint=GrammarCompiler(backend)
+        )
         self.clock = time.process_time if cpu else time.perf_counter
         if costs:
             replay = Replay(backend, costs)
@@ -142,7 +156,9 @@ def main() -> None:
     named = {"smollm2": smollm2, "gemma": gemma}
     path = named[options.model]() if options.model in named else Path(options.model)
     costs = [float(cost) for cost in options.costs.split(",") if cost]
-    bench = Bench(path, Path(options.draft) if options.draft else None, cpu=options.cpu, costs=costs)
+    bench = Bench(
+        path, Path(options.draft) if options.draft else None, cpu=options.cpu, costs=costs
+    )
     results = []
     for streams in map(int, options.streams.split(",")):
         for kind in options.only.split(","):
@@ -150,7 +166,12 @@ def main() -> None:
             n = 320 if kind == "copy" else options.tokens
             seeds = iter(range(1000))
 
-            def once(kind: str = kind, streams: int = streams, n: int = n, to: RoundComparison = comparison) -> None:
+            def once(
+                kind: str = kind,
+                streams: int = streams,
+                n: int = n,
+                to: RoundComparison = comparison,
+            ) -> None:
                 seed = next(seeds)  # noqa: B023 - used at once
                 for mode in ("off", "auto") if seed % 2 else ("auto", "off"):
                     to.add(mode, bench.run(kind, streams, seed, mode, n))
@@ -158,7 +179,13 @@ def main() -> None:
             interleave(options.rounds, once)
             results.append(comparison)
     figures = bench.engine.snapshot()
-    print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items() if "draft" in k or "verify" in k})
+    print(
+        {
+            k: round(v, 3) if isinstance(v, float) else v
+            for k, v in figures.items()
+            if "draft" in k or "verify" in k
+        }
+    )
     print(f"answers that differed between off and auto: {bench.differing}")
     bench.engine.close()
     report(results, "auto", options.out)

@@ -1,12 +1,16 @@
-"""The engine's step on an emulated device: tokens/s ÷ ideal (streams ÷ T) for 1, 8 and 32 streams, in process and over HTTP.
+"""The engine's step on an emulated device: tokens/s ÷ ideal (streams ÷ T) for 1, 8 and 32 streams,
+in process and over HTTP.
 
-python -m benchmarks step [--http] [--rounds 5] [--steps 200] [--vocabulary 152064] [--host] [--profile] [--graph-ms 2]
+python -m benchmarks step [--http] [--rounds 5] [--steps 200] [--vocabulary 152064] [--host]
+[--profile] [--graph-ms 2]
 
-A step is submitted and done T later (tests/support/emulated_device.py); rows are SmolLM2's, widened. In process time is this
-thread's processor time plus what it waited for the device, so that other programs cost only their share of the caches.
-`--host`: the device sorts nothing out, whole rows cross. The bars are printed beside what was measured. `--graph-ms`: instead, what a
-graph that is made anew whenever a step has other shapes costs streams that join and leave, and what of it padded shapes leave. `--http`:
-with worker process, pipe and SSE, and what each process costs (see --http --help).
+A step is submitted and done T later (tests/support/emulated_device.py); rows are SmolLM2's,
+widened. In process time is this thread's processor time plus what it waited for the device, so that
+other programs cost only their share of the caches.
+`--host`: the device sorts nothing out, whole rows cross. The bars are printed beside what was
+measured. `--graph-ms`: instead, what a graph that is made anew whenever a step has other shapes
+costs streams that join and leave, and what of it padded shapes leave. `--http`: with worker
+process, pipe and SSE, and what each process costs (see --http --help).
 """
 
 from __future__ import annotations
@@ -27,7 +31,14 @@ from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
-from tests.support.emulated_device import EmulatedDevice, EmulatedResult, HostClock, Rows, Speeds, widened
+from tests.support.emulated_device import (
+    EmulatedDevice,
+    EmulatedResult,
+    HostClock,
+    Rows,
+    Speeds,
+    widened,
+)
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -52,7 +63,9 @@ def recorded(n_vocab: int, n: int = 24) -> tuple[Rows, Callable[[int], bytes]]:
     return widened(np.array(rows), n_vocab), lambda token: spelt.get(token, b" word")
 
 
-def streams(engine: Engine, n: int, sampling: Sampling, n_tokens: int, stop: tuple[str, ...] = ()) -> None:
+def streams(
+    engine: Engine, n: int, sampling: Sampling, n_tokens: int, stop: tuple[str, ...] = ()
+) -> None:
     """`n` requests whose prompts are read."""
     for i in range(n):
         prompt = [10 + i, *range(100, 140)]
@@ -62,7 +75,9 @@ def streams(engine: Engine, n: int, sampling: Sampling, n_tokens: int, stop: tup
         engine.step()
 
 
-def share_of_ideal(device: EmulatedDevice, clock: HostClock, n: int, sampling: Sampling, steps: int) -> float:
+def share_of_ideal(
+    device: EmulatedDevice, clock: HostClock, n: int, sampling: Sampling, steps: int
+) -> float:
     """What the device computes of the time that steps take."""
     engine = Engine(device, EngineSettings(headroom_bytes=0, cache_bytes=2**20), clock=clock.now)
     streams(engine, n, sampling, steps + 40)
@@ -78,7 +93,8 @@ def share_of_ideal(device: EmulatedDevice, clock: HostClock, n: int, sampling: S
 
 
 class Graphs(EmulatedDevice):
-    """Its graph holds for steps of as many streams; `padded` to a power of two, for as many at most."""
+    """Its graph holds for steps of as many streams; `padded` to a power of two, for as many at
+    most."""
 
     graph_s, padded, shape, made = 0.0, False, 0, 0
 
@@ -95,16 +111,24 @@ class Graphs(EmulatedDevice):
         return result
 
 
-def joining(rows: Rows, step_ms: float, n: int, graph_ms: float, *, padded: bool) -> tuple[float, int]:
-    """Seconds that a device computes for 4,000 tokens of up to `n` streams of 40 to 250, and how many graphs it made."""
+def joining(
+    rows: Rows, step_ms: float, n: int, graph_ms: float, *, padded: bool
+) -> tuple[float, int]:
+    """Seconds that a device computes for 4,000 tokens of up to `n` streams of 40 to 250, and how
+    many graphs it made."""
     rng, clock = np.random.default_rng(1), HostClock()
     device = Graphs(rows, Speeds(step_s=step_ms / 1e3), top=256, clock=clock)
     device.graph_s, device.padded = graph_ms / 1e3, padded
     engine = Engine(device, EngineSettings(headroom_bytes=0, cache_bytes=2**20), clock=clock.now)
     while engine.metrics.generated_tokens < 4000:
         while len(engine.jobs.running) + len(engine.jobs.waiting) < n and rng.random() < 0.2:
-            prompt, tokens = [int(rng.integers(10, 900)), *range(100, 140)], int(rng.integers(40, 250))
-            generation = Generation(SAMPLINGS["greedy"], tokens, ignore_eos=True, cache_prompt=False)
+            prompt, tokens = (
+                [int(rng.integers(10, 900)), *range(100, 140)],
+                int(rng.integers(40, 250)),
+            )
+            generation = Generation(
+                SAMPLINGS["greedy"], tokens, ignore_eos=True, cache_prompt=False
+            )
             engine.submit(Request(f"r{engine.metrics.requests}", prompt, generation), prompt)
         engine.step(lambda _: None)
     return device.computed_s, device.made
@@ -119,7 +143,8 @@ def graphs(rows: Rows, graph_ms: float) -> None:
                 seconds, made = joining(rows, step_ms, n, graph_ms, padded=padded)
                 kind = "padded" if padded else "exact"
                 print(
-                    f"{step_ms:4} ms, up to {n:2} streams, {kind:6}: {made:3} graphs, + {100 * (seconds / free_s - 1):.1f} %"
+                    f"{step_ms:4} ms, up to {n:2} streams, {kind:6}: {made:3} graphs, + "
+                    f"{100 * (seconds / free_s - 1):.1f} %"
                 )
 
 
@@ -148,7 +173,9 @@ def main() -> None:
     def measure(step_ms: float, n: int, name: str) -> float:
         clock = HostClock()
         speeds = Speeds(step_s=step_ms / 1e3)
-        device = EmulatedDevice(rows, speeds, top=0 if arguments.host else arguments.top, clock=clock, spell=spell)
+        device = EmulatedDevice(
+            rows, speeds, top=0 if arguments.host else arguments.top, clock=clock, spell=spell
+        )
         return share_of_ideal(device, clock, n, SAMPLINGS[name], arguments.steps)
 
     if arguments.profile:
@@ -166,7 +193,10 @@ def main() -> None:
     for (step_ms, n, name), shares in found.items():
         share, bar = statistics.median(shares), BARS[step_ms][n]
         lost = step_ms * (1 / share - 1)
-        print(f"{step_ms:4} {n:3} {name:20} {share:9.3f} {bar:6.2f} {lost:8.3f} {'' if share >= bar else 'missed'}")
+        print(
+            f"{step_ms:4} {n:3} {name:20} {share:9.3f} {bar:6.2f} {lost:8.3f} "
+            f"{'' if share >= bar else 'missed'}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""The emulated device over HTTP: tokens/s ÷ ideal with worker process, pipe and SSE, beside the same in process; what each process costs.
+"""The emulated device over HTTP: tokens/s ÷ ideal with worker process, pipe and SSE, beside the
+same in process; what each process costs.
 
-python -m benchmarks step --http [--rounds 5] [--tokens 400] [--profile server|worker [--case 2.5/8/greedy]]
+python -m benchmarks step --http [--rounds 5] [--tokens 400] [--profile server|worker [--case
+2.5/8/greedy]]
 
-The worker finds the device as any third party's backend, by its entry point; waiting for it is real sleeping. The client is one
-thread with raw sockets that counts events. Server, worker and client share this machine's processors, which a device's users do
-not: how long each computed and waited for a processor, per token, stands beside the shares. In process time is virtual, and once
-more real: what that costs (sleep, cold caches, whatever else runs here) is none of the pipe's.
+The worker finds the device as any third party's backend, by its entry point; waiting for it is real
+sleeping. The client is one thread with raw sockets that counts events. Server, worker and client
+share this machine's processors, which a device's users do
+not: how long each computed and waited for a processor, per token, stands beside the shares. In
+process time is virtual, and once more real: what that costs (sleep, cold caches, whatever else runs
+here) is none of the pipe's.
 """
 
 from __future__ import annotations
@@ -92,7 +96,8 @@ def _told() -> None:
 
 
 class EmulatedType(BackendType):
-    """Files that end in .emulated: JSON with a step's seconds, the file of the rows and how tokens are spelt."""
+    """Files that end in .emulated: JSON with a step's seconds, the file of the rows and how tokens
+    are spelt."""
 
     declaration = Declaration("emulated", "Emulated", ("emulated",))
 
@@ -109,7 +114,8 @@ class EmulatedType(BackendType):
         made = json.loads(Path(spec.path).read_bytes())
         pieces = self.vocabulary(spec.path)
         device = (Profiled if made["profile"] else EmulatedDevice)(
-            np.load(made["rows"]), Speeds(step_s=made["step_s"]), top=made["top"], clock=SleepingClock(),
+            np.load(made["rows"]), Speeds(step_s=made["step_s"]), top=made["top"],
+            clock=SleepingClock(),
             spell=pieces.__getitem__,
         )  # fmt: skip
         device.info = replace(device.info, chat_template=_TEMPLATE)
@@ -121,7 +127,7 @@ class EmulatedType(BackendType):
 backend_type = EmulatedType()
 
 
-# --- the server --------------------------------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------
 
 
 async def serve(port: int, files: list[Path], *, profiled: bool) -> None:
@@ -136,7 +142,8 @@ async def serve(port: int, files: list[Path], *, profiled: bool) -> None:
 
     engine = {"headroom_bytes": 0, "cache_bytes": 2**20}
     models = [
-        ServedModel(f.stem, Supervisor(WorkerOptions(LoadSpec(str(f)), "emulated", engine, log_path=f.with_suffix(".log"))))
+        ServedModel(f.stem, Supervisor(WorkerOptions(LoadSpec(str(f)), "emulated", engine,
+        log_path=f.with_suffix(".log"))))
         for f in files
     ]  # fmt: skip
     router, settings = ModelRouter(models), ServerSettings(port=port)
@@ -153,17 +160,26 @@ async def serve(port: int, files: list[Path], *, profiled: bool) -> None:
 
 
 @contextmanager
-def serving(home: Path, rows: Rows, spell: Callable[[int], bytes], top: int, profile: str) -> Iterator[int]:
+def serving(
+    home: Path, rows: Rows, spell: Callable[[int], bytes], top: int, profile: str
+) -> Iterator[int]:
     """The port of a server of one emulated model for each T, named by it."""
     np.save(home / "rows.npy", rows)
     point = home / "emulated-1.0.dist-info"
     point.mkdir()
     (point / "METADATA").write_text("Metadata-Version: 2.1\nName: emulated\nVersion: 1.0\n")
-    (point / "entry_points.txt").write_text("[localllm.backends]\nemulated = benchmarks.step_http:backend_type\n")
+    (point / "entry_points.txt").write_text(
+        "[localllm.backends]\nemulated = benchmarks.step_http:backend_type\n"
+    )
     pieces = [spell(token).decode("latin-1") for token in range(rows.shape[1])]
     files = [home / f"{step_ms:g}.emulated" for step_ms in BARS]
     for file, step_ms in zip(files, BARS, strict=True):
-        made = {"step_s": step_ms / 1e3, "rows": str(home / "rows.npy"), "top": top, "pieces": pieces}
+        made = {
+            "step_s": step_ms / 1e3,
+            "rows": str(home / "rows.npy"),
+            "top": top,
+            "pieces": pieces,
+        }
         file.write_text(json.dumps({**made, "profile": profile == "worker"}))
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": f"{home}{os.pathsep}{_ROOT}"}
@@ -185,12 +201,13 @@ def serving(home: Path, rows: Rows, spell: Callable[[int], bytes], top: int, pro
             print("\n".join(file.with_suffix(".log").read_text() for file in files))
 
 
-# --- the client --------------------------------------------------------------------------------------------------------
+# --- the client -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Spent:
-    """Nanoseconds that a process computed, and waited for a processor to do so (Linux's schedstat, all its threads)."""
+    """Nanoseconds that a process computed, and waited for a processor to do so (Linux's schedstat,
+    all its threads)."""
 
     computed_ns: int = 0
     waited_ns: int = 0
@@ -198,7 +215,9 @@ class Spent:
     @classmethod
     def of(cls, *processes: psutil.Process) -> Spent:
         spent = cls()
-        for task in (task for p in processes for task in Path(f"/proc/{p.pid}/task").glob("*/schedstat")):
+        for task in (
+            task for p in processes for task in Path(f"/proc/{p.pid}/task").glob("*/schedstat")
+        ):
             computed, waited, _ = map(int, task.read_text().split())
             spent.computed_ns += computed
             spent.waited_ns += waited
@@ -208,17 +227,24 @@ class Spent:
 def ask(
     port: int, model: str, n: int, sampling: Sampling, n_tokens: int
 ) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Tokens/s of `n` streams together, from when all have begun until the first ends; and by process µs a token computed and
-    waited for a processor."""
-    spec = {k: v for k, v in asdict(sampling).items() if k in ("temperature", "top_k", "top_p", "min_p")}
+    """Tokens/s of `n` streams together, from when all have begun until the first ends; and by
+    process µs a token computed and waited for a processor."""
+    spec = {
+        k: v for k, v in asdict(sampling).items() if k in ("temperature", "top_k", "top_p", "min_p")
+    }
     poll, socks = selectors.DefaultSelector(), {}
     for i in range(n):
         body = json.dumps({
-            "model": model, "messages": [{"role": "user", "content": f"{i} and so on"}], "stream": True, "seed": i,
-            "max_tokens": n_tokens, "cache_prompt": False, "stream_options": {"include_usage": True}, **spec,
+            "model": model, "messages": [{"role": "user", "content": f"{i} and so on"}],
+            "stream": True, "seed": i,
+            "max_tokens": n_tokens, "cache_prompt": False,
+            "stream_options": {"include_usage": True}, **spec,
         }).encode()  # fmt: skip
         sock = socks[i] = socket.create_connection(("127.0.0.1", port))
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
+            "application/json\r\n"
+        )
         sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         poll.register(sock, selectors.EVENT_READ, i)
     events, tails = [0] * n, [b""] * n
@@ -235,7 +261,11 @@ def ask(
             i = key.data
             data = key.fileobj.recv(65536)  # type: ignore[union-attr]
             events[i] += data.count(b"\n\n")
-            tails[i] = (tails[i] + data)[-2000:] if b"usage" in data or len(data) < 200 or tails[i] else tails[i]
+            tails[i] = (
+                (tails[i] + data)[-2000:]
+                if b"usage" in data or len(data) < 200 or tails[i]
+                else tails[i]
+            )
             if b"data: [DONE]" in tails[i] or not data:
                 if not ended_s:
                     ended_s, ended_at = time.perf_counter(), sum(events)
@@ -250,7 +280,8 @@ def ask(
     counts = [re.search(rb'"completion_tokens": ?(\d+)', tail) for tail in tails]
     if not all(counts) or not begun_s:
         raise SystemExit(f"an answer did not end: {tails[0]!r}")
-    # Beside text: the role, the end, the usage and [DONE]. Half a character waits for the next event.
+    # Beside text: the role, the end, the usage and [DONE]. Half a character waits for the next
+    # event.
     per_event = sum(int(c[1]) for c in counts if c) / (sum(events) - 4 * n)
     n_window = (ended_at - begun_at) * per_event
     costs = {
@@ -265,7 +296,9 @@ def ask(
 
 def main() -> None:
     """Measure and report: the median of all rounds, cases by turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--vocabulary", type=int, default=152_064)
@@ -275,7 +308,13 @@ def main() -> None:
     parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        asyncio.run(serve(int(given.serve[0]), [Path(f) for f in given.serve[1:]], profiled=bool(given.profile)))
+        asyncio.run(
+            serve(
+                int(given.serve[0]),
+                [Path(f) for f in given.serve[1:]],
+                profiled=bool(given.profile),
+            )
+        )
         return
     cases = [(t, n, s) for t in BARS for n in (1, 8) for s in SAMPLINGS]
     cases = [c for c in cases if not given.case or given.case == f"{c[0]:g}/{c[1]}/{c[2]}"]
@@ -290,19 +329,28 @@ def main() -> None:
                 tok_s, costs = ask(port, f"{step_ms:g}", n, SAMPLINGS[name], given.tokens)
                 shares = [tok_s * step_ms / 1e3 / n]
                 for clock in (HostClock(), sleeping):
-                    device = EmulatedDevice(rows, Speeds(step_s=step_ms / 1e3), top=given.top, clock=clock, spell=spell)
+                    device = EmulatedDevice(
+                        rows, Speeds(step_s=step_ms / 1e3), top=given.top, clock=clock, spell=spell
+                    )
                     shares.append(share_of_ideal(device, clock, n, SAMPLINGS[name], 200))
                 found[step_ms, n, name].append((*shares, *(x for who in _WHO for x in costs[who])))
     print(
-        "                           ÷ ideal: over  in process,           µs a token computed (+ waited for a processor)"
+        "                           ÷ ideal: over  in process,           µs a token computed (+ "
+        "waited for a processor)"
     )
-    print("T ms, streams, sampling     HTTP  in process  sleeping    less   " + "".join(f"{who:>16}" for who in _WHO))
+    print(
+        "T ms, streams, sampling     HTTP  in process  sleeping    less   "
+        + "".join(f"{who:>16}" for who in _WHO)
+    )
     for (step_ms, n, name), values in found.items():
         share, alone, asleep, *costs_us = map(statistics.median, zip(*values, strict=True))
-        told = "".join(f"{a:9.0f} (+{b:4.0f})" for a, b in zip(costs_us[::2], costs_us[1::2], strict=True))
+        told = "".join(
+            f"{a:9.0f} (+{b:4.0f})" for a, b in zip(costs_us[::2], costs_us[1::2], strict=True)
+        )
         missed = "" if alone - share <= 0.03 else "missed"
         print(
-            f"{step_ms:4} {n:3} {name:12} {share:11.3f} {alone:11.3f} {asleep:9.3f} {alone - share:7.3f}   {told} {missed}"
+            f"{step_ms:4} {n:3} {name:12} {share:11.3f} {alone:11.3f} {asleep:9.3f} "
+            f"{alone - share:7.3f}   {told} {missed}"
         )
 
 

@@ -1,10 +1,12 @@
-"""Prefix reuse on traces of real coding agents, beside LRU and Belady over the same memory, context and disk.
+"""Prefix reuse on traces of real coding agents, beside LRU and Belady over the same memory, context
+and disk.
 
 python -m benchmarks.traces [PATH] [--together 1 3 8] [--memory 1 4 16 32] [--disk 0 8]
 
-The engine runs with a backend that computes nothing; a session's tokens are made up, but shared as the trace says. Sixteen
-tokens stand for one, KV has the bytes of an 8B (147,456 a token). PATH: the folder `traces` of callanjfox/kv-cache-tester;
-without it the 30 sessions in benchmarks/data/agent_traces.json, which are shapes of that set.
+The engine runs with a backend that computes nothing; a session's tokens are made up, but shared as
+the trace says. Sixteen tokens stand for one, KV has the bytes of an 8B (147,456 a token). PATH: the
+folder `traces` of callanjfox/kv-cache-tester; without it the 30 sessions in
+benchmarks/data/agent_traces.json, which are shapes of that set.
 """
 
 from __future__ import annotations
@@ -50,14 +52,15 @@ _SCALED_TOKEN_BYTES = 2_048
 _SCALED_BLOCK = BLOCK_TOKENS // SCALE
 # Files have headers, and short blocks are larger than their tokens.
 _DISK_SLACK = 1.25
-# Gaps in a session are no longer than this, so that sessions really take turns; the next one begins a minute after one ends.
+# Gaps in a session are no longer than this, so that sessions really take turns; the next one begins
+# a minute after one ends.
 _LONGEST_GAP_S, _NEXT_SESSION_S = 600.0, 60.0
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a session: when, and its prompt as blocks of 64 tokens. Equal ids mean the same tokens behind the same
-    prefix."""
+    """One request of a session: when, and its prompt as blocks of 64 tokens. Equal ids mean the
+    same tokens behind the same prefix."""
 
     at_s: float
     blocks: tuple[Hashable, ...]
@@ -66,12 +69,12 @@ class Ask:
 Session = list[Ask]
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read_shapes(path: Path = SHAPES) -> list[Session]:
-    """Sessions as shapes: each request shares so many blocks with an earlier one, and the first with other sessions' of the
-    same kind."""
+    """Sessions as shapes: each request shares so many blocks with an earlier one, and the first
+    with other sessions' of the same kind."""
     found = []
     for shape in json.loads(path.read_text(encoding="utf-8")):
         session: Session = []
@@ -86,8 +89,8 @@ def read_shapes(path: Path = SHAPES) -> list[Session]:
 
 
 def read_traces(folder: Path) -> list[Session]:
-    """Whole traces: hashes of 64-token blocks. Half of what the trace calls tools and system prompt counts as shared by all
-    sessions."""
+    """Whole traces: hashes of 64-token blocks. Half of what the trace calls tools and system prompt
+    counts as shared by all sessions."""
     found = []
     for path in sorted(folder.glob("trace_*.json")):
         trace = json.loads(path.read_text(encoding="utf-8"))
@@ -107,7 +110,8 @@ def _hashed(part: dict[str, object], session: str, kind: str, began_s: float) ->
     for request in requests:
         if "hash_ids" in request:
             blocks = [
-                (kind, i) if i * BLOCK_TOKENS < common else (session, h) for i, h in enumerate(request["hash_ids"])
+                (kind, i) if i * BLOCK_TOKENS < common else (session, h)
+                for i, h in enumerate(request["hash_ids"])
             ]
             yield Ask(began_s + request["t"], tuple(blocks))
 
@@ -145,7 +149,7 @@ def interleaved(sessions: Sequence[Session], together: int) -> list[Line]:
     return lines
 
 
-# --- the limits ------------------------------------------------------------------------------------------------------
+# --- the limits -----------------------------------------------------------------------------------
 
 
 def _leading(line: Sequence[int], held: object) -> int:
@@ -163,7 +167,8 @@ def unlimited_hits(lines: Sequence[Sequence[int]]) -> int:
 
 
 def lru_hits(lines: Sequence[Sequence[int]], capacity: int) -> int:
-    """Blocks that a cache of `capacity` blocks reuses which drops the one unused the longest, ends before beginnings."""
+    """Blocks that a cache of `capacity` blocks reuses which drops the one unused the longest, ends
+    before beginnings."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for line in lines:
@@ -176,9 +181,13 @@ def lru_hits(lines: Sequence[Sequence[int]], capacity: int) -> int:
     return hits
 
 
-def belady_hits(lines: Sequence[Sequence[int]], capacity: int, *, holds_current: bool = False) -> int:
-    """Blocks that a cache of `capacity` blocks reuses which knows the future: it keeps what is used again soonest.
-    `holds_current`: what is being computed has to be held meanwhile, which no engine can do without."""
+def belady_hits(
+    lines: Sequence[Sequence[int]], capacity: int, *, holds_current: bool = False
+) -> int:
+    """Blocks that a cache of `capacity` blocks reuses which knows the future: it keeps what is used
+    again soonest.
+    `holds_current`: what is being computed has to be held meanwhile, which no engine can do
+    without."""
     never = 1 << 60
     uses: dict[int, list[int]] = {}
     for i, line in enumerate(lines):
@@ -209,7 +218,7 @@ def belady_hits(lines: Sequence[Sequence[int]], capacity: int, *, holds_current:
     return hits
 
 
-# --- ours ------------------------------------------------------------------------------------------------------------
+# --- ours -----------------------------------------------------------------------------------------
 
 
 class _Same(StepResult):
@@ -231,11 +240,16 @@ class CellsOnly(Backend):
     """A backend that computes nothing: it counts cells, and exports each token as so many bytes."""
 
     def __init__(self, n_ctx: int) -> None:
-        self.capabilities = Capabilities("any", 0, shares_cells=True, segments=True, kv_types=("f16",))
+        self.capabilities = Capabilities(
+            "any", 0, shares_cells=True, segments=True, kv_types=("f16",)
+        )
         self.info = ModelInfo(
-            architecture="cells", description="cells", fingerprint="cells", n_vocab=260, n_ctx=n_ctx, n_ctx_train=n_ctx,
-            n_seq_max=16, n_batch=1024, n_outputs=64, n_params=0, weights_bytes=0, eog_tokens=(2,), bos_token=1, eos_token=2,
-            adds_bos=False, bos_text="", eos_text="", chat_template=None, kv_type_k="f16", kv_type_v="f16",
+            architecture="cells", description="cells", fingerprint="cells", n_vocab=260,
+            n_ctx=n_ctx, n_ctx_train=n_ctx,
+            n_seq_max=16, n_batch=1024, n_outputs=64, n_params=0, weights_bytes=0, eog_tokens=(2,),
+            bos_token=1, eos_token=2,
+            adds_bos=False, bos_text="", eos_text="", chat_template=None, kv_type_k="f16",
+            kv_type_v="f16",
         )  # fmt: skip
         self._lines: dict[int, list[int]] = {}
         self._cells: dict[int, list[int]] = {}
@@ -362,9 +376,11 @@ class _Clock:
 
 @contextmanager
 def _scaled() -> Iterator[None]:
-    """The cache's tunables in scaled tokens; no pauses, and a disk that is quick beside any computing and waited for."""
+    """The cache's tunables in scaled tokens; no pauses, and a disk that is quick beside any
+    computing and waited for."""
     scaled = {
-        "PIECE_TOKENS": tunables.PIECE_TOKENS // SCALE, "MIN_TOKENS": 1, "EXPORT_FIRST_TOKENS": 8, "WRITE_PAUSE_S": 0.0,
+        "PIECE_TOKENS": tunables.PIECE_TOKENS // SCALE, "MIN_TOKENS": 1, "EXPORT_FIRST_TOKENS": 8,
+        "WRITE_PAUSE_S": 0.0,
         "WRITE_PATIENCE_S": 0.0, "WRITE_REST_S": 0.0,
         "WRITE_WAIT_SHARE": 1e9, "WRITE_WAIT_S": 1e6, "READ_LATE_S": 1e6, "READ_SMOOTHING": 0.0,
     }  # fmt: skip
@@ -384,9 +400,11 @@ def _tokens_of(block: int) -> list[int]:
     return [3 + b % 247 for b in digest]
 
 
-def our_hits(lines: Sequence[Line], memory_tokens: int, disk_tokens: int, n_ctx: int = N_CTX) -> float:
-    """Blocks that our engine reuses, one request after the other, with a pause after each that is long enough for all
-    housekeeping."""
+def our_hits(
+    lines: Sequence[Line], memory_tokens: int, disk_tokens: int, n_ctx: int = N_CTX
+) -> float:
+    """Blocks that our engine reuses, one request after the other, with a pause after each that is
+    long enough for all housekeeping."""
     with _scaled(), tempfile.TemporaryDirectory() as folder:
         scaled_bytes = _SCALED_TOKEN_BYTES // SCALE
         settings = EngineSettings(
@@ -450,35 +468,54 @@ def compare(lines: Sequence[Line], memory_gib: float, disk_gib: float, n_ctx: in
     memory, disk = (int(gib * 2**30 / TOKEN_BYTES) for gib in (memory_gib, disk_gib))
     capacity, most = (memory + disk + n_ctx) // BLOCK_TOKENS, unlimited_hits(lines)
     ours = our_hits(lines, memory, disk, n_ctx)
-    belady, reachable = belady_hits(lines, capacity), belady_hits(lines, capacity, holds_current=True)
+    belady, reachable = (
+        belady_hits(lines, capacity),
+        belady_hits(lines, capacity, holds_current=True),
+    )
     return Reuse(ours / most, lru_hits(lines, capacity) / most, belady / most, reachable / most)
 
 
-def picked(sessions: Sequence[Session], n_ctx: int, seed: int, limit: int | None = None) -> list[Session]:
+def picked(
+    sessions: Sequence[Session], n_ctx: int, seed: int, limit: int | None = None
+) -> list[Session]:
     """Those that fit a context of `n_ctx`, in an order by `seed`, at most `limit`."""
-    fitting = [s for s in sessions if len(s) >= 5 and max(len(ask.blocks) for ask in s) * BLOCK_TOKENS <= n_ctx]
+    fitting = [
+        s
+        for s in sessions
+        if len(s) >= 5 and max(len(ask.blocks) for ask in s) * BLOCK_TOKENS <= n_ctx
+    ]
     random.Random(seed).shuffle(fitting)
     return fitting[:limit]
 
 
 def main() -> None:
     """A line for each number of sessions, memory and disk."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", type=Path, help="the folder `traces` of callanjfox/kv-cache-tester")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "path", nargs="?", type=Path, help="the folder `traces` of callanjfox/kv-cache-tester"
+    )
     parser.add_argument("--together", type=int, nargs="+", default=[1, 3, 8])
     parser.add_argument("--memory", type=float, nargs="+", default=[1, 4, 16, 32], help="GiB")
     parser.add_argument("--disk", type=float, nargs="+", default=[0, 8], help="GiB")
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    sessions = picked(read_traces(args.path) if args.path else read_shapes(), N_CTX, args.seed, args.sessions)
+    sessions = picked(
+        read_traces(args.path) if args.path else read_shapes(), N_CTX, args.seed, args.sessions
+    )
     print(f"{len(sessions)} sessions; share of what a cache without limits reuses\n")
     print(
-        "| together | memory GiB | disk GiB | ours | LRU | Belady | reachable | ours ÷ reachable |\n|---|---|---|---|---|---|---|---|"
+        "| together | memory GiB | disk GiB | ours | LRU | Belady | reachable | ours ÷ reachable "
+        "|\n|---|---|---|---|---|---|---|---|"
     )
     for together, disk, memory in itertools.product(args.together, args.disk, args.memory):
         r = compare(interleaved(sessions, together), memory, disk)
-        figures = f"{r.ours:.3f} | {r.lru:.3f} | {r.belady:.3f} | {r.reachable:.3f} | {r.ours / r.reachable:.3f}"
+        figures = (
+            f"{r.ours:.3f} | {r.lru:.3f} | {r.belady:.3f} | {r.reachable:.3f} | "
+            f"{r.ours / r.reachable:.3f}"
+        )
         print(f"| {together} | {memory:g} | {disk:g} | {figures} |", flush=True)
 
 

@@ -1,10 +1,13 @@
-"""Trains an EAGLE-3 head for SmolLM2-135M on what that model says itself, in minutes, with NumPy: a drafter that is right.
+"""Trains an EAGLE-3 head for SmolLM2-135M on what that model says itself, in minutes, with NumPy: a
+drafter that is right.
 
-python -m benchmarks.train_eagle3 HEAD.gguf [--kinds story,copy] [--texts 32] [--tokens 100] [--words 1024] [--minutes 20]
+python -m benchmarks.train_eagle3 HEAD.gguf [--kinds story,copy] [--texts 32] [--tokens 100]
+[--words 1024] [--minutes 20]
 
-The head begins as the model's own last layer behind the features that this one is given; what it learns is to be one token
-ahead, and then another from its own hidden row (training-time test, arXiv 2503.01840). Its vocabulary is the tokens that the
-model chose most (d2t), its output matrix the model's, left as it is. No part of the product and of no use to other models.
+The head begins as the model's own last layer behind the features that this one is given; what it
+learns is to be one token ahead, and then another from its own hidden row (training-time test, arXiv
+2503.01840). Its vocabulary is the tokens that the model chose most (d2t), its output matrix the
+model's, left as it is. No part of the product and of no use to other models.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ FIRST_SEED = 50_000
 HELD_OUT, AT_ONCE, BATCH, RATE = 5, 32, 512, 6e-4
 
 
-# --- what the model says, and what its layers made of it ------------------------------------------------------------------
+# --- what the model says, and what its layers made of it ------------------------------------------
 
 
 class Speaker:
@@ -45,13 +48,20 @@ class Speaker:
     def __init__(self, path: Path) -> None:
         self._model = load_model(path, LoadSpec(str(path)), None)[0]
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 32_768, BATCH, BATCH, AT_ONCE
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = (
+            32_768,
+            BATCH,
+            BATCH,
+            AT_ONCE,
+        )
         params.n_threads = params.n_threads_batch = 2
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
         found = staging_functions(llama_cpp)
-        assert found is not None, "this build of llama.cpp does not export what drafting from features needs"
+        assert found is not None, (
+            "this build of llama.cpp does not export what drafting from features needs"
+        )
         self._staging = found
         for layer in LAYERS:
             found["set_layer_rows"](self._context, layer, True)
@@ -73,12 +83,17 @@ class Speaker:
             batch.seq_id[i][0] = sequence
         assert llama_cpp.llama_decode(self._context, batch) == 0
         n, width = len(entries), 576
-        given = [floats(self._staging["layer_rows"](self._context, layer), n, width) for layer in LAYERS]
+        given = [
+            floats(self._staging["layer_rows"](self._context, layer), n, width) for layer in LAYERS
+        ]
         logits = ctypes.cast(llama_cpp.llama_get_logits(self._context), ctypes.c_void_p).value
         return np.concatenate(given, axis=1).astype(np.float16), floats(logits, n, self.n_vocab)
 
-    def texts(self, prompts: list[str], n_tokens: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-        """Each prompt with `n_tokens` more, half of them greedy, the others at a temperature of 0.8."""
+    def texts(
+        self, prompts: list[str], n_tokens: int, rng: np.random.Generator
+    ) -> Iterator[dict[str, Any]]:
+        """Each prompt with `n_tokens` more, half of them greedy, the others at a temperature of
+        0.8."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         lines: list[list[int]] = []
         rows: list[list[NDArray[np.float16]]] = []
@@ -88,20 +103,28 @@ class Speaker:
             parts = []
             for begin in range(0, len(line), BATCH):
                 part = line[begin : begin + BATCH]
-                features, logits = self.step([(token, begin + i, sequence) for i, token in enumerate(part)])
+                features, logits = self.step(
+                    [(token, begin + i, sequence) for i, token in enumerate(part)]
+                )
                 parts.append((features, logits.argmax(axis=1)))
             best.append([int(token) for _, said in parts for token in said])
             rows.append([features for features, _ in parts])
             lines.append([*line, best[-1][-1]])
         for _ in range(n_tokens):
-            features, logits = self.step([(line[-1], len(line) - 1, s) for s, line in enumerate(lines)])
+            features, logits = self.step(
+                [(line[-1], len(line) - 1, s) for s, line in enumerate(lines)]
+            )
             for s, line in enumerate(lines):
                 best[s].append(int(logits[s].argmax()))
                 rows[s].append(features[s : s + 1])
                 noise = rng.gumbel(size=self.n_vocab).astype(np.float32) if s % 4 == 3 else 0.0
                 line.append(int((logits[s] / 0.8 + noise).argmax()))
         for line, given, said in zip(lines, rows, best, strict=True):
-            yield {"tokens": np.array(line[:-1]), "rows": np.concatenate(given), "best": np.array(said)}
+            yield {
+                "tokens": np.array(line[:-1]),
+                "rows": np.concatenate(given),
+                "best": np.array(said),
+            }
 
 
 def collect(path: Path, kinds: list[str], n_texts: int, n_tokens: int) -> list[dict[str, Any]]:
@@ -115,7 +138,7 @@ def collect(path: Path, kinds: list[str], n_texts: int, n_tokens: int) -> list[d
     return kept
 
 
-# --- the head, forwards and backwards -------------------------------------------------------------------------------------
+# --- the head, forwards and backwards -------------------------------------------------------------
 
 
 class Node:
@@ -218,7 +241,8 @@ class Tape:
         return self.node(turn(x.value, sin), back)
 
     def attention(self, q: Node, k: Node, v: Node, own: tuple[Node, Node] | None) -> Node:
-        """What lies before; with `own` a place sees itself by that and only what is before it by `k` and `v`."""
+        """What lies before; with `own` a place sees itself by that and only what is before it by
+        `k` and `v`."""
         n, d = len(q.value), 64
         groups = k.value.shape[1] // d
 
@@ -250,7 +274,11 @@ class Tape:
             to_shares = g @ vs.swapaxes(-1, -2)
             if own is not None:
                 to_shares[..., diagonal, diagonal] = (g * vo).sum(axis=-1)
-            to_scores = shares * (to_shares - (to_shares * shares).sum(axis=-1, keepdims=True)) / np.float32(np.sqrt(d))
+            to_scores = (
+                shares
+                * (to_shares - (to_shares * shares).sum(axis=-1, keepdims=True))
+                / np.float32(np.sqrt(d))
+            )
             to_past = to_scores
             to_q: Any = 0.0
             if own is not None:
@@ -281,12 +309,18 @@ class Tape:
 
 
 class Head:
-    """One layer behind the features of three, by llama.cpp's names and order of operations (src/models/eagle3.cpp)."""
+    """One layer behind the features of three, by llama.cpp's names and order of operations
+    (src/models/eagle3.cpp)."""
 
     def __init__(self, path: Path, texts: list[dict[str, Any]], n_words: int) -> None:
         reader = gguf.GGUFReader(path)
-        given = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32) for t in reader.tensors}
-        counts = np.bincount(np.concatenate([t["best"] for t in texts]), minlength=len(given["token_embd.weight"]))
+        given = {
+            t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32)
+            for t in reader.tensors
+        }
+        counts = np.bincount(
+            np.concatenate([t["best"] for t in texts]), minlength=len(given["token_embd.weight"])
+        )
         self.words = np.sort(np.argsort(-counts)[:n_words])
         self.covered = float(counts[self.words].sum() / counts.sum())
         self.embeddings = given["token_embd.weight"]
@@ -296,9 +330,13 @@ class Head:
         values = {
             "fc": np.concatenate([nothing, nothing, np.eye(e, dtype=np.float32)], axis=1),
             "output_norm": given["output_norm.weight"],
-            "blk.0.attn_norm": np.full(e, 4.0, dtype=np.float32) * given["blk.0.attn_norm.weight"].mean(),
+            "blk.0.attn_norm": np.full(e, 4.0, dtype=np.float32)
+            * given["blk.0.attn_norm.weight"].mean(),
             "blk.0.attn_norm_2": given[f"{last}.attn_norm.weight"],
-            **{f"blk.0.{n}": given[f"{last}.{n}.weight"] for n in ("attn_output", "ffn_norm", *_FFN)},
+            **{
+                f"blk.0.{n}": given[f"{last}.{n}.weight"]
+                for n in ("attn_output", "ffn_norm", *_FFN)
+            },
         }
         rng = np.random.default_rng(2)
         for name in ("attn_q", "attn_k", "attn_v"):
@@ -320,10 +358,17 @@ class Head:
         normed = tape.norm(middle, w["ffn_norm"])
         gated = tape.gated(tape.times(normed, w["ffn_gate"]), tape.times(normed, w["ffn_up"]))
         hidden = tape.sum(tape.times(gated, w["ffn_down"]), middle)
-        return tape.times(tape.norm(hidden, w["output_norm"]), self.output, frozen=True), hidden, (k, v)
+        return (
+            tape.times(tape.norm(hidden, w["output_norm"]), self.output, frozen=True),
+            hidden,
+            (k, v),
+        )
 
-    def learn(self, text: dict[str, Any], *, backwards: bool = True) -> tuple[float, list[NDArray[np.bool_]]]:
-        """Go through one text, two tokens ahead at each place: (the loss, which guesses of each are right)."""
+    def learn(
+        self, text: dict[str, Any], *, backwards: bool = True
+    ) -> tuple[float, list[NDArray[np.bool_]]]:
+        """Go through one text, two tokens ahead at each place: (the loss, which guesses of each are
+        right)."""
         tape = Tape()
         tokens, best = text["tokens"], self.numbered[text["best"]][1:]
         rows, words = Node(text["rows"][:-1].astype(np.float32)), Node(self.embeddings[tokens[1:]])
@@ -347,7 +392,11 @@ class Head:
         """As a GGUF of the architecture eagle3, its matrices in Q8_0."""
         writer = gguf.GGUFWriter(str(out), "eagle3")
         for field in gguf.GGUFReader(model).fields.values():
-            name = field.name.replace("llama.", "eagle3.", 1) if field.name.startswith("llama.") else field.name
+            name = (
+                field.name.replace("llama.", "eagle3.", 1)
+                if field.name.startswith("llama.")
+                else field.name
+            )
             if name.startswith(("GGUF.", "general.")) or name == "eagle3.block_count":
                 continue
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
@@ -357,7 +406,9 @@ class Head:
         writer.add_uint32("eagle3.target_hidden_size", self.embeddings.shape[1])
         tensors = {**{n: w.value for n, w in self.weights.items()}, "output": self.output.value}
         for name, value in tensors.items():
-            kind = gguf.GGMLQuantizationType.Q8_0 if value.ndim > 1 else gguf.GGMLQuantizationType.F32
+            kind = (
+                gguf.GGMLQuantizationType.Q8_0 if value.ndim > 1 else gguf.GGMLQuantizationType.F32
+            )
             data = gguf.quants.quantize(value.astype(np.float32), kind)
             writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
         writer.add_tensor("d2t", self.words.astype(np.int64))
@@ -385,13 +436,17 @@ class Adam:
             grad = node.grad / np.float32(texts)
             self._mean[name] = 0.9 * self._mean[name] + 0.1 * grad
             self._square[name] = 0.95 * self._square[name] + 0.05 * grad**2
-            mean, square = self._mean[name] / (1 - 0.9**self._n), self._square[name] / (1 - 0.95**self._n)
+            mean, square = (
+                self._mean[name] / (1 - 0.9**self._n),
+                self._square[name] / (1 - 0.95**self._n),
+            )
             node.value -= (rate * mean / (np.sqrt(square) + 1e-8)).astype(np.float32)
             node.grad = np.zeros((), dtype=np.float32)
 
 
 def train(head: Head, texts: list[dict[str, Any]], minutes: float, out: Path) -> None:
-    """Learn from all but the held-out texts until the time is over; say how those fare, and keep the head as it is then."""
+    """Learn from all but the held-out texts until the time is over; say how those fare, and keep
+    the head as it is then."""
     rng, adam, began = np.random.default_rng(3), Adam(head.weights), time.monotonic()
     every = max(2, len(texts) // HELD_OUT)
     held, learnt = texts[::every], [t for i, t in enumerate(texts) if i % every]
@@ -411,7 +466,8 @@ def train(head: Head, texts: list[dict[str, Any]], minutes: float, out: Path) ->
         first, second = (np.concatenate([right[k] for _, right in found]).mean() for k in (0, 1))
         loss = float(np.mean([value for value, _ in found]))
         print(
-            f"{rounds} rounds, {past:.0%} of the time: loss {loss:.2f}, right {first:.3f}, then {second:.3f}",
+            f"{rounds} rounds, {past:.0%} of the time: loss {loss:.2f}, right {first:.3f}, then "
+            f"{second:.3f}",
             flush=True,
         )
         head.write(smollm2(), out)

@@ -1,4 +1,5 @@
-"""Which network an IP address lies in: what is fetched on somebody's word must not lead into this machine's own."""
+"""Which network an IP address lies in: what is fetched on somebody's word must not lead into this
+machine's own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def address_kind(address: str) -> str:
-    """public, loopback, link-local, private or reserved: which network an IP address (v4 or v6) lies in."""
+    """public, loopback, link-local, private or reserved: which network an IP address (v4 or v6)
+    lies in."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:

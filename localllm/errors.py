@@ -1,4 +1,5 @@
-"""The one exception tree: every error a user or a client can meet, with its code, status, exit code and hint.
+"""The one exception tree: every error a user or a client can meet, with its code, status, exit code
+and hint.
 
     LocalLLMError
     ├── UsageError                    the command line or a setting is wrong             400  exit 2
@@ -34,22 +35,26 @@
     │   └── WorkerDiedError           the worker process ended under a request           503
     ├── BusyError                     queue full: retry later                            503  exit 7
     ├── RateLimitError                a key has used what it may now (server)            429  exit 7
-    ├── UpstreamError                 another server can't be reached, or broke off (server) 502 exit 6
+    ├── UpstreamError                 another server can't be reached, or broke off (server) 502
+                                      exit 6
     ├── PortInUseError                the port is taken                                  -    exit 8
     ├── DownloadError                 the hub or the disk failed                         502  exit 9
     │   └── HubUnreachableError       the hub can't be asked now (library)               502
     ├── ServerUnreachableError        no server answers, or it went away                 500  exit 6
     ├── SetupError                    a build can't be made here, or is broken (setup)   500  exit 6
     │   └── SlowerBuildError          it works, and slower than the one before (setup)   500
-    ├── ServiceError                  the service manager refused, or is not there (service)  500  exit 1
+    ├── ServiceError                  the service manager refused, or is not there (service)  500
+                                      exit 1
     ├── DeviceUnreadableError         the machine does not say what it has (device)      500  exit 1
     └── HistoryError                  the chats' file can't be used (conversation)       500  exit 1
-        └── TurnGoneError             another window removed what is gone on from (conversation)  500  exit 1
+        └── TurnGoneError             another window removed what is gone on from (conversation)
+                                      500  exit 1
 
-Rooms raise these across their borders, never a bare ValueError; a leaf only one room raises stands in that room (named
-in brackets). The catalog and the backends may import nothing of ours: their own errors become these at one door each
-(library/catalog.py, engine/worker/pipe.py). The CLI prints
-`error: MESSAGE` and `hint: HINT` and exits with `exit_code`; the server sends `to_openai()` with `http_status`.
+Rooms raise these across their borders, never a bare ValueError; a leaf only one room raises stands
+in that room (named in brackets). The catalog and the backends may import nothing of ours: their own
+errors become these at one door each (library/catalog.py, engine/worker/pipe.py). The CLI prints
+`error: MESSAGE` and `hint: HINT` and exits with `exit_code`; the server sends `to_openai()` with
+`http_status`.
 """
 
 from __future__ import annotations
@@ -59,7 +64,8 @@ from typing import Any, ClassVar
 
 
 class LocalLLMError(Exception):
-    """Base of every error that reaches a user. `message` says what happened and why, `hint` what to do next."""
+    """Base of every error that reaches a user. `message` says what happened and why, `hint` what to
+    do next."""
 
     code: ClassVar[str] = "internal_error"
     type: ClassVar[str] = "server_error"
@@ -69,7 +75,12 @@ class LocalLLMError(Exception):
     default_retry_after_s: ClassVar[float | None] = None
 
     def __init__(
-        self, message: str, *, hint: str | None = None, param: str | None = None, retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
@@ -84,7 +95,12 @@ class LocalLLMError(Exception):
 
     def to_openai(self) -> dict[str, Any]:
         """The error object every HTTP face sends: OpenAI's shape plus our `hint`."""
-        body = {"message": self.openai_message, "type": self.type, "param": self.param, "code": self.code}
+        body = {
+            "message": self.openai_message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
         return {"error": body | ({"hint": self.hint} if self.hint else {})}
 
 
@@ -98,7 +114,8 @@ class UsageError(LocalLLMError):
 
 
 class CatalogFileError(UsageError):
-    """A catalog file can't be read, or does not say what a model needs to say: one of the user's, nearly always."""
+    """A catalog file can't be read, or does not say what a model needs to say: one of the user's,
+    nearly always."""
 
     code = "bad_catalog_file"
 
@@ -122,31 +139,40 @@ class ConstraintStuckError(RequestError):
     """An answer under a grammar came to where nothing may follow, and is not complete."""
 
     code = "constraint_stuck"
-    default_hint = "what was written so far is no answer; loosen the schema, the grammar or the logit_bias"
+    default_hint = (
+        "what was written so far is no answer; loosen the schema, the grammar or the logit_bias"
+    )
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt and its answer, do not fit the served context. `counts` are the tokens of the prompt
-    and of the window, where they are known: some clients read them out of their dialect's own words."""
+    """The prompt, or the prompt and its answer, do not fit the served context. `counts` are the
+    tokens of the prompt and of the window, where they are known: some clients read them out of
+    their dialect's own words."""
 
     code = "context_length_exceeded"
     default_hint = "shorten the conversation, or serve with a larger --context"
 
     def __init__(
-        self, message: str, *, hint: str | None = None, param: str | None = None, counts: tuple[int, int] | None = None
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        param: str | None = None,
+        counts: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message, hint=hint, param=param)
         self.counts = counts
 
     @property
     def openai_message(self) -> str:
-        """OpenAI's words where the counts are known, before our own: LiteLLM and others know a full window by them alone,
-        and shorten the conversation then."""
+        """OpenAI's words where the counts are known, before our own: LiteLLM and others know a full
+        window by them alone, and shorten the conversation then."""
         if self.counts is None:
             return self.message
         tokens, window = self.counts
         return (
-            f"This model's maximum context length is {window} tokens. However, your messages resulted in {tokens} tokens. "
+            f"This model's maximum context length is {window} tokens. However, your messages "
+            f"resulted in {tokens} tokens. "
             f"Please reduce the length of the messages ({self.message})."
         )
 
@@ -205,11 +231,14 @@ class BackendMissingError(BackendError):
     """The package this backend stands on is not installed."""
 
     code = "backend_missing"
-    default_hint = "install localllm again with the engine's packages: see README.md, What runs where"
+    default_hint = (
+        "install localllm again with the engine's packages: see README.md, What runs where"
+    )
 
 
 class WorkerDiedError(BackendError):
-    """The worker process ended while it held a request; the server reloads the model on the next one."""
+    """The worker process ended while it held a request; the server reloads the model on the next
+    one."""
 
     code = "worker_died"
     http_status = 503
@@ -217,12 +246,14 @@ class WorkerDiedError(BackendError):
 
 
 class OtherMachineGoneError(BackendError):
-    """A machine that holds layers of a model (`--with`) can't be had. The next request asks for it again."""
+    """A machine that holds layers of a model (`--with`) can't be had. The next request asks for it
+    again."""
 
     code = "other_machine_gone"
     http_status = 503
     default_hint = (
-        "start `localllm worker` there: the next request loads the model. Both ends need a build with RPC of the same "
+        "start `localllm worker` there: the next request loads the model. Both ends need a build "
+        "with RPC of the same "
         "release (`localllm setup --rpc`)"
     )
 
@@ -269,9 +300,12 @@ def by_code(
     param: str | None = None,
     counts: tuple[int, int] | None = None,
 ) -> LocalLLMError:
-    """Rebuild an error that crossed a process border from its `code` (unknown codes become BackendError)."""
+    """Rebuild an error that crossed a process border from its `code` (unknown codes become
+    BackendError)."""
 
-    cls = next((kind for kind in _kinds(LocalLLMError) if kind.__dict__.get("code") == code), BackendError)
+    cls = next(
+        (kind for kind in _kinds(LocalLLMError) if kind.__dict__.get("code") == code), BackendError
+    )
     if issubclass(cls, ContextLengthError):
         return cls(message, hint=hint, param=param, counts=counts)
     return cls(message, hint=hint, param=param)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def gb(n_bytes: float, digits: int | None = None) -> str:
-    """Gigabytes with so many digits after the point; without a number as people read them: 43.1 GB, 0.27 GB."""
+    """Gigabytes with so many digits after the point; without a number as people read them: 43.1 GB,
+    0.27 GB."""
     if digits is None:
         digits = 1 if n_bytes >= 1e9 else 2
     return f"{n_bytes / 1e9:.{digits}f} GB"

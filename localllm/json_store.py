@@ -1,4 +1,5 @@
-"""JSON files that we keep: read so that a missing or damaged one is none, written whole or not at all, for their owner alone."""
+"""JSON files that we keep: read so that a missing or damaged one is none, written whole or not at
+all, for their owner alone."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
     T = TypeVar("T", bound=DataclassInstance)
 
 MOST_BYTES = 32 << 20
-# What JSON must hold for a field so annotated; other fields (unions, literals) are taken as they are.
+# What JSON must hold for a field so annotated; other fields (unions, literals) are taken as they
+# are.
 _JSON_OF: dict[str, type | tuple[type, ...]] = {
-    "str": str, "int": int, "bool": bool, "float": (int, float), "dict[str, Any]": dict, "dict[str, float]": dict,
+    "str": str, "int": int, "bool": bool, "float": (int, float), "dict[str, Any]": dict,
+    "dict[str, float]": dict,
 }  # fmt: skip
 
 
 def load(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """What a file of ordinary size holds. Raises OSError, and ValueError where it is too large or no JSON."""
+    """What a file of ordinary size holds. Raises OSError, and ValueError where it is too large or
+    no JSON."""
     if path.stat().st_size > most_bytes:
         raise ValueError(f"it is larger than {most_bytes} bytes")
     try:
@@ -42,7 +46,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def record(kind: type[T], entry: Any) -> T | None:
-    """`entry` as a dataclass, without what the dataclass doesn't know; None where it is no such thing."""
+    """`entry` as a dataclass, without what the dataclass doesn't know; None where it is no such
+    thing."""
     if not isinstance(entry, dict):
         return None
     known = {}

@@ -23,7 +23,8 @@ def config_dir() -> Path:
 
 
 def data_dir() -> Path:
-    """Conversations and this machine's measurements: what a user would miss (LOCALLLM_DATA_DIR overrides)."""
+    """Conversations and this machine's measurements: what a user would miss (LOCALLLM_DATA_DIR
+    overrides)."""
     return _dir("LOCALLLM_DATA_DIR", "user_data_dir")
 
 
@@ -43,7 +44,8 @@ def kv_evidence_dir() -> Path:
 
 
 def decisions_dir() -> Path:
-    """Temperatures fitted for the decisions of a model, a file a model (server/dialects/systemone/questions.py)."""
+    """Temperatures fitted for the decisions of a model, a file a model
+    (server/dialects/systemone/questions.py)."""
     return data_dir() / "decisions"
 
 
@@ -64,11 +66,14 @@ def private_dir(path: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """`text` as the whole of `path`, or nothing of it, never readable by others, not even for a moment. Raises OSError."""
+    """`text` as the whole of `path`, or nothing of it, never readable by others, not even for a
+    moment. Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
     partial.unlink(missing_ok=True)
     try:
-        with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as f:
+        with os.fdopen(
+            os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
+        ) as f:
             f.write(text)
         os.replace(partial, path)
     except OSError:

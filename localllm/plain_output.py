@@ -1,7 +1,9 @@
-"""What we print shows control characters as "?", whoever wrote them: a file's name, a header, a hub, another server.
+"""What we print shows control characters as "?", whoever wrote them: a file's name, a header, a
+hub, another server.
 
-A name can hold sequences that a terminal obeys: to write the clipboard, to answer in our place, to hide a line (CWE-150).
-Commands print through this; the few that rewrite a line of their own say so (`raw_write`).
+A name can hold sequences that a terminal obeys: to write the clipboard, to answer in our place, to
+hide a line (CWE-150). Commands print through this; the few that rewrite a line of their own say so
+(`raw_write`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-# C0 but tab and newline, DEL and C1, and the marks that turn the direction of writing or end a line.
+# C0 but tab and newline, DEL and C1, and the marks that turn the direction of writing or end a
+# line.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -25,17 +28,20 @@ def plain(text: str) -> str:
 
 
 def ascii_json(body: Any, indent: int = 2) -> str:
-    """`body` as JSON in ASCII alone: the same bytes, and valid, whatever the encoding of stdout and of file names is."""
+    """`body` as JSON in ASCII alone: the same bytes, and valid, whatever the encoding of stdout and
+    of file names is."""
     return json.dumps(body, indent=indent).replace("\x7f", "\\u007f")
 
 
 def is_text(word: str) -> bool:
-    """False where bytes of an argument could not be read as text (Python keeps them as surrogates, PEP 383)."""
+    """False where bytes of an argument could not be read as text (Python keeps them as surrogates,
+    PEP 383)."""
     return not any("\ud800" <= sign <= "\udfff" for sign in word)
 
 
 class PlainOutput:
-    """A text stream that writes everything but control characters; what its encoding lacks becomes "?" too."""
+    """A text stream that writes everything but control characters; what its encoding lacks becomes
+    "?" too."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -57,7 +63,8 @@ class PlainOutput:
 
 
 def raw_write(stream: TextIO) -> Callable[[str], Any]:
-    """A `write` for what the terminal is to obey: our own sequences, never anything that came from elsewhere."""
+    """A `write` for what the terminal is to obey: our own sequences, never anything that came from
+    elsewhere."""
     return cast("Callable[[str], Any]", getattr(stream, "raw_write", stream.write))
 
 
@@ -65,7 +72,9 @@ def raw_write(stream: TextIO) -> Callable[[str], Any]:
 def only_plain() -> Iterator[None]:
     """stdout and stderr are PlainOutput for a while."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast("TextIO", PlainOutput(s)) if s is not None else s for s in before)
+    sys.stdout, sys.stderr = (
+        cast("TextIO", PlainOutput(s)) if s is not None else s for s in before
+    )
     try:
         yield
     finally:
@@ -73,7 +82,8 @@ def only_plain() -> Iterator[None]:
 
 
 def give_up_stdout() -> None:
-    """Let what is still held back for stdout go, where it can't be written: nothing tries again on the way out."""
+    """Let what is still held back for stdout go, where it can't be written: nothing tries again on
+    the way out."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

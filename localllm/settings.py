@@ -1,7 +1,8 @@
-"""One table of settings: feeds flags, environment, config.toml and docs, and remembers where each value came from.
+"""One table of settings: feeds flags, environment, config.toml and docs, and remembers where each
+value came from.
 
-Precedence: flag, environment (LOCALLLM_…), config.toml, default. Only values nobody chose (`automatic`) may be lowered
-to make something fit.
+Precedence: flag, environment (LOCALLLM_…), config.toml, default. Only values nobody chose
+(`automatic`) may be lowered to make something fit.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ Value = str | int | float | bool | tuple[str, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `kind` parses text; `choices` limits it; the default None means "automatic". `many`: the value is a tuple
-    of texts, given as a list, or as one text with commas between them. A number is 0 or more unless it is `signed`, and never infinite;
-    a `percent` is 1 to 100, with or without its sign."""
+    """One setting.
+    `kind` parses text;
+    `choices` limits it; the default None means "automatic".
+    `many`: the value is a tuple of texts, given as a list, or as one text with commas between them.
+    A number is 0 or more unless it is `signed`, and never infinite; a `percent` is 1 to 100, with
+    or without its sign."""
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
@@ -54,61 +58,122 @@ def _engines() -> tuple[str, ...]:
 
 TABLE: tuple[Setting, ...] = (
     Setting("model", str, None, "MODEL used when none is named"),
-    Setting("host", str, "localhost", "address to listen on; anything but loopback requires an API key"),
+    Setting(
+        "host", str, "localhost", "address to listen on; anything but loopback requires an API key"
+    ),
     Setting("port", int, 11535, "port to listen on"),
     Setting(
-        "unix_socket", str, None, "path of a Unix socket to listen on instead of a port; only this user can open it"
+        "unix_socket",
+        str,
+        None,
+        "path of a Unix socket to listen on instead of a port; only this user can open it",
     ),
-    Setting("api_key", str, None, "key that clients must send (generated when the host is not loopback)"),
-    Setting("allow_host", str, (), "further names of this server that a Host may say, such as nas.lan", many=True),
+    Setting(
+        "api_key", str, None, "key that clients must send (generated when the host is not loopback)"
+    ),
+    Setting(
+        "allow_host",
+        str,
+        (),
+        "further names of this server that a Host may say, such as nas.lan",
+        many=True,
+    ),
     Setting(
         "allow_origin",
         str,
         (),
-        "web pages that may use the server, such as https://chat.example; * (with a key only) = every page",
+        "web pages that may use the server, such as https://chat.example; * (with a key only) = "
+        "every page",
         many=True,
     ),
     Setting(
         "allow_upstream",
         str,
         (),
-        "other machines that requests may be handed on to by [[upstream]]: names, addresses or networks",
+        "other machines that requests may be handed on to by [[upstream]]: names, addresses or "
+        "networks",
         many=True,
     ),
-    Setting("pool", str, (), "servers of ours that `serve` is the front of, instead of loading a model", many=True),
+    Setting(
+        "pool",
+        str,
+        (),
+        "servers of ours that `serve` is the front of, instead of loading a model",
+        many=True,
+    ),
     Setting("pool_key", str, None, "key that the servers of the pool want"),
-    Setting("tls_cert", str, None, "file with the server's certificate (PEM): it is then reached by https"),
-    Setting("tls_key", str, None, "file with the certificate's private key (default: in the certificate's file)"),
+    Setting(
+        "tls_cert",
+        str,
+        None,
+        "file with the server's certificate (PEM): it is then reached by https",
+    ),
+    Setting(
+        "tls_key",
+        str,
+        None,
+        "file with the certificate's private key (default: in the certificate's file)",
+    ),
     Setting("context", int, None, "served context in tokens (automatic: what the plan says fits)"),
-    Setting("kv_type", str, "auto", "element type of the KV cache", ("auto", "f16", "q8_0", "q8_0/q4_0", "q4_0")),
-    Setting("draft", str, "auto", "drafting: auto, off, ngram, mtp (own heads), a trained drafter, or a draft MODEL"),
+    Setting(
+        "kv_type",
+        str,
+        "auto",
+        "element type of the KV cache",
+        ("auto", "f16", "q8_0", "q8_0/q4_0", "q4_0"),
+    ),
+    Setting(
+        "draft",
+        str,
+        "auto",
+        "drafting: auto, off, ngram, mtp (own heads), a trained drafter, or a draft MODEL",
+    ),
     Setting("backend", str, "auto", "engine to run with", _engines),
     Setting(
-        "build", str, None, "build of llama.cpp to run, of `localllm setup --list` (automatic: the one chosen there)"
+        "build",
+        str,
+        None,
+        "build of llama.cpp to run, of `localllm setup --list` (automatic: the one chosen there)",
     ),
-    Setting("gpu_layers", str, "auto", "layers on the GPU, the output counted as one: auto, all or a number"),
     Setting(
-        "cpu_moe", str, "auto", "layers whose experts stay in system memory, from the first: auto, all or a number"
+        "gpu_layers",
+        str,
+        "auto",
+        "layers on the GPU, the output counted as one: auto, all or a number",
     ),
-    Setting("split", str, None, "each GPU's share of the layers, such as 3,1 (automatic: by their memory)"),
+    Setting(
+        "cpu_moe",
+        str,
+        "auto",
+        "layers whose experts stay in system memory, from the first: auto, all or a number",
+    ),
+    Setting(
+        "split",
+        str,
+        None,
+        "each GPU's share of the layers, such as 3,1 (automatic: by their memory)",
+    ),
     Setting(
         "workers",
         str,
         (),
-        "machines that share the model: host:port of `localllm worker`; for MLX SSH destinations, or a hostfile of MLX",
+        "machines that share the model: host:port of `localllm worker`; for MLX SSH destinations, "
+        "or a hostfile of MLX",
         many=True,
     ),
     Setting(
         "gap_ms",
         float,
         20.0,
-        "ms between two tokens that a prompt read beside may cause on a GPU, or two steps if that is longer",
+        "ms between two tokens that a prompt read beside may cause on a GPU, or two steps if that "
+        "is longer",
     ),
     Setting(
         "power",
         float,
         100.0,
-        "% of the time that is computed in; below 100 it rests after each step (heat, noise, battery)",
+        "% of the time that is computed in; below 100 it rests after each step (heat, noise, "
+        "battery)",
         percent=True,
     ),
     Setting("parallel", int, 8, "requests served at the same time; more wait in the queue"),
@@ -116,27 +181,56 @@ TABLE: tuple[Setting, ...] = (
         "threads",
         int,
         None,
-        "CPU threads (automatic: fast physical cores, within a container's quota; fewer for decode while others want them)",
+        "CPU threads (automatic: fast physical cores, within a container's quota; fewer for "
+        "decode while others want them)",
     ),
-    Setting("cache_ram_gb", float, None, "memory for cached prefixes in GB (automatic: a share of what is free)"),
+    Setting(
+        "cache_ram_gb",
+        float,
+        None,
+        "memory for cached prefixes in GB (automatic: a share of what is free)",
+    ),
     Setting("cache_disk_gb", float, 8.0, "disk space for cached prefixes in GB; 0 keeps none"),
-    Setting("cache_disk_daily_gb", float, 64.0, "GB of cached prefixes written to disk in a day at most; 0 = no limit"),
-    Setting("cache_disk_free_gb", float, 2.0, "GB of the disk that cached prefixes leave to others"),
     Setting(
-        "memory_headroom_gb", float, None, "memory left to other programs in GB (automatic: 5 % of it); 0 = no guard"
+        "cache_disk_daily_gb",
+        float,
+        64.0,
+        "GB of cached prefixes written to disk in a day at most; 0 = no limit",
     ),
     Setting(
-        "wired", bool, True, "keep the weights of a model that fills half the memory of a Mac or more in place (MLX)"
+        "cache_disk_free_gb", float, 2.0, "GB of the disk that cached prefixes leave to others"
     ),
-    Setting("keep_awake", bool, True, "keep a desktop from idle sleep while requests run (macOS, Linux)"),
-    Setting("only", bool, False, "serve the models that were named, and no other that is installed"),
+    Setting(
+        "memory_headroom_gb",
+        float,
+        None,
+        "memory left to other programs in GB (automatic: 5 % of it); 0 = no guard",
+    ),
+    Setting(
+        "wired",
+        bool,
+        True,
+        "keep the weights of a model that fills half the memory of a Mac or more in place (MLX)",
+    ),
+    Setting(
+        "keep_awake", bool, True, "keep a desktop from idle sleep while requests run (macOS, Linux)"
+    ),
+    Setting(
+        "only", bool, False, "serve the models that were named, and no other that is installed"
+    ),
     Setting(
         "hang_min",
         float,
         5.0,
-        "minutes without any sign of life after which a model's process that is at a request is replaced; 0 = never",
+        "minutes without any sign of life after which a model's process that is at a request is "
+        "replaced; 0 = never",
     ),
-    Setting("idle_unload_min", float, 30.0, "minutes without a request after which a model is unloaded; 0 = never"),
+    Setting(
+        "idle_unload_min",
+        float,
+        30.0,
+        "minutes without a request after which a model is unloaded; 0 = never",
+    ),
     Setting(
         "compaction",
         str,
@@ -152,26 +246,51 @@ TABLE: tuple[Setting, ...] = (
         ("auto", "on", "off"),
     ),
     Setting(
-        "allow_image_hosts", str, (), "hosts (name or name:port) that images may be fetched from by https", many=True
+        "allow_image_hosts",
+        str,
+        (),
+        "hosts (name or name:port) that images may be fetched from by https",
+        many=True,
     ),
-    Setting("allow_pull", bool, False, "clients of the server may fetch and remove models (Ollama's pull and delete)"),
-    Setting("max_connections", int, 512, "connections of requests that were let in at the same time"),
-    Setting("max_unknown_connections", int, 64, "connections without a key, from this machine and from outside each"),
+    Setting(
+        "allow_pull",
+        bool,
+        False,
+        "clients of the server may fetch and remove models (Ollama's pull and delete)",
+    ),
+    Setting(
+        "max_connections", int, 512, "connections of requests that were let in at the same time"
+    ),
+    Setting(
+        "max_unknown_connections",
+        int,
+        64,
+        "connections without a key, from this machine and from outside each",
+    ),
     Setting("idle_timeout_s", float, 60.0, "seconds that a connection may rest between requests"),
     Setting("idle_unknown_timeout_s", float, 5.0, "the same without a key"),
     Setting("header_timeout_s", float, 10.0, "seconds that a request's headers may take"),
     Setting(
-        "body_timeout_s", float, 10.0, "seconds that a request's body may take, besides its bytes at the least rate"
+        "body_timeout_s",
+        float,
+        10.0,
+        "seconds that a request's body may take, besides its bytes at the least rate",
     ),
-    Setting("body_work_s", float, 10.0, "seconds of work that unpacking and parsing a request's body may take"),
+    Setting(
+        "body_work_s",
+        float,
+        10.0,
+        "seconds of work that unpacking and parsing a request's body may take",
+    ),
     Setting("min_body_bytes_s", int, 64_000, "least rate of a request's body, in bytes a second"),
     Setting("offline", bool, False, "never contact the hub"),
 )
 _BY_NAME = {s.name: s for s in TABLE}
 _SWITCH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-# Tables of config.toml that are not settings: what it says of single models (cli/serve/presets.py), of other servers and of
-# keys (cli/serve/upstreams.py), of the chat's keys and of the programs that offer it tools (cli/chat/config.py).
+# Tables of config.toml that are not settings: what it says of single models (cli/serve/presets.py),
+# of other servers and of keys (cli/serve/upstreams.py), of the chat's keys and of the programs that
+# offer it tools (cli/chat/config.py).
 _TABLES = ("models", "upstream", "keys", "chat_keys", "mcp")
 
 
@@ -206,15 +325,26 @@ class Settings:
         return self._chosen[name].value
 
     def lowered(self, name: str, value: Value) -> Settings:
-        """A copy in which `name`, which nobody chose, is `value`. Raises UsageError for one that somebody chose."""
+        """A copy in which `name`, which nobody chose, is `value`. Raises UsageError for one that
+        somebody chose."""
         if not self._chosen[name].automatic:
-            raise UsageError(f"{name} was chosen by {self._chosen[name].origin}: it is not changed to make things fit")
+            raise UsageError(
+                f"{name} was chosen by {self._chosen[name].origin}: it is not changed "
+                "to "
+                "make "
+                "things fit"
+            )
         return self._copy({name: Chosen(value, "default")})
 
     def preset(self, values: Mapping[str, Value]) -> Settings:
-        """A copy with a model's own values, where neither a flag nor the environment says otherwise."""
+        """A copy with a model's own values, where neither a flag nor the environment says
+        otherwise."""
         return self._copy(
-            {n: Chosen(v, "config") for n, v in values.items() if self[n].origin in ("config", "default")}
+            {
+                n: Chosen(v, "config")
+                for n, v in values.items()
+                if self[n].origin in ("config", "default")
+            }
         )
 
     def _copy(self, changes: Mapping[str, Chosen]) -> Settings:
@@ -240,9 +370,13 @@ def checked(setting: Setting, value: Any, where: str) -> Value:
     try:
         parsed: Value = _parsed(setting, value)
     except (TypeError, ValueError, KeyError, OverflowError):
-        raise UsageError(f"{setting.name} in {where} must be {_kind(setting)}, not {value!r}") from None
+        raise UsageError(
+            f"{setting.name} in {where} must be {_kind(setting)}, not {value!r}"
+        ) from None
     if setting.choices and parsed not in setting.allowed:
-        raise UsageError(f"{setting.name} in {where} must be one of {', '.join(setting.allowed)}, not {value!r}")
+        raise UsageError(
+            f"{setting.name} in {where} must be one of {', '.join(setting.allowed)}, not {value!r}"
+        )
     return parsed
 
 
@@ -253,7 +387,9 @@ def _parsed(setting: Setting, value: Any) -> Any:
     if setting.percent and isinstance(value, str):
         value = value.removesuffix("%")
     parsed: Any = setting.kind(value)
-    least, most = (1.0, 100.0) if setting.percent else (-math.inf if setting.signed else 0.0, math.inf)
+    least, most = (
+        (1.0, 100.0) if setting.percent else (-math.inf if setting.signed else 0.0, math.inf)
+    )
     if setting.kind in (int, float) and not (math.isfinite(parsed) and least <= parsed <= most):
         raise ValueError
     return parsed
@@ -282,7 +418,8 @@ def config_path() -> Path:
 
 
 def config_text(path: Path) -> str:
-    """What stands in config.toml; the mark that Windows' editors put before it (a BOM) is none of its text."""
+    """What stands in config.toml; the mark that Windows' editors put before it (a BOM) is none of
+    its text."""
     return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
 
 
@@ -298,9 +435,13 @@ def read_config() -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
         is_escape = any(sign in str(e) for sign in ("hex value", "\\", "scaped"))
         hint = (
-            "in \"…\" a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me'" if is_escape else ""
+            "in \"…\" a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me'"
+            if is_escape
+            else ""
         )
-        raise UsageError(f"{path} can't be read: {e}", hint=hint or "mend the file or remove it") from e
+        raise UsageError(
+            f"{path} can't be read: {e}", hint=hint or "mend the file or remove it"
+        ) from e
     unknown = set(data) - set(_BY_NAME) - set(_TABLES)
     if unknown:
         raise UsageError(
@@ -311,7 +452,8 @@ def read_config() -> dict[str, Any]:
 
 
 def mistyped() -> list[str]:
-    """A sentence for each variable of the environment that is nearly, but not, the name of a setting."""
+    """A sentence for each variable of the environment that is nearly, but not, the name of a
+    setting."""
     prefix = "LOCALLLM_"
     names = [s.env.removeprefix(prefix) for s in TABLE]
     others = [name.removeprefix(prefix) for name in sorted(os.environ) if name.startswith(prefix)]
@@ -319,5 +461,8 @@ def mistyped() -> list[str]:
     for name in [n for n in others if n not in names and not n.endswith("_DIR")]:
         meant = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
         if meant:
-            said.append(f"{prefix}{name} is not a setting and has no effect: did you mean {prefix}{meant[0]}?")
+            said.append(
+                f"{prefix}{name} is not a setting and has no effect: did you mean "
+                f"{prefix}{meant[0]}?"
+            )
     return said

@@ -1,4 +1,5 @@
-"""Server-sent events as language models' servers send them: pieces of bytes into lines, lines into JSON objects."""
+"""Server-sent events as language models' servers send them: pieces of bytes into lines, lines into
+JSON objects."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ DONE = "[DONE]"
 
 
 class LineBuffer:
-    """Lines out of pieces, ended by LF only: other readers also break at U+2028 and others, which JSON may hold."""
+    """Lines out of pieces, ended by LF only: other readers also break at U+2028 and others, which
+    JSON may hold."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -1,4 +1,5 @@
-"""For the site: a page of every command, made from the program; and links to files that are not pages become their names."""
+"""For the site: a page of every command, made from the program; and links to files that are not
+pages become their names."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """`[text](../tests/x.py)` without its link, on pages at the top; pages below docs/guide link to pages alone."""
+    """`[text](../tests/x.py)` without its link, on pages at the top; pages below docs/guide link to
+    pages alone."""
     return markdown if page.file.src_uri.startswith("guide/") else _OUTSIDE.sub(r"\1", markdown)
 
 
@@ -39,9 +41,16 @@ def commands() -> str:
     for command in read(get_command(app)).all():
         if not command.words:
             continue
-        lines += ["", f"## {PROGRAM} {' '.join(command.words)}", "", re.sub(r"\n(?=\S)", " ", command.text)]
+        lines += [
+            "",
+            f"## {PROGRAM} {' '.join(command.words)}",
+            "",
+            re.sub(r"\n(?=\S)", " ", command.text),
+        ]
         rows = [*command.arguments]
         rows += [(f"{', '.join(o.names)} {o.metavar}".strip(), o.help) for o in command.options]
         lines += ["", "| | |", "|---|---|"] if rows else []
-        lines += [f"| `{name.replace('|', '¦')}` | {said.replace('|', '¦')} |" for name, said in rows]
+        lines += [
+            f"| `{name.replace('|', '¦')}` | {said.replace('|', '¦')} |" for name, said in rows
+        ]
     return "\n".join(lines) + "\n"

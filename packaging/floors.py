@@ -1,5 +1,5 @@
-"""Says where the floors of pyproject.toml and the lists of packaging/constraints-oldest*.txt differ: a floor that nobody
-installs is a guess. Needs nothing but Python 3.11."""
+"""Says where the floors of pyproject.toml and the lists of packaging/constraints-oldest*.txt
+differ: a floor that nobody installs is a guess. Needs nothing but Python 3.11."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ LEFT_OUT = ("dev", "test", "docs", "starter")
 
 
 def floors(pyproject: str) -> dict[str, set[str]]:
-    """Of each package that the product may use, the floors of its ranges (one, if all is well), from `pyproject`'s text."""
+    """Of each package that the product may use, the floors of its ranges (one, if all is well),
+    from `pyproject`'s text."""
     project = tomllib.loads(pyproject)["project"]
     extras = project.get("optional-dependencies", {})
-    ranges = [*project["dependencies"], *(line for name in extras if name not in LEFT_OUT for line in extras[name])]
+    ranges = [
+        *project["dependencies"],
+        *(line for name in extras if name not in LEFT_OUT for line in extras[name]),
+    ]
     found: dict[str, set[str]] = {}
     for line in ranges:
         told = re.match(r"([\w-]+)(?:\[[^]]*\])?>=([\d.]+)", line)
@@ -30,17 +34,23 @@ def floors(pyproject: str) -> dict[str, set[str]]:
 
 def pins(constraints: str) -> dict[str, str]:
     """Package and exact version of each line of `constraints`."""
-    return dict(line.strip().split("==", 1) for line in constraints.splitlines() if "==" in line and line[0] != "#")
+    return dict(
+        line.strip().split("==", 1)
+        for line in constraints.splitlines()
+        if "==" in line and line[0] != "#"
+    )
 
 
 def differences(pyproject: str, constraints: str) -> list[str]:
-    """A sentence for each package whose floor is not what the constraints have, in the order of the alphabet."""
+    """A sentence for each package whose floor is not what the constraints have, in the order of the
+    alphabet."""
     ours, theirs = floors(pyproject), pins(constraints)
     return [
         f"{name}: pyproject.toml has {', '.join(sorted(ours.get(name, {'nothing'})))}, "
         f"constraints-oldest has {theirs.get(name, 'nothing')}"
         for name in sorted(ours.keys() | theirs.keys())
-        if not ours.get(name) or not all(_is_floor(theirs.get(name, ""), floor) for floor in ours[name])
+        if not ours.get(name)
+        or not all(_is_floor(theirs.get(name, ""), floor) for floor in ours[name])
     ]
 
 

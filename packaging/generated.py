@@ -1,7 +1,8 @@
-"""Writes what packages carry beside the program, from the program: man pages, and completions for bash, zsh and fish.
+"""Writes what packages carry beside the program, from the program: man pages, and completions for
+bash, zsh and fish.
 
-`python packaging/generated.py OUT` with the Python that localllm is installed for; OUT/man1, OUT/bash, OUT/zsh, OUT/fish.
-The completions hold words alone: a Tab starts no Python.
+`python packaging/generated.py OUT` with the Python that localllm is installed for; OUT/man1,
+OUT/bash, OUT/zsh, OUT/fish. The completions hold words alone: a Tab starts no Python.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PROGRAM = "localllm"
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its spellings, the word for its value ("" for a switch), the values it may have, and its help."""
+    """One option: its spellings, the word for its value ("" for a switch), the values it may have,
+    and its help."""
 
     names: tuple[str, ...]
     metavar: str
@@ -66,30 +68,41 @@ def read(group: Any, words: tuple[str, ...] = ()) -> Command:
         *names, last = re.split(r", | / ", spelling)
         name, _, metavar = last.partition(" ")
         metavar = re.sub(r"^<(int|float|str|path)>$", lambda kind: kind[1].upper(), metavar)
-        # What a metavar lists (`[chat|coding]`) but the words that stand for something (`N|all`) are all its values.
+        # What a metavar lists (`[chat|coding]`) but the words that stand for something (`N|all`)
+        # are all its values.
         listed = metavar.strip("[]<>").split("|")
-        values = tuple(listed) if len(listed) > 1 and not any(word.isupper() for word in listed) else ()
+        values = (
+            tuple(listed) if len(listed) > 1 and not any(word.isupper() for word in listed) else ()
+        )
         options.append(Option((*names, name), metavar, values, said))
     below = sorted(getattr(group, "commands", {}).items())
     text = (group.help or "").strip()
     return Command(
-        words, (group.short_help or text.partition(". ")[0].partition("\n")[0]).rstrip("."), text, tuple(arguments),
-        tuple(options), tuple(read(command, (*words, name)) for name, command in below if not command.hidden),
+        words, (group.short_help or text.partition(". ")[0].partition("\n")[0]).rstrip("."), text,
+        tuple(arguments),
+        tuple(options), tuple(read(command, (*words, name)) for name,
+        command in below if not command.hidden),
     )  # fmt: skip
 
 
-# --- man pages ---------------------------------------------------------------------------------------------------
+# --- man pages ------------------------------------------------------------------------------------
 
 
 def roff(text: str) -> str:
-    """`text` as roff shows it: its own signs, hyphens that can be copied, no line that is a request."""
+    """`text` as roff shows it: its own signs, hyphens that can be copied, no line that is a
+    request."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
-    return "\n".join(f"\\&{line}" if line[:1] in (".", "'") else line for line in escaped.split("\n"))
+    return "\n".join(
+        f"\\&{line}" if line[:1] in (".", "'") else line for line in escaped.split("\n")
+    )
 
 
 def today() -> str:
-    """The day that is written into the pages; SOURCE_DATE_EPOCH (seconds) makes two builds the same."""
-    return time.strftime("%Y-%m-%d", time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())))
+    """The day that is written into the pages; SOURCE_DATE_EPOCH (seconds) makes two builds the
+    same."""
+    return time.strftime(
+        "%Y-%m-%d", time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH") or time.time()))
+    )
 
 
 def man_page(command: Command, epilog: str) -> str:
@@ -99,9 +112,11 @@ def man_page(command: Command, epilog: str) -> str:
         f'.TH "{roff(name.upper())}" 1 "{today()}" "localllm {__version__}" "localllm"',
         ".SH NAME", f"{roff(name)} \\- {roff(command.summary)}",
         ".SH SYNOPSIS", f".B {roff(' '.join((PROGRAM, *command.words)))}",
-        roff(" ".join([*(["[OPTIONS]"] if command.options else []), *(a for a, _ in command.arguments)])
+        roff(" ".join([*(["[OPTIONS]"] if command.options else []),
+        *(a for a, _ in command.arguments)])
              + (" COMMAND" if command.commands else "")),
-        ".SH DESCRIPTION", *roff(re.sub(r"\n\s*\n", "\n.PP\n", command.text)).replace("\\&.PP", ".PP").split("\n"),
+        ".SH DESCRIPTION", *roff(re.sub(r"\n\s*\n", "\n.PP\n", command.text)).replace("\\&.PP",
+        ".PP").split("\n"),
     ]  # fmt: skip
     if any(said for _, said in command.arguments):
         lines.append(".SH ARGUMENTS")
@@ -111,33 +126,48 @@ def man_page(command: Command, epilog: str) -> str:
         lines.append(".SH OPTIONS")
         for option in command.options:
             shown = ", ".join(f"\\fB{roff(name)}\\fR" for name in option.names)
-            lines += [".TP", shown + (f" \\fI{roff(option.metavar)}\\fR" if option.metavar else ""), roff(option.help)]
+            lines += [
+                ".TP",
+                shown + (f" \\fI{roff(option.metavar)}\\fR" if option.metavar else ""),
+                roff(option.help),
+            ]
     if command.commands:
         lines.append(".SH COMMANDS")
         for sub in command.commands:
             lines += [".TP", f".B {roff(' '.join((PROGRAM, *sub.words)))}", roff(sub.summary)]
     if not command.words:
         lines += [".SH EXIT STATUS", roff(epilog.removeprefix("Exit codes: "))]
-    others = [PROGRAM] if command.words else ["-".join((PROGRAM, *c.words)) for c in command.commands]
-    lines += [".SH SEE ALSO", ",\n".join(f".BR {roff(other)} (1)" for other in others).replace(",\n", " ,\n")]
+    others = (
+        [PROGRAM] if command.words else ["-".join((PROGRAM, *c.words)) for c in command.commands]
+    )
+    lines += [
+        ".SH SEE ALSO",
+        ",\n".join(f".BR {roff(other)} (1)" for other in others).replace(",\n", " ,\n"),
+    ]
     return "\n".join(line.rstrip() for line in lines if line.strip()) + "\n"
 
 
-# --- completions -------------------------------------------------------------------------------------------------
+# --- completions ----------------------------------------------------------------------------------
 
 
 def words_after(command: Command) -> list[str]:
     """What may stand behind `command`: the commands below it, and its options."""
-    return [c.words[-1] for c in command.commands] + [name for option in command.options for name in option.names]
+    return [c.words[-1] for c in command.commands] + [
+        name for option in command.options for name in option.names
+    ]
 
 
 def bash(root: Command) -> str:
-    """A completion for bash: the words of the longest command that was typed, values of options that have them, files."""
-    cases = "\n".join(f'        "{" ".join(c.words)}") words="{" ".join(words_after(c))}" ;;' for c in root.all())
+    """A completion for bash: the words of the longest command that was typed, values of options
+    that have them, files."""
+    cases = "\n".join(
+        f'        "{" ".join(c.words)}") words="{" ".join(words_after(c))}" ;;' for c in root.all()
+    )
     groups = " ".join(f'"{" ".join(c.words)}"' for c in root.all() if c.words)
     values = {name: o.values for c in root.all() for o in c.options if o.values for name in o.names}
     listed = "\n".join(
-        f'        {name}) COMPREPLY=($(compgen -W "{" ".join(v)}" -- "$cur")); return ;;' for name, v in values.items()
+        f'        {name}) COMPREPLY=($(compgen -W "{" ".join(v)}" -- "$cur")); return ;;'
+        for name, v in values.items()
     )
     return f"""\
 # bash completion for {PROGRAM}, made by packaging/generated.py
@@ -209,11 +239,25 @@ def fish(root: Command) -> str:
         condition = typed or "__fish_use_subcommand"
         for sub in command.commands:
             fresh = f"{typed}; and not __fish_seen_subcommand_from {below}" if typed else condition
-            lines.append(f"complete -c {PROGRAM} -f -n {quoted(fresh)} -a {sub.words[-1]} -d {quoted(sub.summary)}")
+            lines.append(
+                f"complete -c {PROGRAM} -f -n {quoted(fresh)} -a {sub.words[-1]} -d "
+                f"{quoted(sub.summary)}"
+            )
         for option in command.options:
-            spelled = " ".join(f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in option.names)
-            takes = f" -x -a {quoted(' '.join(option.values))}" if option.values else " -r" if option.metavar else ""
-            lines.append(f"complete -c {PROGRAM} -n {quoted(condition)} {spelled}{takes} -d {quoted(option.help)}")
+            spelled = " ".join(
+                f"-l {n[2:]}" if n.startswith("--") else f"-s {n[1:]}" for n in option.names
+            )
+            takes = (
+                f" -x -a {quoted(' '.join(option.values))}"
+                if option.values
+                else " -r"
+                if option.metavar
+                else ""
+            )
+            lines.append(
+                f"complete -c {PROGRAM} -n {quoted(condition)} {spelled}{takes} -d "
+                f"{quoted(option.help)}"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -221,7 +265,8 @@ def write(out: Path) -> list[Path]:
     """Write everything below `out`; returns the files."""
     root = read(get_command(app))
     texts = {
-        out / "man1" / f"{'-'.join((PROGRAM, *c.words))}.1": man_page(c, app.info.epilog or "") for c in root.all()
+        out / "man1" / f"{'-'.join((PROGRAM, *c.words))}.1": man_page(c, app.info.epilog or "")
+        for c in root.all()
     }
     texts |= {
         out / "bash" / PROGRAM: bash(root),

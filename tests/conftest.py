@@ -1,4 +1,5 @@
-"""What every test gets: its own user directories, and the real small models where they are installed."""
+"""What every test gets: its own user directories, and the real small models where they are
+installed."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from hypothesis import HealthCheck, settings
 
 from support.examples import NEW, examples
 
-# What a busy machine makes slow is not wrong: no example is judged by its time. The same examples every time, so that what fails
-# was changed and not drawn; `make test-long` draws new ones.
+# What a busy machine makes slow is not wrong: no example is judged by its time. The same examples
+# every time, so that what fails was changed and not drawn; `make test-long` draws new ones.
 settings.register_profile(
     "ours",
     deadline=None,
@@ -25,7 +26,8 @@ settings.register_profile(
 )
 settings.load_profile("ours")
 
-# As the worker runs (localllm/engine/worker/client.py): read by OpenMP when llama.cpp is first loaded.
+# As the worker runs (localllm/engine/worker/client.py): read by OpenMP when llama.cpp is first
+# loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Nothing that is imported and collected is garbage: no sweep looks for it meanwhile.
@@ -33,14 +35,17 @@ gc.disable()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Bytes are named by their length: what they hold may be of its moment, and side by side names must agree."""
+    """Bytes are named by their length: what they hold may be of its moment, and side by side names
+    must agree."""
     return f"{argname}-{len(val)}B" if isinstance(val, bytes) else None
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: no sweep looks at it again, as in the worker and the server.
+    """What is imported and collected by now stays: no sweep looks at it again, as in the worker and
+    the server.
 
-    A backend that closes sweeps, which among the objects of eight thousand tests takes half a second each time.
+    A backend that closes sweeps, which among the objects of eight thousand tests takes half a
+    second each time.
     """
     gc.enable()
     gc.collect()
@@ -49,7 +54,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A new folder of a user at each turn. (`mktemp` looks through all that there are: ten thousand by the end.)"""
+    """A new folder of a user at each turn. (`mktemp` looks through all that there are: ten thousand
+    by the end.)"""
     above = tmp_path_factory.mktemp("users")
     return (above / str(n) for n in itertools.count())
 
@@ -75,7 +81,8 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def few_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's first three of 30 layers: its vocabulary, template and kernels for a tenth of its work, and babble.
+    """SmolLM2's first three of 30 layers: its vocabulary, template and kernels for a tenth of its
+    work, and babble.
 
     For what does not depend on the words: counts, caches, protocols, processes, budgets.
     """
@@ -86,7 +93,8 @@ def few_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of random weights with 512 tokens of vocabulary: milliseconds to load, real to the last kernel."""
+    """A llama of random weights with 512 tokens of vocabulary: milliseconds to load, real to the
+    last kernel."""
     from models.tiny_gguf import write_llama
 
     return write_llama(tmp_path_factory.mktemp("models") / "tiny-llama.gguf")

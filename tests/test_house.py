@@ -1,4 +1,5 @@
-"""The house keeps its rules: light imports, one error tree, backends by entry point, small functions and files."""
+"""The house keeps its rules: light imports, one error tree, backends by entry point, small
+functions and files."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from support.house_measures import Function, functions, product
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
-    "textual", "llama_cpp", "mlx", "mlx_lm", "fastapi", "uvicorn", "numpy", "huggingface_hub", "httpx", "aiohttp", "pydantic",
+    "textual", "llama_cpp", "mlx", "mlx_lm", "fastapi", "uvicorn", "numpy", "huggingface_hub",
+    "httpx", "aiohttp", "pydantic",
     "jinja2", "psutil", "llguidance",
 )  # fmt: skip
 
@@ -32,7 +34,9 @@ def modules_after(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in out.stdout.split()}
 
 
-@pytest.mark.parametrize("module", ["localllm", "localllm.cli.main", "localllm_backends.llamacpp", "localllm.settings"])
+@pytest.mark.parametrize(
+    "module", ["localllm", "localllm.cli.main", "localllm_backends.llamacpp", "localllm.settings"]
+)
 def test_importing_us_imports_nothing_heavy(module: str) -> None:
     loaded = modules_after(f"import {module}")
     # Typer itself imports pydantic from 0.29 on.
@@ -44,28 +48,41 @@ OURS = ("localllm", "localllm_tui")
 
 
 def modules() -> list[ModuleType]:
-    """Every module of the product but the catalog's and the backends', which know nothing of our errors."""
+    """Every module of the product but the catalog's and the backends', which know nothing of our
+    errors."""
     found = []
     for name in OURS:
         package = importlib.import_module(name)
-        found += [importlib.import_module(m.name) for m in pkgutil.walk_packages(package.__path__, f"{name}.")]
+        found += [
+            importlib.import_module(m.name)
+            for m in pkgutil.walk_packages(package.__path__, f"{name}.")
+        ]
     return found
 
 
-def leaves(cls: type[errors.LocalLLMError] = errors.LocalLLMError) -> list[type[errors.LocalLLMError]]:
+def leaves(
+    cls: type[errors.LocalLLMError] = errors.LocalLLMError,
+) -> list[type[errors.LocalLLMError]]:
     """`cls` and every error of ours below it, in whichever room it stands."""
     modules()
-    below = [leaf for sub in cls.__subclasses__() if sub.__module__.startswith(OURS) for leaf in leaves(sub)]
+    below = [
+        leaf
+        for sub in cls.__subclasses__()
+        if sub.__module__.startswith(OURS)
+        for leaf in leaves(sub)
+    ]
     return [cls, *below]
 
 
 def test_there_is_one_tree_of_errors() -> None:
-    """No error of ours stands beside the tree. (What a library's own code has to catch is of that library's kind.)"""
+    """No error of ours stands beside the tree. (What a library's own code has to catch is of that
+    library's kind.)"""
     strays = [
         f"{module.__name__}.{name}"
         for module in modules()
         for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == module.__name__
+        if isinstance(value, type) and issubclass(value,
+        BaseException) and value.__module__ == module.__name__
         and not name.startswith("_") and any(base.__module__ == "builtins" for base in value.__bases__)
     ]  # fmt: skip
     assert strays == ["localllm.errors.LocalLLMError"]
@@ -80,7 +97,11 @@ def test_every_error_has_a_code_a_status_an_exit_code_and_crosses_borders() -> N
         made = errors.by_code(cls.code, "what happened", hint="what to do")
         assert type(made) is cls
         body = made.to_openai()["error"]
-        assert (body["message"], body["hint"], body["code"]) == ("what happened", "what to do", cls.code)
+        assert (body["message"], body["hint"], body["code"]) == (
+            "what happened",
+            "what to do",
+            cls.code,
+        )
         assert cls.__name__ in (errors.__doc__ or ""), "the tree in the docstring names every error"
 
 
@@ -102,7 +123,9 @@ def test_the_wheel_holds_our_four_packages_and_nothing_else() -> None:
         "localllm_tui",
     ]
     for folder in ("packaging", "tests"):
-        assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py would shadow a package of that name"
+        assert not (ROOT / folder / "__init__.py").exists(), (
+            f"{folder}/__init__.py would shadow a package of that name"
+        )
 
 
 def test_every_dependency_has_a_floor_and_a_cap() -> None:
@@ -113,7 +136,9 @@ def test_every_dependency_has_a_floor_and_a_cap() -> None:
 
 
 PRODUCT = sorted(
-    path for folder in ("localllm", "backends", "model_catalog", "tui") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("localllm", "backends", "model_catalog", "tui")
+    for path in (ROOT / folder).rglob("*.py")
 )
 MOST_LINES_OF_A_FILE = 500
 MOST_PARAMETERS = 8
@@ -131,7 +156,11 @@ TOO_MANY_PARAMETERS = {
 
 @cache
 def all_functions() -> list[tuple[str, Function]]:
-    return [(f"{path}::{name}", node) for path, tree in product().items() for name, node in functions(tree)]
+    return [
+        (f"{path}::{name}", node)
+        for path, tree in product().items()
+        for name, node in functions(tree)
+    ]
 
 
 def parameters(node: Function) -> int:
@@ -142,33 +171,52 @@ def parameters(node: Function) -> int:
 
 
 def test_no_file_is_too_long() -> None:
-    """Functions are held by their statements and branches (house_ceilings.toml): lines say how wide the page is."""
+    """Functions are held by their statements and branches (house_ceilings.toml): lines say how wide
+    the page is."""
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PRODUCT}
     assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}
 
 
 def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:
-    """A dataclass is exempt without a line here: its constructor is generated, and its values are named."""
-    assert {name for name, node in all_functions() if parameters(node) > MOST_PARAMETERS} == set(TOO_MANY_PARAMETERS)
+    """A dataclass is exempt without a line here: its constructor is generated, and its values are
+    named."""
+    assert {name for name, node in all_functions() if parameters(node) > MOST_PARAMETERS} == set(
+        TOO_MANY_PARAMETERS
+    )
 
 
 def test_every_file_says_why_it_exists() -> None:
     for path in PRODUCT:
-        assert path.read_text().lstrip().startswith('"""'), f"{path.name} does not begin with its reason"
+        assert path.read_text().lstrip().startswith('"""'), (
+            f"{path.name} does not begin with its reason"
+        )
 
 
 # Files of other projects that our comments cite.
 FOREIGN_FILES = {
-    "convert.py", "encoder.py", "file_download.py", "mlx_lm/models/base.py", "mlx_lm/models/cache.py",
+    "convert.py", "encoder.py", "file_download.py", "mlx_lm/models/base.py",
+    "mlx_lm/models/cache.py",
     "mlx_lm/utils.py", "utils.py",
 }  # fmt: skip
 
 
 def test_no_comment_or_page_names_a_file_that_is_gone() -> None:
-    ours = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if not {".venv", ".cache"} & {*path.parts}]
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "model_catalog").rglob("*.md")]
+    ours = [
+        f"/{path.relative_to(ROOT)}"
+        for path in ROOT.rglob("*.py")
+        if not {".venv", ".cache"} & {*path.parts}
+    ]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "model_catalog").rglob("*.md"),
+    ]
     code = [*PRODUCT, *(ROOT / "benchmarks").rglob("*.py")]
-    named = {name for path in [*pages, *code] for name in re.findall(r"(?<![\w/.])\w[\w/]*\.py\b", path.read_text())}
+    named = {
+        name
+        for path in [*pages, *code]
+        for name in re.findall(r"(?<![\w/.])\w[\w/]*\.py\b", path.read_text())
+    }
     gone = {name for name in named if not any(path.endswith(f"/{name}") for path in ours)}
     assert gone == FOREIGN_FILES
 

@@ -1,4 +1,5 @@
-"""Laws of the house that keep it readable: names, floors, doors. Each lists what breaks it, so that it can be mended."""
+"""Laws of the house that keep it readable: names, floors, doors. Each lists what breaks it, so that
+it can be mended."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_a_ceiling_never_rises() -> None:
     now = tomllib.loads((ROOT / CEILINGS).read_text())
     for commit in git("log", "--format=%H", "--", CEILINGS).split():
         before = tomllib.loads(git("show", f"{commit}:{CEILINGS}"))
-        raised = {name: (n, now.get(name)) for name, n in before.items() if now.get(name, n + 1) > n}
+        raised = {
+            name: (n, now.get(name)) for name, n in before.items() if now.get(name, n + 1) > n
+        }
         assert raised == {}, f"since {commit}"
 
 
@@ -55,13 +58,24 @@ def test_a_step_fits_on_a_screen() -> None:
     core = product()["localllm/engine/core.py"]
     step = next(n for n in ast.walk(core) if isinstance(n, ast.FunctionDef) and n.name == "step")
     assert (step.end_lineno or 0) - step.lineno < 25
-    called = {n.func.attr for n in ast.walk(step) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
-    assert {name.lstrip("_") for name in called} >= {"receive", "admit", "schedule", "forward", "process"}
+    called = {
+        n.func.attr
+        for n in ast.walk(step)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+    }
+    assert {name.lstrip("_") for name in called} >= {
+        "receive",
+        "admit",
+        "schedule",
+        "forward",
+        "process",
+    }
 
 
 def floors(package: str) -> int:
-    """How many floors the modules and packages directly below `package` stand on: one that imports nothing of its siblings is on
-    the first, and everything else one above the highest that it imports."""
+    """How many floors the modules and packages directly below `package` stand on: one that imports
+    nothing of its siblings is on the first, and everything else one above the highest that it
+    imports."""
     folder = package.replace(".", "/") + "/"
     below: dict[str, set[str]] = defaultdict(set)
     for name, tree in product().items():
@@ -69,7 +83,11 @@ def floors(package: str) -> int:
             continue
         room = name.removeprefix(folder).partition("/")[0].removesuffix(".py")
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith(f"{package}."):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and f"{node.module}.".startswith(f"{package}.")
+            ):
                 first = node.module.removeprefix(package).lstrip(".").partition(".")[0]
                 below[room] |= {first} if first else {alias.name for alias in node.names}
         below[room] -= {room}
@@ -83,13 +101,23 @@ def floors(package: str) -> int:
 def test_the_engine_stands_on_eight_floors_at_most() -> None:
     packages = [
         "localllm.engine",
-        *(f"localllm.engine.{p.parent.name}" for p in (ROOT / "localllm/engine").glob("*/__init__.py")),
+        *(
+            f"localllm.engine.{p.parent.name}"
+            for p in (ROOT / "localllm/engine").glob("*/__init__.py")
+        ),
     ]
     assert {package: n for package in packages if (n := floors(package)) > 8} == {}
 
 
-# What only the memory room reads, and who else has to: a backend, which may not know us, asks its own library and the system.
-MEMORY_SOURCES = ("MemAvailable", "MemTotal", "memory.max", "memory.limit_in_bytes", "virtual_memory")
+# What only the memory room reads, and who else has to: a backend, which may not know us, asks its
+# own library and the system.
+MEMORY_SOURCES = (
+    "MemAvailable",
+    "MemTotal",
+    "memory.max",
+    "memory.limit_in_bytes",
+    "virtual_memory",
+)
 OTHER_READERS = {
     "backends/localllm_backends/llamacpp/kv_probe.py",
     "backends/localllm_backends/mlx/backend.py",
@@ -103,12 +131,17 @@ def test_memory_is_read_in_one_place() -> None:
         for name, tree in product().items()
         for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and node.attr in MEMORY_SOURCES)
-        or (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.strip(":") in MEMORY_SOURCES)
+        or (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.strip(":") in MEMORY_SOURCES
+        )
     }
     assert {name for name in reads if not name.startswith("localllm/memory/")} == OTHER_READERS
 
 
-# Who may write a backend's or an accelerator's name. Everybody else asks its row: a format's, `KINDS`, or what a backend declares.
+# Who may write a backend's or an accelerator's name. Everybody else asks its row: a format's,
+# `KINDS`, or what a backend declares.
 DEVICES = ("localllm/device/", "localllm/setup/", "backends/")
 NAME_OWNERS = dict.fromkeys(("llamacpp", "mlx"), ("backends/",)) | dict.fromkeys(
     ("cuda", "rocm", "vulkan", "metal"), DEVICES
@@ -131,7 +164,10 @@ def test_only_its_owner_writes_the_name_of_a_backend_or_an_accelerator() -> None
 @cache
 def classes() -> list[tuple[str, ast.ClassDef]]:
     return [
-        (name, node) for name, tree in product().items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+        (name, node)
+        for name, tree in product().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
     ]
 
 
@@ -143,14 +179,20 @@ def test_no_class_name_stands_twice() -> None:
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
-# Protocols that one class of ours fulfils, and why they are Protocols: the other side is written elsewhere.
+# Protocols that one class of ours fulfils, and why they are Protocols: the other side is written
+# elsewhere.
 ONE_IMPLEMENTATION: dict[str, str] = {}
 
 
 def members(node: ast.ClassDef) -> set[str]:
     named = {n.name for n in node.body if isinstance(n, Function)}
     return (
-        named | {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        named
+        | {
+            n.target.id
+            for n in node.body
+            if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+        }
     ) - {"__init__"}
 
 
@@ -159,7 +201,8 @@ def is_protocol(node: ast.ClassDef) -> bool:
 
 
 def test_a_protocol_inside_a_package_has_more_than_one_implementation() -> None:
-    """With one it is that class's list of members once more. (Across packages it is what one asks of the other.)"""
+    """With one it is that class's list of members once more. (Across packages it is what one asks
+    of the other.)"""
 
     def package(name: str) -> str:
         return name.rpartition("/")[0]
@@ -176,7 +219,11 @@ def test_a_protocol_inside_a_package_has_more_than_one_implementation() -> None:
 
 
 def private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name not in ("_replace", "_asdict", "_fields")
+    return (
+        name.startswith("_")
+        and not name.startswith("__")
+        and name not in ("_replace", "_asdict", "_fields")
+    )
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -185,9 +232,13 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     own |= {
         n.attr
         for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
+        if isinstance(n, ast.Attribute)
+        and isinstance(n.ctx, ast.Store)
+        and ast.unparse(n.value) == "self"
     }
-    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {
+        n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own:
             yield node.lineno, ast.unparse(node)
@@ -219,12 +270,15 @@ FOREIGN_PRIVATE = {
 
 
 def test_tests_use_public_doors() -> None:
-    found = {(name, what) for name, tree in trees_of_tests().items() for _, what in private_names(tree)}
+    found = {
+        (name, what) for name, tree in trees_of_tests().items() for _, what in private_names(tree)
+    }
     assert found - FOREIGN_PRIVATE == set()
 
 
 def test_no_test_sleeps() -> None:
-    """A test waits for what it is about to happen; a pause is too short on a slow machine and too long on a quick one."""
+    """A test waits for what it is about to happen; a pause is too short on a slow machine and too
+    long on a quick one."""
     found = [
         f"{name}:{node.lineno}"
         for name, tree in trees_of_tests().items()
@@ -237,22 +291,31 @@ def test_no_test_sleeps() -> None:
 
 
 def calls(node: ast.AST) -> set[str]:
-    """Names of what is called; "check" for a program whose failure is an error (`subprocess.run(…, check=True)`)."""
+    """Names of what is called; "check" for a program whose failure is an error (`subprocess.run(…,
+    check=True)`)."""
     found = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
-    checked = {"check" for n in found if any(k.arg == "check" and ast.unparse(k.value) == "True" for k in n.keywords)}
+    checked = {
+        "check"
+        for n in found
+        if any(k.arg == "check" and ast.unparse(k.value) == "True" for k in n.keywords)
+    }
     return checked | {ast.unparse(n.func).rpartition(".")[2] for n in found}
 
 
 def test_every_test_asserts_something() -> None:
     """By itself, or by a helper of the tests (or of the backends' conformance suite) that does."""
     helpers: dict[str, ast.AST] = {}
-    for tree in [*trees_of_tests().values(), product()["backends/localllm_backends/conformance.py"]]:
+    for tree in [
+        *trees_of_tests().values(),
+        product()["backends/localllm_backends/conformance.py"],
+    ]:
         helpers |= {n.name: n for n in ast.walk(tree) if isinstance(n, Function | ast.ClassDef)}
     asserting = {"raises", "warns", "fail", "check", "check_integrity"}
     while True:
         new = {
             name for name, node in helpers.items()
-            if name not in asserting and (any(isinstance(n, ast.Assert) for n in ast.walk(node)) or calls(node) & asserting)
+            if name not in asserting and (any(isinstance(n,
+            ast.Assert) for n in ast.walk(node)) or calls(node) & asserting)
         }  # fmt: skip
         if not new:
             break
@@ -261,6 +324,8 @@ def test_every_test_asserts_something() -> None:
         f"{name}:{node.lineno} {node.name}"
         for name, tree in trees_of_tests().items()
         for node in ast.walk(tree)
-        if isinstance(node, Function) and node.name.startswith("test_") and node.name not in asserting
+        if isinstance(node, Function)
+        and node.name.startswith("test_")
+        and node.name not in asserting
     ]
     assert silent == []

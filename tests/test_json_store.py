@@ -28,7 +28,9 @@ def test_what_was_written_comes_back_as_its_dataclass(tmp_path: Path) -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000, None])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000, None]
+)
 def test_a_damaged_file_is_an_empty_one(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "figures.json"
     if content is not None:
@@ -44,7 +46,8 @@ def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [None, [], {}, {"name": "chip"}, {"name": 1, "speed": 2.0}, {"name": "x", "speed": "2"}]
+    "entry",
+    [None, [], {}, {"name": "chip"}, {"name": 1, "speed": 2.0}, {"name": "x", "speed": "2"}],
 )
 def test_what_is_not_of_the_shape_is_no_record(entry: object) -> None:
     assert json_store.record(Figure, entry) is None

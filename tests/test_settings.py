@@ -21,7 +21,10 @@ def test_flag_beats_environment_beats_config_beats_default(monkeypatch: pytest.M
     assert (Settings()["port"].value, Settings()["port"].origin) == (1, "config")
     monkeypatch.setenv("LOCALLLM_PORT", "2")
     assert (Settings()["port"].value, Settings()["port"].origin) == (2, "environment")
-    assert (Settings({"port": 3})["port"].value, Settings({"port": 3})["port"].origin) == (3, "flag")
+    assert (Settings({"port": 3})["port"].value, Settings({"port": 3})["port"].origin) == (
+        3,
+        "flag",
+    )
     assert not Settings({"port": 3})["port"].automatic
 
 

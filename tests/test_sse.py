@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from localllm.sse import LineBuffer, objects
 
 STREAM = (
-    ': prefill 1/2\n\ndata: {"a":"x\u2028y"}\r\n\r\nevent: ping\ndata:{"b":2}\n\ndata: [DONE]\n\ndata: {"é":3}'
+    ': prefill 1/2\n\ndata: {"a":"x\u2028y"}\r\n\r\nevent: ping\ndata:{"b":2}\n\ndata: '
+    '[DONE]\n\ndata: {"é":3}'
 ).encode()
 
 

@@ -1,7 +1,9 @@
-"""Choosing among the few greatest logits that a device sorted out of each row, all rows at once, as the engine's sampler would.
+"""Choosing among the few greatest logits that a device sorted out of each row, all rows at once, as
+the engine's sampler would.
 
-The arithmetic is double precision and in the engine's own order (rank), so that a seed draws the same token here and there. What
-the few can't decide is left open: somebody then looks at the whole row.
+The arithmetic is double precision and in the engine's own order (rank), so that a seed draws the
+same token here and there. What the few can't decide is left open: somebody then looks at the whole
+row.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ Rows = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopRows:
-    """The greatest `logits` [rows, k] of some rows with their `ids`, in any order. No other token's is greater. `totals` [rows]: what
-    all of a row's tokens weigh together, in e^(logit - greatest); None: not known."""
+    """The greatest `logits` [rows, k] of some rows with their `ids`, in any order. No other token's
+    is greater. `totals` [rows]: what all of a row's tokens weigh together, in e^(logit - greatest);
+    None: not known."""
 
     ids: Ids
     logits: Rows
@@ -41,7 +44,8 @@ def unlimited(spec: SampleSpec) -> bool:
 
 
 def may_decide(spec: SampleSpec | None, n: int) -> bool:
-    """False where a token that is chosen so (None: the best one) can't be found among the `n` greatest."""
+    """False where a token that is chosen so (None: the best one) can't be found among the `n`
+    greatest."""
     if spec is None or not unlimited(spec):
         return spec is None or spec.temperature <= 0 or spec.top_k < n
     return not _changes(spec) and (spec.temperature == 1.0 or spec.top_p < 1.0 or spec.min_p > 0.0)
@@ -52,7 +56,8 @@ def _changes(spec: SampleSpec) -> bool:
 
 
 def _changed(ids: Ids, logits: Rows, spec: SampleSpec) -> Rows:
-    """One row's few as `spec` changes them, -inf where something outside might be greater than them."""
+    """One row's few as `spec` changes them, -inf where something outside might be greater than
+    them."""
     least, seen, out = logits.min(), spec.seen, logits.copy()
     if _raises(spec):
         return np.full_like(out, -np.inf)
@@ -98,8 +103,8 @@ def _found(ids: Ids, others: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDAr
 
 
 class FewChooser:
-    """Chooses the tokens behind those of the `chunks` with the numbers `where`. What hangs on nothing but what they ask for is made
-    here, while a device still computes their rows."""
+    """Chooses the tokens behind those of the `chunks` with the numbers `where`. What hangs on
+    nothing but what they ask for is made here, while a device still computes their rows."""
 
     def __init__(self, chunks: Sequence[Chunk], where: Sequence[int]) -> None:
         self._n_chunks, self._where, self._rows = len(chunks), where, np.arange(len(where))
@@ -116,7 +121,9 @@ class FewChooser:
                 for s in specs
             ]
         )
-        self._temperature, self._top_p, self._min_p, self._uniform = (wanted[:, i : i + 1] for i in (0, 2, 3, 4))
+        self._temperature, self._top_p, self._min_p, self._uniform = (
+            wanted[:, i : i + 1] for i in (0, 2, 3, 4)
+        )
         self._top_k = wanted[:, 1].astype(np.int64)
         self._at_one = self._temperature == 1.0
         self._filtered = (self._top_p < math.inf) | (self._min_p > 0)
@@ -129,7 +136,8 @@ class FewChooser:
         )
 
     def of(self, top: TopRows) -> list[int | None]:
-        """For each chunk the token behind it, by the `top` of the rows of those chosen for; None where that is left open."""
+        """For each chunk the token behind it, by the `top` of the rows of those chosen for; None
+        where that is left open."""
         if not self._where:
             return [None] * self._n_chunks
         logits = top.logits
@@ -159,14 +167,17 @@ class FewChooser:
         return tokens, (best > logits.min(axis=1)) & (best < np.inf)
 
     def _drawn(self, top: TopRows, logits: Rows) -> tuple[Ids, NDArray[np.bool_]]:
-        """One token of each row, and whether it is that: of those with the least logit others may have been left out."""
+        """One token of each row, and whether it is that: of those with the least logit others may
+        have been left out."""
         (n, k), rows, top_k = logits.shape, self._rows, self._top_k
         # Ranks are drawn, and the ids of those looked up: sorting ids too took five times as long.
         ranked = np.sort(logits, axis=1)[:, ::-1]
         totals = None
         if self._any_weighed:
             # What they all weigh together says what the first of them are worth.
-            totals = np.where(self._weighed, 0.0 if top.totals is None else top.totals[:, None], 0.0)
+            totals = np.where(
+                self._weighed, 0.0 if top.totals is None else top.totals[:, None], 0.0
+            )
             top_k = np.where(totals[:, 0] > 0, k, top_k)
         last = np.minimum(np.maximum(top_k, 1), k) - 1
         width = int(last.max()) + 1
@@ -182,9 +193,12 @@ class FewChooser:
             limited = np.arange(width) <= last[:, None]
             weights, tempered = weights * limited, tempered * limited
         if self._filters:
-            # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the best.
+            # As filters.py cuts: the fewest that weigh top_p, of those that weigh min_p of the
+            # best.
             summed = np.add.accumulate(weights, axis=1)
-            whole = summed[:, -1:] if totals is None else np.where(totals > 0, totals, summed[:, -1:])
+            whole = (
+                summed[:, -1:] if totals is None else np.where(totals > 0, totals, summed[:, -1:])
+            )
             kept = weights >= self._min_p
             kept[:, 1:] &= summed[:, :-1] < self._top_p * whole
             if totals is not None:
@@ -206,5 +220,7 @@ class FewChooser:
         if np.count_nonzero(hit) != n:
             for i in np.flatnonzero(hit.sum(axis=1) > 1):
                 # Equals are ranked by id.
-                tokens[i] = np.sort(top.ids[i, hit[i]])[rank[i] - np.count_nonzero(ranked[i] > drawn[i])]
+                tokens[i] = np.sort(top.ids[i, hit[i]])[
+                    rank[i] - np.count_nonzero(ranked[i] > drawn[i])
+                ]
         return tokens, good & (drawn > ranked[:, -1])

@@ -1,7 +1,9 @@
-"""The contract as checks that can be run on a loaded backend anywhere: by our tests, and by a user on a real device.
+"""The contract as checks that can be run on a loaded backend anywhere: by our tests, and by a user
+on a real device.
 
-Each check raises BrokenRuleError with a sentence. They leave the backend as they found it, so that one load serves them all.
-`tests/backends/test_conformance.py` runs them on every memory shape we can build, and adds what needs a shape of its own.
+Each check raises BrokenRuleError with a sentence. They leave the backend as they found it, so that
+one load serves them all. `tests/backends/test_conformance.py` runs them on every memory shape we
+can build, and adds what needs a shape of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from localllm_backends.contract import (
     SeenTokens,
 )
 
-# Kernels for different batch shapes round differently; random weights of our tests' size stay well inside this share
-# of the largest logit.
+# Kernels for different batch shapes round differently; random weights of our tests' size stay well
+# inside this share of the largest logit.
 LOGIT_NOISE = 2e-2
 
 
@@ -38,8 +40,8 @@ class NotHere(Exception):  # noqa: N818 - no error: the check asks for what this
 
 @dataclass
 class Subject:
-    """A loaded backend under examination. `noise` is how far logits may differ that should be equal, as a share of the
-    largest; `worst` the largest share that was seen."""
+    """A loaded backend under examination. `noise` is how far logits may differ that should be
+    equal, as a share of the largest; `worst` the largest share that was seen."""
 
     backend: Backend
     noise: float = LOGIT_NOISE
@@ -67,7 +69,9 @@ class Subject:
         share = float(np.abs(a - b).max()) / max(1.0, float(np.abs(a).max()))
         # Written so that NaN fails.
         if not share <= self.noise:
-            raise BrokenRuleError(f"{what}: logits differ by {share:.3g} of the largest, {self.noise:g} is allowed")
+            raise BrokenRuleError(
+                f"{what}: logits differ by {share:.3g} of the largest, {self.noise:g} is allowed"
+            )
         self.worst = max(self.worst, share)
 
 
@@ -109,7 +113,9 @@ def logits_are_the_same_however_the_prompt_is_cut(subject: Subject) -> None:
         expected = subject.feed(whole, tokens)
         for token in tokens[:-1]:
             backend.step([Chunk(pieces, [token], outputs=0)])
-        subject.same(expected, backend.step([Chunk(pieces, tokens[-1:])]).logits(0)[0], "a prompt in pieces")
+        subject.same(
+            expected, backend.step([Chunk(pieces, tokens[-1:])]).logits(0)[0], "a prompt in pieces"
+        )
 
 
 def one_step_serves_several_sequences(subject: Subject) -> None:
@@ -129,7 +135,10 @@ def several_outputs_come_in_order_and_argmax_agrees(subject: Subject) -> None:
         result = backend.step([Chunk(sequence, tokens, outputs=5)])
         rows = result.logits(0)
         require(rows.shape == (5, backend.info.n_vocab), f"5 outputs came as {rows.shape}")
-        require(result.argmax(0) == [int(r.argmax()) for r in rows], "argmax is not where the largest logit is")
+        require(
+            result.argmax(0) == [int(r.argmax()) for r in rows],
+            "argmax is not where the largest logit is",
+        )
         rows = rows.copy()  # a result is good until the next step
         backend.step([Chunk(again, tokens[:-5], outputs=0)])
         for i, token in enumerate(tokens[-5:]):
@@ -137,32 +146,52 @@ def several_outputs_come_in_order_and_argmax_agrees(subject: Subject) -> None:
 
 
 def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
-    """A sampled token is the one that the spec's definition gives in double precision, or a neighbour of it where a share ends that
-    near, or none is named."""
+    """A sampled token is the one that the spec's definition gives in double precision, or a
+    neighbour of it where a share ends that near, or none is named."""
     backend = subject.backend
     if not backend.capabilities.samples:
         raise NotHere("this backend leaves sampling to the engine")
     some = np.arange(0, backend.info.n_vocab, 3)
-    seen = SeenTokens(some, np.full(len(some), 2, dtype=np.int32), repeat=1.3, presence=0.4, frequency=0.2)
+    seen = SeenTokens(
+        some, np.full(len(some), 2, dtype=np.int32), repeat=1.3, presence=0.4, frequency=0.2
+    )
     allowed = np.packbits(np.arange(backend.info.n_vocab) % 2 > 0, bitorder="little")
     specs = [
         SampleSpec(0.7, 20, 0.9, 0.0, 0.5),
         SampleSpec(1.0, 40, 0.95, 0.05, 0.1, 0.7),
         SampleSpec(0.9, 30, 1.0, 0.0, 0.6, seen=seen),
-        SampleSpec(0.0, 0, 1.0, 0.0, 0.0, bias=(some, np.full(len(some), 3.0, dtype=np.float32)), allowed=allowed),
+        SampleSpec(
+            0.0,
+            0,
+            1.0,
+            0.0,
+            0.0,
+            bias=(some, np.full(len(some), 3.0, dtype=np.float32)),
+            allowed=allowed,
+        ),
         SampleSpec(1.2, 0, 1.0, 0.0, 0.9),
         SampleSpec(1.0, 0, 1.0, 0.0, 0.01, banned=(0, 7, 30)),
-        SampleSpec(1.0, 0, 1.0, 0.1, 0.3, reduced=(some, np.full(len(some), -3.0, dtype=np.float32)), allowed=allowed),
+        SampleSpec(
+            1.0,
+            0,
+            1.0,
+            0.1,
+            0.3,
+            reduced=(some, np.full(len(some), -3.0, dtype=np.float32)),
+            allowed=allowed,
+        ),
     ]
-    # Together, and hardly looked at: of few streams a device's whole rows may be as cheap, and are left to the engine. Four at
-    # least are such as a device's greatest logits decide.
+    # Together, and hardly looked at: of few streams a device's whole rows may be as cheap, and are
+    # left to the engine. Four at least are such as a device's greatest logits decide.
     named, at_once = 0, min(len(specs), backend.info.n_seq_max)
     for first in range(0, len(specs), at_once):
         group = specs[first : first + at_once]
         with subject.sequences(len(group)) as sequences:
             for sequence in sequences:
                 backend.step([Chunk(sequence, line(11), outputs=0)])
-            chunks = [Chunk(s, [20 + i], sample=group[i], few=True) for i, s in enumerate(sequences)]
+            chunks = [
+                Chunk(s, [20 + i], sample=group[i], few=True) for i, s in enumerate(sequences)
+            ]
             result = backend.step(chunks)
             for i, spec in enumerate(group):
                 token, row = result.sampled(i), result.logits(i)[-1].astype(np.float64)
@@ -180,7 +209,8 @@ _NEAR = 1e-4
 
 
 def _may_be(token: int, row: NDArray[np.float64], spec: SampleSpec) -> bool:
-    """Is `token` what `spec` asks for, by its definition, wherever within `_NEAR` of where they are its limits may lie?"""
+    """Is `token` what `spec` asks for, by its definition, wherever within `_NEAR` of where they are
+    its limits may lie?"""
     row = row.copy()
     if spec.bias is not None:
         row[spec.bias[0]] += spec.bias[1]
@@ -217,7 +247,10 @@ def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float) ->
 def no_outputs_means_no_rows(subject: Subject) -> None:
     with subject.sequences(1) as (sequence,):
         result = subject.backend.step([Chunk(sequence, line(5), outputs=0)])
-        require(result.argmax(0) == [] and len(result.logits(0)) == 0, "a chunk without outputs gave some")
+        require(
+            result.argmax(0) == [] and len(result.logits(0)) == 0,
+            "a chunk without outputs gave some",
+        )
 
 
 def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
@@ -228,7 +261,10 @@ def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     free = backend.cells_free()
     other = backend.fork(source, 30)
     taken = free - backend.cells_free()
-    require(taken == (0 if backend.capabilities.shares_cells else 30), f"a fork of 30 tokens took {taken} cells")
+    require(
+        taken == (0 if backend.capabilities.shares_cells else 30),
+        f"a fork of 30 tokens took {taken} cells",
+    )
     result = backend.step([Chunk(source, [5]), Chunk(other, [7])])
     rows = [result.logits(i)[0].copy() for i in range(2)]
     for tail, row in zip((5, 7), rows, strict=True):
@@ -276,9 +312,19 @@ def rejected_draft_tokens_leave_no_trace(subject: Subject) -> None:
     tokens = line(90)
     with subject.sequences(2) as (sequence, fresh):
         for start in range(0, 90, 10):
-            backend.step([Chunk(sequence, [*tokens[start : start + 10], *line(most, start)], outputs=1 + most)])
+            backend.step(
+                [
+                    Chunk(
+                        sequence,
+                        [*tokens[start : start + 10], *line(most, start)],
+                        outputs=1 + most,
+                    )
+                ]
+            )
             backend.truncate(sequence, start + 10)
-        subject.same(subject.feed(fresh, [*tokens, 11]), subject.feed(sequence, [11]), "rejected drafts")
+        subject.same(
+            subject.feed(fresh, [*tokens, 11]), subject.feed(sequence, [11]), "rejected drafts"
+        )
 
 
 def export_and_import_give_the_same_continuation(subject: Subject) -> None:
@@ -314,7 +360,12 @@ def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
         subject.feed(source, line(20))
         good = backend.export_range(source, 0, 20)
         free = backend.cells_free()
-        for bad in (b"", b"x", b"not a block of KV at all, but long enough", good[: len(good) // 2]):
+        for bad in (
+            b"",
+            b"x",
+            b"not a block of KV at all, but long enough",
+            good[: len(good) // 2],
+        ):
             with refused(BackendFailure, f"{len(bad)} foreign bytes were taken for KV"):
                 backend.import_range(target, bad, 0, 20)
             unchanged = backend.length(target) == 0 and backend.cells_free() == free
@@ -330,7 +381,10 @@ def running_out_of_cells_is_said_and_changes_nothing(subject: Subject) -> None:
             free = backend.cells_free()
             with refused(NoCellsError, f"{free + 1} tokens were appended to {free} free cells"):
                 backend.step([Chunk(b, line(free + 1))])
-            require(backend.length(b) == 0 and backend.cells_free() == free, "a refused step left something")
+            require(
+                backend.length(b) == 0 and backend.cells_free() == free,
+                "a refused step left something",
+            )
         subject.feed(b, line(30))
 
 
@@ -357,7 +411,10 @@ def text_survives_tokens(subject: Subject) -> None:
     backend = subject.backend
     text = "Grüße, 世界! \n\t{x}"
     tokens = backend.tokenize(text, special=False)
-    require(backend.detokenize(tokens).strip() == text.strip(), "text came back from its tokens as other text")
+    require(
+        backend.detokenize(tokens).strip() == text.strip(),
+        "text came back from its tokens as other text",
+    )
     pieces = b"".join(backend.token_bytes(t) for t in tokens).decode("utf-8", "replace")
     require(pieces.strip() == text.strip(), "the tokens' bytes are not the text's")
     with refused(BackendFailure, "a token behind the vocabulary has bytes"):

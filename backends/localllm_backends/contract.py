@@ -1,18 +1,26 @@
 """The backend contract: the one page to read before writing a backend.
 
-A Backend is a loaded Variant: weights plus KV memory, and the few operations an engine needs. It knows token ids
-and positions; it knows nothing of requests, text rules, sampling, caching policy or HTTP.
+A Backend is a loaded Variant: weights plus KV memory, and the few operations an engine needs. It
+knows token ids and positions; it knows nothing of requests, text rules, sampling, caching policy or
+HTTP.
 
 Rules every backend keeps (tests/backends/test_conformance.py is the executable form):
 
-* One thread owns it: `load`, every method except `tokenize`/`detokenize`/`token_bytes`/`interrupt`, and `close` are called
-  from that thread only. `tokenize` and `detokenize` are pure over the vocabulary and may be called from any thread.
-* A Sequence is a line of tokens 0..n-1 whose KV is held. `new_sequence` makes an empty one; `step` appends to it;
-  `truncate` takes the tail back; `fork` makes another one that shares a prefix (without copying where
-  `Capabilities.shares_cells`); `drop` frees it. Every handle is an opaque int, never reused while held.
-* `step` is one sweep over the weights for all chunks. It either appends every chunk or raises and appends none.
-* Memory is exact: `memory()` reports what was really allocated, `cells_free()` what can still be appended.
-* Errors are `BackendFailure` and its subclasses, each with a message a user can read. Nothing else crosses the border.
+* One thread owns it: `load`, every method except `tokenize`/`detokenize`/`token_bytes`/`interrupt`,
+  and `close` are called from that thread only. `tokenize` and `detokenize` are pure over the
+  vocabulary and may be called from any thread.
+* A Sequence is a line of tokens 0..n-1 whose KV is held.
+  `new_sequence` makes an empty one;
+  `step` appends to it;
+  `truncate` takes the tail back;
+  `fork` makes another one that shares a prefix (without copying where `Capabilities.shares_cells`);
+  `drop` frees it. Every handle is an opaque int, never reused while held.
+* `step` is one sweep over the weights for all chunks. It either appends every chunk or raises and
+  appends none.
+* Memory is exact: `memory()` reports what was really allocated, `cells_free()` what can still be
+  appended.
+* Errors are `BackendFailure` and its subclasses, each with a message a user can read. Nothing else
+  crosses the border.
 """
 
 from __future__ import annotations
@@ -92,8 +100,8 @@ __all__ = [
 
 
 class BackendFailure(Exception):  # noqa: N818 - a family name; the leaves say Error
-    """Base of everything a backend raises: `str(e)` says what happened and why; `hint` what to do, where that is not what
-    it is for all of its kind."""
+    """Base of everything a backend raises: `str(e)` says what happened and why; `hint` what to do,
+    where that is not what it is for all of its kind."""
 
     def __init__(self, message: str = "", hint: str = "") -> None:
         super().__init__(message)
@@ -129,8 +137,9 @@ class OtherMachineError(LoadError):
 
 
 class StepResult(ABC):
-    """What a step computed. Valid until the next call of `step` on the same backend. Where `Capabilities.asynchronous`, whoever asks
-    waits for the computing to end, and a BackendFailure may only come then."""
+    """What a step computed. Valid until the next call of `step` on the same backend. Where
+    `Capabilities.asynchronous`, whoever asks waits for the computing to end, and a BackendFailure
+    may only come then."""
 
     @abstractmethod
     def argmax(self, chunk: int) -> list[int]:
@@ -138,33 +147,36 @@ class StepResult(ABC):
 
     @abstractmethod
     def logits(self, chunk: int) -> Logits:
-        """Logits of the wanted outputs of chunk number `chunk`: float32 [outputs, n_vocab], read-only."""
+        """Logits of the wanted outputs of chunk number `chunk`: float32 [outputs, n_vocab],
+        read-only."""
 
     def sampled(self, chunk: int) -> int | None:
-        """The token that the `sample` of chunk number `chunk` asked for, in single precision: where a share ends within 1e-4 of
-        `uniform` or of top_p it may be the next one. None where that takes a look at the logits, and where no `sample` was asked
-        for. (Capabilities.samples)"""
+        """The token that the `sample` of chunk number `chunk` asked for, in single precision: where
+        a share ends within 1e-4 of `uniform` or of top_p it may be the next one. None where that
+        takes a look at the logits, and where no `sample` was asked for. (Capabilities.samples)"""
         return None
 
 
 class PrefillSlices(ABC):
-    """Tokens being read beside the steps, in slices of the owner's time: `run` until all are computed, or `stop` before
-    that; `join` until all that are computed are appended; `close`. The sequence they belong to stays as it is until `join`,
-    and must not be stepped before."""
+    """Tokens being read beside the steps, in slices of the owner's time: `run` until all are
+    computed, or `stop` before that; `join` until all that are computed are appended; `close`. The
+    sequence they belong to stays as it is until `join`, and must not be stepped before."""
 
     @abstractmethod
     def run(self, seconds: float) -> int:
-        """Compute for about `seconds`; returns how many of the tokens are computed by now. BackendFailure ends it."""
+        """Compute for about `seconds`; returns how many of the tokens are computed by now.
+        BackendFailure ends it."""
 
     @abstractmethod
     def stop(self) -> int:
-        """Compute no more, at any time and whatever failed; returns how many of the tokens are computed, all of which can
-        be appended. What is in the middle of being computed is not."""
+        """Compute no more, at any time and whatever failed; returns how many of the tokens are
+        computed, all of which can be appended. What is in the middle of being computed is not."""
 
     @abstractmethod
     def join(self) -> int:
-        """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended, those that
-        are not computed among them. Raises NoCellsError (nothing appended) where there is no room."""
+        """Append one piece of what is computed to the sequence; returns how many tokens are still
+        to be appended, those that are not computed among them. Raises NoCellsError (nothing
+        appended) where there is no room."""
 
     @abstractmethod
     def close(self) -> None:
@@ -176,7 +188,8 @@ class KvComparison(ABC):
 
     @abstractmethod
     def run(self) -> tuple[KvFidelity, ...] | None:
-        """Compute one piece; None while there is more of it, then one result for each pair. BackendFailure ends it."""
+        """Compute one piece; None while there is more of it, then one result for each pair.
+        BackendFailure ends it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -184,7 +197,8 @@ class KvComparison(ABC):
 
 
 class Backend(ABC):
-    """A loaded Variant. See the module docstring for the rules. What `Capabilities` promises is written below the required
+    """A loaded Variant. See the module docstring for the rules. What `Capabilities` promises is
+    written below the required
     operations: a backend without that ability leaves it as it is."""
 
     info: ModelInfo
@@ -192,7 +206,8 @@ class Backend(ABC):
 
     @abstractmethod
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`; `special` parses control tokens written in it, `add_bos` puts the model's BOS first."""
+        """Token ids of `text`; `special` parses control tokens written in it, `add_bos` puts the
+        model's BOS first."""
 
     @abstractmethod
     def detokenize(self, tokens: Sequence[int]) -> str:
@@ -212,12 +227,13 @@ class Backend(ABC):
 
     @abstractmethod
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        """A new sequence with the first `n_tokens` of `source`; CannotRewindError if it can't be split there, NoCellsError
-        where there is no room for it."""
+        """A new sequence with the first `n_tokens` of `source`; CannotRewindError if it can't be
+        split there, NoCellsError where there is no room for it."""
 
     @abstractmethod
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        """Cut `sequence` back to its first `n_tokens`; CannotRewindError if impossible (then nothing changed)."""
+        """Cut `sequence` back to its first `n_tokens`; CannotRewindError if impossible (then
+        nothing changed)."""
 
     @abstractmethod
     def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
@@ -237,18 +253,22 @@ class Backend(ABC):
 
     @abstractmethod
     def step(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Append every chunk (at most `info.n_batch` tokens together) in one sweep over the weights."""
+        """Append every chunk (at most `info.n_batch` tokens together) in one sweep over the
+        weights."""
 
     @abstractmethod
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop) as bytes that `import_range` of the same fingerprint, KV types and meaning takes back."""
+        """KV of tokens [start, stop) as bytes that `import_range` of the same fingerprint, KV types
+        and meaning takes back."""
 
     @abstractmethod
-    def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
+    def import_range(
+        self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
+    ) -> None:
         """Append exported tokens [start, stop) to `sequence`, whose length must be `start`.
 
-        A blob may hold more tokens than asked for where `Capabilities.segments`. Raises BackendFailure, having
-        appended nothing, on foreign data."""
+        A blob may hold more tokens than asked for where `Capabilities.segments`. Raises
+        BackendFailure, having appended nothing, on foreign data."""
 
     @abstractmethod
     def memory(self) -> MemoryReport:
@@ -256,13 +276,15 @@ class Backend(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """AssertionError where its books on cells and sequences are wrong; called by tests after whatever happened."""
+        """AssertionError where its books on cells and sequences are wrong; called by tests after
+        whatever happened."""
 
     @abstractmethod
     def close(self) -> None:
         """Free everything. The object is dead afterwards."""
 
-    # --- Capabilities.states: `export_range` and `import_range` are of the KV that every token keeps, and a sequence with
+    # --- Capabilities.states: `export_range` and `import_range` are of the KV that every token
+    # keeps, and a sequence with
     # imported KV must not be stepped before `import_state`.
 
     def state_bytes(self, sequence: SequenceId) -> int:
@@ -274,73 +296,82 @@ class Backend(ABC):
         raise NotImplementedError
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
-        """Cut `sequence` to its first `n_tokens` and give it the state exported behind them. After a BackendFailure the
-        sequence is good for nothing but to be dropped or cut to 0."""
+        """Cut `sequence` to its first `n_tokens` and give it the state exported behind them. After
+        a BackendFailure the sequence is good for nothing but to be dropped or cut to 0."""
         raise NotImplementedError
 
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
-        """A new sequence with the first `n_tokens` of `source` and the state exported behind them. NoCellsError or
-        BackendFailure, changing nothing, where that can't be."""
+        """A new sequence with the first `n_tokens` of `source` and the state exported behind them.
+        NoCellsError or BackendFailure, changing nothing, where that can't be."""
         raise NotImplementedError
 
-    # --- Capabilities.vision: a sequence is cut, forked, exported and imported only where no image is cut in two.
+    # --- Capabilities.vision: a sequence is cut, forked, exported and imported only where no image
+    # is cut in two.
 
     def tokenize_images(
         self, parts: Sequence[str | ImagePixels], *, add_bos: bool = False
     ) -> list[list[int] | ImageRun]:
-        """A prompt of text (in a LiteralText no control token is read) and images as runs of token ids and of images, with what
-        the model wants around each image.
-        Any thread. BackendFailure where an image can't be read."""
+        """A prompt of text (in a LiteralText no control token is read) and images as runs of token
+        ids and of images, with what the model wants around each image. Any thread. BackendFailure
+        where an image can't be read."""
         raise NotImplementedError
 
     def encode_image(self, run: ImageRun) -> Logits:
-        """The embeddings, float32 [n_tokens, width], of `run`. Any thread, one at a time; steps may go on meanwhile."""
+        """The embeddings, float32 [n_tokens, width], of `run`. Any thread, one at a time; steps may
+        go on meanwhile."""
         raise NotImplementedError
 
-    # --- Capabilities.sliced_prefill: it can pause in the middle of a sweep, so that a long prompt is read in slices of time.
+    # --- Capabilities.sliced_prefill: it can pause in the middle of a sweep, so that a long prompt
+    # is read in slices of time.
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
         """Memory it takes whose sequence will hold `n_tokens`."""
         raise NotImplementedError
 
     def slice_prefill(self, sequence: SequenceId, tokens: Sequence[int]) -> PrefillSlices:
-        """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if it can't be."""
+        """Begin reading `tokens` behind what `sequence` holds. BackendFailure (OutOfMemoryError) if
+        it can't be."""
         raise NotImplementedError
 
     # --- the other abilities, each behind a flag of its own name or nothing to be asked first
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """The model's own heads' best guesses for each (sequence, its newest token, not stepped yet, most tokens to guess):
-        what may follow that token. Shorter, or empty, where they are unsure. Changes no sequence."""
+        """The model's own heads' best guesses for each (sequence, its newest token, not stepped
+        yet, most tokens to guess): what may follow that token. Shorter, or empty, where they are
+        unsure. Changes no sequence."""
         return [[] for _ in wanted]
 
     def interrupt(self) -> None:  # noqa: B027 - a backend without it has nothing to do
-        """End the step that runs now, or the next one if none does, with InterruptedStepError; or let it end by itself where
-        that takes no time. May be called from any thread, at any time."""
+        """End the step that runs now, or the next one if none does, with InterruptedStepError; or
+        let it end by itself where that takes no time. May be called from any thread, at any
+        time."""
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
-        """In how many runs of neighbouring cells the tokens [start, stop) lie, about: where `Capabilities.kv_on_device`,
-        `export_range` makes a few copies of each layer for every one. Tokens decoded beside other sequences are a run each."""
+        """In how many runs of neighbouring cells the tokens [start, stop) lie, about: where
+        `Capabilities.kv_on_device`, `export_range` makes a few copies of each layer for every one.
+        Tokens decoded beside other sequences are a run each."""
         return 1
 
     def use_threads(self, most: int) -> None:  # noqa: B027 - a backend without threads has nothing to do
-        """Compute short steps (decode) with no more than `most` threads from the next one on. More than it was loaded with
-        are as many as that."""
+        """Compute short steps (decode) with no more than `most` threads from the next one on. More
+        than it was loaded with are as many as that."""
 
     def compare_kv(self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]) -> KvComparison:
-        """Begin comparing caches of each pair of types (K, V) with one of f16 over `tokens`, in memory of its own. A pair
-        this model can't have is left out. BackendFailure (OutOfMemoryError) if there is nothing to compare with."""
+        """Begin comparing caches of each pair of types (K, V) with one of f16 over `tokens`, in
+        memory of its own. A pair this model can't have is left out. BackendFailure
+        (OutOfMemoryError) if there is nothing to compare with."""
         raise BackendFailure("this backend can't compare KV types")
 
     def idle_work(self, spare_bytes: int | None) -> bool:
-        """One piece of the backend's own housekeeping, of a few milliseconds, within `spare_bytes` of memory (None: unknown),
-        while nobody asks anything; True while there is more. No sequence and no logit changes."""
+        """One piece of the backend's own housekeeping, of a few milliseconds, within `spare_bytes`
+        of memory (None: unknown), while nobody asks anything; True while there is more. No sequence
+        and no logit changes."""
         return False
 
 
 class Embedder(ABC):
-    """A loaded embedding model, or a reranker (`pooling` "rank"), whose rows are scores. Not thread-safe: its owner calls
-    everything."""
+    """A loaded embedding model, or a reranker (`pooling` "rank"), whose rows are scores. Not
+    thread-safe: its owner calls everything."""
 
     info: ModelInfo
     n_embd: int
@@ -352,7 +383,8 @@ class Embedder(ABC):
 
     @abstractmethod
     def tokenize_pair(self, query: str, document: str) -> list[int]:
-        """Token ids of what a reranker reads: the query and the document, with the marks it wants around them."""
+        """Token ids of what a reranker reads: the query and the document, with the marks it wants
+        around them."""
 
     @abstractmethod
     def detokenize(self, tokens: Sequence[int]) -> str:
@@ -360,8 +392,8 @@ class Embedder(ABC):
 
     @abstractmethod
     def embed(self, inputs: Sequence[Sequence[int]]) -> Logits:
-        """One row of `n_embd` numbers per input, of length 1; a reranker's are its scores as they are. Raises
-        BackendFailure; an input must have between 1 and `info.n_ctx` tokens."""
+        """One row of `n_embd` numbers per input, of length 1; a reranker's are its scores as they
+        are. Raises BackendFailure; an input must have between 1 and `info.n_ctx` tokens."""
 
     @abstractmethod
     def close(self) -> None:
@@ -369,8 +401,8 @@ class Embedder(ABC):
 
 
 class BackendType(ABC):
-    """What the entry-point group `localllm.backends` names: how to recognise and load a Variant. Importing it imports
-    nothing of the engine behind it."""
+    """What the entry-point group `localllm.backends` names: how to recognise and load a Variant.
+    Importing it imports nothing of the engine behind it."""
 
     declaration: Declaration
 
@@ -389,11 +421,13 @@ class BackendType(ABC):
 
     @abstractmethod
     def vocabulary(self, path: str) -> list[bytes]:
-        """The bytes of every token, control tokens as they are written, read without loading the weights; LoadError."""
+        """The bytes of every token, control tokens as they are written, read without loading the
+        weights; LoadError."""
 
     @abstractmethod
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
-        """Load it; raises LoadError or OutOfMemoryError. `on_progress` hears 0.0 … 1.0 as the weights come in."""
+        """Load it; raises LoadError or OutOfMemoryError. `on_progress` hears 0.0 … 1.0 as the
+        weights come in."""
 
     def reads_images(self) -> str | None:
         """None where an image projector could be loaded, else why not."""
@@ -408,5 +442,6 @@ class BackendType(ABC):
         n_gpu_layers: int = -1,
         on_progress: Callable[[float], None] | None = None,
     ) -> Embedder:
-        """Load the model at `path`; raises LoadError, also for one that makes neither embeddings nor scores."""
+        """Load the model at `path`; raises LoadError, also for one that makes neither embeddings
+        nor scores."""
         raise LoadError(f"the {self.name} backend makes no embeddings")

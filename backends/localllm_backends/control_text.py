@@ -1,9 +1,11 @@
-"""What people and tools write is text: where it spells a control token, a mark keeps it from becoming one.
+"""What people and tools write is text: where it spells a control token, a mark keeps it from
+becoming one.
 
-`ControlTexts.marked` puts MARK into each spelling, behind its first character, before a chat template sees the text, and
-nothing that a template does with a text (trim, join, write it as JSON) makes a control token of it again. `runs` takes the
-marks out and says which stretches are to be read as text alone. A stretch ends at the template's own control tokens, where
-a tokenizer starts anew: everything else of a prompt has the tokens that it has without any mark.
+`ControlTexts.marked` puts MARK into each spelling, behind its first character, before a chat
+template sees the text, and nothing that a template does with a text (trim, join, write it as JSON)
+makes a control token of it again. `runs` takes the marks out and says which stretches are to be
+read as text alone. A stretch ends at the template's own control tokens, where a tokenizer starts
+anew: everything else of a prompt has the tokens that it has without any mark.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 
-# Two of the noncharacters that Unicode keeps for a program's own use; and as JSON in ASCII writes them.
+# Two of the noncharacters that Unicode keeps for a program's own use; and as JSON in ASCII writes
+# them.
 MARK = "\ufdd0\ufdd1"
 _ESCAPED = r"\ufdd0\ufdd1"
 
@@ -25,14 +28,17 @@ class LiteralText(str):
 
 
 class ReadAnyway:
-    """Marks that a tokenizer reads whatever it is told (gpt-oss's <|channel|> to llama.cpp, Gemma 4's <|tool_call>, Command
-    R's turns in older files): a text that must not have them is cut within each."""
+    """Marks that a tokenizer reads whatever it is told (gpt-oss's <|channel|> to llama.cpp, Gemma
+    4's <|tool_call>, Command R's turns in older files): a text that must not have them is cut
+    within each."""
 
     def __init__(self, added: Iterable[str]) -> None:
         """`added`: what a tokenizer reads anyway, of which those are taken that look like marks to
         llama.cpp's converter as well (does_token_look_special)."""
         self.texts = tuple(
-            t for t in added if len(t) > 3 and (t.startswith(("<|", "<｜")) or t.endswith(("|>", "｜>")))
+            t
+            for t in added
+            if len(t) > 3 and (t.startswith(("<|", "<｜")) or t.endswith(("|>", "｜>")))
         )
         ways = "|".join(f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in self.texts)
         self._inside = re.compile(ways or r"(?!)")
@@ -54,7 +60,8 @@ class ControlTexts:
         self._lengths = sorted({len(t) for t in self._texts}, reverse=True)
         heads = "|".join(map(re.escape, sorted({t[:2] for t in self._texts})))
         self._heads = re.compile(f"(?={heads})" if heads else r"(?!)")
-        # What could become one together with the letters that a template writes beside it; one letter is in any text.
+        # What could become one together with the letters that a template writes beside it; one
+        # letter is in any text.
         begun: set[str] = set()
         ended: set[str] = set()
         for text in self._texts:
@@ -74,14 +81,19 @@ class ControlTexts:
                         break
 
     def marked(self, text: str) -> str:
-        """`text` with a mark in every spelling of a control token, and at an end that is a part of one."""
+        """`text` with a mark in every spelling of a control token, and at an end that is a part of
+        one."""
         cuts = [start + 1 for start, _ in self._spans(text)]
         longest = range(2, min(self._lengths[0] if self._lengths else 0, len(text) + 1))
         if any(text[:n] in self._ended for n in longest):
             cuts.insert(0, 0)
         if any(text[-n:] in self._begun for n in longest):
             cuts.append(len(text))
-        return MARK.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)) if cuts else text
+        return (
+            MARK.join(text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True))
+            if cuts
+            else text
+        )
 
     def runs(self, text: str) -> list[str]:
         """`text` without its marks, in stretches: LiteralText where there were any."""

@@ -1,4 +1,5 @@
-"""What a backend says of itself before anything of it is loaded: all that the planner and the command line need to know."""
+"""What a backend says of itself before anything of it is loaded: all that the planner and the
+command line need to know."""
 
 from __future__ import annotations
 
@@ -10,21 +11,32 @@ from typing import Literal
 class Declaration:
     """Facts of a backend. The defaults are those of an engine of which nothing more is known.
 
-    `name`: its entry point's; `label`: the engine as people call it. `formats`: the catalog's formats of files that it runs,
-    and `files` such files in words. `accelerators`: kinds of device it is planned for (localllm.device.accelerators; () = all).
+    `name`: its entry point's;
+    `label`: the engine as people call it.
+    `formats`: the catalog's formats of files that it runs, and `files` such files in words.
+    `accelerators`: kinds of device it is planned for (localllm.device.accelerators; () = all).
     `packages`: the distributions that its speed depends on.
 
-    What the planner reckons with: `kernels`, the set its speeds are filed under ("": the accelerator's); `buffers`, whether
-    memory for a step is "planned" when the context is made or "grown" as steps need it; `kv_quants`, quantised KV in "blocks"
-    of 32 along a row, or in "groups" of a head and not in sliding windows. `splits`: layers and experts can lie in several
-    memories. `mixed_kv`: keys and values may be of two types, on a processor. `host_embedding`: the token embedding stays in
-    the host's memory. `disk_tables`: lookup tables may stay on the disk. `lays_out`: weights can be laid out anew for the
-    processor. `spare_sequence`: one is kept beside those served. `draft_heads`: it runs the model's own (MTP), which published
-    files carry. `projectors`: it reads images by a projector's file. `snapshots`: recurrent states are kept for drafting.
+    What the planner reckons with: `kernels`, the set its speeds are filed under ("": the
+    accelerator's);
+    `buffers`, whether memory for a step is "planned" when the context is made or "grown" as steps
+    need it;
+    `kv_quants`, quantised KV in "blocks" of 32 along a row, or in "groups" of a head and not in
+    sliding windows.
+    `splits`: layers and experts can lie in several memories.
+    `mixed_kv`: keys and values may be of two types, on a processor.
+    `host_embedding`: the token embedding stays in the host's memory.
+    `disk_tables`: lookup tables may stay on the disk.
+    `lays_out`: weights can be laid out anew for the processor.
+    `spare_sequence`: one is kept beside those served.
+    `draft_heads`: it runs the model's own (MTP), which published files carry.
+    `projectors`: it reads images by a projector's file.
+    `snapshots`: recurrent states are kept for drafting.
     `tensor_parallel`: machines can share each layer.
-    `fused_heads`: sizes of heads whose attention over a prompt's tokens holds no scores, where buffers are grown, and
-    `scores_at_once`: new tokens times all tokens that one call attends with where it does hold them; beyond, a step is computed
-    in pieces (0 = never).
+    `fused_heads`: sizes of heads whose attention over a prompt's tokens holds no scores, where
+    buffers are grown, and
+    `scores_at_once`: new tokens times all tokens that one call attends with where it does hold
+    them; beyond, a step is computed in pieces (0 = never).
     """
 
     name: str

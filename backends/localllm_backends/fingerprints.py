@@ -9,8 +9,8 @@ from typing import Any
 def add_samples(digest: Any, path: Path) -> None:
     """Feed a hash with a file's size, its first and last MiB, and 64 KiB at 30 places between.
 
-    Hashing 40 GB would take longer than loading it; a file that differs only elsewhere is another quantisation run
-    of the same weights with the same header, which no two published files share.
+    Hashing 40 GB would take longer than loading it; a file that differs only elsewhere is another
+    quantisation run of the same weights with the same header, which no two published files share.
     """
     size = path.stat().st_size
     digest.update(str(size).encode())

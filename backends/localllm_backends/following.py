@@ -1,8 +1,10 @@
-"""Draft heads as followers of a model: what they have read of each sequence, and with which of its hidden rows they read on.
+"""Draft heads as followers of a model: what they have read of each sequence, and with which of its
+hidden rows they read on.
 
-Their small KV (the heads' layers only) must hold what the model's holds: the same tokens at the same places, each read with a
-row of what the model knew just before it. What is guessed is verified by the model like any other draft, so heads that lost
-their place cost acceptance and never exactness.
+Their small KV (the heads' layers only) must hold what the model's holds: the same tokens at the
+same places, each read with a row of what the model knew just before it. What is guessed is verified
+by the model like any other draft, so heads that lost their place cost acceptance and never
+exactness.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ Row = TypeVar("Row")
 # Behind an exported block: the size of the draft heads' part of it.
 _TAIL = struct.Struct("<Q")
 
-# Tokens that heads may lag behind before they read them: one sweep over their layers for all, and none for rejected drafts.
+# Tokens that heads may lag behind before they read them: one sweep over their layers for all, and
+# none for rejected drafts.
 _CATCH_UP_TOKENS = 32
-# Guesses that the heads themselves take for less likely than this are not worth a row of the model's sweep. Assumed: no real
-# heads were measured here, and the engine learns from the stops as it does from rejections.
+# Guesses that the heads themselves take for less likely than this are not worth a row of the
+# model's sweep. Assumed: no real heads were measured here, and the engine learns from the stops as
+# it does from rejections.
 LEAST_PROBABILITY = 0.4
-# Probabilities are taken among as many candidates, as in llama.cpp's own driver (common/speculative.cpp).
+# Probabilities are taken among as many candidates, as in llama.cpp's own driver
+# (common/speculative.cpp).
 CANDIDATES = 10
 # The longest draft of a single head that guesses on from its own guesses.
 LONGEST_DRAFT = 16
@@ -33,8 +38,9 @@ LONGEST_DRAFT = 16
 
 @dataclass
 class HeadsLine(Generic[Row]):
-    """A sequence as the heads know it: their KV holds positions below `read`; `unread` are the tokens from there on that the
-    model has read and they have not. `rows[i]` is the hidden row before `unread[i]`; the last one is the newest."""
+    """A sequence as the heads know it: their KV holds positions below `read`; `unread` are the
+    tokens from there on that the model has read and they have not. `rows[i]` is the hidden row
+    before `unread[i]`; the last one is the newest."""
 
     read: int
     rows: list[Row]
@@ -44,7 +50,8 @@ class HeadsLine(Generic[Row]):
 class FollowingHeads(ABC, Generic[Row]):
     """Heads beside a backend's sequences. Belongs to the backend's thread.
 
-    `kind`: what they are called. `first`: the first position that they read a token at, since a row must lie before it."""
+    `kind`: what they are called. `first`: the first position that they read a token at, since a row
+    must lie before it."""
 
     kind: ClassVar[str]
     first: ClassVar[int] = 0
@@ -60,12 +67,14 @@ class FollowingHeads(ABC, Generic[Row]):
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        """Guesses for each (sequence, its newest token, which the model has not read, most tokens): the heads' best, shorter
-        where they are not sure. Nothing of them stays in the heads' memory."""
+        """Guesses for each (sequence, its newest token, which the model has not read, most tokens):
+        the heads' best, shorter where they are not sure. Nothing of them stays in the heads'
+        memory."""
 
     @abstractmethod
     def _zero_row(self) -> Row:
-        """The row before a position whose past was not seen (imported, or cut back to): zeros, as at the beginning."""
+        """The row before a position whose past was not seen (imported, or cut back to): zeros, as
+        at the beginning."""
 
     @abstractmethod
     def _detached(self, row: Row) -> Row:
@@ -81,11 +90,13 @@ class FollowingHeads(ABC, Generic[Row]):
 
     @abstractmethod
     def _restart(self, sequence: SequenceId, n_tokens: int) -> None:
-        """Empty the heads' memory of it: what they read next stands at `n_tokens`, and has no past."""
+        """Empty the heads' memory of it: what they read next stands at `n_tokens`, and has no
+        past."""
 
     @abstractmethod
     def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
-        """The empty `target` begins with what the heads' memory holds of the first `n_tokens` of `source`."""
+        """The empty `target` begins with what the heads' memory holds of the first `n_tokens` of
+        `source`."""
 
     def open(self, sequence: SequenceId) -> None:
         self._lines[sequence] = HeadsLine(0, [self._zero_row()])
@@ -95,7 +106,8 @@ class FollowingHeads(ABC, Generic[Row]):
         self._lines.pop(sequence, None)
 
     def follow(self, chunks: Sequence[Chunk], rows: Sequence[Sequence[Row]]) -> None:
-        """The model has read `chunks`, and knew these rows at their tokens: keep them, and read what has piled up."""
+        """The model has read `chunks`, and knew these rows at their tokens: keep them, and read
+        what has piled up."""
         late: list[SequenceId] = []
         for chunk, known in zip(chunks, rows, strict=True):
             line = self._lines[chunk.sequence]
@@ -158,8 +170,8 @@ class FollowingHeads(ABC, Generic[Row]):
 
     @contextmanager
     def _importing(self, sequence: SequenceId, n_tokens: int) -> Iterator[None]:
-        """The model holds `n_tokens` of `sequence` that came from elsewhere, and the block is about to give the heads' memory the
-        same. KV that does not fit is forgotten, not an error."""
+        """The model holds `n_tokens` of `sequence` that came from elsewhere, and the block is about
+        to give the heads' memory the same. KV that does not fit is forgotten, not an error."""
         try:
             yield
         except BackendFailure:

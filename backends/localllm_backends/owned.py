@@ -1,4 +1,5 @@
-"""What our backends do alike, whatever computes: whose thread it is, how much an operation may ask for, and drafting."""
+"""What our backends do alike, whatever computes: whose thread it is, how much an operation may ask
+for, and drafting."""
 
 from __future__ import annotations
 
@@ -24,16 +25,22 @@ class OwnedBackend(Backend):
 
     def _require_cells(self, n: int) -> None:
         if n > self.cells_free():
-            raise NoCellsError(f"{n} KV cells needed, {self.cells_free()} of {self.info.n_ctx} free")
+            raise NoCellsError(
+                f"{n} KV cells needed, {self.cells_free()} of {self.info.n_ctx} free"
+            )
 
     def _check_step(self, n_tokens: int, n_outputs: int) -> None:
         """May a step have so many tokens, and so many of them want logits?"""
         if not n_tokens:
             raise BackendFailure("a step needs at least one token")
         if n_tokens > self.info.n_batch:
-            raise BackendFailure(f"a step of {n_tokens} tokens is over the batch of {self.info.n_batch}")
+            raise BackendFailure(
+                f"a step of {n_tokens} tokens is over the batch of {self.info.n_batch}"
+            )
         if n_outputs > self.info.n_outputs:
-            raise BackendFailure(f"a step with {n_outputs} outputs is over the {self.info.n_outputs} a step may have")
+            raise BackendFailure(
+                f"a step with {n_outputs} outputs is over the {self.info.n_outputs} a step may have"
+            )
         self._require_cells(n_tokens)
 
     def _check_range(self, sequence: SequenceId, start: int, stop: int) -> None:
@@ -55,7 +62,8 @@ class OwnedBackend(Backend):
         return self._heads.draft(wanted)
 
     def _warm_up(self, *lengths: int) -> SequenceId:
-        """Steps of so many tokens, so that the first request does not pay for what they set up; the sequence that they made."""
+        """Steps of so many tokens, so that the first request does not pay for what they set up; the
+        sequence that they made."""
         sequence = self.new_sequence()
         token = self.info.bos_token if self.info.bos_token is not None else 0
         for n in lengths:

@@ -1,4 +1,5 @@
-"""Where the parts of a model lie. The planner chooses it and a backend is told it: one type for both, which imports nothing."""
+"""Where the parts of a model lie. The planner chooses it and a backend is told it: one type for
+both, which imports nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from typing import Literal
 class Placement:
     """Where weights and KV lie.
 
-    `gpu_layers`: the last so many layers, the output counted as one, are the accelerators' (-1 = all; 0 = no accelerator
-    is used at all). Of them the routed experts of the model's first `experts_on_host` layers stay in system memory all the
-    same (-1 = of all). `tensor_split`: each accelerator's share of the layers, in order (empty: by free memory).
-    `cards`: the accelerators that are used, by their places in the order of PCI addresses (empty: all); shares are of those.
-    `kv_on_host`: KV and attention stay in system memory. `weights`: "mapped" from the
-    file, "read" into memory, "locked" there, or "auto". `tables`: rows of lookup tables from "disk", "memory" or "auto".
-    `layout`: "stored" = the processor multiplies weights as they lie in the file, also those that the engine would lay out
-    anew for it ("auto").
+    `gpu_layers`: the last so many layers, the output counted as one, are the accelerators' (-1 =
+    all; 0 = no accelerator is used at all). Of them the routed experts of the model's first
+    `experts_on_host` layers stay in system memory all the same (-1 = of all). `tensor_split`: each
+    accelerator's share of the layers, in order (empty: by free memory).
+    `cards`: the accelerators that are used, by their places in the order of PCI addresses (empty:
+    all); shares are of those.
+    `kv_on_host`: KV and attention stay in system memory. `weights`: "mapped" from the file, "read"
+    into memory, "locked" there, or "auto". `tables`: rows of lookup tables from "disk", "memory" or
+    "auto".
+    `layout`: "stored" = the processor multiplies weights as they lie in the file, also those that
+    the engine would lay out anew for it ("auto").
     `workers`: other machines (host:port), whose accelerators come before this one's.
     """
 
@@ -33,12 +37,13 @@ class Placement:
 
     @property
     def is_split(self) -> bool:
-        """True where part of what a token needs is in system memory, as far as the placement alone tells."""
+        """True where part of what a token needs is in system memory, as far as the placement alone
+        tells."""
         return self.gpu_layers >= 0 or self.experts_on_host != 0 or self.kv_on_host
 
     def first_gpu_layer(self, n_layers: int) -> int:
-        """The index of the first of `n_layers` that the accelerators compute; `n_layers` = only the output, and
-        `n_layers` + 1 = nothing."""
+        """The index of the first of `n_layers` that the accelerators compute; `n_layers` = only the
+        output, and `n_layers` + 1 = nothing."""
         return 0 if self.gpu_layers < 0 else max(0, n_layers + 1 - self.gpu_layers)
 
     def host_expert_layers(self, n_layers: int) -> int:

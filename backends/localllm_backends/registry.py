@@ -1,4 +1,5 @@
-"""The backends that are installed: the entry-point group `localllm.backends`, ours registered exactly as a third party's.
+"""The backends that are installed: the entry-point group `localllm.backends`, ours registered
+exactly as a third party's.
 
 What they declare is known without loading any engine.
 """
@@ -57,7 +58,8 @@ def declared(name: str) -> Declaration:
 
 @cache
 def of_kernels(kernels: str) -> Declaration:
-    """The backend whose speeds are filed under a set of kernels of its own; `NONE` if that is an accelerator's."""
+    """The backend whose speeds are filed under a set of kernels of its own; `NONE` if that is an
+    accelerator's."""
     return next((d for d in declarations() if d.kernels == kernels), NONE)
 
 

@@ -1,7 +1,8 @@
-"""Tries a backend on a real model, in a process of its own: ten greedy tokens, the contract's checks (conformance.py), a turn's
-seconds, or the cost of KV types.
+"""Tries a backend on a real model, in a process of its own: ten greedy tokens, the contract's
+checks (conformance.py), a turn's seconds, or the cost of KV types.
 
-A build of an engine that is broken may crash, hang or compute nonsense, so whoever tries one runs this program:
+A build of an engine that is broken may crash, hang or compute nonsense, so whoever tries one runs
+this program:
 
     python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": 0}'
     python -m localllm_backends.trial llamacpp greedy MODEL '{"layers": -1, "follow": [284, 1904]}'
@@ -9,13 +10,16 @@ A build of an engine that is broken may crash, hang or compute nonsense, so whoe
     python -m localllm_backends.trial llamacpp turn MODEL '{"layers": -1}'
     python -m localllm_backends.trial llamacpp kv MODEL '{"text": "…", "pairs": [["q8_0", "q4_0"]]}'
 
-and reads JSON lines from its standard output. Instead of a backend a format of files may be named ("gguf").
-`greedy` prints one: the tokens chosen and their text, how far behind the
-best each is in logits (`gaps`, nothing but zeros where it follows nobody), its seconds. With `follow`, each step continues
-from the given token instead of the chosen one, so that a step says what it computed whatever the one before chose.
-`conformance` prints a line before and after each check, so that a crash names its check. `turn` prints the least seconds that
-reading a prompt and writing behind it took in several tries. `kv` prints what each pair of KV types
-costs in precision over the text, and what identifies the model and the build.
+and reads JSON lines from its standard output. Instead of a backend a format of files may be named
+("gguf").
+`greedy` prints one: the tokens chosen and their text, how far behind the best each is in logits
+(`gaps`, nothing but zeros where it follows nobody), its seconds. With `follow`, each step continues
+from the given token instead of the chosen one, so that a step says what it computed whatever the
+one before chose.
+`conformance` prints a line before and after each check, so that a crash names its check.
+`turn` prints the least seconds that reading a prompt and writing behind it took in several tries.
+`kv` prints what each pair of KV types costs in precision over the text, and what identifies the
+model and the build.
 """
 
 from __future__ import annotations
@@ -28,19 +32,29 @@ from dataclasses import asdict
 from typing import Any
 
 from localllm_backends import registry
-from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec, Placement
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    Chunk,
+    LoadError,
+    LoadSpec,
+    Placement,
+)
 
-# The next words are as good as certain for the smallest model: near ties say nothing about a device.
+# The next words are as good as certain for the smallest model: near ties say nothing about a
+# device.
 PROMPT = "The alphabet begins with these letters: A, B, C, D, E, F, G,"
 N_TOKENS = 10
-# Quantised weights times rounded activations: one kernel's order of sums is not another's. (SmolLM2 on a CPU: 0.012.)
+# Quantised weights times rounded activations: one kernel's order of sums is not another's. (SmolLM2
+# on a CPU: 0.012.)
 _REAL_MODEL_NOISE = 0.05
 _BATCH = 64
 _TURN_READ, _TURN_WRITTEN, _TURNS = 256, 32, 3
 
 
 def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
-    """Ten tokens behind the prompt, each the best, or those of `follow` with what the best would have had more."""
+    """Ten tokens behind the prompt, each the best, or those of `follow` with what the best would
+    have had more."""
     import numpy as np
 
     sequence = backend.new_sequence()
@@ -55,7 +69,9 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
         best = int(row.argmax())
         token = follow[index] if follow else best
         # A row that holds NaN or infinities is no answer, whatever its argmax is.
-        gaps.append(float(row[best]) - float(row[token]) if np.isfinite(row).all() else float("inf"))
+        gaps.append(
+            float(row[best]) - float(row[token]) if np.isfinite(row).all() else float("inf")
+        )
         chosen.append(best)
         tokens = [token]
     total_s = time.perf_counter() - started
@@ -71,8 +87,8 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def turn(backend: Backend) -> dict[str, Any]:
-    """Seconds to read `_TURN_READ` tokens and write `_TURN_WRITTEN` behind them: the least of several tries, since everything that
-    disturbs one makes it longer."""
+    """Seconds to read `_TURN_READ` tokens and write `_TURN_WRITTEN` behind them: the least of
+    several tries, since everything that disturbs one makes it longer."""
     prompt = (backend.tokenize(PROMPT, add_bos=True) * _TURN_READ)[:_TURN_READ]
     seconds = []
     for _ in range(_TURNS):
@@ -88,7 +104,9 @@ def turn(backend: Backend) -> dict[str, Any]:
 
 
 def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> dict[str, Any]:
-    comparison = backend.compare_kv([(k, v) for k, v in pairs], backend.tokenize(text, special=False))
+    comparison = backend.compare_kv(
+        [(k, v) for k, v in pairs], backend.tokenize(text, special=False)
+    )
     try:
         found = comparison.run()
         while found is None:
@@ -98,11 +116,17 @@ def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> 
     info = backend.info
     model = info.metadata.get("general.name", "") or info.description
     said = [asdict(fidelity) for fidelity in found]
-    return {"model": model, "fingerprint": info.fingerprint, "meaning": info.kv_meaning, "found": said}
+    return {
+        "model": model,
+        "fingerprint": info.fingerprint,
+        "meaning": info.kv_meaning,
+        "found": said,
+    }
 
 
 def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
-    """Each check's name before it runs, and how it went: "ok", "not here" or "failed" with the sentence."""
+    """Each check's name before it runs, and how it went: "ok", "not here" or "failed" with the
+    sentence."""
     from localllm_backends.conformance import CHECKS, NotHere, Subject
 
     for check in CHECKS:
@@ -120,7 +144,13 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
         else:
             outcome, sentence = "ok", ""
         seconds = time.perf_counter() - started
-        yield {"check": name, "outcome": outcome, "said": sentence, "seconds": seconds, "noise": subject.worst}
+        yield {
+            "check": name,
+            "outcome": outcome,
+            "said": sentence,
+            "seconds": seconds,
+            "noise": subject.worst,
+        }
 
 
 def _answers(backend: Backend, what: str, wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -143,7 +173,11 @@ def _main(arguments: Sequence[str]) -> int:
             raise LoadError(f"there is no backend {engine!r}")
         backend = backend_type.load(
             LoadSpec(
-                path, n_ctx=512, n_seq_max=4, n_batch=_BATCH, placement=Placement(gpu_layers=wanted.get("layers", -1))
+                path,
+                n_ctx=512,
+                n_seq_max=4,
+                n_batch=_BATCH,
+                placement=Placement(gpu_layers=wanted.get("layers", -1)),
             )
         )
     except (BackendFailure, ImportError, OSError, RuntimeError, AttributeError) as e:

@@ -1,4 +1,5 @@
-"""The values that pass between an engine and a backend (contract.py): what is loaded, what it can do, what goes into a step."""
+"""The values that pass between an engine and a backend (contract.py): what is loaded, what it can
+do, what goes into a step."""
 
 from __future__ import annotations
 
@@ -27,15 +28,21 @@ KV_FALLBACK, DRAFTER_LEFT_OUT = LOAD_NOTES = ("localllm.kv_fallback", "localllm.
 class LoadSpec:
     """What to load and how much memory to give it; 0 and None mean "the backend's own default".
 
-    `n_ctx` counts KV cells (tokens) shared by all sequences; `n_batch` bounds the tokens of one step and
-    `n_outputs` how many of them may want logits. `kv_type_k`/`kv_type_v` are the KV cache's element types. `n_rewind`
-    asks a recurrent model to keep that many snapshots so that as many tokens can be taken back (for drafting). `mtp`
-    loads the model's own draft heads with it (LoadError where it has none, or they can't run here), and
-    `drafter` is the file of a drafter trained for it (EAGLE-3, DFlash; LoadError where it is not for this model):
-    either is left out instead where it is `drafter_optional`, which a note says. `placement` says where
-    layers, experts and KV lie (LoadError where the engine can't place it so). `projector` is the file of the image
-    projector beside the model ("": images are not wanted; LoadError where it is of no use to this model). `wired`: weights may
-    be wired down in memory that a GPU shares with everything else. `looks_ahead`: a step may be begun before it is asked for.
+    `n_ctx` counts KV cells (tokens) shared by all sequences;
+    `n_batch` bounds the tokens of one step and `n_outputs` how many of them may want logits.
+    `kv_type_k`/`kv_type_v` are the KV cache's element types.
+    `n_rewind` asks a recurrent model to keep that many snapshots so that as many tokens can be
+    taken back (for drafting).
+    `mtp` loads the model's own draft heads with it (LoadError where it has none, or they can't run
+    here), and `drafter` is the file of a drafter trained for it (EAGLE-3, DFlash; LoadError where
+    it is not for this model): either is left out instead where it is `drafter_optional`, which a
+    note says.
+    `placement` says where layers, experts and KV lie (LoadError where the engine can't place it
+    so).
+    `projector` is the file of the image projector beside the model ("": images are not wanted;
+    LoadError where it is of no use to this model).
+    `wired`: weights may be wired down in memory that a GPU shares with everything else.
+    `looks_ahead`: a step may be begun before it is asked for.
     """
 
     path: str
@@ -64,7 +71,9 @@ class LoadSpec:
     def from_json(cls, data: Mapping[str, Any]) -> LoadSpec:
         """The spec that `dataclasses.asdict` made plain data of, and JSON lists of its tuples."""
         sent: dict[str, Any] = data.get("placement") or {}
-        placed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in sent.items()}
+        placed: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in sent.items()
+        }
         return cls(**{**data, "placement": Placement(**placed)})
 
 
@@ -72,24 +81,30 @@ class LoadSpec:
 class Capabilities:
     """What this loaded model's memory can do; asked of the object, never guessed from a name.
 
-    `rewind`: "any" = truncate to any length; "bounded" = at least the last `rewind_tokens` tokens of the step just
-    made, further back only while the memory still holds them; "none" = only to 0.
-    `shares_cells`: `fork` takes no cells until the sequences diverge; where it is False, one for each token at once.
-    `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be stored in pieces.
-    Where it is False only a whole sequence (0..n) can be exported, and it can be imported only whole.
-    `states`: the same, but a sequence can be stepped only with the state behind its last token (windows, recurrent layers),
-    which is kept apart from its KV.
-    `drafts`: longest draft (tokens) that heads loaded with it write (`Backend.draft`); 0 = there are none. `draft_kind`: which
-    ("mtp": the model's own; "eagle3", "dflash", "assistant": `LoadSpec.drafter`; "": none). Those of "dflash" are made in one pass.
+    `rewind`: "any" = truncate to any length; "bounded" = at least the last `rewind_tokens` tokens
+    of the step just made, further back only while the memory still holds them; "none" = only to 0.
+    `shares_cells`: `fork` takes no cells until the sequences diverge; where it is False, one for
+    each token at once.
+    `segments`: `export_range`/`import_range` work on any part of a sequence: a cached prefix can be
+    stored in pieces. Where it is False only a whole sequence (0..n) can be exported, and it can be
+    imported only whole.
+    `states`: the same, but a sequence can be stepped only with the state behind its last token
+    (windows, recurrent layers), which is kept apart from its KV.
+    `drafts`: longest draft (tokens) that heads loaded with it write (`Backend.draft`); 0 = there
+    are none. `draft_kind`: which ("mtp": the model's own; "eagle3", "dflash", "assistant":
+    `LoadSpec.drafter`; "": none). Those of "dflash" are made in one pass.
     `sliced_prefill`: prompts can be read beside the steps (`Backend.slice_prefill`).
     `samples`: chunks may ask for a token sampled where the logits are (`SampleSpec`).
-    `asynchronous`: a step's result may come back before it is computed; whoever asks it something waits.
-    `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a round trip there (`Backend.export_runs`).
+    `asynchronous`: a step's result may come back before it is computed; whoever asks it something
+    waits.
+    `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a
+    round trip there (`Backend.export_runs`).
     `threaded`: steps are computed by threads on the processor (`Backend.use_threads`).
-    `compares_kv`: it can say what its KV types cost in precision, on its own weights (`Backend.compare_kv`).
+    `compares_kv`: it can say what its KV types cost in precision, on its own weights
+    (`Backend.compare_kv`).
     `interruptible`: a step can be ended from another thread (`Backend.interrupt`).
-    `vision`: images can be part of a prompt (`Backend.tokenize_images`). `whole_images`: the tokens of one see each other, so that
-    all of them must go into one step.
+    `vision`: images can be part of a prompt (`Backend.tokenize_images`). `whole_images`: the tokens
+    of one see each other, so that all of them must go into one step.
     """
 
     rewind: Literal["any", "bounded", "none"]
@@ -115,11 +130,14 @@ class Capabilities:
 class ModelInfo:
     """Facts of the loaded model that the engine, the templates and the faces need.
 
-    `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served context in tokens.
-    `vision`: its prompts may have images. `kv_meaning` names, besides those and the KV types, all that gives exported KV
-    its meaning: the versions of the libraries that compute it and whatever changes how they do. KV written under
-    another one must never be imported. `control_texts`: how its control tokens are written (control_text.py). Beside the
-    file's own, `metadata` has under each of LOAD_NOTES a sentence on what loading did otherwise than asked.
+    `fingerprint` identifies weights and tokenizer (used as a cache key); `n_ctx` is the served
+    context in tokens.
+    `vision`: its prompts may have images.
+    `kv_meaning` names, besides those and the KV types, all that gives exported KV its meaning: the
+    versions of the libraries that compute it and whatever changes how they do. KV written under
+    another one must never be imported.
+    `control_texts`: how its control tokens are written (control_text.py). Beside the file's own,
+    `metadata` has under each of LOAD_NOTES a sentence on what loading did otherwise than asked.
     """
 
     architecture: str
@@ -153,9 +171,9 @@ class ModelInfo:
 class MemoryReport:
     """Bytes really allocated by this backend, by purpose; the sum is what unloading gives back.
 
-    `projector_bytes`: the image projector's weights and buffers. `places`: the same bytes by where they lie, in the
-    engine's own names (CPU, CUDA0, CPU_Mapped …); empty where it does not say. What is mapped from a file counts with
-    the whole of the mapping.
+    `projector_bytes`: the image projector's weights and buffers. `places`: the same bytes by where
+    they lie, in the engine's own names (CPU, CUDA0, CPU_Mapped …); empty where it does not say.
+    What is mapped from a file counts with the whole of the mapping.
     """
 
     weights_bytes: int
@@ -168,7 +186,13 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        held = self.weights_bytes + self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.output_bytes
+        held = (
+            self.weights_bytes
+            + self.kv_bytes
+            + self.recurrent_bytes
+            + self.compute_bytes
+            + self.output_bytes
+        )
         return held + self.projector_bytes
 
 
@@ -178,9 +202,10 @@ MAX_SAMPLED_TOP_K = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenTokens:
-    """The tokens in the window of a line's penalties: each of `ids` came `counts` (> 0) times. Their logits are divided by `repeat`
-    where they are positive and else multiplied by it, and lose `presence`, and `frequency` as often as they came. The next
-    token pushes one `leaving` out of the window (-1: none)."""
+    """The tokens in the window of a line's penalties: each of `ids` came `counts` (> 0) times.
+    Their logits are divided by `repeat` where they are positive and else multiplied by it, and lose
+    `presence`, and `frequency` as often as they came. The next token pushes one `leaving` out of
+    the window (-1: none)."""
 
     ids: NDArray[np.int64]
     counts: NDArray[np.int32]
@@ -192,16 +217,20 @@ class SeenTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How the token behind a chunk's last output is sampled. Its logits are changed, in this order: `bias` is added to some;
-    those `seen` are penalised; `reduced` is added to some (both: ids and amounts); what is not `allowed` (a bit for each token,
-    the lowest first) or is `banned` is never sampled.
+    """How the token behind a chunk's last output is sampled. Its logits are changed, in this order:
+    `bias` is added to some; those `seen` are penalised; `reduced` is added to some (both: ids and
+    amounts); what is not `allowed` (a bit for each token, the lowest first) or is `banned` is never
+    sampled.
 
-    Of the tokens ranked by logit (equals by id) top_k (0: all), top_p (1: all) and min_p (0: all) leave some, in this order, by their
-    softmax at temperature 1; the softmax of those at `temperature` is summed up, in their order where top_k or top_p left them and
-    else by id, and the token is the one in which `uniform` in [0, 1) lies. At a `temperature` of 0 it is the best one.
+    Of the tokens ranked by logit (equals by id) top_k (0: all), top_p (1: all) and min_p (0: all)
+    leave some, in this order, by their softmax at temperature 1; the softmax of those at
+    `temperature` is summed up, in their order where top_k or top_p left them and else by id, and
+    the token is the one in which `uniform` in [0, 1) lies. At a `temperature` of 0 it is the best
+    one.
 
-    `next_uniform` will sample the token after it, if nothing changes but the tokens that were seen: a backend may begin with
-    that step at once. None: that takes a look at this one. Two specs of one line are equal where they sample the same token."""
+    `next_uniform` will sample the token after it, if nothing changes but the tokens that were seen:
+    a backend may begin with that step at once. None: that takes a look at this one. Two specs of
+    one line are equal where they sample the same token."""
 
     temperature: float
     top_k: int
@@ -217,12 +246,17 @@ class SampleSpec:
 
     def next(self) -> SampleSpec | None:
         """That of the token after it."""
-        return None if self.next_uniform is None else replace(self, uniform=self.next_uniform, next_uniform=None)
+        return (
+            None
+            if self.next_uniform is None
+            else replace(self, uniform=self.next_uniform, next_uniform=None)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePixels:
-    """Decoded pixels: `data` is width × height × 3 bytes, red, green, blue, row by row. `key` is their hash."""
+    """Decoded pixels: `data` is width × height × 3 bytes, red, green, blue, row by row. `key` is
+    their hash."""
 
     width: int
     height: int
@@ -232,9 +266,11 @@ class ImagePixels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRun:
-    """Part number `part` of an image as the model reads it: `n_tokens` cells of KV, which take `n_positions` positions.
-    `grid`: where two-dimensional positions are used, int32 [3, n_tokens] of time, height and width, counted from the run's
-    first position. `key` is the hash of the pixels, the part, and all that turns them into embeddings."""
+    """Part number `part` of an image as the model reads it: `n_tokens` cells of KV, which take
+    `n_positions` positions.
+    `grid`: where two-dimensional positions are used, int32 [3, n_tokens] of time, height and width,
+    counted from the run's first position. `key` is the hash of the pixels, the part, and all that
+    turns them into embeddings."""
 
     pixels: ImagePixels
     part: int
@@ -246,8 +282,8 @@ class ImageRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePart:
-    """The tokens of an `ImageRun` from number `start` on that go into a step, with the embeddings [n_tokens, width] of the
-    whole run."""
+    """The tokens of an `ImageRun` from number `start` on that go into a step, with the embeddings
+    [n_tokens, width] of the whole run."""
 
     run: ImageRun
     embeddings: NDArray[np.float32]
@@ -255,10 +291,12 @@ class ImagePart:
 
 
 class Chunk(NamedTuple):
-    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none: mid-prefill). `sample` asks
-    for a token behind the last one, where `Capabilities.samples`; `few`: its row is hardly looked at but for that token, or, without
-    a `sample`, for the best one. With an `image` the tokens are only counted, the model
-    reads its embeddings, and the chunk is alone in its step."""
+    """Tokens to append to one sequence in a step; the last `outputs` of them want logits (0 = none:
+    mid-prefill).
+    `sample` asks for a token behind the last one, where `Capabilities.samples`;
+    `few`: its row is hardly looked at but for that token, or, without a `sample`, for the best one.
+    With an `image` the tokens are only counted, the model reads its embeddings, and the chunk is
+    alone in its step."""
 
     sequence: SequenceId
     tokens: Sequence[int]
@@ -270,8 +308,9 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvFidelity:
-    """How far logits with a KV cache of types `k` and `v` are from those with f16, over `n_tokens` of one text: KL
-    divergence KL(f16 || type) in nats, its mean and the worst, and `flips`, the share of positions with another best token.
+    """How far logits with a KV cache of types `k` and `v` are from those with f16, over `n_tokens`
+    of one text: KL divergence KL(f16 || type) in nats, its mean and the worst, and `flips`, the
+    share of positions with another best token.
     """
 
     k: str

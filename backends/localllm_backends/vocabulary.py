@@ -1,4 +1,5 @@
-"""Tokens as text and bytes, whatever file says how: what our backends' vocabularies do alike. For any thread."""
+"""Tokens as text and bytes, whatever file says how: what our backends' vocabularies do alike. For
+any thread."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from localllm_backends.control_text import ReadAnyway
 class TokenBytes(ABC):
     """What a Backend says of its tokens (see `contract.Backend`).
 
-    `controls`: how its control tokens are written; `added`: the other tokens that a tokenizer reads out of any text."""
+    `controls`: how its control tokens are written; `added`: the other tokens that a tokenizer reads
+    out of any text."""
 
     def __init__(self, n_vocab: int, controls: Iterable[str], added: Iterable[str]) -> None:
         self.n_vocab = n_vocab
@@ -25,7 +27,9 @@ class TokenBytes(ABC):
         """What a token of the vocabulary stands for."""
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
+        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode(
+            "utf-8", "replace"
+        )
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
         """Cached, because text is made of few tokens."""

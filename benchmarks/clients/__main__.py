@@ -1,4 +1,5 @@
-"""Real clients against the real server: `clients loops`, `scenes`, `table` (writes docs/clients.md), and `replay` of what one sent."""
+"""Real clients against the real server: `clients loops`, `scenes`, `table` (writes
+docs/clients.md), and `replay` of what one sent."""
 
 from __future__ import annotations
 

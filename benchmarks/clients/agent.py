@@ -1,5 +1,5 @@
-"""What a client needs to be run here: where it comes from, how it is pointed at the server, how it is started, and how
-its end is judged."""
+"""What a client needs to be run here: where it comes from, how it is pointed at the server, how it
+is started, and how its end is judged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from localllm.cli.editors.recipes import RECIPES, ClientRecipe, ClientTarget
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one run happens: the program's own folder, a home of its own, the folder it works in, and the server."""
+    """Where one run happens: the program's own folder, a home of its own, the folder it works in,
+    and the server."""
 
     program: Path
     home: Path
@@ -31,11 +32,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One client. `package` and `version` as its registry knows them; `recipe` is its name for `localllm connect`, whose
-    output configures it here; `command` starts it without a terminal; `prepare` does what connect asks a person to do.
+    """One client. `package` and `version` as its registry knows them; `recipe` is its name for
+    `localllm connect`, whose output configures it here; `command` starts it without a terminal;
+    `prepare` does what connect asks a person to do.
 
-    `worker` is another brain than usual, `edits` False for a client that leaves files alone, `says` what its output must
-    hold. `mcp` offers the client an MCP server, started by a command, and returns what is added to its own command.
+    `worker` is another brain than usual, `edits` False for a client that leaves files alone, `says`
+    what its output must hold. `mcp` offers the client an MCP server, started by a command, and
+    returns what is added to its own command.
     """
 
     name: str
@@ -66,7 +69,16 @@ def installed(agent: Agent, cache: Path) -> Path:
     if agent.registry == "npm":
         packages = [f"{agent.package}@{agent.version}", *agent.also]
         subprocess.run(
-            ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(where), *packages],
+            [
+                "npm",
+                "install",
+                "--no-audit",
+                "--no-fund",
+                "--loglevel=error",
+                "--prefix",
+                str(where),
+                *packages,
+            ],
             check=True,
         )
     else:
@@ -96,8 +108,11 @@ class Ended:
     seconds: float
 
 
-def start(agent: Agent, place: Place, mcp_server: Sequence[str] = ()) -> tuple[subprocess.Popen[bytes], Path]:
-    """The program, running, with an MCP server where one is given; and the file its output goes to."""
+def start(
+    agent: Agent, place: Place, mcp_server: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """The program, running, with an MCP server where one is given; and the file its output goes
+    to."""
     (place.folder / "notes.txt").write_text(TEXT)
     subprocess.run(["git", "init", "-q"], cwd=place.folder, check=True)
     bins = [place.program / "node_modules/.bin", place.program / "bin"]
@@ -113,7 +128,9 @@ def start(agent: Agent, place: Place, mcp_server: Sequence[str] = ()) -> tuple[s
         **agent.environment,
     }
     for step in agent.prepare(place) if agent.prepare else ():
-        subprocess.run(step, env=environment, cwd=place.folder, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            step, env=environment, cwd=place.folder, check=True, capture_output=True, timeout=60
+        )
     more = agent.mcp(place, mcp_server) if agent.mcp is not None and mcp_server else ()
     output = place.home / "output.txt"
     with output.open("wb") as file:
@@ -150,7 +167,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_left(home: Path) -> None:
-    """End what a client left running behind its back: daemons have its home in their environment."""
+    """End what a client left running behind its back: daemons have its home in their
+    environment."""
     for process in psutil.process_iter():
         try:
             if process.environ().get("HOME") == str(home):
@@ -164,7 +182,9 @@ def judge(agent: Agent, place: Place, worker: Worker, ended: Ended) -> str:
     text = (place.folder / "notes.txt").read_text()
     if "answer" not in worker.steps:
         did = ", ".join(s for s in worker.steps if s != "side") or "nothing"
-        return ("ran out of time" if ended.code is None else f"exit {ended.code}") + f" after: {did}"
+        return ("ran out of time" if ended.code is None else f"exit {ended.code}") + (
+            f" after: {did}"
+        )
     if agent.edits and (OLD in text or NEW not in text):
         return "the file is unchanged"
     if ended.code is None:
@@ -174,4 +194,16 @@ def judge(agent: Agent, place: Place, worker: Worker, ended: Ended) -> str:
     return "" if agent.says in ended.output else "the answer was not shown"
 
 
-__all__ = ["TASK", "Agent", "Ended", "Place", "connected", "end", "end_left", "installed", "judge", "start", "wait"]
+__all__ = [
+    "TASK",
+    "Agent",
+    "Ended",
+    "Place",
+    "connected",
+    "end",
+    "end_left",
+    "installed",
+    "judge",
+    "start",
+    "wait",
+]

@@ -1,7 +1,7 @@
 """What a model does that knows its work: read a file, edit it, run a command, answer.
 
-It goes by what the prompt holds, never by a count of its own: the file's word can only have come from a tool's result,
-and what the command printed shows whether the edit was made.
+It goes by what the prompt holds, never by a count of its own: the file's word can only have come
+from a tool's result, and what the command printed shows whether the edit was made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from benchmarks.clients.notations import Notation
 from benchmarks.clients.recorder import ASKED
 
 TASK = (
-    "Read the file notes.txt in this folder, put another bird into it, run a command that prints the file in capitals, "
+    "Read the file notes.txt in this folder, put another bird into it, run a command that prints "
+    "the file in capitals, "
     "and say that you are done."
 )
 OLD, NEW = "kingfisher", "grey heron"
@@ -29,9 +30,19 @@ THOUGHT = "I know what comes next."
 _MOST_STEPS = 14
 
 READ = ("read_file", "read", "view", "view_file", "read_files", "readfile", "fs_read", "open_file")
-EDIT = ("edit", "edit_file", "replace", "replace_in_file", "str_replace", "search_replace", "multi_edit", "editor")
+EDIT = (
+    "edit",
+    "edit_file",
+    "replace",
+    "replace_in_file",
+    "str_replace",
+    "search_replace",
+    "multi_edit",
+    "editor",
+)
 SHELL = (
-    "bash", "shell", "exec_command", "run_shell_command", "run_commands", "execute_command", "run_terminal_command",
+    "bash", "shell", "exec_command", "run_shell_command", "run_commands", "execute_command",
+    "run_terminal_command",
     "shell_command", "run_command", "execute", "execute_bash", "local_shell", "terminal",
 )  # fmt: skip
 
@@ -49,7 +60,9 @@ def offered(body: Mapping[str, Any]) -> list[Offered]:
     found: list[Offered] = []
     for tool in body.get("tools") or ():
         if tool.get("type") == "namespace":
-            found += [Offered(t["name"], t.get("parameters") or {}) for t in tool.get("tools") or ()]
+            found += [
+                Offered(t["name"], t.get("parameters") or {}) for t in tool.get("tools") or ()
+            ]
             continue
         function = tool.get("function") or tool
         schema = function.get("parameters") or function.get("input_schema") or {}
@@ -59,11 +72,14 @@ def offered(body: Mapping[str, Any]) -> list[Offered]:
 
 
 class Worker:
-    """The brain of one run. `steps` names what it did; `extra` are calls to make before the answer, as (a pattern of
-    the tool's name, arguments, a word that only the tool's result has)."""
+    """The brain of one run. `steps` names what it did; `extra` are calls to make before the answer,
+    as (a pattern of the tool's name, arguments, a word that only the tool's result has)."""
 
     def __init__(
-        self, notation: Notation, folder: Path, extra: Sequence[tuple[str, Mapping[str, Any], str]] = ()
+        self,
+        notation: Notation,
+        folder: Path,
+        extra: Sequence[tuple[str, Mapping[str, Any], str]] = (),
     ) -> None:
         self.notation = notation
         self.folder = folder
@@ -78,7 +94,11 @@ class Worker:
             answer = self.answer(prompt, tools)
             return [self.notation.write(THOUGHT, answer, ()), answer]
         name, arguments = calls[0]
-        parts = [{"name": name, "arguments": arguments}, {"name": name, "parameters": arguments}, arguments]
+        parts = [
+            {"name": name, "arguments": arguments},
+            {"name": name, "parameters": arguments},
+            arguments,
+        ]
         return [self.notation.write(THOUGHT, "", calls), *map(json.dumps, parts)]
 
     def answer(self, prompt: str, tools: Sequence[Offered]) -> str:
@@ -97,7 +117,9 @@ class Worker:
         if OLD not in prompt:
             return self._step("read", named(tools, READ) or shell, "cat notes.txt")
         if NEW not in prompt:
-            return self._step("edit", named(tools, EDIT) or shell, f"sed -i 's/{OLD}/{NEW}/' notes.txt")
+            return self._step(
+                "edit", named(tools, EDIT) or shell, f"sed -i 's/{OLD}/{NEW}/' notes.txt"
+            )
         if not SHOWN.search(prompt):
             return self._step("run", shell, RUN)
         for pattern, arguments, sign in self.extra:
@@ -107,7 +129,9 @@ class Worker:
                 return [(tool.name, dict(arguments))]
         return []
 
-    def _step(self, what: str, tool: Offered | None, command: str) -> list[tuple[str, dict[str, Any]]]:
+    def _step(
+        self, what: str, tool: Offered | None, command: str
+    ) -> list[tuple[str, dict[str, Any]]]:
         if tool is None:
             self.steps.append(f"no tool to {what}")
             return []
@@ -123,8 +147,8 @@ def named(tools: Sequence[Offered], names: Sequence[str]) -> Offered | None:
 
 
 def fill(schema: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments for a tool of this schema, in the schema's order: what is known by the parameter's name, and something
-    valid for whatever else is required."""
+    """Arguments for a tool of this schema, in the schema's order: what is known by the parameter's
+    name, and something valid for whatever else is required."""
     required = set(schema.get("required") or ())
     out: dict[str, Any] = {}
     for name, described in (schema.get("properties") or {}).items():
@@ -148,12 +172,24 @@ def _known(name: str, described: Mapping[str, Any], known: Mapping[str, str]) ->
     if low in ("command", "cmd", "commands") and not described.get("enum"):
         if _is(described, "array") and not items.get("properties"):
             return (
-                [known.get("command", "true")] if low == "commands" else ["bash", "-lc", known.get("command", "true")]
+                [known.get("command", "true")]
+                if low == "commands"
+                else ["bash", "-lc", known.get("command", "true")]
             )
         return known.get("command", "true") if _is(described, "string") else None
     if low in ("files", "edits", "commands") and items.get("properties"):
         return [fill(items, known)]
-    if low in ("path", "filepath", "filename", "file", "absolutepath", "targetfile", "paths", "filepaths", "files"):
+    if low in (
+        "path",
+        "filepath",
+        "filename",
+        "file",
+        "absolutepath",
+        "targetfile",
+        "paths",
+        "filepaths",
+        "files",
+    ):
         return [known.get("path", ".")] if _is(described, "array") else known.get("path", ".")
     return None
 
@@ -177,5 +213,8 @@ def _any(name: str, described: Mapping[str, Any], known: Mapping[str, str]) -> A
 def _is(described: Mapping[str, Any], kind: str) -> bool:
     kinds = described.get("type")
     if kinds is None:
-        return any(_is(d, kind) for d in described.get("anyOf") or described.get("oneOf") or ()) or kind == "string"
+        return (
+            any(_is(d, kind) for d in described.get("anyOf") or described.get("oneOf") or ())
+            or kind == "string"
+        )
     return kind == kinds or (isinstance(kinds, list) and kind in kinds)

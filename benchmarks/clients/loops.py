@@ -1,11 +1,13 @@
-"""Real clients against the real server: which of them finish a loop (read, edit, run, answer), template by template.
+"""Real clients against the real server: which of them finish a loop (read, edit, run, answer),
+template by template.
 
     make bench ARGS="clients loops --only codex,claude --templates Qwen3.5"
     make bench ARGS="clients loops --results loops.json"
 
-The model behind the server is scripted: it writes the notation its template's publisher gives, under the server's own
-grammars (model.py). Clients are installed at pinned versions into --cache, run one at a time, and configured by what
-`localllm connect` says. Templates come from the llama.cpp tree that LOCALLLM_LLAMA_CPP_SOURCE names.
+The model behind the server is scripted: it writes the notation its template's publisher gives,
+under the server's own grammars (model.py). Clients are installed at pinned versions into --cache,
+run one at a time, and configured by what `localllm connect` says. Templates come from the llama.cpp
+tree that LOCALLLM_LLAMA_CPP_SOURCE names.
 """
 
 from __future__ import annotations
@@ -51,13 +53,16 @@ def source_of(notation: Notation) -> str:
     """The template's text."""
     root = os.environ.get("LOCALLLM_LLAMA_CPP_SOURCE")
     if not root:
-        raise SystemExit("LOCALLLM_LLAMA_CPP_SOURCE must name a llama.cpp source tree, for its models/templates")
+        raise SystemExit(
+            "LOCALLLM_LLAMA_CPP_SOURCE must name a llama.cpp source tree, for its models/templates"
+        )
     return (Path(root) / "models/templates" / notation.template).read_text(encoding="utf-8")
 
 
 @dataclass(slots=True)
 class Stage:
-    """Everything one run needs: where it happens, the model's brain, the model, and what was exchanged."""
+    """Everything one run needs: where it happens, the model's brain, the model, and what was
+    exchanged."""
 
     place: Place
     worker: Worker
@@ -66,7 +71,9 @@ class Stage:
 
 
 @contextmanager
-def stage(agent: Agent, notation: Notation, program: Path, n_ctx: int = 0, pause_s: float = 0.0) -> Iterator[Stage]:
+def stage(
+    agent: Agent, notation: Notation, program: Path, n_ctx: int = 0, pause_s: float = 0.0
+) -> Iterator[Stage]:
     """A server with the scripted model, and folders of its own for the client."""
     with tempfile.TemporaryDirectory(prefix="client-", ignore_cleanup_errors=True) as folder:
         home, work = Path(folder) / "home", Path(folder) / "work"
@@ -95,7 +102,9 @@ def run(agent: Agent, notation: Notation, program: Path, keep: Path | None = Non
         stopped += because(on.model, on.exchanges)
     if keep is not None:
         _keep(keep / f"{agent.name.replace('/', '-')}-{notation.name}", ended.output, on)
-    return Result(agent.name, agent.version, notation.name, stopped, ended.seconds, on.model.coerced)
+    return Result(
+        agent.name, agent.version, notation.name, stopped, ended.seconds, on.model.coerced
+    )
 
 
 def because(model: ScriptedModel, exchanges: list[Exchange]) -> str:
@@ -118,8 +127,13 @@ def _keep(where: Path, output: str, on: Stage) -> None:
     (where / "steps.json").write_text(json.dumps(did))
     with (where / "exchanges.txt").open("w") as file:
         for e in on.exchanges:
-            file.write(f"### {e.method} {e.path} -> {e.status}\n{json.dumps(e.headers)}\n{json.dumps(e.body)}\n")
-            file.write(f"--- {json.dumps(e.reply_headers)}\n{e.reply.decode('utf-8', 'replace')}\n\n")
+            file.write(
+                f"### {e.method} {e.path} -> "
+                f"{e.status}\n{json.dumps(e.headers)}\n{json.dumps(e.body)}\n"
+            )
+            file.write(
+                f"--- {json.dumps(e.reply_headers)}\n{e.reply.decode('utf-8', 'replace')}\n\n"
+            )
 
 
 class Given:
@@ -131,7 +145,9 @@ class Given:
         self.keep: Path | None = parsed.keep
         self.scenes: str = getattr(parsed, "scenes", "")
         self.agents = [a for a in AGENTS if not parsed.only or a.name in parsed.only.split(",")]
-        self.notations = [n for n in NOTATIONS if not parsed.templates or n.name in parsed.templates.split(",")]
+        self.notations = [
+            n for n in NOTATIONS if not parsed.templates or n.name in parsed.templates.split(",")
+        ]
         self._results: Path | None = parsed.results
 
     def add(self, name: str, result: dict[str, Any]) -> None:
@@ -145,12 +161,16 @@ class Given:
 
 def arguments(about: str | None, more: Mapping[str, str] = MappingProxyType({})) -> Given:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="clients by name, comma-separated")
     parser.add_argument("--templates", default="", help="templates by name, comma-separated")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/localllm-clients")
     parser.add_argument("--keep", type=Path, help="folder for what was said in each run")
-    parser.add_argument("--results", type=Path, help="JSON file that results are added to, run by run")
+    parser.add_argument(
+        "--results", type=Path, help="JSON file that results are added to, run by run"
+    )
     for name, said in more.items():
         parser.add_argument(name, default="", help=said)
     return Given(parser.parse_args())
@@ -164,8 +184,15 @@ def main() -> None:
         for notation in given.notations:
             result = run(agent, notation, program, given.keep)
             said = result.stopped or "complete"
-            print(f"{result.agent:14} {result.notation:18} {result.seconds:5.1f} s  {said}", flush=True)
-            kept = {"version": result.version, "stopped": result.stopped, "coerced": sorted(set(result.coerced))}
+            print(
+                f"{result.agent:14} {result.notation:18} {result.seconds:5.1f} s  {said}",
+                flush=True,
+            )
+            kept = {
+                "version": result.version,
+                "stopped": result.stopped,
+                "coerced": sorted(set(result.coerced)),
+            }
             given.add(f"{result.agent} {result.notation}", kept)
 
 

@@ -42,5 +42,9 @@ def answer(method: str, given: dict[str, Any]) -> dict[str, Any]:
 for line in sys.stdin:
     asked = json.loads(line)
     if "id" in asked:
-        reply = {"jsonrpc": "2.0", "id": asked["id"], "result": answer(asked["method"], asked.get("params") or {})}
+        reply = {
+            "jsonrpc": "2.0",
+            "id": asked["id"],
+            "result": answer(asked["method"], asked.get("params") or {}),
+        }
         print(json.dumps(reply), flush=True)

@@ -1,8 +1,10 @@
-"""A model that knows what it wants to write and is held to the server's grammars while it writes it.
+"""A model that knows what it wants to write and is held to the server's grammars while it writes
+it.
 
-It stands where a real engine stands: prompt in, text out, one token per byte and one per control token of the template.
-Under a grammar every token it wants is checked by the engine's own constraint; what the grammar alone allows is written
-for it, and a word the grammar has no way to write ends the answer with a failure that says so.
+It stands where a real engine stands: prompt in, text out, one token per byte and one per control
+token of the template. Under a grammar every token it wants is checked by the engine's own
+constraint; what the grammar alone allows is written for it, and a word the grammar has no way to
+write ends the answer with a failure that says so.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from localllm.engine.sampling.grammar import GrammarCompiler
 from support.scripted_engine import BOS, EOS, ScriptedEngine
 
 _FIRST_CONTROL = 258
-_MOST_COERCED = 3  # tokens in a row that a grammar may put before the model is taken to say something else
+# tokens in a row that a grammar may put before the model is taken to say something else
+_MOST_COERCED = 3
 _SPACE = (*b" \n",)
 _CHUNK = 12  # tokens of one piece of text
 
 Brain = Callable[[str], list[str]]
-"""From a prompt to what the model wants to write: the whole reply first, then what it would write where only a part of
-one is asked for (a forced call's JSON, its arguments)."""
+"""From a prompt to what the model wants to write: the whole reply first, then what it would write
+where only a part of one is asked for (a forced call's JSON, its arguments)."""
 
 
 class Vocabulary:
@@ -65,19 +68,28 @@ class Vocabulary:
         pieces = self._split.split(text) if special and self._split else [text]
         out: list[int] = []
         for piece in pieces:
-            out += [_FIRST_CONTROL + self._control.index(piece)] if piece in self._control else list(piece.encode())
+            out += (
+                [_FIRST_CONTROL + self._control.index(piece)]
+                if piece in self._control
+                else list(piece.encode())
+            )
         return out
 
     def text(self, tokens: list[int], *, special: bool = True) -> str:
         """The inverse."""
-        return b"".join(self.token_bytes(t, special=special) for t in tokens).decode("utf-8", "replace")
+        return b"".join(self.token_bytes(t, special=special) for t in tokens).decode(
+            "utf-8", "replace"
+        )
 
 
 class ScriptedModel(ScriptedEngine):
-    """An engine whose answers `brain` decides. `refused` has what grammars kept it from saying, `coerced` what they
-    wrote in its place; `left_s` when each cancelled answer stopped being made (time.monotonic)."""
+    """An engine whose answers `brain` decides. `refused` has what grammars kept it from saying,
+    `coerced` what they wrote in its place; `left_s` when each cancelled answer stopped being made
+    (time.monotonic)."""
 
-    def __init__(self, notation: Notation, source: str, brain: Brain, *, n_ctx: int, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, notation: Notation, source: str, brain: Brain, *, n_ctx: int, pause_s: float = 0.0
+    ) -> None:
         n_vocab = _FIRST_CONTROL + len(notation.control)
         facts = {"n_ctx": n_ctx, "n_ctx_train": n_ctx, "n_vocab": n_vocab, "chat_template": source}
         super().__init__(**facts)
@@ -93,7 +105,11 @@ class ScriptedModel(ScriptedEngine):
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         """Answer as the brain says, and note when an answer was cut off from outside."""
         self.requests.append(request)
-        tokens = request.prompt if isinstance(request.prompt, list) else self.vocabulary.tokenize(request.prompt)
+        tokens = (
+            request.prompt
+            if isinstance(request.prompt, list)
+            else self.vocabulary.tokenize(request.prompt)
+        )
         room, most = self.info.n_ctx - len(tokens), request.generation.max_tokens
         if room <= 0 or (most is not None and most > room):
             self.requests.pop()
@@ -115,7 +131,12 @@ class ScriptedModel(ScriptedEngine):
                 self.cancelled.append(request.id)
 
     async def tokenize(
-        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        add_bos: bool = False,
+        images: dict[str, str] | None = None,
     ) -> list[int]:
         """Bytes and control tokens."""
         return self.vocabulary.tokenize(text, special=special)
@@ -124,7 +145,9 @@ class ScriptedModel(ScriptedEngine):
         """Their text."""
         return self.vocabulary.text(tokens)
 
-    async def _answer(self, request: Request, tokens: list[int], limit: int) -> AsyncIterator[Event]:
+    async def _answer(
+        self, request: Request, tokens: list[int], limit: int
+    ) -> AsyncIterator[Event]:
         try:
             writes, reason, stop = self._plan(request, self.vocabulary.text(tokens), limit)
         except _RefusedError as e:
@@ -135,11 +158,17 @@ class ScriptedModel(ScriptedEngine):
             piece = writes[at : at + _CHUNK]
             if self.pause_s:
                 await asyncio.sleep(self.pause_s)
-            yield Text(request.id, self.vocabulary.text(piece, special=request.render_control), tuple(piece))
+            yield Text(
+                request.id,
+                self.vocabulary.text(piece, special=request.render_control),
+                tuple(piece),
+            )
         usage = Usage(len(tokens), len(writes), 0)
         yield Finish(request.id, reason, usage, Timings(0.0, 0.01, 0.02, 0.01), stop)
 
-    def _plan(self, request: Request, prompt: str, limit: int) -> tuple[list[int], FinishReason, str | None]:
+    def _plan(
+        self, request: Request, prompt: str, limit: int
+    ) -> tuple[list[int], FinishReason, str | None]:
         """The tokens of this part of the answer, how it ends, and at which stop string."""
         if not request.continues or request.id not in self._begun:
             self._begun[request.id] = (prompt, self.brain(prompt))
@@ -148,7 +177,13 @@ class ScriptedModel(ScriptedEngine):
         options = [whole] if whole is not None else []
         if request.grammar is None:
             if not options:
-                raise _RefusedError(f"the prompt goes on with {prompt.removeprefix(base)[-60:]!r}, which I did not say")
+                raise _RefusedError(
+                    f"the prompt goes on with {prompt.removeprefix(base)[-60:]!r}, "
+                    "which "
+                    "I "
+                    "did "
+                    "not say"
+                )
             return self._free(request, options[0], limit)
         options += [w[_begun(prompt, w) :] for w in wants[1:]]
         failed: list[_RefusedError] = []
@@ -161,7 +196,9 @@ class ScriptedModel(ScriptedEngine):
             return (made[:limit], "length", None) if len(made) > limit else (made, "stop", None)
         raise failed[0] if failed else _RefusedError(f"nothing to say behind {prompt[-60:]!r}")
 
-    def _free(self, request: Request, text: str, limit: int) -> tuple[list[int], FinishReason, str | None]:
+    def _free(
+        self, request: Request, text: str, limit: int
+    ) -> tuple[list[int], FinishReason, str | None]:
         shown = self.vocabulary.text(self.vocabulary.tokenize(text), special=request.render_control)
         hits = [(at, s) for s in request.generation.stop if (at := shown.find(s)) >= 0]
         reason: FinishReason = "stop"
@@ -185,10 +222,14 @@ class ScriptedModel(ScriptedEngine):
             allowed = {int(t) for t in np.flatnonzero(row > -np.inf)}
             token = wanted[at] if at < len(wanted) else EOS
             if EOS in allowed and token in allowed and not _whole(constraint, wanted[at:]):
-                token = EOS  # a tag is one token in a real vocabulary: its first letter alone is no reason to go on
+                # a tag is one token in a real vocabulary: its first letter alone is no reason to go
+                # on
+                token = EOS
             if token == EOS or (token not in allowed and EOS in allowed):
                 if EOS not in allowed:
-                    raise _RefusedError(f"the grammar wants more behind {self.vocabulary.text(made)[-80:]!r}")
+                    raise _RefusedError(
+                        f"the grammar wants more behind {self.vocabulary.text(made)[-80:]!r}"
+                    )
                 return made
             if token in allowed:
                 at, put = at + 1, 0
@@ -197,13 +238,21 @@ class ScriptedModel(ScriptedEngine):
                 continue
             else:
                 put += 1
-                token = self._put(allowed if put <= _MOST_COERCED else set(), made, self.vocabulary.text(wanted[at:]))
+                token = self._put(
+                    allowed if put <= _MOST_COERCED else set(),
+                    made,
+                    self.vocabulary.text(wanted[at:]),
+                )
             constraint.accept(token)
             made.append(token)
 
     def _put(self, allowed: set[int], made: list[int], wanted: str) -> int:
-        """The token a grammar writes in the model's place: its only one, or a space. Raises _RefusedError."""
-        forced = next((t for t in (*b"\n ",) if t in allowed), next(iter(allowed)) if len(allowed) == 1 else None)
+        """The token a grammar writes in the model's place: its only one, or a space. Raises
+        _RefusedError."""
+        forced = next(
+            (t for t in (*b"\n ",) if t in allowed),
+            next(iter(allowed)) if len(allowed) == 1 else None,
+        )
         said = self.vocabulary.text(made)[-80:]
         if forced is None:
             raise _RefusedError(f"the grammar refuses {wanted[:40]!r} behind {said!r}")
@@ -217,7 +266,10 @@ class _RefusedError(Exception):
 
 def _whole(constraint: Any, wanted: list[int]) -> bool:
     """True when the grammar allows what is wanted up to the end of its first tag."""
-    end = next((i for i, t in enumerate(wanted[: _CHUNK * 4]) if t == ord(">")), len(wanted[: _CHUNK * 4]) - 1)
+    end = next(
+        (i for i, t in enumerate(wanted[: _CHUNK * 4]) if t == ord(">")),
+        len(wanted[: _CHUNK * 4]) - 1,
+    )
     return bool(constraint._matcher.validate_tokens(wanted[: end + 1]) == end + 1)
 
 
@@ -227,7 +279,8 @@ def _begun(prompt: str, part: str) -> int:
 
 
 def _rest(wanted: str, said: str) -> str | None:
-    """What of `wanted` comes behind `said`; space between does not count. None where `said` is something else."""
+    """What of `wanted` comes behind `said`; space between does not count. None where `said` is
+    something else."""
     if wanted.startswith(said):
         return wanted[len(said) :]
     i = j = 0

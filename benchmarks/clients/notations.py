@@ -1,7 +1,9 @@
-"""How six models write: their template, and the notation its publisher gives for thoughts, answers and calls.
+"""How six models write: their template, and the notation its publisher gives for thoughts, answers
+and calls.
 
-Written by hand from the templates and the publishers' pages, so that the server's own formats are not asked what they
-expect. Empty reasoning is never written: all of these models think where their template lets them.
+Written by hand from the templates and the publishers' pages, so that the server's own formats are
+not asked what they expect. Empty reasoning is never written: all of these models think where their
+template lets them.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ Calls = Sequence[tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """One model: a name for the table, the template's file, its control tokens, and how a reply is written from a thought, an
-    answer and calls (several only where the model writes several)."""
+    """One model: a name for the table, the template's file, its control tokens, and how a reply is
+    written from a thought, an answer and calls (several only where the model writes several)."""
 
     name: str
     template: str
@@ -33,7 +35,9 @@ def _plain(value: Any) -> str:
 def _tagged(calls: Calls) -> str:
     written = []
     for name, arguments in calls:
-        given = "".join(f"<parameter={k}>\n{_plain(v)}\n</parameter>\n" for k, v in arguments.items())
+        given = "".join(
+            f"<parameter={k}>\n{_plain(v)}\n</parameter>\n" for k, v in arguments.items()
+        )
         written.append(f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>")
     return "\n".join(written)
 
@@ -52,12 +56,15 @@ def _harmony(thought: str, answer: str, calls: Calls) -> str:
         return f"{said}<|channel|>final<|message|>{answer}"
     name, arguments = calls[0]
     return (
-        f"{said}<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+        f"{said}<|channel|>commentary to=functions.{name} "
+        f"<|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
     )
 
 
 def _mistral(thought: str, answer: str, calls: Calls) -> str:
-    return answer + "".join(f"[TOOL_CALLS]{n}[CALL_ID]000000000[ARGS]{json.dumps(a)}" for n, a in calls)
+    return answer + "".join(
+        f"[TOOL_CALLS]{n}[CALL_ID]000000000[ARGS]{json.dumps(a)}" for n, a in calls
+    )
 
 
 def _glm(thought: str, answer: str, calls: Calls) -> str:
@@ -82,7 +89,15 @@ def _minimax(thought: str, answer: str, calls: Calls) -> str:
     return f"{thought}\n</think>\n\n{answer}\n<minimax:tool_call>\n{invoked}</minimax:tool_call>"
 
 
-_HARMONY_TOKENS = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+_HARMONY_TOKENS = (
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|start|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
 
 NOTATIONS = (
     Notation("Qwen3.5", "Qwen3.5-4B.jinja", (), _qwen35),
@@ -91,7 +106,14 @@ NOTATIONS = (
     Notation(
         "Mistral-Small-3.2",
         "Mistral-Small-3.2-24B-Instruct-2506.jinja",
-        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CONTENT]"),
+        (
+            "[TOOL_CALLS]",
+            "[CALL_ID]",
+            "[ARGS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+            "[TOOL_CONTENT]",
+        ),
         _mistral,
     ),
     Notation("GLM-4.7", "GLM-4.7-Flash.jinja", (), _glm),

@@ -1,4 +1,5 @@
-"""What clients sent and what they got: a layer around the server's app that keeps every exchange."""
+"""What clients sent and what they got: a layer around the server's app that keeps every
+exchange."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-# The body of the request that is being served: the scripted model finds in it which tools it was offered.
+# The body of the request that is being served: the scripted model finds in it which tools it was
+# offered.
 ASKED: ContextVar[dict[str, Any]] = ContextVar("asked", default={})  # noqa: B039 (never changed in place)
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and its reply. `gone_s`: when the client hung up before the reply ended (time.monotonic)."""
+    """One request and its reply. `gone_s`: when the client hung up before the reply ended
+    (time.monotonic)."""
 
     method: str
     path: str
@@ -67,7 +70,9 @@ class Recorder:
         async def sending(message: Any) -> None:
             if message["type"] == "http.response.start":
                 seen.status = message["status"]
-                seen.reply_headers = {k.decode().lower(): v.decode("latin-1") for k, v in message["headers"]}
+                seen.reply_headers = {
+                    k.decode().lower(): v.decode("latin-1") for k, v in message["headers"]
+                }
             seen.reply += message.get("body", b"")
             await send(message)
 

@@ -1,6 +1,8 @@
-"""Sends the recorded requests of a run again (`exchanges.txt` of `clients loops`, or one request's body as JSON) to a server.
+"""Sends the recorded requests of a run again (`exchanges.txt` of `clients loops`, or one request's
+body as JSON) to a server.
 
-python -m benchmarks clients replay FILE [--url http://localhost:11535] [--path /v1/chat/completions] [--key KEY]
+python -m benchmarks clients replay FILE [--url http://localhost:11535] [--path
+/v1/chat/completions] [--key KEY]
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def requests(file: Path, path: str) -> list[tuple[str, str, str, str]]:
 
 def main() -> None:
     """Send them in their order, and print what comes back."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--url", default="http://localhost:11535")
     parser.add_argument("--path", default="/v1/chat/completions")
@@ -34,7 +38,10 @@ def main() -> None:
     with httpx.Client(base_url=given.url, headers=headers, timeout=300, trust_env=False) as client:
         for method, path, body, before in requests(given.file, given.path):
             reply = client.request(method, path, content=None if body == "null" else body)
-            print(f"### {method} {path} -> {reply.status_code}{f' (was {before})' if before else ''}\n{reply.text}\n")
+            print(
+                f"### {method} {path} -> "
+                f"{reply.status_code}{f' (was {before})' if before else ''}\n{reply.text}\n"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What happens besides the loop: an MCP tool with large numbers, calls in parallel, Ctrl-C, a full window, an image.
+"""What happens besides the loop: an MCP tool with large numbers, calls in parallel, Ctrl-C, a full
+window, an image.
 
 make bench ARGS="clients scenes --only codex,claude"
 """
@@ -46,7 +47,12 @@ class Counting(Worker):
         finder = named(tools, ("tool_search", "toolsearch"))
         if not any(name[0].endswith(t.name) for t in tools) and finder is not None:
             self.steps.append("find")  # a client that offers its tools on demand
-            return [(finder.name, fill({**finder.schema, "required": []}, {"query": f"select:{name[0]}"}))]
+            return [
+                (
+                    finder.name,
+                    fill({**finder.schema, "required": []}, {"query": f"select:{name[0]}"}),
+                )
+            ]
         self.steps.append("count")
         schema = next((t.schema for t in tools if name[0].endswith(t.name)), {})
         given = {"place": "the pond", "limit": 1_234_567}
@@ -65,7 +71,11 @@ class Parallel(Worker):
     def calls(self, prompt: str, tools: Sequence[Offered]) -> Calls:
         """Two reads in one reply, where the model writes several calls."""
         usual = super().calls(prompt, tools)
-        return usual * 2 if usual and self.notation.parallel and self.steps.count("read") == 1 else usual
+        return (
+            usual * 2
+            if usual and self.notation.parallel and self.steps.count("read") == 1
+            else usual
+        )
 
 
 class Looking(Worker):
@@ -79,7 +89,9 @@ class Looking(Worker):
         if usual or tool is None or "look" in self.steps:
             return usual
         self.steps.append("look")
-        return [(tool.name, fill(tool.schema, {"path": str(self.folder / "dot.png"), "command": ""}))]
+        return [
+            (tool.name, fill(tool.schema, {"path": str(self.folder / "dot.png"), "command": ""}))
+        ]
 
 
 class Endless(Worker):
@@ -100,7 +112,11 @@ class Flooding(Worker):
         """Sums up where that is asked for at the end of the prompt."""
         if self.steps.count("flood") > 1 and "summar" in prompt[-_TAIL_CHARS:].lower():
             self.steps.append("summary")
-            return [self.notation.write("I sum up.", f"<summary>The task: {TASK} Numbers were printed.</summary>", ())]
+            return [
+                self.notation.write(
+                    "I sum up.", f"<summary>The task: {TASK} Numbers were printed.</summary>", ()
+                )
+            ]
         return super().__call__(prompt)
 
     def calls(self, prompt: str, tools: Sequence[Offered]) -> Calls:
@@ -122,11 +138,17 @@ def mcp(agent: Agent, notation: Notation, program: Path) -> str:
         ended = wait(*start(agent, on.place, command), agent.limit_s)
         stopped = judge(agent, on.place, on.worker, ended)
         if not stopped and "counted" not in on.worker.steps:
-            stopped = "the tool was not offered" if "count" not in on.worker.steps else "its result did not come"
+            stopped = (
+                "the tool was not offered"
+                if "count" not in on.worker.steps
+                else ("its result did not come")
+            )
         return _said(stopped, on)
 
 
-def _looped(worker: type[Worker], prepare: Callable[[Place], None] | None = None) -> Callable[..., str]:
+def _looped(
+    worker: type[Worker], prepare: Callable[[Place], None] | None = None
+) -> Callable[..., str]:
     def scene(agent: Agent, notation: Notation, program: Path) -> str:
         with stage(replace(agent, worker=worker), notation, program) as on:
             if prepare is not None:
@@ -163,11 +185,16 @@ def interrupt(agent: Agent, notation: Notation, program: Path) -> str:
         if ended is None:
             return "the client went on reading for 10 s"
         hung_up = max(gone) if gone else pressed
-        return f"{max(0.0, ended - hung_up):.2f} s after it hung up ({ended - pressed:.2f} s after Ctrl-C)"
+        return (
+            f"{max(0.0, ended - hung_up):.2f} s after it hung up ({ended - pressed:.2f} s "
+            "after "
+            "Ctrl-C)"
+        )
 
 
 def overflow(agent: Agent, notation: Notation, program: Path) -> str:
-    """More is read than the window holds: the client shortens the conversation and goes on, or says what happened."""
+    """More is read than the window holds: the client shortens the conversation and goes on, or says
+    what happened."""
     with stage(replace(agent, worker=Worker), notation, program) as on:
         wait(*start(agent, on.place), agent.limit_s)
         sizes = [len(r.prompt) for r in on.model.requests]
@@ -176,11 +203,18 @@ def overflow(agent: Agent, notation: Notation, program: Path) -> str:
     with stage(replace(agent, worker=Flooding), notation, program, n_ctx=max(sizes) + 60_000) as on:
         ended = wait(*start(agent, on.place), agent.limit_s)
         stopped = judge(agent, on.place, on.worker, ended)
-        refused = sum(e.status == 400 or b"context_length" in e.reply or b"too long" in e.reply for e in on.exchanges)
+        refused = sum(
+            e.status == 400 or b"context_length" in e.reply or b"too long" in e.reply
+            for e in on.exchanges
+        )
         told = f"told {refused} time{'s' * (refused > 1)}, " if refused else ""
         compacted = "summary" in on.worker.steps
         end_of_it = (
-            "went on" if not stopped else f"shortened the conversation, then: {stopped}" if compacted else stopped
+            "went on"
+            if not stopped
+            else f"shortened the conversation, then: {stopped}"
+            if compacted
+            else stopped
         )
         return told + end_of_it
 
@@ -210,7 +244,9 @@ def main() -> None:
             for name in names:
                 said = SCENES[name](agent, notation, program)
                 print(f"{agent.name:14} {notation.name:18} {name:10} {said}", flush=True)
-                given.add(f"{agent.name} {notation.name} {name}", {"version": agent.version, "said": said})
+                given.add(
+                    f"{agent.name} {notation.name} {name}", {"version": agent.version, "said": said}
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Writes what loops and scenes measured into docs/clients.md: between its marks, everything else there stays.
+"""Writes what loops and scenes measured into docs/clients.md: between its marks, everything else
+there stays.
 
 make bench ARGS="clients table --loops loops.json --scenes scenes.json --date 2026-11-22"
 """
@@ -40,7 +41,15 @@ def loops_table(results: Mapping[str, Any], date: str) -> str:
             if result["stopped"]:
                 notes.append(f"* {agent.name}, {name}: {_short(result['stopped'])}")
         lines.append(f"| {agent.name} | {agent.version} | {' | '.join(cells)} |")
-    return "\n".join([f"{date}: {complete} of {tried} loops complete.", "", *lines, *([""] if notes else []), *notes])
+    return "\n".join(
+        [
+            f"{date}: {complete} of {tried} loops complete.",
+            "",
+            *lines,
+            *([""] if notes else []),
+            *notes,
+        ]
+    )
 
 
 def scenes_table(results: Mapping[str, Any], date: str) -> str:
@@ -53,7 +62,9 @@ def scenes_table(results: Mapping[str, Any], date: str) -> str:
             if client == agent.name:
                 said[scene] = result["said"]
         if said:
-            lines.append(f"| {agent.name} | {' | '.join(_short(said.get(s, '–')) for s in SCENES)} |")
+            lines.append(
+                f"| {agent.name} | {' | '.join(_short(said.get(s, '–')) for s in SCENES)} |"
+            )
     return "\n".join(lines)
 
 
@@ -73,13 +84,18 @@ def put(document: str, name: str, text: str) -> str:
 
 def main() -> None:
     """Write what the files given hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--loops", type=Path)
     parser.add_argument("--scenes", type=Path)
     parser.add_argument("--date", required=True)
     given = parser.parse_args()
     document = _DOCUMENT.read_text(encoding="utf-8")
-    for name, path, table in (("loops", given.loops, loops_table), ("scenes", given.scenes, scenes_table)):
+    for name, path, table in (
+        ("loops", given.loops, loops_table),
+        ("scenes", given.scenes, scenes_table),
+    ):
         if path is not None:
             document = put(document, name, table(json.loads(path.read_text()), given.date))
     _DOCUMENT.write_text(document, encoding="utf-8")

@@ -1,7 +1,10 @@
-"""Fits localllm/planner/efficiency.toml to published speeds, and reports how well it predicts rows it has not seen.
+"""Fits localllm/planner/efficiency.toml to published speeds, and reports how well it predicts rows
+it has not seen.
 
-    python -m benchmarks.planner_fit            report (files, models and devices left out one at a time)
-    python -m benchmarks.planner_fit --write    report, then write localllm/planner/efficiency.toml from all rows and
+    python -m benchmarks.planner_fit            report (files, models and devices left out one at a
+                                                time)
+    python -m benchmarks.planner_fit --write    report, then write localllm/planner/efficiency.toml
+                                                from all rows and
                                                 the report to benchmarks/planner_fit.md
 
 OPENBLAS_NUM_THREADS=1 makes it several times faster: its matrices are small.
@@ -22,12 +25,14 @@ from benchmarks.planner_fit.rows import Row, rows
 from localllm.planner import efficiency
 
 REPORT = Path(__file__).parent.with_suffix(".md")
-# CPU: no published row is in the data. These are what llama.cpp 0.3.36 does on two Zen 5 cores (34 GB/s measured):
-# SmolLM2-135M Q4_1 6.8 ms and Gemma-3-270M Q4_K_M 11.5 ms a token solve to 25 GB/s and 99 µs a layer; 128-token prompts
-# at 320 and 746 tok/s are 34-75 GFLOP/s a core. The machine's own figures replace them after one `localllm bench`.
+# CPU: no published row is in the data. These are what llama.cpp 0.3.36 does on two Zen 5 cores (34
+# GB/s measured): SmolLM2-135M Q4_1 6.8 ms and Gemma-3-270M Q4_K_M 11.5 ms a token solve to 25 GB/s
+# and 99 µs a layer; 128-token prompts at 320 and 746 tok/s are 34-75 GFLOP/s a core. The machine's
+# own figures replace them after one `localllm bench`.
 CPU = {
     "decode": {
-        "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 60e-6, "recurrent_layer_s": 60e-6, "routed": 1.2, "kv": 0.5,
+        "eta": 0.75, "layer_s": 95e-6, "expert_layer_s": 60e-6, "recurrent_layer_s": 60e-6,
+        "routed": 1.2, "kv": 0.5,
         "kv_mla": 0.17, "state": 0.5, "moe": 1.0,
     },
     "prefill": {
@@ -38,11 +43,15 @@ CPU = {
 
 
 def to_toml(fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]]) -> str:
-    """efficiency.toml: bases, effects above half a percent, row counts, widths of ranges. Effects of past eras stay out of it."""
+    """efficiency.toml: bases, effects above half a percent, row counts, widths of ranges. Effects
+    of past eras stay out of it."""
     out = [
-        "# How close each kind of machine comes to its limits: written by benchmarks/planner_fit, do not edit by hand.",
-        "# Natural logarithms: coefficient = exp(base + sum of the effects of every key that applies). [*.cpu] is set in",
-        "# benchmarks/planner_fit from measurements on x86 cores. Sources of every row: benchmarks/data/speeds.csv.",
+        "# How close each kind of machine comes to its limits: written by benchmarks/planner_fit, "
+        "do not edit by hand.",
+        "# Natural logarithms: coefficient = exp(base + sum of the effects of every key that "
+        "applies). [*.cpu] is set in",
+        "# benchmarks/planner_fit from measurements on x86 cores. Sources of every row: "
+        "benchmarks/data/speeds.csv.",
         "",
         "[meta]",
         'source = "published llama-bench and mlx-lm results, benchmarks/data/speeds.csv"',
@@ -51,12 +60,16 @@ def to_toml(fitted: Mapping[str, tuple[Fit, Sequence[Row], Mapping[str, float]]]
         index = fit.design.index
         base = {name: fit.theta[index["", name]] for name in BASE[law]}
         out += ["", f"[{law}.base]"] + [f"{name} = {value:.4f}" for name, value in base.items()]
-        out += ["", f"[{law}.width]"] + [f'"{name}" = {value}' for name, value in widths.items() if value]
+        out += ["", f"[{law}.width]"] + [
+            f'"{name}" = {value}' for name, value in widths.items() if value
+        ]
         effects: dict[str, dict[str, float]] = defaultdict(dict)
         for (key, name), j in index.items():
             if key and not key.startswith("era:") and abs(fit.theta[j]) >= 0.005:
                 effects[key][name] = float(fit.theta[j])
-        effects["cpu"] = {name: math.log(value) - base[name] for name, value in CPU.get(law, {}).items()}
+        effects["cpu"] = {
+            name: math.log(value) - base[name] for name, value in CPU.get(law, {}).items()
+        }
         out += ["", f"[{law}.effects]"]
         for key in sorted(key for key in effects if effects[key]):
             body = ", ".join(f"{n} = {v:.3f}" for n, v in sorted(effects[key].items()))

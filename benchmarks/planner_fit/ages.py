@@ -1,8 +1,10 @@
-"""What older software lacked: how much longer than today's a row of an age takes, where somebody measured both.
+"""What older software lacked: how much longer than today's a row of an age takes, where somebody
+measured both.
 
-A chip that nobody else has (Strix Halo) cannot be told its own past by other machines, so what the engine of a row's age did
-worse is taken from the changes that ended it: their authors' before and after. It applies to every row of that age. Plans are
-made for today, so none of this is in the planner.
+A chip that nobody else has (Strix Halo) cannot be told its own past by other machines, so what the
+engine of a row's age did worse is taken from the changes that ended it: their authors' before and
+after. It applies to every row of that age. Plans are made for today, so none of this is in the
+planner.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ _VOLTA = ("part:v100.cuda", "part:titan v.cuda")
 
 @dataclass(frozen=True)
 class Age:
-    """A row as far as its age matters: the keys of its hardware, its format's class, whether it is a mixture, how many of its
-    query heads share a head of the KV, its era, the build of its llama.cpp (0: not stated), whether it has layers of Mamba-2."""
+    """A row as far as its age matters: the keys of its hardware, its format's class, whether it is
+    a mixture, how many of its query heads share a head of the KV, its era, the build of its
+    llama.cpp (0: not stated), whether it has layers of Mamba-2."""
 
     keys: tuple[str, ...]
     quant: str
@@ -48,8 +51,9 @@ def prefill(age: Age, parts: Mapping[str, CostTerm]) -> dict[str, CostTerm]:
 
 
 def masked(age: Age, batch: int) -> tuple[float, float]:
-    """`kernels.masked_share` of that age: CUDA skips nothing before July 2025 (https://github.com/ggml-org/llama.cpp/pull/14924),
-    Metal before October (/16372), Vulkan before February 2026 (/19281)."""
+    """`kernels.masked_share` of that age: CUDA skips nothing before July 2025
+    (https://github.com/ggml-org/llama.cpp/pull/14924), Metal before October (/16372), Vulkan before
+    February 2026 (/19281)."""
     engine = age.keys[0]
     old = {
         "cuda": age.era < "2025b",
@@ -61,8 +65,9 @@ def masked(age: Age, batch: int) -> tuple[float, float]:
 
 
 def scores_bytes(model: Model, context: float) -> float:
-    """Bytes that a prompt token's attention over `context` moves without flash attention: every head's scores in float32,
-    written by the first product, read and written by the softmax and read by the second."""
+    """Bytes that a prompt token's attention over `context` moves without flash attention: every
+    head's scores in float32, written by the first product, read and written by the softmax and read
+    by the second."""
     seen = (
         (n * (layer.n_heads or model.n_heads), min(context, layer.window or context))
         for layer, n in facts(model).groups
@@ -71,41 +76,55 @@ def scores_bytes(model: Model, context: float) -> float:
     return sum(4.0 * _PASSES_OVER_SCORES * heads * tokens for heads, tokens in seen)
 
 
-def decode(age: Age, parts: Mapping[str, CostTerm], weights: float, flops_s: float) -> dict[str, CostTerm]:
-    """The parts of a decode step of so many `weights` on units of `flops_s`, as long as that age took for them."""
+def decode(
+    age: Age, parts: Mapping[str, CostTerm], weights: float, flops_s: float
+) -> dict[str, CostTerm]:
+    """The parts of a decode step of so many `weights` on units of `flops_s`, as long as that age
+    took for them."""
     kv = replace(parts["kv"], value=parts["kv"].value * _kv_reads(age))
     return {**parts, "kv": kv, "older": CostTerm(_k_quants_flops(age) * weights / flops_s, ())}
 
 
 def _dense_tiles(age: Age) -> float:
-    """Until January 2026 the tiles of dense matrices were not AMD's: https://github.com/ggml-org/llama.cpp/pull/18749, an 8B
-    on a Radeon 8060S, 512 tokens: Q4_0 645 to 875 tok/s, Q4_K 530 to 794, Q8_0 422 to 742 (experts have tiles of their own)."""
+    """Until January 2026 the tiles of dense matrices were not AMD's:
+    https://github.com/ggml-org/llama.cpp/pull/18749, an 8B on a Radeon 8060S, 512 tokens: Q4_0 645
+    to 875 tok/s, Q4_K 530 to 794, Q8_0 422 to 742 (experts have tiles of their own)."""
     if age.moe or age.era == "2026" or not set(_AMD_WITH_MATRICES).intersection(age.keys):
         return 1.0
     return {"q4_0": 1.36, "q8": 1.76}.get(age.quant, 1.50)
 
 
 def _rows_of_experts(age: Age) -> float:
-    """Until 23 August 2025 every group searched for its experts' tokens in memory: https://github.com/ggml-org/llama.cpp/
-    pull/15427, Qwen3-30B-A3B in Q4_K on an RTX 3090, 512 tokens: 1,254 to 1,987 tok/s."""
+    """Until 23 August 2025 every group searched for its experts' tokens in memory:
+    https://github.com/ggml-org/llama.cpp/ pull/15427, Qwen3-30B-A3B in Q4_K on an RTX 3090, 512
+    tokens: 1,254 to 1,987 tok/s."""
     return 1.58 if age.moe and age.keys[0] == "vulkan" and 0 < age.build < 6250 else 1.0
 
 
 def _states_in_turn(age: Age) -> float:
-    """Until May 2026 CUDA took the states of Mamba-2 forward token by token: https://github.com/ggml-org/llama.cpp/pull/22675,
-    Nemotron-Nano-4B on an RTX PRO 6000: prompts 11 to 16 % faster."""
-    return 1.135 if age.mamba2 and age.keys[0] == "cuda" and 0 < age.build < _CHUNKED_STATES_FROM else 1.0
+    """Until May 2026 CUDA took the states of Mamba-2 forward token by token:
+    https://github.com/ggml-org/llama.cpp/pull/22675, Nemotron-Nano-4B on an RTX PRO 6000: prompts
+    11 to 16 % faster."""
+    return (
+        1.135
+        if age.mamba2 and age.keys[0] == "cuda" and 0 < age.build < _CHUNKED_STATES_FROM
+        else 1.0
+    )
 
 
 def _k_quants_flops(age: Age) -> float:
-    """FLOPs that ROCm's products of one vector took for each weight of a K format on RDNA3 before they were tuned in 2026:
-    https://github.com/ggml-org/llama.cpp/pull/16900 (November 2025) has an 8B on a Radeon 8060S at 35.7 tok/s in Q4_K where
-    Vulkan reads it at 43.3, at 44.3 in Q2_K (56.3) and 34.7 in Q3_K (46.8): 4.9, 4.8 and 7.4 ms of 36.8 TFLOP/s."""
+    """FLOPs that ROCm's products of one vector took for each weight of a K format on RDNA3 before
+    they were tuned in 2026: https://github.com/ggml-org/llama.cpp/pull/16900 (November 2025) has an
+    8B on a Radeon 8060S at 35.7 tok/s in Q4_K where Vulkan reads it at 43.3, at 44.3 in Q2_K (56.3)
+    and 34.7 in Q3_K (46.8): 4.9, 4.8 and 7.4 ms of 36.8 TFLOP/s."""
     old = age.era != "2026" and bool(set(_RDNA3).intersection(age.keys))
     return {"k": 22.5, "k23": 28.0}.get(age.quant, 0.0) if old else 0.0
 
 
 def _kv_reads(age: Age) -> float:
-    """Times that CUDA's attention read the KV for one token on Volta: once for every query head, until the kernel that packs
-    them (https://github.com/ggml-org/llama.cpp/pull/11583: from Turing on) learnt of its units (/17505, December 2025)."""
-    return age.heads_per_kv if age.era != "2026" and bool(set(_VOLTA).intersection(age.keys)) else 1.0
+    """Times that CUDA's attention read the KV for one token on Volta: once for every query head,
+    until the kernel that packs them (https://github.com/ggml-org/llama.cpp/pull/11583: from Turing
+    on) learnt of its units (/17505, December 2025)."""
+    return (
+        age.heads_per_kv if age.era != "2026" and bool(set(_VOLTA).intersection(age.keys)) else 1.0
+    )

@@ -1,4 +1,5 @@
-"""Decoding for several sequences at once: what each of them costs beside the one sweep over the weights they share."""
+"""Decoding for several sequences at once: what each of them costs beside the one sweep over the
+weights they share."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ def extended(single: Sequence[Row]) -> Design:
 
 
 def law_of(design: Design, decode: Fit) -> Design:
-    """The rows of several sequences as a law of their own: what the decode law says of the step is taken as given, and
-    each further sequence costs its arithmetic and a little time per layer."""
+    """The rows of several sequences as a law of their own: what the decode law says of the step is
+    taken as given, and each further sequence costs its arithmetic and a little time per layer."""
     members = [i for i, row in enumerate(design.data) if row.batch > 1]
     step, _ = seconds(design.part(np.array(members)), decode.theta)
-    return Design("batched", [_row(design.data[i], float(s)) for i, s in zip(members, step, strict=True)])
+    return Design(
+        "batched", [_row(design.data[i], float(s)) for i, s in zip(members, step, strict=True)]
+    )
 
 
 def _row(row: Row, step_s: float) -> Row:
@@ -30,7 +33,8 @@ def _row(row: Row, step_s: float) -> Row:
 
 
 def leave_out(single: Sequence[Row], unit: Callable[[Row], object]) -> tuple[Sequence[Row], Floats]:
-    """Every row of several sequences, and its error by fits of both laws that saw no row of its `unit`."""
+    """Every row of several sequences, and its error by fits of both laws that saw no row of its
+    `unit`."""
     design = extended(single)
     learn = [i for i, row in enumerate(design.data) if row.batch == 1 and not row.suspect]
     whole = Fit(design, learn)

@@ -1,7 +1,9 @@
-"""How well `recommend --link` predicts published speeds of several machines: rows and sources in data/clusters.csv.
+"""How well `recommend --link` predicts published speeds of several machines: rows and sources in
+data/clusters.csv.
 
-Usage: python -m benchmarks.planner_fit.clusters. Of rows split by layers, these are taken to lie as llama.cpp puts them, by each machine's
-memory. Rows that state what one machine alone had with the same file gave `cluster.RPC_S`: the others were never seen by it.
+Usage: python -m benchmarks.planner_fit.clusters. Of rows split by layers, these are taken to lie as
+llama.cpp puts them, by each machine's memory. Rows that state what one machine alone had with the
+same file gave `cluster.RPC_S`: the others were never seen by it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ _ROOM_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A published row and its prediction, tokens/s. `seen`: it gave RPC's cost. `today`: measured with an engine of 2026,
-    which is what is predicted. `shared`: every machine had a share of each layer."""
+    """A published row and its prediction, tokens/s. `seen`: it gave RPC's cost. `today`: measured
+    with an engine of 2026, which is what is predicted. `shared`: every machine had a share of each
+    layer."""
 
     what: str
     n_machines: int
@@ -65,17 +68,26 @@ def _compare(record: dict[str, str], models: dict[str, Model]) -> Compared:
     total = sum(b.memory.limit_bytes for b in boxes)
     layers = [round(len(model.layers) * b.memory.limit_bytes / total) for b in boxes]
     layers[-1] = len(model.layers) - sum(layers[:-1])
-    shares = [cluster.Share(b, n, 0, b.memory.limit_bytes) for b, n in zip(boxes, layers, strict=True)]
+    shares = [
+        cluster.Share(b, n, 0, b.memory.limit_bytes) for b, n in zip(boxes, layers, strict=True)
+    ]
     link = cluster.LINKS.get(record["link"], cluster.LINKS["10gbe"])
     if shared:
-        said = cluster.tensor_parallel_decode(model, variant, settings, boxes, link, depth=depth + n_tokens // 2)
+        said = cluster.tensor_parallel_decode(
+            model, variant, settings, boxes, link, depth=depth + n_tokens // 2
+        )
     elif decoding:
-        said = cluster.decode_over(model, variant, settings, shares, link, depth=depth + n_tokens // 2)
+        said = cluster.decode_over(
+            model, variant, settings, shares, link, depth=depth + n_tokens // 2
+        )
     else:
-        said = cluster.prefill_over(model, variant, settings, shares, link, prompt_tokens=n_tokens, depth=depth)
+        said = cluster.prefill_over(
+            model, variant, settings, shares, link, prompt_tokens=n_tokens, depth=depth
+        )
     return Compared(
         f"{record['devices']:33} {record['model'][:22]:22} {record['quant']:9} {test:7} @{depth:<6}", len(boxes),
-        decoding, float(record["tok_s"]), said, bool(record["alone_tok_s"]), record["build"] >= "2025-11", shared,
+        decoding, float(record["tok_s"]), said, bool(record["alone_tok_s"]),
+        record["build"] >= "2025-11", shared,
     )  # fmt: skip
 
 
@@ -85,23 +97,36 @@ def main() -> None:
     for row in rows:
         p = row.predicted
         print(
-            f"{row.what} {row.measured:7.1f} tok/s, predicted {p.value:6.1f} ({p.low:.1f}-{p.high:.1f}) {row.error:+.0%}"
+            f"{row.what} {row.measured:7.1f} tok/s, predicted {p.value:6.1f} "
+            f"({p.low:.1f}-{p.high:.1f}) {row.error:+.0%}"
         )
     groups: Sequence[tuple[str, Callable[[Compared], bool]]] = (
         ("decode, two machines", lambda r: r.decoding and r.n_machines == 2 and not r.shared),
-        ("decode, two machines, never seen", lambda r: r.decoding and r.n_machines == 2 and not (r.seen or r.shared)),
+        (
+            "decode, two machines, never seen",
+            lambda r: r.decoding and r.n_machines == 2 and not (r.seen or r.shared),
+        ),
         ("decode, two machines, every layer shared (MLX)", lambda r: r.shared),
-        ("decode, three and four machines (engines of August 2025)", lambda r: r.decoding and r.n_machines > 2),
+        (
+            "decode, three and four machines (engines of August 2025)",
+            lambda r: r.decoding and r.n_machines > 2,
+        ),
         ("prompts, two machines", lambda r: not r.decoding),
         ("all of two machines", lambda r: r.n_machines == 2),
-        ("all of two machines, engines of November 2025 or newer", lambda r: r.n_machines == 2 and r.today),
+        (
+            "all of two machines, engines of November 2025 or newer",
+            lambda r: r.n_machines == 2 and r.today,
+        ),
     )
     for name, belongs in groups:
         mine = [r for r in rows if belongs(r)]
         within = sum(r.predicted.low <= r.measured <= r.predicted.high for r in mine)
         median = statistics.median(abs(r.error) for r in mine)
         bias = statistics.median(r.error for r in mine)
-        print(f"{name}: median |error| {median:.0%}, bias {bias:+.0%}, {within} of {len(mine)} within the range")
+        print(
+            f"{name}: median |error| {median:.0%}, bias {bias:+.0%}, {within} of {len(mine)} "
+            "within the range"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The fit of one law: every coefficient is exp(base + Σ effects of its keys), held near its parents by priors.
+"""The fit of one law: every coefficient is exp(base + Σ effects of its keys), held near its parents
+by priors.
 
-Ridge-regularised Gauss-Newton on ln(seconds per token) with Huber weights, so that a key with few rows stays near its
-parent. A part's own effects have Student-t priors: one machine far from its kin does not drag them along.
+Ridge-regularised Gauss-Newton on ln(seconds per token) with Huber weights, so that a key with few
+rows stays near its parent. A part's own effects have Student-t priors: one machine far from its kin
+does not drag them along.
 """
 
 from __future__ import annotations
@@ -18,41 +20,50 @@ from numpy.typing import NDArray
 from benchmarks.planner_fit.rows import Row
 from localllm.planner import decode_cost, efficiency
 
-# Where the fit starts, and what it is held to (_BASE_SD). Several sequences begin at what is known of prompts: products of a
-# mixture cost half more a parameter, a recurrent layer's launches 50 µs.
+# Where the fit starts, and what it is held to (_BASE_SD). Several sequences begin at what is known
+# of prompts: products of a mixture cost half more a parameter, a recurrent layer's launches 50 µs.
 BASE = {
     "decode": {
-        "eta": 0.8, "layer_s": 4e-5, "expert_layer_s": 3e-5, "recurrent_layer_s": 2e-5, "routed": 1.2, "kv": 0.5,
-        "kv_mla": 0.1, "kv_unpack": 0.06, "state": 0.5, "quant": 1.0, "moe": 1.0, "unpack": 0.5, "clock": math.e,
+        "eta": 0.8, "layer_s": 4e-5, "expert_layer_s": 3e-5, "recurrent_layer_s": 2e-5,
+        "routed": 1.2, "kv": 0.5,
+        "kv_mla": 0.1, "kv_unpack": 0.06, "state": 0.5, "quant": 1.0, "moe": 1.0, "unpack": 0.5,
+        "clock": math.e,
     },
     "prefill": {
         "matmul": 0.55, "attention": 0.25, "eta": 0.6, "layer_s": 4e-5, "expert_layer_s": 1e-4,
-        "recurrent_layer_s": 5e-5, "scan": 0.05, "quant": 1.0, "moe": 1.5, "tile": 16.0, "activations": 1.0, "mask_s": 2e-9,
+        "recurrent_layer_s": 5e-5, "scan": 0.05, "quant": 1.0, "moe": 1.5, "tile": 16.0,
+        "activations": 1.0, "mask_s": 2e-9,
         "clock": math.e,
     },
     "batched": {"many": 0.2, "row_s": 2e-5, "recurrent_row_s": 5e-5, "moe": 1.5},
 }  # fmt: skip
 _BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.5}
-# Prior standard deviations of effects, in ln, by level of key. What is not named does not move. Chosen one at a time by the
-# errors on devices and files that were left out; on most, less freedom than the rows of a level would fill was better.
+# Prior standard deviations of effects, in ln, by level of key. What is not named does not move.
+# Chosen one at a time by the errors on devices and files that were left out; on most, less freedom
+# than the rows of a level would fill was better.
 PRIORS = {
     "decode": {
-        "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 1.00, "unpack": 0.25},
+        "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 1.00,
+        "unpack": 0.25},
         "generation": {"eta": 0.15, "layer_s": 0.47, "expert_layer_s": 0.39, "kv": 0.13},
         "tier": {"eta": 0.23, "layer_s": 0.06, "expert_layer_s": 0.12, "kv": 0.28},
         "part": {"eta": 0.13},
-        "era": {"eta": 0.25, "layer_s": 0.20, "expert_layer_s": 0.50, "recurrent_layer_s": 0.30, "kv": 0.12},
+        "era": {"eta": 0.25, "layer_s": 0.20, "expert_layer_s": 0.50, "recurrent_layer_s": 0.30,
+        "kv": 0.12},
         "own era": {"expert_layer_s": 0.70},
         "quant": {"quant": 0.12},
     },
     "prefill": {
-        "engine": {"matmul": 0.60, "attention": 0.68, "eta": 1.38, "layer_s": 0.90, "expert_layer_s": 0.81},
-        "generation": {"matmul": 0.35, "attention": 0.60, "eta": 0.65, "layer_s": 0.30, "expert_layer_s": 1.08,
+        "engine": {"matmul": 0.60, "attention": 0.68, "eta": 1.38, "layer_s": 0.90,
+        "expert_layer_s": 0.81},
+        "generation": {"matmul": 0.35, "attention": 0.60, "eta": 0.65, "layer_s": 0.30,
+        "expert_layer_s": 1.08,
                        "scan": 0.40},
         "arithmetic": {"matmul": 0.45, "attention": 0.60, "expert_layer_s": 1.08, "moe": 0.40},
         "tier": {"matmul": 0.08, "attention": 0.08, "layer_s": 0.50, "expert_layer_s": 0.15},
         "part": {"matmul": 0.09},
-        "era": {"matmul": 0.25, "attention": 0.30, "eta": 0.10, "layer_s": 0.30, "expert_layer_s": 0.50,
+        "era": {"matmul": 0.25, "attention": 0.30, "eta": 0.10, "layer_s": 0.30,
+        "expert_layer_s": 0.50,
                 "recurrent_layer_s": 0.30, "moe": 0.20},
         "own era": {"matmul": 1.40, "attention": 0.22},
         "quant": {"quant": 0.065},
@@ -60,11 +71,13 @@ PRIORS = {
     "batched": {"engine": {"many": 0.70, "row_s": 0.70}},
 }  # fmt: skip
 _WIDE_FORMATS = ("quant:bf16", "quant:iq", "quant:f16")
-# Noise of one row, in ln: runs of the same part and file in different hands differ by about this much.
+# Noise of one row, in ln: runs of the same part and file in different hands differ by about this
+# much.
 SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15}
 # Degrees of freedom of the Student-t prior on a part's own effects; None = normal.
 PART_FREEDOM: dict[str, float | None] = {"decode": 1.0, "prefill": None, "batched": None}
-# Power of the number of a source's rows of one machine that each of them counts less by: they miss alike.
+# Power of the number of a source's rows of one machine that each of them counts less by: they miss
+# alike.
 ONE_MACHINE = {"prefill": 0.2}
 # From the fit to everything a few rows less are not far; more of them take longer to forget.
 _MANY = 8
@@ -75,8 +88,9 @@ Matrices = tuple[Floats, NDArray[np.float32], NDArray[np.float32], Floats]
 
 
 def level(key: str) -> str:
-    """What kind of thing a key names: engine, arithmetic (what emulates a number type), generation, tier, part, quant, era (of
-    an engine) and own era (of its kernels for one generation of chips), or "" (moves nothing)."""
+    """What kind of thing a key names: engine, arithmetic (what emulates a number type), generation,
+    tier, part, quant, era (of an engine) and own era (of its kernels for one generation of chips),
+    or "" (moves nothing)."""
     kind = key.partition(":")[0]
     if kind == "quant":
         return "quant"
@@ -91,7 +105,9 @@ def level(key: str) -> str:
         return "engine"
     if "-emulated-" in head:
         return "arithmetic"
-    return "tier" if head in ("apple-base", "apple-pro", "apple-max", "apple-ultra") else "generation"
+    return (
+        "tier" if head in ("apple-base", "apple-pro", "apple-max", "apple-ultra") else "generation"
+    )
 
 
 def prior_sd(law: str, key: str, name: str) -> float:
@@ -110,7 +126,8 @@ def family(device: str) -> str:
 
 @dataclass(frozen=True)
 class Design:
-    """Rows as matrices over the parameters of a law, built once for every fit over a part of them."""
+    """Rows as matrices over the parameters of a law, built once for every fit over a part of
+    them."""
 
     law: str
     data: Sequence[Row]
@@ -129,7 +146,8 @@ class Design:
 
     @cached_property
     def matrices(self) -> Matrices:
-        """(ln value, exponents, exponents of the share of the peak, 1 where that is capped), by row × part."""
+        """(ln value, exponents, exponents of the share of the peak, 1 where that is capped), by row
+        × part."""
         n_parts = max(len(row.parts) for row in self.data)
         shape = (len(self.data), n_parts)
         values = np.full(shape, -np.inf)
@@ -143,7 +161,8 @@ class Design:
                 for name, power in named:
                     for column in self._columns(row, name):
                         powers[i, j, column] += power
-                if self.law == "decode" and ("eta", -1) in named:  # the cap of decode_cost.decode_terms
+                # the cap of decode_cost.decode_terms
+                if self.law == "decode" and ("eta", -1) in named:
                     capped[i, j] = 1.0
                     for name, sign in (("eta", 1), ("quant", -1)):
                         for column in self._columns(row, name):
@@ -163,7 +182,9 @@ def seconds(matrices: Matrices, theta: Floats) -> tuple[Floats, Floats]:
     """(seconds of each row [n], their gradient in ln [n, parameters])."""
     values, powers, shares, capped = matrices
     logs = (
-        values + powers @ theta.astype(np.float32) + capped * np.maximum(0.0, shares @ theta.astype(np.float32) - _PEAK)
+        values
+        + powers @ theta.astype(np.float32)
+        + capped * np.maximum(0.0, shares @ theta.astype(np.float32) - _PEAK)
     )
     parts = np.exp(logs)
     total = parts.sum(axis=1)
@@ -172,10 +193,16 @@ def seconds(matrices: Matrices, theta: Floats) -> tuple[Floats, Floats]:
 
 
 class Fit:
-    """Coefficients of one law from the rows `which` of `design`: natural logs of the base and of every effect."""
+    """Coefficients of one law from the rows `which` of `design`: natural logs of the base and of
+    every effect."""
 
     def __init__(
-        self, design: Design, which: Sequence[int] | None = None, *, near: Floats | None = None, passes: int = 25
+        self,
+        design: Design,
+        which: Sequence[int] | None = None,
+        *,
+        near: Floats | None = None,
+        passes: int = 25,
     ) -> None:
         self.design, self.law = design, design.law
         chosen = np.arange(len(design.data)) if which is None else np.array(which, dtype=np.int64)
@@ -192,18 +219,25 @@ class Fit:
         series = Counter((r.device, r.engine, r.model, r.quant) for r in rows)
         weight = np.array([series[r.device, r.engine, r.model, r.quant] ** -0.4 for r in rows])
         machines = Counter((r.device, r.engine, r.source) for r in rows)
-        weight *= [machines[r.device, r.engine, r.source] ** -ONE_MACHINE.get(self.law, 0.0) for r in rows]
+        weight *= [
+            machines[r.device, r.engine, r.source] ** -ONE_MACHINE.get(self.law, 0.0) for r in rows
+        ]
         matrices = design.part(chosen)
         for _ in range(passes):
-            if freedom is not None:  # the normal prior that touches the Student-t's at the present effects
+            # the normal prior that touches the Student-t's at the present effects
+            if freedom is not None:
                 scaled = (self.theta - start) ** 2 * normal
                 penalty = np.where(own, normal * (freedom + 1) / (freedom + scaled), normal)
             predicted, jacobian = seconds(matrices, self.theta)
             residual = target - np.log(predicted)
             w = weight / np.maximum(1.0, np.abs(residual) / (1.2 * sigma)) / sigma**2
             thin = jacobian.astype(np.float32)
-            hessian = (thin.T @ (thin * w.astype(np.float32)[:, None])).astype(np.float64) + np.diag(penalty)
-            step = np.linalg.solve(hessian, jacobian.T @ (w * residual) - penalty * (self.theta - start))
+            hessian = (thin.T @ (thin * w.astype(np.float32)[:, None])).astype(
+                np.float64
+            ) + np.diag(penalty)
+            step = np.linalg.solve(
+                hessian, jacobian.T @ (w * residual) - penalty * (self.theta - start)
+            )
             largest = float(np.max(np.abs(step)))
             self.theta += step * min(1.0, 1.0 / largest)
             if largest < 4e-3:
@@ -221,12 +255,19 @@ def _spoken_for(design: Design, rows: Sequence[Row]) -> NDArray[np.bool_]:
     kin: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         kin[family(row.device)].add(row.device)
-    alike = {key for r in rows if len(kin[family(r.device)]) >= 3 for key in r.keys if key.startswith("part:")}
+    alike = {
+        key
+        for r in rows
+        if len(kin[family(r.device)]) >= 3
+        for key in r.keys
+        if key.startswith("part:")
+    }
     return np.array([key in alike for key, _ in design.index])
 
 
 def leave_out(design: Design, unit: Callable[[Row], object]) -> Floats:
-    """The error of every row, predicted by a fit that saw no row of its `unit`. Suspect rows are never learnt."""
+    """The error of every row, predicted by a fit that saw no row of its `unit`. Suspect rows are
+    never learnt."""
     learn = [i for i, row in enumerate(design.data) if not row.suspect]
     whole = Fit(design, learn).theta
     groups: dict[object, list[int]] = defaultdict(list)
@@ -236,5 +277,7 @@ def leave_out(design: Design, unit: Callable[[Row], object]) -> Floats:
     for members in groups.values():
         held = set(members)
         rest = [i for i in learn if i not in held]
-        found[members] = Fit(design, rest, near=whole, passes=8 if len(members) >= _MANY else 3).errors(members)
+        found[members] = Fit(
+            design, rest, near=whole, passes=8 if len(members) >= _MANY else 3
+        ).errors(members)
     return found

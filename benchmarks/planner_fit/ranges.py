@@ -1,8 +1,10 @@
-"""The widths of the 80 % ranges: from errors of rows whose source, or whose source and device, the law had not seen.
+"""The widths of the 80 % ranges: from errors of rows whose source, or whose source and device, the
+law had not seen.
 
-Quantile regression of ln |error| on the strata of a row (localllm/planner/ranges.py), each stratum's share held near zero, then
-scaled so that four in five of the errors of sources that neither the law nor the widths had seen are inside (conformal
-prediction by leaving out: Barber et al. 2021, https://arxiv.org/abs/1905.02928).
+Quantile regression of ln |error| on the strata of a row (localllm/planner/ranges.py), each
+stratum's share held near zero, then scaled so that four in five of the errors of sources that
+neither the law nor the widths had seen are inside (conformal prediction by leaving out: Barber et
+al. 2021, https://arxiv.org/abs/1905.02928).
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from benchmarks.planner_fit.rows import RECENT, Row
 from localllm.planner import ranges
 
 SHARE = 0.8
-# How strongly a stratum's share is held near what is expected of it, in rows that would have to say otherwise; a stratum that
-# fewer rows than these have says nothing of its own.
+# How strongly a stratum's share is held near what is expected of it, in rows that would have to say
+# otherwise; a stratum that fewer rows than these have says nothing of its own.
 _HOLD = 8.0
 _FEWEST = 4
-# What is expected of what one source or two tell of: what was asked less often is known less well, never better.
+# What is expected of what one source or two tell of: what was asked less often is known less well,
+# never better.
 EXPECTED = {
-    "several cards": 0.5, "quantised KV": 0.3, "deep": 0.0, "very deep": 0.3, "rare format": 0.1, "latent KV": 0.0,
+    "several cards": 0.5, "quantised KV": 0.3, "deep": 0.0, "very deep": 0.3, "rare format": 0.1,
+    "latent KV": 0.0,
     "unseen part": 0.1, "unseen kind": 0.4, "unseen engine": 0.5, "nvidia-emulated-dp4a.cuda": 0.5,
 }  # fmt: skip
 # A key of fewer sources than these narrows nothing in full.
@@ -35,7 +39,8 @@ _STEPS = 3000
 
 @dataclass(frozen=True)
 class Miss:
-    """How far a row that was not seen is off: ln (predicted ÷ measured), and the strata it was predicted in."""
+    """How far a row that was not seen is off: ln (predicted ÷ measured), and the strata it was
+    predicted in."""
 
     row: Row
     error: float
@@ -82,14 +87,25 @@ def report(design: Design) -> tuple[list[str], dict[str, float]]:
     by_source, apart = misses(design, same_source), misses(design, same_source_or_device)
     unseen = [miss for miss in apart if "unseen part" in miss.strata]
     table, widths = scaled(by_source, unseen)
-    lines = ["### Inside the stated 80 % range", "", "Recent rows of a source that neither law nor range had seen:", ""]
+    lines = [
+        "### Inside the stated 80 % range",
+        "",
+        "Recent rows of a source that neither law nor range had seen:",
+        "",
+    ]
     lines += coverage(by_source, widths[: len(by_source)])
-    lines += ["", "The same with its device held back too:", "", *coverage(unseen, widths[len(by_source) :])]
+    lines += [
+        "",
+        "The same with its device held back too:",
+        "",
+        *coverage(unseen, widths[len(by_source) :]),
+    ]
     return [*lines, ""], table
 
 
 def shares(found: Sequence[Miss]) -> dict[str, float]:
-    """The share of every stratum in ln width, "base" among them: pinball loss, by subgradients that shrink."""
+    """The share of every stratum in ln width, "base" among them: pinball loss, by subgradients that
+    shrink."""
     counts = Counter(name for miss in found for name in miss.strata)
     names = ["base", *sorted({name for name, n in counts.items() if n >= _FEWEST} | set(EXPECTED))]
     told = {name: len({miss.row.source for miss in found if name in miss.strata}) for name in names}
@@ -100,21 +116,26 @@ def shares(found: Sequence[Miss]) -> dict[str, float]:
     weight *= len(found) / weight.sum()
     hold = np.array([0.0, *(_HOLD for _ in names[1:])])
     expected = np.array([EXPECTED.get(name, 0.0) for name in names])
-    least = np.array([0.0 if name in EXPECTED else -min(1.0, told[name] / _SURE_SOURCES) for name in names])
+    least = np.array(
+        [0.0 if name in EXPECTED else -min(1.0, told[name] / _SURE_SOURCES) for name in names]
+    )
     least[0] = -np.inf
     theta, best = expected.copy(), np.zeros(len(names))
     theta[0] = float(np.quantile(y, SHARE))
     for step in range(_STEPS):
         above = y > x @ theta
         gradient = x.T @ (weight * np.where(above, -SHARE, 1 - SHARE)) + hold * (theta - expected)
-        theta = np.maximum(least, theta - gradient / (len(found) * SHARE * (1 - SHARE)) / math.sqrt(1 + step / 20))
+        theta = np.maximum(
+            least, theta - gradient / (len(found) * SHARE * (1 - SHARE)) / math.sqrt(1 + step / 20)
+        )
         best += (theta - best) / (step + 1 - _STEPS // 2) if step >= _STEPS // 2 else 0.0
     return {name: float(value) for name, value in zip(names, best, strict=True)}
 
 
 def scaled(found: Sequence[Miss], further: Sequence[Miss]) -> tuple[dict[str, float], Floats]:
-    """(shares for the table, width of each miss of `found` and then `further` by shares that saw none of its source), scaled
-    to the share wanted of `found`. `further`: what is learnt from beside."""
+    """(shares for the table, width of each miss of `found` and then `further` by shares that saw
+    none of its source), scaled to the share wanted of `found`. `further`: what is learnt from
+    beside."""
     every = [*found, *further]
     widths = np.zeros(len(every))
     for source in {miss.row.source for miss in every}:
@@ -129,13 +150,17 @@ def scaled(found: Sequence[Miss], further: Sequence[Miss]) -> tuple[dict[str, fl
 
 
 def coverage(found: Sequence[Miss], widths: Floats, least: int = 15) -> list[str]:
-    """Lines of a report: how much of the misses is inside, in all and by stratum that enough rows have."""
+    """Lines of a report: how much of the misses is inside, in all and by stratum that enough rows
+    have."""
     inside = np.abs([miss.error for miss in found]) <= widths
     lines = ["| stratum | predictions | inside % | half width % (median) |", "|---|---|---|---|"]
 
     def line(name: str, which: Floats) -> str:
         half = 100 * math.expm1(float(np.median(widths[which])))
-        return f"| {name} | {int(which.sum())} | {100 * float(np.mean(inside[which])):.0f} | {half:.0f} |"
+        return (
+            f"| {name} | {int(which.sum())} | {100 * float(np.mean(inside[which])):.0f} | "
+            f"{half:.0f} |"
+        )
 
     lines.append(line("**all**", np.ones(len(found), dtype=bool)))
     counts = Counter(name for miss in found for name in miss.strata)

@@ -21,7 +21,10 @@ SPLITS: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("model", lambda r: r.model),
     ("device", lambda r: r.device),
 )
-_HEAD = ["| held back by | predictions | median \\|error\\| % | 90th percentile % | bias % |", "|---|---|---|---|---|"]
+_HEAD = [
+    "| held back by | predictions | median \\|error\\| % | 90th percentile % | bias % |",
+    "|---|---|---|---|---|",
+]
 
 INTRODUCTION = """# How well the planner predicts speeds it has not seen
 
@@ -51,7 +54,8 @@ DOUBTS
 """.replace("DOUBTS", "\n".join(f"  - {doubt.why}." for doubt in SUSPECTS))
 # The bars: (median, 90th percentile) of |error| in percent, by law and line, held back by device.
 BARS = {
-    ("decode", ""): (7.5, 21), ("decode", ", recent rows"): (6.5, 18), ("decode", f", depth ≥ {DEEP:,}"): (8, 18),
+    ("decode", ""): (7.5, 21), ("decode", ", recent rows"): (6.5, 18),
+    ("decode", f", depth ≥ {DEEP:,}"): (8, 18),
     ("prefill", ", recent rows"): (11, 30), ("batched", ""): (12, 35),
 }  # fmt: skip
 
@@ -62,7 +66,10 @@ def line(name: str, errors: Iterable[float]) -> str:
     if not len(e):
         return f"| {name} | 0 | | | |"
     a = np.abs(e) * 100
-    return f"| {name} | {len(e)} | {np.median(a):.1f} | {np.percentile(a, 90):.1f} | {np.median(e) * 100:+.1f} |"
+    return (
+        f"| {name} | {len(e)} | {np.median(a):.1f} | {np.percentile(a, 90):.1f} | "
+        f"{np.median(e) * 100:+.1f} |"
+    )
 
 
 def _bar(law: str, label: str) -> str:
@@ -72,14 +79,17 @@ def _bar(law: str, label: str) -> str:
 
 
 def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
-    """The errors of every way of holding back, as Markdown; and the widths of ranges for the table."""
+    """The errors of every way of holding back, as Markdown; and the widths of ranges for the
+    table."""
     design = Design(law, data)
     counted = np.array([not row.suspect for row in data])
     recent = counted & np.array([row.era in RECENT for row in data])
     deep = counted & np.array([row.depth >= DEEP for row in data])
     today = counted & np.array([row.era == TODAY for row in data])
-    out = [f"## {law.capitalize()}", "", f"{len(data)} rows, {len({r.device for r in data})} devices, "
-           f"{len({r.model for r in data})} models; {len(design.index)} coefficients.", "", *_HEAD]  # fmt: skip
+    out = [f"## {law.capitalize()}", "",
+        f"{len(data)} rows, {len({r.device for r in data})} devices, "
+           f"{len({r.model for r in data})} models; {len(design.index)} coefficients.", "",
+           *_HEAD]  # fmt: skip
     by_device: Floats = np.zeros(0)
     for name, unit in SPLITS:
         errors = leave_out(design, unit)
@@ -101,15 +111,21 @@ def report(law: str, data: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
     for row, error, chosen in zip(data, by_device, recent, strict=True):
         if chosen:
             alone = "" if len(devices[family(row.device)]) > 1 else " (one device)"
-            groups[f"{family(row.device)}{alone} × {row.engine} × {'MoE' if row.moe else 'dense'}"].append(error)
+            groups[
+                f"{family(row.device)}{alone} × {row.engine} × {'MoE' if row.moe else 'dense'}"
+            ].append(error)
     out += ["", "### By family and engine, held back by device, recent rows", "", *_HEAD]
-    out += [line(group, members) for group, members in sorted(groups.items(), key=lambda g: (-len(g[1]), g[0]))]
+    out += [
+        line(group, members)
+        for group, members in sorted(groups.items(), key=lambda g: (-len(g[1]), g[0]))
+    ]
     lines, widths = ranges.report(design)
     return [*out, "", *noise(data), *lines], widths
 
 
 def batched_report(single: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
-    """The same for several sequences at once, held back by what the rows of both laws have in common."""
+    """The same for several sequences at once, held back by what the rows of both laws have in
+    common."""
     widths: dict[str, float] = {}
     out = ["## Decode of several sequences at once", ""]
     lines = [*_HEAD]
@@ -121,18 +137,23 @@ def batched_report(single: Sequence[Row]) -> tuple[list[str], dict[str, float]]:
         lines.append(line(f"{name}: the floor", (e for i, e in floor if i >= len(single))))
         if name == "device":
             sizes = sorted({row.batch for row in data})
-            chosen = [(n, [e for row, e in zip(data, errors, strict=True) if row.batch == n]) for n in sizes]
+            chosen = [
+                (n, [e for row, e in zip(data, errors, strict=True) if row.batch == n])
+                for n in sizes
+            ]
             lines += [line(f"device, {n} sequences", members) for n, members in chosen]
             off = np.abs(np.log1p(errors))
             # Each machine's errors are judged by the others', which are few: theirs, a tenth wider.
             wide = {
-                d: 1.1 * float(np.quantile(off[[r.device != d for r in data]], ranges.SHARE)) for d in machines_of(data)
+                d: 1.1 * float(np.quantile(off[[r.device != d for r in data]], ranges.SHARE))
+                for d in machines_of(data)
             }
             inside = np.mean([e <= wide[row.device] for row, e in zip(data, off, strict=True)])
             lines.append(f"| device, inside the stated 80 % range | {100 * inside:.0f} % | | | |")
             widths["base"] = round(math.log(1.1 * float(np.quantile(off, ranges.SHARE))), 3)
     out += [
-        f"{len(data)} rows of {' and '.join(machines_of(data))}; the floor reads the bytes of the whole step.",
+        f"{len(data)} rows of {' and '.join(machines_of(data))}; the floor reads the bytes of the "
+        "whole step.",
         "",
         *lines,
     ]
@@ -145,31 +166,40 @@ def machines_of(data: Sequence[Row]) -> list[str]:
 
 
 def noise(data: Sequence[Row]) -> list[str]:
-    """How far rows of one file on one part at one depth, length and era are from each other: what no law can know."""
+    """How far rows of one file on one part at one depth, length and era are from each other: what
+    no law can know."""
     groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in data:
         if not row.suspect:
             groups[row.device, row.engine, row.model, row.quant, row.parts, row.era].append(row)
     found = [g for g in groups.values() if len(g) > 1]
-    apart = [abs(math.log(r.seconds / float(np.median([x.seconds for x in g])))) for g in found for r in g]
+    apart = [
+        abs(math.log(r.seconds / float(np.median([x.seconds for x in g]))))
+        for g in found
+        for r in g
+    ]
     if not apart:
         return []
     return [
-        f"Noise: the {len(apart)} rows that are there more than once, of the same file, part, depth, length and era, are "
-        f"{100 * float(np.median(apart)):.1f} % (median) and {100 * float(np.percentile(apart, 90)):.1f} % (90th "
-        "percentile) from their common middle. Nearly all of a group are from one source, so between machines it is more.",
+        f"Noise: the {len(apart)} rows that are there more than once, of the same file, part, "
+        "depth, length and era, are "
+        f"{100 * float(np.median(apart)):.1f} % (median) and "
+        f"{100 * float(np.percentile(apart, 90)):.1f} % (90th "
+        "percentile) from their common middle. Nearly all of a group are from one source, so "
+        "between machines it is more.",
         "",
     ]
 
 
-# --- the floor ------------------------------------------------------------------------------------------------------
+# --- the floor ------------------------------------------------------------------------------------
 
 
 def floor_errors(
     data: Sequence[Row], unit: Callable[[Row], object], *, n_learnt: int | None = None
 ) -> list[tuple[int, float]]:
-    """(row, error) by the plain two-coefficient fit t = bytes/(η·BW) + t0 per family × engine × dense/MoE (prefill: FLOPs
-    and units instead). `n_learnt`: only the first so many rows are learnt from."""
+    """(row, error) by the plain two-coefficient fit t = bytes/(η·BW) + t0 per family × engine ×
+    dense/MoE (prefill: FLOPs and units instead). `n_learnt`: only the first so many rows are learnt
+    from."""
     members: dict[object, list[int]] = defaultdict(list)
     for i, row in enumerate(data):
         members[unit(row)].append(i)
@@ -197,7 +227,8 @@ def _floor_keys(row: Row) -> list[tuple[str, ...]]:
 
 
 def _bytes_time(row: Row) -> float:
-    """Seconds the weights take at the nominal rate: their bytes in decode, their arithmetic in prefill."""
+    """Seconds the weights take at the nominal rate: their bytes in decode, their arithmetic in
+    prefill."""
     named = {name for name, _ in row.parts[0][1]}
     return row.parts[0][0] + (row.parts[1][0] if "eta" in named else 0.0)
 

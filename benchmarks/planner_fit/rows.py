@@ -1,4 +1,5 @@
-"""Published speeds as rows of the planner's laws: seconds per token = Σ parts × Π coefficient ^ exponent."""
+"""Published speeds as rows of the planner's laws: seconds per token = Σ parts × Π coefficient ^
+exponent."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from localllm_catalog import catalog, shapes
 from localllm_catalog.types import Layer, Model, Variant
 
 DATA = Path(__file__).parent.parent / "data" / "speeds.csv"
-# What an engine was when a row was measured, by its build or date: a prediction is made for the last.
+# What an engine was when a row was measured, by its build or date: a prediction is made for the
+# last.
 ERAS = ("2023", "2024", "2025a", "2025b", "2026")
 TODAY = ERAS[-1]
 RECENT = ERAS[-2:]
@@ -29,10 +31,11 @@ Powers = decode_cost.Powers
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement in the terms of a law: `seconds` of a step of `batch` sequences, or of one prompt token.
+    """One measurement in the terms of a law: `seconds` of a step of `batch` sequences, or of one
+    prompt token.
 
-    `token_s`: what one token's arithmetic takes at the machine's nominal rate. `further`: what the sequences beside the first
-    add, in the terms of their law.
+    `token_s`: what one token's arithmetic takes at the machine's nominal rate. `further`: what the
+    sequences beside the first add, in the terms of their law.
     """
 
     device: str
@@ -56,8 +59,8 @@ class Row:
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Keys of machine and model, and of the age of the engine and of its kernels for this generation of chips
-        where that is not today's."""
+        """Keys of machine and model, and of the age of the engine and of its kernels for this
+        generation of chips where that is not today's."""
         if self.era == TODAY:
             return self.keys
         vendor, generation, tier = efficiency.generation(self.device)
@@ -66,11 +69,15 @@ class Row:
 
     @property
     def suspect(self) -> bool:
-        """True for rows that are something else than they are filed as. No fit learns them, no score counts them."""
+        """True for rows that are something else than they are filed as. No fit learns them, no
+        score counts them."""
         return any(
             self.device in doubt.devices
             and doubt.source in self.source
-            and (not doubt.prefill_engine or (self.is_prefill and self.engine == doubt.prefill_engine))
+            and (
+                not doubt.prefill_engine
+                or (self.is_prefill and self.engine == doubt.prefill_engine)
+            )
             and doubt.quant in ("", self.quant)
             and doubt.model in ("", self.model)
             for doubt in SUSPECTS
@@ -84,7 +91,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Rows that are not what they are filed as: whose, and why. `prefill_engine`: prompts of that engine alone."""
+    """Rows that are not what they are filed as: whose, and why. `prefill_engine`: prompts of that
+    engine alone."""
 
     devices: tuple[str, ...]
     source: str
@@ -102,14 +110,16 @@ SUSPECTS = (
         "format have 20.3 and 58.8 tok/s",
     ),
     Doubt(
-        ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",), "strix-halo-testing/tree/main/llm-bench",
+        ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",),
+        "strix-halo-testing/tree/main/llm-bench",
         "prompts under ROCm in lhl's raw runs of 2025 on Strix Halo: the runs without hipBLASLt, for which rocBLAS then had no "
         "kernels for the chip (5.1 of 59 TFLOP/s in its author's test, 36.9 with it). The same author's table of the same "
         "models with it, 3.2 to 5.1 times as fast, is in their place (of decode both are alike, and it counts)",
         "rocm",
     ),
     Doubt(
-        ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",), "strix-halo-testing/tree/main/llm-bench",
+        ("AMD Ryzen AI Max+ 395 (Strix Halo, Radeon 8060S)",),
+        "strix-halo-testing/tree/main/llm-bench",
         "a 70B's prompts under Vulkan in the same raw runs (July 2025): 26 tok/s, and 34 to 37 in shorter ones, where another "
         "machine of the chip with the same driver, format and a build of three weeks later has 72.8, and 79.1 with the other "
         "driver (kyuz0/amd-strix-halo-toolboxes, 3 August 2025)",
@@ -138,13 +148,17 @@ SUSPECTS = (
 )  # fmt: skip
 
 
-def _dense(name: str, layers: int, hidden: int, ff: int, heads: int, kv_heads: int, vocab: int) -> Model:
+def _dense(
+    name: str, layers: int, hidden: int, ff: int, heads: int, kv_heads: int, vocab: int
+) -> Model:
     """A plain GQA model that is measured often and not in the catalog."""
     dim = hidden // heads if name != "mistral-nemo-12b" else 128
     layer = Layer("full", n_kv_heads=kv_heads, head_dim_k=dim, head_dim_v=dim)
     return Model(
-        id=name, name=name, family=name, params_total=0, params_active=0, layers=(layer,) * layers, hidden_size=hidden,
-        intermediate_size=ff, n_heads=heads, head_dim=dim, vocab_size=vocab, native_context=4096, architecture="dense",
+        id=name, name=name, family=name, params_total=0, params_active=0, layers=(layer,) * layers,
+        hidden_size=hidden,
+        intermediate_size=ff, n_heads=heads, head_dim=dim, vocab_size=vocab, native_context=4096,
+        architecture="dense",
     )  # fmt: skip
 
 
@@ -182,19 +196,25 @@ def _bins(device: str, bandwidth_gbps: float) -> tuple[int, ...]:
     """Units of the bins that an Apple chip of this bandwidth is sold with."""
     chip = device.removeprefix("Apple ")
     sold = (row for row in table.rows() if row.name == chip or row.name.startswith(f"{chip} ("))
-    return tuple(row.compute_units for row in sold if row.bandwidth_gbps == bandwidth_gbps and row.compute_units)
+    return tuple(
+        row.compute_units
+        for row in sold
+        if row.bandwidth_gbps == bandwidth_gbps and row.compute_units
+    )
 
 
 def _units(record: dict[str, str]) -> float:
-    """Compute units as the source has them; where it names the chip alone, the middle of the bins of that bandwidth, which
-    is at most 15 % from either (0 where nothing is known)."""
+    """Compute units as the source has them; where it names the chip alone, the middle of the bins
+    of that bandwidth, which is at most 15 % from either (0 where nothing is known)."""
     stated = float(record["units"] or 0)
     bins = _bins(record["device"], float(record["bandwidth_gbps"])) if not stated else ()
     return stated or (math.prod(bins) ** (1 / len(bins)) if bins else 0.0)
 
 
 def _flops_s(record: dict[str, str]) -> float:
-    return efficiency.part_tflops(record["device"], _units(record), engine=record["engine"])[0] * 1e12
+    return (
+        efficiency.part_tflops(record["device"], _units(record), engine=record["engine"])[0] * 1e12
+    )
 
 
 def _active(model: Model, variant: Variant) -> int:
@@ -212,11 +232,14 @@ def _era(record: dict[str, str], model: Model) -> str:
     return max(record["era"], min(born, TODAY))
 
 
-def _row(record: dict[str, str], model: Model, variant: Variant, parts: Sequence[decode_cost.CostTerm]) -> Row:
+def _row(
+    record: dict[str, str], model: Model, variant: Variant, parts: Sequence[decode_cost.CostTerm]
+) -> Row:
     hardware = _hardware(record)
     return Row(
         record["device"], record["engine"], model.id, variant.quant, bool(model.experts),
-        int(float(record["depth"] or 0)), _batch(record) / float(record["tok_s"]), hardware.keys_for(variant),
+        int(float(record["depth"] or 0)), _batch(record) / float(record["tok_s"]),
+        hardware.keys_for(variant),
         _plain(parts), record["source"], _era(record, model), _batch(record),
         2 * _active(model, variant) / _flops_s(record), len(model.layers),
         _plain(decode_cost.further_parts(model, variant, hardware, _batch(record))),
@@ -233,8 +256,10 @@ def _plain(parts: Iterable[decode_cost.CostTerm]) -> tuple[tuple[float, Powers],
 def _hardware(record: dict[str, str]) -> decode_cost.Hardware:
     name, units = record["device"], _units(record)
     return decode_cost.Hardware(
-        efficiency.hardware_keys(name, record["engine"]), float(record["bandwidth_gbps"]), _flops_s(record) / 1e12,
-        power_share=efficiency.share(efficiency.part(name), units), clock_ghz=efficiency.clock_ghz(name),
+        efficiency.hardware_keys(name, record["engine"]), float(record["bandwidth_gbps"]),
+        _flops_s(record) / 1e12,
+        power_share=efficiency.share(efficiency.part(name), units),
+        clock_ghz=efficiency.clock_ghz(name),
         plain_tflops=efficiency.part_tflops(name, units)[0],
         lane_tflops=efficiency.lane_tflops(name, units) if record["engine"] == "cuda" else 0.0,
     )  # fmt: skip
@@ -245,28 +270,44 @@ def _age(record: dict[str, str], model: Model, variant: Variant) -> ages.Age:
     keys = efficiency.hardware_keys(record["device"], record["engine"])
     kv_heads = next((layer.n_kv_heads for layer in model.layers if layer.n_kv_heads), model.n_heads)
     return ages.Age(
-        keys, quant, model.experts is not None, model.n_heads / kv_heads, _era(record, model), int(record["build"] or 0),
+        keys, quant, model.experts is not None, model.n_heads / kv_heads, _era(record, model),
+        int(record["build"] or 0),
         facts(model).n_recurrent_layers > 0 and model.family in _MAMBA2,
     )  # fmt: skip
 
 
-def _decode_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[decode_cost.CostTerm]:
+def _decode_parts(
+    record: dict[str, str], model: Model, variant: Variant
+) -> Sequence[decode_cost.CostTerm]:
     generated = re.match(r"tg(\d+)", record["test"])
     depth = float(record["depth"] or 0) + (int(generated.group(1)) / 2 if generated else 0)
     hardware = _hardware(record)
     parts = decode_cost.decode_parts(
-        model, variant, hardware, depth=int(depth), kv_type=record["kv"] or "f16", n_sequences=_batch(record)
+        model,
+        variant,
+        hardware,
+        depth=int(depth),
+        kv_type=record["kv"] or "f16",
+        n_sequences=_batch(record),
     )
     return tuple(
-        ages.decode(_age(record, model, variant), parts, _active(model, variant), hardware.plain_tflops * 1e12).values()
+        ages.decode(
+            _age(record, model, variant),
+            parts,
+            _active(model, variant),
+            hardware.plain_tflops * 1e12,
+        ).values()
     )
 
 
-def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Sequence[decode_cost.CostTerm]:
+def _prefill_parts(
+    record: dict[str, str], model: Model, variant: Variant
+) -> Sequence[decode_cost.CostTerm]:
     length = re.match(r"pp(\d+)", record["test"])
     tokens = int(length.group(1)) if length else 2048
     depth = int(float(record["depth"] or 0))
-    if record["test"] == "prefill" and depth:  # a whole prompt of that length, where llama-bench's are a chunk after it
+    # a whole prompt of that length, where llama-bench's are a chunk after it
+    if record["test"] == "prefill" and depth:
         tokens, depth = depth, 0
     batch = 2048 if variant.format == "mlx" else int(record["ubatch"] or 512)
     age, hardware, unfused = _age(record, model, variant), _hardware(record), record["flash"] == "0"
@@ -277,13 +318,16 @@ def _prefill_parts(record: dict[str, str], model: Model, variant: Variant) -> Se
     if unfused:
         context = prefill_cost.mean_context(tokens, depth, min(tokens, batch))
         moved = ages.scores_bytes(model, context) / (hardware.bandwidth_gbps * 1e9)
-        parts["activations"] = replace(parts["activations"], value=parts["activations"].value + moved)
+        parts["activations"] = replace(
+            parts["activations"], value=parts["activations"].value + moved
+        )
     return tuple(ages.prefill(age, parts).values())
 
 
 def rows(law: str, *, batched: bool = False) -> list[Row]:
-    """Every single-sequence row of `law` ("decode" or "prefill") the catalog knows the model of. `batched`: those of
-    several sequences instead, seconds per step (llama-batched-bench's: the others count the prompts' time too)."""
+    """Every single-sequence row of `law` ("decode" or "prefill") the catalog knows the model of.
+    `batched`: those of several sequences instead, seconds per step (llama-batched-bench's: the
+    others count the prompts' time too)."""
     models = {m.id: m for m in catalog.load().models} | EXTRA
     found = []
     with DATA.open(newline="") as f:

@@ -1,1 +1,2 @@
-"""Measures servers from outside, as their users meet them: over HTTP, in turn, as ratios with their spread."""
+"""Measures servers from outside, as their users meet them: over HTTP, in turn, as ratios with their
+spread."""

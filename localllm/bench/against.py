@@ -1,4 +1,5 @@
-"""The same load on several servers, in turn and round by round: `localllm bench --against`, and benchmarks/."""
+"""The same load on several servers, in turn and round by round: `localllm bench --against`, and
+benchmarks/."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _LONG_S = 150.0
 
 @dataclass
 class ScenarioResult:
-    """What a run found: `means` of each scenario to a person, `tables`, what went wrong, what else should be known, and how
-    tokens were counted. `first`: whose ratios to the others are told."""
+    """What a run found: `means` of each scenario to a person, `tables`, what went wrong, what else
+    should be known, and how tokens were counted. `first`: whose ratios to the others are told."""
 
     first: str
     targets: Sequence[BenchTarget]
@@ -43,7 +44,9 @@ class ScenarioResult:
             "servers": [{"name": t.name, "url": t.url, "model": t.model} for t in self.targets],
             "rounds": self.rounds,
             "tokens_counted": str(self.counter),
-            "count_differs": {n: {"said": a, "counted": b} for n, (a, b) in self.counter.differing.items()},
+            "count_differs": {
+                n: {"said": a, "counted": b} for n, (a, b) in self.counter.differing.items()
+            },
             "tables": [table.to_json(self.first) for table in self.tables],
             "faults": self.faults,
             "notes": self.notes,
@@ -53,29 +56,41 @@ class ScenarioResult:
         said = [f"{name:8} {means}" for name, means in self.means.items()]
         for table in self.tables:
             said += ["", *table.lines(self.first)]
-        said += ["", f"{self.rounds} rounds, the servers in turn: medians [smallest–largest], ratios round by round."]
+        said += [
+            "",
+            f"{self.rounds} rounds, the servers in turn: medians [smallest–largest], "
+            "ratios "
+            "round "
+            "by round.",
+        ]
         said.append(f"Tokens are counted {self.counter}.")
         said += self.notes
         for name, (theirs, ours) in self.counter.differing.items():
-            said.append(f"{name} counts otherwise: it said {theirs} tokens where at most {ours} came.")
+            said.append(
+                f"{name} counts otherwise: it said {theirs} tokens where at most {ours} came."
+            )
         return said
 
 
 def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarget:
-    """The server at `url`, which may end in #MODEL and may leave /v1 away; without #MODEL its first model. Raises
-    UsageError for what is no address, BackendError where nothing answers."""
+    """The server at `url`, which may end in #MODEL and may leave /v1 away; without #MODEL its first
+    model. Raises UsageError for what is no address, BackendError where nothing answers."""
     address, _, model = url.partition("#")
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
         port = parts.port
     except ValueError as e:
-        raise UsageError(f"{url!r} is no address: {e}", hint="such as http://127.0.0.1:8080/v1") from e
+        raise UsageError(
+            f"{url!r} is no address: {e}", hint="such as http://127.0.0.1:8080/v1"
+        ) from e
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{url!r} is no address", hint="such as http://127.0.0.1:8080/v1")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     where = f"{host}:{port}" if port else host
     path = parts.path.rstrip("/") or "/v1"
-    target = BenchTarget(f"{where}#{model}" if model else where, f"{parts.scheme}://{where}{path}", model, key)
+    target = BenchTarget(
+        f"{where}#{model}" if model else where, f"{parts.scheme}://{where}{path}", model, key
+    )
     if restart is not None:
         target.restart = _restarter(target, restart)
     listed = target.models()
@@ -87,8 +102,12 @@ def _restarter(target: BenchTarget, command: str) -> Callable[[], None]:
     def restart() -> None:
         try:
             subprocess.run(
-                shlex.split(command), check=True, timeout=_RESTART_S, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-            )  # fmt: skip
+                shlex.split(command),
+                check=True,
+                timeout=_RESTART_S,
+                stdout=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
+            )
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise BackendError(f"{target.name} could not be started again: {e}") from e
 
@@ -100,7 +119,9 @@ def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in means]
     if unknown or not names:
-        raise UsageError(f"no scenario {', '.join(unknown) or text!r}", hint=f"there are {', '.join(means)}")
+        raise UsageError(
+            f"no scenario {', '.join(unknown) or text!r}", hint=f"there are {', '.join(means)}"
+        )
     return names
 
 
@@ -111,9 +132,9 @@ def run(
     report: Callable[[str], None] = lambda _: None,
     make: Callable[[Counter, Tokens | None], Scenarios] = Scenarios,
 ) -> ScenarioResult:
-    """Run the scenarios `names` on all `targets`, `rounds` times, the server that begins taking turns. What fails on one
-    server is told in the end and stops nothing else; `report` hears each step. Raises BackendError where one does not
-    answer at all."""
+    """Run the scenarios `names` on all `targets`, `rounds` times, the server that begins taking
+    turns. What fails on one server is told in the end and stops nothing else; `report` hears each
+    step. Raises BackendError where one does not answer at all."""
     servers = [target.name for target in targets]
     if len(set(servers)) < len(servers):
         raise UsageError("a server is named twice", hint=", ".join(servers))
@@ -121,7 +142,9 @@ def run(
         target.wait_ready()
     counter = Counter.among(targets)
     scenarios = make(counter, templated_tokens(targets))
-    found = ScenarioResult(servers[0], targets, {n: scenarios.means[n] for n in names}, rounds, counter)
+    found = ScenarioResult(
+        servers[0], targets, {n: scenarios.means[n] for n in names}, rounds, counter
+    )
     skipped: Counted[tuple[str, str]] = Counted()
     for i in range(rounds):
         scenarios.round = i
@@ -134,7 +157,9 @@ def run(
                         found.faults.append(f"{name}, round {i + 1}: {fault}")
                         skipped[name, target.name] += 1
                     if took_s > _LONG_S and skipped[name, target.name] < _TRIES and i + 1 < rounds:
-                        found.notes.append(f"{name} took {took_s:.0f} s on {target.name}: measured no further.")
+                        found.notes.append(
+                            f"{name} took {took_s:.0f} s on {target.name}: measured no further."
+                        )
                         skipped[name, target.name] = _TRIES
     found.tables = scenarios.finished(rounds, servers)
     return found

@@ -1,4 +1,5 @@
-"""Tokens per second over depth, drawn in characters: what was measured, and the prediction it is held against."""
+"""Tokens per second over depth, drawn in characters: what was measured, and the prediction it is
+held against."""
 
 from __future__ import annotations
 
@@ -19,12 +20,17 @@ class PlotPoint:
 
 
 def lines(points: Sequence[PlotPoint], width: int = 72, height: int = 12) -> list[str]:
-    """The picture: a column for each depth's logarithm, rows from 0 up; `●` measured, `·` predicted, `◉` both."""
+    """The picture: a column for each depth's logarithm, rows from 0 up; `●` measured, `·`
+    predicted, `◉` both."""
     if not points:
         return []
     columns = max(8, width - _LEFT)
     placed = _columns([p.depth for p in points], columns)
-    predictions = [(column, p.predicted) for column, p in zip(placed, points, strict=True) if p.predicted is not None]
+    predictions = [
+        (column, p.predicted)
+        for column, p in zip(placed, points, strict=True)
+        if p.predicted is not None
+    ]
     top = max([p.tok_s for p in points] + [value for _, value in predictions]) * 1.05 or 1.0
 
     def row(value: float) -> int:

@@ -1,4 +1,5 @@
-"""How everything here is compared: interleaved rounds, medians, ratios; single numbers on a shared machine lie."""
+"""How everything here is compared: interleaved rounds, medians, ratios; single numbers on a shared
+machine lie."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def rotated(runs: Sequence[T], by: int) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One server over another: the median of the rounds' own ratios, the smallest and the largest of them, and each."""
+    """One server over another: the median of the rounds' own ratios, the smallest and the largest
+    of them, and each."""
 
     median: float
     low: float
@@ -35,7 +37,8 @@ class Ratio:
 
 @dataclass
 class RoundComparison:
-    """Values per name over rounds, NaN where a round gave none; `better` says whether a larger or a smaller value wins."""
+    """Values per name over rounds, NaN where a round gave none; `better` says whether a larger or a
+    smaller value wins."""
 
     title: str
     unit: str
@@ -59,8 +62,8 @@ class RoundComparison:
         return statistics.median(known) if known else math.nan
 
     def ratios(self, name: str, to: str) -> Ratio | None:
-        """The rounds' own ratios, of those rounds in which both gave a value; None where there is no such round. What
-        changes from round to round (the text, the neighbours) cancels out."""
+        """The rounds' own ratios, of those rounds in which both gave a value; None where there is
+        no such round. What changes from round to round (the text, the neighbours) cancels out."""
         pairs = zip(self.values.get(name, ()), self.values.get(to, ()), strict=False)
         found = tuple(a / b for a, b in pairs if b and not math.isnan(a / b))
         return Ratio(statistics.median(found), min(found), max(found), found) if found else None
@@ -79,8 +82,8 @@ class RoundComparison:
         }
 
     def lines(self, first: str) -> list[str]:
-        """The title, and a line per name with its median and spread, and the ratio of `first` to it: 80 columns where the
-        names are addresses."""
+        """The title, and a line per name with its median and spread, and the ratio of `first` to
+        it: 80 columns where the names are addresses."""
         said = [f"{self.title} ({self.unit}, {self.better} is better)"]
         width = min(max(map(len, self.values), default=0), _LONGEST_NAME)
         for name in self.values:
@@ -88,7 +91,10 @@ class RoundComparison:
             if not known:
                 said.append(f"  {name[:width]:{width}} gave none")
                 continue
-            said.append(f"  {name[:width]:{width}} {self.median(name):9.4g} [{min(known):.4g}–{max(known):.4g}]")
+            said.append(
+                "  "
+                f"{name[:width]:{width}} {self.median(name):9.4g} [{min(known):.4g}–{max(known):.4g}]"
+            )
             ratios = self.ratios(first, name) if name != first else None
             if ratios is not None:
                 said[-1] += f"  {first[:width]} ÷ it: {ratios}"

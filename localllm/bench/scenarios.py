@@ -1,4 +1,5 @@
-"""What servers are put through: each scenario is something a person meets, run once on one server at a time."""
+"""What servers are put through: each scenario is something a person meets, run once on one server
+at a time."""
 
 from __future__ import annotations
 
@@ -24,16 +25,22 @@ MEANS: Mapping[str, str] = {
     "two": "two people, or an editor with a chat beside it: tokens/s together",
     "four": "four at once (a small team, an agent with helpers): tokens/s together",
     "eight": "eight at once: tokens/s together",
-    "stall": "somebody pastes 3,000 tokens while you read an answer: how long it stands still, in tokens' times",
+    "stall": "somebody pastes 3,000 tokens while you read an answer: how long it stands still, in "
+    "tokens' times",
     "warm": "the next question of a long conversation, and the same question again",
-    "again": "a prompt of 2,000 tokens sent once more as soon as it is answered: an agent that tries again",
-    "thrash": "three chats of an editor or agent in turn, with a title asked for after each turn: is what was read kept",
+    "again": "a prompt of 2,000 tokens sent once more as soon as it is answered: an agent that "
+    "tries "
+    "again",
+    "thrash": "three chats of an editor or agent in turn, with a title asked for after each turn: "
+    "is "
+    "what was read kept",
     "cancel": "you stop an answer and ask anew: how long the old one is still in the way",
     "restart": "the server is started again: is a conversation it had read still known",
     "copy": "an agent writes a file again with one change: what drafting from the prompt gains",
 }
 DEFAULT = ("single", "prefill", "two", "four", "eight", "stall", "thrash", "cancel", "copy")
-# Tokens the first stream gets in peace before the newcomer of "stall" arrives, and all that it gets.
+# Tokens the first stream gets in peace before the newcomer of "stall" arrives, and all that it
+# gets.
 _ALONE, _STALLED = 60, 600
 # How many stories are asked for: a model may have said all it has to say before the newcomer comes.
 _STORIES = 3
@@ -73,8 +80,9 @@ COPY = BenchFigure("copy-edit, one stream", "tok/s")
 
 
 class Scenarios:
-    """Each method runs one scenario once on one server and records its figures, under `tables`. `tokens`: of messages, by
-    the template (None: what was read twice can't be counted). `means`: what can be run, and what each is to a person."""
+    """Each method runs one scenario once on one server and records its figures, under `tables`.
+    `tokens`: of messages, by the template (None: what was read twice can't be counted). `means`:
+    what can be run, and what each is to a person."""
 
     means: Mapping[str, str] = MEANS
 
@@ -92,7 +100,8 @@ class Scenarios:
         table.add(target.name, value)
 
     def finished(self, rounds: int, names: Sequence[str]) -> list[RoundComparison]:
-        """The tables, with the servers in the order of `names`, and NaN for every round that gave nothing."""
+        """The tables, with the servers in the order of `names`, and NaN for every round that gave
+        nothing."""
         for table in self.tables.values():
             for name in names:
                 table.fill(name, rounds)
@@ -105,13 +114,15 @@ class Scenarios:
             return self._seed
 
     def run(self, name: str, target: BenchTarget) -> None:
-        """Run one of `means`. Raises BackendError, also for an answer that is empty or too short to say anything."""
+        """Run one of `means`. Raises BackendError, also for an answer that is empty or too short to
+        say anything."""
         getattr(self, f"run_{name}")(target)
 
-    # --- speed ---------------------------------------------------------------------------------------------------
+    # --- speed ------------------------------------------------------------------------------------
 
     def run_single(self, t: BenchTarget) -> None:
-        """Decode speed of one stream, and how evenly it comes: a draft that is verified holds the words before it back."""
+        """Decode speed of one stream, and how evenly it comes: a draft that is verified holds the
+        words before it back."""
         answer = t.chat(user(f"Tell a story. {self.fresh()}"), 128)
         self.put(SINGLE, t, answer.rate(self._counted(t, answer)))
         if len(answer.gaps_s) >= _ENOUGH_GAPS:
@@ -136,30 +147,43 @@ class Scenarios:
         self.put(BenchFigure(_TOGETHER.format(n), "tok/s"), t, total / seconds)
         gaps = list(chain.from_iterable(answer.gaps_s for answer in answers))
         if len(gaps) >= _ENOUGH_GAPS:
-            self.put(BenchFigure(_EVEN.format(n), "ms", "less"), t, statistics.quantiles(gaps, n=20)[-1] * 1000)
+            self.put(
+                BenchFigure(_EVEN.format(n), "ms", "less"),
+                t,
+                statistics.quantiles(gaps, n=20)[-1] * 1000,
+            )
 
     run_two = partialmethod(_streams, n=2)
     run_four = partialmethod(_streams, n=4)
     run_eight = partialmethod(_streams, n=8)
 
     def run_copy(self, t: BenchTarget) -> None:
-        """A file repeated with one change. The same one for every server in a round: what a model copies faithfully, and so how
-        often a draft is right, is very different from file to file."""
-        body = {"prompt": copy_edit(self._first + self.round), "max_tokens": 320, "temperature": 0, "ignore_eos": True}
+        """A file repeated with one change. The same one for every server in a round: what a model
+        copies faithfully, and so how often a draft is right, is very different from file to
+        file."""
+        body = {
+            "prompt": copy_edit(self._first + self.round),
+            "max_tokens": 320,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         answer = t.stream(body)
         self.put(COPY, t, answer.rate(self._counted(t, answer)))
 
-    # --- waiting -------------------------------------------------------------------------------------------------
+    # --- waiting ----------------------------------------------------------------------------------
 
     def run_stall(self, t: BenchTarget) -> None:
-        """A 3,000-token prompt beside a running stream: the stream's largest gap meanwhile, and the newcomer's TTFT."""
+        """A 3,000-token prompt beside a running stream: the stream's largest gap meanwhile, and the
+        newcomer's TTFT."""
         pieces: list[int] = []
         for _ in range(_STORIES):
             too_short = self._stall(t)
             if too_short is None:
                 return
             pieces.append(too_short.pieces)
-        raise BackendError(f"{t.name}: streams ended after {pieces} pieces, before the newcomer's answer")
+        raise BackendError(
+            f"{t.name}: streams ended after {pieces} pieces, before the newcomer's answer"
+        )
 
     def _stall(self, t: BenchTarget) -> StreamedAnswer | None:
         """One story; None once it is measured, else the story, which ended too soon."""
@@ -170,7 +194,9 @@ class Scenarios:
                 decoding.set()
 
         with ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(t.chat, user(f"Long story {self.fresh()}"), _STALLED, on_piece=heard)
+            stream = pool.submit(
+                t.chat, user(f"Long story {self.fresh()}"), _STALLED, on_piece=heard
+            )
             stream.add_done_callback(lambda _: decoding.set())
             decoding.wait()
             if stream.done():
@@ -188,8 +214,9 @@ class Scenarios:
         return None
 
     def per_token_s(self, gap: float, text: str) -> float:
-        """The gap before a piece, for each token of the character it is. One of several tokens comes after as many steps, from
-        every server: “ after two with SmolLM2's tokenizer. (Several tokens at once that are words were stood still for.)"""
+        """The gap before a piece, for each token of the character it is. One of several tokens
+        comes after as many steps, from every server: “ after two with SmolLM2's tokenizer. (Several
+        tokens at once that are words were stood still for.)"""
         one = text.strip()
         several = len(one) == 1 and not one.isascii()
         return gap / ((self.counter.tokens_in(text) if several else None) or 1)
@@ -201,7 +228,7 @@ class Scenarios:
         after = self._some(t, t.chat(user(f"Hi {self.fresh()}"), 4)).ttft_s
         self.put(CANCEL, t, after / idle)
 
-    # --- what is kept --------------------------------------------------------------------------------------------
+    # --- what is kept -----------------------------------------------------------------------------
 
     def run_warm(self, t: BenchTarget) -> None:
         """A 1,400-token prefix, then a new last turn, then the same again."""
@@ -221,7 +248,8 @@ class Scenarios:
         self.put(AT_ONCE, t, again.ttft_s * 1000)
 
     def run_thrash(self, t: BenchTarget) -> None:
-        """Three chats sharing a system prompt, four growing turns each, a title request after every turn."""
+        """Three chats sharing a system prompt, four growing turns each, a title request after every
+        turn."""
         seen = TokensRead(self.tokens) if self.tokens is not None else None
         system = {"role": "system", "content": f"{self.fresh()} {SYSTEM}"}
         chats = [[system, *user(f"I am person {i}. Hello!")] for i in range(3)]
@@ -240,7 +268,10 @@ class Scenarios:
                 if (turn, i) != (0, 0):
                     ttfts.append(answer.ttft_s)
                     counted = counted and answer.cached_tokens is not None
-                messages += [{"role": "assistant", "content": answer.text}, *user(f"And then, number {turn}?")]
+                messages += [
+                    {"role": "assistant", "content": answer.text},
+                    *user(f"And then, number {turn}?"),
+                ]
                 ask(user("Write a title of three words for a chat."), 6)
         if seen is not None and counted:
             self.put(TWICE, t, seen.twice)
@@ -249,7 +280,9 @@ class Scenarios:
     def run_restart(self, t: BenchTarget) -> None:
         """The same 1,400-token prompt after a restart."""
         if t.restart is None:
-            raise UnsupportedError(f"nobody said how {t.name} is started again: --restart-cmd does, for each server")
+            raise UnsupportedError(
+                f"nobody said how {t.name} is started again: --restart-cmd does, for each server"
+            )
         messages = [{"role": "system", "content": f"{self.fresh()} {SYSTEM}"}, *user("Question?")]
         cold = self._some(t, t.chat(messages, 8))
         time.sleep(2 * _SETTLE_S)
@@ -258,17 +291,21 @@ class Scenarios:
         again = self._some(t, t.chat(messages, 8))
         self.put(RESTART, t, again.ttft_s / cold.ttft_s)
 
-    # --- honesty -------------------------------------------------------------------------------------------------
+    # --- honesty ----------------------------------------------------------------------------------
 
     def _some(self, t: BenchTarget, answer: StreamedAnswer) -> StreamedAnswer:
         if not answer.text.strip():
-            raise BackendError(f"{t.name} answered nothing (it says it made {answer.said_tokens} tokens)")
+            raise BackendError(
+                f"{t.name} answered nothing (it says it made {answer.said_tokens} tokens)"
+            )
         return answer
 
     def _counted(self, t: BenchTarget, answer: StreamedAnswer) -> int:
         tokens = self.counter.tokens_of(t, self._some(t, answer))
         if tokens < _FEWEST or not answer.gaps_s:
-            raise BackendError(f"{t.name} answered with {tokens} tokens in {answer.pieces} pieces: too few to time")
+            raise BackendError(
+                f"{t.name} answered with {tokens} tokens in {answer.pieces} pieces: too few to time"
+            )
         return tokens
 
 
@@ -279,8 +316,24 @@ def _together(calls: Sequence[Callable[[], StreamedAnswer]]) -> list[StreamedAns
 
 
 # About 1,400 tokens: as long as a coding agent's instructions are at least.
-SYSTEM = "You are a careful assistant. " + "Rule: answer shortly, plainly and only about what was asked. " * 110
-NAMES = ("apple", "brook", "cedar", "delta", "ember", "frost", "grove", "haven", "inlet", "jetty", "knoll", "lagoon")
+SYSTEM = (
+    "You are a careful assistant. "
+    + ("Rule: answer shortly, plainly and only about what was asked. ") * 110
+)
+NAMES = (
+    "apple",
+    "brook",
+    "cedar",
+    "delta",
+    "ember",
+    "frost",
+    "grove",
+    "haven",
+    "inlet",
+    "jetty",
+    "knoll",
+    "lagoon",
+)
 
 
 def user(text: str) -> Messages:
@@ -309,8 +362,9 @@ def source_file(seed: int, functions: int = 7) -> str:
 
 
 def copy_edit(seed: int) -> str:
-    """A file, and the beginning of its copy with one word changed: text to continue. The copy is begun for the model, and
-    shown once already: a small one left to itself writes something else, which says nothing about drafting."""
+    """A file, and the beginning of its copy with one word changed: text to continue. The copy is
+    begun for the model, and shown once already: a small one left to itself writes something else,
+    which says nothing about drafting."""
     text = source_file(seed)
     head = "\n".join(text.splitlines()[:5]).replace("def ", "async def ", 1)
     return f"{text}\n\n---\n\n{text}\n\n---\n\n{head}\n"

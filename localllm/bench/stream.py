@@ -1,6 +1,7 @@
 """A client as thin as possible for timing any OpenAI-compatible server: SSE lines and a clock.
 
-httpx takes 56 µs of the processor for a token, http.client 37 µs (both with its JSON, a busy Xeon): 0.2 % of a token at 100 tok/s.
+httpx takes 56 µs of the processor for a token, http.client 37 µs (both with its JSON, a busy Xeon):
+0.2 % of a token at 100 tok/s.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _BEYOND_OPENAI = ("ignore_eos",)
 
 @dataclass
 class StreamedAnswer:
-    """What came back, and when; `first_at_s` by perf_counter. One entry of `gaps_s` and `later` for every piece after the
+    """What came back, and when; `first_at_s` by perf_counter. One entry of `gaps_s` and `later` for
+    every piece after the
     first: the seconds before it, and its text."""
 
     text: str = ""
@@ -50,13 +52,15 @@ class StreamedAnswer:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that the server says it had computed before; None where it does not say."""
+        """Tokens of the prompt that the server says it had computed before; None where it does not
+        say."""
         details = self.usage.get("prompt_tokens_details")
         said = details.get("cached_tokens") if isinstance(details, dict) else None
         return said if isinstance(said, int) else None
 
     def gaps_between(self, begun_s: float, ended_s: float) -> list[tuple[float, str]]:
-        """The gaps that any part of this time (perf_counter) falls into, each with the text behind it."""
+        """The gaps that any part of this time (perf_counter) falls into, each with the text behind
+        it."""
         found, at = [], self.first_at_s
         for gap, text in zip(self.gaps_s, self.later, strict=True):
             if at < ended_s and at + gap > begun_s:
@@ -65,20 +69,22 @@ class StreamedAnswer:
         return found
 
     def rate(self, tokens: int) -> float:
-        """Tokens per second after the first event, if `tokens` is what came in all; one event brings several where drafts
-        were accepted. Infinite where everything came at once."""
+        """Tokens per second after the first event, if `tokens` is what came in all; one event
+        brings several where drafts were accepted. Infinite where everything came at once."""
         spent = sum(self.gaps_s)
         return (tokens - 1) / spent if spent else float("inf")
 
     @property
     def decode_tok_s(self) -> float:
-        """Tokens per second after the first event, as the server counts them, else one for each event."""
+        """Tokens per second after the first event, as the server counts them, else one for each
+        event."""
         return self.rate(self.said_tokens or self.pieces)
 
 
 @dataclass
 class BenchTarget:
-    """A server to measure: `url` ends in /v1, `model` is what requests name. `restart` ends and starts it again.
+    """A server to measure: `url` ends in /v1, `model` is what requests name. `restart` ends and
+    starts it again.
     `refused`: fields it does not know, found out as it refuses them."""
 
     name: str
@@ -94,7 +100,8 @@ class BenchTarget:
         return self.url.rstrip("/").removesuffix("/v1")
 
     def chat(self, messages: Messages, n: int, **more: Any) -> StreamedAnswer:
-        """One greedy streamed chat answer of at most `n` tokens, exactly as many where the server knows ignore_eos.
+        """One greedy streamed chat answer of at most `n` tokens, exactly as many where the server
+        knows ignore_eos.
         `more`: as `stream` takes it. Raises BackendError."""
         body = {"messages": messages, "max_tokens": n, "temperature": 0, "ignore_eos": True}
         return self.stream(body, **more)
@@ -106,12 +113,18 @@ class BenchTarget:
         on_piece: Callable[[int], None] | None = None,
         stop_after: int | None = None,
     ) -> StreamedAnswer:
-        """POST `body` to /chat/completions (/completions for one with a `prompt`) with stream=true and read the answer to
-        its end, or leave after `stop_after` pieces. Raises BackendError for everything but text."""
+        """POST `body` to /chat/completions (/completions for one with a `prompt`) with stream=true
+        and read the answer to its end, or leave after `stop_after` pieces. Raises BackendError for
+        everything but text."""
         path = "/completions" if "prompt" in body else "/chat/completions"
         while True:
             sent = {name: value for name, value in body.items() if name not in self.refused}
-            sent = {"model": self.model, **sent, "stream": True, "stream_options": {"include_usage": True}}
+            sent = {
+                "model": self.model,
+                **sent,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
             started = time.perf_counter()
             try:
                 with self._client.stream("POST", self._address(path), json=sent) as response:
@@ -139,13 +152,21 @@ class BenchTarget:
             time.sleep(0.1)
             response = self._ask("GET", address)
         found = self._object(response).get("data")
-        return [str(m["id"]) for m in found if isinstance(m, dict) and "id" in m] if isinstance(found, list) else []
+        return (
+            [str(m["id"]) for m in found if isinstance(m, dict) and "id" in m]
+            if isinstance(found, list)
+            else []
+        )
 
     def wait_ready(self, most_s: float = _LOADING_S) -> None:
-        """Return once it has answered one token. Raises BackendError if it does not within `most_s` seconds, and at once
-        where it refuses the request as such."""
+        """Return once it has answered one token. Raises BackendError if it does not within `most_s`
+        seconds, and at once where it refuses the request as such."""
         end_s = time.monotonic() + most_s
-        body = {"model": self.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "max_tokens": 1,
+        }
         while True:
             try:
                 response = self._ask("POST", self._address("/chat/completions"), body)
@@ -158,12 +179,16 @@ class BenchTarget:
                     return
                 if 400 <= status < 500 or time.monotonic() > end_s:
                     refusal = response.content[:300].decode("utf-8", "replace")
-                    raise BackendError(f"{self.name} answered {status} to a chat of one word: {refusal}", hint=self.url)
+                    raise BackendError(
+                        f"{self.name} answered {status} to a chat of one word: {refusal}",
+                        hint=self.url,
+                    )
             time.sleep(0.02)
 
     @cached_property
     def _client(self) -> httpx.Client:
-        """A connection for each request, as by separate programs; of proxies that the environment names it knows nothing."""
+        """A connection for each request, as by separate programs; of proxies that the environment
+        names it knows nothing."""
         key = {"authorization": f"Bearer {self.key}"} if self.key else {}
         limits = httpx.Limits(max_keepalive_connections=0)
         return httpx.Client(headers=key, timeout=_TIMEOUT_S, limits=limits, trust_env=False)
@@ -171,7 +196,9 @@ class BenchTarget:
     def _address(self, path: str) -> str:
         return self.url.rstrip("/") + path
 
-    def _ask(self, method: str, address: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+    def _ask(
+        self, method: str, address: str, body: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
         try:
             return self._client.request(method, address, json=body)
         except httpx.HTTPError as e:
@@ -184,11 +211,15 @@ class BenchTarget:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise BackendError(f"{self.name} answered {status} to {response.url.path}", hint=self.url)
+            raise BackendError(
+                f"{self.name} answered {status} to {response.url.path}", hint=self.url
+            )
         return found
 
     def _no_answer(self, cause: Exception) -> BackendError:
-        return BackendError(f"{self.name} did not answer: {str(cause) or type(cause).__name__}", hint=self.url)
+        return BackendError(
+            f"{self.name} did not answer: {str(cause) or type(cause).__name__}", hint=self.url
+        )
 
 
 def _read(
@@ -232,7 +263,13 @@ def _text(chunk: Mapping[str, Any]) -> str:
     """The text of one event, reasoning included: it took as long to make."""
     choice = (chunk.get("choices") or [{}])[0]
     delta = choice.get("delta") or {}
-    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return (
+        choice.get("text")
+        or delta.get("content")
+        or delta.get("reasoning_content")
+        or delta.get("reasoning")
+        or ""
+    )
 
 
 def free_port() -> int:

@@ -1,4 +1,5 @@
-"""What servers are measured by, counted here: tokens of texts, and prompt tokens that were computed a second time."""
+"""What servers are measured by, counted here: tokens of texts, and prompt tokens that were computed
+a second time."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ Tokens = Callable[[Messages], Sequence[int]]
 
 @dataclass
 class Counter:
-    """Counts the tokens of answers: what the server says it made, as far as its text bears it out. The text's tokens are
-    counted with the tokenizer of `of`, one of the servers; without one (None) by the pieces in the stream, of which each is
-    a token or several, and no more than its bytes.
+    """Counts the tokens of answers: what the server says it made, as far as its text bears it out.
+    The text's tokens are counted with the tokenizer of `of`, one of the servers; without one (None)
+    by the pieces in the stream, of which each is a token or several, and no more than its bytes.
 
     `differing`: servers that said a tenth more than came, with both counts."""
 
@@ -52,7 +53,8 @@ class Counter:
 
 
 class TokensRead:
-    """What one server has read so far. `tokens` makes of messages the tokens that its template makes."""
+    """What one server has read so far. `tokens` makes of messages the tokens that its template
+    makes."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -60,21 +62,27 @@ class TokensRead:
         self.twice = 0
 
     def add(self, messages: Messages, answer: StreamedAnswer) -> None:
-        """Count one request. The answer's own tokens count as read too, as far as its text makes the same tokens again; the
-        last token of a prompt does not: it is always computed, its logits are needed."""
+        """Count one request. The answer's own tokens count as read too, as far as its text makes
+        the same tokens again; the last token of a prompt does not: it is always computed, its
+        logits are needed."""
         prompt = list(self._tokens(messages))
         known = min(max((common(prompt, line) for line in self._lines), default=0), len(prompt) - 1)
         self.twice += max(0, known - (answer.cached_tokens or 0))
-        self._lines += [prompt, list(self._tokens([*messages, {"role": "assistant", "content": answer.text}]))]
+        self._lines += [
+            prompt,
+            list(self._tokens([*messages, {"role": "assistant", "content": answer.text}])),
+        ]
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def templated_tokens(targets: Sequence[BenchTarget]) -> Tokens | None:
-    """Tokens of messages, as the first server makes them that says how (llama-server and ours do: the same model has the
-    same template everywhere); None where none does."""
+    """Tokens of messages, as the first server makes them that says how (llama-server and ours do:
+    the same model has the same template everywhere); None where none does."""
     question: Messages = [{"role": "user", "content": "Hi"}]
     for target in targets:
         try:
@@ -90,14 +98,16 @@ def _tokens_at(target: BenchTarget) -> Tokens:
     def tokens(messages: Messages) -> list[int]:
         asked = messages[-1]["role"] != "assistant"
         body = {"messages": messages, "add_generation_prompt": asked}
-        return tokenized(target, str(target.post(f"{target.root}/apply-template", body).get("prompt", "")))
+        return tokenized(
+            target, str(target.post(f"{target.root}/apply-template", body).get("prompt", ""))
+        )
 
     return tokens
 
 
 def tokenized(target: BenchTarget, text: str, *, special: bool = True) -> list[int]:
-    """The tokens of `text`; with `special` as those of a prompt, which begins with what prompts begin with. Raises
-    BackendError where the server lends no tokenizer."""
+    """The tokens of `text`; with `special` as those of a prompt, which begins with what prompts
+    begin with. Raises BackendError where the server lends no tokenizer."""
     body = {"content": text, "add_special": special, "parse_special": special}
     found = target.post(f"{target.root}/tokenize", body).get("tokens")
     if not isinstance(found, list):

@@ -1,4 +1,5 @@
-"""The command line with every command, for those who look at all of it: the docs, the man pages, the tests."""
+"""The command line with every command, for those who look at all of it: the docs, the man pages,
+the tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Cached prefixes as `localllm cache` shows and clears them: a folder per model.
 
-Files are whole or absent, and one that is gone is a miss, so a server may run while they are cleared.
+Files are whole or absent, and one that is gone is a miss, so a server may run while they are
+cleared.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from localllm.engine.cache.folder import LABEL, WriteBudget, label, remove_old_c
 
 @dataclass(frozen=True, slots=True)
 class ModelPrefixes:
-    """One model's `folder`: so many files and bytes, and what was written into it today. `model` is its name, None where
-    the folder doesn't say; `used_s`: when one of its files was last used (None: there are none)."""
+    """One model's `folder`: so many files and bytes, and what was written into it today. `model` is
+    its name, None where the folder doesn't say; `used_s`: when one of its files was last used
+    (None: there are none)."""
 
     folder: Path
     model: str | None
@@ -51,7 +53,9 @@ def survey(root: Path) -> list[ModelPrefixes]:
         if stats or written:
             used_s = max((s.st_mtime for s in stats), default=None)
             size_bytes = sum(s.st_size for s in stats)
-            found.append(ModelPrefixes(folder, label(folder), len(stats), size_bytes, written, used_s))
+            found.append(
+                ModelPrefixes(folder, label(folder), len(stats), size_bytes, written, used_s)
+            )
     return sorted(found, key=lambda m: (-m.size_bytes, m.model or "", m.folder.name))
 
 

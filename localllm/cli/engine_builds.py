@@ -1,5 +1,5 @@
-"""Builds of llama.cpp: which one this run uses, told once to this process and to every worker it starts; and what another one
-would give on this machine, by the planner's prediction."""
+"""Builds of llama.cpp: which one this run uses, told once to this process and to every worker it
+starts; and what another one would give on this machine, by the planner's prediction."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _YARDSTICK = ("qwen3-8b", "Q4_K_M")
 
 
 def activate(command: str | None) -> None:
-    """Put the chosen build first on Python's path. The environment (LOCALLLM_BUILD) goes before config.toml's `build`, that
-    before what `setup --use` chose. Raises BuildNotFoundError where one was named that is not there."""
+    """Put the chosen build first on Python's path. The environment (LOCALLLM_BUILD) goes before
+    config.toml's `build`, that before what `setup --use` chose. Raises BuildNotFoundError where one
+    was named that is not there."""
     from localllm import paths
 
     named = os.environ.get("LOCALLLM_BUILD") or _configured()
@@ -54,7 +55,8 @@ def activate(command: str | None) -> None:
 
 
 def _configured() -> str:
-    """config.toml's `build`; "" where it says nothing, or can't be read (whoever needs the rest of it says so)."""
+    """config.toml's `build`; "" where it says nothing, or can't be read (whoever needs the rest of
+    it says so)."""
     from localllm.errors import UsageError
     from localllm.settings import config_path, read_config
 
@@ -67,8 +69,8 @@ def _configured() -> str:
 
 
 def preferred(machine: Device) -> Preferred | None:
-    """The machine's accelerator or the lighter one that drives the same GPU, by the seconds a turn of the yardstick would take;
-    None where there is no such choice, or it can't be planned."""
+    """The machine's accelerator or the lighter one that drives the same GPU, by the seconds a turn
+    of the yardstick would take; None where there is no such choice, or it can't be planned."""
     from localllm.device.accelerators import KINDS
     from localllm.setup.steps import Preferred
 
@@ -78,7 +80,8 @@ def preferred(machine: Device) -> Preferred | None:
     own_s, lighter_s = _turn_s(machine, own), _turn_s(machine, lighter)
     if own_s is None or lighter_s is None:
         return None
-    # The lighter one needs nothing but the driver that is there: the other has to be worth installing.
+    # The lighter one needs nothing but the driver that is there: the other has to be worth
+    # installing.
     best = own if own_s < _WORTH_IT * lighter_s else lighter
     told = f"{own} {own_s:.1f} s, {lighter} {lighter_s:.1f} s"
     return Preferred(best, f"a turn of {_YARDSTICK[0]} would take: {told}")
@@ -105,9 +108,11 @@ def yardstick_plan(machine: Device) -> Plan | None:
 
 
 def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
-    """One line for a list of plans made for `machine`, where this machine has a GPU that the installed build can't use;
-    nothing anywhere else, and nothing for a simulated one."""
-    if machine.simulated or not any(finding.fix == "localllm setup" for finding in machine.findings):
+    """One line for a list of plans made for `machine`, where this machine has a GPU that the
+    installed build can't use; nothing anywhere else, and nothing for a simulated one."""
+    if machine.simulated or not any(
+        finding.fix == "localllm setup" for finding in machine.findings
+    ):
         return []
     from localllm.device.detect import hardware
 
@@ -116,8 +121,8 @@ def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
 
 
 def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
-    """What `plan`, made for `planned_for`, would reach on `machine`: the same one with its GPU in use. "" where that gives
-    nothing more."""
+    """What `plan`, made for `planned_for`, would reach on `machine`: the same one with its GPU in
+    use. "" where that gives nothing more."""
     from localllm.device.accelerators import KINDS
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
@@ -133,5 +138,6 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     speed, kind = other.decode_tok_s, KINDS[machine.accelerator].label
     name = f"{plan.model.name} {plan.variant.quant}"
     return (
-        f"with a {kind} build of llama.cpp {name} would write {speed.low:.0f}-{speed.high:.0f} tok/s: `localllm setup`"
+        f"with a {kind} build of llama.cpp {name} would write {speed.low:.0f}-{speed.high:.0f} "
+        "tok/s: `localllm setup`"
     )

@@ -1,4 +1,5 @@
-"""The root command: registers one function per command and turns every error into one message and an exit code."""
+"""The root command: registers one function per command and turns every error into one message and
+an exit code."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from localllm import __version__
 from localllm.errors import LocalLLMError, UsageError
 
 _EPILOG = (
-    "Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 not found, 4 bad model file, 5 does not fit, "
+    "Exit codes: 0 done, 1 internal error, 2 wrong usage, 3 not found, 4 bad model file, 5 does "
+    "not fit, "
     "6 engine failed, 7 busy, 8 port in use, 9 download failed, 130 interrupted."
 )
 
-# By name: where it is under localllm.cli.commands (a function, or a group of commands), and a summary of its own where a line of 80
-# columns would cut the first sentence of its help.
+# By name: where it is under localllm.cli.commands (a function, or a group of commands), and a
+# summary of its own where a line of 80 columns would cut the first sentence of its help.
 _COMMANDS = {
     "chat": ("chat:chat", None),
     "recommend": ("recommend:recommend", "Recommend models, with the memory and speed to expect."),
@@ -42,8 +44,8 @@ _COMMANDS = {
 }
 _COMPLETING = "_LOCALLLM_COMPLETE"  # set by the shell's completion
 
-# Commands that end before there is anything worth looking for among what they made; and the chat, which looks once its screen
-# is there (None: the chat, without its name).
+# Commands that end before there is anything worth looking for among what they made; and the chat,
+# which looks once its screen is there (None: the chat, without its name).
 _LOOKS_LATER = ("recommend", "chat", None)
 
 
@@ -56,7 +58,10 @@ def _version(value: bool) -> None:
 def _root(
     context: typer.Context,
     _version_flag: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Without a command: the chat on the best model at hand."""
@@ -72,7 +77,8 @@ def _root(
 
 
 def report(error: LocalLLMError) -> int:
-    """Print an error the way every command does (stderr, with its hint) and return its exit code."""
+    """Print an error the way every command does (stderr, with its hint) and return its exit
+    code."""
     print(f"error: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"\nhint: {error.hint}", file=sys.stderr)
@@ -80,11 +86,13 @@ def report(error: LocalLLMError) -> int:
 
 
 def command_line(only: str | None = None) -> typer.Typer:
-    """The root command with all of its commands, for help, completion and mistyped names; with `only` that one where it is
-    one of them, since reading the others and building their parsers takes longer than many a command."""
+    """The root command with all of its commands, for help, completion and mistyped names; with
+    `only` that one where it is one of them, since reading the others and building their parsers
+    takes longer than many a command."""
     app = typer.Typer(
         name="localllm",
-        help="Run large language models on the machine in front of you, as well as that machine physically can.",
+        help="Run large language models on the machine in front of you, as well as that machine "
+        "physically can.",
         epilog=_EPILOG,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -103,7 +111,8 @@ def command_line(only: str | None = None) -> typer.Typer:
 
 
 def run(argv: list[str] | None = None) -> Any:
-    """Entry point of the `localllm` script: no traceback reaches a user, and no control character a terminal."""
+    """Entry point of the `localllm` script: no traceback reaches a user, and no control character a
+    terminal."""
     from localllm.plain_output import give_up_stdout, only_plain
 
     code: Any = 0
@@ -119,9 +128,14 @@ def run(argv: list[str] | None = None) -> Any:
             sys.stderr.close()
         except OSError as e:
             give_up_stdout()
-            # Of what commands open and look at the system names the file; of its own streams nothing.
+            # Of what commands open and look at the system names the file; of its own streams
+            # nothing.
             said = f"{e.filename or 'the output'} can't be used: {e.strerror or e}"
-            code = report(LocalLLMError(said, hint="look at its permissions, and at the free space of its disk"))
+            code = report(
+                LocalLLMError(
+                    said, hint="look at its permissions, and at the free space of its disk"
+                )
+            )
     sys.exit(code)
 
 
@@ -131,7 +145,8 @@ def _run(argv: list[str] | None) -> None:
 
     for said in mistyped():
         print(f"warning: {said}", file=sys.stderr)
-    gc.disable()  # what a start makes stays: looking through it took a tenth of the time of `recommend`
+    # what a start makes stays: looking through it took a tenth of the time of `recommend`
+    gc.disable()
     typed = sys.argv[1:] if argv is None else argv
     try:
         # Without a word it is the chat, or a shell that asks what could be typed.

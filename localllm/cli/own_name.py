@@ -1,4 +1,5 @@
-"""Whether the name `localllm` means this program here: another distribution installs a package and a command of that name."""
+"""Whether the name `localllm` means this program here: another distribution installs a package and
+a command of that name."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ def name_checks(
     which: Callable[[str], str | None] = shutil.which,
     prefix: Path | None = None,
 ) -> list[HealthCheck]:
-    """Who else installed a package `localllm` into this Python, and whose command a shell would start. The arguments: what
-    importlib.metadata lists, what PATH has, and where this Python's commands are."""
+    """Who else installed a package `localllm` into this Python, and whose command a shell would
+    start. The arguments: what importlib.metadata lists, what PATH has, and where this Python's
+    commands are."""
     checks = [_package((distributions or _installing)())]
     command = _command(which(_NAME), (prefix or Path(sys.prefix)).resolve())
     return [*checks, command] if command is not None else checks
@@ -35,18 +37,27 @@ def _package(distributions: list[str]) -> HealthCheck:
     if not others:
         return HealthCheck("name", "ok", "the package localllm is this one alone")
     said = f"{' and '.join(others)} installed a package localllm over this one's files"
-    return HealthCheck("name", "error", said, f"pip uninstall {' '.join(others)}, then install localllm again")
+    return HealthCheck(
+        "name", "error", said, f"pip uninstall {' '.join(others)}, then install localllm again"
+    )
 
 
 def _command(found: str | None, prefix: Path) -> HealthCheck | None:
-    """A warning where the shell starts another program; nothing where it starts this one or, by its name alone, none."""
+    """A warning where the shell starts another program; nothing where it starts this one or, by its
+    name alone, none."""
     if found is None:
         return None
     file = Path(found).resolve()
     if prefix in file.parents or _starts_here(file, prefix):
         return None
-    said = f"`localllm` in this shell starts {file}, another installation or another program of that name"
-    return HealthCheck("name", "warning", said, f"call {prefix / 'bin' / _NAME}, or put its folder first on PATH")
+    said = (
+        f"`localllm` in this shell starts {file}, another installation or another program of "
+        "that "
+        "name"
+    )
+    return HealthCheck(
+        "name", "warning", said, f"call {prefix / 'bin' / _NAME}, or put its folder first on PATH"
+    )
 
 
 def _starts_here(file: Path, prefix: Path) -> bool:

@@ -1,4 +1,5 @@
-"""The RPC server of `localllm worker` and the address filter in front of it: apart, so that no other command waits for asyncio."""
+"""The RPC server of `localllm worker` and the address filter in front of it: apart, so that no
+other command waits for asyncio."""
 
 from __future__ import annotations
 
@@ -14,10 +15,14 @@ _RESTART_S = 1.0
 
 
 async def run(
-    host: str, port: int, allowed: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network], threads: int, note: str
+    host: str,
+    port: int,
+    allowed: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network],
+    threads: int,
+    note: str,
 ) -> None:
-    """Serve until cancelled: the RPC server in a process of its own, started anew when it ends, and the filter before it;
-    `note` is said once it listens. Raises PortInUseError."""
+    """Serve until cancelled: the RPC server in a process of its own, started anew when it ends, and
+    the filter before it; `note` is said once it listens. Raises PortInUseError."""
     from localllm.errors import PortInUseError
 
     with socket.socket() as free:

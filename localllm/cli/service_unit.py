@@ -1,4 +1,5 @@
-"""What `localllm service` puts together: the server's command, its addresses, its manager; and waiting until it answers."""
+"""What `localllm service` puts together: the server's command, its addresses, its manager; and
+waiting until it answers."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from localllm.service.types import Manager, Service
     from localllm.settings import Settings
 
-# Where things lie: a server that looked elsewhere than the terminal does would have other models and settings.
+# Where things lie: a server that looked elsewhere than the terminal does would have other models
+# and settings.
 CARRIED = (
-    "LOCALLLM_CONFIG_DIR", "LOCALLLM_DATA_DIR", "LOCALLLM_CACHE_DIR", "LOCALLLM_LOG_DIR", "HF_HOME", "HF_HUB_CACHE",
+    "LOCALLLM_CONFIG_DIR", "LOCALLLM_DATA_DIR", "LOCALLLM_CACHE_DIR", "LOCALLLM_LOG_DIR", "HF_HOME",
+    "HF_HUB_CACHE",
     "OLLAMA_MODELS",
 )  # fmt: skip
 _LONGEST_START_S = 60.0
@@ -37,14 +40,17 @@ class ListenAddresses:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """As systemd writes them; none where the system's resolver has a say, or any port would do."""
+        """As systemd writes them; none where the system's resolver has a say, or any port would
+        do."""
         from localllm.server.http.settings import is_address
 
         if self.unix is not None:
             return (str(self.unix),)
         if self.port == 0 or not all(is_address(host) for host in self.hosts):
             return ()
-        return tuple(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
+        return tuple(
+            f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts
+        )
 
 
 def listen_addresses(settings: Settings) -> ListenAddresses:
@@ -56,22 +62,35 @@ def listen_addresses(settings: Settings) -> ListenAddresses:
     hosts: tuple[str, ...] = (host,)
     if host.lower() == "localhost":
         hosts = ("127.0.0.1", "::1") if has_ipv6_loopback() else ("127.0.0.1",)
-    return ListenAddresses(hosts, settings.value("port"), Path(unix).expanduser().absolute() if unix else None)
+    return ListenAddresses(
+        hosts, settings.value("port"), Path(unix).expanduser().absolute() if unix else None
+    )
 
 
-def service_of(models: Sequence[str], settings: Settings, manager: str, memory_max_bytes: int | None) -> Service:
+def service_of(
+    models: Sequence[str], settings: Settings, manager: str, memory_max_bytes: int | None
+) -> Service:
     """The service that serves `models` by `settings`, as `manager` has to be told."""
     from localllm.service.types import Service
 
     environment = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
     if memory_max_bytes is not None and manager != "systemd":
-        raise UsageError(f"--memory-gb: {manager} sets no limit", hint="leave it out; the plan keeps to free memory")
+        raise UsageError(
+            f"--memory-gb: {manager} sets no limit",
+            hint="leave it out; the plan keeps to free memory",
+        )
     flag = settings["unix_socket"].origin == "flag"
-    socket = ["--unix", str(Path(settings.value("unix_socket")).expanduser().absolute())] if flag else []
-    named = [str(Path(m).expanduser().resolve()) if Path(m).expanduser().exists() else m for m in models]
+    socket = (
+        ["--unix", str(Path(settings.value("unix_socket")).expanduser().absolute())] if flag else []
+    )
+    named = [
+        str(Path(m).expanduser().resolve()) if Path(m).expanduser().exists() else m for m in models
+    ]
     program = [sys.executable, "-m", "localllm", "serve"]
     if manager == "task-scheduler":
-        variables = [word for name, value in environment.items() for word in ("--set", f"{name}={value}")]
+        variables = [
+            word for name, value in environment.items() for word in ("--set", f"{name}={value}")
+        ]
         program = [
             _without_window(sys.executable),
             "-m",
@@ -125,7 +144,8 @@ def manager_named(name: str) -> Manager:
 
 
 def port_is_free(settings: Settings) -> None:
-    """Raises PortInUseError where another program has the server's address: the manager would only say that it failed."""
+    """Raises PortInUseError where another program has the server's address: the manager would only
+    say that it failed."""
     from localllm.cli.serve.listening import server_settings
     from localllm.server.http.sockets import bind, bind_unix
 
@@ -140,7 +160,8 @@ def port_is_free(settings: Settings) -> None:
 
 
 def wait_until_it_answers(addresses: ListenAddresses, settings: Settings) -> str:
-    """Ask the server for its health until it answers, and return its address. Raises ServiceError after a minute."""
+    """Ask the server for its health until it answers, and return its address. Raises ServiceError
+    after a minute."""
     import time
 
     import httpx
@@ -152,16 +173,20 @@ def wait_until_it_answers(addresses: ListenAddresses, settings: Settings) -> str
     base = f"{scheme}://{f'[{host}]' if ':' in host else host}:{addresses.port}"
     uds = str(addresses.unix) if addresses.unix is not None else None
     until = time.monotonic() + _LONGEST_START_S
-    # The certificate is the user's own affair here: it is this machine that is asked whether it answers at all.
+    # The certificate is the user's own affair here: it is this machine that is asked whether it
+    # answers at all.
     transport = httpx.HTTPTransport(uds=uds, verify=False)
-    with httpx.Client(transport=transport, base_url=base if uds is None else "http://localhost") as client:
+    with httpx.Client(
+        transport=transport, base_url=base if uds is None else "http://localhost"
+    ) as client:
         while True:
             try:
                 client.get("/health", timeout=max(until - time.monotonic(), 0.1))
             except httpx.TransportError as e:
                 if time.monotonic() >= until:
                     raise ServiceError(
-                        f"the service was started, and does not answer: {e}", hint="`localllm service logs` says why"
+                        f"the service was started, and does not answer: {e}",
+                        hint="`localllm service logs` says why",
                     ) from e
                 time.sleep(0.2)
             else:
@@ -169,17 +194,21 @@ def wait_until_it_answers(addresses: ListenAddresses, settings: Settings) -> str
 
 
 def address_of(pid: int | None) -> str | None:
-    """Where the server that is process `pid` answers, as it tells itself; None while it has not told."""
+    """Where the server that is process `pid` answers, as it tells itself; None while it has not
+    told."""
     from localllm.cli.serve.running import running
 
     for server in running():
         if server.pid == pid:
-            return f"the Unix socket {server.unix_socket}" if server.unix_socket else server.base_url
+            return (
+                f"the Unix socket {server.unix_socket}" if server.unix_socket else server.base_url
+            )
     return None
 
 
 def show_log(where: list[str] | Path, lines: int, follow: bool) -> None:
-    """Print the last `lines` of a log, and with `follow` what comes after them. Raises ServiceError."""
+    """Print the last `lines` of a log, and with `follow` what comes after them. Raises
+    ServiceError."""
     import subprocess
     import time
     from collections import deque
@@ -211,7 +240,8 @@ def show_log(where: list[str] | Path, lines: int, follow: bool) -> None:
 
 
 def write_to(log: str) -> None:
-    """From now on stdout and stderr of this process are the file `log`; one of over 10 MB is kept as `.1` first."""
+    """From now on stdout and stderr of this process are the file `log`; one of over 10 MB is kept
+    as `.1` first."""
     path = Path(log)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > 10_000_000:
@@ -224,9 +254,11 @@ def write_to(log: str) -> None:
 
 
 def wait_for_workers(longest_s: float = _LONGEST_WRITE_S) -> int:
-    """Wait until no worker of this run of the unit is left; after `longest_s` end those that are, and return their number.
+    """Wait until no worker of this run of the unit is left; after `longest_s` end those that are,
+    and return their number.
 
-    They are known by systemd's name of the run, which all of its processes have in their environment."""
+    They are known by systemd's name of the run, which all of its processes have in their
+    environment."""
     import psutil
 
     run = os.environ.get("INVOCATION_ID")

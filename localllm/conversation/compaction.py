@@ -1,23 +1,28 @@
-"""Compaction: which messages of a too long conversation to leave out, so that the rest fits and stays the same for long.
+"""Compaction: which messages of a too long conversation to leave out, so that the rest fits and
+stays the same for long.
 
-Asked for, never done unasked: without it a full context is an error with the counts. What peers do: OpenAI's
-`truncation: "auto"` drops items until the rest fits, llama-server's context shift drops half of the tokens wherever that
-cuts, LM Studio's rolling window drops the oldest: each may end in the middle of a tool call, and what drops one message
-per turn changes the beginning of every prompt, which no prefix cache survives. (OpenAI's Realtime API has a
-`retention_ratio` for the same reason.) So, here:
+Asked for, never done unasked: without it a full context is an error with the counts. What peers do:
+OpenAI's `truncation: "auto"` drops items until the rest fits, llama-server's context shift drops
+half of the tokens wherever that cuts, LM Studio's rolling window drops the oldest: each may end in
+the middle of a tool call, and what drops one message per turn changes the beginning of every
+prompt, which no prefix cache survives. (OpenAI's Realtime API has a `retention_ratio` for the same
+reason.) So, here:
 
-* The **oldest whole turns** go first: a question with the answers, calls and results behind it. System messages and the
-  newest question stay. When that is not enough (an agent at work on one question), the oldest rounds of the newest turn
-  go: an assistant message with the results of its calls. No result is left without its call, nor a call without its
-  result; the newest round stays.
-* What goes is more than needed: down to `KEEP` of the room. The next cut is then some turns away, and until then every
-  prompt begins like the one before.
-* The cut follows from the messages alone, though the server keeps no record of it. The history is **replayed** from its
-  first message: whenever what is kept outgrows the budget, the cut moves. What happened after message 40 depends on
-  messages 1 to 40 only, so the same history has the same cut whenever it comes back, a longer one the same or a later
-  one, never an earlier: what once was left out stays left out.
-* A line of text stands where messages were left out. It counts them, and so changes only when the cut does. It is put
-  into the question beside the gap: a message of its own would break the alternation that many templates insist on.
+* The **oldest whole turns** go first: a question with the answers, calls and results behind it.
+  System messages and the newest question stay. When that is not enough (an agent at work on one
+  question), the oldest rounds of the newest turn
+  go: an assistant message with the results of its calls. No result is left without its call, nor a
+  call without its result; the newest round stays.
+* What goes is more than needed: down to `KEEP` of the room. The next cut is then some turns away,
+  and until then every prompt begins like the one before.
+* The cut follows from the messages alone, though the server keeps no record of it. The history is
+  **replayed** from its first message: whenever what is kept outgrows the budget, the cut moves.
+  What happened after message 40 depends on messages 1 to 40 only, so the same history has the same
+  cut whenever it comes back, a longer one the same or a later one, never an earlier: what once was
+  left out stays left out.
+* A line of text stands where messages were left out. It counts them, and so changes only when the
+  cut does. It is put into the question beside the gap: a message of its own would break the
+  alternation that many templates insist on.
 """
 
 from __future__ import annotations
@@ -27,18 +32,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Share of the room beside the fixed part that the kept turns have after a cut. With turns of a size, the number of turns
-# between two cuts is (1 - KEEP) of those that fit.
+# Share of the room beside the fixed part that the kept turns have after a cut. With turns of a
+# size, the number of turns between two cuts is (1 - KEEP) of those that fit.
 KEEP = 0.6
-# What the notes cost at most, in tokens: two of them, of about a dozen words and a number (20 tokens with SmolLM2's
-# vocabulary).
+# What the notes cost at most, in tokens: two of them, of about a dozen words and a number (20
+# tokens with SmolLM2's vocabulary).
 NOTE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class MessageCost:
-    """What a message adds to the prompt, in tokens. `passing` of them only until the next question is asked: reasoning
-    that the template leaves out of earlier turns."""
+    """What a message adds to the prompt, in tokens. `passing` of them only until the next question
+    is asked: reasoning that the template leaves out of earlier turns."""
 
     tokens: int
     passing: int = 0
@@ -46,7 +51,8 @@ class MessageCost:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The messages to send. `dropped` are the indices of those left out; `exhausted` says that no more may be."""
+    """The messages to send. `dropped` are the indices of those left out; `exhausted` says that no
+    more may be."""
 
     messages: list[dict[str, Any]]
     dropped: frozenset[int]
@@ -55,7 +61,8 @@ class Compacted:
 
 @dataclass(slots=True)
 class _Unit:
-    """Messages that go or stay together: a question, or an assistant message with the results of its calls."""
+    """Messages that go or stay together: a question, or an assistant message with the results of
+    its calls."""
 
     asks: bool = False
     indices: list[int] = field(default_factory=list)
@@ -143,13 +150,18 @@ class _Replay:
 
 
 def compact(
-    messages: Sequence[Mapping[str, Any]], costs: Sequence[MessageCost], *, fixed_tokens: int, budget_tokens: int
+    messages: Sequence[Mapping[str, Any]],
+    costs: Sequence[MessageCost],
+    *,
+    fixed_tokens: int,
+    budget_tokens: int,
 ) -> Compacted:
-    """What to keep of `messages` (as `conversation.messages.normalise` gives them) within `budget_tokens`.
+    """What to keep of `messages` (as `conversation.messages.normalise` gives them) within
+    `budget_tokens`.
 
-    `costs` has one entry per message. `fixed_tokens` is what the prompt has beside them: tools, the template's own
-    words, and the system messages at the head. What can't be dropped may be larger than the budget (`exhausted` then):
-    the caller counts the real prompt and refuses.
+    `costs` has one entry per message. `fixed_tokens` is what the prompt has beside them: tools, the
+    template's own words, and the system messages at the head. What can't be dropped may be larger
+    than the budget (`exhausted` then): the caller counts the real prompt and refuses.
     """
     replay = _Replay(fixed_tokens, budget_tokens)
     for i, (message, cost) in enumerate(zip(messages, costs, strict=True)):
@@ -163,7 +175,9 @@ def note(count: int) -> str:
     return f"[{said} left out to fit the context]"
 
 
-def _with_notes(messages: Sequence[Mapping[str, Any]], dropped: frozenset[int]) -> list[dict[str, Any]]:
+def _with_notes(
+    messages: Sequence[Mapping[str, Any]], dropped: frozenset[int]
+) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     spoken: dict[str, Any] | None = None  # the last kept message that is not a system text
     missing = 0

@@ -1,4 +1,5 @@
-"""Files in messages, of any dialect: a text file becomes text in its place, for a PDF a mark stands until it is read."""
+"""Files in messages, of any dialect: a text file becomes text in its place, for a PDF a mark stands
+until it is read."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _NAME_LENGTH = 120
 
 @dataclass(frozen=True, slots=True)
 class AttachedPdf:
-    """A PDF of a message, whose text has `mark` in its place. `asked`: it stands in the turn that is to be answered; `kind` is
-    what the client's API calls it."""
+    """A PDF of a message, whose text has `mark` in its place. `asked`: it stands in the turn that
+    is to be answered; `kind` is what the client's API calls it."""
 
     mark: str
     data: bytes
@@ -37,11 +38,15 @@ class UnreadableFile:
     problem: str
 
 
-def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> str | AttachedPdf | UnreadableFile:
+def attached(
+    part: Mapping[str, Any], where: str, kind: str, *, asked: bool
+) -> str | AttachedPdf | UnreadableFile:
     """The file in a part of a message: its text, or what is to be read as a PDF."""
     name, sent, says_pdf = _sent(part)
     if sent is None:
-        return UnreadableFile(f"{kind} are not fetched by address or id: send the file itself, in base64")
+        return UnreadableFile(
+            f"{kind} are not fetched by address or id: send the file itself, in base64"
+        )
     data = _decoded(sent, kind)
     if isinstance(data, UnreadableFile):
         return data
@@ -53,7 +58,9 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text or says_pdf:
-        return UnreadableFile(f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither")
+        return UnreadableFile(
+            f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither"
+        )
     return fenced(name, text)
 
 
@@ -74,8 +81,8 @@ def _decoded(sent: str, kind: str) -> bytes | UnreadableFile:
 
 
 def _sent(part: Mapping[str, Any]) -> tuple[str, str | None, bool]:
-    """(the file's name, its data as it was sent, whether it is said to be a PDF): OpenAI's `file` and `input_file`, Anthropic's
-    `document`."""
+    """(the file's name, its data as it was sent, whether it is said to be a PDF): OpenAI's `file`
+    and `input_file`, Anthropic's `document`."""
     inner: Any = part.get("file", part.get("source"))
     fields: Mapping[str, Any] = inner if isinstance(inner, Mapping) else part
     name = fields.get("filename", part.get("filename", part.get("title")))
@@ -83,7 +90,9 @@ def _sent(part: Mapping[str, Any]) -> tuple[str, str | None, bool]:
     said = re.sub(r"\s+", " ", name).strip()[:_NAME_LENGTH] if isinstance(name, str) else ""
     if not isinstance(data, str) or not data:
         return said, None, False
-    says_pdf = fields.get("media_type") == _PDF_TYPE or data[:40].lower().startswith(f"data:{_PDF_TYPE};")
+    says_pdf = fields.get("media_type") == _PDF_TYPE or data[:40].lower().startswith(
+        f"data:{_PDF_TYPE};"
+    )
     return said, data, says_pdf
 
 

@@ -1,4 +1,5 @@
-"""Conversations on disk: trees of turns in one SQLite file, safe from any thread, that lose nothing when a program dies."""
+"""Conversations on disk: trees of turns in one SQLite file, safe from any thread, that lose nothing
+when a program dies."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ class TurnGoneError(HistoryError):
 
 @dataclass(frozen=True, slots=True)
 class ConversationSummary:
-    """One line of the list of conversations. Times are Unix seconds; `n_messages` are those of all branches; `titled`
-    says who made the title: 0 nobody (it is the beginning of the first question), 1 a model, 2 a person."""
+    """One line of the list of conversations. Times are Unix seconds; `n_messages` are those of all
+    branches; `titled` says who made the title: 0 nobody (it is the beginning of the first
+    question), 1 a model, 2 a person."""
 
     id: str
     title: str
@@ -52,7 +54,8 @@ class ConversationSummary:
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """One message. `complete` is False while its answer is (or was, if the program died) still streaming.
+    """One message. `complete` is False while its answer is (or was, if the program died) still
+    streaming.
 
     `parent_id` is the turn it follows, 0 for none; a system prompt's says where it was set.
     """
@@ -72,19 +75,23 @@ def default_path() -> Path:
 
 
 class History:
-    """The store. Every method is one transaction, may be called from any thread, and has reached the disk's journal
-    when it returns. Unknown conversations raise NotFoundError; a broken file raises HistoryError."""
+    """The store. Every method is one transaction, may be called from any thread, and has reached
+    the disk's journal when it returns. Unknown conversations raise NotFoundError; a broken file
+    raises HistoryError."""
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.path = Path(path) if path is not None else default_path()
         self._lock = threading.RLock()
         try:
             paths.private_dir(self.path.parent)
-            # The file is created by us, before SQLite does, so that it never exists with wider permissions.
+            # The file is created by us, before SQLite does, so that it never exists with wider
+            # permissions.
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
             if os.name == "posix":
                 os.chmod(self.path, 0o600)
-            self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None, timeout=_OPENING_S)
+            self._db = sqlite3.connect(
+                self.path, check_same_thread=False, isolation_level=None, timeout=_OPENING_S
+            )
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA foreign_keys=ON")
@@ -92,14 +99,17 @@ class History:
             if version > history_schema.VERSION:
                 self._db.close()
                 raise HistoryError(
-                    f"the conversations were written by a newer release (schema {version}, this one reads "
+                    f"the conversations were written by a newer release (schema {version}, this "
+                    "one reads "
                     f"{history_schema.VERSION})",
                     hint="upgrade localllm, or move conversations.db away to start a new one",
                 )
             history_schema.prepare(self._db)
-            # From here on a screen waits with it. Others write for milliseconds; what they refuse can be written later.
+            # From here on a screen waits with it. Others write for milliseconds; what they refuse
+            # can be written later.
             self._db.execute(f"PRAGMA busy_timeout = {_LOCKED_MS}")
-        except (OSError, sqlite3.Error, ValueError, KeyError, TypeError) as e:  # the last three: an old row unreadable
+        except (OSError, sqlite3.Error, ValueError, KeyError, TypeError) as e:
+            # the last three: an old row unreadable
             if hasattr(self, "_db"):
                 self._db.close()
             raise HistoryError(f"the conversations can't be opened: {e}") from e
@@ -109,7 +119,10 @@ class History:
         conv_id = os.urandom(8).hex()
         now = time.time()
         with self.transaction() as db:
-            db.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?, 0, 0)", (conv_id, title, model, now, now))
+            db.execute(
+                "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, 0, 0)",
+                (conv_id, title, model, now, now),
+            )
         return conv_id
 
     def append(
@@ -123,26 +136,37 @@ class History:
         complete: bool = True,
         parent: int | None = None,
     ) -> int:
-        """Add a message and return its id. An answer about to stream starts `complete=False`; see `update_partial`.
+        """Add a message and return its id. An answer about to stream starts `complete=False`; see
+        `update_partial`.
 
-        `parent` is the turn it follows (0: none; None: the head). The conversation's head is the new turn then; a system
-        prompt leaves it. Raises TurnGoneError where there is no such turn any more.
+        `parent` is the turn it follows (0: none; None: the head). The conversation's head is the
+        new turn then; a system prompt leaves it. Raises TurnGoneError where there is no such turn
+        any more.
         """
         now = time.time()
         with self.transaction() as db:
             self._touch(db, conv_id, now)
             if parent is None:
-                parent = int(db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()[0])
+                parent = int(
+                    db.execute(
+                        "SELECT head_id FROM conversations WHERE id = ?", (conv_id,)
+                    ).fetchone()[0]
+                )
             elif parent and not self._has(db, conv_id, parent):
                 raise TurnGoneError("the turn before this one was removed in another window")
-            n = self._insert(db, conv_id, parent, StoredMessage(0, role, content, reasoning, meta or {}, complete, now))
+            n = self._insert(
+                db,
+                conv_id,
+                parent,
+                StoredMessage(0, role, content, reasoning, meta or {}, complete, now),
+            )
             if role != "system":
                 db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (n, conv_id))
             return n
 
     def add(self, conv_id: str, turns: Sequence[StoredMessage]) -> dict[int, int]:
-        """Add turns of another conversation, parents before what follows them, all or none; returns the new id of each
-        old one. The last one is the head then."""
+        """Add turns of another conversation, parents before what follows them, all or none; returns
+        the new id of each old one. The last one is the head then."""
         places = {0: 0}
         with self.transaction() as db:
             self._touch(db, conv_id, time.time())
@@ -162,56 +186,80 @@ class History:
         meta: dict[str, Any] | None = None,
         complete: bool = False,
     ) -> None:
-        """Replace a streaming message's text so far; `complete=True` closes it. `None` keeps what is stored."""
+        """Replace a streaming message's text so far; `complete=True` closes it. `None` keeps what
+        is stored."""
         with self.transaction() as db:
-            row = db.execute("SELECT conversation_id FROM messages WHERE id = ?", (message_id,)).fetchone()
+            row = db.execute(
+                "SELECT conversation_id FROM messages WHERE id = ?", (message_id,)
+            ).fetchone()
             if row is None:
                 raise _unknown("message", message_id)
             db.execute(
-                "UPDATE messages SET content = ?, reasoning = COALESCE(?, reasoning), meta = COALESCE(?, meta),"
+                "UPDATE messages SET content = ?, reasoning = COALESCE(?, reasoning), meta = "
+                "COALESCE(?, meta),"
                 " complete = ? WHERE id = ?",
-                (content, reasoning, None if meta is None else json.dumps(meta), int(complete), message_id),
+                (
+                    content,
+                    reasoning,
+                    None if meta is None else json.dumps(meta),
+                    int(complete),
+                    message_id,
+                ),
             )
             self._touch(db, row[0], time.time())
 
     def tree(self, conv_id: str) -> tuple[list[StoredMessage], int]:
-        """Every message of all branches by age, and the id of the head (0: nothing was said yet)."""
+        """Every message of all branches by age, and the id of the head (0: nothing was said
+        yet)."""
         with self._read() as db:
-            row = db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()
+            row = db.execute(
+                "SELECT head_id FROM conversations WHERE id = ?", (conv_id,)
+            ).fetchone()
             if row is None:
                 raise _unknown("conversation", conv_id)
             rows = db.execute(
-                "SELECT id, role, content, reasoning, meta, complete, created_s, parent_id FROM messages"
+                "SELECT id, role, content, reasoning, meta, complete, created_s, parent_id FROM "
+                "messages"
                 " WHERE conversation_id = ? ORDER BY id",
                 (conv_id,),
             ).fetchall()
-        return [StoredMessage(r[0], r[1], r[2], r[3], json.loads(r[4]), bool(r[5]), r[6], r[7]) for r in rows], row[0]
+        return [
+            StoredMessage(r[0], r[1], r[2], r[3], json.loads(r[4]), bool(r[5]), r[6], r[7])
+            for r in rows
+        ], row[0]
 
     def messages(self, conv_id: str) -> list[StoredMessage]:
-        """The branch that ends at the head, in order, with the system prompts that were set along it."""
+        """The branch that ends at the head, in order, with the system prompts that were set along
+        it."""
         everything, head = self.tree(conv_id)
         by_id = {m.id: m for m in everything}
         along = {0}
         while head in by_id and head not in along:
             along.add(head)
             head = by_id[head].parent_id
-        return [m for m in everything if (m.parent_id in along if m.role == "system" else m.id in along)]
+        return [
+            m for m in everything if (m.parent_id in along if m.role == "system" else m.id in along)
+        ]
 
     def versions(self, conv_id: str, parent: int, role: str) -> list[int]:
         """The ids of the turns that follow `parent`, oldest first: the versions of one turn."""
         with self._read() as db:
             rows = db.execute(
-                "SELECT id FROM messages WHERE conversation_id = ? AND parent_id = ? AND role = ? ORDER BY created_s, id",
+                "SELECT id FROM messages WHERE conversation_id = ? AND parent_id = ? AND role = ? "
+                "ORDER BY created_s, id",
                 (conv_id, parent, role),
             ).fetchall()
         return [row[0] for row in rows]
 
     def set_head(self, conv_id: str, message_id: int) -> None:
-        """Show the branch that ends at `message_id` (0: nothing) from now on; the order of the list does not change."""
+        """Show the branch that ends at `message_id` (0: nothing) from now on; the order of the list
+        does not change."""
         with self.transaction() as db:
             if message_id and not self._has(db, conv_id, message_id):
                 raise TurnGoneError("this turn was removed in another window")
-            done = db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (message_id, conv_id))
+            done = db.execute(
+                "UPDATE conversations SET head_id = ? WHERE id = ?", (message_id, conv_id)
+            )
             if done.rowcount == 0:
                 raise _unknown("conversation", conv_id)
 
@@ -224,17 +272,23 @@ class History:
 
     def holds(self, conv_id: str) -> bool:
         with self._read() as db:
-            return db.execute("SELECT 1 FROM conversations WHERE id = ?", (conv_id,)).fetchone() is not None
+            return (
+                db.execute("SELECT 1 FROM conversations WHERE id = ?", (conv_id,)).fetchone()
+                is not None
+            )
 
     def list(self, query: str | None = None, limit: int = 50) -> list[ConversationSummary]:
-        """The newest first; `query` keeps those whose title or turns contain all its words, whatever the case."""
+        """The newest first; `query` keeps those whose title or turns contain all its words,
+        whatever the case."""
         with self._read() as db:
             if query is None or not query.split():
                 rows = db.execute(_SUMMARY + _NEWEST, (limit,)).fetchall()
             else:
                 ids = history_search.conversations(db, query)
                 marks = ",".join("?" * len(ids))
-                rows = db.execute(f"{_SUMMARY} WHERE c.id IN ({marks}){_NEWEST}", (*ids, limit)).fetchall()
+                rows = db.execute(
+                    f"{_SUMMARY} WHERE c.id IN ({marks}){_NEWEST}", (*ids, limit)
+                ).fetchall()
         return [ConversationSummary(*row) for row in rows]
 
     def search(self, query: str, limit: int = 200) -> Sequence[history_search.Hit]:
@@ -243,30 +297,37 @@ class History:
             return history_search.turns(db, query, limit)
 
     def asked(self, query: str = "", limit: int = 200) -> Sequence[str]:
-        """What was typed as questions and contains all words of `query`, whatever the case: the newest first, each once."""
+        """What was typed as questions and contains all words of `query`, whatever the case: the
+        newest first, each once."""
         with self._read() as db:
             return history_search.asked(db, query, limit)
 
     def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
-        """Change the title, made by a model (1) or a person (2); the order of the list does not change."""
+        """Change the title, made by a model (1) or a person (2); the order of the list does not
+        change."""
         with self.transaction() as db:
             changed = db.execute(
-                "UPDATE conversations SET title = ?, titled = ? WHERE id = ?", (title, titled, conv_id)
+                "UPDATE conversations SET title = ?, titled = ? WHERE id = ?",
+                (title, titled, conv_id),
             )
             if changed.rowcount == 0:
                 raise _unknown("conversation", conv_id)
 
     def remove(self, message_id: int) -> int:
-        """Remove one turn and all that follows it on any branch; returns how many went. A head that goes with them
-        becomes what the turn followed."""
+        """Remove one turn and all that follows it on any branch; returns how many went. A head that
+        goes with them becomes what the turn followed."""
         with self.transaction() as db:
-            row = db.execute("SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)).fetchone()
+            row = db.execute(
+                "SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)
+            ).fetchone()
             if row is None:
                 raise _unknown("message", message_id)
             conv_id, parent = row
             gone = [r[0] for r in db.execute(_BELOW, (message_id, conv_id)).fetchall()]
             db.executemany("DELETE FROM messages WHERE id = ?", [(n,) for n in gone])
-            head = db.execute("SELECT head_id FROM conversations WHERE id = ?", (conv_id,)).fetchone()[0]
+            head = db.execute(
+                "SELECT head_id FROM conversations WHERE id = ?", (conv_id,)
+            ).fetchone()[0]
             if head in gone:
                 db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (parent, conv_id))
             return len(gone)
@@ -289,20 +350,37 @@ class History:
     @staticmethod
     def _insert(db: sqlite3.Connection, conv_id: str, parent: int, m: StoredMessage) -> int:
         cursor = db.execute(
-            "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
+            "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, "
+            "complete, created_s)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (conv_id, parent, m.role, m.content, m.reasoning, json.dumps(m.meta), int(m.complete), m.created_s),
+            (
+                conv_id,
+                parent,
+                m.role,
+                m.content,
+                m.reasoning,
+                json.dumps(m.meta),
+                int(m.complete),
+                m.created_s,
+            ),
         )
         return int(cursor.lastrowid or 0)
 
     @staticmethod
     def _has(db: sqlite3.Connection, conv_id: str, message_id: int) -> bool:
-        found = db.execute("SELECT 1 FROM messages WHERE id = ? AND conversation_id = ?", (message_id, conv_id))
+        found = db.execute(
+            "SELECT 1 FROM messages WHERE id = ? AND conversation_id = ?", (message_id, conv_id)
+        )
         return found.fetchone() is not None
 
     @staticmethod
     def _touch(db: sqlite3.Connection, conv_id: str, now: float) -> None:
-        if db.execute("UPDATE conversations SET updated_s = ? WHERE id = ?", (now, conv_id)).rowcount == 0:
+        if (
+            db.execute(
+                "UPDATE conversations SET updated_s = ? WHERE id = ?", (now, conv_id)
+            ).rowcount
+            == 0
+        ):
             raise _unknown("conversation", conv_id)
 
     @contextmanager
@@ -334,12 +412,14 @@ def _unknown(what: str, key: str | int) -> NotFoundError:
 
 _SUMMARY = (
     "SELECT c.id, c.title, c.model, c.created_s, c.updated_s,"
-    " (SELECT COUNT(*) FROM messages m WHERE m.conversation_id = c.id AND m.role <> 'system'), c.titled"
+    " (SELECT COUNT(*) FROM messages m WHERE m.conversation_id = c.id AND m.role <> 'system'), "
+    "c.titled"
     " FROM conversations c"
 )
 _NEWEST = " ORDER BY c.updated_s DESC, c.rowid DESC LIMIT ?"
 # UNION without ALL: a row that names itself, or a circle, ends it.
 _BELOW = (
-    "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT m.id FROM messages m JOIN below b ON m.parent_id = b.id"
+    "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT m.id FROM messages m JOIN below b ON "
+    "m.parent_id = b.id"
     " WHERE m.conversation_id = ? AND m.role <> 'system') SELECT id FROM below"
 )

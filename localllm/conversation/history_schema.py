@@ -1,4 +1,5 @@
-"""The conversation file's tables, and the migration of a file of an earlier release, in one transaction."""
+"""The conversation file's tables, and the migration of a file of an earlier release, in one
+transaction."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from collections.abc import Callable
 
 VERSION = 2
 
-# A conversation is a tree: a question's parent is the answer before it (0: there is none), an answer's the question.
-# Turns with the same parent are versions of one turn. `head_id` is the last turn of the branch that is shown (0: none).
-# A system prompt is no turn: its parent says after which it was set, and the newest one is in force on every branch.
-# `titled`: 0 the title is the beginning of the first question, 1 a model made it, 2 a person.
+# A conversation is a tree: a question's parent is the answer before it (0: there is none), an
+# answer's the question. Turns with the same parent are versions of one turn. `head_id` is the last
+# turn of the branch that is shown (0: none). A system prompt is no turn: its parent says after
+# which it was set, and the newest one is in force on every branch. `titled`: 0 the title is the
+# beginning of the first question, 1 a model made it, 2 a person.
 #
-# parent_id has no default on purpose: a program of an earlier release that has this file open can't write a turn without
-# its place, and says so.
+# parent_id has no default on purpose: a program of an earlier release that has this file open can't
+# write a turn without its place, and says so.
 _TABLES = """
 CREATE TABLE conversations (
     id TEXT PRIMARY KEY,
@@ -42,8 +44,9 @@ CREATE INDEX by_age ON conversations(updated_s DESC);
 CREATE INDEX unfinished ON messages(id) WHERE complete = 0;
 """
 
-# Words of finished turns alone: an answer is written twice a second while it streams, and indexed once. Three letters a
-# token, so that a part of a word is found, and languages that write no spaces are searched too.
+# Words of finished turns alone: an answer is written twice a second while it streams, and indexed
+# once. Three letters a token, so that a part of a word is found, and languages that write no spaces
+# are searched too.
 _SEARCH = """
 CREATE VIRTUAL TABLE found USING fts5(content, content='messages', content_rowid='id', tokenize='trigram');
 CREATE TRIGGER found_new AFTER INSERT ON messages WHEN new.complete BEGIN
@@ -64,10 +67,12 @@ END;
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Make `db` a file of this schema, whatever earlier one it has; all of it or nothing. Raises sqlite3.Error."""
+    """Make `db` a file of this schema, whatever earlier one it has; all of it or nothing. Raises
+    sqlite3.Error."""
     if _version(db) == VERSION:
         return
-    db.execute("PRAGMA foreign_keys=OFF")  # else the old table's end would end what refers to it; not in a transaction
+    # else the old table's end would end what refers to it; not in a transaction
+    db.execute("PRAGMA foreign_keys=OFF")
     db.execute("BEGIN IMMEDIATE")
     try:
         upgrade = _FROM.get(_version(db))  # asked again: another window may have been first
@@ -102,21 +107,24 @@ def _create(db: sqlite3.Connection) -> None:
 
 
 def _from_1(db: sqlite3.Connection) -> None:
-    """A conversation was a list of messages, and an answer's earlier versions were in its `meta`."""
+    """A conversation was a list of messages, and an answer's earlier versions were in its
+    `meta`."""
     for table in ("conversations", "messages"):
         db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
     for index in ("messages_of", "by_age"):  # their names are wanted
         db.execute(f"DROP INDEX IF EXISTS {index}")
     _run(db, _TABLES)
     db.execute(
-        "INSERT INTO conversations SELECT id, title, model, created_s, updated_s, 0, 0 FROM old_conversations"
+        "INSERT INTO conversations SELECT id, title, model, created_s, updated_s, 0, 0 FROM "
+        "old_conversations"
         " ORDER BY rowid"
     )
     next_id = 1 + db.execute("SELECT COALESCE(MAX(id), 0) FROM old_messages").fetchone()[0]
     heads: dict[str, int] = {}
     times: dict[str, float] = {}
     rows = db.execute(
-        "SELECT id, conversation_id, role, content, reasoning, meta, complete, created_s FROM old_messages ORDER BY id"
+        "SELECT id, conversation_id, role, content, reasoning, meta, complete, created_s FROM "
+        "old_messages ORDER BY id"
     ).fetchall()
     for n, conv_id, role, content, reasoning, meta_json, complete, created_s in rows:
         parent = heads.get(conv_id, 0)
@@ -127,10 +135,15 @@ def _from_1(db: sqlite3.Connection) -> None:
             # No time was kept: that of the question puts it before the answer that came later.
             db.execute(_ROW, (next_id, conv_id, parent, role, *kept, times.get(conv_id, created_s)))
             next_id += 1
-        db.execute(_ROW, (n, conv_id, parent, role, content, reasoning, json.dumps(meta), complete, created_s))
+        db.execute(
+            _ROW,
+            (n, conv_id, parent, role, content, reasoning, json.dumps(meta), complete, created_s),
+        )
         if role != "system":
             heads[conv_id], times[conv_id] = n, created_s
-    db.executemany("UPDATE conversations SET head_id = ? WHERE id = ?", [(n, c) for c, n in heads.items()])
+    db.executemany(
+        "UPDATE conversations SET head_id = ? WHERE id = ?", [(n, c) for c, n in heads.items()]
+    )
     db.execute("DROP TABLE old_messages")
     db.execute("DROP TABLE old_conversations")
     _run(db, _SEARCH)
@@ -138,7 +151,8 @@ def _from_1(db: sqlite3.Connection) -> None:
 
 
 _ROW = (
-    "INSERT INTO messages (id, conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
+    "INSERT INTO messages (id, conversation_id, parent_id, role, content, reasoning, meta, "
+    "complete, created_s)"
     " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _FROM: dict[int, Callable[[sqlite3.Connection], None]] = {0: _create, 1: _from_1}

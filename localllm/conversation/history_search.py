@@ -1,4 +1,5 @@
-"""Full-text search of the conversations: by the trigram index where it can answer, else by scanning the turns."""
+"""Full-text search of the conversations: by the trigram index where it can answer, else by scanning
+the turns."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _BEFORE, _SNIPPET = 24, 120
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A turn that was found: where it is, and `snippet`, one line of its text around the first word.
+    """A turn that was found: where it is, and `snippet`, one line of its text around the first
+    word.
 
     `at` and `end` are where that word stands in the snippet (both 0: nowhere).
     """
@@ -29,7 +31,8 @@ class Hit:
 
 
 def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
-    """The turns that contain all words of `query`, whatever the case, newest first. Raises sqlite3.Error."""
+    """The turns that contain all words of `query`, whatever the case, newest first. Raises
+    sqlite3.Error."""
     if not query.split():
         return []
     where, args = _containing(query)
@@ -39,11 +42,15 @@ def turns(db: sqlite3.Connection, query: str, limit: int) -> list[Hit]:
         (*args, limit),
     ).fetchall()
     word = query.split()[0]
-    return [Hit(conv, n, role, created_s, *_around(text, word)) for conv, n, role, created_s, text in rows]
+    return [
+        Hit(conv, n, role, created_s, *_around(text, word))
+        for conv, n, role, created_s, text in rows
+    ]
 
 
 def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
-    """The questions as they were typed, without the files that went along; newest first, each once. Raises sqlite3.Error."""
+    """The questions as they were typed, without the files that went along; newest first, each once.
+    Raises sqlite3.Error."""
     where, args = _containing(query) if query.split() else ("1", [])
     rows = db.execute(
         "SELECT COALESCE(json_extract(m.meta, '$.typed'), m.content) AS typed FROM messages m"
@@ -51,12 +58,17 @@ def asked(db: sqlite3.Connection, query: str, limit: int) -> list[str]:
         args,
     )
     words = query.casefold().split()
-    found = (typed for (typed,) in rows if typed.strip() and all(word in typed.casefold() for word in words))
+    found = (
+        typed
+        for (typed,) in rows
+        if typed.strip() and all(word in typed.casefold() for word in words)
+    )
     return list(islice(found, limit))
 
 
 def conversations(db: sqlite3.Connection, query: str) -> list[str]:
-    """The ids of those whose title, or one of whose turns, contains all words. Raises sqlite3.Error."""
+    """The ids of those whose title, or one of whose turns, contains all words. Raises
+    sqlite3.Error."""
     where, args = _containing(query)
     titles = " AND ".join("title LIKE ? ESCAPE '\\'" for _ in query.split())
     rows = db.execute(
@@ -80,7 +92,10 @@ def _containing(query: str) -> tuple[str, list[str]]:
             "m.id IN (SELECT rowid FROM found WHERE found MATCH ?"
             f" UNION ALL SELECT id FROM messages WHERE complete = 0 AND {unfinished})"
         )
-        args += [" ".join('"' + word.replace('"', '""') + '"' for word in long), *(_like(word) for word in long)]
+        args += [
+            " ".join('"' + word.replace('"', '""') + '"' for word in long),
+            *(_like(word) for word in long),
+        ]
     for word in short:
         parts.append("m.content LIKE ? ESCAPE '\\'")
         args.append(_like(word))

@@ -1,7 +1,8 @@
-"""Images in messages, in whatever form a client sends them: each is taken out, and a mark left in the text for it.
+"""Images in messages, in whatever form a client sends them: each is taken out, and a mark left in
+the text for it.
 
-A message's content stays a text, so that templates, compaction and recall know nothing of images. A mark is named by what
-its file holds: the same image has the same mark in every turn.
+A message's content stays a text, so that templates, compaction and recall know nothing of images. A
+mark is named by what its file holds: the same image has the same mark in every turn.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from localllm.errors import RequestError, UnsupportedError
 
 KINDS = ("image_url", "image", "input_image")
 _DATA = "data:"
-_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "application/octet-stream")
+_TYPES = (
+    "image/png",
+    "image/jpeg",
+    "image/jpg",
+    "image/webp",
+    "image/gif",
+    "application/octet-stream",
+)
 # How every JPEG begins in base64: like a path.
 _JPEG = "/9j/"
 _ADDRESS = re.compile(r"https?://[^\s]{1,4000}\Z", re.IGNORECASE)
@@ -27,8 +35,10 @@ _REMOTE = "images are not fetched from addresses: send the image itself, as a da
 
 @dataclass(frozen=True, slots=True)
 class AttachedImage:
-    """An image of a message, whose text has `mark` in its place: its `file` in base64, or the `problem` why there is none.
-    `asked`: it stands in the turn that is to be answered. `detail`: how closely it is to be looked at, if the client said.
+    """An image of a message, whose text has `mark` in its place: its `file` in base64, or the
+    `problem` why there is none.
+    `asked`: it stands in the turn that is to be answered. `detail`: how closely it is to be looked
+    at, if the client said.
     `address`: where it could be fetched, if anybody may."""
 
     mark: str
@@ -47,7 +57,8 @@ class AttachedImage:
 
 @dataclass
 class PreparedMessages:
-    """Messages as a model gets them: `files` by mark in base64, `ignored` names what it is not prepared."""
+    """Messages as a model gets them: `files` by mark in base64, `ignored` names what it is not
+    prepared."""
 
     messages: list[dict[str, Any]]
     files: dict[str, str] = field(default_factory=dict)
@@ -74,7 +85,9 @@ def of_file(file: Any, where: str, *, asked: bool, detail: str = "") -> Attached
 
 
 def _mark(name: str) -> str:
-    return f"\ue5c8image {hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:40]}\uf2a9"
+    return (
+        f"\ue5c8image {hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:40]}\uf2a9"
+    )
 
 
 def _without_scheme(file: Any) -> tuple[str, str]:
@@ -95,8 +108,8 @@ def _without_scheme(file: Any) -> tuple[str, str]:
 
 
 def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> PreparedMessages:
-    """`messages` for a model with or without vision: then a note stands for each image of an earlier turn, and one
-    that is asked about is refused. Raises RequestError."""
+    """`messages` for a model with or without vision: then a note stands for each image of an
+    earlier turn, and one that is asked about is refused. Raises RequestError."""
     prepared = PreparedMessages([])
     for message in messages:
         plain = dict(message)
@@ -112,9 +125,12 @@ def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pr
                 raise UnsupportedError(
                     f"{image.where}: this model reads text only, not images",
                     param=image.where,
-                    hint="`localllm recommend --sees` lists models that read them; a projector must lie beside the model",
+                    hint="`localllm recommend --sees` lists models that read them; a projector "
+                    "must lie beside the model",
                 )
-            plain["content"] = plain["content"].replace(image.mark, NOTE if not vision else f"[{image.problem}]", 1)
+            plain["content"] = plain["content"].replace(
+                image.mark, NOTE if not vision else f"[{image.problem}]", 1
+            )
             prepared.ignored.append("messages.images")
         prepared.messages.append(plain)
     prepared.ignored = list(dict.fromkeys(prepared.ignored))
@@ -124,11 +140,14 @@ def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pr
 def images_in_prompt(
     text: str, marker: str, files: Sequence[str], where: str, *, vision: bool
 ) -> tuple[str, dict[str, str]]:
-    """A prompt of text in which each `marker` stands for the next of `files`: with marks instead, and the files by their
-    marks. Raises RequestError."""
+    """A prompt of text in which each `marker` stands for the next of `files`: with marks instead,
+    and the files by their marks. Raises RequestError."""
     parts = text.split(marker)
     if len(parts) - 1 != len(files):
-        said = f"the prompt has {len(parts) - 1} of {marker} and {where} has {len(files)} images: send one for each"
+        said = (
+            f"the prompt has {len(parts) - 1} of {marker} and {where} has {len(files)} images: "
+            "send one for each"
+        )
         raise RequestError(said, param=where)
     images = [of_file(file, f"{where}[{i}]", asked=True) for i, file in enumerate(files)]
     if images and not vision:

@@ -1,7 +1,9 @@
-"""One conversation in the variants that chat templates accept: as sent first, then what stricter templates insist on.
+"""One conversation in the variants that chat templates accept: as sent first, then what stricter
+templates insist on.
 
-Templates disagree about what a conversation may hold: nine-character call ids, one call a turn, arguments as text,
-one system message or none. Each variant says the same in other words; a template gets the first that it takes.
+Templates disagree about what a conversation may hold: nine-character call ids, one call a turn,
+arguments as text, one system message or none. Each variant says the same in other words; a template
+gets the first that it takes.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ _ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
-def variants(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[Messages, Variables]]:
-    """The conversation as sent with its `tools` (None where there are none), then its other variants, each once."""
+def variants(
+    messages: Messages, tools: Sequence[Mapping[str, Any]] | None
+) -> Iterator[tuple[Messages, Variables]]:
+    """The conversation as sent with its `tools` (None where there are none), then its other
+    variants, each once."""
     tried: list[tuple[Messages, Variables]] = []
     one_system = _merge_equal_roles(_late_systems_to_user(_lead_with_one_system(messages)))
     no_system = _merge_equal_roles(_fold_system_into_user(one_system))
@@ -34,7 +39,9 @@ def variants(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> I
                 yield form
 
 
-def _spellings(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[Messages, Variables]]:
+def _spellings(
+    messages: Messages, tools: Sequence[Mapping[str, Any]] | None
+) -> Iterator[tuple[Messages, Variables]]:
     """The same turns, spelt ever more narrowly."""
     yield messages, {"tools": tools}
     completed = _completed_variables(tools)
@@ -44,17 +51,22 @@ def _spellings(messages: Messages, tools: Sequence[Mapping[str, Any]] | None) ->
     for step in steps:
         spelt = step(spelt)
         yield spelt, completed
-    # Last, as a template that writes arguments with `tojson` would take texts too, and quote them twice.
+    # Last, as a template that writes arguments with `tojson` would take texts too, and quote them
+    # twice.
     yield _with_text_arguments(with_short_ids(messages)), completed
     yield _with_text_arguments(spelt), completed
 
 
 def _completed_variables(tools: Sequence[Mapping[str, Any]] | None) -> Variables:
-    """The variables of a template that can't do without: `tools` left undefined instead of none, or with every
-    parameter described to the end, and what older templates call `functions` and `datetime`."""
+    """The variables of a template that can't do without: `tools` left undefined instead of none, or
+    with every parameter described to the end, and what older templates call `functions` and
+    `datetime`."""
     variables: Variables = {
-        "functions": json.dumps([t.get("function", t) for t in tools or ()], ensure_ascii=False, indent=4),
-        "datetime": datetime.now().strftime("%B %d %Y"),  # the day: an hour in the prompt would end every prefix
+        "functions": json.dumps(
+            [t.get("function", t) for t in tools or ()], ensure_ascii=False, indent=4
+        ),
+        # the day: an hour in the prompt would end every prefix
+        "datetime": datetime.now().strftime("%B %d %Y"),
     }
     if tools is not None:
         variables["tools"] = [_described(t) for t in tools]
@@ -65,7 +77,11 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     schema = function.get("parameters") if isinstance(function, Mapping) else None
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
+    if (
+        not isinstance(function, Mapping)
+        or not isinstance(schema, Mapping)
+        or not isinstance(properties, Mapping)
+    ):
         return dict(tool)
     described = {
         name: {"type": "string", "description": "", "items": {}, "additionalProperties": {}, **p}
@@ -77,13 +93,15 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_short_ids(messages: Messages) -> Messages:
-    """Call ids of nine letters and digits (Mistral's rule), the same for a call and its result; a result that names
-    no call gets the id of the oldest call without one."""
+    """Call ids of nine letters and digits (Mistral's rule), the same for a call and its result; a
+    result that names no call gets the id of the oldest call without one."""
     changed: list[Message] = []
     waiting: list[str] = []
     for m in messages:
         if m.get("tool_calls"):
-            calls = [{**c, "id": _short_id(str(c.get("id") or i))} for i, c in enumerate(m["tool_calls"])]
+            calls = [
+                {**c, "id": _short_id(str(c.get("id") or i))} for i, c in enumerate(m["tool_calls"])
+            ]
             waiting = [c["id"] for c in calls]
             m = {**m, "tool_calls": calls}
         elif m["role"] == "tool":
@@ -120,7 +138,11 @@ def one_call_a_turn(messages: Messages) -> Messages:
             continue
         results = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[at:]))
         at += len(results)
-        later = {name: value for name, value in message.items() if name not in ("reasoning_content", "thinking")}
+        later = {
+            name: value
+            for name, value in message.items()
+            if name not in ("reasoning_content", "thinking")
+        }
         later["content"] = ""
         for i, call in enumerate(calls):
             is_last = i == len(calls) - 1
@@ -149,7 +171,8 @@ def _one_text_before_calls(messages: Messages) -> Messages:
 
 def _with_text_arguments(messages: Messages) -> Messages:
     return [
-        {**m, "tool_calls": [_text_call(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages
+        {**m, "tool_calls": [_text_call(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
     ]
 
 
@@ -182,7 +205,12 @@ def _merge_equal_roles(messages: Messages) -> list[Message]:
         if last is not None and m["role"] == last["role"] and m["role"] in ("user", "assistant"):
             content = f"{last.get('content') or ''}\n\n{m.get('content') or ''}".strip()
             calls = [*(last.get("tool_calls") or ()), *(m.get("tool_calls") or ())]
-            merged[-1] = {**last, **m, "content": content, **({"tool_calls": calls} if calls else {})}
+            merged[-1] = {
+                **last,
+                **m,
+                "content": content,
+                **({"tool_calls": calls} if calls else {}),
+            }
         else:
             merged.append(m)
     return merged

@@ -41,14 +41,17 @@ class Attachments:
 
 
 def normalise(messages: Any, omitted: list[str] | None = None) -> list[dict[str, Any]]:
-    """Check and flatten a `messages` array: known roles, text content, tool calls with parsed arguments.
+    """Check and flatten a `messages` array: known roles, text content, tool calls with parsed
+    arguments.
 
-    Each result has `role` and `content` (a str), and where sent `name`, `reasoning_content`, `tool_calls` (`[{"id",
-    "type": "function", "function": {"name", "arguments": dict}}]`), `tool_call_id`, `images` (AttachedImage for each
-    mark in its content, see images.py), `pdfs` (AttachedPdf, likewise). Files of text are text. Audio and other files can't
-    be read here: in the user's newest message they are refused (UnsupportedError), for the answer would be about them.
-    Anywhere else, a tool's result included, a note to the model stands for them, so that a conversation that once held
-    one goes on; `omitted` gets their names for the client. Raises RequestError naming the offending element.
+    Each result has `role` and `content` (a str), and where sent `name`, `reasoning_content`,
+    `tool_calls` (`[{"id", "type": "function", "function": {"name", "arguments": dict}}]`),
+    `tool_call_id`, `images` (AttachedImage for each mark in its content, see images.py), `pdfs`
+    (AttachedPdf, likewise). Files of text are text. Audio and other files can't be read here: in
+    the user's newest message they are refused (UnsupportedError), for the answer would be about
+    them. Anywhere else, a tool's result included, a note to the model stands for them, so that a
+    conversation that once held one goes on; `omitted` gets their names for the client. Raises
+    RequestError naming the offending element.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise RequestError("messages must be an array", param="messages")
@@ -65,9 +68,11 @@ def normalise(messages: Any, omitted: list[str] | None = None) -> list[dict[str,
 
 
 def _is_question(messages: Sequence[Any], i: int) -> bool:
-    """Whether this is what the user asks now. Behind a tool's result it is the client that speaks: many send a tool's
-    images in a message of the user's role."""
-    roles = [m.get("role") if isinstance(m, Mapping) else None for m in messages[max(0, i - 1) : i + 1]]
+    """Whether this is what the user asks now. Behind a tool's result it is the client that speaks:
+    many send a tool's images in a message of the user's role."""
+    roles = [
+        m.get("role") if isinstance(m, Mapping) else None for m in messages[max(0, i - 1) : i + 1]
+    ]
     return i == len(messages) - 1 and roles[-1] == "user" and roles[0] not in ("tool", "function")
 
 
@@ -80,8 +85,15 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
         sent = json.dumps(sent, ensure_ascii=False)
     parts, thoughts = _split_reasoning(sent)
     found = Attachments()
-    texts = [flatten(parts, f"{where}.content", omitted, found), *_ollama_images(message, where, omitted, found)]
-    fields: dict[str, Any] = {"images": found.images, "pdfs": found.pdfs, "name": _text_of(message, "name")}
+    texts = [
+        flatten(parts, f"{where}.content", omitted, found),
+        *_ollama_images(message, where, omitted, found),
+    ]
+    fields: dict[str, Any] = {
+        "images": found.images,
+        "pdfs": found.pdfs,
+        "name": _text_of(message, "name"),
+    }
     if role == "tool":
         fields["tool_call_id"] = _text_of(message, "tool_call_id")
         fields["name"] = _text_of(message, "tool_name") or fields["name"]
@@ -89,7 +101,9 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
         fields["reasoning_content"] = _reasoning(message, thoughts)
         fields["tool_calls"] = _tool_calls(message, where)
     content = "\n".join(filter(None, texts))
-    return {"role": role, "content": content} | {name: value for name, value in fields.items() if value}
+    return {"role": role, "content": content} | {
+        name: value for name, value in fields.items() if value
+    }
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:
@@ -97,7 +111,9 @@ def _role(message: Mapping[str, Any], where: str) -> str:
     role = _ALIASES.get(sent, sent) if isinstance(sent, str) else None
     if role not in ROLES:
         known = ", ".join(("system", "developer", "user", "assistant", "tool"))
-        raise RequestError(f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role")
+        raise RequestError(
+            f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role"
+        )
     return role
 
 
@@ -106,13 +122,19 @@ def _text_of(message: Mapping[str, Any], field_name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _ollama_images(message: Mapping[str, Any], where: str, omitted: list[str] | None, found: Attachments) -> list[str]:
-    """The marks of images that stand beside the content, as Ollama has them; `found` gets the images."""
+def _ollama_images(
+    message: Mapping[str, Any], where: str, omitted: list[str] | None, found: Attachments
+) -> list[str]:
+    """The marks of images that stand beside the content, as Ollama has them; `found` gets the
+    images."""
     sent = message.get("images")
     if not sent:
         return []
     files = sent if isinstance(sent, list) else [sent]
-    images = [pictures.of_file(f, f"{where}.images[{i}]", asked=omitted is None) for i, f in enumerate(files)]
+    images = [
+        pictures.of_file(f, f"{where}.images[{i}]", asked=omitted is None)
+        for i, f in enumerate(files)
+    ]
     found.images += images
     return [image.mark for image in images]
 
@@ -145,16 +167,18 @@ def flatten(
     omitted: list[str] | None = None,
     found: Attachments | None = None,
 ) -> str:
-    """Text of a content: a string, null, or an array of parts. `found` gets its images and PDFs, for which marks stand. Of the
-    parts that can't be read here `omitted` gets the kinds, and a note stands for them; without it they are refused.
-    Raises UnsupportedError."""
+    """Text of a content: a string, null, or an array of parts. `found` gets its images and PDFs,
+    for which marks stand. Of the parts that can't be read here `omitted` gets the kinds, and a note
+    stands for them; without it they are refused. Raises UnsupportedError."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise RequestError(f"{where} must be a string, null or an array of parts", param=where)
-    return "\n".join(_part_text(part, f"{where}[{i}]", omitted, found) for i, part in enumerate(content))
+    return "\n".join(
+        _part_text(part, f"{where}[{i}]", omitted, found) for i, part in enumerate(content)
+    )
 
 
 def _part_text(part: Any, where: str, omitted: list[str] | None, found: Attachments | None) -> str:
@@ -181,8 +205,11 @@ def _part_text(part: Any, where: str, omitted: list[str] | None, found: Attachme
     raise UnsupportedError(f"{where}.type {_short(kind)} is not supported", param=where)
 
 
-def _file(part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | None, found: Attachments) -> str:
-    """The text that stands for a file; raises UnsupportedError for one that is asked about and can't be read."""
+def _file(
+    part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | None, found: Attachments
+) -> str:
+    """The text that stands for a file; raises UnsupportedError for one that is asked about and
+    can't be read."""
     plural = _BINARY_PARTS[kind]
     file = documents.attached(part, where, plural, asked=omitted is None)
     if isinstance(file, str):
@@ -197,8 +224,8 @@ def _file(part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | N
 
 
 def _note_for_omitted(kind: str, where: str, omitted: list[str] | None) -> str:
-    """What the model is told in the place of a part that can't be read; raises UnsupportedError where it can't do
-    without."""
+    """What the model is told in the place of a part that can't be read; raises UnsupportedError
+    where it can't do without."""
     if omitted is None:
         raise UnsupportedError(f"{where}: this model reads text only, not {kind}", param=where)
     omitted.append(kind)
@@ -224,15 +251,18 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             {
                 "id": identity if isinstance(identity, str) else f"call_{i}",
                 "type": "function",
-                "function": {"name": function["name"], "arguments": parse_arguments(function.get("arguments"))},
+                "function": {
+                    "name": function["name"],
+                    "arguments": parse_arguments(function.get("arguments")),
+                },
             }
         )
     return calls
 
 
 def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """True when the last of these (normalised) messages is an assistant's text: an answer for the model to go on with
-    (`prefill`)."""
+    """True when the last of these (normalised) messages is an assistant's text: an answer for the
+    model to go on with (`prefill`)."""
     if not messages:
         return False
     last = messages[-1]
@@ -240,7 +270,8 @@ def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Arguments as an object when they are one (templates write them with `tojson`), else the text as it is."""
+    """Arguments as an object when they are one (templates write them with `tojson`), else the text
+    as it is."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):

@@ -1,8 +1,10 @@
-"""PDFs read by PDFium in a child process, within bounds of pages, bytes, memory and time; needs the extra `pdf`.
+"""PDFs read by PDFium in a child process, within bounds of pages, bytes, memory and time; needs the
+extra `pdf`.
 
-Its native parsers meet bytes of anybody, so the process may crash, hang or grow. The child (`python -m` this module)
-takes the PDF on standard input and answers with one JSON object: `pages`, each a `text` or (where it has none, and the
-argument allows so many) a `picture` in base64, else neither; or the `problem` why there are none.
+Its native parsers meet bytes of anybody, so the process may crash, hang or grow. The child (`python
+-m` this module) takes the PDF on standard input and answers with one JSON object: `pages`, each a
+`text` or (where it has none, and the argument allows so many) a `picture` in base64, else neither;
+or the `problem` why there are none.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MISSING = "PDFs are read by an extra that is not installed here: pip install 'lo
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page's text, or a picture of it (JPEG in base64) where it has none; neither where nobody sees pictures."""
+    """A page's text, or a picture of it (JPEG in base64) where it has none; neither where nobody
+    sees pictures."""
 
     text: str = ""
     picture: str = ""
@@ -50,10 +53,18 @@ def installed() -> bool:
 
 
 def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
-    """What `data` holds; blocks for as long as that takes. `pictures`: of pages without text, where a model sees them."""
-    command = [sys.executable, "-m", "localllm.conversation.pdf", str(MOST_PICTURES if pictures else 0)]
+    """What `data` holds; blocks for as long as that takes. `pictures`: of pages without text, where
+    a model sees them."""
+    command = [
+        sys.executable,
+        "-m",
+        "localllm.conversation.pdf",
+        str(MOST_PICTURES if pictures else 0),
+    ]
     try:
-        done = subprocess.run(command, input=data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=whole_s)
+        done = subprocess.run(
+            command, input=data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=whole_s
+        )
     except subprocess.TimeoutExpired:
         return Pdf(problem=f"the PDF could not be read within {whole_s:.0f} seconds")
     except OSError as e:
@@ -63,10 +74,12 @@ def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
     answer = json.loads(done.stdout)
     if "problem" in answer:
         return Pdf(problem=str(answer["problem"]))
-    return Pdf(tuple(Page(page.get("text", ""), page.get("picture", "")) for page in answer["pages"]))
+    return Pdf(
+        tuple(Page(page.get("text", ""), page.get("picture", "")) for page in answer["pages"])
+    )
 
 
-# --- the child -------------------------------------------------------------------------------------------------------
+# --- the child ------------------------------------------------------------------------------------
 
 
 def pages_of(data: bytes, pictures: int) -> dict[str, Any]:
@@ -75,7 +88,9 @@ def pages_of(data: bytes, pictures: int) -> dict[str, Any]:
     try:
         with pypdfium2.PdfDocument(data) as document:
             if len(document) > MOST_PAGES:
-                return {"problem": f"the PDF has {len(document)} pages, {MOST_PAGES} at most are read"}
+                return {
+                    "problem": f"the PDF has {len(document)} pages, {MOST_PAGES} at most are read"
+                }
             if not len(document):
                 return {"problem": "the PDF has no pages"}
             return _read(document, pictures)
@@ -121,7 +136,11 @@ def _limit() -> None:
         import resource
     except ImportError:  # Windows: whoever waits for us bounds the time
         return
-    for what, most in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_CORE, 0)):
+    for what, most in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_CPU, CPU_S),
+        (resource.RLIMIT_CORE, 0),
+    ):
         try:
             resource.setrlimit(what, (most, most))
         except (OSError, ValueError):  # macOS takes no limit of address space

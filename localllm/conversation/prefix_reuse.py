@@ -1,8 +1,10 @@
-"""Keeps the beginning of a prompt the same from one request to the next, so that its KV is reused: reasoning that a
-client leaves out is put back, lines that an agent changes every time are taken out.
+"""Keeps the beginning of a prompt the same from one request to the next, so that its KV is reused:
+reasoning that a client leaves out is put back, lines that an agent changes every time are taken
+out.
 
-Templates that write earlier reasoning into the prompt produce another prompt when it is missing, and the whole prefix
-is computed again (measured by others: minutes instead of seconds, https://github.com/nibor1896/Crow/issues/60).
+Templates that write earlier reasoning into the prompt produce another prompt when it is missing,
+and the whole prefix is computed again (measured by others: minutes instead of seconds,
+https://github.com/nibor1896/Crow/issues/60).
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from typing import Any
 
 _MAX_ENTRIES = 4096
 _MAX_CHARS = 64 * 2**20
-# Claude Code puts its billing header, with a fresh checksum each time, first into the system prompt:
-# https://github.com/ollama/ollama/pull/14918, https://github.com/bman654/clodex/pull/93
+# Claude Code puts its billing header, with a fresh checksum each time, first into the system
+# prompt: https://github.com/ollama/ollama/pull/14918, https://github.com/bman654/clodex/pull/93
 _CHANGING_LINES = (
-    ("billing-header", re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.MULTILINE | re.IGNORECASE)),
+    (
+        "billing-header",
+        re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.MULTILINE | re.IGNORECASE),
+    ),
 )
 
 
@@ -30,8 +35,11 @@ class ReasoningCache:
         self._kept: OrderedDict[str, str] = OrderedDict()
         self._chars = 0
 
-    def remember(self, asked: str, text: str, calls: Sequence[tuple[str, str]], reasoning: str) -> None:
-        """Keep the `reasoning` behind an answer to `asked` (the turn before it); `calls` as (name, JSON arguments)."""
+    def remember(
+        self, asked: str, text: str, calls: Sequence[tuple[str, str]], reasoning: str
+    ) -> None:
+        """Keep the `reasoning` behind an answer to `asked` (the turn before it); `calls` as (name,
+        JSON arguments)."""
         if not reasoning or len(reasoning) > _MAX_CHARS:
             return
         key = _key(asked, text, [(n, _canonical(a)) for n, a in calls])
@@ -48,7 +56,8 @@ class ReasoningCache:
             plain = dict(message)
             if plain["role"] == "assistant" and not plain.get("reasoning_content"):
                 calls = [
-                    (c["function"]["name"], _canonical(c["function"]["arguments"])) for c in plain.get("tool_calls", ())
+                    (c["function"]["name"], _canonical(c["function"]["arguments"]))
+                    for c in plain.get("tool_calls", ())
                 ]
                 known = self._kept.get(_key(asked, plain["content"], calls))
                 if known is not None:
@@ -72,8 +81,11 @@ def _key(asked: str, text: str, calls: Sequence[tuple[str, str]]) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def without_changing_lines(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """The messages without the lines that agents change with every request, and the names of what was taken out."""
+def without_changing_lines(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The messages without the lines that agents change with every request, and the names of what
+    was taken out."""
     found: list[str] = []
     cleaned: list[dict[str, Any]] = []
     for message in messages:

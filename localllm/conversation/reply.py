@@ -1,4 +1,5 @@
-"""The deltas that a model's reply is told in, and the format that says how to read it (reply_parser.py reads it)."""
+"""The deltas that a model's reply is told in, and the format that says how to read it
+(reply_parser.py reads it)."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ Delta: TypeAlias = Content | ReasoningText | CallStart | CallArguments
 
 
 class CallReader(ABC):
-    """Reads the calls of one format once their opening marker was seen (see conversation.tools). `rest`: text after
-    the last call, once the format says that the calls are over; None before."""
+    """Reads the calls of one format once their opening marker was seen (see conversation.tools).
+    `rest`: text after the last call, once the format says that the calls are over; None before."""
 
     rest: str | None = None
 
@@ -49,8 +50,8 @@ class CallReader(ABC):
 
     @abstractmethod
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended, `cut` off or by itself; what could not be read as a call comes back as Content, but what a
-        cut left half is neither."""
+        """The reply ended, `cut` off or by itself; what could not be read as a call comes back as
+        Content, but what a cut left half is neither."""
 
 
 class TurnEnd(str):
@@ -63,7 +64,8 @@ Drop: TypeAlias = str | tuple[str, str]
 """Structure to leave out: one marker, or everything from an opening marker to a closing one."""
 
 
-# Texts that end a turn and that no answer contains; some files don't mark them as the end of generation.
+# Texts that end a turn and that no answer contains; some files don't mark them as the end of
+# generation.
 _TURN_ENDS = ("<|role_end|>",)
 
 
@@ -73,12 +75,16 @@ def turn_ends(template: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How to read one reply. `thinking` says that the prompt already opened the reasoning. `call_markers` open tool
-    calls, `new_reader(calls so far, marker)` reads them. `drops` are structure to leave out; a format that has them
-    marks everything, so any marker ends the reasoning and half a marker at the reply's end is not shown. `parallel`
-    False lets only the first call through. `calls_in_reasoning`: calls may come before the reasoning's end;
-    `quotable`: their markers are text, which a thought may mention within a line. Behind one of `ends` nothing
-    belongs to the reply. `lead` stands at the prompt's end and belongs to the first marker."""
+    """How to read one reply.
+    `thinking` says that the prompt already opened the reasoning.
+    `call_markers` open tool calls, `new_reader(calls so far, marker)` reads them.
+    `drops` are structure to leave out; a format that has them marks everything, so any marker ends
+    the reasoning and half a marker at the reply's end is not shown.
+    `parallel` False lets only the first call through.
+    `calls_in_reasoning`: calls may come before the reasoning's end;
+    `quotable`: their markers are text, which a thought may mention within a line. Behind one of
+    `ends` nothing belongs to the reply. `lead` stands at the prompt's end and belongs to the first
+    marker."""
 
     think: tuple[str, str] | None = None
     thinking: bool = False

@@ -1,4 +1,5 @@
-"""Parses a model's reply as it streams: answer, reasoning and tool calls, never showing half a marker."""
+"""Parses a model's reply as it streams: answer, reasoning and tool calls, never showing half a
+marker."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _BRACKETS = 2
 
 
 class ReplyParser:
-    """Reads one reply piece by piece. The deltas of `feed`s and `close` are the same however the text is cut, apart
-    from where the pieces of one text are divided."""
+    """Reads one reply piece by piece. The deltas of `feed`s and `close` are the same however the
+    text is cut, apart from where the pieces of one text are divided."""
 
     def __init__(self, format: ReplyFormat) -> None:  # noqa: A002 - the word of the trade
         self._format = format
@@ -36,7 +37,8 @@ class ReplyParser:
         self._gap = ""  # the space before what may be a call
         self._until: str | None = None  # what is left out lasts to this marker
         self._ended = False
-        self._fresh = True  # the current section has shown nothing: its leading newlines are separators
+        # the current section has shown nothing: its leading newlines are separators
+        self._fresh = True
         self.calls = 0
 
     @property
@@ -54,8 +56,8 @@ class ReplyParser:
         return out
 
     def close(self, cut: bool = False) -> list[Delta]:
-        """The reply ended: what was held back. `cut`: not by the model but by a limit or a stop text, so a call or a
-        marker that is half there is no more than that."""
+        """The reply ended: what was held back. `cut`: not by the model but by a limit or a stop
+        text, so a call or a marker that is half there is no more than that."""
         out: list[Delta] = []
         while self._reader is not None:
             reader, self._reader = self._reader, None
@@ -96,7 +98,8 @@ class ReplyParser:
         return reader.rest or None
 
     def _skip(self, closing: str, text: str) -> str | None:
-        """The text behind the marker that closes what is left out; None while that is still to come."""
+        """The text behind the marker that closes what is left out; None while that is still to
+        come."""
         at = text.find(closing)
         if at < 0:
             self._pending = text[max(0, len(text) - len(closing) + 1) :]
@@ -105,11 +108,14 @@ class ReplyParser:
         return text[at + len(closing) :]
 
     def _read_text(self, text: str, out: list[Delta]) -> str | None:
-        """Show the text before the next marker and enter that; the rest is returned, None where there is no marker."""
+        """Show the text before the next marker and enter that; the rest is returned, None where
+        there is no marker."""
         markers = self._markers()
         at, marker = _first(text, markers)
         keep = _partial(text, markers)
-        if marker is not None and any(len(m) > len(marker) and m.startswith(text[at:]) for m in markers):
+        if marker is not None and any(
+            len(m) > len(marker) and m.startswith(text[at:]) for m in markers
+        ):
             marker = None  # a longer marker may still come of it
             keep = len(text) - at
         if marker is None:
@@ -139,8 +145,11 @@ class ReplyParser:
 
     @property
     def _thought_markers(self) -> Sequence[str]:
-        """Markers that open calls inside the reasoning; where there are `drops`, every marker does."""
-        return self._format.call_markers if self._format.calls_in_reasoning and not self._drops else ()
+        """Markers that open calls inside the reasoning; where there are `drops`, every marker
+        does."""
+        return (
+            self._format.call_markers if self._format.calls_in_reasoning and not self._drops else ()
+        )
 
     def _begin_possible(self, marker: str, gap: str, out: list[Delta]) -> None:
         """A call's marker stands inside the reasoning, behind some of it."""
@@ -151,7 +160,9 @@ class ReplyParser:
             self._show(gap + marker, out)
             return
         self._gap = gap
-        self._possible = _PossibleCall(new_reader, self.calls, self._format.call_markers, think[1], marker)
+        self._possible = _PossibleCall(
+            new_reader, self.calls, self._format.call_markers, think[1], marker
+        )
 
     def _dismiss(self, possible: _PossibleCall, out: list[Delta]) -> str:
         """No call but part of the thought: its marker is shown, the rest is returned to be read."""
@@ -160,7 +171,8 @@ class ReplyParser:
         return possible.raw[len(possible.opened) :]
 
     def _decide(self, possible: _PossibleCall, cut: bool, out: list[Delta]) -> None:
-        """The reply ended while it was unclear whether a call had begun. What a cut left half is not shown."""
+        """The reply ended while it was unclear whether a call had begun. What a cut left half is
+        not shown."""
         if possible.close(cut):
             self._possible, self._thinking = None, False
             self._take(possible.deltas, out)
@@ -197,7 +209,11 @@ class ReplyParser:
         for delta in deltas:
             if isinstance(delta, CallStart):
                 self.calls = delta.index + 1
-            if not self._format.parallel and isinstance(delta, CallStart | CallArguments) and delta.index:
+            if (
+                not self._format.parallel
+                and isinstance(delta, CallStart | CallArguments)
+                and delta.index
+            ):
                 continue
             out.append(delta)
 
@@ -207,7 +223,9 @@ def _first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
     best, found = len(text), None
     for marker in markers:
         at = text.find(marker)
-        if at >= 0 and (at < best or (at == best and found is not None and len(marker) > len(found))):
+        if at >= 0 and (
+            at < best or (at == best and found is not None and len(marker) > len(found))
+        ):
             best, found = at, marker
     return best, found
 
@@ -223,10 +241,11 @@ def _partial(text: str, markers: Sequence[str]) -> int:
 
 
 class _PossibleCall:
-    """A call begun inside open reasoning: the text from an opening marker on, while nothing tells whether it is a call.
+    """A call begun inside open reasoning: the text from an opening marker on, while nothing tells
+    whether it is a call.
 
-    A call ends the reply, with or without the reasoning's closing marker behind it. One that more words follow, or that
-    the closing marker interrupts, was part of the thought.
+    A call ends the reply, with or without the reasoning's closing marker behind it. One that more
+    words follow, or that the closing marker interrupts, was part of the thought.
     """
 
     def __init__(
@@ -279,7 +298,12 @@ class _PossibleCall:
             late = self._reader.close(cut)
             self.deltas += late
             last = not (self._reader.rest or "").strip()
-            return not cut and last and _starts(self.deltas) > 0 and not any(isinstance(d, Content) for d in late)
+            return (
+                not cut
+                and last
+                and _starts(self.deltas) > 0
+                and not any(isinstance(d, Content) for d in late)
+            )
         return not self._following or cut
 
     def _read(self, text: str) -> bool:

@@ -1,9 +1,10 @@
 """A Jinja sandbox for untrusted chat templates: no attribute tricks, bounded steps, time and text.
 
-A chat template comes out of a downloaded file and is a program. Jinja's immutable sandbox stops it from reaching
-Python's internals (the class of CVE-2024-34359); this module adds what the sandbox leaves open: endless loops and
-texts that grow until memory is gone. Every loop turn and every call counts one step and looks at the clock; every
-operation that can multiply text is measured (sandbox_limits.py) before it runs.
+A chat template comes out of a downloaded file and is a program. Jinja's immutable sandbox stops it
+from reaching Python's internals (the class of CVE-2024-34359); this module adds what the sandbox
+leaves open: endless loops and texts that grow until memory is gone. Every loop turn and every call
+counts one step and looks at the clock; every operation that can multiply text is measured
+(sandbox_limits.py) before it runs.
 """
 
 from __future__ import annotations
@@ -38,15 +39,21 @@ MAX_HELD_BYTES = 2 * limits.MAX_TEXT_BYTES
 _REMEMBERED_BYTES = 64
 MAX_DEFINITIONS = 500
 _LONGEST_TIME_FORMAT = 256
-# Parts that an object of Jinja's own counts for where it stands in a list: an iterator takes half a kilobyte.
+# Parts that an object of Jinja's own counts for where it stands in a list: an iterator takes half a
+# kilobyte.
 _OBJECT_PARTS = 8
-# Longer numbers are refused before anybody reads them: Python takes 4,300 digits, and says so in its own words.
+# Longer numbers are refused before anybody reads them: Python takes 4,300 digits, and says so in
+# its own words.
 _LONG_NUMBER = re.compile(r"[0-9_]{400}")
-# What a list may come to with all that is in it, the same part counted as often as it is there: so long a comparison takes.
+# What a list may come to with all that is in it, the same part counted as often as it is there: so
+# long a comparison takes.
 MAX_PARTS = 250_000
-# Ways to multiply text that no chat template needs: llama.cpp's own engine (common/jinja), on which each runs, lacks them.
+# Ways to multiply text that no chat template needs: llama.cpp's own engine (common/jinja), on which
+# each runs, lacks them.
 _UNUSED_FILTERS = ("batch", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
-_UNUSED_METHODS = frozenset({"encode", "expandtabs", "format_map", "to_bytes", "translate", "zfill"})
+_UNUSED_METHODS = frozenset(
+    {"encode", "expandtabs", "format_map", "to_bytes", "translate", "zfill"}
+)
 
 
 class TemplateRaisedError(jinja2.TemplateError):
@@ -54,8 +61,9 @@ class TemplateRaisedError(jinja2.TemplateError):
 
 
 class _RenderBudget(threading.local):
-    """What is left of this thread's current rendering, and the values it made that may still be in use (`held`), with how many
-    parts lists of them have (`parts`, by id); `given` are the ids of the conversation's lists."""
+    """What is left of this thread's current rendering, and the values it made that may still be in
+    use (`held`), with how many parts lists of them have (`parts`, by id); `given` are the ids of
+    the conversation's lists."""
 
     steps: int = MAX_STEPS
     deadline_s: float = float("inf")
@@ -79,7 +87,8 @@ def start_budget(seconds: float = MAX_SECONDS) -> None:
 
 
 def start_writing() -> None:
-    """Forget what was written: the conversation is rendered from its beginning, within the same steps and time."""
+    """Forget what was written: the conversation is rendered from its beginning, within the same
+    steps and time."""
     _budget.written_bytes = _budget.held_bytes = 0
     _budget.held, _budget.parts, _budget.given = [], {}, set()
 
@@ -126,8 +135,9 @@ def _made(value: Any, parts: int = 0) -> Any:
 
 
 def _parts(value: Any) -> int:
-    """How many parts a list has, with those of its own parts: lists that hold one another many times over take for ever to
-    compare. Those of the conversation count as one, since none of them stands twice."""
+    """How many parts a list has, with those of its own parts: lists that hold one another many
+    times over take for ever to compare. Those of the conversation count as one, since none of them
+    stands twice."""
     total, waiting = 0, [value]
     while waiting:
         container = waiting.pop()
@@ -163,10 +173,12 @@ def _appended(to: list[Any], value: Any) -> None:
 
 
 def _let_go() -> None:
-    """Forget the values that nobody but this list knows; too many that are in use end the rendering."""
+    """Forget the values that nobody but this list knows; too many that are in use end the
+    rendering."""
     held: dict[int, Any] = {id(v): v for v in _budget.held}
     _budget.held, _budget.parts = [], {}
-    # Two references are ours while asked: the dictionary's and the call's; the loop's own name is a third.
+    # Two references are ours while asked: the dictionary's and the call's; the loop's own name is a
+    # third.
     kept = [v for v in held.values() if sys.getrefcount(v) > _OWN_REFERENCES]
     _budget.held = kept
     _budget.held_bytes = sum(sys.getsizeof(v) + _REMEMBERED_BYTES for v in kept)
@@ -178,7 +190,8 @@ _OWN_REFERENCES = 3
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; for a prompt it changes nothing."""
+    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; for a prompt it
+    changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja reads it off the class
 
@@ -188,24 +201,30 @@ class _Generation(Extension):
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Rewrite a parsed template: each turn of a loop and each call of a macro ticks, `~` and slices are measured.
+    """Rewrite a parsed template: each turn of a loop and each call of a macro ticks, `~` and slices
+    are measured.
 
-    `a ~ b` builds a text without a call the sandbox could see, a loop over a list turns without one, and a template's
-    own text is written without either.
+    `a ~ b` builds a text without a call the sandbox could see, a loop over a list turns without
+    one, and a template's own text is written without either.
     """
     defined = itertools.islice(
         tree.find_all((nodes.Macro, nodes.CallBlock, nodes.Block, nodes.For)), MAX_DEFINITIONS + 1
     )
     if len(list(defined)) > MAX_DEFINITIONS:
-        raise TemplateLimitError(f"the chat template defines more than {MAX_DEFINITIONS} macros, blocks and loops")
+        raise TemplateLimitError(
+            f"the chat template defines more than {MAX_DEFINITIONS} macros, blocks and loops"
+        )
     blocks: list[nodes.For | nodes.Macro | nodes.CallBlock] = []
     for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
         blocks += tree.find_all(kind)
     for block in blocks:
         chars = sum(len(t.data) for inner in block.body for t in _texts(inner))
-        tick = nodes.ExprStmt(nodes.Call(nodes.Name("__tick__", "load"), [nodes.Const(chars)], [], None, None))
+        tick = nodes.ExprStmt(
+            nodes.Call(nodes.Name("__tick__", "load"), [nodes.Const(chars)], [], None, None)
+        )
         block.body.insert(0, tick.set_lineno(block.lineno, override=True))
-    for parent in reversed([tree, *tree.find_all(nodes.Node)]):  # inner ones first: a rewritten node keeps its parts
+    # inner ones first: a rewritten node keeps its parts
+    for parent in reversed([tree, *tree.find_all(nodes.Node)]):
         for field, value in parent.iter_fields():
             if isinstance(value, list):
                 value[:] = [_measured(v) for v in value]
@@ -220,23 +239,28 @@ def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
 
 
 def _measured(node: Any) -> Any:
-    """`node`, through a filter where it makes a value that nothing else sees: `~`, slices, lists and dictionaries."""
+    """`node`, through a filter where it makes a value that nothing else sees: `~`, slices, lists
+    and dictionaries."""
     if isinstance(node, nodes.Concat):
         first, *others = node.nodes
         return nodes.Filter(first, "__concat__", others, [], None, None, lineno=node.lineno)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
         return nodes.Filter(node, "__slice__", [], [], None, None, lineno=node.lineno)
-    if isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+    if isinstance(node, (nodes.List, nodes.Dict)) or (
+        isinstance(node, nodes.Tuple) and node.ctx == "load"
+    ):
         return nodes.Filter(node, "__literal__", [], [], None, None, lineno=node.lineno)
     return node
 
 
 class _GivenList(list[Any]):
-    """A list of the conversation: templates read it and can't change it, whatever they may do with their own."""
+    """A list of the conversation: templates read it and can't change it, whatever they may do with
+    their own."""
 
 
 def owned(value: Any) -> Any:
-    """A copy of the conversation's containers, so that nothing a template does reaches the caller's."""
+    """A copy of the conversation's containers, so that nothing a template does reaches the
+    caller's."""
     if not isinstance(value, (Mapping, list, tuple)):
         return value
     parts = {k: owned(v) for k, v in value.items()} if isinstance(value, Mapping) else None
@@ -259,7 +283,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             finalize=_shown,
         )
         self.globals.pop("lipsum", None)
-        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, __tick__=_tick)
+        self.globals.update(
+            raise_exception=_raise_exception, strftime_now=_strftime_now, __tick__=_tick
+        )
         self.filters.update(dict.fromkeys(_UNUSED_FILTERS, _refuse_filter))
         self.filters.update(tojson=_tojson, join=_join)
         self.filters = {name: _guarded(name, f) for name, f in self.filters.items()}
@@ -274,7 +300,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """A template may add to a list it made itself and take from it; each is a step."""
         if attr in _UNUSED_METHODS:
             return False
-        return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
+        return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(
+            obj, attr, value
+        )
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if __obj is _tick:
@@ -302,7 +330,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments and result are measured; Jinja's pass_* markers are kept by `wraps`."""
+    """A filter whose arguments and result are measured; Jinja's pass_* markers are kept by
+    `wraps`."""
     given = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
     @functools.wraps(function)
@@ -332,7 +361,9 @@ def _concat(*parts: Any) -> str:
 
 
 @jinja2.pass_environment
-def _join(environment: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+def _join(
+    environment: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: Any = None
+) -> str:
     """Jinja's `join`, counted while it takes its parts."""
     parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
     return limits.joined(d, parts)
@@ -360,7 +391,9 @@ def _tojson(
         raise TemplateLimitError(f"the chat template indents JSON by {indent}")
     if isinstance(value, Iterator):  # what `map` and `select` give
         value = list(value)
-    limits.allow(limits.text_bytes(value, indent=indent or 0) * (6 if ensure_ascii else 1), "tojson")
+    limits.allow(
+        limits.text_bytes(value, indent=indent or 0) * (6 if ensure_ascii else 1), "tojson"
+    )
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,7 +1,9 @@
-"""Size checks of a chat template's operations, made before they run: refuses what no prompt could need.
+"""Size checks of a chat template's operations, made before they run: refuses what no prompt could
+need.
 
-Sizes are bytes as Python stores them, so that text of wide characters counts as what it takes. Integers are checked
-only where they multiply something (a repetition, a width, an indentation); elsewhere a number is just a number.
+Sizes are bytes as Python stores them, so that text of wide characters counts as what it takes.
+Integers are checked only where they multiply something (a repetition, a width, an indentation);
+elsewhere a number is just a number.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class TemplateLimitError(jinja2.TemplateError):
 def allow(size_bytes: int, what: str) -> None:
     """Raises TemplateLimitError where `what` would make more than any prompt could be."""
     if size_bytes > MAX_TEXT_BYTES:
-        raise TemplateLimitError(f"the chat template's {what} would make more than {MAX_TEXT_BYTES >> 20} MiB of text")
+        raise TemplateLimitError(
+            f"the chat template's {what} would make more than {MAX_TEXT_BYTES >> 20} MiB of text"
+        )
 
 
 def made(value: Any) -> Any:
@@ -46,7 +50,8 @@ def made(value: Any) -> Any:
 
 
 def shown(value: Any) -> Any:
-    """`value`, unless writing it as text would make too much: lists may hold one another many times over."""
+    """`value`, unless writing it as text would make too much: lists may hold one another many times
+    over."""
     if isinstance(value, (str, int, float, type(None))):
         return value
     allow(text_bytes(value), "output")
@@ -54,7 +59,8 @@ def shown(value: Any) -> Any:
 
 
 def text_bytes(value: Any, *, indent: int = 0) -> int:
-    """What `value` takes at most as text (`repr` or JSON); raises TemplateLimitError where that is too long to say."""
+    """What `value` takes at most as text (`repr` or JSON); raises TemplateLimitError where that is
+    too long to say."""
     total, nodes = 0, 0
     waiting: list[tuple[Any, int]] = [(value, 1)]
     while waiting:
@@ -62,8 +68,13 @@ def text_bytes(value: Any, *, indent: int = 0) -> int:
         nodes += 1
         total += 4 + indent * depth
         if isinstance(item, str):
-            # A control character becomes six in JSON; a text that has many of them is rare, and small.
-            total += sys.getsizeof(item) if len(item) < 4096 or item.isprintable() else 2 * sys.getsizeof(item)
+            # A control character becomes six in JSON; a text that has many of them is rare, and
+            # small.
+            total += (
+                sys.getsizeof(item)
+                if len(item) < 4096 or item.isprintable()
+                else 2 * sys.getsizeof(item)
+            )
         elif isinstance(item, int):
             total += item.bit_length() // 3
         elif isinstance(item, Mapping):
@@ -107,7 +118,9 @@ def _bits(value: Any) -> int:
 
 def _allow_items(count: int) -> None:
     if count > MAX_ITEMS:
-        raise TemplateLimitError(f"the chat template would make a list of more than {MAX_ITEMS} items")
+        raise TemplateLimitError(
+            f"the chat template would make a list of more than {MAX_ITEMS} items"
+        )
 
 
 def _char_bytes(text: Any) -> int:
@@ -118,7 +131,8 @@ def _char_bytes(text: Any) -> int:
 
 
 def _width(digits: str) -> int:
-    """A width or precision, or the most that any text may have: zeros in front don't make it smaller."""
+    """A width or precision, or the most that any text may have: zeros in front don't make it
+    smaller."""
     return min(int(digits.lstrip("0")[:12] or 0), MAX_TEXT_BYTES)
 
 
@@ -201,7 +215,8 @@ def _check_written_characters(value: Any, args: tuple[Any, ...], kwargs: Mapping
 
 
 def _check_case(value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A change of letters: Python makes three of four bytes each of every one, unless all are ASCII."""
+    """A change of letters: Python makes three of four bytes each of every one, unless all are
+    ASCII."""
     if isinstance(value, str) and not value.isascii():
         allow(12 * len(value), "change of letters")
 
@@ -226,16 +241,19 @@ def _check_percent_filter(value: Any, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 _METHODS: Mapping[str, Check] = {
-    "ljust": _check_width, "rjust": _check_width, "center": _check_width, "replace": _check_replace, "format": _check_format,
+    "ljust": _check_width, "rjust": _check_width, "center": _check_width, "replace": _check_replace,
+    "format": _check_format,
     "split": _check_split, "rsplit": _check_split, "splitlines": _check_lines,
     **dict.fromkeys(("upper", "lower", "title", "capitalize", "casefold", "swapcase"), _check_case),
 }  # fmt: skip
 _FILTERS: Mapping[str, Check] = {
-    "center": _check_width, "indent": _check_indent, "replace": _check_replace, "format": _check_percent_filter,
+    "center": _check_width, "indent": _check_indent, "replace": _check_replace,
+    "format": _check_percent_filter,
     "list": _check_characters, "sum": _check_sum, **dict.fromkeys(COMPARING, _check_compared),
     **dict.fromkeys(("upper", "lower", "capitalize"), _check_case),
     **dict.fromkeys(
-        ("title", "wordcount", "striptags", "urlencode", "escape", "e", "forceescape"), _check_written_characters
+        ("title", "wordcount", "striptags", "urlencode", "escape", "e", "forceescape"),
+        _check_written_characters
     ),
     "string": _check_text,
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """The kinds of accelerator: one table that devices, builds, setup and messages read.
 
-Another kind is a row here, what finds it on a machine (machines/), and how its build is made (setup/recipes.py).
+Another kind is a row here, what finds it on a machine (machines/), and how its build is made
+(setup/recipes.py).
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ Accelerator = Literal["metal", "cuda", "rocm", "vulkan", "sycl", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorKind:
-    """`label`: as people write it. `ggml`: what ggml calls it, as a backend (GGML_CUDA_NAME and its like in ggml's headers) or as
-    a library (libggml-hip.so), in lower case. `instead`: what else drives its parts, in this order, where a build lacks it.
-    `hidden_by`: the environment's variables that hide its devices. `cmake`: the flag that turns it on, where llama.cpp
-    compiles for it with nothing but a C++ compiler and headers. `in_every_build`: llama.cpp is never built without it here.
-    `lighter`: another kind that drives the same parts with nothing but their driver, so that this one must be worth installing.
+    """`label`: as people write it.
+    `ggml`: what ggml calls it, as a backend (GGML_CUDA_NAME and its like in ggml's headers) or as a
+    library (libggml-hip.so), in lower case.
+    `instead`: what else drives its parts, in this order, where a build lacks it.
+    `hidden_by`: the environment's variables that hide its devices. `cmake`: the flag that turns it
+    on, where llama.cpp compiles for it with nothing but a C++ compiler and headers.
+    `in_every_build`: llama.cpp is never built without it here.
+    `lighter`: another kind that drives the same parts with nothing but their driver, so that this
+    one must be worth installing.
 
-    What plans reckon with: `runtime_mib`, what the runtime keeps on a card by its compute units, linear between (units, MiB)
-    points, and never less than the first. `reads_weights`: into memory rather than mapped. `pins_host_weights`: what stays in
-    system memory lies in pinned buffers where it was read. `dequantises_kv`: a step's buffers hold a layer's KV at 16 bits.
+    What plans reckon with: `runtime_mib`, what the runtime keeps on a card by its compute units,
+    linear between (units, MiB) points, and never less than the first.
+    `reads_weights`: into memory rather than mapped.
+    `pins_host_weights`: what stays in system memory lies in pinned buffers where it was read.
+    `dequantises_kv`: a step's buffers hold a layer's KV at 16 bits.
     `shares_tables`: an embedding that is the output matrix too is in memory once."""
 
     label: str
@@ -50,24 +57,30 @@ class AcceleratorKind:
 
 
 KINDS: dict[str, AcceleratorKind] = {
-    # Driver context and kernels: 107 MiB on 34 SMs, 555 MiB on 188 (https://github.com/ggml-org/llama.cpp/pull/23604).
+    # Driver context and kernels: 107 MiB on 34 SMs, 555 MiB on 188
+    # (https://github.com/ggml-org/llama.cpp/pull/23604).
     "cuda": AcceleratorKind(
-        "CUDA", ("cuda",), ("vulkan",), ("CUDA_VISIBLE_DEVICES",), runtime_mib=((34, 107), (188, 555)),
+        "CUDA", ("cuda",), ("vulkan",), ("CUDA_VISIBLE_DEVICES",),
+        runtime_mib=((34, 107), (188, 555)),
         pins_host_weights=True, dequantises_kv=True,
     ),
     "rocm": AcceleratorKind(
-        "ROCm", ("rocm", "hip"), ("vulkan",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), lighter="vulkan",
+        "ROCm", ("rocm", "hip"), ("vulkan",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        lighter="vulkan",
         reads_weights=True, dequantises_kv=True,
     ),
     "metal": AcceleratorKind(
-        "Metal", ("metal", "mtl"), cmake="-DGGML_METAL=ON", in_every_build=True, runtime_mib=((0, 100), (1, 100)),
+        "Metal", ("metal", "mtl"), cmake="-DGGML_METAL=ON", in_every_build=True,
+        runtime_mib=((0, 100), (1, 100)),
         shares_tables=True,
     ),
     "vulkan": AcceleratorKind(
-        "Vulkan", ("vulkan",), ("sycl", "rocm"), ("GGML_VK_VISIBLE_DEVICES",), cmake="-DGGML_VULKAN=ON"
+        "Vulkan", ("vulkan",), ("sycl", "rocm"), ("GGML_VK_VISIBLE_DEVICES",),
+        cmake="-DGGML_VULKAN=ON"
     ),
     "sycl": AcceleratorKind("SYCL", ("sycl",), ("vulkan",)),
-    "cpu": AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF", in_every_build=True, runtime_mib=((0, 0), (1, 0))),
+    "cpu": AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF", in_every_build=True,
+    runtime_mib=((0, 0), (1, 0))),
 }  # fmt: skip
 # The environment's variables that hide GPUs from the programs which are started here.
 HIDING_VARIABLES = tuple(chain.from_iterable(kind.hidden_by for kind in KINDS.values()))
@@ -81,12 +94,18 @@ def called(name: str) -> Accelerator | None:
 
 
 def rival(kind: Accelerator) -> Accelerator | None:
-    """The other kind of the two whose builds drive the same parts, where which is faster has to be predicted."""
+    """The other kind of the two whose builds drive the same parts, where which is faster has to be
+    predicted."""
     heavier = (other for other in get_args(Accelerator) if KINDS[other].lighter == kind)
     return KINDS[kind].lighter or next(heavier, None)
 
 
 def compiled_in(libraries: str) -> tuple[str, ...]:
-    """The kinds, by our names, that a build has libraries for (libggml-cuda.so, ggml-vulkan.dll …), of their file names."""
-    ours = [kind for kind, known in KINDS.items() if any(f"ggml-{name}" in libraries for name in known.ggml)]
+    """The kinds, by our names, that a build has libraries for (libggml-cuda.so, ggml-vulkan.dll …),
+    of their file names."""
+    ours = [
+        kind
+        for kind, known in KINDS.items()
+        if any(f"ggml-{name}" in libraries for name in known.ggml)
+    ]
     return (*ours, *(name for name in OTHER_LIBRARIES if f"ggml-{name}" in libraries))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 
-# Four times the last-level cache and never under 256 MiB, so that no run reads from cache; never over a twentieth of
-# what is available, so that measuring never pushes a loaded machine into swap.
+# Four times the last-level cache and never under 256 MiB, so that no run reads from cache; never
+# over a twentieth of what is available, so that measuring never pushes a loaded machine into swap.
 _CACHE_MULTIPLE, _SMALLEST_BYTES, _SHARE_OF_AVAILABLE = 4, 256 * MIB, 0.05
 # Measurements of machines, kept: see kept.py.
 SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
@@ -27,7 +27,8 @@ SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
 
 @dataclass(frozen=True, slots=True)
 class BandwidthMeasurement(MeasuredFigure):
-    """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with `threads` threads.
+    """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with
+    `threads` threads.
     `others_share`: of the processor's time, what other programs had meanwhile."""
 
     copy_gbps: float
@@ -39,12 +40,16 @@ class BandwidthMeasurement(MeasuredFigure):
 
     @property
     def value(self) -> float:
-        """GB/s that a model's weights stream at: the better of the two, as both are floors of what the memory gives."""
+        """GB/s that a model's weights stream at: the better of the two, as both are floors of what
+        the memory gives."""
         return round(max(self.copy_gbps, self.read_gbps), 1)
 
     @property
     def how(self) -> str:
-        return f"copy and read in memory, {self.threads} thread(s), {self.array_bytes // MIB} MiB arrays"
+        return (
+            f"copy and read in memory, {self.threads} thread(s), {self.array_bytes // MIB} MiB "
+            "arrays"
+        )
 
 
 def rates(
@@ -52,10 +57,10 @@ def rates(
 ) -> BandwidthMeasurement:
     """Time copying and reading for about `seconds`; threads 0 = every core this process may use.
 
-    Copying counts the bytes read and written (not the hidden read for ownership); reading takes the maximum of both
-    arrays, the access pattern of generating a token (a vectorised reduction: BLAS would start threads of its own, and
-    a float sum is bound by its additions). Each thread owns a slice, as one thread can't fill the bus; the first sweep
-    touches the pages and is not counted.
+    Copying counts the bytes read and written (not the hidden read for ownership); reading takes the
+    maximum of both arrays, the access pattern of generating a token (a vectorised reduction: BLAS
+    would start threads of its own, and a float sum is bound by its additions). Each thread owns a
+    slice, as one thread can't fill the bus; the first sweep touches the pages and is not counted.
     """
     from concurrent.futures import ThreadPoolExecutor  # brings logging: not what every start needs
 
@@ -92,11 +97,14 @@ def rates(
         others = before.others_share(ProcessorTimes.now())
     moved = 2 * 8 * per_thread * threads
     rates = {kernel: moved / taken / 1e9 for kernel, taken in best.items()}
-    return BandwidthMeasurement(rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"), others)
+    return BandwidthMeasurement(
+        rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"), others
+    )
 
 
 def array_bytes(available_bytes: int, cache_bytes: int) -> int:
-    """Bytes of all arrays together: over four times the last-level cache, within a twentieth of available memory."""
+    """Bytes of all arrays together: over four times the last-level cache, within a twentieth of
+    available memory."""
     wanted = max(_CACHE_MULTIPLE * cache_bytes, _SMALLEST_BYTES) * 2
     if available_bytes:
         wanted = min(wanted, max(int(available_bytes * _SHARE_OF_AVAILABLE), 16 * MIB))

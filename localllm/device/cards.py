@@ -1,4 +1,5 @@
-"""Several cards as one Device: their memory in sum, what a token meets on its way, and any choice of them."""
+"""Several cards as one Device: their memory in sum, what a token meets on its way, and any choice
+of them."""
 
 from __future__ import annotations
 
@@ -12,11 +13,15 @@ from localllm.memory.account import Memory, with_released
 
 
 def together(cards: Sequence[Device]) -> Device:
-    """One-card Devices of one computer as one: layers are divided over them, so memory adds up; what else is said of it is
-    the largest card's. A card is numbered by its place unless it is numbered already."""
+    """One-card Devices of one computer as one: layers are divided over them, so memory adds up;
+    what else is said of it is the largest card's. A card is numbered by its place unless it is
+    numbered already."""
     if len(cards) == 1:
         return cards[0]
-    biggest = max(cards, key=lambda c: (c.memory.total_bytes, c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0))
+    biggest = max(
+        cards,
+        key=lambda c: (c.memory.total_bytes, c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0),
+    )
     return replace(
         biggest,
         name=_joined(cards),
@@ -33,22 +38,30 @@ def numbered(cards: Sequence[Device]) -> list[Device]:
 
 
 def only(device: Device, numbers: Sequence[int]) -> Device:
-    """`device` had it only the cards of these numbers; itself where that is all, or it has no cards that can be chosen of."""
+    """`device` had it only the cards of these numbers; itself where that is all, or it has no cards
+    that can be chosen of."""
     chosen = [card for card in device.cards if card.number in numbers]
     if not chosen or len(chosen) == len(device.cards):
         return device
     # What the machine around them is, is said once, of the whole.
-    around = {"host": device.host, "host_bandwidth_gbps": device.host_bandwidth_gbps, "findings": device.findings}
+    around = {
+        "host": device.host,
+        "host_bandwidth_gbps": device.host_bandwidth_gbps,
+        "findings": device.findings,
+    }
     return replace(together(chosen), simulated=device.simulated, **around)  # type: ignore[arg-type]
 
 
 def with_released_bytes(device: Device, n_bytes: int) -> Device:
-    """`device` when `n_bytes` of its cards that are taken now were free: of each card's as its part of what is taken."""
+    """`device` when `n_bytes` of its cards that are taken now were free: of each card's as its part
+    of what is taken."""
     taken = device.memory.others_bytes
     if device.kind != "discrete" or n_bytes <= 0 or taken <= 0:
         return device
     each = tuple(
-        replace(card, memory=with_released(card.memory, n_bytes * card.memory.others_bytes // taken))
+        replace(
+            card, memory=with_released(card.memory, n_bytes * card.memory.others_bytes // taken)
+        )
         for card in device.cards
     )
     whole = _sum([card.memory for card in each]) if each else with_released(device.memory, n_bytes)
@@ -56,28 +69,41 @@ def with_released_bytes(device: Device, n_bytes: int) -> Device:
 
 
 def with_share(device: Device, share: float) -> Device:
-    """`device` when of what a plan may take of it now only `share` (0 to 1) could be had, of each card alike."""
+    """`device` when of what a plan may take of it now only `share` (0 to 1) could be had, of each
+    card alike."""
 
     def less(one: Device) -> Memory:
         return replace(one.memory, limit_bytes=int(share * one.room_bytes))
 
     each = tuple(replace(card, memory=less(card)) for card in device.cards)
-    return replace(device, memory=_sum([card.memory for card in each]) if each else less(device), cards=each)
+    return replace(
+        device, memory=_sum([card.memory for card in each]) if each else less(device), cards=each
+    )
 
 
 def _joined(cards: Sequence[Device]) -> str:
     counted = Counter(card.name for card in cards)
-    return " + ".join(name if count == 1 else f"{count} × {name}" for name, count in counted.items())
+    return " + ".join(
+        name if count == 1 else f"{count} × {name}" for name, count in counted.items()
+    )
 
 
 def _sum(memories: Sequence[Memory]) -> Memory:
-    names = ("total_bytes", "limit_bytes", "available_bytes", "system_bytes", "others_bytes", "carve_out_bytes")
+    names = (
+        "total_bytes",
+        "limit_bytes",
+        "available_bytes",
+        "system_bytes",
+        "others_bytes",
+        "carve_out_bytes",
+    )
     sums = {name: sum(map(attrgetter(name), memories)) for name in names}
     return replace(memories[0], **sums)
 
 
 def _in_turn(cards: Sequence[Device]) -> Figure | None:
-    """GB/s where each card streams its share of the weights in turn and holds as much as its memory lets it."""
+    """GB/s where each card streams its share of the weights in turn and holds as much as its memory
+    lets it."""
     figures = [card.bandwidth_gbps for card in cards]
     if len({(f.value, f.basis) if f else None for f in figures}) == 1:
         return figures[0]
@@ -87,4 +113,8 @@ def _in_turn(cards: Sequence[Device]) -> Figure | None:
             return None
         seconds += card.memory.total_bytes / card.bandwidth_gbps.value
     total = sum(card.memory.total_bytes for card in cards)
-    return Figure(round(total / seconds, 1), "derived", "GPUs read in turn: total memory ÷ Σ(memory ÷ bandwidth)")
+    return Figure(
+        round(total / seconds, 1),
+        "derived",
+        "GPUs read in turn: total memory ÷ Σ(memory ÷ bandwidth)",
+    )

@@ -1,4 +1,5 @@
-"""Processors by name, as systems print them and people type them: cores, memory channels, widest vectors (cpus.toml)."""
+"""Processors by name, as systems print them and people type them: cores, memory channels, widest
+vectors (cpus.toml)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """One part: its line, cores, memory channels of 64 bits of one socket, what memory goes there ("DDR5-4800", the usual
-    first), and the widest vectors it computes with. `brand`: words of which one is said before its number."""
+    """One part: its line, cores, memory channels of 64 bits of one socket, what memory goes there
+    ("DDR5-4800", the usual first), and the widest vectors it computes with. `brand`: words of which
+    one is said before its number."""
 
     name: str
     line: str
@@ -27,8 +29,10 @@ class Processor:
 
 # What stands between a brand and a number: tiers, and what a shop adds.
 _BETWEEN = {
-    "intel", "amd", "core", "ryzen", "threadripper", "epyc", "xeon", "ultra", "ai", "pro", "hx", "gold", "silver", "platinum",
-    "e5", "e7", "w", "w3", "w5", "w7", "w9", "i3", "i5", "i7", "i9", "3", "5", "7", "9", "cpu", "processor",
+    "intel", "amd", "core", "ryzen", "threadripper", "epyc", "xeon", "ultra", "ai", "pro", "hx",
+    "gold", "silver", "platinum",
+    "e5", "e7", "w", "w3", "w5", "w7", "w9", "i3", "i5", "i7", "i9", "3", "5", "7", "9", "cpu",
+    "processor",
 }  # fmt: skip
 # Letters behind an Intel desktop part that change neither cores nor memory.
 _PLAIN_LETTERS = ("K", "KF", "KS", "F", "T", "S", "E", "TE")
@@ -45,7 +49,9 @@ def _index() -> dict[str, tuple[Processor, ...]]:
     for line in lines:  # those with letters, where they are not parts of their own
         for part, found in _parts(line):
             base = part.rstrip("K") if line.get("desktop") else part
-            letters = _PLAIN_LETTERS if line.get("desktop") else ("P",) if "epyc" in line["brand"] else ()
+            letters = (
+                _PLAIN_LETTERS if line.get("desktop") else ("P",) if "epyc" in line["brand"] else ()
+            )
             for more in letters:
                 known = listed.setdefault(base + more, [])
                 if all(other.line != found.line for other in known):
@@ -58,10 +64,19 @@ def _parts(line: dict[str, object]) -> Iterator[tuple[str, Processor]]:
     for n, parts in cores.items():
         for part in parts.split():
             name = f"{_family(str(line['name']))} {part.replace('-', ' ')}"
-            yield part, Processor(
-                name, str(line["name"]), int(n), int(str(line["channels"])), tuple(line["memory"]),  # type: ignore[arg-type]
-                str(line["vector"]), str(line["source"]), tuple(line["brand"]),  # type: ignore[arg-type]
-            )  # fmt: skip
+            yield (
+                part,
+                Processor(
+                    name,
+                    str(line["name"]),
+                    int(n),
+                    int(str(line["channels"])),
+                    tuple(line["memory"]),  # type: ignore[arg-type]
+                    str(line["vector"]),
+                    str(line["source"]),
+                    tuple(line["brand"]),  # type: ignore[arg-type]
+                ),
+            )
 
 
 def _family(line: str) -> str:
@@ -70,14 +85,17 @@ def _family(line: str) -> str:
 
 
 def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
-    """The processor that these words (lower case) name and the words that are left; None where they name none. A number
-    alone names one only with letters that no other part has (13900k, 9800x3d): others are graphics cards' numbers too."""
+    """The processor that these words (lower case) name and the words that are left; None where they
+    name none. A number alone names one only with letters that no other part has (13900k, 9800x3d):
+    others are graphics cards' numbers too."""
     for i, word in enumerate(words):
         end = i + 1
         part = word.upper()
         following = words[end] if end < len(words) else ""
         if re.fullmatch(r"v[2-6]|extreme|go", following):
-            joined = part + following.upper() if following[0] == "v" else f"{part}-{following.upper()}"
+            joined = (
+                part + following.upper() if following[0] == "v" else f"{part}-{following.upper()}"
+            )
             part, end = (joined, end + 1) if joined in _index() else (part, end)
         start = i
         while start and words[start - 1] in _BETWEEN:
@@ -98,13 +116,15 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
 
 
 def of_name(name: str) -> Processor | None:
-    """The processor of a name as a system prints it: "12th Gen Intel(R) Core(TM) i7-12700H", "AMD EPYC 9654 96-Core Processor"."""
+    """The processor of a name as a system prints it: "12th Gen Intel(R) Core(TM) i7-12700H", "AMD
+    EPYC 9654 96-Core Processor"."""
     text = re.sub(r"\((?:tm|r)\)|™|®|@.*", " ", name.lower())
     found = named(re.sub(r"[^a-z0-9]+", " ", text).split())
     return found[0] if found else None
 
 
 def channels(name: str) -> int:
-    """Memory channels of a socket of the processor that a system prints as `name`; 0 where the table does not have it."""
+    """Memory channels of a socket of the processor that a system prints as `name`; 0 where the
+    table does not have it."""
     found = of_name(name)
     return found.channels if found is not None else 0

@@ -1,4 +1,5 @@
-"""Devices that were described, and not read: of a row of the table, a processor with its memory, or two figures."""
+"""Devices that were described, and not read: of a row of the table, a processor with its memory, or
+two figures."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from localllm.device.types import GIB, Device, Figure, Finding, Memory
 from localllm.errors import UsageError
 from localllm.memory.account import with_released
 
-# A card shows its software a little less than its nominal size: 31.84 of 32 GiB on an RTX 5090, 79.65 of 80 on an H100.
+# A card shows its software a little less than its nominal size: 31.84 of 32 GiB on an RTX 5090,
+# 79.65 of 80 on an H100.
 _VRAM_VISIBLE = 0.995
 # GB10: MemTotal 127600748 kB of 128 GiB; Jetson: 15.3 of 16 GiB on an Orin NX
 # (https://github.com/Andyyyy64/whichllm/pull/165).
@@ -27,7 +29,8 @@ _HALO_REACH = 110 / 128
 
 @dataclass(slots=True)
 class Computer:
-    """What a typed name is of: machines or cards, the processor beside them, and the system memory."""
+    """What a typed name is of: machines or cards, the processor beside them, and the system
+    memory."""
 
     parts: list[tuple[tuple[DeviceRow, ...], Typed]]
     cpu: Processor | None = None
@@ -45,7 +48,9 @@ class Computer:
 
 
 # Of a computer of which nothing is said.
-USUAL_PROCESSOR = Processor("computer", "", 4, 2, ("DDR4-3200",), "AVX2", "assumed: four cores, two channels", ())
+USUAL_PROCESSOR = Processor(
+    "computer", "", 4, 2, ("DDR4-3200",), "AVX2", "assumed: four cores, two channels", ()
+)
 
 
 def simulate(
@@ -56,19 +61,32 @@ def simulate(
     given_memory: bool = False,
     bandwidth_gbps: float | None = None,
 ) -> Device:
-    """A machine or card of the table with so much memory (GiB), and what `findings` says of it already."""
+    """A machine or card of the table with so much memory (GiB), and what `findings` says of it
+    already."""
     if gb is None:
         gb = 32.0
-        findings.append(Finding("warning", "its memory size is not in the table: took 32 GB", "--memory GB"))
-    bandwidth = row.bandwidth if bandwidth_gbps is None else Figure(bandwidth_gbps, "given", "--bandwidth")
+        findings.append(
+            Finding("warning", "its memory size is not in the table: took 32 GB", "--memory GB")
+        )
+    bandwidth = (
+        row.bandwidth if bandwidth_gbps is None else Figure(bandwidth_gbps, "given", "--bandwidth")
+    )
     if bandwidth is None:
         findings.append(
-            Finding("warning", "its memory bandwidth is not published: speed can't be estimated", "--bandwidth GBPS")
+            Finding(
+                "warning",
+                "its memory bandwidth is not published: speed can't be estimated",
+                "--bandwidth GBPS",
+            )
         )
     if row.chip.startswith("Apple A19"):
         findings.append(Finding("info", "for planning only: localllm does not run on an iPhone"))
     memory, said = _memory(row, gb)
-    title = f"{row.name}" if str(f"{gb:g}") in re.findall(r"[0-9.]+", row.name) else f"{row.name} {gb:g} GB"
+    title = (
+        f"{row.name}"
+        if str(f"{gb:g}") in re.findall(r"[0-9.]+", row.name)
+        else (f"{row.name} {gb:g} GB")
+    )
     return Device(
         name=title,
         kind=row.kind,
@@ -91,27 +109,40 @@ def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
     installed = int(gb * GIB)
     if row.accelerator == "metal":
         limit = usable.mac_default(installed)
-        note = Finding("info", "the GPU's share of RAM is macOS' older default; newer versions give up to 84 %")
-        return Memory(installed, limit, limit, "assumed", "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"), [note]
+        note = Finding(
+            "info", "the GPU's share of RAM is macOS' older default; newer versions give up to 84 %"
+        )
+        return Memory(
+            installed, limit, limit, "assumed", "2/3 of RAM up to 36 GB, 3/4 above (older macOS)"
+        ), [note]
     if row.kind == "discrete":
         visible = int(installed * _VRAM_VISIBLE)
         screens = not row.family.startswith(_NO_SCREENS)
-        return usable.described_card(visible, f"{gb:g} GB, of which 99.5 % shows", screens=screens), []
+        return usable.described_card(
+            visible, f"{gb:g} GB, of which 99.5 % shows", screens=screens
+        ), []
     if "Halo" in row.family:
         limit = int(installed * _HALO_REACH)
         pages = usable.gtt_pages_advised(installed)
         note = Finding(
-            "info", "assumes the GTT limit is raised (Linux gives half by default)", f"ttm.pages_limit={pages}"
+            "info",
+            "assumes the GTT limit is raised (Linux gives half by default)",
+            f"ttm.pages_limit={pages}",
         )
-        return Memory(installed, limit, limit, "assumed", "GTT raised: 110 of 128 GiB", installed - limit), [note]
+        return Memory(
+            installed, limit, limit, "assumed", "GTT raised: 110 of 128 GiB", installed - limit
+        ), [note]
     headless = row.family in _VISIBLE
     visible = int(installed * _VISIBLE.get(row.family, 1.0))
-    memory = usable.described_pool(visible, "what the system shows, less what it keeps", headless=headless)
+    memory = usable.described_pool(
+        visible, "what the system shows, less what it keeps", headless=headless
+    )
     return replace(memory, basis="datasheet" if headless else "assumed"), []
 
 
 def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
-    """A machine that is in no table, described by its two figures: planned as one pool of system memory."""
+    """A machine that is in no table, described by its two figures: planned as one pool of system
+    memory."""
     memory = usable.described_pool(int(memory_gb * GIB), "--memory, less what the system keeps")
     return Device(
         name=name,
@@ -125,13 +156,19 @@ def by_figures(name: str, memory_gb: float, bandwidth_gbps: float) -> Device:
         cpu_vectors=USUAL_PROCESSOR.vector,
         findings=(
             Finding(
-                "warning", f"{name!r} is not in the table: planned as a CPU with the figures given, and four cores"
+                "warning",
+                f"{name!r} is not in the table: planned as a CPU with the figures "
+                "given, "
+                "and "
+                "four cores",
             ),
         ),
     )
 
 
-def without_card(computer: Computer, memory_gb: float | None, bandwidth_gbps: float | None) -> Device:
+def without_card(
+    computer: Computer, memory_gb: float | None, bandwidth_gbps: float | None
+) -> Device:
     """A computer without a card: its processor and memory."""
     cpu, ram = computer.cpu or USUAL_PROCESSOR, computer.ram
     findings = []
@@ -140,7 +177,9 @@ def without_card(computer: Computer, memory_gb: float | None, bandwidth_gbps: fl
         gb = 32.0
         findings.append(Finding("info", "its memory size was not said: took 32 GB", "--memory GB"))
     size = int(gb * GIB)
-    memory = replace(usable.described_pool(size, "what was said, less what the system keeps"), basis="given")
+    memory = replace(
+        usable.described_pool(size, "what was said, less what the system keeps"), basis="given"
+    )
     return Device(
         name=f"{cpu.name} {gb:g} GB",
         kind="system",
@@ -160,7 +199,8 @@ def without_card(computer: Computer, memory_gb: float | None, bandwidth_gbps: fl
 
 
 def _ram_bandwidth(cpu: Processor | None, ram: TypedRam) -> Figure:
-    """GB/s of a processor's channels with the memory that was said, else with what its line was made for."""
+    """GB/s of a processor's channels with the memory that was said, else with what its line was
+    made for."""
     if cpu is None or (cpu is USUAL_PROCESSOR and ram.kind):
         return ram.bandwidth
     usual = next((m for m in cpu.memory if m.lower().startswith(f"{ram.kind}-")), "") or (
@@ -168,25 +208,44 @@ def _ram_bandwidth(cpu: Processor | None, ram: TypedRam) -> Figure:
     )
     kind, _, rate = usual.lower().rpartition("-")
     known = replace(
-        ram, kind=ram.kind or kind, rate=ram.rate or int(rate or 0), channels=ram.channels or cpu.channels
+        ram,
+        kind=ram.kind or kind,
+        rate=ram.rate or int(rate or 0),
+        channels=ram.channels or cpu.channels,
     ).bandwidth
-    return replace(known, basis="given" if ram.rate else "derived", source=f"{known.source} ({cpu.line or cpu.source})")
+    return replace(
+        known,
+        basis="given" if ram.rate else "derived",
+        source=f"{known.source} ({cpu.line or cpu.source})",
+    )
 
 
 def together(devices: list[Device]) -> Device:
-    """Cards of one or several kinds in one computer. Raises UsageError where one is a machine of its own."""
+    """Cards of one or several kinds in one computer. Raises UsageError where one is a machine of
+    its own."""
     kinds = {device.accelerator for device in devices}
-    whole = next((device for device in devices if device.kind != "discrete" and len(devices) > 1), None)
+    whole = next(
+        (device for device in devices if device.kind != "discrete" and len(devices) > 1), None
+    )
     if whole is not None:
         raise UsageError(f"{whole.name} is a whole machine: a plan runs on one of them")
     if len(kinds) > 1:
-        raise UsageError(f"cards of {' and '.join(sorted(kinds))} do not share a model: one engine runs on all of them")
+        raise UsageError(
+            f"cards of {' and '.join(sorted(kinds))} do not share a model: one engine "
+            "runs "
+            "on "
+            "all "
+            "of them"
+        )
     found = list(chain.from_iterable(device.cards or (device,) for device in devices))
     if len(found) == 1:
         return found[0]
     findings = tuple(dict.fromkeys(chain.from_iterable(device.findings for device in devices)))
-    # The screens are on one of them: on which is not said, so on the one that a model would take last.
-    found[:-1] = [replace(c, memory=with_released(c.memory, c.memory.others_bytes)) for c in found[:-1]]
+    # The screens are on one of them: on which is not said, so on the one that a model would take
+    # last.
+    found[:-1] = [
+        replace(c, memory=with_released(c.memory, c.memory.others_bytes)) for c in found[:-1]
+    ]
     return replace(cards.together(cards.numbered(found)), findings=findings)
 
 
@@ -198,7 +257,10 @@ def with_host(device: Device, computer: Computer) -> Device:
     if ram.size_gb is None or device.kind != "discrete":
         return device
     size = int(ram.size_gb * GIB)
-    host = replace(usable.described_pool(size, "what was said, less what the system keeps", device.os), basis="given")
+    host = replace(
+        usable.described_pool(size, "what was said, less what the system keeps", device.os),
+        basis="given",
+    )
     known = device.host_bandwidth_gbps
     figure = known if known and not device.simulated else _ram_bandwidth(cpu, ram)
     return replace(device, host=host, host_bandwidth_gbps=figure)

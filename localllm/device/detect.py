@@ -15,17 +15,23 @@ from localllm.device.types import Device, Readings
 
 
 def detect(*, measure: bool = False) -> Device:
-    """This machine as the installed build of llama.cpp can use it: what plans are made for. As `hardware` does, but where
-    that build has no use for the GPU, the Device is the processor, with a finding that says so; and of a processor `measure`
-    takes the rates of that build's matrix kernels as well (some seconds more). A plan must not go by the load: what was
-    measured in a busy moment, and is to be measured again, doesn't count."""
+    """This machine as the installed build of llama.cpp can use it: what plans are made for. As
+    `hardware` does, but where that build has no use for the GPU, the Device is the processor, with
+    a finding that says so; and of a processor `measure` takes the rates of that build's matrix
+    kernels as well (some seconds more). A plan must not go by the load: what was measured in a busy
+    moment, and is to be measured again, doesn't count."""
     readings = read(slow=measure)
     found = from_readings(readings, measure=measure, settled=True)
     if found.accelerator == "metal":
         return found
     build = in_use.build_here()
     processor = found
-    if found.accelerator != "cpu" and build is not None and not build.failure and ggml.driven_by(found, build) == "cpu":
+    if (
+        found.accelerator != "cpu"
+        and build is not None
+        and not build.failure
+        and ggml.driven_by(found, build) == "cpu"
+    ):
         readings = in_use.without_gpus(readings)
         processor = from_readings(readings, measure=measure, settled=True)
     used = in_use.as_used(found, processor, build)
@@ -35,9 +41,9 @@ def detect(*, measure: bool = False) -> Device:
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
     """This machine as a Device, whatever is installed on it, in well under 300 ms.
 
-    With `measure`, memory bandwidth that neither the table, nor the system, nor an earlier measurement gives is
-    measured first (about a second) and kept in the cache; `remeasure` measures in any case. Raises
-    DeviceUnreadableError on a system that does not report its memory.
+    With `measure`, memory bandwidth that neither the table, nor the system, nor an earlier
+    measurement gives is measured first (about a second) and kept in the cache; `remeasure` measures
+    in any case. Raises DeviceUnreadableError on a system that does not report its memory.
     """
     return from_readings(read(slow=measure), measure=measure, remeasure=remeasure)
 
@@ -45,34 +51,50 @@ def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:
 def from_readings(
     readings: Readings, *, measure: bool = False, remeasure: bool = False, settled: bool = False
 ) -> Device:
-    """`hardware` on readings taken already (doctor shares them). `reliable`: without figures of busy moments."""
+    """`hardware` on readings taken already (doctor shares them). `reliable`: without figures of
+    busy moments."""
     device = identify(readings)
     if not measures_ram(device):
         return device
     folder, machine = paths.cache_dir(), _machine(device)
     if remeasure or (measure and bandwidth.SHELF.due(folder, machine)):
         _measure(readings, device)
-    kept = bandwidth.SHELF.reliable(folder, machine) if settled else bandwidth.SHELF.cached(folder, machine)
+    kept = (
+        bandwidth.SHELF.reliable(folder, machine)
+        if settled
+        else bandwidth.SHELF.cached(folder, machine)
+    )
     return device if kept is None else _with_ram_bandwidth(identify(readings, kept), device)
 
 
 def measures_ram(device: Device) -> bool:
-    """True where a CPU measurement says something: not on one pool whose GPU outruns its CPU (Apple, GB10, Halo)."""
+    """True where a CPU measurement says something: not on one pool whose GPU outruns its CPU
+    (Apple, GB10, Halo)."""
     return device.kind != "unified" or device.bandwidth_gbps is None
 
 
 def _measure(readings: Readings, device: Device) -> None:
     pool = device.host or device.memory
-    taken = bandwidth.rates(available_bytes=pool.available_bytes, cache_bytes=last_level_cache_bytes(readings))
+    taken = bandwidth.rates(
+        available_bytes=pool.available_bytes, cache_bytes=last_level_cache_bytes(readings)
+    )
     bandwidth.SHELF.keep(paths.cache_dir(), _machine(device), taken)
 
 
 def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:
-    """On one pool with a GPU the measured rate is a floor: said so, as the GPU may get more than the CPU's cores."""
-    if measured.kind != "unified" or plain.bandwidth_gbps is not None or measured.bandwidth_gbps is None:
+    """On one pool with a GPU the measured rate is a floor: said so, as the GPU may get more than
+    the CPU's cores."""
+    if (
+        measured.kind != "unified"
+        or plain.bandwidth_gbps is not None
+        or measured.bandwidth_gbps is None
+    ):
         return measured
     figure = measured.bandwidth_gbps
-    return replace(measured, bandwidth_gbps=replace(figure, source=f"{figure.source}; by the CPU, so a lower bound"))
+    return replace(
+        measured,
+        bandwidth_gbps=replace(figure, source=f"{figure.source}; by the CPU, so a lower bound"),
+    )
 
 
 def with_matrix_rates(
@@ -81,8 +103,8 @@ def with_matrix_rates(
     measure: bool,
     types: Sequence[str] = matrix_rate.TYPES,
 ) -> Device:
-    """Where the processor computes: what the installed build's kernels make of matrices of these `types`, as kept or as
-    measured now (half a second a type), in quiet alone."""
+    """Where the processor computes: what the installed build's kernels make of matrices of these
+    `types`, as kept or as measured now (half a second a type), in quiet alone."""
     build = in_use.identity() if device.accelerator == "cpu" else None
     if build is None:
         return device
@@ -95,6 +117,7 @@ def with_matrix_rates(
 
 
 def _machine(device: Device) -> str:
-    """What a measurement belongs to: the processor and its memory; another cgroup limit is another machine."""
+    """What a measurement belongs to: the processor and its memory; another cgroup limit is another
+    machine."""
     pool = device.host or device.memory
     return f"{device.cpu or device.name} | {device.n_cpu_cores} cores | {pool.total_bytes} B"

@@ -1,7 +1,8 @@
-"""What the installed build of llama.cpp says it can compute on, held beside what the probes found: pure.
+"""What the installed build of llama.cpp says it can compute on, held beside what the probes found:
+pure.
 
-The probes know the machine, ggml knows what this build of it will use; where they differ, a plan for the machine is not
-what will run, so every difference is a finding.
+The probes know the machine, ggml knows what this build of it will use; where they differ, a plan
+for the machine is not what will run, so every difference is a finding.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from localllm.device.accelerators import KINDS
 from localllm.device.types import Accelerator, Device, Finding
 
 _GPU_TYPES = ("gpu", "igpu")
-# What a driver keeps for itself is within this; more means that the two do not speak of the same memory.
+# What a driver keeps for itself is within this; more means that the two do not speak of the same
+# memory.
 _SAME_MEMORY = 0.08
 
 
 @dataclass(frozen=True, slots=True)
 class GgmlDevice:
-    """One device of a build, in ggml's words. `largest_buffer_bytes`: the most one allocation may have, None = no limit
-    is told. `id` is the PCI address where there is one; `details` what the backend logged about it."""
+    """One device of a build, in ggml's words. `largest_buffer_bytes`: the most one allocation may
+    have, None = no limit is told. `id` is the PCI address where there is one; `details` what the
+    backend logged about it."""
 
     name: str
     description: str
@@ -38,7 +41,8 @@ class GgmlDevice:
 
     @property
     def accelerator(self) -> Accelerator:
-        """What drives it, in our words; "cpu" for the processor and for what only helps it (BLAS)."""
+        """What drives it, in our words; "cpu" for the processor and for what only helps it
+        (BLAS)."""
         known = accelerators.called(self.backend) if self.type in _GPU_TYPES else None
         return known or "cpu"
 
@@ -70,8 +74,8 @@ class GgmlBuild:
 
 
 def read(answer: Mapping[str, Any]) -> GgmlBuild:
-    """The JSON that the child printed, or what `to_json` made of it, as a GgmlBuild. Raises KeyError, TypeError or ValueError
-    for anything else."""
+    """The JSON that the child printed, or what `to_json` made of it, as a GgmlBuild. Raises
+    KeyError, TypeError or ValueError for anything else."""
     said = [str(line) for line in answer.get("said", ())]
     found = tuple(
         GgmlDevice(
@@ -86,16 +90,21 @@ def read(answer: Mapping[str, Any]) -> GgmlBuild:
             else int(device["largest_buffer_bytes"]),
             id=str(device["id"] or ""),
             capabilities=tuple(map(str, device["capabilities"])),
-            details=tuple(map(str, device.get("details", ()))) or _details(str(device["name"]), said),
+            details=tuple(map(str, device.get("details", ())))
+            or _details(str(device["name"]), said),
         )
         for device in answer["devices"]
     )
-    features = {str(name): {str(k): str(v) for k, v in values.items()} for name, values in answer["features"].items()}
+    features = {
+        str(name): {str(k): str(v) for k, v in values.items()}
+        for name, values in answer["features"].items()
+    }
     return GgmlBuild(str(answer["version"]), str(answer["folder"]), found, features)
 
 
 def _details(name: str, said: list[str]) -> tuple[str, ...]:
-    """Capabilities that stand only in the log: Vulkan's one line for each device, CUDA's, and Metal's several."""
+    """Capabilities that stand only in the log: Vulkan's one line for each device, CUDA's, and
+    Metal's several."""
     number = re.sub(r"\D", "", name)
     kind = re.sub(r"[\d ].*", "", name)
     if kind in ("MTL", "Metal"):
@@ -116,7 +125,8 @@ _METAL_FEATURE = re.compile(r"ggml_metal_device_init: ((?:simdgroup|has|use) .*?
 
 
 def driven_by(device: Device, build: GgmlBuild) -> Accelerator:
-    """What would run a model on `device` with this build: its own backend, another that can drive it, or "cpu"."""
+    """What would run a model on `device` with this build: its own backend, another that can drive
+    it, or "cpu"."""
     kind = device.accelerator
     return next((a for a in (kind, *KINDS[kind].instead) if a in build.accelerators), "cpu")
 
@@ -125,7 +135,13 @@ def differences(device: Device, build: GgmlBuild) -> list[Finding]:
     """Where the build's devices are not what the probes found, each with what to do about it."""
     if build.failure:
         fix = "localllm setup --use own" if "/builds/" in build.folder else "localllm setup"
-        return [Finding("error", f"the installed llama.cpp gave no list of its devices: {build.failure}", fix)]
+        return [
+            Finding(
+                "error",
+                f"the installed llama.cpp gave no list of its devices: {build.failure}",
+                fix,
+            )
+        ]
     if device.accelerator == "cpu":
         seen = ", ".join(gpu.description for gpu in build.gpus)
         told = f"the installed llama.cpp sees {seen}, which this machine's own tools did not show"
@@ -137,9 +153,16 @@ def differences(device: Device, build: GgmlBuild) -> list[Finding]:
     found = []
     if len(used) != device.n_gpus:
         told = f"the system shows {device.n_gpus} GPU(s), the installed llama.cpp uses {len(used)}"
-        found.append(Finding("warning", told, "look for CUDA_VISIBLE_DEVICES and its like in the environment"))
+        found.append(
+            Finding(
+                "warning", told, "look for CUDA_VISIBLE_DEVICES and its like in the environment"
+            )
+        )
     if driver != device.accelerator:
-        told = f"{device.name} is driven by {driver}, as the installed llama.cpp has no {device.accelerator}"
+        told = (
+            f"{device.name} is driven by {driver}, as the installed llama.cpp has no "
+            f"{device.accelerator}"
+        )
         found.append(Finding("info", told, f"localllm setup --backend {device.accelerator}"))
     return [*found, *_memory(device, used)]
 
@@ -147,28 +170,42 @@ def differences(device: Device, build: GgmlBuild) -> list[Finding]:
 def _unused(device: Device, build: GgmlBuild) -> Finding:
     compiled = [name for name in build.features if accelerators.called(name)]
     if compiled:
-        why = f"the installed llama.cpp was compiled for {', '.join(compiled)} and finds no device: look at the driver"
+        why = (
+            f"the installed llama.cpp was compiled for {', '.join(compiled)} and finds no "
+            "device: "
+            "look at the driver"
+        )
         return Finding("error", f"{device.name} would sit idle: {why}", "localllm setup")
     return Finding(
-        "error", f"{device.name} would sit idle: the installed llama.cpp knows the processor only", "localllm setup"
+        "error",
+        f"{device.name} would sit idle: the installed llama.cpp knows the processor only",
+        "localllm setup",
     )
 
 
 def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
-    """A GPU's memory by its driver and by ggml, and allocations that must stay smaller than the memory."""
+    """A GPU's memory by its driver and by ggml, and allocations that must stay smaller than the
+    memory."""
     found = []
     total = sum(gpu.memory_total_bytes for gpu in used)
     limit = device.memory.limit_bytes
-    # On one pool the driver may offer ggml less than the system would give, never more than plans count with.
+    # On one pool the driver may offer ggml less than the system would give, never more than plans
+    # count with.
     low = total < (1 - _SAME_MEMORY) * limit
     high = device.kind == "discrete" and total > (1 + _SAME_MEMORY) * device.memory.total_bytes
     if total and (low or high):
-        told = f"the system says {limit / 1e9:.1f} GB are usable, the installed llama.cpp says {total / 1e9:.1f} GB"
+        told = (
+            f"the system says {limit / 1e9:.1f} GB are usable, the installed llama.cpp says "
+            f"{total / 1e9:.1f} GB"
+        )
         found.append(Finding("warning", f"{told}: a plan between the two may fail to load"))
     for gpu in used:
         most = gpu.largest_buffer_bytes
         if most is not None and most < limit / max(device.n_gpus, 1):
-            told = f"{gpu.name}: one allocation may have {most / 1e9:.1f} GB at most, though more memory is there"
+            told = (
+                f"{gpu.name}: one allocation may have {most / 1e9:.1f} GB at most, though more "
+                "memory is there"
+            )
             found.append(Finding("info", told))
     return found
 
@@ -180,7 +217,8 @@ def to_json(build: GgmlBuild) -> dict[str, Any]:
         "folder": build.folder,
         "failure": build.failure or None,
         "devices": [
-            {**asdict(device), "accelerator": device.accelerator, "id": device.id or None} for device in build.devices
+            {**asdict(device), "accelerator": device.accelerator, "id": device.id or None}
+            for device in build.devices
         ],
         "features": {name: dict(values) for name, values in build.features.items()},
     }

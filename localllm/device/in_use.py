@@ -1,7 +1,8 @@
 """The machine as the installed build of llama.cpp can use it: what plans are made for.
 
-A build is asked for its devices in a child process (a driver may crash or hang), and its answer is kept for a day: drivers
-and cards change rarely, and `localllm device` and `doctor` ask anew. One without any accelerator's library needs no question.
+A build is asked for its devices in a child process (a driver may crash or hang), and its answer is
+kept for a day: drivers and cards change rarely, and `localllm device` and `doctor` ask anew. One
+without any accelerator's library needs no question.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _GPU_FILES = ("/sys/class/drm/", "/sys/class/kfd/", "/sys/bus/pci/", "/proc/devi
 
 
 def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
-    """The build that a worker would run, with its devices; None where llama-cpp-python is not installed.
+    """The build that a worker would run, with its devices; None where llama-cpp-python is not
+    installed.
 
-    `fresh`: ask it now, whatever is known from before, and without judging by the names of its libraries.
+    `fresh`: ask it now, whatever is known from before, and without judging by the names of its
+    libraries.
     """
     folder = _folder()
     if folder is None:
@@ -54,7 +57,8 @@ def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
 
 
 def identity() -> str | None:
-    """What tells the build that a worker would run from any other; None where llama-cpp-python is not installed."""
+    """What tells the build that a worker would run from any other; None where llama-cpp-python is
+    not installed."""
     folder = _folder()
     return None if folder is None else _key(folder, _libraries(folder))
 
@@ -69,7 +73,11 @@ def _folder() -> Path | None:
 
 def _libraries(folder: Path) -> list[tuple[str, int, int]]:
     try:
-        return sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in folder.iterdir() if f.is_file())
+        return sorted(
+            (f.name, f.stat().st_size, f.stat().st_mtime_ns)
+            for f in folder.iterdir()
+            if f.is_file()
+        )
     except OSError:
         return []
 
@@ -98,14 +106,17 @@ def without_gpus(readings: Readings) -> Readings:
     """The same machine, had it no graphics at all."""
     return replace(
         readings,
-        files={path: text for path, text in readings.files.items() if not path.startswith(_GPU_FILES)},
+        files={
+            path: text for path, text in readings.files.items() if not path.startswith(_GPU_FILES)
+        },
         outputs={name: text for name, text in readings.outputs.items() if name not in _GPU_OUTPUTS},
     )
 
 
 def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> Device:
-    """`device` as `build` can use it. `processor`: the same machine without its GPUs. A Mac is left alone: MLX uses its GPU
-    whatever llama.cpp was compiled for; and what gave no answer is no reason to plan for less."""
+    """`device` as `build` can use it. `processor`: the same machine without its GPUs. A Mac is left
+    alone: MLX uses its GPU whatever llama.cpp was compiled for; and what gave no answer is no
+    reason to plan for less."""
     if build is None or build.failure or device.accelerator == "metal":
         return device
     if device.accelerator == "cpu":
@@ -127,8 +138,9 @@ def as_used(device: Device, processor: Device, build: ggml.GgmlBuild | None) -> 
 
 
 def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
-    """`device` with every card that the build uses: a second of a kind that Windows' registry shows once, or, under Vulkan, one of
-    another maker. Layers are divided over them, so plans count them, in the order of their PCI addresses."""
+    """`device` with every card that the build uses: a second of a kind that Windows' registry shows
+    once, or, under Vulkan, one of another maker. Layers are divided over them, so plans count them,
+    in the order of their PCI addresses."""
     ours = list(device.cards or (device,))
     if device.kind != "discrete" or len(gpus) <= len(ours):
         return device
@@ -141,12 +153,18 @@ def _with_all(device: Device, gpus: Sequence[ggml.GgmlDevice]) -> Device:
     if ours:  # the build does not see one of them: which is which can't be told
         return device
     more = len(found) - max(1, len(device.cards))
-    told = f"{more} more {'card is' if more == 1 else 'cards are'} known from the installed llama.cpp, and planned with"
-    return replace(cards.together(cards.numbered(found)), findings=(*device.findings, Finding("info", told)))
+    told = (
+        f"{more} more {'card is' if more == 1 else 'cards are'} known from the installed "
+        "llama.cpp, and planned with"
+    )
+    return replace(
+        cards.together(cards.numbered(found)), findings=(*device.findings, Finding("info", told))
+    )
 
 
 def _alike(name: str, description: str) -> bool:
-    """Do two drivers mean one kind of card? ("Radeon RX 7900 XTX", "AMD Radeon RX 7900 XTX (RADV NAVI31)")"""
+    """Do two drivers mean one kind of card? ("Radeon RX 7900 XTX", "AMD Radeon RX 7900 XTX (RADV
+    NAVI31)")"""
     short, long = sorted((f"{table.plain(name)} ", f"{table.plain(description)} "), key=len)
     return long.startswith(short)
 
@@ -159,7 +177,9 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
         device,
         name=gpu.description or gpu.name,
         family=row.family if row else gpu.accelerator,
-        memory=usable.vram(total, total - min(gpu.memory_free_bytes, total), 0, f"llama.cpp ({gpu.backend})"),
+        memory=usable.vram(
+            total, total - min(gpu.memory_free_bytes, total), 0, f"llama.cpp ({gpu.backend})"
+        ),
         bandwidth_gbps=row.bandwidth if row else None,
         **table.facts(row),
         compute_capability=row.compute_capability if row else "",
@@ -168,15 +188,19 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
 
 def _as_seen(device: Device, ram: Memory, build: ggml.GgmlBuild) -> Device:
     """`device` with as much of a processor's graphics' memory as this build sees."""
-    seen = sum(gpu.memory_total_bytes for gpu in build.gpus if gpu.accelerator == device.accelerator)
+    seen = sum(
+        gpu.memory_total_bytes for gpu in build.gpus if gpu.accelerator == device.accelerator
+    )
     if device.kind != "unified" or device.accelerator not in ("rocm", "vulkan") or not seen:
         return device
-    return replace(device, memory=usable.as_seen(device.memory, ram, seen, f"llama.cpp ({device.accelerator})"))
+    return replace(
+        device, memory=usable.as_seen(device.memory, ram, seen, f"llama.cpp ({device.accelerator})")
+    )
 
 
 def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
-    """A GPU that no probe knows, but the build will use: its memory is what ggml says. Bandwidth is the system memory's
-    where it shares that one, else unknown."""
+    """A GPU that no probe knows, but the build will use: its memory is what ggml says. Bandwidth is
+    the system memory's where it shares that one, else unknown."""
     kind = build.accelerators[0]
     gpus = [gpu for gpu in build.gpus if gpu.accelerator == kind]
     shared = all(gpu.type == "igpu" for gpu in gpus)
@@ -184,9 +208,16 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
     told_by = f"llama.cpp ({gpus[0].backend})"
     memory = usable.vram(total, total - free, 0, told_by)
-    if shared:  # what the system keeps is in its own account, and this is all that the driver lets a program have of it
-        memory = replace(memory, system_bytes=0, available_bytes=min(free, machine.memory.available_bytes))
-    told = f"{gpus[0].description} is known from the installed llama.cpp alone: what it can do is estimated roughly"
+    # what the system keeps is in its own account, and this is all that the driver lets a program
+    # have of it
+    if shared:
+        memory = replace(
+            memory, system_bytes=0, available_bytes=min(free, machine.memory.available_bytes)
+        )
+    told = (
+        f"{gpus[0].description} is known from the installed llama.cpp alone: what it can do is "
+        "estimated roughly"
+    )
     alone = replace(
         machine,
         name=gpus[0].description or gpus[0].name,
@@ -201,21 +232,28 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     if shared:
         return alone
     host, bandwidth = machine.memory, machine.bandwidth_gbps
-    alone = replace(alone, kind="discrete", bandwidth_gbps=None, host=host, host_bandwidth_gbps=bandwidth)
+    alone = replace(
+        alone, kind="discrete", bandwidth_gbps=None, host=host, host_bandwidth_gbps=bandwidth
+    )
     if len(gpus) < 2:
         return alone
     one = replace(alone, n_gpus=1)
-    return cards.together(cards.numbered([_card(one, gpu) for gpu in sorted(gpus, key=lambda gpu: gpu.id)]))
+    return cards.together(
+        cards.numbered([_card(one, gpu) for gpu in sorted(gpus, key=lambda gpu: gpu.id)])
+    )
 
 
 _PROGRAM = "localllm_backends.llamacpp.devices"
-# The first start of a CUDA or Metal library compiles or unpacks; a driver that takes longer is not coming back.
+# The first start of a CUDA or Metal library compiles or unpacks; a driver that takes longer is not
+# coming back.
 _PATIENCE_S = 60.0
 
 
-def ask_build(environment: Mapping[str, str] | None = None, *, timeout_s: float = _PATIENCE_S) -> ggml.GgmlBuild:
-    """The build that a worker with this environment (default: this process's) would run, and its devices. Never raises:
-    what went wrong is the GgmlBuild's `failure`."""
+def ask_build(
+    environment: Mapping[str, str] | None = None, *, timeout_s: float = _PATIENCE_S
+) -> ggml.GgmlBuild:
+    """The build that a worker with this environment (default: this process's) would run, and its
+    devices. Never raises: what went wrong is the GgmlBuild's `failure`."""
     command = [sys.executable, "-m", _PROGRAM]
     try:
         done = subprocess.run(
@@ -230,7 +268,8 @@ def ask_build(environment: Mapping[str, str] | None = None, *, timeout_s: float 
         )
     except subprocess.TimeoutExpired:
         return ggml.GgmlBuild(
-            failure=f"it hung while it looked for devices ({timeout_s:.0f} s): a driver may be broken"
+            failure=f"it hung while it looked for devices ({timeout_s:.0f} s): a driver may be "
+            "broken"
         )
     except OSError as e:
         return ggml.GgmlBuild(failure=f"its process could not be started: {e}")
@@ -239,8 +278,8 @@ def ask_build(environment: Mapping[str, str] | None = None, *, timeout_s: float 
         last = said[-1][:300] if said else "it said nothing"
         return ggml.GgmlBuild(failure=f"its process ended with {ending(done.returncode)}: {last}")
     try:
-        # Drivers print to standard output at times: the answer is the last line of it. What backends that are loaded with
-        # the bindings say of their devices is on standard error.
+        # Drivers print to standard output at times: the answer is the last line of it. What
+        # backends that are loaded with the bindings say of their devices is on standard error.
         answer = json.loads(done.stdout.strip().rpartition("\n")[2])
         return ggml.read({**answer, "said": [*answer["said"], *said]})
     except (ValueError, KeyError, TypeError, AttributeError) as e:

@@ -1,4 +1,5 @@
-"""Figures measured on this machine, kept in the cache for its next starts, with how busy the machine was meanwhile."""
+"""Figures measured on this machine, kept in the cache for its next starts, with how busy the
+machine was meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from typing import Any
 from localllm import json_store
 from localllm.device.types import Figure
 
-# Where other programs have more than this share of the processor, what is left of a machine is not what it gives. Such
-# a figure serves until a better one, which is tried for so many times: some machines are never quiet.
+# Where other programs have more than this share of the processor, what is left of a machine is not
+# what it gives. Such a figure serves until a better one, which is tried for so many times: some
+# machines are never quiet.
 BUSY_SHARE = 0.15
 _MOST_TRIES = 5
 
 
 class MeasuredFigure(ABC):
-    """What was measured on `date`. `others_share`: of the processor's time, what other programs had meanwhile."""
+    """What was measured on `date`. `others_share`: of the processor's time, what other programs had
+    meanwhile."""
 
     date: str
     others_share: float
@@ -36,19 +39,25 @@ class MeasuredFigure(ABC):
 
     @property
     def busy(self) -> bool:
-        """True where other programs had so much of the machine that the figure is theirs as much as the machine's."""
+        """True where other programs had so much of the machine that the figure is theirs as much as
+        the machine's."""
         return self.others_share > BUSY_SHARE
 
     @property
     def figure(self) -> Figure:
         """The figure, with how and when it was found."""
-        beside = f", while other programs had {self.others_share:.0%} of the processor" if self.busy else ""
+        beside = (
+            f", while other programs had {self.others_share:.0%} of the processor"
+            if self.busy
+            else ""
+        )
         return Figure(self.value, "measured", f"{self.how}, {self.date}{beside}", self.busy)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTimes:
-    """Processor time so far, in seconds over all cores: of this process, of all, and what there was of it."""
+    """Processor time so far, in seconds over all cores: of this process, of all, and what there was
+    of it."""
 
     own_s: float
     all_s: float
@@ -74,8 +83,8 @@ class ProcessorTimes:
 
 @dataclass(frozen=True, slots=True)
 class FigureFile:
-    """A file of figures in the cache's folder, one of each machine; what is outside `sane` is none. `folder` is the cache's
-    in every call, `machine` names what was measured."""
+    """A file of figures in the cache's folder, one of each machine; what is outside `sane` is none.
+    `folder` is the cache's in every call, `machine` names what was measured."""
 
     file_name: str
     sane: tuple[float, float]
@@ -85,17 +94,22 @@ class FigureFile:
         return self._figure(json_store.read(folder / self.file_name).get(machine))
 
     def reliable(self, folder: Path, machine: str) -> Figure | None:
-        """The figure kept for `machine` that later ones won't better: what plans count on, which must not go by the load."""
+        """The figure kept for `machine` that later ones won't better: what plans count on, which
+        must not go by the load."""
         return None if self.due(folder, machine) else self.cached(folder, machine)
 
     def reliable_of(self, folder: Path, start: str) -> dict[str, Figure]:
         """The `reliable` figures of every machine whose name begins so, by the rest of the name."""
-        found = {name.removeprefix(start): self._figure(entry) for name, entry in json_store.read(folder / self.file_name).items()
-                 if name.startswith(start) and not 0 < _tries(entry) < _MOST_TRIES}  # fmt: skip
+        found = {
+            name.removeprefix(start): self._figure(entry)
+            for name, entry in json_store.read(folder / self.file_name).items()
+            if name.startswith(start) and not 0 < _tries(entry) < _MOST_TRIES
+        }
         return {rest: figure for rest, figure in found.items() if figure is not None}
 
     def due(self, folder: Path, machine: str) -> bool:
-        """True where `machine` has no figure, or one of a busy moment that was not tried often enough to better."""
+        """True where `machine` has no figure, or one of a busy moment that was not tried often
+        enough to better."""
         entry = json_store.read(folder / self.file_name).get(machine)
         return self._figure(entry) is None or 0 < _tries(entry) < _MOST_TRIES
 
@@ -104,27 +118,37 @@ class FigureFile:
         return self.keep_all(folder, {machine: taken})[machine]
 
     def keep_all(self, folder: Path, taken: Mapping[str, MeasuredFigure]) -> dict[str, Figure]:
-        """Remember what was `taken` for each machine, and return it; a cache that can't be written is no error (it is measured
-        again). A figure of a busy moment gives way to a higher one alone, and is never put in place of a higher one: no
-        machine is faster than it is."""
+        """Remember what was `taken` for each machine, and return it; a cache that can't be written
+        is no error (it is measured again). A figure of a busy moment gives way to a higher one
+        alone, and is never put in place of a higher one: no machine is faster than it is."""
         known = json_store.read(folder / self.file_name)
-        figures = {machine: self._better(known, machine, measured) for machine, measured in taken.items()}
+        figures = {
+            machine: self._better(known, machine, measured) for machine, measured in taken.items()
+        }
         json_store.keep(folder / self.file_name, known)
         return figures
 
     def _better(self, known: dict[str, Any], machine: str, taken: MeasuredFigure) -> Figure:
         """What counts for `machine` from now on, `known` brought up to it."""
-        kept, tries, figure = self._figure(known.get(machine)), _tries(known.get(machine)), taken.figure
+        kept, tries, figure = (
+            self._figure(known.get(machine)),
+            _tries(known.get(machine)),
+            taken.figure,
+        )
         if kept is not None and kept.value > figure.value:
             if taken.busy and not tries:
                 return kept
             figure = kept if tries else figure
-        known[machine] = {"value": figure.value, "source": figure.source} | ({"tries": tries + 1} if taken.busy else {})
+        known[machine] = {"value": figure.value, "source": figure.source} | (
+            {"tries": tries + 1} if taken.busy else {}
+        )
         return figure
 
     def _figure(self, entry: Any) -> Figure | None:
         try:
-            figure = Figure(float(entry["value"]), "measured", str(entry["source"]), _tries(entry) > 0)
+            figure = Figure(
+                float(entry["value"]), "measured", str(entry["source"]), _tries(entry) > 0
+            )
         except (ValueError, KeyError, TypeError):
             return None
         return figure if self.sane[0] <= figure.value <= self.sane[1] else None

@@ -1,4 +1,5 @@
-"""Rows of the table by typed words: the whole name, a nickname, or one that lacks nothing by which parts are told apart."""
+"""Rows of the table by typed words: the whole name, a nickname, or one that lacks nothing by which
+parts are told apart."""
 
 from __future__ import annotations
 
@@ -16,21 +17,31 @@ from localllm.device.typed import FORMS, SUFFIXES, Typed
 # Nicknames that no row's name contains.
 _NICKNAMES = {
     "strix halo": "ryzen ai max+ 395", "framework desktop": "ryzen ai max+ 395",
-    "gmktec evo x2": "ryzen ai max+ 395", "evo x2": "ryzen ai max+ 395", "radeon 8060s": "ryzen ai max+ 395",
-    "8060s": "ryzen ai max+ 395", "radeon 8050s": "ryzen ai max 390", "gorgon halo": "ryzen ai max+ pro 495",
-    "strix point": "ryzen ai 9 hx 370", "krackan point": "ryzen ai 7 350", "lunar lake": "core ultra 200v",
+    "gmktec evo x2": "ryzen ai max+ 395", "evo x2": "ryzen ai max+ 395",
+    "radeon 8060s": "ryzen ai max+ 395",
+    "8060s": "ryzen ai max+ 395", "radeon 8050s": "ryzen ai max 390",
+    "gorgon halo": "ryzen ai max+ pro 495",
+    "strix point": "ryzen ai 9 hx 370", "krackan point": "ryzen ai 7 350",
+    "lunar lake": "core ultra 200v",
     "panther lake": "core ultra x7", "dgx spark": "dgx spark founders edition",
     "spark": "dgx spark founders edition", "gb10": "dgx spark founders edition",
-    "project digits": "dgx spark founders edition", "rtx spark": "rtx spark n1x", "h100": "h100 sxm5",
+    "project digits": "dgx spark founders edition", "rtx spark": "rtx spark n1x",
+    "h100": "h100 sxm5",
     "h100 sxm": "h100 sxm5", "h100 pcie": "h100 pcie", "h200": "h200 sxm", "a100": "a100 sxm4",
-    "a100 pcie": "a100 pcie", "rtx pro 6000": "rtx pro 6000 blackwell", "rtx 6000 ada": "rtx 6000 ada generation",
+    "a100 pcie": "a100 pcie", "rtx pro 6000": "rtx pro 6000 blackwell",
+    "rtx 6000 ada": "rtx 6000 ada generation",
     "iphone 17 pro max": "iphone 17 pro", "a19 pro": "iphone 17 pro", "macbook neo": "a18 pro",
     "orin nano": "jetson orin nano super", "jetson nano super": "jetson orin nano super",
-    "jetson orin nano": "jetson orin nano super", "jetson thor": "jetson agx thor", "agx thor": "jetson agx thor",
-    "thor": "jetson agx thor", "agx orin": "jetson agx orin", "orin nx": "jetson orin nx", "780m": "ryzen 7 7840u",
-    "890m": "ryzen ai 9 hx 370", "a6000 ada": "rtx 6000 ada generation", "rtx a6000 ada": "rtx 6000 ada generation",
-    "gmktec evo x2 395": "ryzen ai max+ 395", "bosgame m5": "ryzen ai max+ 395", "beelink gtr9": "ryzen ai max+ 395",
-    "hp z2 mini g1a": "ryzen ai max+ 395", "steamdeck": "steam deck", "steam deck lcd": "steam deck",
+    "jetson orin nano": "jetson orin nano super", "jetson thor": "jetson agx thor",
+    "agx thor": "jetson agx thor",
+    "thor": "jetson agx thor", "agx orin": "jetson agx orin", "orin nx": "jetson orin nx",
+    "780m": "ryzen 7 7840u",
+    "890m": "ryzen ai 9 hx 370", "a6000 ada": "rtx 6000 ada generation",
+    "rtx a6000 ada": "rtx 6000 ada generation",
+    "gmktec evo x2 395": "ryzen ai max+ 395", "bosgame m5": "ryzen ai max+ 395",
+    "beelink gtr9": "ryzen ai max+ 395",
+    "hp z2 mini g1a": "ryzen ai max+ 395", "steamdeck": "steam deck",
+    "steam deck lcd": "steam deck",
     "gx10": "asus ascent gx10", "rpi 5": "raspberry pi 5",
 }  # fmt: skip
 
@@ -48,7 +59,8 @@ def _index() -> dict[frozenset[str], tuple[DeviceRow, ...]]:
 
 
 def _aliases(row: DeviceRow) -> list[str]:
-    """The names a row answers to: its own with and without what stands in parentheses, each alternative of "A / B" and "A1,A2"."""
+    """The names a row answers to: its own with and without what stands in parentheses, each
+    alternative of "A / B" and "A1,A2"."""
     bare = re.sub(r"\([^)]*\)", " ", row.name)
     aliases = [row.name.replace("(", " ").replace(")", " "), bare, *row.names]
     aliases += row.cpu if row.bandwidth_gbps else ()
@@ -66,7 +78,10 @@ _MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
 
 @cache
 def _nicknames() -> dict[frozenset[str], frozenset[str]]:
-    return {frozenset(typed.words(n)): frozenset(typed.read(meant).words) for n, meant in _NICKNAMES.items()}
+    return {
+        frozenset(typed.words(n)): frozenset(typed.read(meant).words)
+        for n, meant in _NICKNAMES.items()
+    }
 
 
 @cache
@@ -75,8 +90,9 @@ def _known() -> frozenset[str]:
 
 
 def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
-    """Rows that a part's words name, and the part as it was read then: a bare number at its end may be memory, and words of shops
-    and makers of boards say nothing. No rows where it names none, or several that are not the same part."""
+    """Rows that a part's words name, and the part as it was read then: a bare number at its end may
+    be memory, and words of shops and makers of boards say nothing. No rows where it names none, or
+    several that are not the same part."""
     plain = replace(part, words=typed.bare(part.words, _known()))
     unmade = replace(plain, words=tuple(word for word in plain.words if word not in _MAKERS))
     for tried in (part, plain, unmade):
@@ -94,19 +110,29 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
 
 
 def called(name: str) -> DeviceRow | None:
-    """The row that a typed name is letter by letter; of a kind of system memory, that it begins with ("DDR5-5600 dual-channel")."""
+    """The row that a typed name is letter by letter; of a kind of system memory, that it begins
+    with ("DDR5-5600 dual-channel")."""
     text = _spelled(name)
     whole = next((row for row in table.rows() if _spelled(row.name) == text), None)
-    begun = [row for row in table.rows() if row.kind == "system" and text.startswith(f"{_spelled(row.name)} ")]
+    begun = [
+        row
+        for row in table.rows()
+        if row.kind == "system" and text.startswith(f"{_spelled(row.name)} ")
+    ]
     return whole or max(begun, key=lambda row: len(row.name), default=None)
 
 
 def line(words: tuple[str, ...]) -> DeviceRow | None:
-    """The slowest kind of system memory that a line of processors is named with ("EPYC 9005", "Xeon")."""
+    """The slowest kind of system memory that a line of processors is named with ("EPYC 9005",
+    "Xeon")."""
     wanted = set(words)
     if not any(len(word) > 3 and word.isalpha() for word in wanted):
         return None
-    found = [row for row in table.rows() if row.kind == "system" and wanted <= set(_spelled(row.name).split())]
+    found = [
+        row
+        for row in table.rows()
+        if row.kind == "system" and wanted <= set(_spelled(row.name).split())
+    ]
     return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
 
 
@@ -115,8 +141,8 @@ def _spelled(name: str) -> str:
 
 
 def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[DeviceRow, ...]:
-    """Rows named by exactly these words, through a nickname if need be; else the one name that has besides them only words that
-    tell nothing apart."""
+    """Rows named by exactly these words, through a nickname if need be; else the one name that has
+    besides them only words that tell nothing apart."""
     wanted = frozenset(words)
     meant = _nicknames().get(wanted)
     if meant is not None:
@@ -126,11 +152,16 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
         wanted = meant
     exact = _index().get(wanted, ())
     if exact:
-        # A driver's name can stand for several rows (3060 Ti GDDR6X): the one really called so is meant.
+        # A driver's name can stand for several rows (3060 Ti GDDR6X): the one really called so is
+        # meant.
         return tuple(row for row in exact if _own_words(row) == wanted) or exact
     if _is_of_many(wanted):
         return ()
-    near = {key: len(key - wanted) for key in _index() if wanted <= key and _says_no_more(key - wanted, wanted)}
+    near = {
+        key: len(key - wanted)
+        for key in _index()
+        if wanted <= key and _says_no_more(key - wanted, wanted)
+    }
     closest = [key for key, extra in near.items() if extra == min(near.values())]
     return _named(closest[0]) if len({_index()[key] for key in closest}) == 1 else ()
 
@@ -140,9 +171,12 @@ def _is_of_many(words: frozenset[str]) -> bool:
     return len(words) < 2 and not any(c.isdigit() for c in "".join(words))
 
 
-def _of_memory(wanted: frozenset[str], meant: frozenset[str], memory_gb: float) -> tuple[DeviceRow, ...]:
-    """What a nickname is itself, where what it usually means is not sold with so much memory: "A100 40GB" is not the 80 GB one
-    its short name usually means, "Jetson Orin Nano 4GB" not the 8 GB Super."""
+def _of_memory(
+    wanted: frozenset[str], meant: frozenset[str], memory_gb: float
+) -> tuple[DeviceRow, ...]:
+    """What a nickname is itself, where what it usually means is not sold with so much memory: "A100
+    40GB" is not the 80 GB one its short name usually means, "Jetson Orin Nano 4GB" not the 8 GB
+    Super."""
     if any(memory_gb in row.memory_gb for row in _index().get(meant, ())):
         return ()
     # They differ by their board alone.
@@ -152,7 +186,8 @@ def _of_memory(wanted: frozenset[str], meant: frozenset[str], memory_gb: float) 
 
 
 def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
-    """True where a name that has these words more is the same part: a brand, a maker, or what only one part is called with."""
+    """True where a name that has these words more is the same part: a brand, a maker, or what only
+    one part is called with."""
     lettered = any(re.fullmatch(r"[a-z]{1,2}[0-9]{2,5}[a-z]?", word) for word in wanted)
     for word in extra:
         implied = (word == "blackwell" and "pro" in wanted) or (word == "pro" and lettered)
@@ -176,7 +211,10 @@ def longer(part: Typed) -> list[str]:
 @cache
 def _spellings() -> dict[str, str]:
     spelled = {" ".join(typed.words(_short(row))): _short(row) for row in reversed(table.rows())}
-    meant = {nick: _index().get(frozenset(typed.words(target)), ()) for nick, target in _NICKNAMES.items()}
+    meant = {
+        nick: _index().get(frozenset(typed.words(target)), ())
+        for nick, target in _NICKNAMES.items()
+    }
     return spelled | {nick: _short(rows[0]) for nick, rows in meant.items() if rows}
 
 
@@ -189,7 +227,9 @@ def nearest(name: str, count: int = 3) -> list[str]:
         like.set_seq1(spelled)
         return len(set(wanted) & set(spelled.split())) * 0.3 + like.ratio()
 
-    return list(dict.fromkeys(_spellings()[s] for s in sorted(_spellings(), key=score, reverse=True)))[:count]
+    return list(
+        dict.fromkeys(_spellings()[s] for s in sorted(_spellings(), key=score, reverse=True))
+    )[:count]
 
 
 def _short(row: DeviceRow) -> str:

@@ -1,4 +1,5 @@
-"""Any machine by name, the way people type it: "M4 Max 128GB", "dgx spark", "2x 3090 + 64GB DDR4", "i9-13900k + rtx 4090"."""
+"""Any machine by name, the way people type it: "M4 Max 128GB", "dgx spark", "2x 3090 + 64GB DDR4",
+"i9-13900k + rtx 4090"."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from dataclasses import replace
 from itertools import chain
 
 from localllm.device import cpus, lookup, table, typed
-from localllm.device.described import USUAL_PROCESSOR, Computer, by_figures, simulate, together, with_host, without_card
+from localllm.device.described import (
+    USUAL_PROCESSOR,
+    Computer,
+    by_figures,
+    simulate,
+    together,
+    with_host,
+    without_card,
+)
 from localllm.device.overrides import check_overrides
 from localllm.device.table import DeviceRow
 from localllm.device.typed import Typed
@@ -16,18 +25,25 @@ from localllm.device.types import Device, DeviceNotFoundError, Finding
 from localllm.errors import UsageError
 
 
-def resolve(name: str, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None) -> Device:
-    """A simulated Device for a name as people type it; `memory_gb` (GiB as sold) and `bandwidth_gbps` override.
+def resolve(
+    name: str, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None
+) -> Device:
+    """A simulated Device for a name as people type it; `memory_gb` (GiB as sold) and
+    `bandwidth_gbps` override.
 
-    Raises DeviceNotFoundError with the nearest names for an unknown one (unless both overrides describe it anyway), and
-    UsageError for overrides that are not positive. What a plus or a comma joins are cards, their processor, and the memory of
-    the computer they are in.
+    Raises DeviceNotFoundError with the nearest names for an unknown one (unless both overrides
+    describe it anyway), and UsageError for overrides that are not positive. What a plus or a comma
+    joins are cards, their processor, and the memory of the computer they are in.
     """
     check_overrides(memory_gb, bandwidth_gbps)
     given = memory_gb is not None
     row = lookup.called(name)
     if row is not None:
-        own = typed.read(name[len(row.name) :]).memory_gb if row.kind == "system" else typed.read(name).memory_gb
+        own = (
+            typed.read(name[len(row.name) :]).memory_gb
+            if row.kind == "system"
+            else typed.read(name).memory_gb
+        )
         row, gb, findings = _choose((row,), typed.read(name), own, memory_gb)
         return simulate(row, gb, findings, given_memory=given, bandwidth_gbps=bandwidth_gbps)
     try:
@@ -44,7 +60,12 @@ def resolve(name: str, *, memory_gb: float | None = None, bandwidth_gbps: float 
         chosen, gb, findings = _choose(rows, part, own, memory_gb)
         others = [size for size in part.sizes_gb if chosen.kind == "discrete" and size != own]
         for size in others:
-            findings.append(Finding("info", f"took {size:g} GB as the computer's memory: no {chosen.name} has so much"))
+            findings.append(
+                Finding(
+                    "info",
+                    f"took {size:g} GB as the computer's memory: no {chosen.name} has so much",
+                )
+            )
         one = simulate(chosen, gb, findings, given_memory=given, bandwidth_gbps=bandwidth_gbps)
         if part.count > 1 and one.kind != "discrete":
             raise UsageError(
@@ -58,7 +79,11 @@ def resolve(name: str, *, memory_gb: float | None = None, bandwidth_gbps: float 
 def _without_graphics(devices: list[Device]) -> list[Device]:
     """Without a processor's graphics, where there are cards."""
     cards_ = [device for device in devices if device.kind == "discrete"]
-    machines = [device for device in devices if device.kind != "discrete" and device.accelerator in ("metal", "cuda")]
+    machines = [
+        device
+        for device in devices
+        if device.kind != "discrete" and device.accelerator in ("metal", "cuda")
+    ]
     return [*cards_, *machines] if cards_ else devices
 
 
@@ -85,8 +110,11 @@ def _add_part(computer: Computer, text: str, part: Typed) -> None:
     computer.add_ram(None if rows else part.memory_gb, part.ram)
 
 
-def _add_processor(computer: Computer, text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
-    """The processor that a part names, and the rows that its other words do. Raises DeviceNotFoundError where it names neither."""
+def _add_processor(
+    computer: Computer, text: str, part: Typed
+) -> tuple[tuple[DeviceRow, ...], Typed]:
+    """The processor that a part names, and the rows that its other words do. Raises
+    DeviceNotFoundError where it names neither."""
     named = cpus.named(part.words)
     if named is None and frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
         named = (USUAL_PROCESSOR, ())
@@ -113,13 +141,15 @@ def _has_number(words: Iterable[str]) -> bool:
 
 # Words for a computer that say nothing of it.
 _ANY_COMPUTER = {
-    "laptop", "desktop", "pc", "computer", "machine", "box", "old", "new", "my", "office", "gaming", "home", "cheap", "x86", "cpu",
+    "laptop", "desktop", "pc", "computer", "machine", "box", "old", "new", "my", "office", "gaming",
+    "home", "cheap", "x86", "cpu",
     "only", "windows", "linux", "no", "without", "card", "any",
 }  # fmt: skip
 
 
 def _add_size(computer: Computer, part: Typed, name: str) -> None:
-    """A size that stands apart is the computer's memory, unless a comma sets it off and the card is sold with just that."""
+    """A size that stands apart is the computer's memory, unless a comma sets it off and the card is
+    sold with just that."""
     if computer.parts and "+" not in name and part.ram is None:
         rows, card = computer.parts[-1]
         if card.memory_gb is None and any(part.memory_gb in row.memory_gb for row in rows):
@@ -133,11 +163,22 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     if longer and _has_number(part.words):
         names = ", ".join(longer[:4])
         hint = f"say which, if it is one of {names}; else describe it: --memory GB --bandwidth GBPS"
-        return DeviceNotFoundError(f"{text!r} is not in the table by itself, but {names}", hint=hint, param="device")
-    hint = f"did you mean {', '.join(lookup.nearest(part.text))}? Or describe it: --memory GB --bandwidth GBPS"
+        return DeviceNotFoundError(
+            f"{text!r} is not in the table by itself, but {names}", hint=hint, param="device"
+        )
+    hint = (
+        f"did you mean {', '.join(lookup.nearest(part.text))}? Or describe it: --memory GB "
+        "--bandwidth GBPS"
+    )
     if re.search(r"\b(?:i?mac|macbook)\b", text.lower()):
-        hint = 'name its chip, as "About This Mac" does: "M4 16GB", "M3 Pro 36GB"; one with an Intel processor by that'
-    return DeviceNotFoundError(f"no device called {text!r} is in the table", hint=hint, param="device")
+        hint = (
+            'name its chip, as "About This Mac" does: "M4 16GB", "M3 Pro 36GB"; one with an '
+            "Intel "
+            "processor by that"
+        )
+    return DeviceNotFoundError(
+        f"no device called {text!r} is in the table", hint=hint, param="device"
+    )
 
 
 # What is sold again with twice the memory: 4090 with 48 GB, 2080 Ti with 22.
@@ -145,7 +186,8 @@ _MODDED = 2
 
 
 def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> float | None:
-    """The size that is the part's own; what else was said is the computer's memory, as is of a card what none is sold with."""
+    """The size that is the part's own; what else was said is the computer's memory, as is of a card
+    what none is sold with."""
     if part.own_gb is not None:
         if part.sizes_gb:
             computer.add_ram(part.sizes_gb[0], None)
@@ -160,7 +202,8 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
 
 
 def _sold_size(rows: Sequence[DeviceRow], part: Typed) -> float | None:
-    """The size that was said of those which a card is sold with, or is after somebody soldered more memory on it."""
+    """The size that was said of those which a card is sold with, or is after somebody soldered more
+    memory on it."""
     sold = set(chain.from_iterable(row.memory_gb for row in rows))
     modded = set() if "laptop" in part.words else {_MODDED * size for size in sold}
     fitting = [size for size in part.sizes_gb if size in sold]
@@ -171,36 +214,57 @@ def _sold_size(rows: Sequence[DeviceRow], part: Typed) -> float | None:
 def _choose(
     found: Sequence[DeviceRow], part: Typed, own_gb: float | None, memory_gb: float | None
 ) -> tuple[DeviceRow, float | None, list[Finding]]:
-    """One row and a memory size (GiB) of those the name fits; what was not said is chosen and stated."""
+    """One row and a memory size (GiB) of those the name fits; what was not said is chosen and
+    stated."""
     findings: list[Finding] = []
     wanted = memory_gb if memory_gb is not None else own_gb
     rows = _of_size(found, part, wanted)
     # What people mean by a bare name: the larger bin with its largest memory.
-    row = max(rows, key=lambda r: (max(r.memory_gb, default=0.0), r.bandwidth_gbps or 0.0, r.compute_units))
+    row = max(
+        rows,
+        key=lambda r: (max(r.memory_gb, default=0.0), r.bandwidth_gbps or 0.0, r.compute_units),
+    )
     if part.cores is None and len(rows) > 1:
         findings += _also_meant(row, found)
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
     if wanted is None:
         wanted = max(row.memory_gb, default=None)
         if len(row.memory_gb) > 1:
-            findings.append(Finding("info", f"took {wanted:g} GB; it is sold with {sizes} GB", "--memory GB"))
+            findings.append(
+                Finding("info", f"took {wanted:g} GB; it is sold with {sizes} GB", "--memory GB")
+            )
     elif sizes and wanted not in row.memory_gb and memory_gb is None:
-        findings.append(Finding("warning", f"{row.name} is listed with {sizes} GB, not {wanted:g}: taken as typed"))
+        findings.append(
+            Finding(
+                "warning", f"{row.name} is listed with {sizes} GB, not {wanted:g}: taken as typed"
+            )
+        )
     return row, wanted, findings
 
 
 def _also_meant(row: DeviceRow, found: Sequence[DeviceRow]) -> list[Finding]:
     others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
-    return [Finding("info", f"took {row.name}; the same name also means {', '.join(others)}")] if others else []
+    return (
+        [Finding("info", f"took {row.name}; the same name also means {', '.join(others)}")]
+        if others
+        else []
+    )
 
 
-def _of_size(found: Sequence[DeviceRow], part: Typed, wanted_gb: float | None) -> Sequence[DeviceRow]:
-    """Those of the rows that have the GPU cores and the memory which were said, as far as any has."""
+def _of_size(
+    found: Sequence[DeviceRow], part: Typed, wanted_gb: float | None
+) -> Sequence[DeviceRow]:
+    """Those of the rows that have the GPU cores and the memory which were said, as far as any
+    has."""
     if wanted_gb is None:  # "RTX 3080" is the card called just that, not the later "RTX 3080 12 GB"
         found = [row for row in found if typed.read(row.name).memory_gb is None] or found
     if part.cores is not None:
         found = [row for row in found if row.compute_units == part.cores] or found
-    return found if wanted_gb is None else [row for row in found if wanted_gb in row.memory_gb] or found
+    return (
+        found
+        if wanted_gb is None
+        else [row for row in found if wanted_gb in row.memory_gb] or found
+    )
 
 
 def everything() -> list[Device]:

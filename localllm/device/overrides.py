@@ -1,4 +1,5 @@
-"""A device with what is said of it otherwise: another memory or bandwidth, and how much is left to others."""
+"""A device with what is said of it otherwise: another memory or bandwidth, and how much is left to
+others."""
 
 from __future__ import annotations
 
@@ -19,11 +20,15 @@ def with_memory(
     vram_headroom_gb: float | None = None,
     headroom_gb: float | None = None,
 ) -> Device:
-    """`device` beside so much system memory (GiB as sold), and with so much (GB) of its own, and of the system's, left to
-    others, instead of what is assumed. Raises UsageError."""
+    """`device` beside so much system memory (GiB as sold), and with so much (GB) of its own, and of
+    the system's, left to others, instead of what is assumed. Raises UsageError."""
     if ram_gb is not None:
         if device.kind != "discrete":
-            raise UsageError(f"{device.name} has one memory: say its size, such as {device.name.split(' ')[0]} 64GB")
+            raise UsageError(
+                f"{device.name} has one memory: say its size, such as "
+                f"{device.name.split(' ')[0]} "
+                "64GB"
+            )
         device = replace(with_host(device, Computer([], ram=TypedRam(ram_gb))), simulated=True)
     if vram_headroom_gb is not None:
         device = _keeping_of_cards(device, vram_headroom_gb)
@@ -37,7 +42,9 @@ def with_memory(
 
 def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
     if headroom_gb * 1e9 >= pool.total_bytes:
-        raise UsageError(f"--headroom {headroom_gb:g} leaves nothing of {pool.total_bytes / 1e9:.1f} GB")
+        raise UsageError(
+            f"--headroom {headroom_gb:g} leaves nothing of {pool.total_bytes / 1e9:.1f} GB"
+        )
     kept = keeping(pool, int(headroom_gb * 1e9), others_bytes=pool.others_bytes)
     if device.accelerator != "metal":
         return kept
@@ -46,24 +53,32 @@ def _with_headroom(device: Device, pool: Memory, headroom_gb: float) -> Memory:
 
 
 def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
-    """Of several cards each keeps its part. What a described card's screens would take is in what is said."""
+    """Of several cards each keeps its part. What a described card's screens would take is in what
+    is said."""
     keep, whole = int(headroom_gb * 1e9), device.memory
     if keep >= whole.limit_bytes:
-        raise UsageError(f"--vram-headroom {headroom_gb:g} leaves nothing of {whole.limit_bytes / 1e9:.1f} GB")
+        raise UsageError(
+            f"--vram-headroom {headroom_gb:g} leaves nothing of {whole.limit_bytes / 1e9:.1f} GB"
+        )
 
     def kept(memory: Memory) -> Memory:
         part = round(keep * memory.limit_bytes / whole.limit_bytes)
         others = 0 if device.simulated else memory.others_bytes
         left = max(0, memory.limit_bytes - part)
         now = min(left, max(0, memory.total_bytes - part - others))
-        return replace(memory, limit_bytes=left, available_bytes=now, system_bytes=part, others_bytes=others)
+        return replace(
+            memory, limit_bytes=left, available_bytes=now, system_bytes=part, others_bytes=others
+        )
 
     each = tuple(replace(card, memory=kept(card.memory)) for card in device.cards)
     return replace(device, memory=kept(whole), cards=each)
 
 
-def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None) -> Device:
-    """`device` planned as if it had this much usable memory (GiB) or this bandwidth; unchanged without either."""
+def overridden(
+    device: Device, *, memory_gb: float | None = None, bandwidth_gbps: float | None = None
+) -> Device:
+    """`device` planned as if it had this much usable memory (GiB) or this bandwidth; unchanged
+    without either."""
     check_overrides(memory_gb, bandwidth_gbps)
     if memory_gb is not None:
         size = int(memory_gb * GIB)
@@ -76,7 +91,8 @@ def overridden(device: Device, *, memory_gb: float | None = None, bandwidth_gbps
         device = replace(device, memory=replace(memory, basis="given"), simulated=True, cards=())
     if bandwidth_gbps is not None:
         figure = Figure(bandwidth_gbps, "given", "--bandwidth")
-        # Another memory is another machine: what this one's processor was timed at says nothing of it.
+        # Another memory is another machine: what this one's processor was timed at says nothing of
+        # it.
         device = replace(device, bandwidth_gbps=figure, simulated=True, matrix_rates=())
     return device
 

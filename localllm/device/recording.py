@@ -1,4 +1,5 @@
-"""A machine's readings as one text, for an issue: what its probes read, in the form of tests/device/recorded."""
+"""A machine's readings as one text, for an issue: what its probes read, in the form of
+tests/device/recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ _NUMBERS_OF_ONE = re.compile(r"""(?i)((?:serial|uuid|asset_tag)[\w-]*"?\s*[=:]\s
 
 def recorded(readings: Readings, machine: str, source: str, checks: Sequence[str] = ()) -> str:
     """The text; `checks`: what `doctor` says of the machine, among the comments."""
-    head = [f"# machine: {machine}", f"# source: {source}", f"# system: {readings.system} {readings.architecture}"]
+    head = [
+        f"# machine: {machine}",
+        f"# source: {source}",
+        f"# system: {readings.system} {readings.architecture}",
+    ]
     head += [f"#   {line}".rstrip() for line in checks]
     sections = [("file", path, text) for path, text in readings.files.items()]
     sections += [("output", name, text) for name, text in readings.outputs.items()]

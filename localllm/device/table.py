@@ -13,14 +13,18 @@ from typing import Any
 from localllm.device.types import GIB, Accelerator, Basis, DeviceKind, Figure
 
 # The words a driver, a shop or a person adds or leaves out around the same part number.
-_NOISE = re.compile(r"\((?:tm|r|c)\)|™|®|\bnvidia\b|\bamd\b|\bintel\b|\bgraphics\b|\bgpu\b", re.IGNORECASE)
+_NOISE = re.compile(
+    r"\((?:tm|r|c)\)|™|®|\bnvidia\b|\bamd\b|\bintel\b|\bgraphics\b|\bgpu\b", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """One row of devices.toml: a chip bin, a card or a memory configuration, with the page its figures come from.
+    """One row of devices.toml: a chip bin, a card or a memory configuration, with the page its
+    figures come from.
 
-    `memory_gb` lists the sizes sold, in GiB as the maker counts; bandwidth in decimal GB/s; compute in dense TFLOP/s.
+    `memory_gb` lists the sizes sold, in GiB as the maker counts; bandwidth in decimal GB/s; compute
+    in dense TFLOP/s.
     """
 
     name: str
@@ -48,7 +52,8 @@ class DeviceRow:
 
     @property
     def bandwidth(self) -> Figure | None:
-        """Peak memory bandwidth (decimal GB/s) with its source, or None where nobody publishes it."""
+        """Peak memory bandwidth (decimal GB/s) with its source, or None where nobody publishes
+        it."""
         if self.bandwidth_gbps is None:
             return None
         return Figure(self.bandwidth_gbps, self.bandwidth_basis, self.source)
@@ -64,7 +69,8 @@ def rows() -> tuple[DeviceRow, ...]:
 
 @cache
 def _with_cpu() -> tuple[DeviceRow, ...]:
-    """The rows that name processors, in file order: a tenth of the table, and of the time to read it."""
+    """The rows that name processors, in file order: a tenth of the table, and of the time to read
+    it."""
     wanted = [part for part in _text().split(_HEAD)[1:] if "\ncpu = " in part]
     text = "".join(_HEAD + part for part in wanted)
     return tuple(map(_row, tomllib.loads(text)["device"]))
@@ -77,7 +83,8 @@ def _text() -> str:
 
 def _row(entry: dict[str, Any]) -> DeviceRow:
     fields: dict[str, Any] = {
-        key: float(value) if key.endswith(("_gbps", "_tflops")) else value for key, value in entry.items()
+        key: float(value) if key.endswith(("_gbps", "_tflops")) else value
+        for key, value in entry.items()
     }
     for key in ("memory_gb", "names", "cpu", "pci"):
         fields[key] = tuple(entry.get(key, ()))
@@ -85,18 +92,24 @@ def _row(entry: dict[str, Any]) -> DeviceRow:
 
 
 def plain(name: str) -> str:
-    """A reported name without vendor, trademark signs and case, so that two drivers' spellings compare equal."""
+    """A reported name without vendor, trademark signs and case, so that two drivers' spellings
+    compare equal."""
     return " ".join(_NOISE.sub(" ", name.lower()).replace("-", " ").split())
 
 
-def by_gpu_name(name: str, memory_bytes: int | None = None, bandwidth_gbps: float | None = None) -> DeviceRow | None:
-    """The row of a GPU as its driver calls it; among cards of one name, the one whose memory is nearest (within 10 %)
-    and, where sizes agree too (3060 Ti GDDR6 and GDDR6X), the one whose bandwidth is nearest to the reported clocks'.
+def by_gpu_name(
+    name: str, memory_bytes: int | None = None, bandwidth_gbps: float | None = None
+) -> DeviceRow | None:
+    """The row of a GPU as its driver calls it; among cards of one name, the one whose memory is
+    nearest (within 10 %) and, where sizes agree too (3060 Ti GDDR6 and GDDR6X), the one whose
+    bandwidth is nearest to the reported clocks'.
 
-    Longest match wins, on word ends: "RTX 5090" is inside "RTX 5090 Laptop GPU", whose bandwidth is half.
+    Longest match wins, on word ends: "RTX 5090" is inside "RTX 5090 Laptop GPU", whose bandwidth is
+    half.
     """
     wanted = plain(name)
-    if wanted.endswith("..."):  # cut off by nvidia-smi's table: a laptop's GPU or a desktop's, nobody can tell
+    # cut off by nvidia-smi's table: a laptop's GPU or a desktop's, nobody can tell
+    if wanted.endswith("..."):
         return None
     found: dict[int, list[DeviceRow]] = {}
     for row in rows():
@@ -119,8 +132,24 @@ def _is_in(key: str, wanted: str) -> bool:
     return "laptop" in key.split() or "laptop" not in wanted.split()
 
 
-# A known name inside a longer one is another part when one of these words follows ("RTX 4070" in "RTX 4070 Ti").
-_OTHER_PART = {"ti", "super", "xt", "xtx", "gre", "d", "v2", "max", "mig", "ada", "laptop", "mobile", "sff", "m"}
+# A known name inside a longer one is another part when one of these words follows ("RTX 4070" in
+# "RTX 4070 Ti").
+_OTHER_PART = {
+    "ti",
+    "super",
+    "xt",
+    "xtx",
+    "gre",
+    "d",
+    "v2",
+    "max",
+    "mig",
+    "ada",
+    "laptop",
+    "mobile",
+    "sff",
+    "m",
+}
 
 
 def _says_more(wanted: str, matched: int, row: DeviceRow) -> bool:
@@ -129,7 +158,8 @@ def _says_more(wanted: str, matched: int, row: DeviceRow) -> bool:
 
 
 def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> DeviceRow | None:
-    """Of rows sharing a name the one of nearest memory; None if memory is known and none is within 10 %."""
+    """Of rows sharing a name the one of nearest memory; None if memory is known and none is within
+    10 %."""
     candidates = list(found)
     if not candidates or memory_bytes is None:
         return candidates[0] if candidates else None
@@ -145,16 +175,19 @@ def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> Devi
 
 
 def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -> DeviceRow | None:
-    """The row of an Apple chip's bin: brand string plus GPU cores, then memory where cores don't decide (M6).
+    """The row of an Apple chip's bin: brand string plus GPU cores, then memory where cores don't
+    decide (M6).
 
-    With unknown cores, the bin sold with that much memory; if several are, the one with the lowest bandwidth.
+    With unknown cores, the bin sold with that much memory; if several are, the one with the lowest
+    bandwidth.
     """
     found = [row for row in rows() if row.chip == chip]
     exact = [row for row in found if row.compute_units == gpu_cores]
     if exact:
         return nearest_memory(exact, memory_bytes) or exact[0]
     if gpu_cores is not None:
-        # An unlisted bin: all bins of one chip below the listed one share its row only if bandwidth is the same.
+        # An unlisted bin: all bins of one chip below the listed one share its row only if bandwidth
+        # is the same.
         return found[0] if len({row.bandwidth_gbps for row in found}) == 1 else None
     if memory_bytes is not None:
         found = [row for row in found if _is_sold_with(row, memory_bytes)] or found
@@ -166,7 +199,8 @@ def _is_sold_with(row: DeviceRow, memory_bytes: int) -> bool:
 
 
 def by_cpu(cpu: str) -> DeviceRow | None:
-    """The row of a processor whose graphics share its memory, by a part of the CPU's name (any case)."""
+    """The row of a processor whose graphics share its memory, by a part of the CPU's name (any
+    case)."""
     wanted = " ".join(cpu.lower().split())
     longest = 0
     best: DeviceRow | None = None
@@ -178,13 +212,17 @@ def by_cpu(cpu: str) -> DeviceRow | None:
 
 
 def _cpu_part(part: str, wanted: str) -> bool:
-    # Windows leaves the dashes out: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R) Oryon(TM) CPU".
+    # Windows leaves the dashes out: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R)
+    # Oryon(TM) CPU".
     spellings = {part.lower(), part.lower().replace("-", "")}
     return any(re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted) for known in spellings)
 
 
-def by_pci(vendor: str, device: str, revision: str = "", memory_bytes: int | None = None) -> DeviceRow | None:
-    """The row of a PCI device by its hexadecimal ids; a row that names a revision needs that revision."""
+def by_pci(
+    vendor: str, device: str, revision: str = "", memory_bytes: int | None = None
+) -> DeviceRow | None:
+    """The row of a PCI device by its hexadecimal ids; a row that names a revision needs that
+    revision."""
     full, short = f"{vendor}:{device}:{revision}".lower(), f"{vendor}:{device}".lower()
     found = [row for row in rows() if full in row.pci or short in row.pci]
     return nearest_memory(found, memory_bytes) or (found[0] if len(found) == 1 else None)
@@ -193,9 +231,10 @@ def by_pci(vendor: str, device: str, revision: str = "", memory_bytes: int | Non
 def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]:
     """Dense FP16, FP8 and FP4 TFLOP/s of a row.
 
-    A missing FP16 figure is derived from the same family's published one, in proportion to compute units: chips of one
-    Apple generation and cards of one GeForce generation differ by clock within about a tenth. GB10's FP16 and FP8 come
-    from its FP4 figure, halved for each doubling of the operand, as B200's published 9000/4500/2250 are
+    A missing FP16 figure is derived from the same family's published one, in proportion to compute
+    units: chips of one Apple generation and cards of one GeForce generation differ by clock within
+    about a tenth. GB10's FP16 and FP8 come from its FP4 figure, halved for each doubling of the
+    operand, as B200's published 9000/4500/2250 are
     (https://glennklockwood.com/garden/processors/B200).
     """
     fp16, fp8, fp4 = (
@@ -210,7 +249,8 @@ def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]
 
 
 def _in_proportion(row: DeviceRow) -> Figure | None:
-    """FP16 of the largest of the family that is published, by compute units; None where its chips are not of one architecture."""
+    """FP16 of the largest of the family that is published, by compute units; None where its chips
+    are not of one architecture."""
     if not row.compute_units or row.family not in _ONE_ARCHITECTURE:
         return None
     published = [r for r in rows() if r.family == row.family and r.fp16_tflops and r.compute_units]
@@ -223,10 +263,15 @@ def _in_proportion(row: DeviceRow) -> Figure | None:
 
 
 def facts(row: DeviceRow | None) -> dict[str, Any]:
-    """What a Device takes from its row as it stands there: compute, its units, and the row's name."""
+    """What a Device takes from its row as it stands there: compute, its units, and the row's
+    name."""
     fp16, fp8, fp4 = tflops(row) if row else (None, None, None)
     computes = {"fp16_tflops": fp16, "fp8_tflops": fp8, "fp4_tflops": fp4}
-    return {**computes, "compute_units": row.compute_units if row else 0, "match": row.name if row else ""}
+    return {
+        **computes,
+        "compute_units": row.compute_units if row else 0,
+        "match": row.name if row else "",
+    }
 
 
 _ONE_ARCHITECTURE = {

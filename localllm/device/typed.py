@@ -1,7 +1,8 @@
-"""What people type for a machine, taken apart: words, how many of it, sizes of memory, GPU cores, the computer around it.
+"""What people type for a machine, taken apart: words, how many of it, sizes of memory, GPU cores,
+the computer around it.
 
-The words are brand, series, number and suffix ("rtx 4070 ti super"). Letters that are glued to a number come apart, and what
-drivers, shops and PCI lists call a laptop's part is one word.
+The words are brand, series, number and suffix ("rtx 4070 ti super"). Letters that are glued to a
+number come apart, and what drivers, shops and PCI lists call a laptop's part is one word.
 """
 
 from __future__ import annotations
@@ -14,16 +15,24 @@ from dataclasses import dataclass, replace
 from localllm.device.types import Figure
 from localllm.errors import UsageError
 
-# Two channels of the memory most such computers have, where nothing else was said: JEDEC's DDR4-3200 and DDR5-4800.
-_USUAL_RATES = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800, "lpddr4x": 4267, "lpddr5": 6400, "lpddr5x": 7500}
+# Two channels of the memory most such computers have, where nothing else was said: JEDEC's
+# DDR4-3200 and DDR5-4800.
+_USUAL_RATES = {
+    "ddr3": 1600,
+    "ddr4": 3200,
+    "ddr5": 4800,
+    "lpddr4x": 4267,
+    "lpddr5": 6400,
+    "lpddr5x": 7500,
+}
 _USUAL_RAM = "ddr4"
 _CHANNEL_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TypedRam:
-    """System memory as typed: GiB (None: its kind alone was said), its kind ("ddr5", "" = not said), its MT/s and channels (0 =
-    not said)."""
+    """System memory as typed: GiB (None: its kind alone was said), its kind ("ddr5", "" = not
+    said), its MT/s and channels (0 = not said)."""
 
     size_gb: float | None
     kind: str = ""
@@ -36,7 +45,9 @@ class TypedRam:
         kind, channels = self.kind or _USUAL_RAM, self.channels or 2
         rate = self.rate or _USUAL_RATES.get(kind, _USUAL_RATES[_USUAL_RAM])
         source = f"{'two' if channels == 2 else channels} channels of {kind.upper()}-{rate}"
-        return Figure(rate * channels * _CHANNEL_BYTES / 1000, "given" if self.rate else "assumed", source)
+        return Figure(
+            rate * channels * _CHANNEL_BYTES / 1000, "given" if self.rate else "assumed", source
+        )
 
 
 # Where nothing was said of system memory.
@@ -45,8 +56,9 @@ NO_RAM = TypedRam(None)
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """One part of a typed name: its words, how many of it, the sizes of memory it says (GB) and which of them is called the
-    card's own, GPU cores, the system memory that is said with it, and its `text`, sizes left out."""
+    """One part of a typed name: its words, how many of it, the sizes of memory it says (GB) and
+    which of them is called the card's own, GPU cores, the system memory that is said with it, and
+    its `text`, sizes left out."""
 
     words: tuple[str, ...]
     sizes_gb: tuple[float, ...] = ()
@@ -59,11 +71,14 @@ class Typed:
     @property
     def memory_gb(self) -> float | None:
         """The size that is the part's own as far as the words tell."""
-        return self.own_gb if self.own_gb is not None else self.sizes_gb[0] if self.sizes_gb else None
+        return (
+            self.own_gb if self.own_gb is not None else self.sizes_gb[0] if self.sizes_gb else None
+        )
 
 
 def split(name: str) -> list[str]:
-    """The parts that a name joins: with a plus or a comma, or with "and" where another machine or a size of memory follows."""
+    """The parts that a name joins: with a plus or a comma, or with "and" where another machine or a
+    size of memory follows."""
     text = re.sub(r"\bmax\s?\+(?=\s*(?:pro\s*)?[34][0-9]{2})|\bmax\+", "max ", name, flags=re.I)
     text = re.sub(r"(?<=[0-9])\+(?=\s|$)(?!\s*\S)", " ", text)
     parts: list[str] = []
@@ -77,7 +92,8 @@ def split(name: str) -> list[str]:
 
 # Commas inside parentheses join nothing, nor do those of a table's own names ("7840U,8840U").
 _JOINED = re.compile(
-    r"\s*\+\s*|(?<=[0-9]{4})\s*/\s*(?=[0-9]{4})|\s*,\s+(?![^(]*\))|\s(?:and|with|&|plus)\s+(?!max-?q)(?=\S*[0-9])", re.I
+    r"\s*\+\s*|(?<=[0-9]{4})\s*/\s*(?=[0-9]{4})|\s*,\s+(?![^(]*\))|\s(?:and|with|&|plus)\s+(?!max-?q)(?=\S*[0-9])",
+    re.I,
 )
 
 # "24g" and "24gb"; a number of four digits with a "G" is a part's (Ryzen 7 5750G).
@@ -92,12 +108,23 @@ _RAM = [
 ]
 _CHANNELS = re.compile(r"\b([0-9]{1,2}|single|dual|quad|octa)[\s-]*(?:ch|channels?)\b")
 _CHANNEL_WORDS = {"single": 1, "dual": 2, "quad": 4, "octa": 8}
-_COUNTS = {"dual": 2, "two": 2, "double": 2, "pair of": 2, "triple": 3, "three": 3, "quad": 4, "four": 4}
+_COUNTS = {
+    "dual": 2,
+    "two": 2,
+    "double": 2,
+    "pair of": 2,
+    "triple": 3,
+    "three": 3,
+    "quad": 4,
+    "four": 4,
+}
 _BEFORE = re.compile(
     rf"(?:([1-9]|1[0-6])\s*(?:[x×*]\s*(?=[a-z])|[x×*]\s*(?=[0-9]{{4}})|×\s*|x\s+|\s[x*]\s+)|({'|'.join(_COUNTS)})[\s-]+)"
     r"(?=[a-z0-9])(?!channel)"
 )
-_BEHIND = re.compile(r"(?:\s[x×*]\s*|(?<=[0-9a-z])[×*]\s*|(?<=[0-9]{2})x|(?<=[a-z]\s)x)([1-9]|1[0-6])\s*$")
+_BEHIND = re.compile(
+    r"(?:\s[x×*]\s*|(?<=[0-9a-z])[×*]\s*|(?<=[0-9]{2})x|(?<=[a-z]\s)x)([1-9]|1[0-6])\s*$"
+)
 
 
 def read(part: str) -> Typed:
@@ -113,7 +140,9 @@ def read(part: str) -> Typed:
     found = re.search(rf"{_SIZE}\s*vram", text) or re.search(rf"(?<=[a-z0-9]-){_SIZE}", text)
     if found:
         own, text = _gigabytes(found[1], found[2]), _without(found)
-    sizes = tuple(_gigabytes(number, unit) for number, unit in re.findall(rf"(?<![\w.]){_SIZE}", text))
+    sizes = tuple(
+        _gigabytes(number, unit) for number, unit in re.findall(rf"(?<![\w.]){_SIZE}", text)
+    )
     text = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
     cores, memory, text = _cores(text)
     if memory is not None and not sizes:
@@ -125,7 +154,8 @@ def read(part: str) -> Typed:
 
 
 def _gigabytes(number: str, unit: str) -> float:
-    """GB as sold. Of MiB, as drivers print them, a part is not shown: 32607 are 32, 23034 are 24."""
+    """GB as sold. Of MiB, as drivers print them, a part is not shown: 32607 are 32, 23034 are
+    24."""
     if unit == "mib":
         shown = float(number) / 1024
         return shown if shown.is_integer() else math.ceil(shown / 2) * 2
@@ -158,7 +188,9 @@ def _ram(text: str) -> tuple[TypedRam | None, str]:
         return (replace(NO_RAM, channels=channels) if channels else None), text
     said = found.groupdict()
     size = _gigabytes(said["number"], said["unit"]) if said.get("number") else None
-    return TypedRam(size, said.get("kind") or "", int(said.get("rate") or 0), channels), _without(found)
+    return TypedRam(size, said.get("kind") or "", int(said.get("rate") or 0), channels), _without(
+        found
+    )
 
 
 def _cores(text: str) -> tuple[int | None, float | None, str]:
@@ -169,7 +201,9 @@ def _cores(text: str) -> tuple[int | None, float | None, str]:
     pattern = r"\b([0-9]{1,3})[\s-]*(?:cores?|c)\b[\s-]*(gpu|cpu)?"
     found_all = re.findall(pattern, text)
     rest = re.sub(pattern, " ", text)
-    gpu = [int(n) for n, of in found_all if of == "gpu"] or [int(n) for n, of in found_all if not of]
+    gpu = [int(n) for n, of in found_all if of == "gpu"] or [
+        int(n) for n, of in found_all if not of
+    ]
     return (gpu[-1] if gpu else None), None, rest
 
 
@@ -186,30 +220,40 @@ _LAPTOP = r"\bmax[\s-]?q\s*/\s*mobile\b|\b(?:mobile|notebook|laptop)(?:\s+gpu)?\
 # NVIDIA calls no part "Max-Q" since its 30 series: what people still call so is the laptop's.
 _MAX_Q_MEANS_LAPTOP = re.compile(r"\b[345]0[5-9]0\b")
 
-# Words that neither name a part nor tell two apart: makers, and what shops and drivers put around a number.
+# Words that neither name a part nor tell two apart: makers, and what shops and drivers put around a
+# number.
 IGNORED = {
-    "nvidia", "amd", "intel", "apple", "qualcomm", "geforce", "radeon", "gpu", "gpus", "graphics", "the", "a", "with", "w",
-    "edition", "chip", "tesla", "unified", "memory", "ram", "vram", "developer", "kit", "devkit", "instinct", "founders",
-    "generation", "design", "mac", "macbook", "mini", "imac", "air", "core", "channel", "nvlink", "sli",
+    "nvidia", "amd", "intel", "apple", "qualcomm", "geforce", "radeon", "gpu", "gpus", "graphics",
+    "the", "a", "with", "w",
+    "edition", "chip", "tesla", "unified", "memory", "ram", "vram", "developer", "kit", "devkit",
+    "instinct", "founders",
+    "generation", "design", "mac", "macbook", "mini", "imac", "air", "core", "channel", "nvlink",
+    "sli",
 }  # fmt: skip
 # Words of which one more or less is another part.
 SUFFIXES = {
-    "ti", "super", "xt", "xtx", "gre", "d", "v2", "laptop", "maxq", "max", "pro", "plus", "ultra", "ada", "server", "orin",
-    "xavier", "agx", "nx", "nano", "thor", "pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl", "quadro", "lite", "le",
-    "hbm2", "hbm3", "mig", "gddr5", "gddr6", "gddr6x", "mini", "go", "extreme", "elite", "blackwell", "turing",
+    "ti", "super", "xt", "xtx", "gre", "d", "v2", "laptop", "maxq", "max", "pro", "plus", "ultra",
+    "ada", "server", "orin",
+    "xavier", "agx", "nx", "nano", "thor", "pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl", "quadro",
+    "lite", "le",
+    "hbm2", "hbm3", "mig", "gddr5", "gddr6", "gddr6x", "mini", "go", "extreme", "elite",
+    "blackwell", "turing",
     "ampere", "titan", "ipad", "iphone", "raspberry",
 }  # fmt: skip
 # The same chip on another board or with more memory: the size tells which.
 FORMS = {"pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl"}
 # What makers of boards and shops say of a card directly behind its number.
 _DECORATIONS = {
-    "oc", "fe", "lhr", "gaming", "trio", "windforce", "eagle", "ventus", "suprim", "tuf", "rog", "strix", "aorus", "ftw3", "dual",
-    "card", "cards", "desktop", "pc", "rig", "build", "workstation", "workstations", "nitro", "pulse", "box", "hybrid", "new", "used",
+    "oc", "fe", "lhr", "gaming", "trio", "windforce", "eagle", "ventus", "suprim", "tuf", "rog",
+    "strix", "aorus", "ftw3", "dual",
+    "card", "cards", "desktop", "pc", "rig", "build", "workstation", "workstations", "nitro",
+    "pulse", "box", "hybrid", "new", "used",
 }  # fmt: skip
 
 
 def words(text: str, *, several: bool = False) -> tuple[str, ...]:
-    """Comparable words: "rtx5090" and "RTX-5090" become rtx 5090, "m4max" m4 max, "max+" max; `several`: a plural may stand."""
+    """Comparable words: "rtx5090" and "RTX-5090" become rtx 5090, "m4max" m4 max, "max+" max;
+    `several`: a plural may stand."""
     text = text.lower()
     text = re.sub(_LAPTOP, " laptop ", text)
     text = re.sub(r"\bmax[\s-]?q\b", " maxq ", text)
@@ -224,7 +268,12 @@ def words(text: str, *, several: bool = False) -> tuple[str, ...]:
     text = _SUFFIXED.sub(lambda m: " ".join(group for group in m.groups() if group), text)
     text = re.sub(r"\b(a[0-9]{4})ada\b", r"\1 ada", text)
     text = re.sub(r"\b([2-5]0[5-9]0)m\b", r"\1 laptop", text)
-    text = re.sub(r"\b(dgx|jetson|strix|iphone|orin|agx)(spark|orin|halo|point|17|nano|nx|agx|thor)", r"\1 \2", text)
+    text = re.sub(
+        r"\b(dgx|jetson|strix|iphone|orin|agx)(spark|orin|halo|point|17|nano|nx|agx|thor)",
+        r"\1 "
+        r"\2",
+        text,
+    )
     text = re.sub(r"\b(orin)(nano|nx)", r"\1 \2", text)
     if _MAX_Q_MEANS_LAPTOP.search(text):
         text = re.sub(r"\bmaxq\b", "laptop", text)
@@ -233,8 +282,9 @@ def words(text: str, *, several: bool = False) -> tuple[str, ...]:
 
 
 def bare(found: Sequence[str], known: frozenset[str]) -> tuple[str, ...]:
-    """`found` without what makers of boards and shops add: words that no part is called by and that hold no digit. One directly
-    behind the number stays, unless it is known to be such a word: it may be a suffix of a part that we do not know."""
+    """`found` without what makers of boards and shops add: words that no part is called by and that
+    hold no digit. One directly behind the number stays, unless it is known to be such a word: it
+    may be a suffix of a part that we do not know."""
     kept: list[str] = []
     for i, word in enumerate(found):
         has_digit = any(c.isdigit() for c in word)
@@ -250,7 +300,8 @@ def bare(found: Sequence[str], known: frozenset[str]) -> tuple[str, ...]:
 
 
 def without_number(typed: Typed) -> Typed | None:
-    """`typed` with a bare number at its end read as memory ("M3 Ultra 512"); None where there is none or a size was said."""
+    """`typed` with a bare number at its end read as memory ("M3 Ultra 512"); None where there is
+    none or a size was said."""
     last = typed.words[-1] if typed.words else ""
     if typed.sizes_gb or not last.isdecimal() or len(last) > 4:
         return None

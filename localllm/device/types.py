@@ -1,4 +1,5 @@
-"""Device: what a machine offers, the readings it is identified from, and its JSON. Every number carries its basis."""
+"""Device: what a machine offers, the readings it is identified from, and its JSON. Every number
+carries its basis."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number and how it is known: `measured` here, `reported` by the system, from a `datasheet`, `derived` from
-    other figures, `assumed`, or `given` on the command line. `source` names the probe, page or rule. `busy`: measured while
-    other programs had much of the processor, so that the machine may give more."""
+    """A number and how it is known: `measured` here, `reported` by the system, from a `datasheet`,
+    `derived` from other figures, `assumed`, or `given` on the command line.
+    `source` names the probe, page or rule.
+    `busy`: measured while other programs had much of the processor, so that the machine may give
+    more."""
 
     value: float
     basis: Basis
@@ -30,7 +33,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something worth telling the user about this machine, with the exact command that fixes it (or "")."""
+    """Something worth telling the user about this machine, with the exact command that fixes it (or
+    "")."""
 
     level: Literal["info", "warning", "error"]
     message: str
@@ -39,8 +43,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class MatrixRates:
-    """TFLOP/s (two operations per weight and token) at which matrices are multiplied: with a prompt's tokens at once, the same
-    where each is sent to experts of its own, and with one token's."""
+    """TFLOP/s (two operations per weight and token) at which matrices are multiplied: with a
+    prompt's tokens at once, the same where each is sent to experts of its own, and with one
+    token's."""
 
     prompt_tflops: Figure
     experts_tflops: Figure
@@ -49,8 +54,8 @@ class MatrixRates:
 
 @dataclass(frozen=True, slots=True)
 class TypeRates:
-    """What a processor makes of matrices of one type of number ("Q4_K"), with the weights as they are stored, and as the engine
-    lays them out anew (None: it has no layout for them)."""
+    """What a processor makes of matrices of one type of number ("Q4_K"), with the weights as they
+    are stored, and as the engine lays them out anew (None: it has no layout for them)."""
 
     type: str
     stored: MatrixRates
@@ -66,12 +71,16 @@ class TypeRates:
 class Device:
     """One machine as a place to run one model.
 
-    `memory` is the pool weights and KV live in; `host` the system memory beside a discrete GPU (None where it is the
-    same pool). Bandwidths are decimal GB/s, compute dense TFLOP/s by precision; `matrix_rates` are what a processor
-    makes of matrices with the installed llama.cpp, as far as that was timed (none of a GPU). `match` is the devices.toml row,
-    `cpu_vectors` the widest vectors the processor computes with ("AVX-512", "" = not known).
-    `n_gpus` cards can share a model layer by layer: `memory` is their sum, compute is one card's; `cards` is each of several by
-    itself (empty: not known apart), and `number` a card's place among the accelerators, by PCI address.
+    `memory` is the pool weights and KV live in;
+    `host` the system memory beside a discrete GPU (None where it is the same pool). Bandwidths are
+    decimal GB/s, compute dense TFLOP/s by precision;
+    `matrix_rates` are what a processor makes of matrices with the installed llama.cpp, as far as
+    that was timed (none of a GPU).
+    `match` is the devices.toml row, `cpu_vectors` the widest vectors the processor computes with
+    ("AVX-512", "" = not known).
+    `n_gpus` cards can share a model layer by layer: `memory` is their sum, compute is one card's;
+    `cards` is each of several by itself (empty: not known apart), and `number` a card's place among
+    the accelerators, by PCI address.
     """
 
     name: str
@@ -101,18 +110,23 @@ class Device:
 
     @property
     def room_bytes(self) -> int:
-        """What a plan may take of `memory`, in bytes: of a card what is free now, as it ends in an error or, on Windows, in
-        the slow system-memory fallback; of memory that the system lives in too its limit, as others can give way."""
+        """What a plan may take of `memory`, in bytes: of a card what is free now, as it ends in an
+        error or, on Windows, in the slow system-memory fallback; of memory that the system lives in
+        too its limit, as others can give way."""
         return self.memory.loadable_bytes if self.kind == "discrete" else self.memory.limit_bytes
 
     @property
     def accounts(self) -> list[str]:
-        """The account of each place that a plan is held against, a line each: every card, and system memory beside them."""
+        """The account of each place that a plan is held against, a line each: every card, and
+        system memory beside them."""
         here = "this GPU" if self.kind == "discrete" else "this machine"
         places = [(card.name, card.memory) for card in self.cards] or [(here, self.memory)]
         if self.kind == "discrete" and self.host is not None:
             places.append(("system memory", self.host))
-        return [memory.account() if len(places) < 2 else f"{name}: {memory.account()}" for name, memory in places]
+        return [
+            memory.account() if len(places) < 2 else f"{name}: {memory.account()}"
+            for name, memory in places
+        ]
 
 
 class DeviceUnreadableError(LocalLLMError):
@@ -126,7 +140,9 @@ class DeviceNotFoundError(NotFoundError):
     """No device of that name in the table. The hint names the nearest ones."""
 
     code = "device_not_found"
-    default_hint = "give --memory GB and --bandwidth GBPS to describe a machine that is not in the table"
+    default_hint = (
+        "give --memory GB and --bandwidth GBPS to describe a machine that is not in the table"
+    )
 
 
 System = Literal["linux", "macos", "windows"]
@@ -134,7 +150,8 @@ System = Literal["linux", "macos", "windows"]
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What one machine said. `files` maps a path to its text, `outputs` a probe or command to what it printed.
+    """What one machine said. `files` maps a path to its text, `outputs` a probe or command to what
+    it printed.
 
     Anything that could not be read is simply absent: no reading is ever invented.
     """
@@ -156,7 +173,8 @@ class Readings:
 
 
 def device_to_json(device: Device) -> dict[str, Any]:
-    """The published shape of a Device: bytes as integers, GB/s and TFLOP/s as {value, basis, source} or null."""
+    """The published shape of a Device: bytes as integers, GB/s and TFLOP/s as {value, basis,
+    source} or null."""
     return {
         "name": device.name,
         "kind": device.kind,
@@ -193,8 +211,14 @@ def _memory(memory: Memory | None) -> dict[str, Any] | None:
 
 
 def _rates(rates: MatrixRates | None) -> dict[str, Any] | None:
-    return None if rates is None else {f.name: _figure(getattr(rates, f.name)) for f in fields(rates)}
+    return (
+        None if rates is None else {f.name: _figure(getattr(rates, f.name)) for f in fields(rates)}
+    )
 
 
 def _figure(figure: Figure | None) -> dict[str, Any] | None:
-    return None if figure is None else {"value": figure.value, "basis": figure.basis, "source": figure.source}
+    return (
+        None
+        if figure is None
+        else {"value": figure.value, "basis": figure.basis, "source": figure.source}
+    )

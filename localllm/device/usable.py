@@ -1,4 +1,5 @@
-"""Usable memory, not installed memory: how many bytes a model may take, by kind of machine. Pure rules."""
+"""Usable memory, not installed memory: how many bytes a model may take, by kind of machine. Pure
+rules."""
 
 from __future__ import annotations
 
@@ -11,34 +12,43 @@ from localllm.memory.account import headroom_bytes
 GIB = 1 << 30
 MIB = 1 << 20
 
-# Of a card, what its driver, other programs' next window and our own estimate may take beyond what is seen: llama-server's
-# `--fit` keeps 1 GiB of each; we know a plan's bytes to about 2 %.
+# Of a card, what its driver, other programs' next window and our own estimate may take beyond what
+# is seen: llama-server's `--fit` keeps 1 GiB of each; we know a plan's bytes to about 2 %.
 _MARGIN_SHARE, _LEAST_MARGIN = 0.02, 256 * MIB
 
-# The part of physical RAM that macOS up to 15 gave the GPU by default; newer versions give more (0.74-0.84 were seen:
-# https://github.com/antirez/ds4/pull/893, https://github.com/AlexsJones/llmfit/pull/754). The older, smaller fraction
-# is the one that is safe to assume where Metal can't be asked.
+# The part of physical RAM that macOS up to 15 gave the GPU by default; newer versions give more
+# (0.74-0.84 were seen: https://github.com/antirez/ds4/pull/893,
+# https://github.com/AlexsJones/llmfit/pull/754). The older, smaller fraction is the one that is
+# safe to assume where Metal can't be asked.
 _MAC_SMALL, _MAC_LARGE, _MAC_SMALL_UP_TO = 2 / 3, 3 / 4, 36 * GIB
 
 
-# What an idle system has of its own, beside the headroom, and a desktop of the card that drives its screens: assumed, by what
-# people's machines show (a Windows 11 desktop 3 to 5 GB, Linux 1 to 2; of cards 0.5 to 1 GB with a browser open).
+# What an idle system has of its own, beside the headroom, and a desktop of the card that drives its
+# screens: assumed, by what people's machines show (a Windows 11 desktop 3 to 5 GB, Linux 1 to 2; of
+# cards 0.5 to 1 GB with a browser open).
 _IDLE_BYTES = {"Windows": 4 * GIB}
 _USUAL_IDLE_BYTES, _IDLE_SHARE = 2 * GIB, 1 / 8
 _DESKTOP_BYTES, _DESKTOP_SHARE = 768 * MIB, 1 / 16
 
 
-def described_pool(total_bytes: int, source: str, os: str = "", *, headless: bool = False) -> Memory:
-    """System memory of a machine that is only described: all but the headroom and, where it has a desktop, what an idle
-    system of this `os` has."""
-    idle = 0 if headless else min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
+def described_pool(
+    total_bytes: int, source: str, os: str = "", *, headless: bool = False
+) -> Memory:
+    """System memory of a machine that is only described: all but the headroom and, where it has a
+    desktop, what an idle system of this `os` has."""
+    idle = (
+        0
+        if headless
+        else min(_IDLE_BYTES.get(os, _USUAL_IDLE_BYTES), int(_IDLE_SHARE * total_bytes))
+    )
     keep = headroom_bytes(total_bytes) + idle
     limit = total_bytes - keep
     return Memory(total_bytes, limit, limit, "assumed", source, keep)
 
 
 def described_card(total_bytes: int, source: str, *, screens: bool) -> Memory:
-    """A card of a machine that is only described: all but the margin, and a desktop's part where it drives `screens`."""
+    """A card of a machine that is only described: all but the margin, and a desktop's part where it
+    drives `screens`."""
     desktop = min(_DESKTOP_BYTES, int(_DESKTOP_SHARE * total_bytes)) if screens else 0
     return replace(vram(total_bytes, desktop, 0, source), basis="datasheet")
 
@@ -49,9 +59,11 @@ def margin_bytes(total_bytes: int) -> int:
 
 
 def vram(total_bytes: int, used_bytes: int, reserved_bytes: int, source: str) -> Memory:
-    """A discrete card: its memory less the driver's own part; now, less what is in use by anyone; and the margin is kept.
+    """A discrete card: its memory less the driver's own part; now, less what is in use by anyone;
+    and the margin is kept.
 
-    `used_bytes` may hold the driver's part or not (NVML's versions differ): it is never counted twice.
+    `used_bytes` may hold the driver's part or not (NVML's versions differ): it is never counted
+    twice.
     """
     limit = max(total_bytes - reserved_bytes, 0)
     now = max(min(total_bytes - used_bytes, limit), 0)
@@ -68,9 +80,10 @@ def mac(
 ) -> Memory:
     """A Mac's GPU budget: Metal's recommendedMaxWorkingSetSize, which follows iogpu.wired_limit_mb.
 
-    A wired limit may be set above physical RAM and Metal repeats it: clamped. A limit of 0 means macOS' default, not
-    "no limit". What may be taken now is what is `to_be_had` less the headroom, as the memory guard has it: past what is `free`
-    macOS compresses other apps' pages (https://github.com/unslothai/unsloth/pull/10804). `free` counts where that is unknown.
+    A wired limit may be set above physical RAM and Metal repeats it: clamped. A limit of 0 means
+    macOS' default, not "no limit". What may be taken now is what is `to_be_had` less the headroom,
+    as the memory guard has it: past what is `free` macOS compresses other apps' pages
+    (https://github.com/unslothai/unsloth/pull/10804). `free` counts where that is unknown.
     """
     keep, default = headroom_bytes(memory_bytes), mac_default(memory_bytes)
     if working_set:
@@ -83,16 +96,26 @@ def mac(
     others = 0 if to_be_had is None else max(memory_bytes - to_be_had, 0)
     bound = max(0, min(limit, memory_bytes - keep - others))
     now = bound if to_be_had is not None or free is None else max(0, min(free, bound))
-    return Memory(memory_bytes, limit, now, "reported" if basis == "reported" else "assumed", source, keep, others)
+    return Memory(
+        memory_bytes,
+        limit,
+        now,
+        "reported" if basis == "reported" else "assumed",
+        source,
+        keep,
+        others,
+    )
 
 
 def mac_default(memory_bytes: int) -> int:
-    """Bytes macOS gives the GPU where neither Metal nor the wired limit can be asked: the older rule, a floor."""
+    """Bytes macOS gives the GPU where neither Metal nor the wired limit can be asked: the older
+    rule, a floor."""
     return int(memory_bytes * (_MAC_SMALL if memory_bytes <= _MAC_SMALL_UP_TO else _MAC_LARGE))
 
 
 def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
-    """A Radeon inside a processor: its BIOS carve-out plus the GTT, which is ordinary RAM it may map, as Vulkan sees both.
+    """A Radeon inside a processor: its BIOS carve-out plus the GTT, which is ordinary RAM it may
+    map, as Vulkan sees both.
 
     The carve-out is missing from MemTotal, the GTT is inside it: they are never counted twice.
     """
@@ -129,28 +152,41 @@ def gtt_alone(gpu: AmdGpu, ram: Memory) -> Memory:
 
 def _carve_out(total_bytes: int, free_bytes: int, ram: Memory, source: str) -> Memory:
     installed, used = ram.total_bytes + total_bytes, total_bytes - free_bytes
-    return Memory(installed, total_bytes, free_bytes, "reported", source, ram.total_bytes, used, free_bytes)
+    return Memory(
+        installed, total_bytes, free_bytes, "reported", source, ram.total_bytes, used, free_bytes
+    )
 
 
 def as_seen(memory: Memory, ram: Memory, total_bytes: int, source: str) -> Memory:
-    """A processor's graphics' `memory` beside `ram` as a build that sees `total_bytes` of it has it: ROCm either the carve-out
-    or the GTT, Vulkan both (96.0 and 111.5 GiB on one Strix Halo: https://github.com/ollama/ollama/issues/13196)."""
+    """A processor's graphics' `memory` beside `ram` as a build that sees `total_bytes` of it has
+    it: ROCm either the carve-out or the GTT, Vulkan both (96.0 and 111.5 GiB on one Strix Halo:
+    https://github.com/ollama/ollama/issues/13196)."""
     carve_out, free = memory.total_bytes - ram.total_bytes, memory.carve_out_bytes
     if 0 < total_bytes <= carve_out and free:
         return _carve_out(total_bytes, min(free, total_bytes), ram, source)
-    limit = min(total_bytes, free + ram.limit_bytes) if carve_out > 0 else min(total_bytes, memory.limit_bytes)
+    limit = (
+        min(total_bytes, free + ram.limit_bytes)
+        if carve_out > 0
+        else min(total_bytes, memory.limit_bytes)
+    )
     if limit == memory.limit_bytes:
         return memory
     others = ram.others_bytes + (carve_out - free if free else 0)
     keep = ram.system_bytes + (0 if free else max(carve_out, 0))
     now = max(0, min(limit, free + ram.available_bytes))
     return replace(
-        memory, limit_bytes=limit, available_bytes=now, source=source, system_bytes=keep, others_bytes=others
+        memory,
+        limit_bytes=limit,
+        available_bytes=now,
+        source=source,
+        system_bytes=keep,
+        others_bytes=others,
     )
 
 
 def gtt_pages_advised(installed_bytes: int) -> int:
-    """`ttm.pages_limit` (4 KiB pages) that leaves the system 4 GiB: 32505856 on a 128 GB machine, the value
-    https://github.com/kyuz0/amd-strix-halo-toolboxes documents. Installed size is rounded up to the 8 GiB sold."""
+    """`ttm.pages_limit` (4 KiB pages) that leaves the system 4 GiB: 32505856 on a 128 GB machine,
+    the value https://github.com/kyuz0/amd-strix-halo-toolboxes documents. Installed size is rounded
+    up to the 8 GiB sold."""
     sold = -(-installed_bytes // (8 * GIB)) * 8
     return max(sold - 4, sold // 2) * GIB // 4096

@@ -1,4 +1,5 @@
-"""The engine: requests in, steps, events out. Knows the backend contract and no backend; runs in a worker process.
+"""The engine: requests in, steps, events out. Knows the backend contract and no backend; runs in a
+worker process.
 
 Here is what it can be told when it is made.
 """
@@ -16,16 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`queue_limit` requests of a tenant may wait; `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them
-    under `disk_dir` (None: none). Of that disk `disk_free_bytes` are left to others, `disk_daily_bytes` may be written in a
-    day (0: no limit), and people know what is there by `model_name`. `draft`: off, ngram, or auto (every drafter at hand).
-    `headroom_bytes` of the system's memory are left to others (None: by the machine's size; 0: no guard); `planned_bytes`
-    of it are what loading takes (0: unknown), which whoever loads has checked. `sliced_prefill_tokens`: prompts with more
-    than that to read are read in slices while others decode, where the backend can (0: never). `kv_evidence_dir`: where
-    what KV types cost in precision is kept once it is measured, and how drafters fared (None: it isn't).
-    `yields_threads`: decode takes fewer threads while other programs want the processors. `gap_s`: how long streams on
-    a device may wait for their next token while a prompt is read beside them, or two of their steps if that is longer. `power`: the
-    share of the time that is computed in; for the rest of it the engine waits behind each step."""
+    """`queue_limit` requests of a tenant may wait;
+    `cache_bytes` of exported prefixes are kept in memory, and `disk_bytes` of them under `disk_dir`
+    (None: none). Of that disk `disk_free_bytes` are left to others, `disk_daily_bytes` may be
+    written in a day (0: no limit), and people know what is there by `model_name`.
+    `draft`: off, ngram, or auto (every drafter at hand).
+    `headroom_bytes` of the system's memory are left to others (None: by the machine's size; 0: no
+    guard);
+    `planned_bytes` of it are what loading takes (0: unknown), which whoever loads has checked.
+    `sliced_prefill_tokens`: prompts with more than that to read are read in slices while others
+    decode, where the backend can (0: never).
+    `kv_evidence_dir`: where what KV types cost in precision is kept once it is measured, and how
+    drafters fared (None: it isn't).
+    `yields_threads`: decode takes fewer threads while other programs want the processors.
+    `gap_s`: how long streams on a device may wait for their next token while a prompt is read
+    beside them, or two of their steps if that is longer.
+    `power`: the share of the time that is computed in; for the rest of it the engine waits behind
+    each step."""
 
     queue_limit: int = 64
     cache_bytes: int = 2**30

@@ -1,8 +1,11 @@
-"""Admission and memory pressure: which waiting request joins the running ones, with as much of its prefix as can be had.
+"""Admission and memory pressure: which waiting request joins the running ones, with as much of its
+prefix as can be had.
 
-    waiting → restoring (its cached prefix comes back, gaps in it are computed) → running (prefill, then decode)
+    waiting → restoring (its cached prefix comes back, gaps in it are computed) → running (prefill,
+    then decode)
 
-When the context is full the youngest one is parked: it waits again, and what it has read stays in the cache.
+When the context is full the youngest one is parked: it waits again, and what it has read stays in
+the cache.
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from localllm.engine.cache.eviction import Block
-from localllm.engine.cache.matching import NO_SOURCE, PrefixSource, PromptMatch, miss_reason, recomputed
+from localllm.engine.cache.matching import (
+    NO_SOURCE,
+    PrefixSource,
+    PromptMatch,
+    miss_reason,
+    recomputed,
+)
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.messages import Failure, Prefill
 from localllm.engine.request import RunningRequest
@@ -21,7 +30,8 @@ from localllm.memory.guard import MemoryGuard
 from localllm.memory.system import return_to_system
 from localllm_backends.contract import Backend, NoCellsError
 
-# Admission keeps this many cells for the answer; an answer that grows past them may park a younger request.
+# Admission keeps this many cells for the answer; an answer that grows past them may park a younger
+# request.
 _ANSWER_RESERVE_TOKENS = 128
 # A prefix somebody is prefilling right now is waited for when it saves at least this much.
 _WORTH_WAITING_TOKENS = 16
@@ -29,8 +39,8 @@ _WORTH_WAITING_TOKENS = 16
 
 @dataclass
 class Admission:
-    """Moves jobs from waiting to running, and back when there is no room. `awaits_disk`: somebody could go on if only
-    something were read that is being read."""
+    """Moves jobs from waiting to running, and back when there is no room. `awaits_disk`: somebody
+    could go on if only something were read that is being read."""
 
     backend: Backend
     jobs: RequestTable
@@ -40,7 +50,8 @@ class Admission:
     _in_vain: set[str] = field(default_factory=set)
 
     def admit(self) -> None:
-        """Let in who fits: the tenant that has had least first, and of its requests the one with least work."""
+        """Let in who fits: the tenant that has had least first, and of its requests the one with
+        least work."""
         self.awaits_disk = False
         if self.jobs.shares.shared:
             present = [*self.jobs.waiting.values(), *self.jobs.running.values()]
@@ -49,7 +60,8 @@ class Admission:
         if not self.jobs.waiting:
             return
         if self.jobs.running and self.jobs.metrics.steps == self._parked_at_step:
-            # Those that one was parked for go on first: joining them again at once would end in parking again.
+            # Those that one was parked for go on first: joining them again at once would end in
+            # parking again.
             return
         most = self.memory.may_run()
         while self.jobs.waiting and (len(self.jobs.running) < most or self.jobs.shares.shared):
@@ -62,7 +74,10 @@ class Admission:
         ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
         sources = {job.id: self._source(job, self.jobs.running.values()) for job in ready}
         order = admission_order(
-            [Want(j.id, len(j.tokens) - sources[j.id].length, 0, now - j.arrived_s, computed(j)) for j in ready]
+            [
+                Want(j.id, len(j.tokens) - sources[j.id].length, 0, now - j.arrived_s, computed(j))
+                for j in ready
+            ]
         )
         if not order:
             return False
@@ -75,10 +90,13 @@ class Admission:
         return has_place and any(self._try_admit(job, sources[job.id], now) for job in others)
 
     def _preempt_for(self, job: RunningRequest, most: int, now: float) -> bool:
-        """Have the tenant that has most requests running give a place to `job`, whose tenant is next: its youngest wait
-        again (what they have read stays in the cache). True if the job was let in."""
+        """Have the tenant that has most requests running give a place to `job`, whose tenant is
+        next: its youngest wait again (what they have read stays in the cache). True if the job was
+        let in."""
         source = self._source(job, self.jobs.running.values())
-        waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._in_memory(job, source.state)
+        waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._in_memory(
+            job, source.state
+        )
         if waits or job.id in self._in_vain:
             return False
         running = self.jobs.running
@@ -87,8 +105,12 @@ class Admission:
             tenant = victims(job.tenant, (j.tenant for j in running.values()))
             if tenant is None:
                 break
-            self.jobs.park(max((j for j in running.values() if j.tenant == tenant), key=lambda j: j.arrived_s))
-            if len(running) < most and self._try_admit(job, self._source(job, running.values()), now):
+            self.jobs.park(
+                max((j for j in running.values() if j.tenant == tenant), key=lambda j: j.arrived_s)
+            )
+            if len(running) < most and self._try_admit(
+                job, self._source(job, running.values()), now
+            ):
                 return True
         # Nobody is parked for it again: it waits for room like others.
         self._in_vain.add(job.id)
@@ -115,7 +137,12 @@ class Admission:
             taken = self.jobs.pool.take(source, _matching(job).tokens)
         except NoCellsError:
             return False
-        job.sequence, job.n_kv, job.restoring, job.known = taken.sequence, taken.held, taken.rest, source.known
+        job.sequence, job.n_kv, job.restoring, job.known = (
+            taken.sequence,
+            taken.held,
+            taken.rest,
+            source.known,
+        )
         self._in_memory(job, None)
         job.state, job.matching = "restoring", None
         del self.jobs.waiting[job.id]
@@ -126,7 +153,8 @@ class Admission:
         return True
 
     def _make_room(self, job: RunningRequest, source: PrefixSource) -> bool:
-        """Cells for its prompt and some of its answer, besides everybody's next step, or somebody is parked in that."""
+        """Cells for its prompt and some of its answer, besides everybody's next step, or somebody
+        is parked in that."""
         running, pool, tokens = self.jobs.running.values(), self.jobs.pool, _matching(job).tokens
         reserve = min(job.max_tokens - job.n_generated, _ANSWER_RESERVE_TOKENS)
         need = pool.needs_cells(source, min(len(tokens) + reserve, self.backend.info.n_ctx))
@@ -135,7 +163,8 @@ class Admission:
         if not pool.can_reserve(need + growing + due, source):
             return False
         live = len(running) + (0 if source.kind == "idle" else 1)
-        # What comes from the cache has its cells made free as it comes: what leaves for it finds room where that was.
+        # What comes from the cache has its cells made free as it comes: what leaves for it finds
+        # room where that was.
         coming = source.plan.saved if source.plan is not None and source.plan.divisible else 0
         return pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
 
@@ -146,7 +175,8 @@ class Admission:
         return source.idle is None or self.jobs.pool.has(source.idle)
 
     def _in_memory(self, job: RunningRequest, state: Block | None) -> bool:
-        """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read now."""
+        """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read
+        now."""
         kv = self.jobs.pool.kv
         if job.reading is not None and job.reading is not state:
             kv.release(job.reading)
@@ -160,7 +190,8 @@ class Admission:
         return False
 
     def _source(self, job: RunningRequest, live: Iterable[RunningRequest]) -> PrefixSource:
-        """Where its prefix can come from; a job that does not share takes nothing, and nobody takes from it."""
+        """Where its prefix can come from; a job that does not share takes nothing, and nobody takes
+        from it."""
         if not job.shares:
             return NO_SOURCE
         return self.jobs.pool.lookup(_matching(job), [j for j in live if j.shares])
@@ -172,8 +203,8 @@ class Admission:
         self.jobs.pool.evict_idle(n_tokens, live=len(running), clock=self.jobs.clock)
 
     def restore(self) -> None:
-        """Import what admitted requests find in the cache: one piece a step while somebody decodes, else all of it. What is
-        still being read is not waited for."""
+        """Import what admitted requests find in the cache: one piece a step while somebody decodes,
+        else all of it. What is still being read is not waited for."""
         streams = self.jobs.decoding
         imported = False
         for job in self.jobs.running.values():
@@ -217,7 +248,9 @@ class Admission:
             again = recomputed(job.known, taken, missed, has_points=self.jobs.pool.kv.has_points)
             for reason, n_tokens in again.items():
                 self.jobs.metrics.recomputed(reason, n_tokens)
-            job.miss = miss_reason(job, again, lambda token: token >= 0 and self.backend.is_control(token))
+            job.miss = miss_reason(
+                job, again, lambda token: token >= 0 and self.backend.is_control(token)
+            )
             self.jobs.metrics.cached_tokens += taken
         job.restoring, job.state = None, "running"
         job.admissions += 1
@@ -225,10 +258,12 @@ class Admission:
         self.jobs.events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
 
     def relieve(self) -> None:
-        """The context is full: drop an idle sequence, or park the youngest request; alone, a request has reached its end.
+        """The context is full: drop an idle sequence, or park the youngest request; alone, a
+        request has reached its end.
 
-        Something goes each time, however many cells the backend believes to be free: llama.cpp may find none for a
-        sliding window, whose cells are not used again while two sequences hold them."""
+        Something goes each time, however many cells the backend believes to be free: llama.cpp may
+        find none for a sliding window, whose cells are not used again while two sequences hold
+        them."""
         running = self.jobs.running
         if self.jobs.pool.drop_one():
             return
@@ -240,8 +275,11 @@ class Admission:
             self.jobs.finish(job, "length")
 
 
-def prefix_in_progress(job: RunningRequest, source: PrefixSource, running: Iterable[RunningRequest]) -> bool:
-    """True while a running prefill is computing tokens this job needs too: waiting beats prefilling them twice."""
+def prefix_in_progress(
+    job: RunningRequest, source: PrefixSource, running: Iterable[RunningRequest]
+) -> bool:
+    """True while a running prefill is computing tokens this job needs too: waiting beats prefilling
+    them twice."""
     for other in running:
         if not other.prefilling or not (job.shares and other.shares):
             continue
@@ -260,7 +298,8 @@ def _matching(job: RunningRequest) -> PromptMatch:
 
 @dataclass
 class MemoryPolicy:
-    """Acts on what the `guard` sees. `cache_bytes`: the prefix cache's size in memory while nobody else wants it."""
+    """Acts on what the `guard` sees. `cache_bytes`: the prefix cache's size in memory while nobody
+    else wants it."""
 
     guard: MemoryGuard
     jobs: RequestTable
@@ -273,19 +312,23 @@ class MemoryPolicy:
         self._kv_at_load = loaded.kv_bytes + loaded.recurrent_bytes > 0
 
     def apply(self, *, give_back_all: bool = False) -> None:
-        """Look at what is available now and then; under pressure the prefix cache shrinks and stops growing."""
+        """Look at what is available now and then; under pressure the prefix cache shrinks and stops
+        growing."""
         guard, budget = self.guard, self.jobs.pool.kv.budget
         if not guard.look(self.jobs.clock(), force=give_back_all):
             return
-        if guard.pressure != "none" and budget.shrink(budget.held_bytes if give_back_all else guard.missing_bytes):
+        if guard.pressure != "none" and budget.shrink(
+            budget.held_bytes if give_back_all else guard.missing_bytes
+        ):
             return_to_system()
             guard.look(self.jobs.clock(), force=True)
         most = self.cache_bytes
         budget.resize(most if guard.pressure == "none" else min(most, budget.held_bytes))
 
     def may_run(self) -> int:
-        """How many requests may run together now. Where KV grows and memory is nearly gone nobody joins others, and a
-        request alone is served if its KV can be had for all that we can give back."""
+        """How many requests may run together now. Where KV grows and memory is nearly gone nobody
+        joins others, and a request alone is served if its KV can be had for all that we can give
+        back."""
         if self.guard.pressure != "hold" or self._kv_at_load:
             return self.backend.info.n_seq_max
         if self.jobs.running:

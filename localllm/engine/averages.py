@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass
 class Average:
-    """An exponential average: each new measurement moves `value` by its part `rate` of the difference; by `rising`
-    where that is given and the new one is greater. The first is taken as it is (`value` 0: none yet)."""
+    """An exponential average: each new measurement moves `value` by its part `rate` of the
+    difference; by `rising` where that is given and the new one is greater. The first is taken as it
+    is (`value` 0: none yet)."""
 
     rate: float
     value: float = 0.0
@@ -36,12 +37,14 @@ class DecayedRatio:
         return (self.part + prior * weight) / (self.total + weight)
 
     def total_for(self, ratio: float, part: float) -> float:
-        """How much may be added to the total, where `part` is added too, for the ratio to be `ratio` at least."""
+        """How much may be added to the total, where `part` is added too, for the ratio to be
+        `ratio` at least."""
         return (self.part + part) / ratio - self.total
 
 
 class PrefillSpeed:
-    """How fast prompts are read here. As it is, nobody knows; the engine's ChunkSizer measures it."""
+    """How fast prompts are read here. As it is, nobody knows; the engine's ChunkSizer measures
+    it."""
 
     @property
     def prefill_tok_s(self) -> float | None:

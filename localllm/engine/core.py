@@ -1,9 +1,11 @@
 """The engine's loop: requests in, a step, events out. One thread owns it, and with it the backend.
 
-    submit → waiting → admitted (longest known prefix restored) → prefill in chunks → decode → finished
+    submit → waiting → admitted (longest known prefix restored) → prefill in chunks → decode →
+    finished
 
-`step()` is the whole architecture: admit who fits, plan one sweep (scheduler), run it (backend), advance every job by
-what came out. Between steps one piece of a finished conversation's KV goes to the prefix cache.
+`step()` is the whole architecture: admit who fits, plan one sweep (scheduler), run it (backend),
+advance every job by what came out. Between steps one piece of a finished conversation's KV goes to
+the prefix cache.
 """
 
 from __future__ import annotations
@@ -27,27 +29,44 @@ from localllm.engine.prefill_slices import PrefillInterrupt, prefill_policy
 from localllm.engine.request import RunningRequest, running_request, too_long
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.grammar import BackgroundCompiler
-from localllm.engine.scheduler import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer, Grant, Limits, Shares, plan_step
+from localllm.engine.scheduler import (
+    PROMPT_STEP_S,
+    SINGLE_STEP_S,
+    ChunkSizer,
+    Grant,
+    Limits,
+    Shares,
+    plan_step,
+)
 from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import ImageSteps, image_steps
 from localllm.memory.guard import Available, guard_of
-from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, NoCellsError, StepResult
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    InterruptedStepError,
+    NoCellsError,
+    StepResult,
+)
 
-# Where requests only wait for a grammar, an image or the disk, new messages are looked for this often, in seconds.
+# Where requests only wait for a grammar, an image or the disk, new messages are looked for this
+# often, in seconds.
 WAIT_S = 0.01
-# Housekeeping begins so long after the last step, in seconds, where a piece of it takes long (`Engine.idle_wait_s`).
+# Housekeeping begins so long after the last step, in seconds, where a piece of it takes long
+# (`Engine.idle_wait_s`).
 IDLE_GRACE_S = 0.05
-# With nothing to do: how often an idle engine looks whether others need its memory, and how often where housekeeping goes on
-# once something is written, in seconds.
+# With nothing to do: how often an idle engine looks whether others need its memory, and how often
+# where housekeeping goes on once something is written, in seconds.
 MEMORY_LOOK_S, WRITING_S = 2.0, 0.02
 
 
 @dataclass
 class Engine:
-    """Serves many requests over one backend. Not thread-safe on purpose: its owner calls everything. `available` says
-    how many bytes of memory can be taken now (None: asked of the system)."""
+    """Serves many requests over one backend. Not thread-safe on purpose: its owner calls
+    everything. `available` says how many bytes of memory can be taken now (None: asked of the
+    system)."""
 
     backend: Backend
     settings: EngineSettings = field(default_factory=EngineSettings)
@@ -65,7 +84,9 @@ class Engine:
         self.guard = guard_of(self.available, wanted.headroom_bytes)
         kept = self.settings.kv_evidence_dir
         folder = Path(kept) / "drafting" if kept is not None else None
-        drafting = DraftContext(self.backend, self.draft_backend, self.settings.draft, self.clock, folder)
+        drafting = DraftContext(
+            self.backend, self.draft_backend, self.settings.draft, self.clock, folder
+        )
         others = of_this_process()
         self.speculator = Speculator(drafting, others)
         on_device = self.backend.capabilities.kv_on_device
@@ -80,28 +101,41 @@ class Engine:
         self._interrupt = PrefillInterrupt(self.backend)
         shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
         self.prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
-        self.jobs = RequestTable(self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares)
+        self.jobs = RequestTable(
+            self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
+        )
         self.pool.running = self.jobs.running
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
-        self._compiler = BackgroundCompiler(self.settings.make_constraint) if self.settings.make_constraint else None
+        self._compiler = (
+            BackgroundCompiler(self.settings.make_constraint)
+            if self.settings.make_constraint
+            else None
+        )
         self._images = image_steps(self.backend, wanted.disk_dir if wanted.disk_bytes > 0 else None)
         self._admission = Admission(self.backend, self.jobs, self._memory)
         self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
         self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = DecodeSpeedTracker(others)
-        computing = [b for b in (self.backend, self.draft_backend) if b is not None and b.capabilities.threaded]
+        computing = [
+            b
+            for b in (self.backend, self.draft_backend)
+            if b is not None and b.capabilities.threaded
+        ]
         self._throttle = ThreadThrottle(computing if self.settings.yields_threads else [], others)
 
-    # --- in ------------------------------------------------------------------------------------------------------
+    # --- in ---------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """True while any request is waiting or running."""
         return bool(self.jobs)
 
-    def submit(self, request: Request, prompt: list[int], images: tuple[Placed, ...] = ()) -> list[Event]:
-        """Take a request whose prompt is tokenised, with its images. Returns its first event: Queued, or the Failure that ends it. One with
-        a grammar has its first event from a step, once that is compiled."""
+    def submit(
+        self, request: Request, prompt: list[int], images: tuple[Placed, ...] = ()
+    ) -> list[Event]:
+        """Take a request whose prompt is tokenised, with its images. Returns its first event:
+        Queued, or the Failure that ends it. One with a grammar has its first event from a step,
+        once that is compiled."""
         info = self.backend.info
         if not prompt:
             return [Failure(request.id, "invalid_request", "the prompt is empty")]
@@ -109,14 +143,22 @@ class Engine:
         over = too_long(request, len(prompt), info.n_ctx)
         if over is not None:
             return [over]
-        unreadable = self._images.unreadable(images, info.n_batch) if self._images is not None else ""
+        unreadable = (
+            self._images.unreadable(images, info.n_batch) if self._images is not None else ""
+        )
         if unreadable:
             return [Failure(request.id, "invalid_request", unreadable)]
         before = sum(job.tenant == generation.tenant for job in self.jobs.waiting.values())
         if before >= self.settings.queue_limit:
             return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
         if request.grammar is not None and self._compiler is None:
-            return [Failure(request.id, "unsupported_parameter", "this engine was built without constrained output")]
+            return [
+                Failure(
+                    request.id,
+                    "unsupported_parameter",
+                    "this engine was built without constrained output",
+                )
+            ]
         job = running_request(request, prompt, info.n_ctx - len(prompt), self.backend, self.clock())
         job.images = images
         self._stalled, self._housekeeping = False, True
@@ -127,7 +169,8 @@ class Engine:
         return [self.jobs.queued(job)]
 
     def cancel(self, request_id: str) -> list[Event]:
-        """End a request now; its KV so far stays reusable. Unknown ids are ignored (it may just have finished)."""
+        """End a request now; its KV so far stays reusable. Unknown ids are ignored (it may just
+        have finished)."""
         job = self.jobs.find(request_id)
         self._interrupt.left(request_id)
         self._stalled, self._housekeeping = False, True
@@ -139,15 +182,16 @@ class Engine:
         return self.jobs.drain()
 
     def interrupt(self, request_id: str) -> None:
-        """Its cancel is on the way: a step that reads this request's prompt and nothing else need not come to its end. From
-        any thread, and followed by `cancel`."""
+        """Its cancel is on the way: a step that reads this request's prompt and nothing else need
+        not come to its end. From any thread, and followed by `cancel`."""
         self._interrupt.leave(request_id)
 
-    # --- the loop ------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def step(self, tell: Callable[[list[Event]], None] | None = None) -> list[Event]:
-        """One sweep over the weights for everybody who can use it. Returns what happened, or `tell`s it as soon as it is
-        known, before what can be done while somebody reads it, and returns the rest."""
+        """One sweep over the weights for everybody who can use it. Returns what happened, or
+        `tell`s it as soon as it is known, before what can be done while somebody reads it, and
+        returns the rest."""
         began_s = self.clock()
         self._receive()
         self._admit()
@@ -156,39 +200,52 @@ class Engine:
         self._afterwards(tell)
         if self._process(grants, result) and not (self._overlaps and self.has_work):
             self._afterwards(tell)
-        now = self.clock()  # a step that took longer than any is planned was stopped, and computed nothing meanwhile
-        self._rests_until_s = now + min(now - began_s, SINGLE_STEP_S) * (1.0 / self.settings.power - 1.0)
+        # a step that took longer than any is planned was stopped, and computed nothing meanwhile
+        now = self.clock()
+        self._rests_until_s = now + min(now - began_s, SINGLE_STEP_S) * (
+            1.0 / self.settings.power - 1.0
+        )
         return self.jobs.drain()
 
     @property
     def can_step(self) -> bool:
-        """True while a step has something to do; where requests only wait for a grammar, an image or the disk, `idle` waits."""
+        """True while a step has something to do; where requests only wait for a grammar, an image
+        or the disk, `idle` waits."""
         return self.has_work and not self._stalled
 
     @property
     def idle_wait_s(self) -> float:
-        """How long its owner may wait for a message before it calls `step` or `idle` again, in seconds."""
+        """How long its owner may wait for a message before it calls `step` or `idle` again, in
+        seconds."""
         if self.has_work:
             return max(0.0, self._rests_until_s - self.clock())
         if self._housekeeping:
-            return max(0.0, IDLE_GRACE_S - (self.clock() - self._worked_s)) if self._takes_grace else 0.0
+            return (
+                max(0.0, IDLE_GRACE_S - (self.clock() - self._worked_s))
+                if self._takes_grace
+                else 0.0
+            )
         return WRITING_S if self.pool.waiting else MEMORY_LOOK_S
 
     def idle(self) -> bool:
-        """What is to be done while no step can be made: wait for what running requests wait for, or else one piece of
-        housekeeping. True while there is more of it that needs no waiting."""
+        """What is to be done while no step can be made: wait for what running requests wait for, or
+        else one piece of housekeeping. True while there is more of it that needs no waiting."""
         if self.has_work:
             self._wait()
             return True
         self._wake(busy=False)
         rested_s = self.clock() - self._worked_s
-        # One piece at a time, so that a new request waits for no more than that; one that fails is not tried again at once.
+        # One piece at a time, so that a new request waits for no more than that; one that fails is
+        # not tried again at once.
         self._housekeeping = False
         self._housekeeping = (
             self.pool.tick(busy=False)
             or self.backend.idle_work(self.guard.free_bytes)
             or self.speculator.tick(busy=False, rested_s=rested_s)
-            or (self.metrics.requests > 0 and self._kv_evidence.tick(rested_s, self.guard.free_bytes))
+            or (
+                self.metrics.requests > 0
+                and self._kv_evidence.tick(rested_s, self.guard.free_bytes)
+            )
         )
         return self._housekeeping
 
@@ -204,9 +261,10 @@ class Engine:
 
     @property
     def _takes_grace(self) -> bool:
-        """Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory nobody has touched yet), as
-        long as a request that is all cached, and agents send the next one within milliseconds. KV in pieces takes one: the
-        sooner it is out, the more often the same prompt again is computed over the same cells, and so to the last bit."""
+        """Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory
+        nobody has touched yet), as long as a request that is all cached, and agents send the next
+        one within milliseconds. KV in pieces takes one: the sooner it is out, the more often the
+        same prompt again is computed over the same cells, and so to the last bit."""
         return self.pool.kv.states is not None
 
     def _receive(self) -> None:
@@ -222,13 +280,15 @@ class Engine:
         self._admission.restore()
 
     def _schedule(self) -> list[Grant]:
-        """What goes into this step: every decoding sequence's next token with its draft, and chunks of prompts."""
+        """What goes into this step: every decoding sequence's next token with its draft, and chunks
+        of prompts."""
         self._slice()
         self.speculator.propose(list(self.jobs.running.values()), hurry=self.prefill.busy)
         return self._plan()
 
     def _forward(self, grants: list[Grant]) -> StepResult | None:
-        """One sweep over the weights; None where there is nothing to compute, or it could not be made."""
+        """One sweep over the weights; None where there is nothing to compute, or it could not be
+        made."""
         if not grants:
             return None
         self._step_began_s = self.clock()
@@ -240,18 +300,21 @@ class Engine:
         return result
 
     def _process(self, grants: list[Grant], result: StepResult | None) -> bool:
-        """Everybody's next tokens from what came out; False where there was a step and nothing came."""
+        """Everybody's next tokens from what came out; False where there was a step and nothing
+        came."""
         if grants and (result is None or not self._advance_requests(grants, result)):
             return False
         awaits = self._admission.awaits_disk or (self._images is not None and self._images.waiting)
-        self._stalled = not grants and not self.prefill.busy and (awaits or self.jobs.compiling_alone)
+        self._stalled = (
+            not grants and not self.prefill.busy and (awaits or self.jobs.compiling_alone)
+        )
         self.jobs.expire()
         self._after = True
         return True
 
     def _afterwards(self, tell: Callable[[list[Event]], None] | None) -> None:
-        """What need not be done before the next step: text, events, measurements and housekeeping. While it is computed where the backend
-        only takes the order, else at once."""
+        """What need not be done before the next step: text, events, measurements and housekeeping.
+        While it is computed where the backend only takes the order, else at once."""
         if not self._after:
             return
         self._after = False
@@ -312,32 +375,43 @@ class Engine:
         self.speculator.close()
         self.backend.close()
 
-    # --- one step ------------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def _plan(self) -> list[Grant]:
         now, info = self.clock(), self.backend.info
-        ready = [j for j in self.jobs.running.values() if j.steppable and not self.prefill.excludes(j)]
+        ready = [
+            j for j in self.jobs.running.values() if j.steppable and not self.prefill.excludes(j)
+        ]
         prompt_only = self._prompt_only_tokens()
         if self._images is not None:
             image = self._plan_image(self._images, ready, prompt_only)
             if image is not None:
                 return [image]
-            ready = [j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)]
+            ready = [
+                j for j in ready if j.id in self.jobs.running and not (j.prefilling and j.image)
+            ]
         if len(ready) <= info.n_outputs and all(j.decodes_plainly for j in ready):
             return [Grant(j.id, 1, prefill=False) for j in ready]
         wants = [self.jobs.want(job, now) for job in ready]
-        return plan_step(wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, prompt_only))
+        return plan_step(
+            wants, Limits(info.n_batch, info.n_outputs, self._sizer.chunk, prompt_only)
+        )
 
     def _prompt_only_tokens(self) -> int:
-        """Prefill tokens of a step in which nobody decodes: more where one request is all there is, and can be interrupted."""
+        """Prefill tokens of a step in which nobody decodes: more where one request is all there is,
+        and can be interrupted."""
         only = len(self.jobs.waiting) + len(self.jobs.running) == 1
         # A rest is as long as its step asks for.
         undisturbed = only and self._interrupt.can_end and self.settings.power >= 1.0
         return self._sizer.prompt_tokens(SINGLE_STEP_S if undisturbed else PROMPT_STEP_S)
 
-    def _plan_image(self, images: ImageSteps, ready: list[RunningRequest], prompt_only: int) -> Grant | None:
+    def _plan_image(
+        self, images: ImageSteps, ready: list[RunningRequest], prompt_only: int
+    ) -> Grant | None:
         """The image that is read in this step; those that can't be read end their requests."""
-        most = min(self.backend.info.n_batch, self._sizer.chunk if self.jobs.decoding else prompt_only)
+        most = min(
+            self.backend.info.n_batch, self._sizer.chunk if self.jobs.decoding else prompt_only
+        )
         image = images.plan(ready, most)
         for job, why in images.failed:
             self.jobs.fail(job, Failure(job.id, "invalid_request", why))
@@ -355,25 +429,33 @@ class Engine:
         """How long others wait for their next step at most, in seconds."""
         return self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else PROMPT_STEP_S
 
-    # --- measuring -----------------------------------------------------------------------------------------------
+    # --- measuring --------------------------------------------------------------------------------
 
     def _observe(self, grants: list[Grant], seconds: float, emitted: int) -> None:
         prefilled = sum(g.n_tokens for g in grants if g.prefill)
         decoding = [g for g in grants if not g.prefill]
         rows = sum(g.n_tokens for g in decoding)
         if decoding and not prefilled:
-            self.speculator.observe(sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds)
+            self.speculator.observe(
+                sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds
+            )
         if rows == len(decoding) and not self.prefill.busy:
-            # What a chunk or slice beside decoding may cost is measured in plain decode steps. After a slice their data
-            # has left the caches, and they take a little longer.
+            # What a chunk or slice beside decoding may cost is measured in plain decode steps.
+            # After a slice their data has left the caches, and they take a little longer.
             self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
             self._pace(grants, seconds)
         self._throttle.stepped(seconds)
-        self.metrics.step(decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds)
+        self.metrics.step(
+            decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds
+        )
 
     def _pace(self, grants: list[Grant], seconds: float) -> None:
         """One request's plain steps say how fast this start is."""
-        job = self.jobs.running.get(grants[0].key) if len(grants) == 1 and not grants[0].prefill else None
+        job = (
+            self.jobs.running.get(grants[0].key)
+            if len(grants) == 1 and not grants[0].prefill
+            else None
+        )
         if job is not None and job.sampler.constraint is None:
             self.pace.observe(len(job.tokens), seconds)
 
@@ -399,4 +481,6 @@ class Engine:
         """Cells: free + held == capacity; cache: its own laws; no sequence is held by nobody."""
         self.pool.kv.check_integrity()
         self.backend.check_integrity()
-        assert all(j.sequence is not None for j in self.jobs.running.values()), "a running request without a sequence"
+        assert all(j.sequence is not None for j in self.jobs.running.values()), (
+            "a running request without a sequence"
+        )

@@ -1,4 +1,5 @@
-"""What crosses the border of the engine: Request in, Events out. Plain values that survive a trip through JSON.
+"""What crosses the border of the engine: Request in, Events out. Plain values that survive a trip
+through JSON.
 
 Every submitted Request ends with exactly one Finish or one Failure, whatever dies.
 """
@@ -9,9 +10,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-# The one fast text-to-JSON function of the standard library, without a keyword argument's overhead per call.
+# The one fast text-to-JSON function of the standard library, without a keyword argument's overhead
+# per call.
 _quote = json.encoder.encode_basestring_ascii
 
 FinishReason = Literal["stop", "length", "cancelled", "repetition"]
@@ -22,7 +33,8 @@ DRAFT_MODES = ("auto", "off", "ngram", "mtp")
 
 @dataclass(frozen=True, slots=True)
 class FieldRange:
-    """The values that a request may give a parameter, and what they mean; `above`: `least` itself is not among them.
+    """The values that a request may give a parameter, and what they mean; `above`: `least` itself
+    is not among them.
     `preset`: a model's preset may set it too; `reported`: the list of running requests shows it."""
 
     least: float
@@ -40,9 +52,10 @@ _LOOKED_AT = "tokens looked at; -1 = the whole context"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose tokens. Filters apply in the order penalties, DRY, top_k, typical_p, top_p, min_p, XTC, temperature
-    (llama.cpp's default order). This is the one list of them: the server's bodies, their checks, the OpenAPI document,
-    presets and what crosses the pipe are made of these fields and their ranges (`SAMPLING_RANGES`)."""
+    """How to choose tokens. Filters apply in the order penalties, DRY, top_k, typical_p, top_p,
+    min_p, XTC, temperature (llama.cpp's default order). This is the one list of them: the server's
+    bodies, their checks, the OpenAPI document, presets and what crosses the pipe are made of these
+    fields and their ranges (`SAMPLING_RANGES`)."""
 
     temperature: Annotated[float, FieldRange(0, 100, "0 is greedy")] = 0.8
     top_k: Annotated[int, FieldRange(-1, MAX_TOKENS, "0 or -1 switches it off")] = 40
@@ -53,22 +66,29 @@ class Sampling:
     repeat_last_n: Annotated[int, FieldRange(-1, MAX_TOKENS, _LOOKED_AT)] = 64
     presence_penalty: Annotated[float, _PENALTY] = 0.0
     frequency_penalty: Annotated[float, _PENALTY] = 0.0
-    seed: Annotated[int | None, FieldRange(-(2**63), 2**64 - 1, "-1 draws one", reported=False)] = None
-    logit_bias: Annotated[dict[int, float], FieldRange(-100, 100, preset=False, reported=False)] = field(
-        default_factory=dict
+    seed: Annotated[int | None, FieldRange(-(2**63), 2**64 - 1, "-1 draws one", reported=False)] = (
+        None
+    )
+    logit_bias: Annotated[dict[int, float], FieldRange(-100, 100, preset=False, reported=False)] = (
+        field(default_factory=dict)
     )
     dry_multiplier: Annotated[float, FieldRange(0, 100, "0 switches DRY off", preset=False)] = 0.0
     dry_base: Annotated[float, FieldRange(1, 100, preset=False, reported=False)] = 1.75
     dry_allowed_length: Annotated[int, FieldRange(0, MAX_TOKENS, preset=False, reported=False)] = 2
-    dry_penalty_last_n: Annotated[int, FieldRange(-1, MAX_TOKENS, _LOOKED_AT, preset=False, reported=False)] = 64
+    dry_penalty_last_n: Annotated[
+        int, FieldRange(-1, MAX_TOKENS, _LOOKED_AT, preset=False, reported=False)
+    ] = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     xtc_probability: Annotated[
         float, FieldRange(0, 1, "0 switches XTC off; of no effect when greedy", preset=False)
     ] = 0.0
-    xtc_threshold: Annotated[float, FieldRange(0, 1, "above 0.5 switches XTC off", preset=False)] = 0.1
+    xtc_threshold: Annotated[
+        float, FieldRange(0, 1, "above 0.5 switches XTC off", preset=False)
+    ] = 0.1
 
 
-# Every sampling parameter that is a number, or numbers, with its range, in the order of the dataclass.
+# Every sampling parameter that is a number, or numbers, with its range, in the order of the
+# dataclass.
 SAMPLING_RANGES: Mapping[str, FieldRange] = {
     name: get_args(hint)[1]
     for name, hint in get_type_hints(Sampling, include_extras=True).items()
@@ -78,7 +98,8 @@ SAMPLING_RANGES: Mapping[str, FieldRange] = {
 
 @dataclass(frozen=True, slots=True)
 class LoopLimits:
-    """An answer ends as a loop when its last tokens are one pattern of so many tokens, `min_count` times in a row."""
+    """An answer ends as a loop when its last tokens are one pattern of so many tokens, `min_count`
+    times in a row."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -87,17 +108,21 @@ class LoopLimits:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How one answer is made, whatever its prompt: made once from a client's body, then carried whole. What changes on
-    the way is `dataclasses.replace`d, so that nothing gets lost.
+    """How one answer is made, whatever its prompt: made once from a client's body, then carried
+    whole. What changes on the way is `dataclasses.replace`d, so that nothing gets lost.
 
-    `max_tokens` None = the remaining window. `logprobs` counts the alternatives reported per token (None = none
-    reported at all); behind them come the tokens of `logprobs_of`, however unlikely. `cache_prompt` False neither uses
-    nor fills the prefix cache. `prediction` is text the client expects in the answer, which drafting tries first. Before
-    `min_tokens` neither the model's own end nor a token of `stop_token_ids` may come. `thinking_tokens`: the longest
-    reasoning (None: no limit). `loops`: what counts as a loop and ends the answer (None: nothing). `priority`: above 0
-    it is served before others, below 0 after them, as far as that starves nobody (scheduler.arrival). `tenant` is who
-    asks, by the name of a key: what there is is shared evenly between tenants (engine/scheduler.py). Only requests of
-    the same `salt` use each other's KV.
+    `max_tokens` None = the remaining window.
+    `logprobs` counts the alternatives reported per token (None = none reported at all); behind them
+    come the tokens of `logprobs_of`, however unlikely.
+    `cache_prompt` False neither uses nor fills the prefix cache.
+    `prediction` is text the client expects in the answer, which drafting tries first. Before
+    `min_tokens` neither the model's own end nor a token of `stop_token_ids` may come.
+    `thinking_tokens`: the longest reasoning (None: no limit).
+    `loops`: what counts as a loop and ends the answer (None: nothing).
+    `priority`: above 0 it is served before others, below 0 after them, as far as that starves
+    nobody (scheduler.arrival).
+    `tenant` is who asks, by the name of a key: what there is is shared evenly between tenants
+    (engine/scheduler.py). Only requests of the same `salt` use each other's KV.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -120,8 +145,8 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """Reasoning ends after `tokens` tokens: `closing` and `after` are put there. `opening` begins it, and with `opened`
-    the prompt has done so."""
+    """Reasoning ends after `tokens` tokens: `closing` and `after` are put there. `opening` begins
+    it, and with `opened` the prompt has done so."""
 
     tokens: int
     opening: str
@@ -135,13 +160,17 @@ class Request:
     """One `generation` behind a `prompt`, which is text (special tokens parsed) or token ids.
 
     `grammar` is a constraint as ("json_schema" | "lark" | "regex" | "gbnf", source).
-    `add_bos` puts the BOS token before a text, where the model wants one. `render_control` also writes control tokens
-    into the text, for replies whose structure they mark. `draft`: auto, ngram or off.
-    `answer_start` is the answer's beginning where the prompt ends in it: the grammar goes on behind it, where it allows that.
-    `continues` says that the end of the prompt is the beginning of the answer, which the model has just written: an
-    answer with reasoning or tool calls may be made in parts, one after the other and under one id. `thinking` is how
-    the generation's limit on its reasoning is kept in this model's words. `images`: the files in base64, each by the
-    mark that stands for it in a prompt of text.
+    `add_bos` puts the BOS token before a text, where the model wants one.
+    `render_control` also writes control tokens into the text, for replies whose structure they
+    mark.
+    `draft`: auto, ngram or off.
+    `answer_start` is the answer's beginning where the prompt ends in it: the grammar goes on behind
+    it, where it allows that.
+    `continues` says that the end of the prompt is the beginning of the answer, which the model has
+    just written: an answer with reasoning or tool calls may be made in parts, one after the other
+    and under one id.
+    `thinking` is how the generation's limit on its reasoning is kept in this model's words.
+    `images`: the files in base64, each by the mark that stands for it in a prompt of text.
     """
 
     id: str
@@ -159,7 +188,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. `cached_tokens` of the prompt were not prefilled; `cache_miss`: why the rest was."""
+    """Token counts of one request. `cached_tokens` of the prompt were not prefilled; `cache_miss`:
+    why the rest was."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -171,7 +201,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds by phase: waiting in the queue, prefilling, decoding; ttft_s runs from submit to the first token.
+    """Seconds by phase: waiting in the queue, prefilling, decoding; ttft_s runs from submit to the
+    first token.
     `decode_steps`: sweeps over the weights that decoded for it after the first token."""
 
     queued_s: float = 0.0
@@ -192,7 +223,8 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Prompt progress in tokens: `done` of `total`, of which `cached` came from the prefix cache."""
+    """Prompt progress in tokens: `done` of `total`, of which `cached` came from the prefix
+    cache."""
 
     kind: ClassVar[str] = "prefill"
     id: str
@@ -203,8 +235,8 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One generated token's text, id and log-probability, with the `top` alternatives as (text, id, logprob). Bytes of a text
-    that are no UTF-8 are surrogate escapes (PEP 383)."""
+    """One generated token's text, id and log-probability, with the `top` alternatives as (text, id,
+    logprob). Bytes of a text that are no UTF-8 are surrogate escapes (PEP 383)."""
 
     text: str
     token: int
@@ -214,7 +246,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """New text and the tokens behind it. `text` may be empty while a stop string or a split character is pending."""
+    """New text and the tokens behind it. `text` may be empty while a stop string or a split
+    character is pending."""
 
     kind: ClassVar[str] = "text"
     id: str
@@ -225,7 +258,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a request that went well (also when its client cancelled it). `stop` is the matched stop string."""
+    """The end of a request that went well (also when its client cancelled it). `stop` is the
+    matched stop string."""
 
     kind: ClassVar[str] = "finish"
     id: str
@@ -237,8 +271,8 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a request that did not: `code` names a leaf of localllm.errors. `counts`: the tokens of a prompt that
-    does not fit, and of the window."""
+    """The end of a request that did not: `code` names a leaf of localllm.errors. `counts`: the
+    tokens of a prompt that does not fit, and of the window."""
 
     kind: ClassVar[str] = "failure"
     id: str
@@ -257,7 +291,8 @@ _hints = cache(get_type_hints)
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """A plain JSON value as what its annotation says: dataclasses, tuples, and numbers that were keys."""
+    """A plain JSON value as what its annotation says: dataclasses, tuples, and numbers that were
+    keys."""
     kinds = get_args(kind)
     if hasattr(kind, "__dataclass_fields__") and value is not None:
         hints = _hints(kind)
@@ -288,8 +323,8 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def event_text(event: Event) -> str:
-    """The JSON text of `event_to_json(event)`, in ASCII. Text without logprobs is written by hand: this runs once per
-    token, between two steps of the model."""
+    """The JSON text of `event_to_json(event)`, in ASCII. Text without logprobs is written by hand:
+    this runs once per token, between two steps of the model."""
     if type(event) is Text and not event.logprobs:
         tokens = ",".join([str(t) for t in event.tokens])
         return f'{{"kind":"text","id":{_quote(event.id)},"text":{_quote(event.text)},"tokens":[{tokens}]}}'

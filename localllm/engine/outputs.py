@@ -1,4 +1,5 @@
-"""What a step computed becomes tokens, text and events: sampling, verifying drafts, and the rules that end an answer."""
+"""What a step computed becomes tokens, text and events: sampling, verifying drafts, and the rules
+that end an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from localllm.engine.sampling.row import Row
 from localllm.engine.sampling.sampler import Sampler
 from localllm.engine.scheduler import Grant
 from localllm.engine.vision import ImageSteps
-from localllm_backends.contract import Backend, BackendFailure, Chunk, ImagePart, SampleSpec, StepResult
+from localllm_backends.contract import (
+    Backend,
+    BackendFailure,
+    Chunk,
+    ImagePart,
+    SampleSpec,
+    StepResult,
+)
 
 
 @dataclass
@@ -34,9 +42,14 @@ class OutputProcessor:
         self._asked: list[tuple[Sampler, SampleSpec]] = []
 
     def send_text(self) -> None:
-        """Make the text of what was chosen since, where the next step's computing left time for that."""
+        """Make the text of what was chosen since, where the next step's computing left time for
+        that."""
         for job, tokens in self._pending:
-            text = job.text.push(tokens[0]) if len(tokens) == 1 else "".join(map(job.text.push, tokens))
+            text = (
+                job.text.push(tokens[0])
+                if len(tokens) == 1
+                else "".join(map(job.text.push, tokens))
+            )
             self.jobs.events.append(Text(job.id, text, tuple(tokens)))
         self._pending.clear()
 
@@ -73,8 +86,8 @@ class OutputProcessor:
         return Chunk(job.sequence, tokens, grant.n_tokens, *self._wanted(job, last=not job.draft))
 
     def _wanted(self, job: RunningRequest, *, last: bool) -> tuple[SampleSpec | None, bool]:
-        """How the backend may choose the token behind a chunk that is the `last` before it, and whether that is all of its row
-        that is looked at."""
+        """How the backend may choose the token behind a chunk that is the `last` before it, and
+        whether that is all of its row that is looked at."""
         if not (self._samples and last):
             return None, False
         sample = job.sampler.sample_spec(job.tokens)
@@ -107,7 +120,8 @@ class OutputProcessor:
         self.jobs.progress(job, job.n_kv)
 
     def _accept(self, job: RunningRequest, result: StepResult, index: int) -> None:
-        """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the KV."""
+        """Turn the outputs of a job's chunk into tokens; take rejected drafts back out of the
+        KV."""
         draft, drawn_from = job.draft, job.draft_from
         job.draft, job.draft_from = [], None
         before = len(job.tokens)
@@ -118,10 +132,16 @@ class OutputProcessor:
         if best and deferred and not draft:  # the usual step of a device
             finish = self._emit(job, best[0], None, None)
         else:
-            rows = result.logits(index) if not best or job.request.generation.logprobs is not None else None
+            rows = (
+                result.logits(index)
+                if not best or job.request.generation.logprobs is not None
+                else None
+            )
             accepted, finish = self._verify(job, _Drafted(draft, drawn_from, best, rows), texts)
         if deferred:
-            self._pending_text(job, job.tokens[before:] if finish != "stop" else job.tokens[before:-1])
+            self._pending_text(
+                job, job.tokens[before:] if finish != "stop" else job.tokens[before:-1]
+            )
         elif texts:
             self.jobs.events.append(_joined(texts))
         self._count_drafts(job, len(draft), accepted)
@@ -134,7 +154,8 @@ class OutputProcessor:
             self.jobs.finish(job, finish)
 
     def _defers_text(self, job: RunningRequest) -> bool:
-        """Whether its text is made beside the next step: what it may end, or its row explains, is sent before."""
+        """Whether its text is made beside the next step: what it may end, or its row explains, is
+        sent before."""
         if not self._defers or job.sampler.constraint is not None:
             return False
         return job.request.generation.logprobs is None and not job.text.watches
@@ -142,8 +163,8 @@ class OutputProcessor:
     def _verify(
         self, job: RunningRequest, drafted: _Drafted, texts: list[Text] | None
     ) -> tuple[int, FinishReason | None]:
-        """Emit tokens as far as the draft was right, and the one behind. Returns how many of it were, and why the request
-        ends, if it does."""
+        """Emit tokens as far as the draft was right, and the one behind. Returns how many of it
+        were, and why the request ends, if it does."""
         constraint, accepted = job.sampler.constraint, 0
         for i in range(len(drafted.tokens) + 1):
             row = None if drafted.rows is None else drafted.rows[i]
@@ -158,7 +179,8 @@ class OutputProcessor:
         return accepted, None
 
     def _count_drafts(self, job: RunningRequest, n_drafted: int, accepted: int) -> None:
-        """The KV of a drafted token that ended the answer is right too; what lies behind it is not."""
+        """The KV of a drafted token that ended the answer is right too; what lies behind it is
+        not."""
         rejected = n_drafted - accepted
         job.accepted_drafts += accepted
         job.rejected_drafts += rejected
@@ -171,7 +193,9 @@ class OutputProcessor:
         if tokens:
             self._pending.append((job, tokens))
 
-    def _chosen(self, job: RunningRequest, result: StepResult, index: int, n_drafted: int) -> list[int]:
+    def _chosen(
+        self, job: RunningRequest, result: StepResult, index: int, n_drafted: int
+    ) -> list[int]:
         """The tokens of a job's chunk where nobody need look at its rows here, else none."""
         token = result.sampled(index) if self._samples and not n_drafted else None
         if token is not None:
@@ -182,8 +206,11 @@ class OutputProcessor:
             return best if job.sampler.allows(best, len(job.tokens)) else []
         return []
 
-    def _emit(self, job: RunningRequest, token: int, row: Row | None, texts: list[Text] | None) -> FinishReason | None:
-        """Append one chosen token, and its text to `texts` (None: later); the reason if it ends the request."""
+    def _emit(
+        self, job: RunningRequest, token: int, row: Row | None, texts: list[Text] | None
+    ) -> FinishReason | None:
+        """Append one chosen token, and its text to `texts` (None: later); the reason if it ends the
+        request."""
         if job.first_token_s is None:
             job.first_token_s = now = self.jobs.clock()
             job.prefill_s = now - (job.admitted_s or now)
@@ -193,7 +220,9 @@ class OutputProcessor:
         if is_end:
             return "stop"
         if texts is not None:
-            texts.append(Text(job.id, job.text.push(token), (token,), self._logprobs(job, token, row)))
+            texts.append(
+                Text(job.id, job.text.push(token), (token,), self._logprobs(job, token, row))
+            )
         stopped = texts is not None and job.text.stopped_by is not None
         constraint = job.sampler.constraint
         if stopped or (constraint is not None and constraint.finished):
@@ -203,7 +232,9 @@ class OutputProcessor:
         n = len(job.tokens)
         return "length" if n - job.n_prompt >= job.max_tokens or n >= self._n_ctx else None
 
-    def _logprobs(self, job: RunningRequest, token: int, row: Row | None) -> tuple[TokenLogprob, ...]:
+    def _logprobs(
+        self, job: RunningRequest, token: int, row: Row | None
+    ) -> tuple[TokenLogprob, ...]:
         """Those that were asked for."""
         asked = job.request.generation
         if asked.logprobs is None or row is None:
@@ -218,7 +249,8 @@ class OutputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """A draft to be verified: its tokens, what they were drawn from (None: no distribution), what the backend chose (`best`,
+    """A draft to be verified: its tokens, what they were drawn from (None: no distribution), what
+    the backend chose (`best`,
     empty: nothing) and the rows of logits (None: not looked at)."""
 
     tokens: list[int]
@@ -236,7 +268,8 @@ class _Drafted:
 
 
 def _joined(texts: list[Text]) -> Text:
-    """One event for all a step said to one request: clients are woken once per step, not once per token."""
+    """One event for all a step said to one request: clients are woken once per step, not once per
+    token."""
     return Text(
         texts[0].id,
         "".join(t.text for t in texts),

@@ -1,11 +1,13 @@
-"""How prompts are read beside running streams: in chunks within their steps, or in slices of time between them.
+"""How prompts are read beside running streams: in chunks within their steps, or in slices of time
+between them.
 
-A chunk of prefill beside decoding must be short, and a short chunk is dear where the backend's kernels want many rows
-(llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where 512 read 160). A backend that can pause in the
-middle of a sweep (`Capabilities.sliced_prefill`) reads large pieces and still lets every stream have its next token in time:
-the prompt gets slices of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
-others go the ordinary way. Of one whose request leaves in the middle, what is computed stays. Every other backend reads its
-prompts in the scheduler's chunks alone.
+A chunk of prefill beside decoding must be short, and a short chunk is dear where the backend's
+kernels want many rows (llama.cpp on a CPU: at depth 2,500, 16 tokens a step read 100 tok/s where
+512 read 160). A backend that can pause in the middle of a sweep (`Capabilities.sliced_prefill`)
+reads large pieces and still lets every stream have its next token in time: the prompt gets slices
+of time between steps instead of tokens within them. One prompt at a time; shorter ones and all
+others go the ordinary way. Of one whose request leaves in the middle, what is computed stays. Every
+other backend reads its prompts in the scheduler's chunks alone.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant, Shares
 from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, PrefillSlices
 
-# Who has less to read than this part of what is left of the prompt in slices does not wait for its end: 600 tokens waited for
-# 30,000. So nobody waits for more than twice as many tokens as its own.
+# Who has less to read than this part of what is left of the prompt in slices does not wait for its
+# end: 600 tokens waited for 30,000. So nobody waits for more than twice as many tokens as its own.
 _MUCH_LESS = 0.5
-# The first slices are half as long: memory is made beside them, and until the system has moved new threads to processors of
-# their own a step behind one took 20 ms instead of 6.
+# The first slices are half as long: memory is made beside them, and until the system has moved new
+# threads to processors of their own a step behind one took 20 ms instead of 6.
 _FIRST_SLICES, _FIRST_SHARE = 8, 0.5
 
 
@@ -40,10 +42,13 @@ class ChunkedPrefill:
         return self.job is not None
 
     def advance(
-        self, running: Iterable[RunningRequest], slice_s: Callable[[], float], free_bytes: int | None
+        self,
+        running: Iterable[RunningRequest],
+        slice_s: Callable[[], float],
+        free_bytes: int | None,
     ) -> tuple[RunningRequest, int] | None:
-        """Before a step: read for `slice_s`, or begin with a prompt if `free_bytes` of memory are enough. Returns the request
-        that is read and how many tokens of it are done."""
+        """Before a step: read for `slice_s`, or begin with a prompt if `free_bytes` of memory are
+        enough. Returns the request that is read and how many tokens of it are done."""
         return None
 
     def excludes(self, job: RunningRequest) -> bool:
@@ -51,17 +56,22 @@ class ChunkedPrefill:
         return False
 
     def forget(self, job: RunningRequest, *, keep: bool) -> None:
-        """The request leaves the engine's hands: it ended, or is parked. `keep`: what is computed for it must be in its
-        sequence then, and counted by its `n_kv`."""
+        """The request leaves the engine's hands: it ended, or is parked. `keep`: what is computed
+        for it must be in its sequence then, and counted by its `n_kv`."""
 
     def close(self) -> None:
         """Stop whatever is under way."""
 
 
 def prefill_policy(
-    backend: Backend, least_tokens: int, metrics: Metrics, clock: Callable[[], float], shares: Shares
+    backend: Backend,
+    least_tokens: int,
+    metrics: Metrics,
+    clock: Callable[[], float],
+    shares: Shares,
 ) -> ChunkedPrefill:
-    """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all are)."""
+    """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all
+    are)."""
     if least_tokens > 0 and backend.capabilities.sliced_prefill:
         return SlicedPrefill(backend, least_tokens, metrics, clock, shares=shares)
     return ChunkedPrefill()
@@ -69,8 +79,9 @@ def prefill_policy(
 
 @dataclass
 class SlicedPrefill(ChunkedPrefill):
-    """At most one `job` whose prompt is being read between the steps; prompts with fewer than `least_tokens` to read are
-    not worth the context it takes. Tenants that have had less than that job's (`shares`) go first, in the steps."""
+    """At most one `job` whose prompt is being read between the steps; prompts with fewer than
+    `least_tokens` to read are not worth the context it takes. Tenants that have had less than that
+    job's (`shares`) go first, in the steps."""
 
     backend: Backend
     least_tokens: int
@@ -87,7 +98,10 @@ class SlicedPrefill(ChunkedPrefill):
     _refused: set[str] = field(default_factory=set)
 
     def advance(
-        self, running: Iterable[RunningRequest], slice_s: Callable[[], float], free_bytes: int | None
+        self,
+        running: Iterable[RunningRequest],
+        slice_s: Callable[[], float],
+        free_bytes: int | None,
     ) -> tuple[RunningRequest, int] | None:
         if self.job is None:
             self._begin(running, free_bytes)
@@ -104,8 +118,8 @@ class SlicedPrefill(ChunkedPrefill):
         return None
 
     def _begin(self, running: Iterable[RunningRequest], free_bytes: int | None) -> None:
-        """Take the longest waiting of the long prompts in hand if somebody else is decoding and `free_bytes` of memory
-        (None: unknown) are enough."""
+        """Take the longest waiting of the long prompts in hand if somebody else is decoding and
+        `free_bytes` of memory (None: unknown) are enough."""
         if self.job is not None:
             return
         jobs = list(running)
@@ -113,7 +127,10 @@ class SlicedPrefill(ChunkedPrefill):
         if not fit or all(j.prefilling for j in jobs):
             return
         job = min(fit, key=lambda j: (self.shares.computed_for(j.tenant) or 0, j.submitted_s))
-        if free_bytes is not None and self.backend.sliced_prefill_bytes(len(job.tokens)) > free_bytes:
+        if (
+            free_bytes is not None
+            and self.backend.sliced_prefill_bytes(len(job.tokens)) > free_bytes
+        ):
             return
         assert job.sequence is not None
         try:
@@ -126,13 +143,14 @@ class SlicedPrefill(ChunkedPrefill):
         self._read, self._waited, self._runs = 0, False, 0
 
     def _long(self, job: RunningRequest) -> bool:
-        """Is it a long prompt, and not just the end of one whose beginning would have to be copied?"""
+        """Is it a long prompt, and not just the end of one whose beginning would have to be
+        copied?"""
         new = job.prefilling and job.running and not job.images
         return new and job.pending > self.least_tokens and job.n_kv <= job.pending
 
     def excludes(self, job: RunningRequest) -> bool:
-        """True for what must not be in this step: the prompt that is read in slices, others as long (they are next), and
-        shorter ones too unless this step is theirs."""
+        """True for what must not be in this step: the prompt that is read in slices, others as long
+        (they are next), and shorter ones too unless this step is theirs."""
         if self.job is None:
             return False
         if job is self.job or not job.prefilling:
@@ -140,25 +158,30 @@ class SlicedPrefill(ChunkedPrefill):
         return not self._ahead(job) and (not self._waited or self._next(job))
 
     def _next(self, job: RunningRequest) -> bool:
-        """Does it wait until all of the prompt in slices is read? Long ones do that don't have much less to read."""
+        """Does it wait until all of the prompt in slices is read? Long ones do that don't have much
+        less to read."""
         left = self._stop - self._start - self._read
         return self._long(job) and job.pending >= _MUCH_LESS * left
 
     def _ahead(self, job: RunningRequest) -> bool:
-        """Has its tenant had less than that of the prompt which is read in slices? Then it goes first."""
+        """Has its tenant had less than that of the prompt which is read in slices? Then it goes
+        first."""
         return self.job is not None and self.shares.has_less(job.tenant, self.job.tenant)
 
     def _run(self, seconds: float, running: Iterable[RunningRequest]) -> int:
-        """Spend about `seconds` on it before a step; every second time not, if shorter prompts among the `running` want
-        the step. Returns the tokens newly computed. When all are, they become the job's KV piece by piece, and `job` is
-        None again. Where it can't go on, what is computed is kept and the rest is read the ordinary way."""
+        """Spend about `seconds` on it before a step; every second time not, if shorter prompts
+        among the `running` want the step. Returns the tokens newly computed. When all are, they
+        become the job's KV piece by piece, and `job` is None again. Where it can't go on, what is
+        computed is kept and the rest is read the ordinary way."""
         if self._slices is None or self.job is None or self._yields_to(running):
             return 0
         before = self._read
         try:
             if before < self._stop - self._start:
                 self._runs += 1
-                self._read = self._slices.run(seconds * (_FIRST_SHARE if self._runs <= _FIRST_SLICES else 1.0))
+                self._read = self._slices.run(
+                    seconds * (_FIRST_SHARE if self._runs <= _FIRST_SLICES else 1.0)
+                )
                 return self._read - before
             self._join(seconds)
         except BackendFailure:
@@ -168,7 +191,8 @@ class SlicedPrefill(ChunkedPrefill):
         return self._read - before
 
     def _yields_to(self, running: Iterable[RunningRequest]) -> bool:
-        """Do others read in this step: those of a tenant that is first, and every second time shorter prompts?"""
+        """Do others read in this step: those of a tenant that is first, and every second time
+        shorter prompts?"""
         reading = [j for j in running if j.steppable and j.prefilling]
         if any(self._ahead(job) for job in reading):
             return True
@@ -191,8 +215,9 @@ class SlicedPrefill(ChunkedPrefill):
                 break
 
     def _keep(self) -> None:
-        """Compute no more, and append what is computed to the job's sequence, as far as there are cells for it: nobody reads
-        that again. All at once, since whoever takes the sequence next wants it whole."""
+        """Compute no more, and append what is computed to the job's sequence, as far as there are
+        cells for it: nobody reads that again. All at once, since whoever takes the sequence next
+        wants it whole."""
         if self._slices is None or self.job is None:
             return
         self._read = self._slices.stop()
@@ -216,8 +241,9 @@ class SlicedPrefill(ChunkedPrefill):
 
 
 class PrefillInterrupt:
-    """Ends a step that reads one request's prompt and nothing else when its client leaves: on a large model such a step takes
-    many seconds, and cancels are taken up between steps. A step that others share goes on. Any thread may call."""
+    """Ends a step that reads one request's prompt and nothing else when its client leaves: on a
+    large model such a step takes many seconds, and cancels are taken up between steps. A step that
+    others share goes on. Any thread may call."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend if backend.capabilities.interruptible else None
@@ -232,7 +258,8 @@ class PrefillInterrupt:
 
     @contextmanager
     def running(self, grants: Sequence[Grant]) -> Iterator[None]:
-        """Around a step of `grants`; InterruptedStepError before it where its only request is about to leave."""
+        """Around a step of `grants`; InterruptedStepError before it where its only request is about
+        to leave."""
         alone = grants[0].key if len(grants) == 1 and grants[0].prefill else None
         with self._lock:
             if alone in self._leaving:

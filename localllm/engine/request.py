@@ -1,5 +1,5 @@
-"""One request while the engine works on it: its tokens, its place in the KV cache, its text (no half character, no half stop
-string is shown), its clock."""
+"""One request while the engine works on it: its tokens, its place in the KV cache, its text (no
+half character, no half stop string is shown), its clock."""
 
 from __future__ import annotations
 
@@ -31,21 +31,27 @@ if TYPE_CHECKING:
 
 # Of its sampling; its seed and biases are its client's business.
 _REPORTED = [name for name, allowed in SAMPLING_RANGES.items() if allowed.reported]
-# Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it prefills or decodes.
+# Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it
+# prefills or decodes.
 State = Literal["waiting", "restoring", "running"]
 
 
 @dataclass(eq=False)
 class RunningRequest:
-    """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not admitted).
+    """`tokens` = prompt + generated; the first `n_kv` of them have KV in `sequence` (None while not
+    admitted).
 
-    `draft` is verified by the next step; `draft_from` holds the distributions its tokens were drawn from (None: they
-    are plain guesses). `predicted` is the output its client expects, as tokens. While it waits, `matching` remembers what
-    its prompt was compared with, and while its grammar is compiled (`compilation`), or a state that it needs is being read
-    from disk (`reading`), it can't be admitted. While its `state`
-    is "restoring", its cached prefix comes back by `restoring`, and it is in no step but to compute a `gap` in it. `known`
-    is how far its prompt followed any known line. `admissions` counts how often it went on to running: a parked job does
-    so again, and `parked_tokens` of it were computed by then. `images` are those of its prompt, in order.
+    `draft` is verified by the next step;
+    `draft_from` holds the distributions its tokens were drawn from (None: they are plain guesses).
+    `predicted` is the output its client expects, as tokens. While it waits, `matching` remembers
+    what its prompt was compared with, and while its grammar is compiled (`compilation`), or a state
+    that it needs is being read from disk (`reading`), it can't be admitted. While its `state` is
+    "restoring", its cached prefix comes back by `restoring`, and it is in no step but to compute a
+    `gap` in it.
+    `known` is how far its prompt followed any known line.
+    `admissions` counts how often it went on to running: a parked job does so again, and
+    `parked_tokens` of it were computed by then.
+    `images` are those of its prompt, in order.
     `number` is its own in this process."""
 
     request: Request
@@ -98,7 +104,8 @@ class RunningRequest:
 
     @property
     def shares(self) -> bool:
-        """True if its KV may come from others and go to others: from the prefix cache, a neighbour, and back."""
+        """True if its KV may come from others and go to others: from the prefix cache, a neighbour,
+        and back."""
         return self.request.generation.cache_prompt
 
     def line(self, start: int = 0, stop: int | None = None) -> Tokens:
@@ -111,7 +118,8 @@ class RunningRequest:
         return len(self.tokens) - self.n_prompt
 
     def ends_with(self, token: int, eog: frozenset[int]) -> bool:
-        """True if `token` ends the answer: the model's own end (`eog`), or one that its client named."""
+        """True if `token` ends the answer: the model's own end (`eog`), or one that its client
+        named."""
         generation = self.request.generation
         ends = (token in eog and not generation.ignore_eos) or token in generation.stop_token_ids
         return ends and self.n_generated >= generation.min_tokens
@@ -124,7 +132,9 @@ class RunningRequest:
     @property
     def to_compute(self) -> int:
         """Tokens known but without KV that no cache is about to bring."""
-        coming = self.restoring.in_place + self.restoring.plan.saved if self.restoring is not None else 0
+        coming = (
+            self.restoring.in_place + self.restoring.plan.saved if self.restoring is not None else 0
+        )
         return len(self.tokens) - max(self.n_kv, coming)
 
     @property
@@ -145,7 +155,8 @@ class RunningRequest:
 
     @property
     def gap(self) -> int | None:
-        """Where a gap in its cached prefix ends that must be computed before more of it can be imported."""
+        """Where a gap in its cached prefix ends that must be computed before more of it can be
+        imported."""
         return self.restoring.computes_to if self.restoring is not None else None
 
     @property
@@ -155,9 +166,12 @@ class RunningRequest:
 
     @property
     def until_checkpoint(self) -> int:
-        """Tokens that may be prefilled before the next checkpoint must be taken, or the next cached part be imported."""
+        """Tokens that may be prefilled before the next checkpoint must be taken, or the next cached
+        part be imported."""
         borders = [i.start for i in self.images]
-        ahead = [c - self.n_kv for c in (*self.checkpoints, *borders, self.gap or 0) if c > self.n_kv]
+        ahead = [
+            c - self.n_kv for c in (*self.checkpoints, *borders, self.gap or 0) if c > self.n_kv
+        ]
         return min([self.pending, *ahead])
 
     @property
@@ -208,13 +222,17 @@ class RunningRequest:
 
 
 def too_long(request: Request, n_prompt: int, n_ctx: int) -> Failure | None:
-    """What ends a request whose prompt, or all that it asks for behind it, is more than `n_ctx` tokens; None where it isn't."""
+    """What ends a request whose prompt, or all that it asks for behind it, is more than `n_ctx`
+    tokens; None where it isn't."""
     most, room = request.generation.max_tokens, n_ctx - n_prompt
     if room < 1:
         said = f"the prompt has {n_prompt} tokens and the served context is {n_ctx}"
         return Failure(request.id, "context_length_exceeded", said, counts=(n_prompt, n_ctx))
     if most is not None and most > room:
-        said = f"the prompt has {n_prompt} tokens and max_tokens asks for {most} more; the served context is {n_ctx}"
+        said = (
+            f"the prompt has {n_prompt} tokens and max_tokens asks for {most} more; the served "
+            f"context is {n_ctx}"
+        )
         return Failure(request.id, "context_length_exceeded", said)
     return None
 
@@ -245,9 +263,13 @@ def running_request(
         n_prompt=len(prompt),
         max_tokens=room if generation.max_tokens is None else generation.max_tokens,
         sampler=Sampler(generation.sampling, rules=rules),
-        text=TextStream(partial(backend.token_bytes, special=request.render_control), generation.stop, spell),
+        text=TextStream(
+            partial(backend.token_bytes, special=request.render_control), generation.stop, spell
+        ),
         submitted_s=submitted_s,
-        predicted=backend.tokenize(generation.prediction, special=False) if generation.prediction else [],
+        predicted=backend.tokenize(generation.prediction, special=False)
+        if generation.prediction
+        else [],
         loop_guard=LoopGuard(generation.loops) if generation.loops is not None else None,
     )
 
@@ -255,18 +277,22 @@ def running_request(
 class TextStream:
     """Decodes one request's tokens and watches for its stop strings.
 
-    Text that could still become a stop string is held back; `flush` releases it at the end. Control tokens have no text;
-    to a stop string they are what `spell` makes of them.
+    Text that could still become a stop string is held back; `flush` releases it at the end. Control
+    tokens have no text; to a stop string they are what `spell` makes of them.
     """
 
     def __init__(
-        self, token_bytes: Callable[[int], bytes], stops: Seq[str] = (), spell: Callable[[int], bytes] | None = None
+        self,
+        token_bytes: Callable[[int], bytes],
+        stops: Seq[str] = (),
+        spell: Callable[[int], bytes] | None = None,
     ) -> None:
         self._token_bytes, self._spell = token_bytes, spell or token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [s for s in stops if s]
         self._longest = max((len(s) for s in self._stops), default=0)
-        # Most text has no letter that a stop string begins with: with dozens of them that is worth knowing first.
+        # Most text has no letter that a stop string begins with: with dozens of them that is worth
+        # knowing first.
         self._begins = re.compile("|".join({re.escape(s[0]) for s in self._stops}))
         self._held = ""
         self._shown: list[bool] = []  # of each held letter
@@ -278,7 +304,8 @@ class TextStream:
         return bool(self._stops)
 
     def push(self, token: int) -> str:
-        """Text that `token` makes safe to show; sets `stopped_by` when a stop string is complete."""
+        """Text that `token` makes safe to show; sets `stopped_by` when a stop string is
+        complete."""
         data = self._token_bytes(token)
         if not data and self._stops:
             return self._release(self._spell(token).decode("utf-8", "replace"), shown=False)
@@ -320,13 +347,15 @@ class TextStream:
 
 
 class LoopGuard:
-    """Says when an answer has become periodic: its last tokens are one pattern of min_pattern_size to max_pattern_size tokens,
-    min_count times in a row (vLLM's `repetition_detection`). Tokens of the prompt do not count."""
+    """Says when an answer has become periodic: its last tokens are one pattern of min_pattern_size
+    to max_pattern_size tokens, min_count times in a row (vLLM's `repetition_detection`). Tokens of
+    the prompt do not count."""
 
     def __init__(self, limits: LoopLimits) -> None:
         self._most = limits.max_pattern_size
         sizes = np.arange(1, self._most + 1)
-        # For each size, how many tokens in a row equal the one that many before them; and how many are a loop.
+        # For each size, how many tokens in a row equal the one that many before them; and how many
+        # are a loop.
         self._runs = np.zeros(self._most, dtype=np.int64)
         self._needed = sizes * (limits.min_count - 1)
         self._needed[: limits.min_pattern_size - 1] = np.iinfo(np.int64).max

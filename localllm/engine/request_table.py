@@ -1,4 +1,5 @@
-"""Every request in the engine's hands: who waits, who runs, what is to be said of them, and the one way out for each."""
+"""Every request in the engine's hands: who waits, who runs, what is to be said of them, and the one
+way out for each."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _PREFILL_EVENT_S = 0.25
 
 @dataclass
 class RequestTable:
-    """`waiting` and `running` by id, in order of arrival and admission; `events` not told yet. `shares`: who of those
-    that ask has had how much."""
+    """`waiting` and `running` by id, in order of arrival and admission; `events` not told yet.
+    `shares`: who of those that ask has had how much."""
 
     pool: SequencePool
     speculator: Speculator
@@ -52,7 +53,9 @@ class RequestTable:
     @property
     def compiling_alone(self) -> bool:
         """True while there is nothing to do but to wait for somebody's grammar."""
-        return not self.running and any(job.compilation is not None for job in self.waiting.values())
+        return not self.running and any(
+            job.compilation is not None for job in self.waiting.values()
+        )
 
     def computed(self, job: RunningRequest) -> int | None:
         """The tokens computed for its tenant (see Shares.computed_for)."""
@@ -64,10 +67,12 @@ class RequestTable:
         return Want(job.id, prefill, decode, now_s - job.arrived_s, self.computed(job))
 
     def overview(self) -> list[dict[str, Any]]:
-        """Every job as plain values, without a word of its prompt: those that run in order of admission, then those
-        that wait."""
+        """Every job as plain values, without a word of its prompt: those that run in order of
+        admission, then those that wait."""
         return [
-            job.overview("waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode")
+            job.overview(
+                "waiting" if job.id in self.waiting else "prefill" if job.prefilling else "decode"
+            )
             for job in (*self.running.values(), *self.waiting.values())
         ]
 
@@ -75,15 +80,19 @@ class RequestTable:
         """A request joins those that wait."""
         self.waiting[job.id] = job
         self.shares.arrive(job.tenant)
-        self.metrics.requests += not job.request.continues  # a further part of an answer is no further request
+        # a further part of an answer is no further request
+        self.metrics.requests += not job.request.continues
 
     def queued(self, job: RunningRequest) -> Queued:
         """What says that it waits, and behind how many."""
         return Queued(job.id, len(self.waiting) - 1 + len(self.running))
 
     def take_compiled(self) -> None:
-        """Those whose grammar is compiled join the queue; one that can't be enforced ends its request."""
-        for job in [j for j in self.waiting.values() if j.compilation is not None and j.compilation.done]:
+        """Those whose grammar is compiled join the queue; one that can't be enforced ends its
+        request."""
+        for job in [
+            j for j in self.waiting.values() if j.compilation is not None and j.compilation.done
+        ]:
             compilation, job.compilation = job.compilation, None
             assert compilation is not None
             if compilation.constraint is None:
@@ -98,8 +107,9 @@ class RequestTable:
         return events
 
     def detach(self, job: RunningRequest, *, keep: bool) -> int | None:
-        """Take a job out of everybody's hands; returns its sequence, which is the caller's now, and whose tokens are counted
-        by `n_kv` from here on. `keep`: the caller has a use for them, so that all that are computed must be among them."""
+        """Take a job out of everybody's hands; returns its sequence, which is the caller's now, and
+        whose tokens are counted by `n_kv` from here on. `keep`: the caller has a use for them, so
+        that all that are computed must be among them."""
         self.waiting.pop(job.id, None)
         self.running.pop(job.id, None)
         self._progress_s.pop(job.id, None)
@@ -112,8 +122,11 @@ class RequestTable:
         sequence, job.sequence = job.sequence, None
         return sequence
 
-    def finish(self, job: RunningRequest, reason: FinishReason, failure: Failure | None = None) -> None:
-        """It ended well, or its client left, or it can't go on: its KV stays for others if it shares."""
+    def finish(
+        self, job: RunningRequest, reason: FinishReason, failure: Failure | None = None
+    ) -> None:
+        """It ended well, or its client left, or it can't go on: its KV stays for others if it
+        shares."""
         rest = job.text.flush() if reason != "cancelled" else ""
         if rest:
             self.events.append(Text(job.id, rest))
@@ -145,7 +158,8 @@ class RequestTable:
         return job.line(0, n)
 
     def park(self, job: RunningRequest) -> None:
-        """Take a running job out of the context, to wait for its turn again; what it has read stays in the cache."""
+        """Take a running job out of the context, to wait for its turn again; what it has read stays
+        in the cache."""
         sequence = self.detach(job, keep=job.shares)
         assert sequence is not None
         held = self._held_tokens(job, sequence)

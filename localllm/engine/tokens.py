@@ -1,9 +1,11 @@
-"""Images among tokens: each is a run of numbers outside the vocabulary, the same for the same pixels and projector.
+"""Images among tokens: each is a run of numbers outside the vocabulary, the same for the same
+pixels and projector.
 
-So a line with images is a line of tokens like any other, in the prefix cache, in memory and on disk. The numbers are below
-zero: 29 bits of a hash that goes on from token to token, whether it is the last of its image, and whether the first. A
-line must never be cut within an image: `image_boundary` says where it may be. Lines of those who share nothing begin with
-other numbers, above every vocabulary (`salted`).
+So a line with images is a line of tokens like any other, in the prefix cache, in memory and on
+disk. The numbers are below
+zero: 29 bits of a hash that goes on from token to token, whether it is the last of its image, and
+whether the first. A line must never be cut within an image: `image_boundary` says where it may be.
+Lines of those who share nothing begin with other numbers, above every vocabulary (`salted`).
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from localllm_backends.control_text import LiteralText, control_texts
 # A line of token ids, images among them.
 Tokens = NDArray[np.int32]
 _FIRST, _LAST = 1, 2
-# So many hashes of 30 bits at a line's beginning: no two salts can be found whose lines go on together from there.
+# So many hashes of 30 bits at a line's beginning: no two salts can be found whose lines go on
+# together from there.
 _SALTED_TOKENS, _ABOVE_VOCABULARIES = 4, 2**30
 
 
 def salted(tokens: Seq[int] | Tokens, salt: str, start: int = 0) -> Tokens:
-    """`tokens`, the first of them number `start` of their line, as the cache knows them: a line with a `salt` ("": none) has
-    nothing in common with one that has another. An image's have its hash, which is salted too."""
+    """`tokens`, the first of them number `start` of their line, as the cache knows them: a line
+    with a `salt` ("": none) has nothing in common with one that has another. An image's have its
+    hash, which is salted too."""
     line = np.array(tokens, dtype=np.int32)
     for i in range(start, min(start + len(line), _SALTED_TOKENS)) if salt else ():
         token = int(line[i - start])
@@ -47,8 +51,11 @@ def split(text: str, marks: Collection[str]) -> list[tuple[str, bool]]:
     return [(part, i % 2 == 1) for i, part in enumerate(parts) if part]
 
 
-def tokenized(backend: Backend, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
-    """The tokens of `text`; where it is marked (control_text.py) control tokens in it are text, whatever `special` says."""
+def tokenized(
+    backend: Backend, text: str, *, special: bool = True, add_bos: bool = False
+) -> list[int]:
+    """The tokens of `text`; where it is marked (control_text.py) control tokens in it are text,
+    whatever `special` says."""
     tokens: list[int] = []
     for i, run in enumerate(control_texts(backend.info.control_texts).runs(text)):
         parsed = special and not isinstance(run, LiteralText)
@@ -76,7 +83,9 @@ def numbers(key: bytes, n_tokens: int) -> list[int]:
     return [-1 - b for b in bits.tolist()]
 
 
-def laid_out(runs: Seq[list[int] | ImageRun], salt: str = "") -> tuple[list[int], tuple[Placed, ...]]:
+def laid_out(
+    runs: Seq[list[int] | ImageRun], salt: str = ""
+) -> tuple[list[int], tuple[Placed, ...]]:
     """The tokens of a prompt, and where its images are."""
     tokens: list[int] = []
     placed: list[Placed] = []
@@ -101,7 +110,8 @@ def image_boundary(line: Seq[int] | Tokens, n: int) -> int:
 
 
 def next_image_boundary(line: Seq[int] | Tokens, n: int) -> int:
-    """The smallest number of tokens, at least `n`, at which `line` may be cut; all of it where there is none."""
+    """The smallest number of tokens, at least `n`, at which `line` may be cut; all of it where
+    there is none."""
     while 0 < n < len(line) and line[n - 1] < 0 and not (-1 - int(line[n - 1])) & _LAST:
         n += 1
     return n

@@ -1,7 +1,9 @@
-"""Prompts with images on their way into the engine: files decoded and laid out as tokens, and encoded into embeddings.
+"""Prompts with images on their way into the engine: files decoded and laid out as tokens, and
+encoded into embeddings.
 
-Both happen beside the engine's thread. An image whose KV is known already is never encoded; one that must be, once, while
-the text before it is read, and its embeddings are kept, in memory and on disk, for the line that has lost its KV.
+Both happen beside the engine's thread. An image whose KV is known already is never encoded; one
+that must be, once, while the text before it is read, and its embeddings are kept, in memory and on
+disk, for the line that has lost its KV.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from localllm_backends.contract import Backend, BackendFailure, ImagePixels, Ima
 from localllm_backends.control_text import control_texts
 
 Embeddings = NDArray[np.float32]
-# Pixels are kept for the encoder, which comes soon: after that a file that is seen again is known by its size and hash.
+# Pixels are kept for the encoder, which comes soon: after that a file that is seen again is known
+# by its size and hash.
 _PIXELS_BYTES = 128 * 10**6
 _EMBEDDINGS_BYTES = 256 * 10**6
 _FOLDER_BYTES = 2 * 10**9
@@ -48,7 +51,8 @@ class ImageReader:
     def read(
         self, prompt: str, images: dict[str, str], *, add_bos: bool, salt: str = ""
     ) -> tuple[list[int], tuple[Placed, ...]]:
-        """The prompt's tokens, and where its images are. `images`: files in base64, each by its mark. Raises BackendFailure."""
+        """The prompt's tokens, and where its images are. `images`: files in base64, each by its
+        mark. Raises BackendFailure."""
         parts = split(prompt, images)
         if sum(image for _, image in parts) > MOST_IMAGES:
             raise ImageError(f"a prompt may have {MOST_IMAGES} images at most")
@@ -62,14 +66,17 @@ class ImageReader:
         name = hashlib.sha256(file.encode(errors="surrogatepass")).hexdigest()
         picture = self._pixels.pop(name, None) or decode(from_base64(file))
         self._pixels[name] = picture
-        while len(self._pixels) > 1 and sum(len(p.data) for p in self._pixels.values()) > _PIXELS_BYTES:
+        while (
+            len(self._pixels) > 1
+            and sum(len(p.data) for p in self._pixels.values()) > _PIXELS_BYTES
+        ):
             self._pixels.popitem(last=False)
         return picture
 
 
 class Encoder:
-    """Encodes what the engine asks for, one image at a time, in a thread of its own; `folder` keeps what came of it
-    (None: nowhere). Its methods belong to the engine's thread."""
+    """Encodes what the engine asks for, one image at a time, in a thread of its own; `folder` keeps
+    what came of it (None: nowhere). Its methods belong to the engine's thread."""
 
     def __init__(self, backend: Backend, folder: Path | None = None) -> None:
         self.backend, self.folder = backend, folder
@@ -86,7 +93,8 @@ class Encoder:
             future.add_done_callback(lambda done: self._write_file(run, done))
 
     def embeddings(self, run: ImageRun) -> Embeddings | None:
-        """What the image came to; None while it is being encoded. Raises BackendFailure where it can't be."""
+        """What the image came to; None while it is being encoded. Raises BackendFailure where it
+        can't be."""
         self.want(run)
         future = self._found[run.key]
         if not future.done():
@@ -102,7 +110,11 @@ class Encoder:
 
     def wait(self, seconds: float) -> None:
         """Until something is encoded, or for so long."""
-        wait([future for future in self._found.values() if not future.done()], seconds, FIRST_COMPLETED)
+        wait(
+            [future for future in self._found.values() if not future.done()],
+            seconds,
+            FIRST_COMPLETED,
+        )
 
     def snapshot(self) -> dict[str, float | int | str]:
         return {
@@ -118,7 +130,11 @@ class Encoder:
 
     def _held(self) -> dict[bytes, Embeddings]:
         """What is in memory, unused the longest first."""
-        done = {key: future for key, future in self._found.items() if future.done() and future.exception() is None}
+        done = {
+            key: future
+            for key, future in self._found.items()
+            if future.done() and future.exception() is None
+        }
         return {key: future.result() for key, future in done.items()}
 
     def _forget_the_oldest(self) -> None:
@@ -130,7 +146,7 @@ class Encoder:
             del self._found[key]
             excess_bytes -= found.nbytes
 
-    # --- the thread ----------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _encode(self, run: ImageRun) -> Embeddings:
         found = self._read_file(run)
@@ -177,7 +193,10 @@ class Encoder:
     def _make_room(self) -> None:
         """The longest unused files go where there are too many bytes of them."""
         assert self.folder is not None
-        files = [StoredFile(f.stat().st_mtime_ns, f.stat().st_size, f) for f in self.folder.glob("*.image")]
+        files = [
+            StoredFile(f.stat().st_mtime_ns, f.stat().st_size, f)
+            for f in self.folder.glob("*.image")
+        ]
         excess_bytes = sum(file.size_bytes for file in files) - _FOLDER_BYTES
         for file in files_to_remove(files, excess_bytes, time.time_ns())[0]:
             file.path.unlink(missing_ok=True)
@@ -204,11 +223,14 @@ def from_base64(text: str) -> bytes:
 
 
 def decode(data: bytes) -> ImagePixels:
-    """The first frame, turned as its camera was held, on white where it is transparent. Raises ImageError."""
+    """The first frame, turned as its camera was held, on white where it is transparent. Raises
+    ImageError."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as e:
-        raise ImageError("images can't be decoded here: Pillow is not installed (`pip install pillow`)") from e
+        raise ImageError(
+            "images can't be decoded here: Pillow is not installed (`pip install pillow`)"
+        ) from e
     if len(data) > MOST_BYTES:
         raise ImageError(f"the image has {len(data)} bytes, {MOST_BYTES} at most are read")
     try:
@@ -221,7 +243,9 @@ def decode(data: bytes) -> ImagePixels:
     except ImageError:
         raise
     except UnidentifiedImageError as e:
-        raise ImageError(f"this is no image that can be read: {_looks_like(data)}; PNG, JPEG, WebP and GIF are") from e
+        raise ImageError(
+            f"this is no image that can be read: {_looks_like(data)}; PNG, JPEG, WebP and GIF are"
+        ) from e
     except Image.DecompressionBombError as e:
         raise ImageError(f"the image is too large: {MOST_PIXELS} pixels at most are read") from e
     except MemoryError as e:
@@ -235,7 +259,8 @@ def _check_size(width: int, height: int) -> None:
         raise ImageError("the image is empty")
     if width > MOST_SIDE or height > MOST_SIDE or width * height > MOST_PIXELS:
         raise ImageError(
-            f"the image has {width} × {height} pixels; {MOST_PIXELS // 10**6} million and {MOST_SIDE} a side are the most"
+            f"the image has {width} × {height} pixels; {MOST_PIXELS // 10**6} million and "
+            f"{MOST_SIDE} a side are the most"
         )
 
 
@@ -275,10 +300,12 @@ _AHEAD = 2
 
 @dataclass
 class ImageSteps:
-    """Plans the steps that read images, each in a step of its own: a batch has tokens or embeddings, not both.
+    """Plans the steps that read images, each in a step of its own: a batch has tokens or
+    embeddings, not both.
 
-    `indivisible`: the tokens of an image can't be parted. `waiting`: somebody could go on if only an image were encoded. `failed`:
-    whose image could not be, and why. `chosen`: the embeddings of the image that was planned last."""
+    `indivisible`: the tokens of an image can't be parted. `waiting`: somebody could go on if only
+    an image were encoded. `failed`: whose image could not be, and why. `chosen`: the embeddings of
+    the image that was planned last."""
 
     encoder: Encoder
     indivisible: bool
@@ -291,11 +318,16 @@ class ImageSteps:
         """Why these can't be read, "" if they can."""
         largest = max((i.run.n_tokens for i in images), default=0)
         if self.indivisible and largest > n_batch:
-            return f"an image comes to {largest} tokens that this model must read at once; {n_batch} are the most here"
+            return (
+                f"an image comes to {largest} tokens that this model must read at once; "
+                f"{n_batch} "
+                "are the most here"
+            )
         return ""
 
     def _embeddings(self, job: RunningRequest) -> Embeddings | None:
-        """Those of the image that it reads next; None where it reads text, or they are not made yet or can't be."""
+        """Those of the image that it reads next; None where it reads text, or they are not made yet
+        or can't be."""
         if job.image is None:
             return None
         try:
@@ -329,7 +361,8 @@ class ImageSteps:
 
 
 def image_steps(backend: Backend, kept: str | None) -> ImageSteps | None:
-    """What plans the images of this backend, whose embeddings are kept under `kept` (None: in memory only); None where it sees none."""
+    """What plans the images of this backend, whose embeddings are kept under `kept` (None: in
+    memory only); None where it sees none."""
     if not backend.capabilities.vision:
         return None
     folder = Path(kept) / "images" if kept is not None else None

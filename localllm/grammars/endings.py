@@ -1,4 +1,5 @@
-"""What is made of a schema before it goes to the grammar engine: numbers with an end, and the definitions that it leads to."""
+"""What is made of a schema before it goes to the grammar engine: numbers with an end, and the
+definitions that it leads to."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _CLASS = re.compile(r"\\.|\[(\^?)((?:\\.|[^\]\\])+)\]", re.DOTALL)
 
 
 def with_ends(schema: Any, *, finest: bool) -> Any:
-    """`schema` whose numbers have an end; `finest`: with so many digits behind the point and no more, which
-    llguidance does not hold beside integers and other multiples."""
+    """`schema` whose numbers have an end; `finest`: with so many digits behind the point and no
+    more, which llguidance does not hold beside integers and other multiples."""
     if isinstance(schema, list):
         return [with_ends(inner, finest=finest) for inner in schema]
     if not isinstance(schema, dict):
@@ -24,7 +25,9 @@ def with_ends(schema: Any, *, finest: bool) -> Any:
     out: dict[str, Any] = {}
     for word, said in schema.items():
         if word == "patternProperties":
-            out[word] = {_escapable(name): with_ends(inner, finest=finest) for name, inner in said.items()}
+            out[word] = {
+                _escapable(name): with_ends(inner, finest=finest) for name, inner in said.items()
+            }
         elif word in NAMED:
             out[word] = {name: with_ends(inner, finest=finest) for name, inner in said.items()}
         elif word == "pattern":
@@ -51,8 +54,8 @@ def _bound(schema: dict[str, Any], *, finest: bool) -> None:
 
 
 def _escapable(pattern: str) -> str:
-    r"""`pattern` without form feeds in classes of what a letter is not: a class that has all of \b \t \n \f \r is to llguidance
-    one that has \ and " as well (1.9.1)."""
+    r"""`pattern` without form feeds in classes of what a letter is not: a class that has all of \b
+    \t \n \f \r is to llguidance one that has \ and " as well (1.9.1)."""
 
     def narrowed(found: re.Match[str]) -> str:
         if found[1] is None or not (found[1] or r"\x0" in found[2] or r"\u00" in found[2]):

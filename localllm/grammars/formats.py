@@ -1,9 +1,13 @@
-"""Formats of texts in schemas: those that the grammar engine knows, and expressions for the others that can have one."""
+"""Formats of texts in schemas: those that the grammar engine knows, and expressions for the others
+that can have one."""
 
 from __future__ import annotations
 
-# llguidance's, of which the others are annotations, as the specification has them all (draft 2020-12, validation 7.2.1).
-FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+# llguidance's, of which the others are annotations, as the specification has them all (draft
+# 2020-12, validation 7.2.1).
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
 # Those of the specification's others that an expression can hold, if not to the letter.
 _TOKEN = r"(?:~[01]|[^~/])*"
 _CLASS = r"\[\^?(?:a-z|A-Z|0-9|[\w .,:;@#%&=+*?(){}|<>!~$'\"`/]|\\[\w.*+?^$|()\[\]{}/\\-])+-?\]"

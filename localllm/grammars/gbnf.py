@@ -1,9 +1,10 @@
 """llama.cpp's grammars (GBNF) in Lark, letter by letter, so that they mean what they mean there.
 
-llguidance reads texts with a lexer that takes the longest match, llama.cpp takes every letter by itself. A grammar without
-recursion is one regular expression, where that makes no difference. Of one with recursion every letter is a terminal,
-but for parts that no other terminal begins like and that end where they match (a string between quotes, say).
-Source of the notation: llama.cpp, src/llama-grammar.cpp and grammars/README.md.
+llguidance reads texts with a lexer that takes the longest match, llama.cpp takes every letter by
+itself. A grammar without recursion is one regular expression, where that makes no difference. Of
+one with recursion every letter is a terminal, but for parts that no other terminal begins like and
+that end where they match (a string between quotes, say). Source of the notation: llama.cpp,
+src/llama-grammar.cpp and grammars/README.md.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ _Node: TypeAlias = _Letter | _Named | _Ways | _Times
 
 
 def lark_of(source: str) -> str:
-    """`source` in Lark's notation; one that is in it already comes back as it is. Raises ValueError, which says what can't
-    be read, and where."""
+    """`source` in Lark's notation; one that is in it already comes back as it is. Raises
+    ValueError, which says what can't be read, and where."""
     if _LARK.search(source):
         return source
     rules = _GbnfReader(source).rules()
@@ -267,7 +268,9 @@ class _LarkWriter:
         if whole is not None:
             return f"start: /{whole}/\n"
         self._whole = self._terminals()
-        lines = [f"{self._numbers[name]}: {self._written(rule)}" for name, rule in self._rules.items()]
+        lines = [
+            f"{self._numbers[name]}: {self._written(rule)}" for name, rule in self._rules.items()
+        ]
         return "\n".join([f"start: {self._numbers['root']}", *lines]) + "\n"
 
     # --- expressions
@@ -288,7 +291,13 @@ class _LarkWriter:
         if isinstance(node, _Times):
             inner = self._expression(node.node)
             high = "" if node.high is None else node.high
-            return None if inner is None else f"(?:{inner}){{{node.low},{high}}}" if node.high != 0 else "(?:)"
+            return (
+                None
+                if inner is None
+                else f"(?:{inner}){{{node.low},{high}}}"
+                if node.high != 0
+                else "(?:)"
+            )
         ways = [self._joined(way) for way in node.ways]
         if None in ways:
             return None
@@ -303,9 +312,16 @@ class _LarkWriter:
 
     def _terminals(self) -> set[str]:
         """Expressions of runs that may be terminals as a whole."""
-        runs = {run for rule in self._rules.values() for way in _all_ways(rule) for run in self._runs(way)}
+        runs = {
+            run
+            for rule in self._rules.values()
+            for way in _all_ways(rule)
+            for run in self._runs(way)
+        }
         ends = {
-            run: expression for run in runs if (expression := self._joined(run)) and _ends_where_it_matches(expression)
+            run: expression
+            for run in runs
+            if (expression := self._joined(run)) and _ends_where_it_matches(expression)
         }
         good: set[str] = set()
         for run, expression in ends.items():
@@ -321,7 +337,10 @@ class _LarkWriter:
             if not isinstance(node, _Letter):
                 continue
             for j in range(len(way), i + 2, -1):
-                if any(isinstance(n, _Times) for n in way[i:j]) and self._joined(way[i:j]) is not None:
+                if (
+                    any(isinstance(n, _Times) for n in way[i:j])
+                    and self._joined(way[i:j]) is not None
+                ):
                     yield tuple(way[i:j])
 
     def _first(self, run: Sequence[_Node]) -> Ranges:
@@ -392,11 +411,15 @@ def _all_ways(node: _Node) -> Iterator[tuple[_Node, ...]]:
 
 
 def _class(ranges: Ranges) -> str:
-    """The expression of one letter. Every code is spelled out: signs between brackets mean something there."""
+    """The expression of one letter. Every code is spelled out: signs between brackets mean
+    something there."""
     if ranges == ((0, _LAST),):
         return "(?s:.)"
     codes = ((max(low, 0xE000) if 0xD800 <= low < 0xE000 else low, high) for low, high in ranges)
-    said = (f"\\x{{{low:X}}}" if low == high else f"\\x{{{low:X}}}-\\x{{{high:X}}}" for low, high in codes)
+    said = (
+        f"\\x{{{low:X}}}" if low == high else f"\\x{{{low:X}}}-\\x{{{high:X}}}"
+        for low, high in codes
+    )
     return f"[{''.join(said)}]" if ranges else "[^\\x{0}-\\x{10FFFF}]"
 
 
@@ -407,5 +430,11 @@ def _meet(one: Ranges, other: Ranges) -> bool:
 def _ends_where_it_matches(expression: str) -> bool:
     """True where nothing that matches goes on as something else that does."""
     return empty(
-        {"type": "string", "allOf": [{"pattern": f"^(?:{expression})$"}, {"pattern": f"^(?:{expression}(?s:.)+)$"}]}
+        {
+            "type": "string",
+            "allOf": [
+                {"pattern": f"^(?:{expression})$"},
+                {"pattern": f"^(?:{expression}(?s:.)+)$"},
+            ],
+        }
     )

@@ -1,7 +1,8 @@
 """JSON values as Lark: members in any order, or in the schema's, and numbers with an end.
 
-llguidance's own grammar of a schema has the members of an object in one order and lets numbers go on without end. Here
-objects, lists and plain values are rules; what else a schema says of a value stays a schema of llguidance's.
+llguidance's own grammar of a schema has the members of an object in one order and lets numbers go
+on without end. Here objects, lists and plain values are rules; what else a schema says of a value
+stays a schema of llguidance's.
 """
 
 from __future__ import annotations
@@ -13,13 +14,23 @@ from itertools import chain, combinations, product
 from typing import Any
 
 from localllm.grammars.endings import reachable, with_ends
-from localllm.grammars.members import OBJECT, all_taken, as_name, both_of, kinds_of, merged, name_matches, overlap
+from localllm.grammars.members import (
+    OBJECT,
+    all_taken,
+    as_name,
+    both_of,
+    kinds_of,
+    merged,
+    name_matches,
+    overlap,
+)
 from localllm.grammars.schema_words import empty
 from localllm.grammars.translator import IN_ORDER
 from localllm.grammars.values import picked, without_endless
 
-# Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small model fills its
-# window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp, draw the same line).
+# Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small
+# model fills its window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp,
+# draw the same line).
 SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # As many digits as llama.cpp's grammars have; ids of others are longer (LARGEST in translator.py).
 _NUMBER = r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"
@@ -31,7 +42,8 @@ _TERMINALS: Mapping[str, str] = {
     "integer": "/-?(0|[1-9][0-9]{0,17}|[1-3][0-9]{18})/",
     "boolean": "/true|false/",
     "null": '"null"',
-    "open": rf"/\{{{SPACE}/", "close": rf"/{SPACE}\}}/", "colon": f"/{SPACE}:{SPACE}/", "comma": f"/{SPACE},{SPACE}/",
+    "open": rf"/\{{{SPACE}/", "close": rf"/{SPACE}\}}/", "colon": f"/{SPACE}:{SPACE}/",
+    "comma": f"/{SPACE},{SPACE}/",
     # Nothing is both.
     "never": "/a/ & /b/",
     "first": rf"/\[{SPACE}/", "last": rf"/{SPACE}\]/",
@@ -42,18 +54,25 @@ _MOST_ITEMS = 200
 # Alternatives of an object, and how deep they may lie.
 _MOST_WAYS = 40
 _MOST_NESTED = 8
-# How long pieces are asked whether anything matches them; one that nothing does is a mistake of the whole from then on.
+# How long pieces are asked whether anything matches them; one that nothing does is a mistake of the
+# whole from then on.
 _ASKING_S = 1.0
 _SCALARS = (str, int, float, bool, type(None))
 ANY_ORDER = "x-any-order"
 """In a schema within Lark: members of its objects come as the model orders them."""
 _ARRAY = {"type", "items", "minItems", "maxItems"}
-_KINDS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_KINDS: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+}
 
 
 class JsonRules:
-    """Makes the rules of JSON values, under names that begin with `prefix`. `any_order`: members come as the model orders
-    them."""
+    """Makes the rules of JSON values, under names that begin with `prefix`. `any_order`: members
+    come as the model orders them."""
 
     def __init__(self, prefix: str, *, any_order: bool) -> None:
         self._prefix, self._any_order = prefix, any_order
@@ -67,7 +86,9 @@ class JsonRules:
         if isinstance(schema, dict):
             self._definitions = without_endless(schema.get("$defs", {}))
             schema = {word: said for word, said in schema.items() if word != "$defs"}
-        self._named = {key: name for key, name in self._named.items() if not key.startswith(("$", "{"))}
+        self._named = {
+            key: name for key, name in self._named.items() if not key.startswith(("$", "{"))
+        }
         return self._value(schema)
 
     def _value(self, schema: Any) -> str:
@@ -124,7 +145,8 @@ class JsonRules:
         return self._terminal(str(kind)) if words == {"type"} and kind in _TERMINALS else None
 
     def _any_of(self, ways: Sequence[Any]) -> str | None:
-        """Alternatives, where none needs a schema of llguidance's: it takes the first grammar that fits."""
+        """Alternatives, where none needs a schema of llguidance's: it takes the first grammar that
+        fits."""
         found = [self._plain(way) for way in ways if way is not False]
         if None in found:
             return None
@@ -137,14 +159,21 @@ class JsonRules:
         values = schema.get("enum", [schema.get("const")])
         kinds = schema.get("type", list(_KINDS.values()))
         kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not all(isinstance(value, _SCALARS) for value in values) or ("const" in schema and "enum" in schema):
+        if not all(isinstance(value, _SCALARS) for value in values) or (
+            "const" in schema and "enum" in schema
+        ):
             return None
-        held = [v for v in values if _KINDS[type(v)] in kinds or (_KINDS[type(v)] == "integer" and "number" in kinds)]
+        held = [
+            v
+            for v in values
+            if _KINDS[type(v)] in kinds or (_KINDS[type(v)] == "integer" and "number" in kinds)
+        ]
         if not held:
             return self.never
         held += [int(value) for value in held if isinstance(value, float) and value.is_integer()]
         ways = " | ".join(dict.fromkeys(_quoted(value) for value in held))
-        return self._rule(f"one of {ways}", self._new_name().upper(), lambda: ways)  # one terminal, however many
+        # one terminal, however many
+        return self._rule(f"one of {ways}", self._new_name().upper(), lambda: ways)
 
     def _terminal(self, kind: str) -> str:
         name = f"{self._prefix}{kind}".upper()
@@ -169,7 +198,9 @@ class JsonRules:
             member = f"{t('string')} {t('colon')} {name}"
             many = f"{t('open')} ({member} ({t('comma')} {member})*)? {t('close')}"
             items = f"{t('first')} ({name} ({t('comma')} {name})*)? {t('last')}"
-            return f"{t('string')} | {t('number')} | {t('boolean')} | {t('null')} | {many} | {items}"
+            return (
+                f"{t('string')} | {t('number')} | {t('boolean')} | {t('null')} | {many} | {items}"
+            )
 
         return self._rule("anything", name, lark)
 
@@ -195,7 +226,8 @@ class JsonRules:
         return name
 
     def _ways(self, schema: Any, depth: int = 0) -> list[dict[str, Any]] | None:
-        """`schema` as alternatives that are objects' own words alone, or of other types; None where it is more than that."""
+        """`schema` as alternatives that are objects' own words alone, or of other types; None where
+        it is more than that."""
         if isinstance(schema, bool):
             return [{}] if schema else []
         if "object" not in kinds_of(schema):
@@ -213,13 +245,16 @@ class JsonRules:
         return ways
 
     def _parts(self, schema: Mapping[str, Any], depth: int) -> list[list[dict[str, Any]] | None]:
-        """The parts of `schema` that must all hold, each as its alternatives, in the order in which they stand."""
+        """The parts of `schema` that must all hold, each as its alternatives, in the order in which
+        they stand."""
         own = {word: said for word, said in schema.items() if word in OBJECT}
         parts: list[list[dict[str, Any]] | None] = []
         for word, said in schema.items():
             if word == "anyOf":
                 inner = [self._ways(way, depth + 1) for way in said]
-                parts.append(None if None in inner else list(chain.from_iterable(way or () for way in inner)))
+                parts.append(
+                    None if None in inner else list(chain.from_iterable(way or () for way in inner))
+                )
             elif word == "$ref":
                 parts.append(self._ways(self._leads(said), depth + 1))
             elif word == "allOf":
@@ -229,7 +264,8 @@ class JsonRules:
         return parts
 
     def _of_one_type(self, schema: Any) -> list[dict[str, Any]] | None:
-        """`_ways` of one type each; None where one of them says more of another type than its name."""
+        """`_ways` of one type each; None where one of them says more of another type than its
+        name."""
         ways = self._ways(schema)
         if ways is None or any(set(way) - OBJECT for way in ways):
             return None
@@ -245,7 +281,8 @@ class JsonRules:
         whole = {**whole, **({"$defs": needed} if needed else {})}
         said = json.dumps(whole)
         exact = any(f'"{word}"' in said for word in ("multipleOf", "enum", "const", "integer"))
-        for finest in (False,) if exact else (True, False):  # some bounds leave no number with so many digits
+        # some bounds leave no number with so many digits
+        for finest in (False,) if exact else (True, False):
             ending = with_ends(whole, finest=finest)
             text = json.dumps({"x-guidance": {"whitespace_pattern": SPACE}, **ending})
             if text in self._named or time.monotonic() > self._until or not empty(ending):
@@ -262,14 +299,22 @@ class JsonRules:
         item = self._value(schema.get("items", True))
         if item == self.never:
             return self.never if low else f"({t('first')} {t('last')})"
-        more = f"({t('comma')} {item}){{{max(0, low - 1)},{'' if high is None else max(0, high - 1)}}}"
+        more = (
+            f"({t('comma')} {item}){{{max(0, low - 1)},{'' if high is None else max(0, high - 1)}}}"
+        )
         more = "" if high == 1 else more
-        return f"({t('first')} {item} {more} {t('last')})" if low else f"({t('first')} ({item} {more})? {t('last')})"
+        return (
+            f"({t('first')} {item} {more} {t('last')})"
+            if low
+            else (f"({t('first')} ({item} {more})? {t('last')})")
+        )
 
     def _object(self, schema: Mapping[str, Any]) -> str | None:
         t = self._terminal
         patterns: Mapping[str, Any] = schema.get("patternProperties", {})
-        if not all(map(as_name, patterns)) or any(overlap(*pair) for pair in combinations(patterns, 2)):
+        if not all(map(as_name, patterns)) or any(
+            overlap(*pair) for pair in combinations(patterns, 2)
+        ):
             return None
         named = _described_members(schema, patterns)
         required = schema.get("required", ())
@@ -289,11 +334,15 @@ class JsonRules:
         body = (self._free if free else self._ordered)(base, members, other)
         return f"({t('open')} {body} {t('close')})"
 
-    def _other_members(self, schema: Mapping[str, Any], names: Sequence[str], patterns: Mapping[str, Any]) -> str:
+    def _other_members(
+        self, schema: Mapping[str, Any], names: Sequence[str], patterns: Mapping[str, Any]
+    ) -> str:
         """The Lark of a member that is none of `names`; empty where there can be none."""
         colon = self._terminal("colon")
         value = self._value(schema.get("additionalProperties", True))
-        ways = [] if value == self.never else [f"{self._other_name(names, patterns)} {colon} {value}"]
+        ways = (
+            [] if value == self.never else [f"{self._other_name(names, patterns)} {colon} {value}"]
+        )
         for pattern, described in patterns.items():
             value = self._value(described)
             taken = [name for name in names if name_matches(pattern, name)]
@@ -304,10 +353,14 @@ class JsonRules:
     def _other_name(self, names: Sequence[str], patterns: Mapping[str, Any]) -> str:
         """The terminal of a member's name that is none of `names`, and like none of `patterns`."""
         string = self._terminal("string")
-        taken = " | ".join([*map(_quoted, names), *(f"/{as_name(pattern)}/" for pattern in patterns)])
+        taken = " | ".join(
+            [*map(_quoted, names), *(f"/{as_name(pattern)}/" for pattern in patterns)]
+        )
         if not taken:
             return string
-        return self._rule(f"not {taken}", self._new_name().upper(), lambda: f"{string} & ~({taken})")
+        return self._rule(
+            f"not {taken}", self._new_name().upper(), lambda: f"{string} & ~({taken})"
+        )
 
     def _name_like(self, pattern: str, names: Sequence[str]) -> str:
         """The terminal of a member's name that is like `pattern`, and none of `names`."""
@@ -316,7 +369,8 @@ class JsonRules:
         return self._rule(lark, self._new_name().upper(), lambda: lark)
 
     def _free(self, base: str, members: Sequence[tuple[str, bool]], other: str) -> str:
-        """Each member once, in any order: a bit says that it was there, the first bits are those of required ones."""
+        """Each member once, in any order: a bit says that it was there, the first bits are those of
+        required ones."""
         ordered = sorted(range(len(members)), key=lambda i: not members[i][1])
         names = []
         for bit, i in enumerate(ordered):
@@ -325,13 +379,17 @@ class JsonRules:
         n = sum(wanted for _, wanted in members)
         end = f'"" %if is_ones([0:{n}])' if n else '""'
         first = [f"{name} {base}_r::set_bit({bit})" for bit, name in enumerate(names)]
-        more = [f"{self._terminal('comma')} {way} %if bit_clear({bit})" for bit, way in enumerate(first)]
+        more = [
+            f"{self._terminal('comma')} {way} %if bit_clear({bit})" for bit, way in enumerate(first)
+        ]
         if other:
             self.rules.append(f"{base}_o: {other}")
             first.append(f"{base}_o {base}_r::_")
             more.append(f"{self._terminal('comma')} {base}_o {base}_r::_")
         self.rules.append(
-            f"{base}_f::_ : {' | '.join([*([] if n else [end]), *first])}" if first else f'{base}_f::_ : ""'
+            f"{base}_f::_ : {' | '.join([*([] if n else [end]), *first])}"
+            if first
+            else f'{base}_f::_ : ""'
         )
         self.rules.append(f"{base}_r::_ : {' | '.join([end, *more])}")
         return f"{base}_f::0x0"
@@ -341,11 +399,15 @@ class JsonRules:
         comma = self._terminal("comma")
         if other:
             self.rules.append(f"{base}_o: {other}")
-        tail, tail_first = (f"({comma} {base}_o)*", f"({base}_o ({comma} {base}_o)*)?") if other else ('""', '""')
+        tail, tail_first = (
+            (f"({comma} {base}_o)*", f"({base}_o ({comma} {base}_o)*)?") if other else ('""', '""')
+        )
         for i, (member, wanted) in enumerate(members):
             self.rules.append(f"{base}_m{i}: {member}")
             first = f"{base}_m{i} {base}_r{i + 1}" + ("" if wanted else f" | {base}_f{i + 1}")
-            more = f"{comma} {base}_m{i} {base}_r{i + 1}" + ("" if wanted else f" | {base}_r{i + 1}")
+            more = f"{comma} {base}_m{i} {base}_r{i + 1}" + (
+                "" if wanted else f" | {base}_r{i + 1}"
+            )
             self.rules += [f"{base}_f{i}: {first}", f"{base}_r{i}: {more}"]
         self.rules += [f"{base}_f{len(members)}: {tail_first}", f"{base}_r{len(members)}: {tail}"]
         return f"{base}_f0"
@@ -375,7 +437,9 @@ def _described_members(schema: Mapping[str, Any], patterns: Mapping[str, Any]) -
     extra = schema.get("additionalProperties", True)
     for name in schema.get("required", ()):
         if name not in named:
-            named[name] = True if any(name_matches(pattern, name) for pattern in patterns) else extra
+            named[name] = (
+                True if any(name_matches(pattern, name) for pattern in patterns) else extra
+            )
     for pattern, described in patterns.items():
         for name, said in named.items():
             if name_matches(pattern, name):
@@ -384,7 +448,8 @@ def _described_members(schema: Mapping[str, Any], patterns: Mapping[str, Any]) -
 
 
 _WORDS_OF: Mapping[str, frozenset[str]] = {
-    "object": frozenset(OBJECT), "array": frozenset(_ARRAY), "boolean": frozenset(), "null": frozenset(),
+    "object": frozenset(OBJECT), "array": frozenset(_ARRAY), "boolean": frozenset(),
+    "null": frozenset(),
 }  # fmt: skip
 _ANY_WORDS = frozenset({"enum", "const", "anyOf", "allOf", "$ref"})
 
@@ -396,4 +461,7 @@ def _speaking_of(schema: Mapping[str, Any], kind: str) -> Any:
         skipped = (OBJECT | _ARRAY) - {"type"}
         return {**{w: v for w, v in schema.items() if w not in skipped}, "type": kind}
     object_words = {"patternProperties", "minProperties", "maxProperties", "prefixItems"}
-    return {**{w: v for w, v in schema.items() if w in words | _ANY_WORDS | object_words}, "type": kind}
+    return {
+        **{w: v for w, v in schema.items() if w in words | _ANY_WORDS | object_words},
+        "type": kind,
+    }

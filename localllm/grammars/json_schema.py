@@ -1,8 +1,10 @@
-"""The one translator of JSON schemas: whatever one is for, what it says comes out as the grammar engine keeps it.
+"""The one translator of JSON schemas: whatever one is for, what it says comes out as the grammar
+engine keeps it.
 
-A schema that comes out is exact: its references lead to `$defs` of its own, words that only describe are gone, and words
-that llguidance does not know are said with others that it does (`oneOf`, `not`, `if`, `dependencies`, `propertyNames`;
-those in schema_words.py). What can't be said so is left out and named: a caller that must keep all refuses it.
+A schema that comes out is exact: its references lead to `$defs` of its own, words that only
+describe are gone, and words that llguidance does not know are said with others that it does
+(`oneOf`, `not`, `if`, `dependencies`, `propertyNames`; those in schema_words.py). What can't be
+said so is left out and named: a caller that must keep all refuses it.
 """
 
 from __future__ import annotations
@@ -22,30 +24,37 @@ from localllm.grammars.translator import BOUNDS, INERT, Translator
 
 # Words whose value decides: tried without each, in this order, then without all of them up to each.
 _AT_TIMES = (
-    "pattern", "format", "patternProperties", "multipleOf", "maxLength", "minLength", "minimum", "maximum",
-    "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems", "minProperties", "maxProperties", "prefixItems",
+    "pattern", "format", "patternProperties", "multipleOf", "maxLength", "minLength", "minimum",
+    "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems", "minProperties",
+    "maxProperties", "prefixItems",
     "additionalProperties", "enum", "const", "allOf", "anyOf", "$ref", "items", "type", "required",
 )  # fmt: skip
-# A search for what to leave out of a schema that can't be kept ends after so long: then any object will do.
+# A search for what to leave out of a schema that can't be kept ends after so long: then any object
+# will do.
 _SEARCH_S = 0.5
 # Lark's strings, comments and expressions, which are skipped, and the mark in front of a schema.
 _JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=[{tf])')
 
 
 def translated(schema: Any) -> Schema:
-    """`schema` as the engine keeps it, all of it. Raises UnsupportedError, which names what can't be kept."""
+    """`schema` as the engine keeps it, all of it. Raises UnsupportedError, which names what can't
+    be kept."""
     try:
         result, unsupported = _translated(json.dumps(schema))
     except RecursionError as e:
         raise UnsupportedError("the json_schema can't be enforced: it is nested too deeply") from e
     if unsupported:
-        reasons = [f"{w} is {'beyond 2^62' if w in BOUNDS else 'not supported'}" for w in unsupported]
+        reasons = [
+            f"{w} is {'beyond 2^62' if w in BOUNDS else 'not supported'}" for w in unsupported
+        ]
         raise UnsupportedError(f"the json_schema can't be enforced: {', '.join(reasons)}")
     return result
 
 
 def schemas_in(lark: str) -> str:
-    """A Lark grammar with rules for every schema in it. Raises UnsupportedError, and ValueError for what is no JSON."""
+    """A Lark grammar with rules for every schema in it. Raises UnsupportedError, and ValueError for
+    what is no JSON."""
     parts: list[str] = []
     rules: list[str] = []
     at = n = 0
@@ -59,7 +68,9 @@ def schemas_in(lark: str) -> str:
             parts.append(value)
             rules += more
             n += 1
-    return "".join([*parts, lark[at:], *([chr(10)] if rules else []), *(f"{rule}\n" for rule in rules)])
+    return "".join(
+        [*parts, lark[at:], *([chr(10)] if rules else []), *(f"{rule}\n" for rule in rules)]
+    )
 
 
 def _rules(kept: Schema, prefix: str, *, any_order: bool = False) -> tuple[str, list[str]]:
@@ -68,7 +79,9 @@ def _rules(kept: Schema, prefix: str, *, any_order: bool = False) -> tuple[str, 
     try:
         value = writer.value(kept)
     except RecursionError as e:
-        raise UnsupportedError("the json_schema can't be enforced: it leads to itself too often") from e
+        raise UnsupportedError(
+            "the json_schema can't be enforced: it leads to itself too often"
+        ) from e
     if value == writer.never:
         why = holds(kept)
         why = why if "Unsatisfiable" in why else "nothing matches it, or nothing that ends"
@@ -88,7 +101,8 @@ def _why_not(kept: Schema) -> str:
 
 
 def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
-    """`schema` without what the engine can't keep, and the words that are left out or mean less than they say."""
+    """`schema` without what the engine can't keep, and the words that are left out or mean less
+    than they say."""
     try:
         return _loosened(json.dumps(schema))
     except (RecursionError, ValueError):
@@ -96,8 +110,9 @@ def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
 
 
 def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    """A constraint as the engine takes it: a schema that need not hold whole (`loose_schema`) without what can't be kept,
-    and the names of that as response_format.WORD. Raises UnsupportedError for one of too many parts."""
+    """A constraint as the engine takes it: a schema that need not hold whole (`loose_schema`)
+    without what can't be kept, and the names of that as response_format.WORD. Raises
+    UnsupportedError for one of too many parts."""
     if grammar is None or grammar[0] != "loose_schema":
         return grammar, ()
     check_parts(grammar[1])
@@ -122,14 +137,15 @@ def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
 
 
 def _without_what_breaks(schema: Schema, found: set[str]) -> Schema:
-    """`schema` without as few words as make it one that can be kept, tried for a limited time. They are added to
-    `found`."""
+    """`schema` without as few words as make it one that can be kept, tried for a limited time. They
+    are added to `found`."""
     if isinstance(schema, bool):
         found.add("schema")
         return True
     until = time.monotonic() + _SEARCH_S
     properties = schema.get("properties")
-    if isinstance(properties, dict) and "$defs" not in schema:  # one that breaks costs the others nothing
+    # one that breaks costs the others nothing
+    if isinstance(properties, dict) and "$defs" not in schema:
         for name, inner in properties.items():
             if _why_not(inner):
                 fewer = _fewer_words(inner, found, until)
@@ -147,7 +163,10 @@ def _without_what_breaks(schema: Schema, found: set[str]) -> Schema:
 
 
 def _fewer_words(schema: Schema, found: set[str], until: float) -> Schema | None:
-    for some in [*({word} for word in _AT_TIMES), *(set(_AT_TIMES[:n]) for n in range(2, len(_AT_TIMES) + 1))]:
+    for some in [
+        *({word} for word in _AT_TIMES),
+        *(set(_AT_TIMES[:n]) for n in range(2, len(_AT_TIMES) + 1)),
+    ]:
         more: set[str] = set()
         rest: Schema = _without(schema, some, more)
         if time.monotonic() > until:

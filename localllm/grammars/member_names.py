@@ -1,9 +1,10 @@
-"""Names of an object's members: which of them a pattern is for, and what a schema of names alone says."""
+"""Names of an object's members: which of them a pattern is for, and what a schema of names alone
+says."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 Schema: TypeAlias = bool | dict[str, Any]
@@ -30,7 +31,8 @@ def forbid_all_but(allowed: Collection[str], named: dict[str, Schema]) -> None:
 
 
 def pattern_of_names(held: Mapping[str, Any], words: Set[str]) -> str | None:
-    """The expression of names that match `held`, whose words (but its type) are `words`; None where there is none."""
+    """The expression of names that match `held`, whose words (but its type) are `words`; None where
+    there is none."""
     if words == {"pattern"}:
         return str(held["pattern"])
     if words <= {"minLength", "maxLength"}:
@@ -48,3 +50,12 @@ def name_listed(named: dict[str, Schema], patterns: dict[str, Schema]) -> None:
         for escaped in (found[1] or found[2]).split("|"):
             name = re.sub(r"\\(.)", r"\1", escaped)
             named[name] = {"allOf": [named[name], value]} if name in named else value
+
+
+def one_more_of(names: Sequence[str], out: Mapping[str, Any], others: int | None) -> Schema:
+    """One of these members, or without them so many `others` (None: there are none)."""
+    kind = {"type": out["type"]} if "type" in out else {}
+    ways: list[Schema] = [{**kind, "required": [name]} for name in names]
+    if others is not None:
+        ways.append({**kind, "properties": dict.fromkeys(names, False), "minProperties": others})
+    return {"anyOf": ways}

@@ -1,4 +1,5 @@
-"""Members of objects: what several schemas say of them together, and which names a pattern is for."""
+"""Members of objects: what several schemas say of them together, and which names a pattern is
+for."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from localllm.grammars.schema_words import empty, other_texts
 from localllm.grammars.translator import IN_ORDER
 from localllm.grammars.values import TYPES
 
-OBJECT = frozenset({"type", "properties", "required", "additionalProperties", "patternProperties", IN_ORDER})
+OBJECT = frozenset(
+    {"type", "properties", "required", "additionalProperties", "patternProperties", IN_ORDER}
+)
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
-# A repetition at the end of an expression, and how often at least: where anything may follow, more than that says nothing.
+# A repetition at the end of an expression, and how often at least: where anything may follow, more
+# than that says nothing.
 _REPEATED = re.compile(r"(?<![\\*+?}])(?:(\{\d+),\d*\}|\+)$")
 
 
@@ -24,13 +28,20 @@ def kinds_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What both say: None where they share no type, an allOf where that is said in no words of an object alone."""
+    """What both say: None where they share no type, an allOf where that is said in no words of an
+    object alone."""
     kinds = _common_kinds(kinds_of(one), kinds_of(other))
     if not kinds:
         return None
-    typed = {"type": kinds if len(kinds) > 1 else kinds[0]} if "type" in one or "type" in other else {}
+    typed = (
+        {"type": kinds if len(kinds) > 1 else kinds[0]} if "type" in one or "type" in other else {}
+    )
     if "object" not in kinds:
-        more = [schema for schema in (one, other) if "object" not in kinds_of(schema) and set(schema) != {"type"}]
+        more = [
+            schema
+            for schema in (one, other)
+            if "object" not in kinds_of(schema) and set(schema) != {"type"}
+        ]
         return {**typed, **({"allOf": more} if more else {})}
     named = _named_members(one, other)
     for name, described in _named_members(other, one).items():
@@ -62,13 +73,18 @@ def _named_members(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[st
     patterns, known = there.get("patternProperties", {}), there.get("properties", {})
     named: dict[str, Any] = {}
     for name, described in here.get("properties", {}).items():
-        by_pattern_alone = name not in known and any(name_matches(pattern, name) for pattern in patterns)
+        by_pattern_alone = name not in known and any(
+            name_matches(pattern, name) for pattern in patterns
+        )
         named[name] = described if by_pattern_alone else both_of(described, known.get(name, extra))
     return named
 
 
-def _patterns_of_members(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What both say of the members whose names are like a pattern of `here`; None where that takes an allOf."""
+def _patterns_of_members(
+    here: Mapping[str, Any], there: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What both say of the members whose names are like a pattern of `here`; None where that takes
+    an allOf."""
     extra = there.get("additionalProperties", True)
     patterns, known = there.get("patternProperties", {}), there.get("properties", {})
     found: dict[str, Any] = {}
@@ -88,16 +104,23 @@ def both_of(one: Any, other: Any) -> Any:
         return other if one is True else one
     parts: list[Any] = []  # each once, or one that leads to itself grows for ever
     for schema in (one, other):
-        inner = schema["allOf"] if isinstance(schema, dict) and set(schema) == {"allOf"} else [schema]
+        inner = (
+            schema["allOf"] if isinstance(schema, dict) and set(schema) == {"allOf"} else [schema]
+        )
         parts += [part for part in inner if part not in parts]
     return {"allOf": parts} if len(parts) > 1 else parts[0]
 
 
 def as_name(pattern: str) -> str | None:
-    """The expression of a name between its quotes that `pattern` is found in; None for one with ends of its own within."""
+    """The expression of a name between its quotes that `pattern` is found in; None for one with
+    ends of its own within."""
     body = pattern.removeprefix("^")
-    body, end = (body[:-1], "") if body.endswith("$") and not body.endswith("\\$") else (body, "(?s:.*)")
-    if re.search(r"(?<!\\)(?<!\[)[\^$]|\\[bBAzZ]|\(\?", body) or "|" in re.sub(r"\(.*\)|\\.|\[[^]]*\]", "", body):
+    body, end = (
+        (body[:-1], "") if body.endswith("$") and not body.endswith("\\$") else (body, "(?s:.*)")
+    )
+    if re.search(r"(?<!\\)(?<!\[)[\^$]|\\[bBAzZ]|\(\?", body) or "|" in re.sub(
+        r"\(.*\)|\\.|\[[^]]*\]", "", body
+    ):
         return None
     body = _SLASH.sub(lambda found: found[1] or r"\/", body)
     body = _REPEATED.sub(lambda found: f"{found[1]}}}" if found[1] else "", body) if end else body
@@ -120,4 +143,6 @@ def overlap(one: str, other: str) -> bool:
 
 def all_taken(pattern: str, names: Sequence[str]) -> bool:
     """True where no other name than `names` is like `pattern`."""
-    return empty({"type": "string", "allOf": [{"pattern": pattern}, {"pattern": f"^{other_texts(names)}$"}]})
+    return empty(
+        {"type": "string", "allOf": [{"pattern": pattern}, {"pattern": f"^{other_texts(names)}$"}]}
+    )

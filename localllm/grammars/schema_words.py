@@ -33,25 +33,29 @@ def holds(schema: Any) -> str:
 
 
 def made_of(grammar: str) -> str:
-    """Why no matcher can be made of `grammar`, in one line; empty where one can. Which vocabulary it is for makes no
-    difference."""
+    """Why no matcher can be made of `grammar`, in one line; empty where one can. Which vocabulary
+    it is for makes no difference."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_SIZE, verbose_errors=False)
     try:
-        said = on_deep_stack(grammar, lambda: LLMatcher.validate_grammar(grammar, None, limits=limits)).strip()
+        said = on_deep_stack(
+            grammar, lambda: LLMatcher.validate_grammar(grammar, None, limits=limits)
+        ).strip()
     except UnsupportedError as e:
         said = str(e)
     return said.splitlines()[0] if said else ""
 
 
 def empty(schema: Mapping[str, Any]) -> bool:
-    """True where nothing matches `schema`, and llguidance can tell. Words that it does not know are passed over."""
+    """True where nothing matches `schema`, and llguidance can tell. Words that it does not know are
+    passed over."""
     return "Unsatisfiable" in holds({**schema, "x-guidance": {"lenient": True}})
 
 
 class Words:
-    """Says the words of schemas whose references lead to `definitions`; what can't be said goes to `unsupported`."""
+    """Says the words of schemas whose references lead to `definitions`; what can't be said goes to
+    `unsupported`."""
 
     def __init__(self, definitions: Mapping[str, Any], unsupported: set[str]) -> None:
         self._definitions, self._unsupported = definitions, unsupported
@@ -79,10 +83,20 @@ class Words:
         return picked(_with_parts(schema, out, more) or True, self._definition)
 
     def _inside(self, word: str, value: Any) -> Any:
-        """The `value` of a word, with other words for those that are not known in the schemas that it holds."""
+        """The `value` of a word, with other words for those that are not known in the schemas that
+        it holds."""
         if word in ("properties", "patternProperties"):
             return {name: self.in_known_words(inner) for name, inner in value.items()}
-        if word in ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if"):
+        if word in (
+            "items",
+            "additionalProperties",
+            "prefixItems",
+            "anyOf",
+            "oneOf",
+            "allOf",
+            "not",
+            "if",
+        ):
             return self.in_known_words(value)
         return value
 
@@ -107,7 +121,8 @@ class Words:
         return {"anyOf": [picked(way, self._definition) for way in ways]}
 
     def _one_of(self, ways: Sequence[Any], beside: Mapping[str, Any]) -> Any:
-        """Exactly one of `ways`: any where no two of them meet, else each without those that it meets."""
+        """Exactly one of `ways`: any where no two of them meet, else each without those that it
+        meets."""
         if len(ways) == 1:
             return ways[0]
         # A type of which two alternatives say nothing matches both.
@@ -123,13 +138,16 @@ class Words:
             if None in without:
                 self._unsupported.add("oneOf")
                 return {"anyOf": list(ways)}
-            exclusive.append(picked({"allOf": [way, *without]}, self._definition) if without else way)
+            exclusive.append(
+                picked({"allOf": [way, *without]}, self._definition) if without else way
+            )
         if len(kinds) == len(TYPES):
             return {"anyOf": exclusive}
         return {"type": kinds if len(kinds) > 1 else kinds[0], "anyOf": exclusive}
 
     def _without(self, others: Sequence[Any], way: Any, beside: Mapping[str, Any]) -> list[Any]:
-        """What is none of `others`, of those that `way` meets; ends with None behind the first of which that is not known."""
+        """What is none of `others`, of those that `way` meets; ends with None behind the first of
+        which that is not known."""
         without: list[Any] = []
         for other in others:
             if not self._disjoint(way, other, beside):
@@ -176,14 +194,23 @@ class Words:
             return True
         for mine, theirs in ((one, other), (other, one)):
             answers = {
-                matches({"allOf": [mine, theirs]}, v, self._definition) for v in values_of(mine, deep=True) or ()
+                matches({"allOf": [mine, theirs]}, v, self._definition)
+                for v in values_of(mine, deep=True) or ()
             }
             if values_of(mine, deep=True) is not None and None not in answers:
                 return True not in answers
         if time.monotonic() > self._until or one is True or other is True:
             return False
-        parts = [one, other, *([{k: v for k, v in beside.items() if k != "allOf"}] if beside else [])]
-        return empty({"allOf": parts, "$defs": dict(self._definitions)} if self._definitions else {"allOf": parts})
+        parts = [
+            one,
+            other,
+            *([{k: v for k, v in beside.items() if k != "allOf"}] if beside else []),
+        ]
+        return empty(
+            {"allOf": parts, "$defs": dict(self._definitions)}
+            if self._definitions
+            else {"allOf": parts}
+        )
 
     def _kinds(self, schema: Any, depth: int = 0) -> set[str]:
         """The types of what may match, at least."""
@@ -254,7 +281,8 @@ class Words:
 
 
 def _with_parts(schema: Mapping[str, Any], out: dict[str, Any], more: list[Any]) -> dict[str, Any]:
-    """`out` with `more` parts of an allOf, in the order in which the words of `schema` have members."""
+    """`out` with `more` parts of an allOf, in the order in which the words of `schema` have
+    members."""
     if not more:
         return out
     first = next((w for w in schema if w in ("properties", "oneOf", "if", "allOf")), "properties")
@@ -264,7 +292,8 @@ def _with_parts(schema: Mapping[str, Any], out: dict[str, Any], more: list[Any])
 
 
 def _other_types(kinds: Sequence[str]) -> Any:
-    """The schema of all other types; None where integers are one of these, as they are no type of their own."""
+    """The schema of all other types; None where integers are one of these, as they are no type of
+    their own."""
     others = [kind for kind in TYPES if kind not in kinds]
     if "integer" in kinds:
         return None
@@ -284,7 +313,9 @@ def _other_values(values: Sequence[Any]) -> Any:
     by_kind: dict[str, list[Any]] = {}
     for value in values:
         by_kind.setdefault(kind_of(value), []).append(value)
-    if {"array", "object"} & set(by_kind) or sum(map(len, by_kind.get("string", []))) > _MOST_LETTERS:
+    if {"array", "object"} & set(by_kind) or sum(
+        map(len, by_kind.get("string", []))
+    ) > _MOST_LETTERS:
         return None
     ways: list[Any] = [{"type": [k for k in TYPES if k not in by_kind]}]
     if "boolean" in by_kind and len(set(by_kind["boolean"])) == 1:
@@ -294,7 +325,10 @@ def _other_values(values: Sequence[Any]) -> Any:
     if "number" in by_kind:
         marks = sorted(set(by_kind["number"]))
         ways.append({"type": "number", "exclusiveMaximum": marks[0]})
-        ways += [{"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high} for low, high in pairwise(marks)]
+        ways += [
+            {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}
+            for low, high in pairwise(marks)
+        ]
         ways.append({"type": "number", "exclusiveMinimum": marks[-1]})
     return {"anyOf": ways}
 

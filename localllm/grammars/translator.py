@@ -1,4 +1,5 @@
-"""A schema's own words in those that the grammar engine keeps: one draft, references that lead to `$defs`, no annotations."""
+"""A schema's own words in those that the grammar engine keeps: one draft, references that lead to
+`$defs`, no annotations."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from localllm.grammars.member_names import (
     forbid_all_but,
     is_like,
     name_listed,
+    one_more_of,
     pattern_of_names,
 )
 from localllm.grammars.schema_words import Words
 from localllm.grammars.values import TYPES
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-# Beyond 64 bits llguidance dies of bounds, and an integer has to end somewhere: up to here the ids of others fit.
+# Beyond 64 bits llguidance dies of bounds, and an integer has to end somewhere: up to here the ids
+# of others fit.
 LARGEST = 4_000_000_000_000_000_000
 IN_ORDER = "x-in-order"
 """In an object's schema: its own members keep their order, whatever holds for others."""
@@ -31,11 +34,20 @@ NAMED = frozenset({"properties", "patternProperties", "$defs"})
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 _WITHOUT_PREFIX_ITEMS = (*_OLD_DRAFTS, "2019-09")
 # Words that ask for something no grammar here keeps.
-_NEVER = ("contains", "disallow", "divisibleBy", "extends", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef")
+_NEVER = (
+    "contains",
+    "disallow",
+    "divisibleBy",
+    "extends",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+)
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _APPLIED = ("$ref", "anyOf", "oneOf", "allOf", "if", "dependencies")
 _NOT_NULL = (
-    "type", "enum", "properties", "required", "additionalProperties", "patternProperties", "items", "prefixItems", "pattern",
+    "type", "enum", "properties", "required", "additionalProperties", "patternProperties", "items",
+    "prefixItems", "pattern",
     "anyOf", "oneOf", "allOf", "not", "multipleOf", *_COUNTS, *BOUNDS,
 )  # fmt: skip
 # Words of one part of an allOf that may as well stand beside it.
@@ -56,7 +68,9 @@ class Translator:
         self._pending: list[tuple[str, Any]] = []
         said = root.get("$schema") if isinstance(root, dict) else None
         self._old = isinstance(said, str) and any(draft in said for draft in _OLD_DRAFTS)
-        self._plain_items = isinstance(said, str) and any(draft in said for draft in _WITHOUT_PREFIX_ITEMS)
+        self._plain_items = isinstance(said, str) and any(
+            draft in said for draft in _WITHOUT_PREFIX_ITEMS
+        )
         self._index(root, "")
 
     def translated(self) -> Schema:
@@ -69,7 +83,10 @@ class Translator:
         result: Schema = words.in_known_words(root)
         if not definitions:
             return result
-        return {**(result if isinstance(result, dict) else {"allOf": [result]}), "$defs": words.definitions()}
+        return {
+            **(result if isinstance(result, dict) else {"allOf": [result]}),
+            "$defs": words.definitions(),
+        }
 
     # --- references
 
@@ -148,8 +165,11 @@ class Translator:
         if not isinstance(node, dict):
             self.unsupported.add("schema")
             return True
-        # What is null is not said: to some clients no more than that, to the specification a mistake.
-        stated = {word: value for word, value in node.items() if value is not None or word == "const"}
+        # What is null is not said: to some clients no more than that, to the specification a
+        # mistake.
+        stated = {
+            word: value for word, value in node.items() if value is not None or word == "const"
+        }
         self.unsupported |= {word for word in _NOT_NULL if word in node and word not in stated}
         if "$ref" in stated and self._old:
             return self._reference(node)
@@ -203,11 +223,25 @@ class Translator:
                 out[word] = ways
 
     def _says_nothing(self, word: str, node: Mapping[str, Any]) -> bool:
-        """True where an unsupported word has no effect, or is one that is supported under another name."""
+        """True where an unsupported word has no effect, or is one that is supported under another
+        name."""
         value = node[word]
-        applied = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "contains")
+        applied = (
+            "$ref",
+            "allOf",
+            "anyOf",
+            "oneOf",
+            "if",
+            "dependentSchemas",
+            "dependencies",
+            "contains",
+        )
         if word == "unevaluatedProperties":
-            return value in (True, {}) or "additionalProperties" in node or not any(a in node for a in applied)
+            return (
+                value in (True, {})
+                or "additionalProperties" in node
+                or not any(a in node for a in applied)
+            )
         if word == "unevaluatedItems":
             listed = "items" in node and not isinstance(node["items"], list)
             return value in (True, {}) or listed or not any(a in node for a in applied)
@@ -218,7 +252,11 @@ class Translator:
             return
         sent = node["type"]
         kinds = [sent] if isinstance(sent, str) else sent
-        kinds = [k.lower() if isinstance(k, str) else k for k in kinds] if isinstance(kinds, list) else [None]
+        kinds = (
+            [k.lower() if isinstance(k, str) else k for k in kinds]
+            if isinstance(kinds, list)
+            else [None]
+        )
         if not kinds or not all(k in TYPES or k == "integer" for k in kinds):
             self.unsupported.add("type")
             return
@@ -234,10 +272,15 @@ class Translator:
     def _numbers(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
         bounds = self._bounds(node)
         far = {word for word, value in bounds.items() if abs(value) > LARGEST}
-        if any((bounds[word] > 0) == ("inimum" in word) for word in far):  # all that is allowed lies beyond
+        # all that is allowed lies beyond
+        if any((bounds[word] > 0) == ("inimum" in word) for word in far):
             self.unsupported |= far
         out.update({word: value for word, value in bounds.items() if word not in far})
-        if "multipleOf" in node and self._number("multipleOf", node["multipleOf"]) and node["multipleOf"] > 0:
+        if (
+            "multipleOf" in node
+            and self._number("multipleOf", node["multipleOf"])
+            and node["multipleOf"] > 0
+        ):
             out["multipleOf"] = node["multipleOf"]
 
     def _bounds(self, node: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +338,8 @@ class Translator:
             self.unsupported.add("uniqueItems")
 
     def _items(self, node: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The schemas of the first items one by one, and that of the others; None where nothing is said of them."""
+        """The schemas of the first items one by one, and that of the others; None where nothing is
+        said of them."""
         items, first = node.get("items"), node.get("prefixItems")
         if isinstance(items, list):
             first, items = items, node.get("additionalItems")
@@ -334,7 +378,11 @@ class Translator:
     def _extra(self, node: Mapping[str, Any]) -> Schema:
         """The schema of members that nothing names."""
         others = node.get("additionalProperties")
-        if others is None and "unevaluatedProperties" in node and "unevaluatedProperties" not in self.unsupported:
+        if (
+            others is None
+            and "unevaluatedProperties" in node
+            and "unevaluatedProperties" not in self.unsupported
+        ):
             others = node["unevaluatedProperties"]
         return True if others is None else self._schema(others)
 
@@ -350,11 +398,15 @@ class Translator:
     def _named(self, word: str, node: Mapping[str, Any]) -> dict[str, Schema]:
         value = node.get(word, {})
         if isinstance(value, dict):
-            return {name: self._schema({} if inner is None else inner) for name, inner in value.items()}
+            return {
+                name: self._schema({} if inner is None else inner) for name, inner in value.items()
+            }
         self.unsupported.add("schema" if word == "properties" else word)
         return {}
 
-    def _names_held(self, held: Schema, named: dict[str, Schema], patterns: dict[str, Schema], extra: Schema) -> Schema:
+    def _names_held(
+        self, held: Schema, named: dict[str, Schema], patterns: dict[str, Schema], extra: Schema
+    ) -> Schema:
         """What other members may be, where `held` is what every member's name must match."""
         if held is True:
             return extra
@@ -389,7 +441,7 @@ class Translator:
             out.pop("minProperties", None)
         elif free and low == len(required) + 1 and high is None:
             del out["minProperties"]
-            more.append(_one_more_of(free, out, None if closed else low))
+            more.append(one_more_of(free, out, None if closed else low))
         if high is not None and closed and len(free) + len(required) <= high:
             del out["maxProperties"]
 
@@ -428,15 +480,6 @@ def _with_parts(node: Mapping[str, Any], out: dict[str, Any], parts: list[Schema
     # llguidance has members in the order in which words name them.
     first = next((w for w in node if w in ("properties", *_APPLIED)), "properties")
     return {"allOf": apart, **out} if first != "properties" else {**out, "allOf": apart}
-
-
-def _one_more_of(names: Sequence[str], out: Mapping[str, Any], others: int | None) -> Schema:
-    """One of these members, or without them so many `others` (None: there are none)."""
-    kind = {"type": out["type"]} if "type" in out else {}
-    ways: list[Schema] = [{**kind, "required": [name]} for name in names]
-    if others is not None:
-        ways.append({**kind, "properties": dict.fromkeys(names, False), "minProperties": others})
-    return {"anyOf": ways}
 
 
 def _beyond(value: Any) -> bool:

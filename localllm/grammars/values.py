@@ -1,4 +1,5 @@
-"""Whether a value matches a schema in the engine's words: a schema that names its values is said as those that match."""
+"""Whether a value matches a schema in the engine's words: a schema that names its values is said as
+those that match."""
 
 from __future__ import annotations
 
@@ -8,21 +9,26 @@ from operator import ge, gt, le, lt
 from typing import Any
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-# The type that a word speaks of, and the word that allows what it does not, with the step between them.
+# The type that a word speaks of, and the word that allows what it does not, with the step between
+# them.
 OPPOSITE: Mapping[str, tuple[str, str, int]] = {
     "minimum": ("number", "exclusiveMaximum", 0), "maximum": ("number", "exclusiveMinimum", 0),
     "exclusiveMinimum": ("number", "maximum", 0), "exclusiveMaximum": ("number", "minimum", 0),
     "minLength": ("string", "maxLength", -1), "maxLength": ("string", "minLength", 1),
     "minItems": ("array", "maxItems", -1), "maxItems": ("array", "minItems", 1),
-    "minProperties": ("object", "maxProperties", -1), "maxProperties": ("object", "minProperties", 1),
+    "minProperties": ("object", "maxProperties", -1),
+    "maxProperties": ("object", "minProperties", 1),
 }  # fmt: skip
 SPEAKS_OF: Mapping[str, str] = {
-    **{word: kind for word, (kind, _, _) in OPPOSITE.items()}, "multipleOf": "number", "pattern": "string",
-    "format": "string", "items": "array", "prefixItems": "array", "properties": "object", "required": "object",
+    **{word: kind for word, (kind, _, _) in OPPOSITE.items()}, "multipleOf": "number",
+    "pattern": "string",
+    "format": "string", "items": "array", "prefixItems": "array", "properties": "object",
+    "required": "object",
     "patternProperties": "object", "additionalProperties": "object",
 }  # fmt: skip
 _COMPARED: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any, Any], bool]]] = {
-    "minimum": (float, ge), "maximum": (float, le), "exclusiveMinimum": (float, gt), "exclusiveMaximum": (float, lt),
+    "minimum": (float, ge), "maximum": (float, le), "exclusiveMinimum": (float, gt),
+    "exclusiveMaximum": (float, lt),
     **{f"min{counted}": (len, ge) for counted in ("Length", "Items", "Properties")},
     **{f"max{counted}": (len, le) for counted in ("Length", "Items", "Properties")},
 }  # fmt: skip
@@ -31,7 +37,8 @@ _MOST_NESTED = 12
 
 
 def picked(schema: Any, leads: Callable[[str], Any]) -> Any:
-    """`schema` as the values that match it, where it names them: said so they cost a grammar nothing."""
+    """`schema` as the values that match it, where it names them: said so they cost a grammar
+    nothing."""
     values = values_of(schema, deep=True)
     if values is None or set(schema) <= {"enum", "const"}:
         return schema
@@ -52,14 +59,22 @@ def matches(schema: Any, value: Any, leads: Callable[[str], Any], depth: int = 0
     if isinstance(value, dict) and {"additionalProperties", "patternProperties"} & set(schema):
         named = schema.get("properties", {})
         extra = None if "patternProperties" in schema else schema["additionalProperties"]
-        found += [matches(extra, inner, leads, depth + 1) for name, inner in value.items() if name not in named]
+        found += [
+            matches(extra, inner, leads, depth + 1)
+            for name, inner in value.items()
+            if name not in named
+        ]
     return _all_accept(found)
 
 
-def _word_accepts(word: str, said: Any, value: Any, leads: Callable[[str], Any], depth: int) -> bool | None:
+def _word_accepts(
+    word: str, said: Any, value: Any, leads: Callable[[str], Any], depth: int
+) -> bool | None:
     if word in ("const", "enum"):
         listed = [said] if word == "const" else said
-        return value in listed if isinstance(value, str) else any(_same(one, value) for one in listed)
+        return (
+            value in listed if isinstance(value, str) else any(_same(one, value) for one in listed)
+        )
     kind = kind_of(value)
     if word == "type":
         kinds = [said] if isinstance(said, str) else said
@@ -74,7 +89,9 @@ def _word_accepts(word: str, said: Any, value: Any, leads: Callable[[str], Any],
     if word == "items":
         return _all_accept([matches(said, inner, leads, depth) for inner in value])
     if word == "properties":
-        return _all_accept([matches(said[name], value[name], leads, depth) for name in value if name in said])
+        return _all_accept(
+            [matches(said[name], value[name], leads, depth) for name in value if name in said]
+        )
     return _of_one_kind(word, said, value)
 
 
@@ -126,7 +143,9 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(inner, other[name]) for name, inner in one.items())
+        return one.keys() == other.keys() and all(
+            _same(inner, other[name]) for name, inner in one.items()
+        )
     return bool(one == other)
 
 
@@ -140,18 +159,26 @@ def kind_of(value: Any) -> str:
 
 
 def without_endless(definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """`definitions`, of which those that only what never ends matches (a member that must be there leads back) are False."""
+    """`definitions`, of which those that only what never ends matches (a member that must be there
+    leads back) are False."""
     ending: set[str] = set()
 
     while True:
-        more = {name for name, schema in definitions.items() if name not in ending and _ends(schema, ending)}
+        more = {
+            name
+            for name, schema in definitions.items()
+            if name not in ending and _ends(schema, ending)
+        }
         if not more:
-            return {name: schema if name in ending else False for name, schema in definitions.items()}
+            return {
+                name: schema if name in ending else False for name, schema in definitions.items()
+            }
         ending |= more
 
 
 def _ends(schema: Any, ending: Set[str]) -> bool:
-    """Whether something that ends matches, as far as the definitions that are known to are `ending`."""
+    """Whether something that ends matches, as far as the definitions that are known to are
+    `ending`."""
     if not isinstance(schema, dict):
         return bool(schema)
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:

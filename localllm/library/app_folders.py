@@ -1,11 +1,16 @@
-"""Where each application keeps its models on this disk: folders only, nothing is opened that isn't a pointer to one.
+"""Where each application keeps its models on this disk: folders only, nothing is opened that isn't
+a pointer to one.
 
 Sources of the layouts:
-  hub cache    https://huggingface.co/docs/huggingface_hub/guides/manage-cache and …/package_reference/environment_variables
-  LM Studio    https://lmstudio.ai/docs/basics/import-model (models/publisher/model/file); ~/.lmstudio-home-pointer names
+  hub cache    https://huggingface.co/docs/huggingface_hub/guides/manage-cache and
+               …/package_reference/environment_variables
+  LM Studio    https://lmstudio.ai/docs/basics/import-model (models/publisher/model/file);
+               ~/.lmstudio-home-pointer names
                the home, settings.json's downloadsFolder the models folder
-  Ollama       https://github.com/ollama/ollama/blob/main/docs/faq.md#where-are-models-stored; manifest/paths.go
-  llama.cpp    https://github.com/ggml-org/llama.cpp: common/common.cpp (fs_get_cache_directory: flat files), since 2026
+  Ollama       https://github.com/ollama/ollama/blob/main/docs/faq.md#where-are-models-stored;
+               manifest/paths.go
+  llama.cpp    https://github.com/ggml-org/llama.cpp: common/common.cpp (fs_get_cache_directory:
+               flat files), since 2026
                common/hf-cache.cpp (the hub's cache layout, LLAMA_CACHE first)
 """
 
@@ -31,7 +36,8 @@ def _env_path(name: str) -> Path | None:
 
 
 def hub_cache() -> Path:
-    """The hub's cache, by huggingface-hub's own rules (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME), without importing it."""
+    """The hub's cache, by huggingface-hub's own rules (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME),
+    without importing it."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         chosen = _env_path(name)
         if chosen is not None:
@@ -58,7 +64,8 @@ def lmstudio() -> list[Path]:
 
 
 def ollama() -> list[Path]:
-    """Ollama's stores (folders with manifests/ and blobs/): the user's, and that of the Linux service."""
+    """Ollama's stores (folders with manifests/ and blobs/): the user's, and that of the Linux
+    service."""
     home = _env_path("OLLAMA_HOME")
     candidates = [
         _env_path("OLLAMA_MODELS"),
@@ -98,7 +105,11 @@ def remembered() -> list[Path]:
         listed = json_store.load(folders_file())
     except (OSError, ValueError):
         return []
-    return [Path(entry) for entry in listed if isinstance(entry, str)] if isinstance(listed, list) else []
+    return (
+        [Path(entry) for entry in listed if isinstance(entry, str)]
+        if isinstance(listed, list)
+        else []
+    )
 
 
 def remember(listed: list[Path]) -> None:

@@ -1,4 +1,5 @@
-"""Brings the files of a selection into the hub's cache: checks the space, resumes, verifies, links them in."""
+"""Brings the files of a selection into the hub's cache: checks the space, resumes, verifies, links
+them in."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def bring(
     patience: Patience,
     check: CheckKind | None,
 ) -> LocalModel:
-    """The model of `selection`, with what was missing of it fetched: `check` looks at what has arrived of a GGUF. Raises
-    DownloadError, and what `check` does."""
+    """The model of `selection`, with what was missing of it fetched: `check` looks at what has
+    arrived of a GGUF. Raises DownloadError, and what `check` does."""
     cache = app_folders.hub_cache()
     folder = hf_cache.repo_folder(cache, listing.repo)
     files = [*selection.files, *([selection.projector] if selection.projector else [])]
@@ -49,16 +50,24 @@ def bring(
     _check_space(cache, folder, missing, reserve_bytes, listing.repo)
     if missing:
         address = hub.endpoint()
-        with transfer.new_client(hub.headers(anonymous=listing.anonymous), patience, address) as client:
+        with transfer.new_client(
+            hub.headers(anonymous=listing.anonymous), patience, address
+        ) as client:
             for file in files:
                 if file in missing:
                     model = file in selection.files and is_gguf(file.name)
-                    _bring_file(client, folder, listing, file, meter, patience, check if model else None)
+                    _bring_file(
+                        client, folder, listing, file, meter, patience, check if model else None
+                    )
                 meter.finished(file.size_bytes)
                 if file.name == _CONFIG and selection.format.is_folder:
                     _check_format(folder / "snapshots" / listing.commit / file.name, listing.repo)
     _write_ref(folder, listing, wanted.revision)
-    say(DownloadProgress("done", selection.files[0].name, selection.total_bytes, selection.total_bytes))
+    say(
+        DownloadProgress(
+            "done", selection.files[0].name, selection.total_bytes, selection.total_bytes
+        )
+    )
     return _as_local(folder, listing, selection, wanted)
 
 
@@ -77,27 +86,36 @@ def _check_format(config: Path, repo: str) -> None:
 def _is_there(folder: Path, listing: Listing, file: RepoFile) -> bool:
     pointer = folder / "snapshots" / listing.commit / file.name
     try:
-        return pointer.stat().st_size == file.size_bytes and hf_cache.digest_of(pointer) in (file.digest, "")
+        return pointer.stat().st_size == file.size_bytes and hf_cache.digest_of(pointer) in (
+            file.digest,
+            "",
+        )
     except OSError:
         return False
 
 
-def _check_space(cache: Path, folder: Path, missing: list[RepoFile], reserve_bytes: int, repo: str) -> None:
+def _check_space(
+    cache: Path, folder: Path, missing: list[RepoFile], reserve_bytes: int, repo: str
+) -> None:
     """Refuse before the first byte what would not fit. Partials count as brought."""
     need = 0
     for file in missing:
         blob = folder / "blobs" / file.digest
         if not blob.exists():
             partial = _partial(blob)
-            need += file.size_bytes - (min(partial.stat().st_size, file.size_bytes) if partial.exists() else 0)
+            need += file.size_bytes - (
+                min(partial.stat().st_size, file.size_bytes) if partial.exists() else 0
+            )
     if not need:
         return
     existing = next(p for p in (cache, *cache.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if need + reserve_bytes > free:
         raise DownloadError(
-            f"{repo} needs {need / 1e9:.2f} GB more, and the disk of {cache} has {free / 1e9:.2f} GB free",
-            hint="make room (`localllm models du`, `localllm models prune`), set HF_HOME to a bigger disk, or take a smaller quant",
+            f"{repo} needs {need / 1e9:.2f} GB more, and the disk of {cache} has {free / 1e9:.2f} "
+            "GB free",
+            hint="make room (`localllm models du`, `localllm models prune`), set HF_HOME to a "
+            "bigger disk, or take a smaller quant",
         )
 
 
@@ -114,7 +132,8 @@ def _bring_file(
     patience: Patience,
     check: CheckKind | None,
 ) -> None:
-    """One file: its blob (fetched, or checked if another program left it there), then the link in the snapshot."""
+    """One file: its blob (fetched, or checked if another program left it there), then the link in
+    the snapshot."""
     blob = folder / "blobs" / file.digest
     try:
         blob.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +148,8 @@ def _bring_file(
 
 
 def _keeps_its_name(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
-    """True if a blob we did not bring has the content its name promises (others check lengths only)."""
+    """True if a blob we did not bring has the content its name promises (others check lengths
+    only)."""
     if blob.stat().st_size != file.size_bytes:
         return False
     have = 0
@@ -190,7 +210,8 @@ def _lock(folder: Path, digest: str) -> Iterator[None]:
 
 
 def _link(blob: Path, pointer: Path) -> None:
-    """Point the snapshot's name at the blob, as huggingface-hub does: a relative link, or the file itself without links."""
+    """Point the snapshot's name at the blob, as huggingface-hub does: a relative link, or the file
+    itself without links."""
     pointer.parent.mkdir(parents=True, exist_ok=True)
     if pointer.is_symlink() or pointer.exists():
         pointer.unlink()
@@ -201,7 +222,8 @@ def _link(blob: Path, pointer: Path) -> None:
 
 
 def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
-    """Let `main` (or the branch asked for) name this commit, so that other tools find it offline."""
+    """Let `main` (or the branch asked for) name this commit, so that other tools find it
+    offline."""
     name = revision or "main"
     if name == listing.commit:
         return
@@ -216,12 +238,19 @@ def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
         raise transfer.disk_trouble(e, ref) from e
 
 
-def _as_local(folder: Path, listing: Listing, selection: Selection, wanted: PullTarget) -> LocalModel:
+def _as_local(
+    folder: Path, listing: Listing, selection: Selection, wanted: PullTarget
+) -> LocalModel:
     snapshot = folder / "snapshots" / listing.commit
-    weights = tuple(snapshot / f.name for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors")))
+    weights = tuple(
+        snapshot / f.name
+        for f in selection.files
+        if f.name.lower().endswith((".gguf", ".safetensors"))
+    )
     is_folder = selection.format.is_folder
     return LocalModel(
-        wanted.name or (listing.repo.partition("/")[2] if is_folder else names.stem_of(weights[0].name)),
+        wanted.name
+        or (listing.repo.partition("/")[2] if is_folder else names.stem_of(weights[0].name)),
         snapshot if is_folder else weights[0],
         selection.format,
         selection.weights_bytes,

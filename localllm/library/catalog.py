@@ -1,4 +1,5 @@
-"""Loads the catalog and reads the headers of model files; the catalog package's errors become ours."""
+"""Loads the catalog and reads the headers of model files; the catalog package's errors become
+ours."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from localllm_catalog.gguf import GgufHeader
     from localllm_catalog.types import Model
 
-# Of the user's catalog files the one that `localllm catalog update` writes; its first line says when.
+# Of the user's catalog files the one that `localllm catalog update` writes; its first line says
+# when.
 UPDATE_FILE = "00-hub-listings.toml"
-# The newest source of the shipped catalog (model_catalog/localllm_catalog/sources.toml), and when to say that it is old.
+# The newest source of the shipped catalog (model_catalog/localllm_catalog/sources.toml), and when
+# to say that it is old.
 SHIPPED = datetime.date(2026, 11, 21)
 OLD_DAYS = 60
 # Damage is named by whoever finds it; what is left is written otherwise than we read it.
@@ -59,7 +62,8 @@ def load_catalog() -> Catalog:
         return catalog.load(folder, paths.cache_dir() / "catalog.json")
     except CatalogError as e:
         mend = (
-            f"mend the file or move it out of {folder}; `python -m localllm_catalog.check {folder}` lists every mistake"
+            f"mend the file or move it out of {folder}; `python -m localllm_catalog.check "
+            f"{folder}` lists every mistake"
         )
         raise CatalogFileError(e.message, hint=f"{e.hint}; {mend}" if e.hint else mend) from e
 
@@ -85,8 +89,11 @@ def readable_header(path: Path) -> GgufHeader | None:
         return None
 
 
-def read_model(source: Path | str, *, known: Model | None = None, open_source: OpenSource | None = None) -> Model:
-    """The Model that a GGUF file's header or an MLX folder's config describes, with one Variant: these files.
+def read_model(
+    source: Path | str, *, known: Model | None = None, open_source: OpenSource | None = None
+) -> Model:
+    """The Model that a GGUF file's header or an MLX folder's config describes, with one Variant:
+    these files.
 
     `known` (the catalog's entry) lends what files cannot say. Raises ModelFileError.
     """
@@ -103,8 +110,9 @@ def read_model(source: Path | str, *, known: Model | None = None, open_source: O
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """Files on this disk, read once: a GGUF file's `header`, and the `model` that header or config describes, with one Variant
-    whose bytes are the files' own. None where they can't be read so: the engine says what is wrong with them."""
+    """Files on this disk, read once: a GGUF file's `header`, and the `model` that header or config
+    describes, with one Variant whose bytes are the files' own. None where they can't be read so:
+    the engine says what is wrong with them."""
 
     local: LocalModel
     header: GgufHeader | None = None
@@ -132,7 +140,9 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
 
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
-        files = {name: (folder / name).stat().st_size for name in names.mlx_weights(os.listdir(folder))}
+        files = {
+            name: (folder / name).stat().st_size for name in names.mlx_weights(os.listdir(folder))
+        }
         # A model runs without the one of generation, too.
         stated = json_store.read(folder / "generation_config.json")
         return from_hf.model_from_config(config, files, known=known, generation=stated)

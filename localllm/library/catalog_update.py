@@ -1,7 +1,8 @@
-"""Updates the catalog from the hub, into a file of the user's catalog: files and exact bytes, and new models.
+"""Updates the catalog from the hub, into a file of the user's catalog: files and exact bytes, and
+new models.
 
-The file is laid over the shipped catalog like any other of that folder, and comes first, so what the user wrote himself
-goes over it. Deleting it undoes the update.
+The file is laid over the shipped catalog like any other of that folder, and comes first, so what
+the user wrote himself goes over it. Deleting it undoes the update.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from localllm_catalog.names import Format
 if TYPE_CHECKING:
     from localllm_catalog.types import Layer, Model, Variant
 
-# A file further from what its format and the model's shapes say is something else: a draft head, a part, another model.
+# A file further from what its format and the model's shapes say is something else: a draft head, a
+# part, another model.
 _PLAUSIBLE = 0.4
 _LEAST_BITS, _MOST_BITS = 1.0, 20.0
 _FORMS = tuple(Format)
@@ -42,8 +44,9 @@ class Change:
 
 @dataclass
 class Update:
-    """Tables to write, by model (`gguf`, `mlx`, and of a new model all the rest), what changed, and repositories that could
-    not be read with the reason; of these the hub knows nothing of those in `gone`."""
+    """Tables to write, by model (`gguf`, `mlx`, and of a new model all the rest), what changed, and
+    repositories that could not be read with the reason; of these the hub knows nothing of those in
+    `gone`."""
 
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
@@ -52,8 +55,9 @@ class Update:
 
 
 def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Update:
-    """What the hub holds of `models` now. A repository that is gone loses its constructed files and keeps what somebody
-    once saw; one that is closed to us stays as it is; a hub that can't be asked ends it.
+    """What the hub holds of `models` now. A repository that is gone loses its constructed files and
+    keeps what somebody once saw; one that is closed to us stays as it is; a hub that can't be asked
+    ends it.
 
     Raises HubUnreachableError.
     """
@@ -65,8 +69,13 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
         for form, repo in repos:
             if repo not in known:
                 known[repo] = _listing(repo, list_files, found)
-            listing, old = known[repo], [v for v in model.variants if v.repo == repo and v.format == form]
-            tables[form] += _tables(model, form, listing) if listing else _kept(old, is_gone=repo in found.gone)
+            listing, old = (
+                known[repo],
+                [v for v in model.variants if v.repo == repo and v.format == form],
+            )
+            tables[form] += (
+                _tables(model, form, listing) if listing else _kept(old, is_gone=repo in found.gone)
+            )
         lines = _changes(model, tables)
         if lines:
             found.changes.append(Change(model, tuple(lines)))
@@ -75,7 +84,8 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
 
 
 def add(repo: str, list_files: Callable[[str], Listing], found: Update) -> None:
-    """A model that the catalog does not know, from the header of a GGUF file of `repo`, into `found`.
+    """A model that the catalog does not know, from the header of a GGUF file of `repo`, into
+    `found`.
 
     Raises HubUnreachableError, ModelNotFoundError and DownloadError.
     """
@@ -83,20 +93,27 @@ def add(repo: str, list_files: Callable[[str], Listing], found: Update) -> None:
     rows = _tables(model, Format.GGUF, listing, sure=table.pop("file"))
     name = table.pop("id")
     found.tables[name] = {**table, Format.GGUF: rows}
-    sizes = [f"{quant} ({size / 1e9:.1f} GB)" for row in rows for quant, size in row["bytes"].items()]
+    sizes = [
+        f"{quant} ({size / 1e9:.1f} GB)" for row in rows for quant, size in row["bytes"].items()
+    ]
     found.changes.append(Change(model, (*summary(model), f"files: {', '.join(sizes)}")))
 
 
 def write(update: Update, folder: Path, today: datetime.date | None = None) -> Path:
-    """Write the tables as a file of the user's catalog, whole or not at all; models of an earlier update stay."""
+    """Write the tables as a file of the user's catalog, whole or not at all; models of an earlier
+    update stay."""
     from localllm import paths
 
     paths.private_dir(folder)
     target = folder / UPDATE_FILE
     earlier = _earlier(target)
-    tables = {**earlier, **{name: {**earlier.get(name, {}), **table} for name, table in update.tables.items()}}
+    tables = {
+        **earlier,
+        **{name: {**earlier.get(name, {}), **table} for name, table in update.tables.items()},
+    }
     lines = [
-        f"# Read from the hub on {(today or datetime.date.today()).isoformat()} by `localllm catalog update`.",
+        f"# Read from the hub on {(today or datetime.date.today()).isoformat()} by `localllm "
+        "catalog update`.",
         "# Written anew by the next update; delete this file to go back to the shipped listings.",
     ]
     for name, table in tables.items():
@@ -106,7 +123,11 @@ def write(update: Update, folder: Path, today: datetime.date | None = None) -> P
         lines += [f"{form} = []" for form, rows in forms.items() if not rows]
         for form, rows in forms.items():
             for row in rows:
-                lines += ["", f"[[models.{form}]]", *(f"{key} = {_toml(value)}" for key, value in row.items())]
+                lines += [
+                    "",
+                    f"[[models.{form}]]",
+                    *(f"{key} = {_toml(value)}" for key, value in row.items()),
+                ]
     paths.write_private(target, "\n".join(lines) + "\n")
     return target
 
@@ -142,11 +163,15 @@ def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> 
 
 
 def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[dict[str, Any]]:
-    """The catalog's tables of one repository: none where it holds nothing of this model. `sure`: a file that is of it."""
+    """The catalog's tables of one repository: none where it holds nothing of this model. `sure`: a
+    file that is of it."""
     found = (s for s in variants.selections(listing) if s.format == form)
     there = [s for s in found if is_of(model, s) or sure in s.names]
     if Format(form).is_folder:
-        return [{"repo": listing.repo, "quant": s.quant, "bytes": s.weights_bytes, "source": "hf-api"} for s in there]
+        return [
+            {"repo": listing.repo, "quant": s.quant, "bytes": s.weights_bytes, "source": "hf-api"}
+            for s in there
+        ]
     chosen: dict[str, variants.Selection] = {}
     for selection in there:
         chosen.setdefault(selection.quant, selection)
@@ -165,7 +190,8 @@ def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[d
 
 
 def is_of(model: Model, selection: variants.Selection) -> bool:
-    """Whether files of this size and quant can be `model`'s, and are no draft head or another model of the repository."""
+    """Whether files of this size and quant can be `model`'s, and are no draft head or another model
+    of the repository."""
     from localllm_catalog import quants, shapes
 
     size = selection.weights_bytes
@@ -173,11 +199,14 @@ def is_of(model: Model, selection: variants.Selection) -> bool:
         return True
     if not selection.format.is_folder and selection.quant in quants.MIXTURES:
         return abs(size / shapes.estimate_gguf_bytes(model, selection.quant) - 1) <= _PLAUSIBLE
-    return bool(selection.quant) and _LEAST_BITS <= 8 * size / max(1, model.params_total) <= _MOST_BITS
+    return (
+        bool(selection.quant) and _LEAST_BITS <= 8 * size / max(1, model.params_total) <= _MOST_BITS
+    )
 
 
 def _kept(old: Sequence[Variant], *, is_gone: bool) -> list[dict[str, Any]]:
-    """Tables of a repository that could not be read: as they were, without what was constructed where it `is_gone`."""
+    """Tables of a repository that could not be read: as they were, without what was constructed
+    where it `is_gone`."""
     rows: list[dict[str, Any]] = []
     for variant in old:
         if variant.is_estimate and is_gone:
@@ -185,7 +214,9 @@ def _kept(old: Sequence[Variant], *, is_gone: bool) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"repo": variant.repo}
         size = "bytes" if variant.exact else "about"
         if variant.is_folder:
-            row |= {"quant": variant.quant} | ({} if variant.is_estimate else {size: variant.file_bytes})
+            row |= {"quant": variant.quant} | (
+                {} if variant.is_estimate else {size: variant.file_bytes}
+            )
         elif variant.is_estimate:
             row |= {"estimate": [variant.quant]}
         else:
@@ -205,7 +236,9 @@ def _changes(model: Model, tables: dict[str, list[dict[str, Any]]]) -> list[str]
         new |= {(Format.GGUF, row["repo"], quant): 0 for quant in row.get("estimate", ())}
     for row in tables[Format.MLX]:
         new[Format.MLX, row["repo"], row["quant"]] = row.get("bytes", row.get("about", 0))
-    old: dict[tuple[str, str, str], Variant] = {(v.format, v.repo, v.quant): v for v in model.variants}
+    old: dict[tuple[str, str, str], Variant] = {
+        (v.format, v.repo, v.quant): v for v in model.variants
+    }
     lines = []
     for key, size in new.items():
         before = old.get(key)
@@ -214,14 +247,18 @@ def _changes(model: Model, tables: dict[str, list[dict[str, Any]]]) -> list[str]
         if before is None:
             lines.append(f"new: {key[2]} ({size / 1e9:.1f} GB) in {key[1]}")
         elif before.is_estimate:
-            lines.append(f"{key[2]} is there: {size / 1e9:.1f} GB, {before.file_bytes / 1e9:.1f} estimated")
+            lines.append(
+                f"{key[2]} is there: {size / 1e9:.1f} GB, {before.file_bytes / 1e9:.1f} estimated"
+            )
         elif abs(size / max(1, before.file_bytes) - 1) > _SAME:
             lines.append(f"{key[2]}: {size / 1e9:.2f} GB, was {before.file_bytes / 1e9:.2f}")
-    lines += [f"gone: {quant} in {repo}" for form, repo, quant in old if (form, repo, quant) not in new]
+    lines += [
+        f"gone: {quant} in {repo}" for form, repo, quant in old if (form, repo, quant) not in new
+    ]
     return lines
 
 
-# --- a model that the catalog does not know yet: what the header of its smallest GGUF file says ----------------------
+# --- a model that the catalog does not know yet: what the header of its smallest GGUF file says ---
 
 _HEADER_NAMES = {
     "n_experts": "count",
@@ -234,22 +271,29 @@ _HEADER_NAMES = {
 }
 
 
-def from_hub(repo: str, list_files: Callable[[str], Listing]) -> tuple[Model, dict[str, Any], Listing]:
-    """(the model, its table and the `file` it is from, its files) of a GGUF repository that no known model claims.
+def from_hub(
+    repo: str, list_files: Callable[[str], Listing]
+) -> tuple[Model, dict[str, Any], Listing]:
+    """(the model, its table and the `file` it is from, its files) of a GGUF repository that no
+    known model claims.
 
-    Raises what `list_files` does, and DownloadError where the repository holds no GGUF file with a readable header.
+    Raises what `list_files` does, and DownloadError where the repository holds no GGUF file with a
+    readable header.
     """
     listing = list_files(repo)
     there = [s for s in variants.selections(listing) if s.format is Format.GGUF]
     if not there:
-        raise DownloadError(f"{repo} holds no GGUF files", hint="name the repository of the model's GGUF files")
+        raise DownloadError(
+            f"{repo} holds no GGUF files", hint="name the repository of the model's GGUF files"
+        )
     model = variants.model_of(listing, there)
     name = repo.rpartition("/")[2].lower().removesuffix("-gguf")
     return model, {"id": name, "file": there[0].files[0].name, **table_of(model, repo)}, listing
 
 
 def table_of(model: Model, repo: str) -> dict[str, Any]:
-    """What the header says of `model`, in the words of a catalog file; what it does not say is left out."""
+    """What the header says of `model`, in the words of a catalog file; what it does not say is left
+    out."""
     said: dict[str, Any] = {
         "name": model.name,
         "family": model.family,
@@ -279,8 +323,14 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
     }
     if model.lookup_params:
         (variant,) = model.variants
-        bits = 8 * variant.input_bytes / (model.lookup_params + model.vocab_size * model.hidden_size)
-        said["lookup"] = {"params": model.lookup_params, "rows": model.lookup_rows, "bits": round(bits, 2)}
+        bits = (
+            8 * variant.input_bytes / (model.lookup_params + model.vocab_size * model.hidden_size)
+        )
+        said["lookup"] = {
+            "params": model.lookup_params,
+            "rows": model.lookup_rows,
+            "bits": round(bits, 2),
+        }
     if model.experts is not None:
         said["experts"] = {_HEADER_NAMES[key]: n for key, n in asdict(model.experts).items() if n}
     if model.reasoning_kind != "none":
@@ -295,7 +345,11 @@ def _layer(layer: Layer, times: int) -> dict[str, Any]:
 
 
 def _sampling(model: Model) -> dict[str, Any]:
-    known = {key: value for key, value in asdict(model.sampling).items() if value is not None and key != "source"}
+    known = {
+        key: value
+        for key, value in asdict(model.sampling).items()
+        if value is not None and key != "source"
+    }
     return {**known, "source": model.sampling.source or "the file's own header"} if known else {}
 
 
@@ -303,11 +357,15 @@ def summary(model: Model) -> list[str]:
     """What a person wants to know of a new model, in sentence parts."""
     counts = Counter(sorted(layer.kind for layer in model.layers))
     kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    lines = [f"new: {model.params_total / 1e9:.1f}B parameters, layers: {kinds}; context {model.native_context:,}"]
+    lines = [
+        f"new: {model.params_total / 1e9:.1f}B parameters, layers: {kinds}; context "
+        f"{model.native_context:,}"
+    ]
     calls, reasons = model.calls_tools, model.reasoning_kind != "none"
     if calls or reasons:
         lines.append(
-            f"its template calls {'' if calls else 'no '}tools, and {'thinks' if reasons else 'does not think'}"
+            f"its template calls {'' if calls else 'no '}tools, and "
+            f"{'thinks' if reasons else 'does not think'}"
         )
     if model.shape_warning:
         lines.append(model.shape_warning)

@@ -1,5 +1,6 @@
-"""From whatever a person calls a model (catalog id, path, repository, address, name on this disk) to its description.
-Only a repository that neither the catalog nor this disk knows is asked of the hub: its listing and one header."""
+"""From whatever a person calls a model (catalog id, path, repository, address, name on this disk)
+to its description. Only a repository that neither the catalog nor this disk knows is asked of the
+hub: its listing and one header."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ _OF_THE_HUB = "hf-api"
 
 
 def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tuple[Model, str]:
-    """The model that is meant, with the files that are meant as its variants, and the quant asked for ("" = any).
+    """The model that is meant, with the files that are meant as its variants, and the quant asked
+    for ("" = any).
 
-    Raises ModelNotFoundError, also for a quant that is not there, ModelFileError, DownloadError and UsageError.
+    Raises ModelNotFoundError, also for a quant that is not there, ModelFileError, DownloadError and
+    UsageError.
     """
     reference = reference.strip()
     name, _, quant = reference.partition(":")
@@ -49,26 +52,36 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
     if not asked.repo:
         near = catalog.suggest(asked.name)
         hint = (
-            f"did you mean {', '.join(near)}?" if near else "see `localllm models list`, or name a repository: org/name"
+            f"did you mean {', '.join(near)}?"
+            if near
+            else "see `localllm models list`, or name a repository: org/name"
         )
-        raise ModelNotFoundError(f"neither the catalog nor this disk has a model {reference!r}", hint=hint)
+        raise ModelNotFoundError(
+            f"neither the catalog nor this disk has a model {reference!r}", hint=hint
+        )
     if offline or hub.is_offline():
         raise ModelNotFoundError(
-            f"neither the catalog nor this disk knows {asked.repo}{f' in {asked.quant}' if asked.quant else ''}",
+            "neither the catalog nor this disk knows "
+            f"{asked.repo}{f' in {asked.quant}' if asked.quant else ''}",
             hint="without --offline and HF_HUB_OFFLINE the hub is asked",
         )
     return _of_hub(asked, catalog), asked.quant
 
 
 def _of_catalog(asked: names.ModelReference, catalog: Catalog) -> Model | None:
-    """The model with those of its files that the catalog knows in this repository; None where it does not know what is asked
-    for. A model's own repository, which holds its unconverted weights, means all of its files."""
+    """The model with those of its files that the catalog knows in this repository; None where it
+    does not know what is asked for. A model's own repository, which holds its unconverted weights,
+    means all of its files."""
     repo = asked.repo.lower()
     for model in () if asked.revision else catalog.models:
         there = tuple(v for v in model.variants if v.repo.lower() == repo and _is_asked(v, asked))
         if there:
             return replace(model, variants=there)
-        if model.hf_repo.lower() == repo and not asked.file and any(_is_asked(v, asked) for v in model.variants):
+        if (
+            model.hf_repo.lower() == repo
+            and not asked.file
+            and any(_is_asked(v, asked) for v in model.variants)
+        ):
             return model
     return None
 
@@ -81,21 +94,29 @@ def _is_asked(variant: Variant, asked: names.ModelReference) -> bool:
 
 
 def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
-    """What a repository holds now, with the bytes of its listing; shapes are the catalog's where it recognises the name, else
-    those of a header or a config."""
+    """What a repository holds now, with the bytes of its listing; shapes are the catalog's where it
+    recognises the name, else those of a header or a config."""
     listing = hub.list_files(asked.repo, asked.revision)
     there = variants.selections(listing)
     if asked.file or asked.quant:
-        wanted = variants.pick(listing, file=asked.file, quant=asked.quant, described=None, choose=None)
+        wanted = variants.pick(
+            listing, file=asked.file, quant=asked.quant, described=None, choose=None
+        )
         there = [s for s in there if s.quant == wanted.quant and (not asked.file or s == wanted)]
     if not there:
-        variants.pick(listing, described=None, choose=None)  # says what is wrong with the repository
+        # says what is wrong with the repository
+        variants.pick(listing, described=None, choose=None)
     known = catalog.recognise(listing.repo)
     whole = known if known is not None else _read(listing, there)
-    found = tuple(_variant(s, listing) for s in there if known is None or asked.file or catalog_update.is_of(known, s))
+    found = tuple(
+        _variant(s, listing)
+        for s in there
+        if known is None or asked.file or catalog_update.is_of(known, s)
+    )
     if not found:
         raise DownloadError(
-            f"{listing.repo} holds no files of {whole.name}", hint="name one of its files by its address"
+            f"{listing.repo} holds no files of {whole.name}",
+            hint="name one of its files by its address",
         )
     return replace(whole, variants=found)
 
@@ -130,13 +151,19 @@ def _of_config(listing: Listing, selection: Selection) -> Model:
     patience = hub.Patience.from_environment()
     with (
         tempfile.TemporaryDirectory() as folder,
-        transfer.new_client(hub.headers(anonymous=listing.anonymous), patience, hub.endpoint()) as client,
+        transfer.new_client(
+            hub.headers(anonymous=listing.anonymous), patience, hub.endpoint()
+        ) as client,
     ):
         target = Path(folder) / _CONFIG
-        transfer.Fetch(client, hub.file_url(listing, _CONFIG), file, target, patience, lambda *_: None).run()
+        transfer.Fetch(
+            client, hub.file_url(listing, _CONFIG), file, target, patience, lambda *_: None
+        ).run()
         text = target.read_text(encoding="utf-8", errors="replace")
     try:
         sizes = {f.name: f.size_bytes for f in selection.files if f.name.endswith(".safetensors")}
         return from_hf.model_from_config(json.loads(text), sizes, repo=listing.repo)
     except (CatalogError, ValueError) as e:
-        raise DownloadError(f"{listing.repo} can't be read as a model: {e}", hint=getattr(e, "hint", None)) from e
+        raise DownloadError(
+            f"{listing.repo} can't be read as a model: {e}", hint=getattr(e, "hint", None)
+        ) from e

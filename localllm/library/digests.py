@@ -1,4 +1,5 @@
-"""The sha256 of a model's files: as published where that is known, else read once and remembered."""
+"""The sha256 of a model's files: as published where that is known, else read once and
+remembered."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ _lock = threading.Lock()
 
 
 class ModelDigest:
-    """Called, it gives 64 digits at once: the sha256 of the model's one file; of several files, the sha256 of the lines
+    """Called, it gives 64 digits at once: the sha256 of the model's one file; of several files, the
+    sha256 of the lines
     `HASH  NAME` that sha256sum prints of them.
 
-    A file whose hash nobody knows is read in the background from the first call on. Until then, and where it can't be
-    read, the digits are those of its name, size and time.
+    A file whose hash nobody knows is read in the background from the first call on. Until then, and
+    where it can't be read, the digits are those of its name, size and time.
     """
 
     def __init__(self, model: LocalModel) -> None:
@@ -39,7 +41,10 @@ class ModelDigest:
             if self._reading is None:
                 self._reading = threading.Thread(target=self.read, name="digest", daemon=True)
                 self._reading.start()
-        return _joined(self._files, [digest or _stand_in(f) for f, digest in zip(self._files, found, strict=True)])
+        return _joined(
+            self._files,
+            [digest or _stand_in(f) for f, digest in zip(self._files, found, strict=True)],
+        )
 
     def read(self) -> None:
         """Read the files whose hash nobody knows, and remember it."""

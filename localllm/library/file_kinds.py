@@ -1,4 +1,5 @@
-"""What the GGUF files on this disk are: by their headers where these can be read, else by their places."""
+"""What the GGUF files on this disk are: by their headers where these can be read, else by their
+places."""
 
 from __future__ import annotations
 
@@ -22,15 +23,17 @@ _NAMES = re.compile(r"general\.(?:name|basename)|general\.base_model\.[0-9]+\.(?
 
 
 def is_gguf(name: str) -> bool:
-    """True for a name that ends as GGUF files do, in small letters or capitals, and is no side file of macOS."""
+    """True for a name that ends as GGUF files do, in small letters or capitals, and is no side file
+    of macOS."""
     return name.lower().endswith(".gguf") and not name.rpartition("/")[2].startswith("._")
 
 
 def of_files(files: Mapping[str, Path]) -> dict[str, tuple[Path, Kind]]:
-    """What each of these GGUF files is, by its name in one folder or repository; of a split its first part says it.
+    """What each of these GGUF files is, by its name in one folder or repository; of a split its
+    first part says it.
 
-    Its header goes before its name, except that a whole model called a draft beside a larger one is there for drafting.
-    Files that can't be looked at are left out.
+    Its header goes before its name, except that a whole model called a draft beside a larger one is
+    there for drafting. Files that can't be looked at are left out.
     """
     from localllm_catalog import kinds
 
@@ -53,28 +56,38 @@ def of_header(file: Path) -> Kind | None:
     header = _peeked(file)
     if header is None:
         return "pointer" if _is_pointer(file) else None
-    # The first part of a split may hold no tensors of its own (llama-gguf-split --no-tensor-first-split).
+    # The first part of a split may hold no tensors of its own (llama-gguf-split
+    # --no-tensor-first-split).
     return kinds.of_header(header[0], header[1] if names.split_of(file.name) is None else 1)
 
 
 def _is_pointer(file: Path) -> bool:
-    """True for what Git leaves in a large file's place where LFS did not run (git-lfs, docs/spec.md: below 1,024 bytes)."""
+    """True for what Git leaves in a large file's place where LFS did not run (git-lfs,
+    docs/spec.md: below 1,024 bytes)."""
     try:
-        return file.stat().st_size < 1024 and file.read_bytes().startswith(b"version https://git-lfs")
+        return file.stat().st_size < 1024 and file.read_bytes().startswith(
+            b"version https://git-lfs"
+        )
     except OSError:
         return False
 
 
 def said_names(file: Path) -> frozenset[str]:
-    """What a file's header calls its model and the models it is made from, for comparing with another file's."""
+    """What a file's header calls its model and the models it is made from, for comparing with
+    another file's."""
     header = _peeked(file)
-    said = [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)] if header else []
+    said = (
+        [v for k, v in header[0].items() if _NAMES.fullmatch(k) and isinstance(v, str)]
+        if header
+        else []
+    )
     return frozenset(map(names.bare, said)) - {""}
 
 
 def header_facts(file: Path) -> dict[str, Any]:
-    """What a GGUF file's header, or a checkpoint folder's config.json, says of the model: architecture, parameter_count,
-    embedding_length and context_length, as far as it does. Reads no weights."""
+    """What a GGUF file's header, or a checkpoint folder's config.json, says of the model:
+    architecture, parameter_count, embedding_length and context_length, as far as it does. Reads no
+    weights."""
     from localllm_catalog import gguf
 
     if file.is_dir():
@@ -122,7 +135,8 @@ def may_be_model(file: Path) -> bool:
 
 
 def check_is_model(file: Path) -> None:
-    """Raises ModelFileError, saying what it is and which file would do, for a GGUF file that is no model."""
+    """Raises ModelFileError, saying what it is and which file would do, for a GGUF file that is no
+    model."""
     from localllm_catalog import kinds
 
     kind: Kind | None = "side file" if file.name.startswith("._") else of_header(file)
@@ -130,7 +144,9 @@ def check_is_model(file: Path) -> None:
         return
     what, instead = kinds.WORDS[kind]
     there = of_files({f.name: f for f in _ggufs_beside(file)})
-    beside = sorted(name for name, (other, k) in there.items() if k in kinds.MODELS and other != file)
+    beside = sorted(
+        name for name, (other, k) in there.items() if k in kinds.MODELS and other != file
+    )
     hint = f"{instead}; beside it lies {', '.join(beside[:3])}" if beside else instead
     raise ModelFileError(f"{file.name} is {what}, not a language model", hint=hint)
 

@@ -1,4 +1,5 @@
-"""Finds models in a folder: whole GGUFs (splits put together) and MLX folders, by names and sizes, opening no weights."""
+"""Finds models in a folder: whole GGUFs (splits put together) and MLX folders, by names and sizes,
+opening no weights."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ from localllm.library.types import LocalModel, Origin
 from localllm_catalog.names import Format
 
 _MAX_FILES = 20_000
-# Folders within folders: deeper than anybody keeps models, and a bound where links make a circle of them.
+# Folders within folders: deeper than anybody keeps models, and a bound where links make a circle of
+# them.
 DEPTH = 16
-# Tokenizers and generators of text; the other folders with safetensors in a hub cache (encoders, diffusion) are not ours.
+# Tokenizers and generators of text; the other folders with safetensors in a hub cache (encoders,
+# diffusion) are not ours.
 _TEXT_ARCHITECTURES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
 def walk(folder: Path, depth: int) -> Iterator[tuple[Path, list[Path]]]:
-    """Every folder down to `depth` levels with its files, sorted; links to folders and hidden folders are not followed."""
+    """Every folder down to `depth` levels with its files, sorted; links to folders and hidden
+    folders are not followed."""
     budget = _MAX_FILES
     # The nearest first: what lies deep in a large tree costs nothing that lies above it its place.
     pending = deque([(folder, 0)])
@@ -49,18 +53,24 @@ def files_below(folder: Path, depth: int = DEPTH) -> list[Path]:
     return list(chain.from_iterable(files for _, files in walk(folder, depth)))
 
 
-def ggufs(files: list[Path], origin: Origin, repo: str = "", root: Path | None = None) -> list[LocalModel]:
+def ggufs(
+    files: list[Path], origin: Origin, repo: str = "", root: Path | None = None
+) -> list[LocalModel]:
     """The whole GGUF models among `files`: splits count once, and only when every part is there.
 
-    `files` are those of one folder, or, with `root`, of all folders of the repository that lies there. Projectors go to
-    the model they belong to; what is no model is named with it.
+    `files` are those of one folder, or, with `root`, of all folders of the repository that lies
+    there. Projectors go to the model they belong to; what is no model is named with it.
     """
     if not any(is_gguf(f.name) for f in files):
         return []
     from localllm_catalog.kinds import MODELS
 
     kinds_of = file_kinds.of_files(
-        {str(f.relative_to(root)).replace(os.sep, "/") if root else f.name: f for f in files if is_gguf(f.name)}
+        {
+            str(f.relative_to(root)).replace(os.sep, "/") if root else f.name: f
+            for f in files
+            if is_gguf(f.name)
+        }
     )
     weights = {name: f for name, (f, kind) in kinds_of.items() if kind in MODELS}
     others = [(str(kind), f) for f, kind in kinds_of.values() if kind not in MODELS]
@@ -94,8 +104,11 @@ def ggufs(files: list[Path], origin: Origin, repo: str = "", root: Path | None =
     return found
 
 
-def _own_projector(name: str, weights: dict[str, Path], projectors: dict[str, Path], *, one_repo: bool) -> Path | None:
-    """The projector of the model `name`: by the names, else the one whose header names the model or its base."""
+def _own_projector(
+    name: str, weights: dict[str, Path], projectors: dict[str, Path], *, one_repo: bool
+) -> Path | None:
+    """The projector of the model `name`: by the names, else the one whose header names the model or
+    its base."""
     from localllm_catalog import kinds
 
     if not projectors:
@@ -114,8 +127,11 @@ def best_projector(candidates: list[Path]) -> Path | None:
     return min(there, key=lambda file: names.projector_rank(file.name, sizes[file]), default=None)
 
 
-def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = "") -> LocalModel | None:
-    """The MLX (or plain Hugging Face) text model in `folder`, or None: it has a config.json and all its shards."""
+def mlx(
+    folder: Path, files: list[Path], origin: Origin, name: str, repo: str = ""
+) -> LocalModel | None:
+    """The MLX (or plain Hugging Face) text model in `folder`, or None: it has a config.json and all
+    its shards."""
     by_name = {f.name: f for f in files}
     shards = [by_name[name] for name in names.mlx_weights(by_name)]
     if "config.json" not in by_name or not shards:
@@ -123,7 +139,9 @@ def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = 
     config = json_store.read(by_name["config.json"])
     quantized = config.get("quantization") or config.get("quantization_config")
     architectures = config.get("architectures") or []
-    if not quantized and not any(str(a).endswith(_TEXT_ARCHITECTURES) for a in architectures if isinstance(a, str)):
+    if not quantized and not any(
+        str(a).endswith(_TEXT_ARCHITECTURES) for a in architectures if isinstance(a, str)
+    ):
         return None
     index = by_name.get("model.safetensors.index.json")
     if index is not None:
@@ -135,7 +153,14 @@ def mlx(folder: Path, files: list[Path], origin: Origin, name: str, repo: str = 
     if not size:
         return None
     return LocalModel(
-        names.shown(name), folder, Format.MLX, size, _mlx_quant(name, quantized, config), origin, repo, tuple(shards)
+        names.shown(name),
+        folder,
+        Format.MLX,
+        size,
+        _mlx_quant(name, quantized, config),
+        origin,
+        repo,
+        tuple(shards),
     )
 
 
@@ -161,8 +186,11 @@ def _total_size(parts: list[Path]) -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def scan(folder: Path, origin: Origin = "folder", *, repo_of_folder: bool = False) -> list[LocalModel]:
-    """All models below `folder`. `repo_of_folder`: its layout is publisher/model/files, as on the hub."""
+def scan(
+    folder: Path, origin: Origin = "folder", *, repo_of_folder: bool = False
+) -> list[LocalModel]:
+    """All models below `folder`. `repo_of_folder`: its layout is publisher/model/files, as on the
+    hub."""
     found: list[LocalModel] = []
     of_repo: dict[str, list[Path]] = {}
     for current, files in walk(folder, DEPTH):

@@ -1,8 +1,10 @@
-"""The Hugging Face cache folder: whole models, partial downloads, unreferenced blobs, and removing them.
+"""The Hugging Face cache folder: whole models, partial downloads, unreferenced blobs, and removing
+them.
 
-Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. `blobs/` holds files under their hash (sha256,
-or git's sha1 for small ones), `snapshots/COMMIT/NAME` are links to them, `refs/BRANCH` names a commit. Without links
-(Windows) the file itself lies in the snapshot. Links to blobs are followed, links to folders never.
+Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. `blobs/` holds files under
+their hash (sha256, or git's sha1 for small ones), `snapshots/COMMIT/NAME` are links to them,
+`refs/BRANCH` names a commit. Without links (Windows) the file itself lies in the snapshot. Links to
+blobs are followed, links to folders never.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from localllm.library.types import LocalModel, Origin
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
-# Ours and older huggingface-hub (".incomplete", resumed), huggingface-hub 2.x (".XXXXXXXX.incomplete", never resumed),
-# llama.cpp (".downloadInProgress").
-_PARTIAL = re.compile(r"(?P<digest>[0-9a-f]{40}|[0-9a-f]{64})(?:\.[0-9a-f]{8})?\.(?:incomplete|downloadInProgress)")
+# Ours and older huggingface-hub (".incomplete", resumed), huggingface-hub 2.x
+# (".XXXXXXXX.incomplete", never resumed), llama.cpp (".downloadInProgress").
+_PARTIAL = re.compile(
+    r"(?P<digest>[0-9a-f]{40}|[0-9a-f]{64})(?:\.[0-9a-f]{8})?\.(?:incomplete|downloadInProgress)"
+)
 
 
 def repo_folder(cache: Path, repo: str) -> Path:
@@ -42,15 +46,20 @@ def repos(cache: Path) -> Iterator[tuple[str, Path]]:
 
 
 def snapshots(folder: Path) -> list[Path]:
-    """Snapshots of a repository: that of `main` first, then other branches', then the rest, newest first."""
+    """Snapshots of a repository: that of `main` first, then other branches', then the rest, newest
+    first."""
     try:
-        found = [s for s in (folder / "snapshots").iterdir() if _COMMIT.fullmatch(s.name) and s.is_dir()]
+        found = [
+            s for s in (folder / "snapshots").iterdir() if _COMMIT.fullmatch(s.name) and s.is_dir()
+        ]
     except OSError:
         return []
     heads = _heads(folder)
 
     def rank(snapshot: Path) -> tuple[int, float]:
-        place = 0 if heads.get("main") == snapshot.name else 1 if snapshot.name in heads.values() else 2
+        place = (
+            0 if heads.get("main") == snapshot.name else 1 if snapshot.name in heads.values() else 2
+        )
         return place, -snapshot.stat().st_mtime
 
     return sorted(found, key=rank)
@@ -60,12 +69,15 @@ def _heads(folder: Path) -> dict[str, str]:
     heads = {}
     for file in folders.files_below(folder / "refs", 2):
         with suppress(OSError, ValueError):
-            heads[str(file.relative_to(folder / "refs"))] = file.read_text(encoding="ascii")[:64].strip()
+            heads[str(file.relative_to(folder / "refs"))] = file.read_text(encoding="ascii")[
+                :64
+            ].strip()
     return heads
 
 
 def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
-    """Every whole model in the cache. A file that several snapshots hold is listed once, from the newest head."""
+    """Every whole model in the cache. A file that several snapshots hold is listed once, from the
+    newest head."""
     found: list[LocalModel] = []
     for repo, folder in repos(cache):
         seen: set[str] = set()
@@ -79,22 +91,28 @@ def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
 
 
 def models_of(snapshot: Path, repo: str, origin: Origin = "hf-cache") -> list[LocalModel]:
-    """The whole models in one snapshot: GGUFs at any level, or the snapshot itself as an MLX folder."""
+    """The whole models in one snapshot: GGUFs at any level, or the snapshot itself as an MLX
+    folder."""
     found: list[LocalModel] = []
     there: list[Path] = []
     for current, files in folders.walk(snapshot, folders.DEPTH):
         there += files
-        model = folders.mlx(current, files, origin, repo.partition("/")[2], repo) if current == snapshot else None
+        model = (
+            folders.mlx(current, files, origin, repo.partition("/")[2], repo)
+            if current == snapshot
+            else None
+        )
         if model is not None:
             found.append(model)
     return found + folders.ggufs(there, origin, repo, snapshot)
 
 
-# --- blobs ----------------------------------------------------------------------------------------------------------
+# --- blobs ----------------------------------------------------------------------------------------
 
 
 def digest_of(pointer: Path) -> str:
-    """The hash a snapshot's file was published under (the name of its blob), or "" where the cache has no links."""
+    """The hash a snapshot's file was published under (the name of its blob), or "" where the cache
+    has no links."""
     try:
         name = os.path.basename(os.readlink(pointer))
     except OSError:
@@ -122,12 +140,17 @@ def unreferenced(cache: Path) -> list[Path]:
 
 
 def remove(model: LocalModel) -> int:
-    """Remove one model's files from its repository: its links, and the blobs that nothing else points at.
+    """Remove one model's files from its repository: its links, and the blobs that nothing else
+    points at.
 
-    Returns the bytes freed. A repository that holds no snapshot file any more goes as a whole. OSError passes through.
+    Returns the bytes freed. A repository that holds no snapshot file any more goes as a whole.
+    OSError passes through.
     """
     folder = _snapshot_of(model.path).parent.parent
-    files = [*model.files, *([model.mmproj] if model.mmproj is not None and _is_last(model, folder) else [])]
+    files = [
+        *model.files,
+        *([model.mmproj] if model.mmproj is not None and _is_last(model, folder) else []),
+    ]
     if model.is_folder:
         files = folders.files_below(model.path)
     wanted = {os.path.relpath(f, _snapshot_of(model.path)) for f in files}

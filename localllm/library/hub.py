@@ -1,8 +1,10 @@
-"""Talks to the model hub through huggingface-hub: what a repository holds, who we are to it, and its errors in our words.
+"""Talks to the model hub through huggingface-hub: what a repository holds, who we are to it, and
+its errors in our words.
 
-Everything a hub answers is untrusted input: names, hashes and sizes are checked before they become paths or numbers.
-Environment, as huggingface-hub documents it: HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME,
-HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT (seconds); and HTTP(S)_PROXY, NO_PROXY, SSL_CERT_FILE.
+Everything a hub answers is untrusted input: names, hashes and sizes are checked before they become
+paths or numbers. Environment, as huggingface-hub documents it: HF_ENDPOINT (a mirror), HF_TOKEN,
+HF_HUB_OFFLINE, HF_HUB_CACHE, HF_HOME, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT (seconds);
+and HTTP(S)_PROXY, NO_PROXY, SSL_CERT_FILE.
 """
 
 from __future__ import annotations
@@ -28,20 +30,29 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_FILES = 20_000
 _MAX_FILE_BYTES = 4 * 10**12
-TOKEN_HINT = "if it is private or gated: accept its licence on the hub, then set HF_TOKEN or run `hf auth login`"
-_FORBIDDEN_HINT = "the hub's settings of the token or of the repository say so: see huggingface.co/settings/tokens"
+TOKEN_HINT = (
+    "if it is private or gated: accept its licence on the hub, then set HF_TOKEN or run "
+    "`hf "
+    "auth "
+    "login`"
+)
+_FORBIDDEN_HINT = (
+    "the hub's settings of the token or of the repository say so: see "
+    "huggingface.co/settings/tokens"
+)
 _FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 LATER_HINT = "run the same command again: it goes on where it stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to keep trying. Seconds throughout; `failures` counts tries in a row that brought nothing (while asking
-    what a repository holds, `listing_failures`: a hub that is down is said to be down soon).
+    """How long to keep trying. Seconds throughout; `failures` counts tries in a row that brought
+    nothing (while asking what a repository holds, `listing_failures`: a hub that is down is said to
+    be down soon).
 
-    `longest_wait_s` caps our own waits; a Retry-After up to `longest_asked_s` is honoured in full, above it we give up
-    and say so. Below `least_bytes_s` over `slow_window_s` a connection is dropped and made anew. `sleep` is replaced
-    in tests.
+    `longest_wait_s` caps our own waits; a Retry-After up to `longest_asked_s` is honoured in full,
+    above it we give up and say so. Below `least_bytes_s` over `slow_window_s` a connection is
+    dropped and made anew. `sleep` is replaced in tests.
     """
 
     failures: int = 8
@@ -65,7 +76,8 @@ class Patience:
         )
 
     def wait_s(self, failures: int, asked_s: float | None) -> float:
-        """How long to wait before the next try, after `failures` in a row, when the server asked for `asked_s`."""
+        """How long to wait before the next try, after `failures` in a row, when the server asked
+        for `asked_s`."""
         own = min(self.longest_wait_s, self.first_wait_s * 2.0 ** max(0, failures - 1))
         return own if asked_s is None else max(own, asked_s)
 
@@ -80,7 +92,8 @@ def _positive(name: str, default: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """One file of a repository: its size in bytes and the hash it is stored under (sha256, or git's sha1)."""
+    """One file of a repository: its size in bytes and the hash it is stored under (sha256, or git's
+    sha1)."""
 
     name: str
     size_bytes: int
@@ -89,8 +102,8 @@ class RepoFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository at one commit. `left_out`: names of its files that are no names here, printable; `anonymous`: it is to
-    be asked without the user's token, which the hub refuses."""
+    """A repository at one commit. `left_out`: names of its files that are no names here, printable;
+    `anonymous`: it is to be asked without the user's token, which the hub refuses."""
 
     repo: str
     commit: str
@@ -103,11 +116,14 @@ class Listing:
 
 
 def endpoint() -> str:
-    """Address of the hub, or of the mirror in HF_ENDPOINT. Raises UsageError if that is no http(s) address."""
+    """Address of the hub, or of the mirror in HF_ENDPOINT. Raises UsageError if that is no http(s)
+    address."""
     address = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or DEFAULT_ENDPOINT
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"HF_ENDPOINT is not an http address: {address[:100]!r}", hint="unset it, or mend it")
+        raise UsageError(
+            f"HF_ENDPOINT is not an http address: {address[:100]!r}", hint="unset it, or mend it"
+        )
     return address
 
 
@@ -117,12 +133,14 @@ def hosts() -> tuple[str, ...]:
 
 
 def is_offline() -> bool:
-    """True when the environment forbids the network (HF_HUB_OFFLINE, as huggingface-hub reads it)."""
+    """True when the environment forbids the network (HF_HUB_OFFLINE, as huggingface-hub reads
+    it)."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def headers(*, anonymous: bool = False) -> dict[str, str]:
-    """Who we are, with the user's token where there is one (HF_TOKEN, or a stored login) and we are not to be `anonymous`.
+    """Who we are, with the user's token where there is one (HF_TOKEN, or a stored login) and we are
+    not to be `anonymous`.
 
     Raises UsageError for a token that can be none, and for folders of the hub's that are none.
     """
@@ -131,18 +149,29 @@ def headers(*, anonymous: bool = False) -> dict[str, str]:
     for name in _FOLDERS:
         chosen = os.environ.get(name, "").strip()
         if chosen and Path(chosen).expanduser().exists() and not Path(chosen).expanduser().is_dir():
-            raise UsageError(f"{name} is {chosen}, which is no folder", hint=f"unset {name}, or name a folder")
+            raise UsageError(
+                f"{name} is {chosen}, which is no folder", hint=f"unset {name}, or name a folder"
+            )
     token = False if anonymous else None
-    sent: dict[str, str] = build_hf_headers(library_name="localllm", library_version=__version__, token=token)
+    sent: dict[str, str] = build_hf_headers(
+        library_name="localllm", library_version=__version__, token=token
+    )
     key = sent.get("authorization", "")
     if not (key.isascii() and key.isprintable()):
         wrong = next(sign for sign in key if not (sign.isascii() and sign.isprintable()))
-        raise UsageError(f"{_token_place()} holds {wrong!r}, which no token does", hint="copy it anew from the hub")
+        raise UsageError(
+            f"{_token_place()} holds {wrong!r}, which no token does",
+            hint="copy it anew from the hub",
+        )
     return sent
 
 
 def _token_place() -> str:
-    return "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else "the stored login (`hf auth login`)"
+    return (
+        "HF_TOKEN"
+        if os.environ.get("HF_TOKEN", "").strip()
+        else ("the stored login (`hf auth login`)")
+    )
 
 
 def file_url(listing: Listing, name: str) -> str:
@@ -153,8 +182,9 @@ def file_url(listing: Listing, name: str) -> str:
 def list_files(repo: str, revision: str = "", patience: Patience | None = None) -> Listing:
     """The files of `repo` (of `main`, or a branch, tag or commit), with sizes and hashes.
 
-    Retries what may pass (rate limits, server errors, a broken line). Raises ModelNotFoundError when the hub knows no
-    such repository, HubUnreachableError when it can't be asked now, DownloadError for other refusals and unusable answers.
+    Retries what may pass (rate limits, server errors, a broken line). Raises ModelNotFoundError
+    when the hub knows no such repository, HubUnreachableError when it can't be asked now,
+    DownloadError for other refusals and unusable answers.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import get_session
@@ -175,25 +205,42 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
                     token=False if refusal else None,
                 )
             if refusal:
-                logging.getLogger(__name__).warning(f"{refusal}: {repo} is public, and is asked for without it")
+                logging.getLogger(__name__).warning(
+                    f"{refusal}: {repo} is public, and is asked for without it"
+                )
             return replace(_checked(repo, info), anonymous=bool(refusal))
         except DownloadError:
             raise
-        except Exception as e:  # huggingface-hub stands on three HTTP libraries by version; each has its own errors
-            if has_token and not refusal and getattr(getattr(e, "response", None), "status_code", None) == 401:
-                refusal = f"the hub refuses {_token_place()}: it has expired, was withdrawn or is mistyped"
+        except Exception as e:
+            # huggingface-hub stands on three HTTP libraries by version; each has its own errors
+            if (
+                has_token
+                and not refusal
+                and getattr(getattr(e, "response", None), "status_code", None) == 401
+            ):
+                refusal = (
+                    f"the hub refuses {_token_place()}: it has expired, was withdrawn or is "
+                    "mistyped"
+                )
                 continue
             trouble = _explain(e, repo, revision, refusal)
             failures += 1
-            if not isinstance(trouble, HubUnreachableError) or failures >= patience.listing_failures:
+            if (
+                not isinstance(trouble, HubUnreachableError)
+                or failures >= patience.listing_failures
+            ):
                 raise trouble from e
-            if trouble.retry_after_s is not None and trouble.retry_after_s > patience.longest_asked_s:
+            if (
+                trouble.retry_after_s is not None
+                and trouble.retry_after_s > patience.longest_asked_s
+            ):
                 raise trouble from e
             patience.sleep(patience.wait_s(failures, trouble.retry_after_s))
 
 
 class HubUnreachableError(DownloadError):
-    """The hub can't be asked now: down, out of reach, or limiting us. `retry_after_s` is what it asked for."""
+    """The hub can't be asked now: down, out of reach, or limiting us. `retry_after_s` is what it
+    asked for."""
 
     code = "hub_unreachable"
 
@@ -206,31 +253,46 @@ def _explain(
     host = str(urlsplit(endpoint()).hostname)
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
         return HubUnreachableError(
-            "the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)", hint="unset HF_HUB_OFFLINE"
+            "the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)",
+            hint="unset HF_HUB_OFFLINE",
         )
     if isinstance(error, hub_errors.HFValidationError):
-        return UsageError(f"{repo!r} is not a repository name", hint="repositories look like org/name")
+        return UsageError(
+            f"{repo!r} is not a repository name", hint="repositories look like org/name"
+        )
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if isinstance(error, hub_errors.GatedRepoError):
         refused = f" ({refusal})" if refusal else ""
-        return DownloadError(f"{repo} is gated, and we have no access to it{refused}", hint=TOKEN_HINT)
+        return DownloadError(
+            f"{repo} is gated, and we have no access to it{refused}", hint=TOKEN_HINT
+        )
     if status == 403:
         return forbidden(host, repo, response)
     if isinstance(error, hub_errors.RevisionNotFoundError):
-        return DownloadError(f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`")
+        return DownloadError(
+            f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`"
+        )
     if isinstance(error, hub_errors.RepositoryNotFoundError) or status in (401, 404):
         return _not_found(host, repo, refusal)
     if isinstance(error, ValueError) and str(getattr(error, "doc", "")).lstrip().startswith("<"):
         return _page_instead(host)
-    return _no_answer(error, host, repo) if status is None else _of_status(status, response, host, repo)
+    return (
+        _no_answer(error, host, repo)
+        if status is None
+        else _of_status(status, response, host, repo)
+    )
 
 
 def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
     if refusal:
         said = f"{refusal}; without it {host} shows no repository {repo}"
-        return ModelNotFoundError(said, hint="renew the token (huggingface.co/settings/tokens) or unset it")
-    return ModelNotFoundError(f"{host} has no repository {repo} that we may see", hint=f"check the name; {TOKEN_HINT}")
+        return ModelNotFoundError(
+            said, hint="renew the token (huggingface.co/settings/tokens) or unset it"
+        )
+    return ModelNotFoundError(
+        f"{host} has no repository {repo} that we may see", hint=f"check the name; {TOKEN_HINT}"
+    )
 
 
 def _no_answer(error: Exception, host: str, repo: str) -> DownloadError:
@@ -258,12 +320,14 @@ def _of_status(status: int, response: Any, host: str, repo: str) -> DownloadErro
 
 
 def forbidden(host: str, what: str, response: Any) -> DownloadError:
-    """Why a 403 came: in the hub's own words (X-Error-Message), else from something between us and the hub."""
+    """Why a 403 came: in the hub's own words (X-Error-Message), else from something between us and
+    the hub."""
     said = names.shown(str(response.headers.get("X-Error-Message") or ""))[:300]
     if said:
         return DownloadError(f"{host} refuses {what}: {said}", hint=_FORBIDDEN_HINT)
     return DownloadError(
-        f"{what} is blocked on the way to {host}: a 403 came that is not the hub's (a firewall or a proxy)",
+        f"{what} is blocked on the way to {host}: a 403 came that is not the hub's (a firewall or "
+        "a proxy)",
         hint="ask whoever runs this network, try another one, or name a mirror in HF_ENDPOINT",
     )
 
@@ -274,18 +338,25 @@ def _proxy() -> str:
 
     known = getproxies()
     address = known.get(urlsplit(endpoint()).scheme) or known.get("all") or ""
-    return f"the proxy {address.rpartition('@')[2].rpartition('/')[2]} (HTTPS_PROXY)" if address else "the proxy"
+    return (
+        f"the proxy {address.rpartition('@')[2].rpartition('/')[2]} (HTTPS_PROXY)"
+        if address
+        else ("the proxy")
+    )
 
 
 def _page_instead(host: str) -> HubUnreachableError:
     return HubUnreachableError(
-        f"a web page came instead of {host}'s answer: the network's login page (captive portal), or a proxy's",
-        hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, check that it is a hub",
+        f"a web page came instead of {host}'s answer: the network's login page (captive portal), "
+        "or a proxy's",
+        hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, check "
+        "that it is a hub",
     )
 
 
 def retry_after(sent: Any) -> float | None:
-    """Seconds a server asked us to wait: Retry-After in seconds or as a date, or the hub's RateLimit `t`."""
+    """Seconds a server asked us to wait: Retry-After in seconds or as a date, or the hub's
+    RateLimit `t`."""
     value = str(sent.get("Retry-After") or sent.get("retry-after") or "").strip()
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
         return float(value)
@@ -297,16 +368,21 @@ def retry_after(sent: Any) -> float | None:
             return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
         except (TypeError, ValueError):
             return None
-    limit = re.search(r"\br=0\b.*?\bt=([0-9]{1,6})\b", str(sent.get("RateLimit") or sent.get("ratelimit") or ""))
+    limit = re.search(
+        r"\br=0\b.*?\bt=([0-9]{1,6})\b", str(sent.get("RateLimit") or sent.get("ratelimit") or "")
+    )
     return float(limit[1]) if limit else None
 
 
 def _checked(repo: str, info: Any) -> Listing:
-    """A Listing from huggingface-hub's answer. Raises DownloadError where a name, size or hash is not one."""
+    """A Listing from huggingface-hub's answer. Raises DownloadError where a name, size or hash is
+    not one."""
     commit = str(info.sha)
     siblings = info.siblings or []
     if _COMMIT.fullmatch(commit) is None or len(siblings) > _MAX_FILES:
-        raise _unusable(repo, "it names no commit" if len(siblings) <= _MAX_FILES else "it lists too many files")
+        raise _unusable(
+            repo, "it names no commit" if len(siblings) <= _MAX_FILES else "it lists too many files"
+        )
     files = tuple(filter(None, (_file(repo, sibling) for sibling in siblings)))
     known = {file.name for file in files}
     others = (str(sibling.rfilename) for sibling in siblings)
@@ -321,7 +397,11 @@ def _file(repo: str, sibling: Any) -> RepoFile | None:
     if not names.safe_file(name):
         return None  # hidden files and the like: nothing a model needs
     lfs = sibling.lfs
-    digest = str((lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)) or "") if lfs else ""
+    digest = (
+        str((lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)) or "")
+        if lfs
+        else ""
+    )
     size = sibling.size
     if not digest:
         digest = str(sibling.blob_id or "")

@@ -1,4 +1,5 @@
-"""Names of files and repositories parsed: quants, splits and projectors, and the MODEL references people type."""
+"""Names of files and repositories parsed: quants, splits and projectors, and the MODEL references
+people type."""
 
 from __future__ import annotations
 
@@ -20,10 +21,19 @@ from localllm_catalog.names import split_parts as split_parts
 if TYPE_CHECKING:
     from localllm_catalog.types import Model
 
-_MLX_QUANT = re.compile(r"(?:^|[-_.])((?:[2-8]bit)|mxfp[48]|nvfp4|bf16|fp16)(?=[-_.]|$)", re.IGNORECASE)
+_MLX_QUANT = re.compile(
+    r"(?:^|[-_.])((?:[2-8]bit)|mxfp[48]|nvfp4|bf16|fp16)(?=[-_.]|$)", re.IGNORECASE
+)
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
-_REFERENCE_HINT = "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, or a path"
+_REFERENCE_HINT = (
+    "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an "
+    "hf.co "
+    "URL, "
+    "or "
+    "a "
+    "path"
+)
 
 
 def mlx_quant_of(name: str) -> str:
@@ -33,26 +43,29 @@ def mlx_quant_of(name: str) -> str:
 
 
 def mlx_weights(names: Iterable[str]) -> list[str]:
-    """Those of a folder's .safetensors files that MLX reads: model*.safetensors where there are any. The same weights often
-    lie beside them once more in their maker's own form (consolidated.safetensors)."""
+    """Those of a folder's .safetensors files that MLX reads: model*.safetensors where there are
+    any. The same weights often lie beside them once more in their maker's own form
+    (consolidated.safetensors)."""
     weights = [name for name in names if name.endswith(".safetensors")]
     return [name for name in weights if name.startswith("model")] or weights
 
 
 def same_quant(asked: str, quant: str) -> bool:
-    """True if `quant` is what a person who typed `asked` means: case, unsloth's "UD-" prefix, and the P of FP16 do not
-    matter."""
+    """True if `quant` is what a person who typed `asked` means: case, unsloth's "UD-" prefix, and
+    the P of FP16 do not matter."""
     a, q = (re.sub("^FP(?=16|32)", "F", text.upper()) for text in (asked, quant))
     return a == q or a == q.removeprefix("UD-")
 
 
 def check_quant(model: Model, asked: str) -> None:
-    """Raises ModelNotFoundError, naming the quants there are, if the catalog lists none for `asked` ("" = any will do)."""
+    """Raises ModelNotFoundError, naming the quants there are, if the catalog lists none for `asked`
+    ("" = any will do)."""
     if asked and not any(same_quant(asked, v.quant) for v in model.variants):
         there = dict.fromkeys(v.quant for v in model.variants)
         raise ModelNotFoundError(
             f"{model.name} has no quant {asked[:40]!r}",
-            hint=f"there is {', '.join(there)}; a repository's others go by its own name: org/name:{asked[:40]}"
+            hint=f"there is {', '.join(there)}; a repository's others go by its own name: "
+            f"org/name:{asked[:40]}"
             if there
             else "the catalog lists no files of it",
         )
@@ -65,7 +78,8 @@ def is_first_part(name: str) -> bool:
 
 
 def projector_rank(name: str, size_bytes: int) -> tuple[bool, int]:
-    """By what the projector to use of several is the least: F16 as published goes first, then the smallest."""
+    """By what the projector to use of several is the least: F16 as published goes first, then the
+    smallest."""
     return "f16" not in name.lower().replace("bf16", ""), size_bytes
 
 
@@ -76,7 +90,8 @@ _RAW_PART = re.compile(
 
 
 def raw_part_of(name: str) -> str:
-    """The file that a raw part is cut from ("m.gguf" of "m.gguf-split-a", "m.gguf.part1of2"), or ""."""
+    """The file that a raw part is cut from ("m.gguf" of "m.gguf-split-a", "m.gguf.part1of2"), or
+    ""."""
     match = _RAW_PART.fullmatch(name)
     return match["whole"] if match else ""
 
@@ -84,7 +99,10 @@ def raw_part_of(name: str) -> str:
 def join_hint(whole: str) -> str:
     """How raw parts become the file `whole` again."""
     base = whole.rpartition("/")[2]
-    return f"its parts are pieces of one file: fetch all of them and join them in order: `cat '{base}'?* > joined.gguf`"
+    return (
+        "its parts are pieces of one file: fetch all of them and join them in order: `cat "
+        f"'{base}'?* > joined.gguf`"
+    )
 
 
 def stem_of(name: str) -> str:
@@ -100,8 +118,8 @@ def stem_of(name: str) -> str:
 class ModelReference:
     """What a MODEL reference says before anything is looked up.
 
-    `name` is a catalog id or local name where `repo` is "", else the part after the slash. `file` is set by URLs that
-    point at one file, `revision` by URLs that name one.
+    `name` is a catalog id or local name where `repo` is "", else the part after the slash. `file`
+    is set by URLs that point at one file, `revision` by URLs that name one.
     """
 
     text: str
@@ -115,8 +133,8 @@ class ModelReference:
 def parse(text: str, *, hub_hosts: tuple[str, ...] = ()) -> ModelReference:
     """Read a reference that is not a path: id[:quant], org/name[:quant], or a hub URL.
 
-    `hub_hosts` are further hosts whose URLs count as the hub's (HF_ENDPOINT's). Raises UsageError for anything a path
-    could hide in, and for URLs of other hosts.
+    `hub_hosts` are further hosts whose URLs count as the hub's (HF_ENDPOINT's). Raises UsageError
+    for anything a path could hide in, and for URLs of other hosts.
     """
     text = text.strip()
     if "://" in text or text.split("/", 1)[0].lower() in _HUB_HOSTS:
@@ -143,18 +161,26 @@ def _parse_url(text: str, hosts: tuple[str, ...]) -> ModelReference:
     parts = [unquote(part) for part in path.split("/")]
     repo, rest = "/".join(parts[:2]), parts[2:]
     if len(parts) < 2 or not safe_repo(repo):
-        raise UsageError(f"{text[:100]!r} names no repository", hint="repository addresses look like hf.co/org/name")
+        raise UsageError(
+            f"{text[:100]!r} names no repository",
+            hint="repository addresses look like hf.co/org/name",
+        )
     found = ModelReference(text, parts[1], repo, quant)
     return _below_repository(found, rest) if rest else found
 
 
 def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference:
-    """`found` with what an address says behind the repository: blob/REVISION/FILE, tree/REVISION/FOLDER and their like."""
+    """`found` with what an address says behind the repository: blob/REVISION/FILE,
+    tree/REVISION/FOLDER and their like."""
     kind, revision, file = parts[0], "".join(parts[1:2]), "/".join(parts[2:])
     if kind not in ("blob", "resolve", "tree", "raw") or len(parts) < 2:
-        raise UsageError(f"{found.text[:100]!r} is not the address of a model or a file", hint=_REFERENCE_HINT)
+        raise UsageError(
+            f"{found.text[:100]!r} is not the address of a model or a file", hint=_REFERENCE_HINT
+        )
     if _REVISION.fullmatch(revision) is None or ".." in revision or (file and not safe_file(file)):
-        raise UsageError(f"{found.text[:100]!r} holds a name that no repository has", hint=_REFERENCE_HINT)
+        raise UsageError(
+            f"{found.text[:100]!r} holds a name that no repository has", hint=_REFERENCE_HINT
+        )
     named = replace(found, revision="" if revision == "main" else revision)
     if kind == "tree":
         # A folder: of GGUF repositories that is a quant's own ("UD-Q4_K_XL").
@@ -162,15 +188,19 @@ def _below_repository(found: ModelReference, parts: list[str]) -> ModelReference
     return replace(named, file=file)
 
 
-# The engine loads Q2_0 files of Bonsai 2 and answers noise, and knows the types of the others not at all: they are made for
-# its makers' own build (https://github.com/lucasew/nixcfg/pull/483). Bonsai and Bonsai 27B are not meant.
+# The engine loads Q2_0 files of Bonsai 2 and answers noise, and knows the types of the others not
+# at all: they are made for its makers' own build (https://github.com/lucasew/nixcfg/pull/483).
+# Bonsai and Bonsai 27B are not meant.
 _MISREAD = re.compile(r"bonsai[-_. ]?2(?![0-9.])", re.IGNORECASE)
 
 
 def check_readable(*names: str) -> None:
-    """Raises ModelFileError where one of a model's names is of a family that the engine reads wrong without saying so."""
+    """Raises ModelFileError where one of a model's names is of a family that the engine reads wrong
+    without saying so."""
     if any(_MISREAD.search(name) for name in names):
         raise ModelFileError(
-            "llama.cpp reads Bonsai 2 wrong: it loads some of its files, and what they answer is noise",
-            hint="run it with its makers' build (PrismML's llama.cpp), or take Qwen3.8 27B: localllm pull qwen3.8-27b",
+            "llama.cpp reads Bonsai 2 wrong: it loads some of its files, and what they answer is "
+            "noise",
+            hint="run it with its makers' build (PrismML's llama.cpp), or take Qwen3.8 27B: "
+            "localllm pull qwen3.8-27b",
         )

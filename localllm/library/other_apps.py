@@ -1,4 +1,5 @@
-"""Models that other applications hold, found in place and never changed: LM Studio, Ollama, llama.cpp's cache.
+"""Models that other applications hold, found in place and never changed: LM Studio, Ollama,
+llama.cpp's cache.
 
 app_folders.py says where each layout is documented.
 """
@@ -21,7 +22,8 @@ _OLLAMA_DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
 _MODEL, _PROJECTOR = "application/vnd.ollama.image.model", "application/vnd.ollama.image.projector"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _MANIFEST_LIST = "application/vnd.ollama.manifest.list.v2+json"
-# Runners of a list's manifests that are Ollama's own engine ("": not said), in this order after those for llama.cpp itself.
+# Runners of a list's manifests that are Ollama's own engine ("": not said), in this order after
+# those for llama.cpp itself.
 _OWN_RUNNERS = ("ollama", "")
 # One registry under two names (manifests/ has the first, manifests-v2/ the second).
 _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
@@ -33,14 +35,16 @@ def lmstudio(store: Path) -> list[LocalModel]:
 
 
 def llamacpp(cache: Path) -> list[LocalModel]:
-    """llama.cpp's cache: flat files called publisher_repository_file.gguf, or the hub's layout (since 2026)."""
+    """llama.cpp's cache: flat files called publisher_repository_file.gguf, or the hub's layout
+    (since 2026)."""
     files = next((files for _, files in folders.walk(cache, 0)), [])
     known = list(filter(None, (_repo_of_manifest(f.name) or _repo_of_name(f.name) for f in files)))
     of_repo: dict[str, list[Path]] = {}
     for file in files:
         repo = next((r for r in known if file.name.startswith(r.replace("/", "_") + "_")), "")
         of_repo.setdefault(repo, []).append(file)
-    # The cache holds many repositories side by side: what lies beside a model is what came of its own.
+    # The cache holds many repositories side by side: what lies beside a model is what came of its
+    # own.
     found = []
     for repo, its in of_repo.items():
         prefix = repo.replace("/", "_") + "_" if repo else ""
@@ -59,17 +63,19 @@ def _repo_of_manifest(name: str) -> str:
 
 
 def _repo_of_name(name: str) -> str:
-    """The repository in "publisher_repository-GGUF_file.gguf", where nothing else tells where it ends; or ""."""
+    """The repository in "publisher_repository-GGUF_file.gguf", where nothing else tells where it
+    ends; or ""."""
     match = re.match(r"(?P<publisher>[^_]+)_(?P<name>.+?-GGUF)_.+\.gguf$", name, re.IGNORECASE)
     repo = f"{match['publisher']}/{match['name']}" if match else ""
     return repo if names.safe_repo(repo) else ""
 
 
 def ollama(store: Path) -> list[LocalModel]:
-    """Ollama's store: manifests-v2/ or manifests/HOST/NAMESPACE/MODEL/TAG name the blobs. GGUF models only.
+    """Ollama's store: manifests-v2/ or manifests/HOST/NAMESPACE/MODEL/TAG name the blobs. GGUF
+    models only.
 
-    Left out: models with an adapter (running the base alone would be another model), and those whose weights are not
-    one GGUF file (Ollama's own safetensors layout).
+    Left out: models with an adapter (running the base alone would be another model), and those
+    whose weights are not one GGUF file (Ollama's own safetensors layout).
     """
     found: dict[str, LocalModel] = {}
     for root in app_folders.MANIFESTS:
@@ -88,7 +94,8 @@ def _manifests(folder: Path) -> Iterator[Path]:
 
 
 def _title(name: tuple[str, ...]) -> str:
-    """A model's name as Ollama prints it: its own registry and the namespace `library` go without saying."""
+    """A model's name as Ollama prints it: its own registry and the namespace `library` go without
+    saying."""
     host, namespace, model, tag = name
     if host.lower() not in _OLLAMA_HOSTS:
         return f"{host}/{namespace}/{model}:{tag}"
@@ -96,12 +103,17 @@ def _title(name: tuple[str, ...]) -> str:
 
 
 def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The manifest itself, or of a list the one we can run (written out in it, or lying among the blobs)."""
+    """The manifest itself, or of a list the one we can run (written out in it, or lying among the
+    blobs)."""
     if content.get("mediaType") != _MANIFEST_LIST:
         return content
     listed = content.get("manifests")
     children = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
-    ours = [c for c in children if c.get("format", Format.GGUF) == Format.GGUF and _runner(c) != Format.MLX]
+    ours = [
+        c
+        for c in children
+        if c.get("format", Format.GGUF) == Format.GGUF and _runner(c) != Format.MLX
+    ]
     child = min(ours, key=_preference, default={})
     blob = _blob(store, child) if "layers" not in child else None
     return json_store.read(blob) if blob is not None else child
@@ -147,9 +159,12 @@ def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalMo
 
 
 def _blobs_by_type(store: Path, layers: object) -> dict[str, list[Path]]:
-    """The blobs of a manifest's layers by what they are; none at all where a file of weights is not there."""
+    """The blobs of a manifest's layers by what they are; none at all where a file of weights is not
+    there."""
     by_type: dict[str, list[Path]] = {}
-    for layer in filter(lambda layer: isinstance(layer, dict), layers if isinstance(layers, list) else []):
+    for layer in filter(
+        lambda layer: isinstance(layer, dict), layers if isinstance(layers, list) else []
+    ):
         blob = _blob(store, layer)
         if blob is not None:
             by_type.setdefault(str(layer.get("mediaType")), []).append(blob)

@@ -1,4 +1,5 @@
-"""Brings a model to this disk, once and intact: what is wanted, where it may be already, and else fetched."""
+"""Brings a model to this disk, once and intact: what is wanted, where it may be already, and else
+fetched."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import DownloadError, ModelFileError, ModelNotFoundError
-from localllm.library import app_folders, file_kinds, hf_cache, hub, names, other_apps, store, targets, variants
+from localllm.library import (
+    app_folders,
+    file_kinds,
+    hf_cache,
+    hub,
+    names,
+    other_apps,
+    store,
+    targets,
+    variants,
+)
 from localllm.library.bringing import bring
 from localllm.library.catalog import load_catalog
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
@@ -25,7 +36,8 @@ if TYPE_CHECKING:
 
 # Left free on the disk after a download: logs, the prefix cache and everybody else need some.
 RESERVE_BYTES = 512 << 20
-# How often another file is taken, because the one that was picked by its name says that it is no model.
+# How often another file is taken, because the one that was picked by its name says that it is no
+# model.
 _MOST_PICKS = 8
 
 
@@ -42,13 +54,14 @@ def pull(
 ) -> LocalModel:
     """The files that `ref` names, fetched into the hub's cache if they are not there yet.
 
-    `ref` is a catalog id[:quant], org/name[:quant], a hub URL, or anything `resolve` finds. Where it leaves the variant
-    open, `choose` is given the Model with the variants there are and returns one (what fits); without it, the usual one
-    is taken. `mmproj` brings the image projector too. An interrupt keeps what has arrived; the next call goes on there.
-    When the hub is down or limits us, a model that is here already is returned.
+    `ref` is a catalog id[:quant], org/name[:quant], a hub URL, or anything `resolve` finds. Where
+    it leaves the variant open, `choose` is given the Model with the variants there are and returns
+    one (what fits); without it, the usual one is taken. `mmproj` brings the image projector too. An
+    interrupt keeps what has arrived; the next call goes on there. When the hub is down or limits
+    us, a model that is here already is returned.
 
-    Raises UsageError (malformed reference), ModelNotFoundError, ModelFileError (what the engine reads wrong), DownloadError
-    (hub, network, disk space, content).
+    Raises UsageError (malformed reference), ModelNotFoundError, ModelFileError (what the engine
+    reads wrong), DownloadError (hub, network, disk space, content).
     """
     say = on_progress or (lambda _: None)
     names.check_readable(ref)
@@ -81,7 +94,9 @@ def pull(
                 selection = _picked(listing, wanted, catalog, choose, mmproj)
             except DownloadError as nothing_else:
                 raise DownloadError(e.why.message, hint=nothing_else.hint) from e
-    raise DownloadError(f"{listing.repo} holds too many files that are no models", hint="name one by its address")
+    raise DownloadError(
+        f"{listing.repo} holds too many files that are no models", hint="name one by its address"
+    )
 
 
 def pull_drafter(
@@ -90,21 +105,31 @@ def pull_drafter(
     on_progress: Callable[[DownloadProgress], None] | None = None,
     patience: Patience | None = None,
 ) -> Path:
-    """The file of a drafter that the catalog names for a model, fetched into the hub's cache; of a repository with several, the
-    smallest. Raises DownloadError (hub, network, disk space, content, no such file)."""
+    """The file of a drafter that the catalog names for a model, fetched into the hub's cache; of a
+    repository with several, the smallest. Raises DownloadError (hub, network, disk space, content,
+    no such file)."""
     patience = patience or Patience.from_environment()
     listing = hub.list_files(companion.repo, "", patience)
-    files = [f for f in listing.files if f.name.lower().endswith(".gguf") and companion.file in ("", f.name)]
+    files = [
+        f
+        for f in listing.files
+        if f.name.lower().endswith(".gguf") and companion.file in ("", f.name)
+    ]
     if not files:
-        raise DownloadError(f"{companion.repo} holds no {companion.file or 'GGUF'}", hint=f"look at {companion.url}")
+        raise DownloadError(
+            f"{companion.repo} holds no {companion.file or 'GGUF'}", hint=f"look at {companion.url}"
+        )
     smallest = min(files, key=lambda f: f.size_bytes)
     selection = Selection(Format.GGUF, "", (smallest,))
     wanted = PullTarget(companion.repo, file=smallest.name)
-    return bring(listing, selection, wanted, on_progress or (lambda _: None), RESERVE_BYTES, patience, None).path
+    return bring(
+        listing, selection, wanted, on_progress or (lambda _: None), RESERVE_BYTES, patience, None
+    ).path
 
 
 def drafters_here(names_of: tuple[str, ...]) -> list[Path]:
-    """The drafters that the catalog names for the model of these names, as far as they are in the hub's cache."""
+    """The drafters that the catalog names for the model of these names, as far as they are in the
+    hub's cache."""
     model, cache = load_catalog().recognise(*names_of), app_folders.hub_cache()
     found = []
     for companion in model.companions if model is not None else ():
@@ -114,12 +139,24 @@ def drafters_here(names_of: tuple[str, ...]) -> list[Path]:
 
 
 def _picked(
-    listing: Listing, wanted: PullTarget, catalog: Catalog | None, choose: Choose | None, mmproj: bool
+    listing: Listing,
+    wanted: PullTarget,
+    catalog: Catalog | None,
+    choose: Choose | None,
+    mmproj: bool,
 ) -> Selection:
     selection = variants.pick(
-        listing, file=wanted.file, quant=wanted.quant, described=lambda: _described(listing, catalog), choose=choose
+        listing,
+        file=wanted.file,
+        quant=wanted.quant,
+        described=lambda: _described(listing, catalog),
+        choose=choose,
     )
-    projector = variants.projector_of(listing, selection.files[0].name, wanted.projector) if mmproj else None
+    projector = (
+        variants.projector_of(listing, selection.files[0].name, wanted.projector)
+        if mmproj
+        else None
+    )
     return replace(selection, projector=projector)
 
 
@@ -132,20 +169,26 @@ class _NoModelError(Exception):
 
 
 def _check_kind(partial: Path, file: RepoFile) -> None:
-    """Raises _NoModelError, and lets the bytes go, where what has arrived says that it is no model."""
+    """Raises _NoModelError, and lets the bytes go, where what has arrived says that it is no
+    model."""
     try:
         if names.is_first_part(file.name):
             file_kinds.check_is_model(partial)
     except ModelFileError as e:
         partial.unlink(missing_ok=True)
-        raise _NoModelError(file.name, DownloadError(e.message.replace(partial.name, file.name, 1), hint=e.hint)) from e
+        raise _NoModelError(
+            file.name, DownloadError(e.message.replace(partial.name, file.name, 1), hint=e.hint)
+        ) from e
 
 
 def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None:
-    """The same files in another application's store: by hash, and looked for by name and size first."""
+    """The same files in another application's store: by hash, and looked for by name and size
+    first."""
     weights = [f for f in selection.files if f.name.lower().endswith((".gguf", ".safetensors"))]
     for model in store.scan():
-        if model.origin in ("hf-cache", "starter") or (selection.projector and model.mmproj is None):
+        if model.origin in ("hf-cache", "starter") or (
+            selection.projector and model.mmproj is None
+        ):
             continue
         if len(weights) == 1 and weights[0].digest == other_apps.ollama_digest(model.path):
             return model
@@ -157,9 +200,12 @@ def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None
 
 
 def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
-    """Is the published file among these, whole? llama.cpp's cache puts the repository before its name."""
+    """Is the published file among these, whole? llama.cpp's cache puts the repository before its
+    name."""
     base = wanted.name.rpartition("/")[2]
-    held = next((f for f in files if (f.name == base or f.name.endswith(f"_{base}")) and f.exists()), None)
+    held = next(
+        (f for f in files if (f.name == base or f.name.endswith(f"_{base}")) and f.exists()), None
+    )
     if held is None or held.stat().st_size != wanted.size_bytes:
         return False
     return not wanted.digest or store.digest_file(held, wanted.digest) == wanted.digest
@@ -169,14 +215,19 @@ def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
     try:
         return resolve(ref, catalog=catalog, offline=True)
     except ModelNotFoundError as e:
-        raise DownloadError(f"{e.message}, and offline mode forbids fetching it", hint="leave --offline out") from e
+        raise DownloadError(
+            f"{e.message}, and offline mode forbids fetching it", hint="leave --offline out"
+        ) from e
 
 
 def _described(listing: Listing, catalog: Catalog | None) -> Model:
-    """The Model a repository holds: the catalog's, else what the header of its smallest GGUF says (read by range)."""
+    """The Model a repository holds: the catalog's, else what the header of its smallest GGUF says
+    (read by range)."""
     known = (catalog if catalog is not None else load_catalog()).recognise(listing.repo)
     if known is not None:
         return known
     return variants.model_of(
-        listing, variants.selections(listing), hint=f"name the variant you want: {listing.repo}:QUANT"
+        listing,
+        variants.selections(listing),
+        hint=f"name the variant you want: {listing.repo}:QUANT",
     )

@@ -1,4 +1,5 @@
-"""Where an answer of the hub may lead us: no redirect takes us off encryption, or into this machine's network."""
+"""Where an answer of the hub may lead us: no redirect takes us off encryption, or into this
+machine's network."""
 
 from __future__ import annotations
 
@@ -11,20 +12,23 @@ from urllib.parse import urljoin, urlsplit
 from localllm.addresses import address_kind
 from localllm.errors import DownloadError
 
-_REDIRECT_HINT = "a proxy, hotel network or mirror may be answering for the hub; if HF_ENDPOINT is set, check it"
+_REDIRECT_HINT = (
+    "a proxy, hotel network or mirror may be answering for the hub; if HF_ENDPOINT is set, check it"
+)
 
 
 class RedirectRule:
-    """Where an answer of the hub at `endpoint` may lead us: never from https to http, to another scheme, or into this
-    machine's network.
+    """Where an answer of the hub at `endpoint` may lead us: never from https to http, to another
+    scheme, or into this machine's network.
 
-    A hub (or whoever speaks in its place) names the next address in a redirect. Followed blindly, that is a request
-    sent from behind the user's firewall: to a router's page, a cloud's metadata service (169.254.169.254), a program
-    on loopback (OWASP, Server-Side Request Forgery). A hub that was itself configured on such an address may stay
-    among its like.
+    A hub (or whoever speaks in its place) names the next address in a redirect. Followed blindly,
+    that is a request sent from behind the user's firewall: to a router's page, a cloud's metadata
+    service (169.254.169.254), a program on loopback (OWASP, Server-Side Request Forgery). A hub
+    that was itself configured on such an address may stay among its like.
 
-    Names are resolved when a redirect comes, as the connection will resolve them a moment later; a name that changes
-    its address in between gets past this, and then meets a size and a hash that were published before.
+    Names are resolved when a redirect comes, as the connection will resolve them a moment later; a
+    name that changes its address in between gets past this, and then meets a size and a hash that
+    were published before.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -42,12 +46,18 @@ class RedirectRule:
             scheme, host, port = "", "", None
         if scheme not in ("http", "https", ""):  # before the host: `file:///x` has none
             raise DownloadError(
-                f"{self._host} leads to a {scheme[:20]}: address, which is refused", hint=_REDIRECT_HINT
+                f"{self._host} leads to a {scheme[:20]}: address, which is refused",
+                hint=_REDIRECT_HINT,
             )
         if not host or not scheme:
-            raise DownloadError(f"{self._host} leads to no usable address, which is refused", hint=_REDIRECT_HINT)
+            raise DownloadError(
+                f"{self._host} leads to no usable address, which is refused", hint=_REDIRECT_HINT
+            )
         if self._secure and scheme == "http":
-            raise DownloadError(f"{self._host} leads to an unencrypted address, which is refused", hint=_REDIRECT_HINT)
+            raise DownloadError(
+                f"{self._host} leads to an unencrypted address, which is refused",
+                hint=_REDIRECT_HINT,
+            )
         if host == self._host:
             return
         if self._own is None:
@@ -55,7 +65,8 @@ class RedirectRule:
         inner = _reaches(host, port) - self._own - {"public"}
         if inner:
             raise DownloadError(
-                f"{self._host} leads to {host[:100]}, a {min(inner)} address, which is refused", hint=_REDIRECT_HINT
+                f"{self._host} leads to {host[:100]}, a {min(inner)} address, which is refused",
+                hint=_REDIRECT_HINT,
             )
 
     def check_location(self, response: Any, *_args: Any, **_options: Any) -> None:
@@ -65,7 +76,8 @@ class RedirectRule:
 
     @contextmanager
     def guard(self, session: Any) -> Iterator[None]:
-        """Hold `session` (huggingface-hub's own client: httpx's or, before 1.0, requests') to this rule for a while."""
+        """Hold `session` (huggingface-hub's own client: httpx's or, before 1.0, requests') to this
+        rule for a while."""
 
         def on_request(request: Any) -> None:
             self.check(str(request.url))
@@ -83,8 +95,8 @@ class RedirectRule:
 
 
 def _reaches(host: str, port: int | None) -> frozenset[str]:
-    """The kinds of addresses `host` (a name or an address in any spelling) stands for; empty when nobody knows it here
-    (behind a proxy that looks names up itself)."""
+    """The kinds of addresses `host` (a name or an address in any spelling) stands for; empty when
+    nobody knows it here (behind a proxy that looks names up itself)."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,4 +1,5 @@
-"""Reads the beginning of a model's file on the hub, range by range: what its header says, without its weights."""
+"""Reads the beginning of a model's file on the hub, range by range: what its header says, without
+its weights."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
 @contextmanager
 def opener(*, anonymous: bool = False) -> Iterator[OpenSource]:
-    """What opens addresses of the hub's, as the user or, where the hub refuses his token, as nobody."""
+    """What opens addresses of the hub's, as the user or, where the hub refuses his token, as
+    nobody."""
     patience = hub.Patience.from_environment()
     with transfer.new_client(hub.headers(anonymous=anonymous), patience, hub.endpoint()) as client:
         yield lambda url: HttpSource(client, url)
@@ -66,7 +68,8 @@ class HttpSource(ByteSource):
         return bytes(data)
 
     def _check(self, response: httpx.Response, offset: int, length: int) -> int:
-        """How many bytes are to come of an answer that is to our question; SourceError for any other."""
+        """How many bytes are to come of an answer that is to our question; SourceError for any
+        other."""
         if response.is_error:
             status = f"{response.status_code} {response.reason_phrase}"
             raise SourceError(f"{self.name} answered {status}", _hint(response.status_code))
@@ -77,11 +80,14 @@ class HttpSource(ByteSource):
             )
         match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if match is None:
-            raise SourceError(f"{self.name} answered a range request without a usable Content-Range")
+            raise SourceError(
+                f"{self.name} answered a range request without a usable Content-Range"
+            )
         first, last, total = (int(part) for part in match.groups())
         if first != offset or last >= total or last != min(offset + length, total) - 1:
             raise SourceError(
-                f"{self.name} answered bytes {first}-{last} of {total} when asked for {length} at {offset}"
+                f"{self.name} answered bytes {first}-{last} of {total} when asked for {length} at "
+                f"{offset}"
             )
         etag = response.headers.get("ETag", "")
         if self.size and (total != self.size or (etag and self._etag and etag != self._etag)):

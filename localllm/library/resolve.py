@@ -1,4 +1,5 @@
-"""From a MODEL reference to files on this disk: a path, a name, a catalog id, a repository, or the best at hand."""
+"""From a MODEL reference to files on this disk: a path, a name, a catalog id, a repository, or the
+best at hand."""
 
 from __future__ import annotations
 
@@ -23,17 +24,23 @@ if TYPE_CHECKING:
     from localllm_catalog.types import Model
 
 _STARTER_NAMES = (starter.NAME, "smollm2-135m", "starter")
-# Weights above this share of memory leave too little for a context and for everything else that runs.
+# Weights above this share of memory leave too little for a context and for everything else that
+# runs.
 _SENSIBLE_SHARE = 0.5
-_NOT_CHAT = re.compile("embed|rerank|reward|whisper|ocr-|-base|draft|guard|assistant-mtp", re.IGNORECASE)
+_NOT_CHAT = re.compile(
+    "embed|rerank|reward|whisper|ocr-|-base|draft|guard|assistant-mtp", re.IGNORECASE
+)
 
 
-def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = False) -> LocalModel:
-    """The files that `ref` means; None = the best model at hand (the biggest sensible chat model, else the starter).
+def resolve(
+    ref: str | None, *, catalog: Catalog | None = None, offline: bool = False
+) -> LocalModel:
+    """The files that `ref` means; None = the best model at hand (the biggest sensible chat model,
+    else the starter).
 
-    Looks at this disk only, whatever `offline` says (it is accepted because every command carries it). Raises
-    ModelNotFoundError saying what is near and how to fetch it, ModelFileError for a path that is no model, UsageError
-    for a malformed reference.
+    Looks at this disk only, whatever `offline` says (it is accepted because every command carries
+    it). Raises ModelNotFoundError saying what is near and how to fetch it, ModelFileError for a
+    path that is no model, UsageError for a malformed reference.
     """
     if ref is None or not ref.strip():
         return _best_at_hand()
@@ -50,7 +57,8 @@ def resolve(ref: str | None, *, catalog: Catalog | None = None, offline: bool = 
 
 
 def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
-    """Every installed model that answers to `ref` (a name, catalog id, repository, or path); never empty.
+    """Every installed model that answers to `ref` (a name, catalog id, repository, or path); never
+    empty.
 
     Raises as `resolve` does.
     """
@@ -66,9 +74,12 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
     return found or [resolve(ref, catalog=catalog)]
 
 
-def matching(ref: str, installed: list[LocalModel], *, catalog: Catalog | None = None) -> list[LocalModel]:
-    """Those of `installed` that `ref` names: a name, file name, repository or catalog id, each also with `:quant`. For
-    names that strangers send: no path and no address is looked at, and what nothing answers to is an empty list."""
+def matching(
+    ref: str, installed: list[LocalModel], *, catalog: Catalog | None = None
+) -> list[LocalModel]:
+    """Those of `installed` that `ref` names: a name, file name, repository or catalog id, each also
+    with `:quant`. For names that strangers send: no path and no address is looked at, and what
+    nothing answers to is an empty list."""
     if "://" in ref:
         return []
     try:
@@ -90,7 +101,8 @@ def _of_model(model: Model | None, quant: str, installed: list[LocalModel]) -> l
 
 
 def _hub_hosts(ref: str) -> tuple[str, ...]:
-    """Further hosts whose addresses are the hub's: that of the mirror in HF_ENDPOINT. Asked for addresses only."""
+    """Further hosts whose addresses are the hub's: that of the mirror in HF_ENDPOINT. Asked for
+    addresses only."""
     if "://" not in ref:
         return ()
     from localllm.library import hub
@@ -98,19 +110,27 @@ def _hub_hosts(ref: str) -> tuple[str, ...]:
     return hub.hosts()
 
 
-# --- a path ---------------------------------------------------------------------------------------------------------
+# --- a path ---------------------------------------------------------------------------------------
 
 
 def by_path(ref: str) -> LocalModel | None:
-    """The model at a path, or None if `ref` is no path. `PATH:QUANT` is the file at PATH, which must be of that quant, or the
-    one of that quant in the folder PATH. Raises ModelNotFoundError and ModelFileError for a path to none."""
+    """The model at a path, or None if `ref` is no path. `PATH:QUANT` is the file at PATH, which
+    must be of that quant, or the one of that quant in the folder PATH. Raises ModelNotFoundError
+    and ModelFileError for a path to none."""
     looks_like_path = _looks_like_path(ref)
     if not _exists(ref):
         path_alone, colon, quant = ref.rpartition(":")
-        if colon and not set(quant) & {"/", "\\"} and _looks_like_path(path_alone) and _exists(path_alone):
+        if (
+            colon
+            and not set(quant) & {"/", "\\"}
+            and _looks_like_path(path_alone)
+            and _exists(path_alone)
+        ):
             return _of_quant(Path(path_alone).expanduser(), quant)
         if looks_like_path and "://" not in ref:
-            raise ModelNotFoundError(f"there is no file {ref!r}", hint="check the path, or see `localllm models list`")
+            raise ModelNotFoundError(
+                f"there is no file {ref!r}", hint="check the path, or see `localllm models list`"
+            )
         return None
     path = Path(ref).expanduser()
     if path.is_dir():
@@ -128,7 +148,8 @@ def by_path(ref: str) -> LocalModel | None:
         return found
     if split is not None:
         raise ModelFileError(
-            f"{path.name} is one of {split[2]} parts, and not all of them are there", hint=f"look in {path.parent}"
+            f"{path.name} is one of {split[2]} parts, and not all of them are there",
+            hint=f"look in {path.parent}",
         )
     file_kinds.check_is_model(path)
     # A file of another name (an Ollama blob): whether it is a model is the backend's to say.
@@ -149,7 +170,11 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _looks_like_path(ref: str) -> bool:
-    return ref.startswith((".", "/", "~")) or "\\" in ref or (ref.lower().endswith(".gguf") and "/" in ref)
+    return (
+        ref.startswith((".", "/", "~"))
+        or "\\" in ref
+        or (ref.lower().endswith(".gguf") and "/" in ref)
+    )
 
 
 def _exists(path: str) -> bool:
@@ -165,8 +190,12 @@ def _of_quant(path: Path, quant: str) -> LocalModel:
     chosen = [m for m in there if m.quant.upper() == quant.upper()]
     if len(chosen) == 1:
         return chosen[0]
-    quants = ", ".join(dict.fromkeys(m.quant or "of an unknown quant" for m in there)) or "no GGUF file"
-    raise ModelNotFoundError(f"{path} is not {quant}: there is {quants}", hint="name the file alone")
+    quants = ", ".join(dict.fromkeys(m.quant or "of an unknown quant" for m in there)) or (
+        "no GGUF file"
+    )
+    raise ModelNotFoundError(
+        f"{path} is not {quant}: there is {quants}", hint="name the file alone"
+    )
 
 
 def _by_folder(folder: Path, *, must: bool) -> LocalModel | None:
@@ -181,14 +210,16 @@ def _by_folder(folder: Path, *, must: bool) -> LocalModel | None:
         return None
     if ggufs:
         listed = ", ".join(m.path.name for m in ggufs[:5])
-        raise ModelFileError(f"{folder} holds {len(ggufs)} models", hint=f"name one of them: {listed}")
+        raise ModelFileError(
+            f"{folder} holds {len(ggufs)} models", hint=f"name one of them: {listed}"
+        )
     raise ModelFileError(
         f"{folder} is not a model",
         hint="an MLX folder holds config.json and all its .safetensors; else name a .gguf file",
     )
 
 
-# --- a name ---------------------------------------------------------------------------------------------------------
+# --- a name ---------------------------------------------------------------------------------------
 
 
 def _matching(reference: names.ModelReference, installed: list[LocalModel]) -> list[LocalModel]:
@@ -208,7 +239,9 @@ def _matching(reference: names.ModelReference, installed: list[LocalModel]) -> l
         return same
     wanted = names.bare(reference.name)
     return [
-        m for m in of_quant if wanted and wanted in (names.bare(m.name), names.bare(m.repo), names.bare(m.path.name))
+        m
+        for m in of_quant
+        if wanted and wanted in (names.bare(m.name), names.bare(m.repo), names.bare(m.path.name))
     ]
 
 
@@ -225,7 +258,9 @@ def _spellings(model: LocalModel) -> set[str]:
     return {s.lower() for s in spelled}
 
 
-def _by_catalog(reference: names.ModelReference, installed: list[LocalModel], catalog: Catalog | None) -> LocalModel:
+def _by_catalog(
+    reference: names.ModelReference, installed: list[LocalModel], catalog: Catalog | None
+) -> LocalModel:
     known = catalog if catalog is not None else load_catalog()
     model = _catalog_model(reference, known)
     if model is not None and not reference.repo:
@@ -236,7 +271,10 @@ def _by_catalog(reference: names.ModelReference, installed: list[LocalModel], ca
     if model is not None or reference.repo:
         raise _not_installed(reference, model, installed)
     near = dict.fromkeys([*known.suggest(reference.name), *_near(reference.name, installed)])
-    hint = "see `localllm models list` for what is installed and `localllm recommend` for what to fetch"
+    hint = (
+        "see `localllm models list` for what is installed and `localllm recommend` for what to "
+        "fetch"
+    )
     if near:
         hint = f"did you mean {', '.join(near)}?"
     raise ModelNotFoundError(f"no model is called {reference.text!r}", hint=hint)
@@ -256,14 +294,17 @@ def _not_installed(
 
 
 def _is_of(local: LocalModel, model: Model, quant: str) -> bool:
-    """True if the files are a variant of `model`: from one of its repositories, or called as it is."""
+    """True if the files are a variant of `model`: from one of its repositories, or called as it
+    is."""
     if quant and not names.same_quant(quant, local.quant):
         return False
     repos = {v.repo.lower() for v in model.variants} | {model.hf_repo.lower()}
     if local.repo.lower() in repos:
         return True
     called = {names.bare(n) for n in (model.id, model.name, model.hf_repo)}
-    return bool(called & {names.bare(local.name), names.bare(local.repo), names.bare(local.path.name)})
+    return bool(
+        called & {names.bare(local.name), names.bare(local.repo), names.bare(local.path.name)}
+    )
 
 
 def _near(name: str, installed: list[LocalModel]) -> list[str]:
@@ -272,11 +313,12 @@ def _near(name: str, installed: list[LocalModel]) -> list[str]:
     return [by_lower[c] for c in close]
 
 
-# --- the best -------------------------------------------------------------------------------------------------------
+# --- the best -------------------------------------------------------------------------------------
 
 
 def _best_at_hand() -> LocalModel:
-    """The biggest installed model that leaves half the memory free and has a chat template; else the starter."""
+    """The biggest installed model that leaves half the memory free and has a chat template; else
+    the starter."""
     fitting = sorted(_runnable(store.scan()), key=lambda m: -m.size_bytes)
     candidates = [m for m in fitting if not _NOT_CHAT.search(m.name)]
     limit = sensible_bytes() if candidates else 0
@@ -284,7 +326,8 @@ def _best_at_hand() -> LocalModel:
         if model.size_bytes <= limit and _can_chat(model):
             return model
     raise ModelNotFoundError(
-        "no chat model is installed", hint="see `localllm recommend` for what fits here, then `localllm pull ID`"
+        "no chat model is installed",
+        hint="see `localllm recommend` for what fits here, then `localllm pull ID`",
     )
 
 
@@ -318,4 +361,6 @@ def _can_chat(model: LocalModel) -> bool:
         header = read_header(model.path)
     except ModelFileError:
         return False
-    return bool(header.text("tokenizer.chat_template")) and file_kinds.of_header(model.path) == "model"
+    return (
+        bool(header.text("tokenizer.chat_template")) and file_kinds.of_header(model.path) == "model"
+    )

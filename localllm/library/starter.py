@@ -1,5 +1,5 @@
-"""The starter model (SmolLM2-135M-Instruct), which comes as a Python package: its data file in place, nothing of it is imported or
-run."""
+"""The starter model (SmolLM2-135M-Instruct), which comes as a Python package: its data file in
+place, nothing of it is imported or run."""
 
 from __future__ import annotations
 

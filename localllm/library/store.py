@@ -17,7 +17,12 @@ from localllm.library.catalog import read_header
 from localllm.library.types import LocalModel
 from localllm_catalog.names import Format
 
-_OWNERS = {"lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp", "starter": "a Python package"}
+_OWNERS = {
+    "lmstudio": "LM Studio",
+    "ollama": "Ollama",
+    "llama.cpp": "llama.cpp",
+    "starter": "a Python package",
+}
 # A file that was written this recently may belong to a download that runs now.
 _SETTLED_S = 600.0
 
@@ -32,7 +37,8 @@ _APPLICATIONS: tuple[tuple[Callable[[], list[Path]], Callable[[Path], list[Local
 
 
 def scan() -> list[LocalModel]:
-    """Every whole model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders, the starter.
+    """Every whole model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted
+    folders, the starter.
 
     Names and sizes only (no header is opened); files that two applications share are listed once.
     """
@@ -41,7 +47,8 @@ def scan() -> list[LocalModel]:
         for place in places():
             found += models_in(place)
     found += packaged()
-    # One application may give a file several names, and each is asked for; another application's are left out.
+    # One application may give a file several names, and each is asked for; another application's
+    # are left out.
     holder: dict[str, str] = {}
     return [m for m in found if holder.setdefault(os.path.realpath(m.path), m.origin) == m.origin]
 
@@ -50,10 +57,14 @@ def packaged() -> list[LocalModel]:
     file = starter.path()
     if file is None:
         return []
-    return [LocalModel(starter.NAME, file, Format.GGUF, file.stat().st_size, "Q4_1", "starter", "", (file,))]
+    return [
+        LocalModel(
+            starter.NAME, file, Format.GGUF, file.stat().st_size, "Q4_1", "starter", "", (file,)
+        )
+    ]
 
 
-# --- du -------------------------------------------------------------------------------------------------------------
+# --- du -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,9 @@ def du() -> list[DiskUsage]:
             with suppress(OSError):
                 stat = file.stat()
                 sizes.setdefault(model.origin, {})[(stat.st_dev, stat.st_ino)] = stat.st_size
-    usage = [DiskUsage(origin, counts[origin], sum(files.values())) for origin, files in sizes.items()]
+    usage = [
+        DiskUsage(origin, counts[origin], sum(files.values())) for origin, files in sizes.items()
+    ]
     unfinished = hf_cache.partials(app_folders.hub_cache())
     if unfinished:
         usage.append(DiskUsage("partial", len(unfinished), sum(map(hf_cache.size_of, unfinished))))
@@ -89,7 +102,7 @@ def _all_files(model: LocalModel) -> list[Path]:
     return [*files, model.mmproj] if model.mmproj is not None else files
 
 
-# --- rm and prune ---------------------------------------------------------------------------------------------------
+# --- rm and prune ---------------------------------------------------------------------------------
 
 
 def rm(model: LocalModel) -> int:
@@ -111,7 +124,9 @@ def check_ours(model: LocalModel) -> None:
     if model.origin != "hf-cache":
         owner = _OWNERS.get(model.origin)
         raise UsageError(
-            f"{model.name} belongs to {owner}" if owner else f"{model.name} lies in a folder of yours",
+            f"{model.name} belongs to {owner}"
+            if owner
+            else f"{model.name} lies in a folder of yours",
             hint=f"remove it there: {model.path}",
         )
 
@@ -129,7 +144,8 @@ class Waste:
 
 
 def waste(*, now: float | None = None) -> list[Waste]:
-    """What prune would remove from the hub's cache. Files of the last ten minutes may be in use and are left out."""
+    """What prune would remove from the hub's cache. Files of the last ten minutes may be in use and
+    are left out."""
     cache = app_folders.hub_cache()
     limit = (time.time() if now is None else now) - _SETTLED_S
     why: dict[Path, _Why] = dict.fromkeys(hf_cache.partials(cache), "unfinished download")
@@ -153,13 +169,13 @@ def prune(found: Iterable[Waste]) -> int:
     return freed
 
 
-# --- verify ---------------------------------------------------------------------------------------------------------
+# --- verify ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What verify found of one model: "ok" (hash as published), "whole" (no published hash; its header and length
-    agree), or "bad" with the reason in `detail`."""
+    """What verify found of one model: "ok" (hash as published), "whole" (no published hash; its
+    header and length agree), or "bad" with the reason in `detail`."""
 
     model: LocalModel
     result: Literal["ok", "whole", "bad"]
@@ -167,7 +183,8 @@ class Checked:
 
 
 def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> Checked:
-    """Read every file of `model` and hold it against its published hash; where none is recorded, against its header.
+    """Read every file of `model` and hold it against its published hash; where none is recorded,
+    against its header.
 
     `on_bytes` hears how many bytes each step has read.
     """
@@ -182,7 +199,9 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
         except OSError as e:
             return Checked(model, "bad", f"{file.name} can't be read: {e.strerror or e}")
         if found != expected:
-            return Checked(model, "bad", f"{file.name} has hash {found[:12]}…, published was {expected[:12]}…")
+            return Checked(
+                model, "bad", f"{file.name} has hash {found[:12]}…, published was {expected[:12]}…"
+            )
     if not model.is_folder:
         try:
             read_header(model.path)
@@ -192,7 +211,8 @@ def verify(model: LocalModel, on_bytes: Callable[[int], None] | None = None) -> 
 
 
 def published_digest(model: LocalModel, file: Path) -> str:
-    """The hash that `file` of `model` was published under (sha256, or git's sha1 of a small file), or ""."""
+    """The hash that `file` of `model` was published under (sha256, or git's sha1 of a small file),
+    or ""."""
     if model.origin == "starter":
         return starter.SHA256
     if model.origin == "ollama":
@@ -212,7 +232,8 @@ def digest_file(file: Path, like: str, on_bytes: Callable[[int], None] | None = 
 
 
 def new_digest(like: str, size_bytes: int) -> hashlib._Hash:
-    """A hash object of the kind `like` is: sha256 (64 digits), or git's sha1 of a blob of `size_bytes` (40 digits).
+    """A hash object of the kind `like` is: sha256 (64 digits), or git's sha1 of a blob of
+    `size_bytes` (40 digits).
 
     Git's form: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects.
     """
@@ -221,7 +242,7 @@ def new_digest(like: str, size_bytes: int) -> hashlib._Hash:
     return hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
 
 
-# --- adopt ----------------------------------------------------------------------------------------------------------
+# --- adopt ----------------------------------------------------------------------------------------
 
 
 def adopt(folder: Path) -> list[LocalModel]:
@@ -231,7 +252,10 @@ def adopt(folder: Path) -> list[LocalModel]:
     """
     target = folder.expanduser().resolve()
     if not target.is_dir():
-        raise UsageError(f"{folder} is not a folder", hint="name the folder that holds .gguf files or MLX folders")
+        raise UsageError(
+            f"{folder} is not a folder",
+            hint="name the folder that holds .gguf files or MLX folders",
+        )
     found = folders.scan(target)
     if not found:
         raise _nothing_in(target, folder)
@@ -261,7 +285,8 @@ def _nothing_in(target: Path, called: Path) -> UsageError:
 
 
 def forget(folder: Path) -> None:
-    """Take a folder off the list of adopted ones; its files stay. Raises UsageError if it was not on it."""
+    """Take a folder off the list of adopted ones; its files stay. Raises UsageError if it was not
+    on it."""
     target = folder.expanduser().resolve()
     listed = app_folders.remembered()
     if target not in listed:

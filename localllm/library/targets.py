@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PullTarget:
-    """A reference, as far as it is known before the hub is asked. `file` is tried first, then `quant`."""
+    """A reference, as far as it is known before the hub is asked. `file` is tried first, then
+    `quant`."""
 
     repo: str
     quant: str = ""
@@ -31,16 +32,20 @@ class PullTarget:
 
 
 def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> PullTarget | LocalModel:
-    """What to ask the hub for, or the model where nothing needs fetching. Raises UsageError, ModelNotFoundError."""
+    """What to ask the hub for, or the model where nothing needs fetching. Raises UsageError,
+    ModelNotFoundError."""
     if _is_local_only(ref):
         return resolve(ref, catalog=catalog)
     reference = names.parse(ref, hub_hosts=hub.hosts())
     if reference.repo:
-        return PullTarget(reference.repo, quant=reference.quant, file=reference.file, revision=reference.revision)
+        return PullTarget(
+            reference.repo, quant=reference.quant, file=reference.file, revision=reference.revision
+        )
     known = catalog if catalog is not None else load_catalog()
     model = known.get(reference.name)
     if model is None:
-        # Not the catalog's: a name on this disk needs no fetching, and resolve's error says what is near.
+        # Not the catalog's: a name on this disk needs no fetching, and resolve's error says what is
+        # near.
         return resolve(ref, catalog=known)
     packaged = [v for v in model.variants if v.repo.startswith("pypi:")]
     on_hub = tuple(v for v in model.variants if v not in packaged)

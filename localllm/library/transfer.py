@@ -1,8 +1,10 @@
-"""Fetches one file into a partial that survives interruption, and lets it pass only when its hash is the published one.
+"""Fetches one file into a partial that survives interruption, and lets it pass only when its hash
+is the published one.
 
-huggingface-hub 2.x writes to a file of its own name per process, removes it on failure and checks the length only
-(file_download.py, _download_to_tmp_and_move): a killed download of 40 GB starts at zero, and a flipped bit passes. So
-the bytes are fetched here: `<hash>.incomplete` beside the blob, as huggingface-hub before 2 did, continued by Range.
+huggingface-hub 2.x writes to a file of its own name per process, removes it on failure and checks
+the length only (file_download.py, _download_to_tmp_and_move): a killed download of 40 GB starts at
+zero, and a flipped bit passes. So the bytes are fetched here: `<hash>.incomplete` beside the blob,
+as huggingface-hub before 2 did, continued by Range.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ if TYPE_CHECKING:
     import httpx
 
 _BLOCK_BYTES = 1 << 20
-# A try that brought less than this counts as one that brought nothing: a server that resets at once must end.
+# A try that brought less than this counts as one that brought nothing: a server that resets at once
+# must end.
 _LEAST_GAIN_BYTES = 16 << 10
 # Wrong content is fetched anew once; once more where the bytes of an earlier run may be to blame.
 _MAX_RESTARTS = 1
 _MOST_REDIRECTS = 5
-# Asked for at once. The hub's delivery network gives no answer above 50 GB (huggingface-hub's MAX_HTTP_DOWNLOAD_SIZE).
+# Asked for at once. The hub's delivery network gives no answer above 50 GB (huggingface-hub's
+# MAX_HTTP_DOWNLOAD_SIZE).
 MAX_SPAN_BYTES = 16 << 30
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 
@@ -51,8 +55,8 @@ class _Retry(Exception):  # noqa: N818 - a signal between two functions of this 
 class Fetch:
     """One file on its way: `url` to `partial`, checked against `file`'s size and hash.
 
-    `on_bytes(have, state)` hears how many bytes of the file are there, as "checking" (reading a partial back),
-    "downloading" or "waiting".
+    `on_bytes(have, state)` hears how many bytes of the file are there, as "checking" (reading a
+    partial back), "downloading" or "waiting".
     """
 
     def __init__(
@@ -77,8 +81,8 @@ class Fetch:
         self._digest = new_digest(file.digest, file.size_bytes)
 
     def run(self) -> None:
-        """Bring the partial to its full length and the published hash. Raises DownloadError; the partial is kept, to be
-        continued, unless its bytes were wrong."""
+        """Bring the partial to its full length and the published hash. Raises DownloadError; the
+        partial is kept, to be continued, unless its bytes were wrong."""
         import httpx
 
         self._take_up()
@@ -94,12 +98,20 @@ class Fetch:
                 self._restart()
                 if restarts > _MAX_RESTARTS:
                     raise DownloadError(
-                        f"{self._file.name} arrived again with another content than the hub announced",
-                        hint="a proxy or mirror may be changing it; try another network, or unset HF_ENDPOINT",
+                        f"{self._file.name} arrived again with another content than the hub "
+                        "announced",
+                        hint="a proxy or mirror may be changing it; try another network, or unset "
+                        "HF_ENDPOINT",
                     )
                 failures += 1
                 continue
-            except (httpx.TransportError, httpx.DecodingError, httpx.TooManyRedirects, httpx.InvalidURL, _Retry) as e:
+            except (
+                httpx.TransportError,
+                httpx.DecodingError,
+                httpx.TooManyRedirects,
+                httpx.InvalidURL,
+                _Retry,
+            ) as e:
                 trouble = e
             failures = 1 if self._have - before >= _LEAST_GAIN_BYTES else failures + 1
             self._wait_or_give_up(trouble, failures)
@@ -114,13 +126,14 @@ class Fetch:
             ) from trouble
         if failures >= self._patience.failures:
             raise DownloadError(
-                f"{self._file.name} stopped at {self._have:,} of {self._file.size_bytes:,} bytes: {why}",
+                f"{self._file.name} stopped at {self._have:,} of {self._file.size_bytes:,} bytes: "
+                f"{why}",
                 hint=LATER_HINT,
             ) from trouble
         self._on_bytes(self._have, "waiting")
         self._patience.sleep(self._patience.wait_s(failures, asked))
 
-    # --- the partial ------------------------------------------------------------------------------------------------
+    # --- the partial ------------------------------------------------------------------------------
 
     def _take_up(self) -> None:
         """Go on with what an earlier run left: its bytes enter the hash."""
@@ -144,7 +157,8 @@ class Fetch:
         self._have = 0
 
     def _append(self, block: bytes) -> None:
-        """Write, hash and count the same bytes, so that the three agree whatever happens between them."""
+        """Write, hash and count the same bytes, so that the three agree whatever happens between
+        them."""
         view = memoryview(block)
         while view:
             try:
@@ -155,7 +169,7 @@ class Fetch:
             self._have += n
             view = view[n:]
 
-    # --- one try ----------------------------------------------------------------------------------------------------
+    # --- one try ----------------------------------------------------------------------------------
 
     def _stream(self) -> None:
         end = min(self._file.size_bytes, self._have + self._span_bytes)
@@ -168,7 +182,9 @@ class Fetch:
             self._check(response)
             try:
                 self._out = os.open(
-                    self._partial, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644
+                    self._partial,
+                    os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0),
+                    0o644,
                 )
             except OSError as e:
                 raise disk_trouble(e, self._partial) from e
@@ -189,11 +205,17 @@ class Fetch:
             elapsed = time.monotonic() - began
             if elapsed > self._patience.slow_window_s:
                 if self._have - had < self._patience.least_bytes_s * elapsed:
-                    raise _Retry(f"the connection brought only {(self._have - had) / elapsed:.0f} bytes a second")
+                    raise _Retry(
+                        f"the connection brought only {(self._have - had) / elapsed:.0f} "
+                        "bytes "
+                        "a "
+                        "second"
+                    )
                 began, had = time.monotonic(), self._have
 
     def _check(self, response: httpx.Response) -> None:
-        """Let a response pass that continues our bytes. A whole file instead of the rest empties the partial first."""
+        """Let a response pass that continues our bytes. A whole file instead of the rest empties
+        the partial first."""
         status = response.status_code
         if status not in (200, 206):
             self._refuse(response)
@@ -208,7 +230,9 @@ class Fetch:
             return
         length = response.headers.get("Content-Length")
         if length is not None and length != str(self._file.size_bytes):
-            raise _Retry(f"the server sent {length} bytes where the hub announced {self._file.size_bytes}")
+            raise _Retry(
+                f"the server sent {length} bytes where the hub announced {self._file.size_bytes}"
+            )
         if self._have:
             self._restart()
 
@@ -222,24 +246,29 @@ class Fetch:
         if status in (408, 425) or status >= 500:
             raise _Retry(f"{host} answered {status}", retry_after(response.headers))
         if response.history:
-            # The address behind the redirect is signed and expires: the next try gets a fresh one from the hub.
+            # The address behind the redirect is signed and expires: the next try gets a fresh one
+            # from the hub.
             raise _Retry(f"{host} no longer gives it out ({status})")
         if status == 401 and self._client.headers.pop("authorization", None) is not None:
-            # A hub that answers 401 to a token does not know it (any more): a public file comes without.
+            # A hub that answers 401 to a token does not know it (any more): a public file comes
+            # without.
             raise _Retry(f"{host} refuses our token (HF_TOKEN, or the stored login)")
         if status == 403 and response.headers.get("X-Error-Code") != "GatedRepo":
             raise forbidden(str(host), self._file.name, response)
         if status in (401, 403):
             raise DownloadError(f"{host} refuses {self._file.name} ({status})", hint=TOKEN_HINT)
         raise DownloadError(
-            f"{host} answered {status} for {self._file.name}", hint="the repository may have changed: try again"
+            f"{host} answered {status} for {self._file.name}",
+            hint="the repository may have changed: try again",
         )
 
 
 def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) -> httpx.Client:
-    """An HTTP client that follows the hub's redirects. Proxies and certificates come from the environment.
+    """An HTTP client that follows the hub's redirects. Proxies and certificates come from the
+    environment.
 
-    The token stays with the hub's host (httpx drops Authorization elsewhere); where else they may lead: RedirectRule.
+    The token stays with the hub's host (httpx drops Authorization elsewhere); where else they may
+    lead: RedirectRule.
     """
     import httpx
 
@@ -269,12 +298,15 @@ def disk_trouble(error: OSError, path: Path) -> DownloadError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DownloadError(
             f"the disk of {path.parent} is full",
-            hint="make room and run the same command again (it goes on where it stopped), or `localllm models prune`",
+            hint="make room and run the same command again (it goes on where it stopped), or "
+            "`localllm models prune`",
         )
-    return DownloadError(f"{path.parent} can't be written: {error.strerror or error}", hint="check its permissions")
+    return DownloadError(
+        f"{path.parent} can't be written: {error.strerror or error}", hint="check its permissions"
+    )
 
 
-# --- how a download is doing: bytes, speed over the last seconds, time left ------------------------------------------
+# --- how a download is doing: bytes, speed over the last seconds, time left -----------------------
 
 DownloadState = Literal["listing", "checking", "downloading", "waiting", "verifying", "done"]
 _WINDOW_S = 10.0
@@ -283,7 +315,8 @@ _SAMPLE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DownloadProgress:
-    """A moment of a download. `done_bytes` counts what was there before too; `speed_bytes_s` only what travels.
+    """A moment of a download. `done_bytes` counts what was there before too; `speed_bytes_s` only
+    what travels.
 
     `eta_s` is None until a speed is known. `digest`: the published hash of the file on its way.
     """

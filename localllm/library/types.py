@@ -15,10 +15,11 @@ Origin = Literal["path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder"
 class LocalModel:
     """Files of one Variant on this disk: `path` is the GGUF (its first part) or the MLX folder.
 
-    `files` are all its weight files in order (splits, shards), `size_bytes` their sum; `mmproj` the image projector that
-    belongs to them, if any, and `companions` what else lies beside them and is no model (a LoRA, an importance matrix, a
-    drafter …), each after its kind in localllm_catalog.kinds. `repo` is the hub repository where it is known, `origin`
-    whose folder holds the files.
+    `files` are all its weight files in order (splits, shards), `size_bytes` their sum;
+    `mmproj` the image projector that belongs to them, if any, and `companions` what else lies
+    beside them and is no model (a LoRA, an importance matrix, a drafter …), each after its kind in
+    localllm_catalog.kinds.
+    `repo` is the hub repository where it is known, `origin` whose folder holds the files.
     """
 
     name: str

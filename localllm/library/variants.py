@@ -24,17 +24,20 @@ Choose = Callable[["Model"], "Variant"]
 
 # Without anybody to ask what fits: the usual compromise first, then its neighbours in size.
 _USUAL = (
-    "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "IQ4_XS", "Q4_0", "Q4_1", "MXFP4", "MXFP4_MOE", "4BIT", "Q5_K_M", "Q6_K", "Q8_0",
+    "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "IQ4_XS", "Q4_0", "Q4_1", "MXFP4", "MXFP4_MOE", "4BIT",
+    "Q5_K_M", "Q6_K", "Q8_0",
 )  # fmt: skip
 _ELSEWHERE = "look for a repository whose name ends in -GGUF, or for one of mlx-community"
-# A file that says it is no model, or nothing, is passed over for the next; so many headers are asked for at most.
+# A file that says it is no model, or nothing, is passed over for the next; so many headers are
+# asked for at most.
 _MOST_HEADERS = 3
 _MLX_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Files to bring: one variant's weights in order, what belongs to them, and its projector if asked for."""
+    """Files to bring: one variant's weights in order, what belongs to them, and its projector if
+    asked for."""
 
     format: Format
     quant: str
@@ -47,7 +50,9 @@ class Selection:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(f.size_bytes for f in self.files if f.name.lower().endswith((".gguf", ".safetensors")))
+        return sum(
+            f.size_bytes for f in self.files if f.name.lower().endswith((".gguf", ".safetensors"))
+        )
 
     def variant(self, repo: str) -> Variant:
         """These files of `repo` in the catalog's terms."""
@@ -57,12 +62,14 @@ class Selection:
 
     @property
     def total_bytes(self) -> int:
-        return sum(f.size_bytes for f in self.files) + (self.projector.size_bytes if self.projector else 0)
+        return sum(f.size_bytes for f in self.files) + (
+            self.projector.size_bytes if self.projector else 0
+        )
 
 
 def selections(listing: Listing) -> list[Selection]:
-    """Every whole variant of a repository, smallest first. Left out are splits of which a part is missing, files without
-    a byte, and what is no model (projectors, adapters, drafters …)."""
+    """Every whole variant of a repository, smallest first. Left out are splits of which a part is
+    missing, files without a byte, and what is no model (projectors, adapters, drafters …)."""
     found = []
     for name in [n for n, kind in _kinds(listing).items() if kind in kinds.MODELS]:
         if not names.is_first_part(name):
@@ -83,10 +90,14 @@ def _kinds(listing: Listing) -> dict[str, Kind]:
 
 
 def _mlx(listing: Listing) -> Selection | None:
-    at_root = [f for f in listing.files if "/" not in f.name and f.name.lower().endswith(_MLX_FILES)]
+    at_root = [
+        f for f in listing.files if "/" not in f.name and f.name.lower().endswith(_MLX_FILES)
+    ]
     weights = names.mlx_weights(f.name for f in at_root)
     at_root = [f for f in at_root if f.name in weights or not f.name.endswith(".safetensors")]
-    if not any(f.name.endswith(".safetensors") for f in at_root) or not any(f.name == "config.json" for f in at_root):
+    if not any(f.name.endswith(".safetensors") for f in at_root) or not any(
+        f.name == "config.json" for f in at_root
+    ):
         return None
     # The small files first: what is wrong with them is known before the large ones travel.
     ordered = sorted(at_root, key=lambda f: (f.name.endswith(".safetensors"), f.name))
@@ -94,13 +105,15 @@ def _mlx(listing: Listing) -> Selection | None:
 
 
 def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = None) -> Model:
-    """The Model that the header of a GGUF file says, of which only the beginning is fetched: that of the first of
-    `there` which is one. Raises DownloadError."""
+    """The Model that the header of a GGUF file says, of which only the beginning is fetched: that
+    of the first of `there` which is one. Raises DownloadError."""
     first: ModelFileError | None = None
     with remote_header.opener(anonymous=listing.anonymous) as open_source:
         for selection in there[:_MOST_HEADERS]:
             try:
-                return read_model(hub.file_url(listing, selection.files[0].name), open_source=open_source)
+                return read_model(
+                    hub.file_url(listing, selection.files[0].name), open_source=open_source
+                )
             except ModelFileError as e:
                 first = first or e
     said = first or ModelFileError("there is no file of one", hint="")
@@ -110,7 +123,8 @@ def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = No
 
 
 def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | None:
-    """The projector to bring with the file `model`: the one named, else of its own F16, else the smallest; or None."""
+    """The projector to bring with the file `model`: the one named, else of its own F16, else the
+    smallest; or None."""
     named = listing.get(wanted)
     if named is not None:
         return named
@@ -123,11 +137,18 @@ def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | N
 
 
 def pick(
-    listing: Listing, *, file: str = "", quant: str = "", described: Callable[[], Model] | None, choose: Choose | None
+    listing: Listing,
+    *,
+    file: str = "",
+    quant: str = "",
+    described: Callable[[], Model] | None,
+    choose: Choose | None,
 ) -> Selection:
-    """The variant a reference asks for: by file, by quant, by what `choose` says of the model, else the usual one.
+    """The variant a reference asks for: by file, by quant, by what `choose` says of the model, else
+    the usual one.
 
-    `described` gives the Model whose layers `choose` judges by. Raises DownloadError naming what there is.
+    `described` gives the Model whose layers `choose` judges by. Raises DownloadError naming what
+    there is.
     """
     there = selections(listing)
     if not there:
@@ -166,22 +187,36 @@ def _no_model(listing: Listing, quant: str) -> DownloadError:
     """Why a repository has no model for us: what its files are, or why they were left out."""
     raw = sorted({names.raw_part_of(f.name) for f in listing.files} - {""})
     if raw:
-        named = next((w for w in raw if quant and names.same_quant(quant, names.quant_of(w))), raw[0])
-        return DownloadError(f"{listing.repo} has {named} in raw parts alone", hint=names.join_hint(named))
+        named = next(
+            (w for w in raw if quant and names.same_quant(quant, names.quant_of(w))), raw[0]
+        )
+        return DownloadError(
+            f"{listing.repo} has {named} in raw parts alone", hint=names.join_hint(named)
+        )
     found = _kinds(listing)
-    said = [f"{name} ({kinds.WORDS[kind][0]})" for name, kind in found.items() if kind not in kinds.MODELS]
+    said = [
+        f"{name} ({kinds.WORDS[kind][0]})"
+        for name, kind in found.items()
+        if kind not in kinds.MODELS
+    ]
     said += [f"{f.name} (empty)" for f in listing.files if is_gguf(f.name) and not f.size_bytes]
-    said += [f"{name} (a part of a split that is not whole)" for name in found if names.split_of(name)]
+    said += [
+        f"{name} (a part of a split that is not whole)" for name in found if names.split_of(name)
+    ]
     said += [f"{name} (not a name to keep a file under)" for name in listing.left_out]
     if said:
-        return DownloadError(f"{listing.repo} holds no whole model: {', '.join(said[:6])}", hint=_ELSEWHERE)
+        return DownloadError(
+            f"{listing.repo} holds no whole model: {', '.join(said[:6])}", hint=_ELSEWHERE
+        )
     return DownloadError(
-        f"{listing.repo} holds no model that runs here: neither GGUF files nor an MLX folder", hint=_ELSEWHERE
+        f"{listing.repo} holds no model that runs here: neither GGUF files nor an MLX folder",
+        hint=_ELSEWHERE,
     )
 
 
 def _only(near: Sequence[Selection], quant: str, listing: Listing) -> Selection:
-    """The one of several selections of a quant: the same file in two places is one. Raises DownloadError naming them."""
+    """The one of several selections of a quant: the same file in two places is one. Raises
+    DownloadError naming them."""
     stems = {names.stem_of(s.files[0].name): s for s in reversed(near)}
     if len(stems) > 1:
         listed = ", ".join(s.files[0].name for s in near[:8])
@@ -193,8 +228,8 @@ def _only(near: Sequence[Selection], quant: str, listing: Listing) -> Selection:
 
 
 def _usual(choices: Sequence[_T], facts: Callable[[_T], tuple[str, int]], limit_bytes: int) -> _T:
-    """The most usual quant of those whose weights stay below `limit_bytes`; of unusual ones the biggest; else the
-    smallest there is. `facts` gives quant and bytes of a choice."""
+    """The most usual quant of those whose weights stay below `limit_bytes`; of unusual ones the
+    biggest; else the smallest there is. `facts` gives quant and bytes of a choice."""
     fitting = [c for c in choices if facts(c)[1] <= limit_bytes]
     if not fitting:
         return min(choices, key=lambda c: facts(c)[1])
@@ -206,7 +241,8 @@ def _usual(choices: Sequence[_T], facts: Callable[[_T], tuple[str, int]], limit_
 
 
 def sensible_bytes() -> int:
-    """Half of this machine's memory: weights above that leave too little for a context and everything else."""
+    """Half of this machine's memory: weights above that leave too little for a context and
+    everything else."""
     return (SystemMemory().total_bytes or 0) // 2
 
 
@@ -214,15 +250,19 @@ def _chosen(there: list[Selection], listing: Listing, model: Model, choose: Choo
     """What `choose` picks of the variants that are really there, with their real sizes."""
     offered = {selection.files[0].name: selection.variant(listing.repo) for selection in there}
     variant = choose(replace(model, variants=tuple(offered.values())))
-    return next((s for s in there if variant.files and s.files[0].name == variant.files[0]), there[0])
+    return next(
+        (s for s in there if variant.files and s.files[0].name == variant.files[0]), there[0]
+    )
 
 
 def usual_variant(model: Model) -> Variant:
-    """The catalog's variant to take when nobody is asked what fits: a usual GGUF whose weights leave half the memory
-    free. Raises DownloadError if the hub has none of the model."""
+    """The catalog's variant to take when nobody is asked what fits: a usual GGUF whose weights
+    leave half the memory free. Raises DownloadError if the hub has none of the model."""
     on_hub = [v for v in model.variants if not v.repo.startswith("pypi:")]
     if not on_hub:
-        raise DownloadError(f"{model.name} has no files on the hub", hint="see `localllm models info`")
+        raise DownloadError(
+            f"{model.name} has no files on the hub", hint="see `localllm models info`"
+        )
     # GGUF runs everywhere; MLX is taken where it is all there is, or where somebody chooses it.
     ggufs = [v for v in on_hub if not v.is_folder]
     return _usual(ggufs or on_hub, lambda v: (v.quant, v.file_bytes), sensible_bytes())

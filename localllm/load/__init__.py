@@ -1,1 +1,2 @@
-"""What is loaded, and how: one LoadPlan from settings, device, model and overrides, passed on whole."""
+"""What is loaded, and how: one LoadPlan from settings, device, model and overrides, passed on
+whole."""

@@ -1,4 +1,5 @@
-"""What could be loaded: any model on any machine by its name, for `recommend`, `pull` and the chat's models screen."""
+"""What could be loaded: any model on any machine by its name, for `recommend`, `pull` and the
+chat's models screen."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def device_named(name: str | None, memory: float | None, bandwidth: float | None) -> Device:
-    """A machine by its name, or this one, as if it had other memory or bandwidth where they are given. Raises DeviceNotFoundError."""
+    """A machine by its name, or this one, as if it had other memory or bandwidth where they are
+    given. Raises DeviceNotFoundError."""
     from localllm.device.detect import detect
     from localllm.device.named import resolve
     from localllm.device.overrides import overridden
@@ -26,9 +28,11 @@ def device_named(name: str | None, memory: float | None, bandwidth: float | None
     return overridden(detect(), memory_gb=memory, bandwidth_gbps=bandwidth)
 
 
-def machine_of(name: str | None, memory_gb: float | None, catalog: Catalog) -> tuple[Device, Overrides]:
-    """A machine (None: this one), with another memory where one is given, and what is known of speeds on it. Raises
-    DeviceNotFoundError."""
+def machine_of(
+    name: str | None, memory_gb: float | None, catalog: Catalog
+) -> tuple[Device, Overrides]:
+    """A machine (None: this one), with another memory where one is given, and what is known of
+    speeds on it. Raises DeviceNotFoundError."""
     device = device_named(name, memory_gb, None)
     return device, overrides_for(device, catalog)
 
@@ -47,7 +51,8 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
 
 
 def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
-    """Those of `plans` in the quant asked for ("" = all). Raises ModelNotFoundError where this machine reads only others."""
+    """Those of `plans` in the quant asked for ("" = all). Raises ModelNotFoundError where this
+    machine reads only others."""
     from localllm.errors import ModelNotFoundError
     from localllm.library.names import same_quant
 
@@ -55,20 +60,23 @@ def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
     if plans and not found:
         listed = ", ".join(dict.fromkeys(p.variant.quant for p in plans))
         raise ModelNotFoundError(
-            f"no engine for this machine reads {plans[0].model.name} in {quant}", hint=f"it reads {listed}"
+            f"no engine for this machine reads {plans[0].model.name} in {quant}",
+            hint=f"it reads {listed}",
         )
     return found
 
 
 def variant_choice(ref: str) -> Callable[[Model], Variant] | None:
-    """How a variant is chosen for `ref`: only of a model of the catalog is enough known to plan by before it is fetched."""
+    """How a variant is chosen for `ref`: only of a model of the catalog is enough known to plan by
+    before it is fetched."""
     from localllm.library.catalog import load_catalog
 
     return best_variant if load_catalog().get(ref.partition(":")[0]) is not None else None
 
 
 def best_variant(model: Model) -> Variant:
-    """The variant of `model` that the planner would run here: the best that fits, else the smallest."""
+    """The variant of `model` that the planner would run here: the best that fits, else the
+    smallest."""
     from localllm.device.detect import detect
     from localllm.errors import DoesNotFitError
     from localllm.planner.recommend import variants_of
@@ -78,14 +86,17 @@ def best_variant(model: Model) -> Variant:
 
     plans = variants_of(detect(), model, Workload(), overrides=Overrides(backends=registry.names()))
     if not plans:
-        raise DoesNotFitError(f"no engine installed here runs any published variant of {model.name}")
+        raise DoesNotFitError(
+            f"no engine installed here runs any published variant of {model.name}"
+        )
     fitting = [p for p in plans if p.fits != "no"]
     if not fitting:
         least = min(p.memory.total_bytes for p in plans)
         raise DoesNotFitError(
             f"{model.name} needs at least {least / 1e9:.1f} GB, and this machine has "
             f"{plans[0].memory.limit_bytes / 1e9:.1f} GB usable",
-            hint=f"name a variant to fetch it all the same: localllm pull {model.id}:{plans[0].variant.quant}",
+            hint="name a variant to fetch it all the same: localllm pull "
+            f"{model.id}:{plans[0].variant.quant}",
         )
     return max(fitting, key=lambda p: (p.score, p.variant.quant)).variant
 
@@ -107,15 +118,24 @@ def installed_names(plans: Sequence[Plan], catalog: Catalog) -> dict[tuple[str, 
 def image_readers(models: Sequence[Model]) -> tuple[Model, ...]:
     """Those of `models` that read images here: in GGUF files alone, since llama.cpp alone does."""
     seeing = (
-        replace(m, variants=tuple(v for v in m.variants if v.format == "gguf")) for m in models if "image" in m.modality
+        replace(m, variants=tuple(v for v in m.variants if v.format == "gguf"))
+        for m in models
+        if "image" in m.modality
     )
     return tuple(model for model in seeing if model.variants)
 
 
 def image_facts(model: Model) -> str:
-    """What an image comes to with `model`, and its projector where the catalog lists one; "" for one that reads none."""
+    """What an image comes to with `model`, and its projector where the catalog lists one; "" for
+    one that reads none."""
     if "image" not in model.modality:
         return ""
     file = next((v for v in model.variants if v.mmproj_file), None)
-    tokens = str(model.image_tokens) if model.image_tokens else "tokens an image: not known before it is loaded"
-    return tokens + (f"; {file.mmproj_file}, {file.mmproj_bytes / 1e9:.1f} GB" if file is not None else "")
+    tokens = (
+        str(model.image_tokens)
+        if model.image_tokens
+        else ("tokens an image: not known before it is loaded")
+    )
+    return tokens + (
+        f"; {file.mmproj_file}, {file.mmproj_bytes / 1e9:.1f} GB" if file is not None else ""
+    )

@@ -1,5 +1,5 @@
-"""What is loaded beside a model: what drafts for it (lookups, its own heads, a second model, or a drafter trained for it), and
-the projector that reads images for it."""
+"""What is loaded beside a model: what drafts for it (lookups, its own heads, a second model, or a
+drafter trained for it), and the projector that reads images for it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ if TYPE_CHECKING:
     from localllm_catalog.gguf import GgufHeader
 
 # Keys of headers whose model keeps a window or a state.
-_NOT_PLAIN = ("attention.sliding_window", "ssm.state_size", "full_attention_interval", "shortconv.l_cache")
+_NOT_PLAIN = (
+    "attention.sliding_window",
+    "ssm.state_size",
+    "full_attention_interval",
+    "shortconv.l_cache",
+)
 _KINDS = ("eagle3", "dflash", "gemma4-assistant")
 
 
 @dataclass(frozen=True)
 class ChosenDrafter:
-    """The engine's drafting `mode`, the `second` model that drafts, or the `companion`: asked for by name, or (`found`) lying
-    beside the model or in its own file ("mtp"), so that it may be left out."""
+    """The engine's drafting `mode`, the `second` model that drafts, or the `companion`: asked for
+    by name, or (`found`) lying beside the model or in its own file ("mtp"), so that it may be left
+    out."""
 
     mode: str = "auto"
     second: LocalModel | None = None
@@ -34,8 +40,9 @@ class ChosenDrafter:
 
 
 def chosen_drafter(opened: OpenedModel, settings: Settings) -> ChosenDrafter:
-    """What the `draft` setting comes to for an opened model. Raises UnsupportedError for heads that the model does not have and a
-    drafter of another model's, and as `library.resolve` for a second model."""
+    """What the `draft` setting comes to for an opened model. Raises UnsupportedError for heads that
+    the model does not have and a drafter of another model's, and as `library.resolve` for a second
+    model."""
     from localllm.engine.messages import DRAFT_MODES
     from localllm.library.resolve import resolve
 
@@ -65,7 +72,9 @@ def companion_at(path: Path) -> CompanionDrafter | None:
     if header is None or header.architecture not in _KINDS:
         return None
     arch = header.architecture
-    heads = header.integer(f"{arch}.attention.head_count_kv") or header.integer(f"{arch}.attention.head_count")
+    heads = header.integer(f"{arch}.attention.head_count_kv") or header.integer(
+        f"{arch}.attention.head_count"
+    )
     width = header.integer(f"{arch}.embedding_length")
     each = header.integer(f"{arch}.attention.key_length") or width // max(
         1, header.integer(f"{arch}.attention.head_count")
@@ -75,14 +84,19 @@ def companion_at(path: Path) -> CompanionDrafter | None:
         path=str(path),
         file_bytes=path.stat().st_size,
         # An assistant reads the model's own.
-        kv_elements=0 if arch == _KINDS[2] else 2 * heads * each * max(1, header.integer(f"{arch}.block_count")),
-        width=header.integer("eagle3.target_hidden_size") or header.integer(f"{arch}.embedding_length_out") or width,
+        kv_elements=0
+        if arch == _KINDS[2]
+        else 2 * heads * each * max(1, header.integer(f"{arch}.block_count")),
+        width=header.integer("eagle3.target_hidden_size")
+        or header.integer(f"{arch}.embedding_length_out")
+        or width,
         block=header.integer(f"{arch}.block_size"),
     )
 
 
 def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
-    """Why that drafter can't be this model's, as far as headers say; None where nothing speaks against it."""
+    """Why that drafter can't be this model's, as far as headers say; None where nothing speaks
+    against it."""
     header, name = opened.header, opened.local.name
     if opened.local.is_folder:
         return "trained drafters run on llama.cpp only, beside a GGUF file"
@@ -91,22 +105,32 @@ def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
     width = header.integer(f"{header.architecture}.embedding_length")
     if width == companion.width:
         return None
-    return f"it was trained for a model whose layers are {companion.width:,} wide, and those of {name} are {width:,}"
+    return (
+        f"it was trained for a model whose layers are {companion.width:,} wide, and those of "
+        f"{name} are {width:,}"
+    )
 
 
 def _at_hand(opened: OpenedModel) -> ChosenDrafter:
-    """The smallest trained drafter beside the model, or fetched for it, that fits, else its own heads, where they take nothing
-    else away: memory of windows and states is kept in pieces only without."""
+    """The smallest trained drafter beside the model, or fetched for it, that fits, else its own
+    heads, where they take nothing else away: memory of windows and states is kept in pieces only
+    without."""
     from localllm.library.pull import drafters_here
 
     header, local = opened.header, opened.local
-    if header is None or any(f"{header.architecture}.{key}" in header.metadata for key in _NOT_PLAIN):
+    if header is None or any(
+        f"{header.architecture}.{key}" in header.metadata for key in _NOT_PLAIN
+    ):
         return ChosenDrafter()
-    files = [path for kind, path in local.companions if kind == "drafter"] or drafters_here((local.repo, local.name))
+    files = [path for kind, path in local.companions if kind == "drafter"] or drafters_here(
+        (local.repo, local.name)
+    )
     found = [companion for companion in map(companion_at, files) if companion is not None]
     fitting = [companion for companion in found if _why_unfit(companion, opened) is None]
     if fitting:
-        return ChosenDrafter(companion=min(fitting, key=lambda companion: companion.file_bytes), found=True)
+        return ChosenDrafter(
+            companion=min(fitting, key=lambda companion: companion.file_bytes), found=True
+        )
     return ChosenDrafter("mtp", found=True) if _has_draft_heads(header) else ChosenDrafter()
 
 
@@ -118,17 +142,20 @@ def _check_draft_heads(opened: OpenedModel) -> None:
     # Which weights an MLX folder has is seen when it is loaded.
     if opened.header is not None and not _has_draft_heads(opened.header):
         raise UnsupportedError(
-            f"--draft mtp: {opened.local.name} has no draft heads: its header names none (nextn_predict_layers)",
-            hint="use --draft auto, which drafts from the text itself, or a model whose file carries draft heads",
+            f"--draft mtp: {opened.local.name} has no draft heads: its header names none "
+            "(nextn_predict_layers)",
+            hint="use --draft auto, which drafts from the text itself, or a model whose file "
+            "carries draft heads",
         )
 
 
-# -- images ------------------------------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ImageProjector:
-    """The projector's file to load (None: none), what it takes in bytes, and why there is none ("": the model has none)."""
+    """The projector's file to load (None: none), what it takes in bytes, and why there is none ("":
+    the model has none)."""
 
     file: Path | None = None
     need_bytes: int = 0
@@ -136,8 +163,8 @@ class ImageProjector:
 
 
 def projector_beside(local: LocalModel, engine: BackendType, settings: Settings) -> ImageProjector:
-    """The projector beside `local`, as far as the `images` setting and the engine let it be used. Raises
-    UnsupportedError where images were asked for and can't be had."""
+    """The projector beside `local`, as far as the `images` setting and the engine let it be used.
+    Raises UnsupportedError where images were asked for and can't be had."""
     from localllm.errors import ModelFileError
     from localllm.library.catalog import read_header
     from localllm.planner.projector import projector_bytes
@@ -147,9 +174,12 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings)
         if wanted == "on":
             raise UnsupportedError(
                 f"--images on: no image projector lies beside {local.name}",
-                hint="`localllm pull` brings it (a file mmproj-*.gguf) where its repository has one",
+                hint="`localllm pull` brings it (a file mmproj-*.gguf) where its repository has "
+                "one",
             )
-        return ImageProjector(why_not="switched off (--images off)" if local.mmproj is not None else "")
+        return ImageProjector(
+            why_not="switched off (--images off)" if local.mmproj is not None else ""
+        )
     why = engine.reads_images()
     if why is None:
         try:
@@ -163,11 +193,17 @@ def projector_beside(local: LocalModel, engine: BackendType, settings: Settings)
     return ImageProjector(why_not=why)
 
 
-def without_projector(projector: ImageProjector, settings: Settings, free_bytes: int) -> ImageProjector:
-    """No projector, since only `free_bytes` are left beside the model. Raises DoesNotFitError where images were asked for."""
+def without_projector(
+    projector: ImageProjector, settings: Settings, free_bytes: int
+) -> ImageProjector:
+    """No projector, since only `free_bytes` are left beside the model. Raises DoesNotFitError where
+    images were asked for."""
     why = (
-        f"the image projector needs {projector.need_bytes / 1e9:.1f} GB and {max(0, free_bytes) / 1e9:.1f} GB are left"
+        f"the image projector needs {projector.need_bytes / 1e9:.1f} GB and "
+        f"{max(0, free_bytes) / 1e9:.1f} GB are left"
     )
     if settings.value("images") == "on":
-        raise DoesNotFitError(f"--images on: {why}", hint="use a smaller --context, or a smaller quant of the model")
+        raise DoesNotFitError(
+            f"--images on: {why}", hint="use a smaller --context, or a smaller quant of the model"
+        )
     return ImageProjector(why_not=why)

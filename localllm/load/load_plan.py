@@ -1,8 +1,9 @@
-"""LoadPlan: all that it takes to load one model, made once from settings, device, model and overrides, and passed on whole.
+"""LoadPlan: all that it takes to load one model, made once from settings, device, model and
+overrides, and passed on whole.
 
-The walk: `library.resolve` finds the files and `library.catalog` reads them once, `plan_inputs` is what the planner is asked
-with, `planner.plan` makes the Plan, `options` is what a worker and its backend are told; they go to a `Supervisor`, and from
-there to the worker process.
+The walk: `library.resolve` finds the files and `library.catalog` reads them once, `plan_inputs` is
+what the planner is asked with, `planner.plan` makes the Plan, `options` is what a worker and its
+backend are told; they go to a `Supervisor`, and from there to the worker process.
 """
 
 from __future__ import annotations
@@ -36,19 +37,28 @@ if TYPE_CHECKING:
     from localllm_catalog.gguf import GgufHeader
     from localllm_catalog.types import Purpose
 
-# What the buffers of an embedding model take: an assumption that models of up to 2,048 tokens stay below.
+# What the buffers of an embedding model take: an assumption that models of up to 2,048 tokens stay
+# below.
 _EMBEDDING_BUFFERS_BYTES = 250_000_000
-# What a load that ran out of memory takes the second time, of what it was to take or of what is there by then.
+# What a load that ran out of memory takes the second time, of what it was to take or of what is
+# there by then.
 _ONCE_MORE_SHARE = 0.9
 # llama.h, enum llama_pooling_type: mean, CLS and last token make vectors, 4 ranks (0 is none).
-_POOLINGS: dict[int, Literal["embeds", "ranks"]] = {1: "embeds", 2: "embeds", 3: "embeds", 4: "ranks"}
+_POOLINGS: dict[int, Literal["embeds", "ranks"]] = {
+    1: "embeds",
+    2: "embeds",
+    3: "embeds",
+    4: "ranks",
+}
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A model ready to be loaded: `name` for clients, the worker's options, and the Plan they came from (None: its header
-    says too little to plan by). `embedding`: the options of one that makes vectors, or scores where it `ranks`. `smaller`: the
-    same model with less memory, for a load that ran out of it (None: there is nothing to give up)."""
+    """A model ready to be loaded: `name` for clients, the worker's options, and the Plan they came
+    from (None: its header says too little to plan by).
+    `embedding`: the options of one that makes vectors, or scores where it `ranks`.
+    `smaller`: the same model with less memory, for a load that ran out of it (None: there is
+    nothing to give up)."""
 
     name: str
     local: LocalModel
@@ -74,14 +84,18 @@ class LoadPlan:
 
 
 def resolved(reference: str | None, settings: Settings) -> LocalModel:
-    """The files of MODEL, or of the one that is set. Raises ModelNotFoundError and ModelFileError."""
+    """The files of MODEL, or of the one that is set. Raises ModelNotFoundError and
+    ModelFileError."""
     from localllm.library.resolve import resolve
 
     return resolve(reference or settings.value("model"), offline=bool(settings.value("offline")))
 
 
-def load_plan_named(reference: str | None, settings: Settings, purpose: Purpose = "chat") -> LoadPlan:
-    """The LoadPlan of MODEL. Raises ModelNotFoundError, ModelFileError, BackendMissingError, DoesNotFitError or UsageError."""
+def load_plan_named(
+    reference: str | None, settings: Settings, purpose: Purpose = "chat"
+) -> LoadPlan:
+    """The LoadPlan of MODEL. Raises ModelNotFoundError, ModelFileError, BackendMissingError,
+    DoesNotFitError or UsageError."""
     return make_load_plan(resolved(reference, settings), settings, purpose)
 
 
@@ -94,9 +108,11 @@ def make_load_plan(
     spare_bytes: int = 0,
     ran_out: Plan | None = None,
 ) -> LoadPlan:
-    """Plan files on this disk on this machine, and make worker options that run exactly that plan. `of` models share the
-    memory for cached prefixes; `spare_bytes`: what others would give back to make room; `ran_out`: a plan that
-    memory was not enough for, this one takes a tenth less. Raises as `load_plan_named`."""
+    """Plan files on this disk on this machine, and make worker options that run exactly that plan.
+    `of` models share the memory for cached prefixes;
+    `spare_bytes`: what others would give back to make room;
+    `ran_out`: a plan that memory was not enough for, this one takes a tenth less. Raises as
+    `load_plan_named`."""
     from localllm.engine.worker import backends
     from localllm.library.catalog import load_catalog, open_model
 
@@ -123,11 +139,16 @@ def make_load_plan(
     share = MemoryShare(takes + projector.need_bytes if takes else 0, of)
     options = worker_options(local, plan, settings, drafter, projector, share)
     load = LoadPlan(local.name, local, options, plan, projector=projector)
-    return load if ran_out is not None else replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
+    return (
+        load
+        if ran_out is not None
+        else replace(load, smaller=partial(_smaller, local, settings, purpose, of, plan))
+    )
 
 
 def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> Device:
-    """`device` with memory that others would give back, and with less than a plan took that it was not enough for."""
+    """`device` with memory that others would give back, and with less than a plan took that it was
+    not enough for."""
     from localllm.device.cards import with_released_bytes, with_share
 
     if released_bytes:
@@ -138,7 +159,9 @@ def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> D
     return device
 
 
-def _smaller(local: LocalModel, settings: Settings, purpose: Purpose, of: int, ran_out: Plan | None) -> LoadPlan | None:
+def _smaller(
+    local: LocalModel, settings: Settings, purpose: Purpose, of: int, ran_out: Plan | None
+) -> LoadPlan | None:
     if ran_out is None:
         return None
     try:
@@ -148,12 +171,13 @@ def _smaller(local: LocalModel, settings: Settings, purpose: Purpose, of: int, r
     return load if load.plan is not None else None
 
 
-# -- the plan that fits ------------------------------------------------------------------------------------------------
+# -- the plan that fits ----------------------------------------------------------------------------
 
 
 def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None) -> Plan | None:
-    """The plan on this machine; None for a header that can't be planned by, and where it does not fit but other machines take
-    layers of it too: what they have is not planned for, llama.cpp splits the model by what each device has free.
+    """The plan on this machine; None for a header that can't be planned by, and where it does not
+    fit but other machines take layers of it too: what they have is not planned for, llama.cpp
+    splits the model by what each device has free.
 
     Raises DoesNotFitError when even the smallest context can't fit."""
     plan = inputs.plan() if inputs is not None else None
@@ -165,12 +189,14 @@ def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None
     need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
     raise DoesNotFitError(
         f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
-        f"and this machine has {limit / 1e9:.1f} GB usable ({'; '.join(inputs.device.accounts) if inputs else ''})"
+        f"and this machine has {limit / 1e9:.1f} GB usable "
+        f"({'; '.join(inputs.device.accounts) if inputs else ''})"
     )
 
 
 def _drafting_pays(inputs: PlanInputs) -> bool:
-    """Whether the drafter that was found takes no context away and is expected to pay; a trial on the first answers shows."""
+    """Whether the drafter that was found takes no context away and is expected to pay; a trial on
+    the first answers shows."""
     if inputs.overrides.draft == "mtp" and not inputs.model.variants[0].mtp_bytes:
         return False
     drafted, alone = inputs.plan(), _undrafted(inputs).plan()
@@ -179,18 +205,27 @@ def _drafting_pays(inputs: PlanInputs) -> bool:
 
 
 def _undrafted(inputs: PlanInputs) -> PlanInputs:
-    return replace(inputs, overrides=replace(inputs.overrides, draft="auto", companion=None, companion_found=False))
+    return replace(
+        inputs,
+        overrides=replace(inputs.overrides, draft="auto", companion=None, companion_found=False),
+    )
 
 
 class _Room:
-    """What of the system's memory is free for a model now (None: not known), and the plans that this leaves room for."""
+    """What of the system's memory is free for a model now (None: not known), and the plans that
+    this leaves room for."""
 
-    def __init__(self, local: LocalModel, inputs: PlanInputs | None, free_bytes: int | None) -> None:
+    def __init__(
+        self, local: LocalModel, inputs: PlanInputs | None, free_bytes: int | None
+    ) -> None:
         from localllm.device.detect import detect
 
         self._local, self._inputs, self.free_bytes = local, inputs, free_bytes
         device = inputs.device if inputs is not None else detect()
-        self._discrete, self._carve_out_bytes = device.kind == "discrete", device.memory.carve_out_bytes
+        self._discrete, self._carve_out_bytes = (
+            device.kind == "discrete",
+            device.memory.carve_out_bytes,
+        )
 
     def takes(self, plan: Plan | None) -> int:
         """Bytes of the system's memory: what a card or a carve-out holds is none of it."""
@@ -200,9 +235,15 @@ class _Room:
         return max(0, whole - self._carve_out_bytes)
 
     def fitted(self, plan: Plan | None, beside_bytes: int) -> Plan | None:
-        """`plan`, a context nobody chose halved until the memory guard would let it load with so many bytes beside it; what
-        still is too large is refused when it is loaded, as others may have gone by then."""
-        if plan is None or self._inputs is None or self.free_bytes is None or not self._inputs.context_is_free:
+        """`plan`, a context nobody chose halved until the memory guard would let it load with so
+        many bytes beside it; what still is too large is refused when it is loaded, as others may
+        have gone by then."""
+        if (
+            plan is None
+            or self._inputs is None
+            or self.free_bytes is None
+            or not self._inputs.context_is_free
+        ):
             return plan
         while not has_room("system memory", self.takes(plan) + beside_bytes, self.free_bytes):
             smaller = self._inputs.plan(max(plan.settings.n_ctx // 2, LEAST_CONTEXT))
@@ -212,7 +253,8 @@ class _Room:
         return plan
 
     def left_bytes(self, plan: Plan | None) -> int:
-        """What is left beside the model where its projector would be: of the accelerator's pool, and of what is free."""
+        """What is left beside the model where its projector would be: of the accelerator's pool,
+        and of what is free."""
         left = [1 << 62]
         if plan is not None and plan.memory.limit_bytes:
             left.append(plan.memory.limit_bytes - plan.memory.total_bytes)
@@ -232,11 +274,12 @@ def _with_projector(
     return without_projector(projector, settings, left_bytes), room.fitted(plan, 0)
 
 
-# -- embedding models and rerankers ------------------------------------------------------------------------------------
+# -- embedding models and rerankers ----------------------------------------------------------------
 
 
 def _pooled_use(header: GgufHeader | None) -> Literal["embeds", "ranks"] | None:
-    """What files make whose header names a pooling or classes: "embeds" (vectors) or "ranks" (scores); None for text."""
+    """What files make whose header names a pooling or classes: "embeds" (vectors) or "ranks"
+    (scores); None for text."""
     if header is None:
         return None
     if header.metadata.get(f"{header.architecture}.classifier.output_labels"):
@@ -245,7 +288,9 @@ def _pooled_use(header: GgufHeader | None) -> Literal["embeds", "ranks"] | None:
     return _POOLINGS.get(pooling) if isinstance(pooling, int) else None
 
 
-def _pooled_plan(local: LocalModel, settings: Settings, use: Literal["embeds", "ranks"]) -> LoadPlan:
+def _pooled_plan(
+    local: LocalModel, settings: Settings, use: Literal["embeds", "ranks"]
+) -> LoadPlan:
     planned_bytes = _Room(local, None, None).takes(None) + _EMBEDDING_BUFFERS_BYTES
     options, embedding = pooled_options(local, settings, planned_bytes)
     return LoadPlan(local.name, local, options, None, embedding, ranks=use == "ranks")

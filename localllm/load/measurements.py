@@ -1,8 +1,9 @@
-"""Measured speeds: this machine's own, written by `bench` and read by `recommend`, and those that people pass on.
+"""Measured speeds: this machine's own, written by `bench` and read by `recommend`, and those that
+people pass on.
 
-Others' figures (`bench --share`, `--import`) are kept beside one's own, never among them, and are used for machines one names
-(`recommend --device`), and for this one as long as it has none of its own. Such a file says whose machine and which build; it
-holds no paths.
+Others' figures (`bench --share`, `--import`) are kept beside one's own, never among them, and are
+used for machines one names (`recommend --device`), and for this one as long as it has none of its
+own. Such a file says whose machine and which build; it holds no paths.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ _MOST_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One run: `machine` is the Device's name, `model` a catalog id, `memory_bytes` what was really allocated.
+    """One run: `machine` is the Device's name, `model` a catalog id, `memory_bytes` what was really
+    allocated.
 
-    `depth` and `short_depth`: mean context of the two decode figures (`short_tok_s` 0: an older record without it).
-    The last four: where the model lay, as in the planner's Placement (an older record: wholly on the accelerator).
+    `depth` and `short_depth`: mean context of the two decode figures (`short_tok_s` 0: an older
+    record without it). The last four: where the model lay, as in the planner's Placement (an older
+    record: wholly on the accelerator).
     """
 
     machine: str
@@ -77,7 +80,8 @@ def load(file: Path | None = None) -> list[Record]:
 
 
 def keep(record: Record, file: Path | None = None) -> None:
-    """Add `record`, replacing an earlier one of the same machine, variant, backend and settings; oldest go first."""
+    """Add `record`, replacing an earlier one of the same machine, variant, backend and settings;
+    oldest go first."""
     target = file or path()
 
     def same(other: Record) -> bool:
@@ -91,7 +95,8 @@ def keep(record: Record, file: Path | None = None) -> None:
 def for_planner(
     records: list[Record], machine: str, models: Mapping[str, Model], *, where: str = "here"
 ) -> tuple[Measured, ...]:
-    """The records of this machine whose model is known, in the planner's terms; `where` they were measured."""
+    """The records of this machine whose model is known, in the planner's terms; `where` they were
+    measured."""
     from localllm.planner.speed import Measured
     from localllm.planner.types import DEFAULT_BATCH
     from localllm_backends import registry
@@ -123,7 +128,9 @@ def for_planner(
                 r.short_tok_s,
                 r.short_depth,
                 where,
-                Placement(r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host, layout=r.layout),
+                Placement(
+                    r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host, layout=r.layout
+                ),
                 r.n_ubatch or DEFAULT_BATCH,
             )
         )
@@ -131,7 +138,8 @@ def for_planner(
 
 
 def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:
-    """The record's model: from the catalog (a base model has its tuned sister's shapes), else from its file's header."""
+    """The record's model: from the catalog (a base model has its tuned sister's shapes), else from
+    its file's header."""
     for name in (record.model, f"{record.model}-it", f"{record.model}-instruct"):
         if name in models:
             return models[name]
@@ -146,7 +154,7 @@ def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:
         return None
 
 
-# -- figures that people pass on ---------------------------------------------------------------------------------------
+# -- figures that people pass on -------------------------------------------------------------------
 
 
 def shared_path() -> Path:
@@ -154,7 +162,8 @@ def shared_path() -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Versions of ours and of the engines here, by distribution: what a figure depends on beside the machine."""
+    """Versions of ours and of the engines here, by distribution: what a figure depends on beside
+    the machine."""
     from importlib.metadata import PackageNotFoundError, version
 
     from localllm_backends import registry
@@ -169,11 +178,18 @@ def versions() -> dict[str, str]:
 
 
 def export(target: Path) -> int:
-    """Write this machine's own figures to `target`, without file paths; how many. Raises UsageError if there are none."""
+    """Write this machine's own figures to `target`, without file paths; how many. Raises UsageError
+    if there are none."""
     own = [replace(record, file="") for record in load()]
     if not own:
-        raise UsageError("nothing has been measured here yet", hint="run `localllm bench MODEL` first")
-    body = {"localllm_speeds": FORMAT, "build": versions(), "runs": [asdict(record) for record in own]}
+        raise UsageError(
+            "nothing has been measured here yet", hint="run `localllm bench MODEL` first"
+        )
+    body = {
+        "localllm_speeds": FORMAT,
+        "build": versions(),
+        "runs": [asdict(record) for record in own],
+    }
     try:
         target.write_text(json.dumps(body, indent=1), encoding="utf-8")
     except OSError as e:
@@ -202,20 +218,37 @@ def take_in(source: Path) -> list[Record]:
 
 
 def for_machine(machine: str, own: Sequence[Record]) -> list[Record]:
-    """The records to plan `machine` with: its own, else those that others shared of such a machine."""
+    """The records to plan `machine` with: its own, else those that others shared of such a
+    machine."""
     mine = [record for record in own if record.machine == machine]
     return mine or [record for record in load(shared_path()) if record.machine == machine]
 
 
 def _is_plausible(record: Record) -> bool:
-    """Speeds between 0 and a million tokens/s, counts that are whole and not negative, names of ordinary length."""
+    """Speeds between 0 and a million tokens/s, counts that are whole and not negative, names of
+    ordinary length."""
     speeds = (record.decode_tok_s, record.prefill_tok_s, record.short_tok_s)
-    counts = (record.depth, record.prompt_tokens, record.file_bytes, record.n_ctx, record.short_depth)
-    names = (record.machine, record.model, record.quant, record.backend, record.kv_type, record.date)
+    counts = (
+        record.depth,
+        record.prompt_tokens,
+        record.file_bytes,
+        record.n_ctx,
+        record.short_depth,
+    )
+    names = (
+        record.machine,
+        record.model,
+        record.quant,
+        record.backend,
+        record.kv_type,
+        record.date,
+    )
     return (
         all(_is_number(x) and 0 <= x < _MOST_TOK_S for x in speeds)
         and all(isinstance(x, int) and x >= 0 for x in counts)
-        and all(isinstance(x, str) and len(x) <= _MOST_CHARACTERS and x.isprintable() for x in names)
+        and all(
+            isinstance(x, str) and len(x) <= _MOST_CHARACTERS and x.isprintable() for x in names
+        )
     )
 
 

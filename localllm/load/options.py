@@ -23,14 +23,17 @@ _UNPLANNED_CONTEXT = 8192
 
 
 def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
-    """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with the reason, what it
-    can't do); without a plan the backend's defaults."""
+    """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with
+    the reason, what it can't do); without a plan the backend's defaults."""
     from localllm.planner.types import DraftChoice, RunSettings
 
     if plan is not None:
         run = plan.settings
     else:
-        slots, drafter = max(1, int(settings.value("parallel"))), DraftChoice(settings.value("draft"))
+        slots, drafter = (
+            max(1, int(settings.value("parallel"))),
+            DraftChoice(settings.value("draft")),
+        )
         run = RunSettings(n_ctx=0, slots=slots, n_batch=0, n_outputs=0, drafter=drafter)
         run = offload_options(settings).applied_to(run)
     if settings.value("context"):
@@ -39,12 +42,18 @@ def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
     return run if kv_type == "auto" else run.with_kv_type(kv_type)
 
 
-def load_spec(path: str, run: RunSettings, *, n_threads: int = 0, n_mtp_layers: int = 0) -> LoadSpec:
-    """What a backend is told to load, from how the model is to be run: the one place that makes one from the other.
-    `n_mtp_layers`: draft heads in the file, which llama.cpp counts as layers behind the model's own."""
+def load_spec(
+    path: str, run: RunSettings, *, n_threads: int = 0, n_mtp_layers: int = 0
+) -> LoadSpec:
+    """What a backend is told to load, from how the model is to be run: the one place that makes one
+    from the other.
+    `n_mtp_layers`: draft heads in the file, which llama.cpp counts as layers behind the model's
+    own."""
     from localllm_backends.contract import LoadSpec
 
-    placement = replace(run.placement, gpu_layers=_with_heads(run.placement.gpu_layers, n_mtp_layers))
+    placement = replace(
+        run.placement, gpu_layers=_with_heads(run.placement.gpu_layers, n_mtp_layers)
+    )
     return LoadSpec(
         path=path,
         n_ctx=run.n_ctx,
@@ -68,13 +77,16 @@ def spec_of(path: str, plan: Plan | None, settings: Settings) -> LoadSpec:
     heads = plan.model.mtp_layers if plan is not None and plan.variant.mtp_bytes else 0
     threads = settings.value("threads") or 0
     spec = load_spec(path, run_settings(plan, settings), n_threads=threads, n_mtp_layers=heads)
-    spec = replace(spec, wired=bool(settings.value("wired")), looks_ahead=settings.value("power") >= 100)
+    spec = replace(
+        spec, wired=bool(settings.value("wired")), looks_ahead=settings.value("power") >= 100
+    )
     return _over_machines(spec, settings, heads) if settings.value("workers") else spec
 
 
 def _over_machines(spec: LoadSpec, settings: Settings, heads: int) -> LoadSpec:
-    """`spec` with layers on other machines: all of them on those and this one's accelerators, unless --gpu-layers says
-    how many. A context that nobody planned or chose is no larger than one that is shared."""
+    """`spec` with layers on other machines: all of them on those and this one's accelerators,
+    unless --gpu-layers says how many. A context that nobody planned or chose is no larger than one
+    that is shared."""
     asked = offload_options(settings)
     # A split that was planned is of this machine's GPUs alone.
     placement = replace(
@@ -91,12 +103,13 @@ def _with_heads(gpu_layers: int, heads: int) -> int:
     return gpu_layers + heads if gpu_layers > 0 else gpu_layers
 
 
-# -- the worker's options ----------------------------------------------------------------------------------------------
+# -- the worker's options --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MemoryShare:
-    """What a model takes of this machine's memory, as planned, and how many models share that for cached prefixes."""
+    """What a model takes of this machine's memory, as planned, and how many models share that for
+    cached prefixes."""
 
     planned_bytes: int
     models: int = 1
@@ -128,13 +141,19 @@ def worker_options(
     )
 
 
-def pooled_options(local: LocalModel, settings: Settings, planned_bytes: int) -> tuple[WorkerOptions, EmbeddingOptions]:
+def pooled_options(
+    local: LocalModel, settings: Settings, planned_bytes: int
+) -> tuple[WorkerOptions, EmbeddingOptions]:
     """What runs an embedding model or a reranker, which have no Plan."""
     from localllm.engine.worker.client import WorkerOptions
     from localllm.engine.worker.embedding import EmbeddingOptions
     from localllm_backends.contract import LoadSpec
 
-    path, backend, hang_s = str(local.path), settings.value("backend"), 60.0 * settings.value("hang_min")
+    path, backend, hang_s = (
+        str(local.path),
+        settings.value("backend"),
+        60.0 * settings.value("hang_min"),
+    )
     options = WorkerOptions(LoadSpec(path=path), backend, {}, None, _worker_log(), hang_s)
     embedding = EmbeddingOptions(
         path,
@@ -150,7 +169,8 @@ def pooled_options(local: LocalModel, settings: Settings, planned_bytes: int) ->
 
 
 def _worker_log() -> Path | None:
-    """Where workers write what goes wrong; None on a full or read-only disk, where they run without."""
+    """Where workers write what goes wrong; None on a full or read-only disk, where they run
+    without."""
     from localllm import paths
 
     try:
@@ -161,7 +181,9 @@ def _worker_log() -> Path | None:
     return log
 
 
-def _engine_settings(local: LocalModel, settings: Settings, draft: str, share: MemoryShare) -> dict[str, object]:
+def _engine_settings(
+    local: LocalModel, settings: Settings, draft: str, share: MemoryShare
+) -> dict[str, object]:
     """Values of engine.EngineSettings that survive JSON."""
     from localllm import paths
 
@@ -183,7 +205,8 @@ def _engine_settings(local: LocalModel, settings: Settings, draft: str, share: M
 
 
 def _cache_bytes(settings: Settings) -> int:
-    """Memory for cached prefixes: what was asked for, else an eighth of what is available now, at most 8 GiB."""
+    """Memory for cached prefixes: what was asked for, else an eighth of what is available now, at
+    most 8 GiB."""
     from localllm.memory.system import SystemMemory
 
     asked = settings.value("cache_ram_gb")

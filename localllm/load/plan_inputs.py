@@ -1,4 +1,5 @@
-"""What the planner is asked with for files on this disk: their header, this machine, what was measured and what was chosen."""
+"""What the planner is asked with for files on this disk: their header, this machine, what was
+measured and what was chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ LEAST_CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """All that the planner is asked with for files on this disk, read and detected once; then planned for any context."""
+    """All that the planner is asked with for files on this disk, read and detected once; then
+    planned for any context."""
 
     device: Device
     model: Model
@@ -34,8 +36,8 @@ class PlanInputs:
     context_is_free: bool
 
     def plan(self, context: int = 0) -> Plan:
-        """The plan with so many tokens of context (0: as chosen, or the purpose's), which is halved until the plan fits where
-        nobody chose it."""
+        """The plan with so many tokens of context (0: as chosen, or the purpose's), which is halved
+        until the plan fits where nobody chose it."""
         plan = self._plan(context or self.workload.context)
         while plan.fits == "no" and self.context_is_free and plan.settings.n_ctx > LEAST_CONTEXT:
             plan = self._plan(plan.settings.n_ctx // 2)
@@ -45,14 +47,20 @@ class PlanInputs:
         from localllm.planner.plan import plan_for
 
         workload = replace(self.workload, context=context)
-        return plan_for(self.device, self.model, self.model.variants[0], workload, overrides=self.overrides)
+        return plan_for(
+            self.device, self.model, self.model.variants[0], workload, overrides=self.overrides
+        )
 
 
 def plan_inputs(
-    opened: OpenedModel, catalog: Catalog, settings: Settings, purpose: Purpose, drafter: ChosenDrafter
+    opened: OpenedModel,
+    catalog: Catalog,
+    settings: Settings,
+    purpose: Purpose,
+    drafter: ChosenDrafter,
 ) -> PlanInputs | None:
-    """What to plan an opened model with on this machine; None where its header can't be read as a model. `drafter`: what
-    drafts."""
+    """What to plan an opened model with on this machine; None where its header can't be read as a
+    model. `drafter`: what drafts."""
     from localllm.device.detect import detect, with_matrix_rates
     from localllm.library.catalog import open_model
     from localllm.load import measurements
@@ -66,16 +74,21 @@ def plan_inputs(
     device = detect()
     types = kernels.types_to_time(device, model.variants[0])
     if types:
-        # A second, the first time: a model of some size would take longer to lay its weights out for nothing.
+        # A second, the first time: a model of some size would take longer to lay its weights out
+        # for nothing.
         device = with_matrix_rates(device, measure=True, types=types)
     kv_type = settings.value("kv_type")
     overrides = Overrides(
-        measured=measurements.for_planner(measurements.load(), device.name, {**catalog.by_id, model.id: model}),
+        measured=measurements.for_planner(
+            measurements.load(), device.name, {**catalog.by_id, model.id: model}
+        ),
         kv_type="" if kv_type == "auto" else kv_type,
         kv_evidence=_kv_evidence(opened.local),
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
         draft=drafter.mode if drafter.found else settings.value("draft"),
-        draft_model=open_model(drafter.second, catalog).model if drafter.second is not None else None,
+        draft_model=open_model(drafter.second, catalog).model
+        if drafter.second is not None
+        else None,
         companion=drafter.companion,
         companion_found=drafter.found,
         offload=_offload_here(settings, device),
@@ -85,7 +98,8 @@ def plan_inputs(
 
 
 def offload_options(settings: Settings) -> OffloadOptions:
-    """Where the person insists on having layers and experts. Raises UsageError for what is no number."""
+    """Where the person insists on having layers and experts. Raises UsageError for what is no
+    number."""
     from localllm.errors import UsageError
     from localllm.planner.placing import OffloadOptions
 
@@ -103,13 +117,16 @@ def offload_options(settings: Settings) -> OffloadOptions:
     except ValueError:
         split = (-1.0,)
     if any(share < 0 for share in split) or (split and not any(split)):
-        raise UsageError(f"split is each GPU's share, such as 3,1, not {settings.value('split')!r}", param="split")
+        raise UsageError(
+            f"split is each GPU's share, such as 3,1, not {settings.value('split')!r}",
+            param="split",
+        )
     return OffloadOptions(number("gpu_layers"), number("cpu_moe"), split or None)
 
 
 def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
-    """What is insisted on for this machine. Where others take layers too (`--with`), shares and counts of layers are of all
-    of their devices, which the plan of this one knows nothing of."""
+    """What is insisted on for this machine. Where others take layers too (`--with`), shares and
+    counts of layers are of all of their devices, which the plan of this one knows nothing of."""
     from localllm.errors import UsageError
 
     asked, workers = offload_options(settings), settings.value("workers")
@@ -118,8 +135,10 @@ def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
     there = len(workers) + (0 if device.accelerator == "cpu" else device.n_gpus)
     if asked.tensor_split and len(asked.tensor_split) > there:
         raise UsageError(
-            f"split names {len(asked.tensor_split)} shares, and the layers can lie on {there} devices",
-            hint="the workers' shares come first, in the order of --with, then those of this machine's GPUs",
+            f"split names {len(asked.tensor_split)} shares, and the layers can lie on {there} "
+            "devices",
+            hint="the workers' shares come first, in the order of --with, then those of this "
+            "machine's GPUs",
             param="split",
         )
     return replace(asked, gpu_layers=None, tensor_split=None)
@@ -132,9 +151,14 @@ def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
     if device.accelerator == "cpu" and (asked.tensor_split or (asked.gpu_layers or 0) > 0):
         what = "gpu_layers" if (asked.gpu_layers or 0) > 0 else "split"
         hint = "leave it out, or name another machine with --device"
-        raise UsageError(f"{what}: {device.name} has no GPU that layers could go to", hint=hint, param=what)
+        raise UsageError(
+            f"{what}: {device.name} has no GPU that layers could go to", hint=hint, param=what
+        )
     if asked.tensor_split and len(asked.tensor_split) > device.n_gpus:
-        n, gpus = len(asked.tensor_split), "one GPU" if device.n_gpus == 1 else f"{device.n_gpus} GPUs"
+        n, gpus = (
+            len(asked.tensor_split),
+            "one GPU" if device.n_gpus == 1 else (f"{device.n_gpus} GPUs"),
+        )
         raise UsageError(f"split names {n} shares, and {device.name} has {gpus}", param="split")
     return asked
 
@@ -150,4 +174,6 @@ def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     if local.path.suffix != ".gguf" or not folder.is_dir():
         return ()
     found = kv_evidence.read(kv_evidence.file_for(folder, fingerprint(local.path))).found
-    return tuple(KvPrecision(f.k if f.k == f.v else f"{f.k}/{f.v}", f.mean_kl, f.flips) for f in found)
+    return tuple(
+        KvPrecision(f.k if f.k == f.v else f"{f.k}/{f.v}", f.mean_kl, f.flips) for f in found
+    )

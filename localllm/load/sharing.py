@@ -1,4 +1,5 @@
-"""Models that share this machine: what memory there is for them, and contexts with which all of them fit at once."""
+"""Models that share this machine: what memory there is for them, and contexts with which all of
+them fit at once."""
 
 from __future__ import annotations
 
@@ -16,17 +17,19 @@ if TYPE_CHECKING:
     from localllm.settings import Settings
     from localllm_catalog.types import Purpose
 
-# Models that share a machine give up context for each other down to this many tokens, and then take turns.
+# Models that share a machine give up context for each other down to this many tokens, and then take
+# turns.
 LEAST_SHARED_CONTEXT = 4096
 
 
 def load_plans_together(
     references: Sequence[str | None], settings: Settings, own: Sequence[Settings] | None = None
 ) -> list[LoadPlan]:
-    """Plan models that share this machine, the first one for coding, a further one that can fill in for autocomplete.
-    Contexts nobody chose are halved, the largest first, until all fit at once what the machine has and what is free of it
-    now; where that is not enough each keeps what it would have alone, and they take turns. `own`: each one's settings,
-    where they differ. Raises as `load_plan_named` does."""
+    """Plan models that share this machine, the first one for coding, a further one that can fill in
+    for autocomplete. Contexts nobody chose are halved, the largest first, until all fit at once
+    what the machine has and what is free of it now; where that is not enough each keeps what it
+    would have alone, and they take turns. `own`: each one's settings, where they differ. Raises as
+    `load_plan_named` does."""
     from localllm.device.detect import detect
 
     each = own or [settings] * len(references)
@@ -47,11 +50,18 @@ def load_plans_together(
 
 
 def _with_shorter_contexts(
-    alone: list[LoadPlan], settings: Sequence[Settings], planned: Callable[[int, Settings, Purpose], LoadPlan]
+    alone: list[LoadPlan],
+    settings: Sequence[Settings],
+    planned: Callable[[int, Settings, Purpose], LoadPlan],
 ) -> list[LoadPlan]:
-    """`alone` with contexts nobody chose halved, the largest first, until all fit; as they were where that is not enough."""
+    """`alone` with contexts nobody chose halved, the largest first, until all fit; as they were
+    where that is not enough."""
     _, available = memory_for_models()
-    free = [i for i, load in enumerate(alone) if load.plan is not None and settings[i]["context"].automatic]
+    free = [
+        i
+        for i, load in enumerate(alone)
+        if load.plan is not None and settings[i]["context"].automatic
+    ]
     limits = [load.plan.memory.limit_bytes for load in alone if load.plan is not None]
     if not free:
         return alone
@@ -71,15 +81,26 @@ def _with_shorter_contexts(
 
 
 def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
-    """`loads` with those that one card holds moved, in turn, to the fastest card of `device` that still has room: each was planned
-    as if it were alone, so all of them for the same."""
-    rates = {card.number: card.bandwidth_gbps.value if card.bandwidth_gbps else 0.0 for card in device.cards}
+    """`loads` with those that one card holds moved, in turn, to the fastest card of `device` that
+    still has room: each was planned as if it were alone, so all of them for the same."""
+    rates = {
+        card.number: card.bandwidth_gbps.value if card.bandwidth_gbps else 0.0
+        for card in device.cards
+    }
     left = {card.number: card.memory.limit_bytes for card in device.cards}
     placed = []
     for load in loads:
         cards = load.plan.settings.placement.cards if load.plan is not None else ()
-        if load.plan is not None and len(cards) == 1 and load.needs_bytes > left.get(cards[0], load.needs_bytes):
-            fitting = [number for number, free in left.items() if has_room(f"card {number}", load.needs_bytes, free)]
+        if (
+            load.plan is not None
+            and len(cards) == 1
+            and load.needs_bytes > left.get(cards[0], load.needs_bytes)
+        ):
+            fitting = [
+                number
+                for number, free in left.items()
+                if has_room(f"card {number}", load.needs_bytes, free)
+            ]
             cards = (max(fitting, key=rates.__getitem__),) if fitting else cards
             load = _on_cards(load, load.plan, cards)
         for number in cards or left:
@@ -90,8 +111,12 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
 
 def _on_cards(load: LoadPlan, plan: Plan, cards: tuple[int, ...]) -> LoadPlan:
     spec = load.options.spec
-    options = replace(load.options, spec=replace(spec, placement=replace(spec.placement, cards=cards)))
-    return replace(load, options=options, plan=replace(plan, settings=plan.settings.placed(cards=cards)))
+    options = replace(
+        load.options, spec=replace(spec, placement=replace(spec.placement, cards=cards))
+    )
+    return replace(
+        load, options=options, plan=replace(plan, settings=plan.settings.placed(cards=cards))
+    )
 
 
 def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:
@@ -108,8 +133,9 @@ def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:
 
 
 def memory_for_models() -> tuple[int, Callable[[], int]]:
-    """(bytes models may take together on this machine, a function that says how many of them are available now: of a
-    pool that the system lives in too, what the memory guard will let them have)."""
+    """(bytes models may take together on this machine, a function that says how many of them are
+    available now: of a pool that the system lives in too, what the memory guard will let them
+    have)."""
     from localllm.device.detect import detect
 
     device = detect()
@@ -117,6 +143,10 @@ def memory_for_models() -> tuple[int, Callable[[], int]]:
     def available() -> int:
         memory = detect().memory
         shared = None if device.kind == "discrete" else free_for_models()
-        return memory.loadable_bytes if shared is None else min(memory.loadable_bytes, shared + memory.carve_out_bytes)
+        return (
+            memory.loadable_bytes
+            if shared is None
+            else min(memory.loadable_bytes, shared + memory.carve_out_bytes)
+        )
 
     return device.memory.limit_bytes, available

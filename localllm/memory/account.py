@@ -1,4 +1,5 @@
-"""The account of one place where a model's bytes may lie: what it has, what is kept, what others have, what is left."""
+"""The account of one place where a model's bytes may lie: what it has, what is kept, what others
+have, what is left."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ Basis = Literal["measured", "reported", "datasheet", "derived", "assumed", "give
 """How a number is known."""
 
 _MIB = 2**20
-# A GB10 that fills its pool freezes rather than failing an allocation (seen at 97 %): 5 % stay free.
-# https://docs.nvidia.com/dgx/dgx-spark/known-issues.html
+# A GB10 that fills its pool freezes rather than failing an allocation (seen at 97 %): 5 % stay
+# free. https://docs.nvidia.com/dgx/dgx-spark/known-issues.html
 _HEADROOM_SHARE = 0.05
 # A desktop's own bursts (a browser tab, a compiler) are of this size on machines of any size …
 _LEAST_HEADROOM_BYTES = 512 * _MIB
@@ -21,20 +22,27 @@ _MOST_HEADROOM_SHARE = 0.125
 
 
 def headroom_bytes(total_bytes: int | None) -> int:
-    """Bytes kept for the system out of `total_bytes` of memory: 5 %, at least 512 MiB but at most an eighth.
+    """Bytes kept for the system out of `total_bytes` of memory: 5 %, at least 512 MiB but at most
+    an eighth.
 
     0 where the total is unknown: then only the plan decides."""
     if not total_bytes:
         return 0
-    return int(min(max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes), _MOST_HEADROOM_SHARE * total_bytes))
+    return int(
+        min(
+            max(_LEAST_HEADROOM_BYTES, _HEADROOM_SHARE * total_bytes),
+            _MOST_HEADROOM_SHARE * total_bytes,
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The account of one place (a card, a pool that CPU and GPU share, system memory), in bytes.
 
-    total: installed. limit: the most a model may ever use (hard). available: what is free now (soft, <= limit). system: what
-    the system or the driver keeps, a card's margin included. others: what programs have now that a model can't have.
+    total: installed. limit: the most a model may ever use (hard). available: what is free now
+    (soft, <= limit). system: what the system or the driver keeps, a card's margin included. others:
+    what programs have now that a model can't have.
     carve_out: what of it is free but no system memory, as a BIOS gave it to a processor's graphics.
     """
 
@@ -49,23 +57,35 @@ class Memory:
 
     @property
     def loadable_bytes(self) -> int:
-        """The most that may be loaded now: of a card less than is available, as its margin stays free."""
-        return max(0, min(self.limit_bytes, self.total_bytes - self.system_bytes - self.others_bytes))
+        """The most that may be loaded now: of a card less than is available, as its margin stays
+        free."""
+        return max(
+            0, min(self.limit_bytes, self.total_bytes - self.system_bytes - self.others_bytes)
+        )
 
     def account(self) -> str:
-        """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9 GB for a model"."""
+        """The account in one line: "of 25.8 GB the system keeps 0.5 GB and others have 2.4 GB: 22.9
+        GB for a model"."""
         kept = [f"the system keeps {gb(self.system_bytes, 1)}"] if self.system_bytes else []
         kept += [f"others have {gb(self.others_bytes, 1)}"] if self.others_bytes else []
         most = self.total_bytes - self.system_bytes - self.others_bytes
-        kept += [f"{self.source} allows {gb(self.limit_bytes, 1)}"] if self.limit_bytes < most else []
-        return f"of {gb(self.total_bytes, 1)} {' and '.join(kept) or 'all is free'}: {gb(self.loadable_bytes, 1)} for a model"
+        kept += (
+            [f"{self.source} allows {gb(self.limit_bytes, 1)}"] if self.limit_bytes < most else []
+        )
+        return (
+            f"of {gb(self.total_bytes, 1)} {' and '.join(kept) or 'all is free'}: "
+            f"{gb(self.loadable_bytes, 1)} for a model"
+        )
 
 
-def shared_pool(total_bytes: int, available_bytes: int, source: str, headroom: int | None = None) -> Memory:
-    """System memory, or one that CPU and GPU share (GB10, Jetson): all of it but the headroom, now what is available but that.
+def shared_pool(
+    total_bytes: int, available_bytes: int, source: str, headroom: int | None = None
+) -> Memory:
+    """System memory, or one that CPU and GPU share (GB10, Jetson): all of it but the headroom, now
+    what is available but that.
 
-    `available_bytes` must include reclaimable page cache (MemAvailable, never MemFree). `headroom`: bytes that are kept
-    (None: by the machine's size).
+    `available_bytes` must include reclaimable page cache (MemAvailable, never MemFree). `headroom`:
+    bytes that are kept (None: by the machine's size).
     """
     keep = headroom_bytes(total_bytes) if headroom is None else headroom
     limit, others = max(total_bytes - keep, 0), max(total_bytes - available_bytes, 0)
@@ -74,11 +94,14 @@ def shared_pool(total_bytes: int, available_bytes: int, source: str, headroom: i
 
 
 def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
-    """The account where `n_bytes` are kept, for whatever was assumed to be, beside what others have."""
+    """The account where `n_bytes` are kept, for whatever was assumed to be, beside what others
+    have."""
     keep = min(n_bytes, memory.total_bytes)
     limit = max(0, min(memory.limit_bytes + memory.system_bytes, memory.total_bytes) - keep)
     now = max(0, min(memory.total_bytes - keep - others_bytes, limit))
-    return replace(memory, limit_bytes=limit, available_bytes=now, system_bytes=keep, others_bytes=others_bytes)
+    return replace(
+        memory, limit_bytes=limit, available_bytes=now, system_bytes=keep, others_bytes=others_bytes
+    )
 
 
 def with_released(memory: Memory, n_bytes: int) -> Memory:

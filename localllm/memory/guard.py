@@ -1,12 +1,17 @@
-"""Keeps memory free for the system: what may be loaded now, and when a running engine must give memory back.
+"""Keeps memory free for the system: what may be loaded now, and when a running engine must give
+memory back.
 
-Three marks on what is available, the headroom being what the system keeps (`account.headroom_bytes`):
+Three marks on what is available, the headroom being what the system keeps
+(`account.headroom_bytes`):
 
     available ≥ headroom     none     load what fits above the headroom; the prefix cache may grow
-    below it                 shrink   the prefix cache stops growing and gives back what is missing, oldest first
-    below half of it         hold     besides, nobody joins the running batch where that takes memory
+    below it                 shrink   the prefix cache stops growing and gives back what is missing,
+                             oldest first
+    below half of it         hold     besides, nobody joins the running batch where that takes
+                             memory
 
-A level is left a quarter of the headroom above the mark that started it, so that giving back does not flap.
+A level is left a quarter of the headroom above the mark that started it, so that giving back does
+not flap.
 """
 
 from __future__ import annotations
@@ -29,18 +34,23 @@ _LOOK_S = 0.25
 
 
 def judge(available_bytes: int | None, headroom_bytes: int, before: Pressure = "none") -> Pressure:
-    """The level that `available_bytes` means, coming from the level `before`. Unknown availability is no pressure."""
+    """The level that `available_bytes` means, coming from the level `before`. Unknown availability
+    is no pressure."""
     if available_bytes is None or headroom_bytes <= 0:
         return "none"
     leave = _LEAVE_SHARE * headroom_bytes
     if available_bytes < _HOLD_SHARE * headroom_bytes + (leave if before == "hold" else 0):
         return "hold"
-    return "shrink" if available_bytes < headroom_bytes + (leave if before != "none" else 0) else "none"
+    return (
+        "shrink"
+        if available_bytes < headroom_bytes + (leave if before != "none" else 0)
+        else "none"
+    )
 
 
 def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
-    """Raise DoesNotFitError unless `account` has room for `planned_bytes`. Unknown (0 planned, or no account) trusts the plan;
-    an account that keeps nothing for the system is no guard."""
+    """Raise DoesNotFitError unless `account` has room for `planned_bytes`. Unknown (0 planned, or
+    no account) trusts the plan; an account that keeps nothing for the system is no guard."""
     if not planned_bytes or account is None or not account.system_bytes:
         return
     free = account.available_bytes
@@ -48,8 +58,10 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
         return
     available = account.total_bytes - account.others_bytes
     raise DoesNotFitError(
-        f"{name} needs {gb(planned_bytes, 2)}, and {gb(free, 2)} are free for it now: {gb(available, 2)} available, of which "
-        f"{gb(account.system_bytes, 2)} stay with the system; others have {gb(account.others_bytes, 2)} of "
+        f"{name} needs {gb(planned_bytes, 2)}, and {gb(free, 2)} are free for it now: "
+        f"{gb(available, 2)} available, of which "
+        f"{gb(account.system_bytes, 2)} stay with the system; others have "
+        f"{gb(account.others_bytes, 2)} of "
         f"{gb(account.total_bytes, 2)}",
         hint="close other programs, or take a smaller --context, a smaller quant or another model",
     )
@@ -58,8 +70,8 @@ def check_load(name: str, planned_bytes: int, account: Memory | None) -> None:
 def check_before_load(
     name: str, planned_bytes: int, headroom: int | None = None, available: Available | None = None
 ) -> None:
-    """`check_load` with what is free now. `headroom`: bytes (None: by the machine's size); `available`: what is free
-    (None: asked of the system)."""
+    """`check_load` with what is free now. `headroom`: bytes (None: by the machine's size);
+    `available`: what is free (None: asked of the system)."""
     system = SystemMemory(process_and_children)
     if not planned_bytes:
         return
@@ -77,13 +89,15 @@ def memory_is_short() -> bool:
     if account is None:
         return False
     said = system.pressure()
-    return (said or judge(account.total_bytes - account.others_bytes, account.system_bytes)) != "none"
+    return (
+        said or judge(account.total_bytes - account.others_bytes, account.system_bytes)
+    ) != "none"
 
 
 @dataclass
 class MemoryGuard:
-    """The running engine's view: `look` now and then, then read `pressure` and `missing_bytes`. `system_pressure`: the
-    system's own word (macOS), which goes before what is available."""
+    """The running engine's view: `look` now and then, then read `pressure` and `missing_bytes`.
+    `system_pressure`: the system's own word (macOS), which goes before what is available."""
 
     available: Available
     headroom_bytes: int
@@ -93,20 +107,31 @@ class MemoryGuard:
     _next_look_s: float = float("-inf")
 
     def look(self, now_s: float, *, force: bool = False) -> bool:
-        """Read what is available, at most four times a second unless forced; True if it was read."""
+        """Read what is available, at most four times a second unless forced; True if it was
+        read."""
         if self.headroom_bytes <= 0 or (now_s < self._next_look_s and not force):
             return False
         self._next_look_s = now_s + _LOOK_S
         self.available_bytes = self.available()
-        self.pressure = self.system_pressure() or judge(self.available_bytes, self.headroom_bytes, self.pressure)
+        self.pressure = self.system_pressure() or judge(
+            self.available_bytes, self.headroom_bytes, self.pressure
+        )
         return True
 
     @property
     def missing_bytes(self) -> int:
-        """What must be given back to have the headroom free again; where the system alone says that memory is short, a part
-        of the headroom at each look."""
-        missing = 0 if self.available_bytes is None else max(0, self.headroom_bytes - self.available_bytes)
-        short = int(_LEAVE_SHARE * self.headroom_bytes) if self.system_pressure() in ("shrink", "hold") else 0
+        """What must be given back to have the headroom free again; where the system alone says that
+        memory is short, a part of the headroom at each look."""
+        missing = (
+            0
+            if self.available_bytes is None
+            else max(0, self.headroom_bytes - self.available_bytes)
+        )
+        short = (
+            int(_LEAVE_SHARE * self.headroom_bytes)
+            if self.system_pressure() in ("shrink", "hold")
+            else 0
+        )
         return max(missing, short)
 
     @property
@@ -114,12 +139,17 @@ class MemoryGuard:
         """What can be taken above the headroom, as last seen; None while nobody knows."""
         if self.pressure != "none":
             return 0
-        return None if self.available_bytes is None else max(0, self.available_bytes - self.headroom_bytes)
+        return (
+            None
+            if self.available_bytes is None
+            else max(0, self.available_bytes - self.headroom_bytes)
+        )
 
     def why(self) -> str:
         """The state in one sentence, for an error."""
         return (
-            f"this machine has {gb(self.available_bytes or 0, 2)} of memory left and {gb(self.headroom_bytes, 2)} "
+            f"this machine has {gb(self.available_bytes or 0, 2)} of memory left and "
+            f"{gb(self.headroom_bytes, 2)} "
             "are kept for the system"
         )
 
@@ -130,7 +160,8 @@ class MemoryGuard:
 
 
 def guard_of(available: Available | None, headroom: int | None) -> MemoryGuard:
-    """A guard over what is `available` (None: asked of the system). `headroom`: bytes (None: by the machine's size)."""
+    """A guard over what is `available` (None: asked of the system). `headroom`: bytes (None: by the
+    machine's size)."""
     system = SystemMemory()
     headroom = headroom_bytes(system.total_bytes) if headroom is None else headroom
     if available is not None:

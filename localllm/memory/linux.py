@@ -1,4 +1,5 @@
-"""Linux's memory as this process has it: /proc/meminfo, under the limits of its control groups (cgroups v1 and v2)."""
+"""Linux's memory as this process has it: /proc/meminfo, under the limits of its control groups
+(cgroups v1 and v2)."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ def read_text(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemInfo:
-    """/proc/meminfo in bytes. `available_bytes` includes page cache the kernel can drop; `huge_free_bytes` are the free ones
-    of the huge pages that somebody reserved (None: nobody did). None where the kernel does not say."""
+    """/proc/meminfo in bytes. `available_bytes` includes page cache the kernel can drop;
+    `huge_free_bytes` are the free ones of the huge pages that somebody reserved (None: nobody did).
+    None where the kernel does not say."""
 
     total_bytes: int
     available_bytes: int | None
@@ -39,9 +41,10 @@ class MemInfo:
 def meminfo(text: str) -> MemInfo | None:
     """/proc/meminfo; None without a usable MemTotal.
 
-    MemFree is never used alone: it counts page cache as taken. MemAvailable leaves reserved huge pages out, as they are
-    nobody's who did not ask for them. Kernels before 3.14 and WSL 1 have none: there it is what is free and cached, but for
-    shared memory, which is counted as cache and can't be dropped (free(1), before it knew MemAvailable).
+    MemFree is never used alone: it counts page cache as taken. MemAvailable leaves reserved huge
+    pages out, as they are nobody's who did not ask for them. Kernels before 3.14 and WSL 1 have
+    none: there it is what is free and cached, but for shared memory, which is counted as cache and
+    can't be dropped (free(1), before it knew MemAvailable).
     """
     values: dict[str, int] = {}
     for name, number in _numbers(text):
@@ -76,8 +79,9 @@ def _numbers(text: str) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A group of processes whose memory may be limited. The page cache charged to it is reclaimed before anything is ended:
-    `max - current` under-estimates what is free after a model was read twice.
+    """A group of processes whose memory may be limited. The page cache charged to it is reclaimed
+    before anything is ended: `max - current` under-estimates what is free after a model was read
+    twice.
 
     Files: kernel.org, cgroup-v2 (memory.max) and cgroup-v1 memory (memory.limit_in_bytes).
     """
@@ -87,7 +91,11 @@ class ControlGroup:
 
     @property
     def _names(self) -> tuple[str, str]:
-        return ("memory.limit_in_bytes", "memory.usage_in_bytes") if self.is_v1 else ("memory.max", "memory.current")
+        return (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if self.is_v1
+            else ("memory.max", "memory.current")
+        )
 
     @property
     def limit_file(self) -> str:
@@ -117,8 +125,8 @@ class ControlGroup:
 
 
 def control_groups(own_groups: str) -> list[ControlGroup]:
-    """Every group whose limit binds this process, from its own up to both roots. Inside a container the path of
-    /proc/self/cgroup may not exist; the roots always do."""
+    """Every group whose limit binds this process, from its own up to both roots. Inside a container
+    the path of /proc/self/cgroup may not exist; the roots always do."""
     found: list[ControlGroup] = []
     for line in own_groups.splitlines():
         _, _, rest = line.partition(":")
@@ -139,8 +147,8 @@ def files_to_read(own_groups: str) -> list[str]:
 
 
 class LinuxMemory:
-    """The memory of this process: the machine's, or what its container leaves. Which groups are limited is asked once: a look
-    then reads nothing for the others."""
+    """The memory of this process: the machine's, or what its container leaves. Which groups are
+    limited is asked once: a look then reads nothing for the others."""
 
     def __init__(self, read: ReadText = read_text) -> None:
         self._read = read
@@ -152,12 +160,17 @@ class LinuxMemory:
         return meminfo(self._read(MEMINFO))
 
     def smallest_limit(self) -> tuple[int, str] | None:
-        """The smallest limit below the machine's own memory, and the file that says it; None where nothing limits us."""
+        """The smallest limit below the machine's own memory, and the file that says it; None where
+        nothing limits us."""
         machine = self.machine()
         limits = [(group.limit_bytes(self._read), group.limit_file) for group in self._groups]
         known = [(limit, file) for limit, file in limits if limit is not None]
         smallest = min(known, default=None)
-        return None if machine is None or smallest is None or smallest[0] >= machine.total_bytes else smallest
+        return (
+            None
+            if machine is None or smallest is None or smallest[0] >= machine.total_bytes
+            else smallest
+        )
 
     def total_bytes(self) -> int | None:
         machine, smallest = self.machine(), self.smallest_limit()
@@ -165,9 +178,12 @@ class LinuxMemory:
             return None
         return machine.total_bytes if smallest is None else smallest[0]
 
-    def available_bytes(self, users: Iterable[int] = (), machine_bytes: int | None = None) -> int | None:
-        """What can be taken now without swapping. The files that the processes `users` have mapped count as taken: the kernel
-        reports a page of mapped weights as available, yet taking it would make the next token wait for the disk.
+    def available_bytes(
+        self, users: Iterable[int] = (), machine_bytes: int | None = None
+    ) -> int | None:
+        """What can be taken now without swapping. The files that the processes `users` have mapped
+        count as taken: the kernel reports a page of mapped weights as available, yet taking it
+        would make the next token wait for the disk.
         `machine_bytes`: what the machine has free, where that is not MemAvailable."""
         if machine_bytes is None:
             machine = self.machine()
@@ -175,10 +191,15 @@ class LinuxMemory:
         if machine_bytes is None:
             return None
         free = [machine_bytes]
-        free += [left for left in (group.free_bytes(self._read) for group in self._groups) if left is not None]
+        free += [
+            left
+            for left in (group.free_bytes(self._read) for group in self._groups)
+            if left is not None
+        ]
         return max(0, min(free) - sum(self._mapped_bytes(pid) for pid in users))
 
     def _mapped_bytes(self, pid: int) -> int:
-        """Resident pages of mapped files (and shared memory): proc(5), /proc/pid/statm, third field."""
+        """Resident pages of mapped files (and shared memory): proc(5), /proc/pid/statm, third
+        field."""
         fields = self._read(f"/proc/{pid}/statm").split()
         return int(fields[2]) * _PAGE_BYTES if len(fields) > 2 else 0

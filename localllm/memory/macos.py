@@ -8,27 +8,32 @@ from collections.abc import Callable
 from typing import Literal
 
 Pressure = Literal["none", "shrink", "hold"]
-"""How short memory is: "shrink": caches give back; "hold": besides, nothing that takes memory is begun."""
+"""How short memory is: "shrink": caches give back; "hold": besides, nothing that takes memory is
+begun."""
 
-# What kern.memorystatus_vm_pressure_level says: 1 normal, 2 warn, 4 critical (xnu, kern_memorystatus_notify.c).
+# What kern.memorystatus_vm_pressure_level says: 1 normal, 2 warn, 4 critical (xnu,
+# kern_memorystatus_notify.c).
 _PRESSURE: dict[int, Pressure] = {1: "none", 2: "shrink", 4: "hold"}
 
 
 def pressure(level: int | None) -> Pressure | None:
-    """What macOS's own level means for a running engine; None where it says nothing that is known."""
+    """What macOS's own level means for a running engine; None where it says nothing that is
+    known."""
     return None if level is None else _PRESSURE.get(level)
 
 
 def available_bytes(total_bytes: int, level_percent: int | None) -> int | None:
-    """Bytes that can be had on a Mac: `kern.memorystatus_level` of its RAM, which counts what macOS compresses for others
-    (memory_pressure prints it as "System-wide memory free percentage"); None where that is unknown."""
+    """Bytes that can be had on a Mac: `kern.memorystatus_level` of its RAM, which counts what macOS
+    compresses for others (memory_pressure prints it as "System-wide memory free percentage"); None
+    where that is unknown."""
     if level_percent is None or not 0 <= level_percent <= 100:
         return None
     return total_bytes * level_percent // 100
 
 
 def sysctl(name: str) -> int | None:
-    """One number of sysctl(3) in under a microsecond; None on another system, or where there is none of that name."""
+    """One number of sysctl(3) in under a microsecond; None on another system, or where there is
+    none of that name."""
     if sys.platform != "darwin":
         return None
     return sysctl_of(ctypes.CDLL(None).sysctlbyname, name)

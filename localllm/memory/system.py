@@ -1,4 +1,5 @@
-"""The one reader of this system's memory: how much there is, what can be taken now, and what the system says of it."""
+"""The one reader of this system's memory: how much there is, what can be taken now, and what the
+system says of it."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ def process_and_children() -> Iterable[int]:
 
 
 class SystemMemory:
-    """The system's memory, read cheaply: on Linux from /proc and this process's control groups, elsewhere through psutil.
+    """The system's memory, read cheaply: on Linux from /proc and this process's control groups,
+    elsewhere through psutil.
 
-    `users` names the processes whose mapped files count as taken (localllm/memory/linux.py): Linux alone reports them as free.
+    `users` names the processes whose mapped files count as taken (localllm/memory/linux.py): Linux
+    alone reports them as free.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class SystemMemory:
         if self._linux is not None:
             return self._linux.available_bytes(self._users())
         # psutil's figure on macOS is free and inactive memory, about half of what can be had.
-        on_mac = macos.available_bytes(self.total_bytes or 0, self._sysctl("kern.memorystatus_level"))
+        on_mac = macos.available_bytes(
+            self.total_bytes or 0, self._sysctl("kern.memorystatus_level")
+        )
         return int(_psutil_memory().available) if on_mac is None else on_mac
 
     def pressure(self) -> macos.Pressure | None:
@@ -62,8 +67,8 @@ class SystemMemory:
         return macos.pressure(self._sysctl("kern.memorystatus_vm_pressure_level"))
 
     def account(self, headroom: int | None = None) -> Memory | None:
-        """The account of system memory, of which `headroom` bytes stay with the system (None: by its size); None where the
-        system does not say."""
+        """The account of system memory, of which `headroom` bytes stay with the system (None: by
+        its size); None where the system does not say."""
         total, available = self.total_bytes, self.available_bytes()
         if total is None or available is None:
             return None
@@ -77,15 +82,16 @@ def _psutil_memory() -> Any:
 
 
 def free_for_models(headroom: int | None = None) -> int | None:
-    """Bytes of system memory that models may take now: all but `headroom` bytes (None: by the machine's size). None if the
-    system does not say, or nothing is to be kept for it (0), so that only the plan decides."""
+    """Bytes of system memory that models may take now: all but `headroom` bytes (None: by the
+    machine's size). None if the system does not say, or nothing is to be kept for it (0), so that
+    only the plan decides."""
     account = SystemMemory(process_and_children).account(headroom)
     return None if account is None or not account.system_bytes else account.available_bytes
 
 
 def return_to_system() -> None:
-    """Hand freed memory back: glibc keeps what it was given for the next allocation. Other systems' allocators return
-    blocks of this size by themselves. malloc_trim(3)."""
+    """Hand freed memory back: glibc keeps what it was given for the next allocation. Other systems'
+    allocators return blocks of this size by themselves. malloc_trim(3)."""
     if not sys.platform.startswith("linux"):
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in musl

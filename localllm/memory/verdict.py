@@ -8,15 +8,17 @@ from typing import Literal
 
 Fits = Literal["yes", "tight", "split", "no"]
 
-# A plan this close to the limit leaves nothing for a longer prompt's buffers or another program: "tight".
+# A plan this close to the limit leaves nothing for a longer prompt's buffers or another program:
+# "tight".
 TIGHT_SHARE = 0.93
 TIGHT_MEANS = f"needs more than is free now, or over {TIGHT_SHARE:.0%} of what may be loaded"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is needed of one place, in bytes: `limit_bytes` is the most that may be taken of it, `free_bytes` what of that is free
-    now, `roomy_bytes` what leaves some of it for longer prompts' buffers and other programs (None: as much as is free)."""
+    """What is needed of one place, in bytes: `limit_bytes` is the most that may be taken of it,
+    `free_bytes` what of that is free now, `roomy_bytes` what leaves some of it for longer prompts'
+    buffers and other programs (None: as much as is free)."""
 
     place: str
     needs_bytes: int
@@ -33,8 +35,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`yes`; `tight` (needs more than is free now, or nearly all of what may be loaded); `split` (as "yes", with a part in
-    system memory); `no`. `parts` are those that it was judged by."""
+    """`yes`; `tight` (needs more than is free now, or nearly all of what may be loaded); `split`
+    (as "yes", with a part in system memory); `no`. `parts` are those that it was judged by."""
 
     fits: Fits
     parts: tuple[Part, ...]
@@ -56,7 +58,8 @@ def has_room(place: str, needs_bytes: int, free_bytes: int) -> bool:
 
 
 def verdict(parts: Sequence[Part], *, split: bool = False) -> Verdict:
-    """Whether every place has room for its part. `split`: a part of it is in system memory by choice."""
+    """Whether every place has room for its part. `split`: a part of it is in system memory by
+    choice."""
     judged = Verdict("split" if split else "yes", tuple(parts))
     if judged.lacking:
         return replace(judged, fits="no")

@@ -1,1 +1,2 @@
-"""Device × Model × Workload → Plans: how many bytes, how fast, and why. Pure: no I/O, no clock, no engine."""
+"""Device × Model × Workload → Plans: how many bytes, how fast, and why. Pure: no I/O, no clock, no
+engine."""

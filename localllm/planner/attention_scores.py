@@ -1,4 +1,5 @@
-"""What MLX holds and moves of attention scores while it reads a prompt: by the width of the heads, the step and the depth."""
+"""What MLX holds and moves of attention scores while it reads a prompt: by the width of the heads,
+the step and the depth."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ from localllm_catalog.types import Layer, Model
 _BYTES = 2
 # The fewest tokens it computes at once (localllm_backends/mlx/stepping.py).
 _MLX_PIECE = 64
-# Times that a score goes through memory where no kernel keeps it: written by the product with the keys, read, masked and written,
-# read and written by the softmax, read by the product with the values.
+# Times that a score goes through memory where no kernel keeps it: written by the product with the
+# keys, read, masked and written, read and written by the softmax, read by the product with the
+# values.
 _PASSES = 6
 
 
 def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...]) -> int:
-    """Bytes of the attention scores that MLX holds for one layer of the deepest step of a prompt, with the mask they are under:
-    heads × new tokens × all tokens at 16 bits, where a head's width is none of `fused_heads`.
+    """Bytes of the attention scores that MLX holds for one layer of the deepest step of a prompt,
+    with the mask they are under: heads × new tokens × all tokens at 16 bits, where a head's width
+    is none of `fused_heads`.
 
-    mlx/fast.cpp, `scaled_dot_product_attention`, its fallback: one matrix, which softmax overwrites, and a byte a pair of mask
-    (checked with `mx.get_peak_memory` on the CPU). Latent attention hands the scores of its rotated part over as a mask."""
+    mlx/fast.cpp, `scaled_dot_product_attention`, its fallback: one matrix, which softmax
+    overwrites, and a byte a pair of mask (checked with `mx.get_peak_memory` on the CPU). Latent
+    attention hands the scores of its rotated part over as a mask."""
     most = 0
     for layer, _ in facts(model).groups:
         if not _holds_scores(layer, fused_heads):
@@ -35,7 +39,8 @@ def scores_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ..
 
 
 def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> float:
-    """Bytes of scores that one prompt token's attention over `context` tokens moves through memory in all layers."""
+    """Bytes of scores that one prompt token's attention over `context` tokens moves through memory
+    in all layers."""
     moved = 0.0
     for layer, count in facts(model).groups:
         if _holds_scores(layer, fused_heads):
@@ -45,5 +50,9 @@ def moved_bytes(model: Model, context: float, fused_heads: tuple[int, ...]) -> f
 
 
 def _holds_scores(layer: Layer, fused_heads: tuple[int, ...]) -> bool:
-    fused = layer.kind != "mla" and layer.head_dim_k == layer.head_dim_v and layer.head_dim_k in fused_heads
+    fused = (
+        layer.kind != "mla"
+        and layer.head_dim_k == layer.head_dim_v
+        and layer.head_dim_k in fused_heads
+    )
     return layer.kind not in ("recurrent", "none") and not fused

@@ -1,10 +1,11 @@
-"""A model whose layers lie on several machines: how many on each, what a token's way between them costs, and whether one
-machine would be faster. Pure.
+"""A model whose layers lie on several machines: how many on each, what a token's way between them
+costs, and whether one machine would be faster. Pure.
 
-Each machine computes its layers in the time that its share of the whole takes there, one after the other: for one
-stream no second machine makes decoding faster than the fastest would be alone, it only makes room. (Tensor parallelism
-divides each layer, and can: SharedPlan below; it is not what llama.cpp's RPC does.) Prompts can be read by all of them at once, each at its
-own piece, where the engine does that; llama.cpp's RPC does not promise to, so the range begins with one after another.
+Each machine computes its layers in the time that its share of the whole takes there, one after the
+other: for one stream no second machine makes decoding faster than the fastest would be alone, it
+only makes room. (Tensor parallelism divides each layer, and can: SharedPlan below; it is not what
+llama.cpp's RPC does.) Prompts can be read by all of them at once, each at its own piece, where the
+engine does that; llama.cpp's RPC does not promise to, so the range begins with one after another.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from localllm_catalog.types import Model, Variant
 
 _F32_BYTES = 4
 _PROMPT_TOKENS = 2048
-# What llama.cpp's RPC takes of each token for each further machine, beside the way there: at best, typically, at worst.
-# The differences between one machine and several with the same file that were published (benchmarks/data/clusters.csv);
-# the same over 1 Gbit/s Ethernet as over 200 Gbit/s. (The worst of few pairs was 7.7 ms; with 10 four fifths of what was
-# published of two machines are inside the range, with 8 no longer since single machines have narrower ones.)
+# What llama.cpp's RPC takes of each token for each further machine, beside the way there: at best,
+# typically, at worst. The differences between one machine and several with the same file that were
+# published (benchmarks/data/clusters.csv); the same over 1 Gbit/s Ethernet as over 200 Gbit/s. (The
+# worst of few pairs was 7.7 ms; with 10 four fifths of what was published of two machines are
+# inside the range, with 8 no longer since single machines have narrower ones.)
 RPC_S = (0.0, 5.5e-3, 10e-3)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins two machines: bytes per second that arrive, and the seconds that one message takes, at best and at
-    worst; `source` of both."""
+    """What joins two machines: bytes per second that arrive, and the seconds that one message
+    takes, at best and at worst; `source` of both."""
 
     name: str
     bytes_per_s: float
@@ -39,12 +41,18 @@ class Link:
 
 
 LINKS = {
-    "10gbe": Link("10 Gbit/s Ethernet", 1.1e9, (50e-6, 300e-6), "nominal rate less framing; TCP's latency assumed"),
+    "10gbe": Link(
+        "10 Gbit/s Ethernet",
+        1.1e9,
+        (50e-6, 300e-6),
+        "nominal rate less framing; TCP's latency assumed",
+    ),
     "thunderbolt5": Link(
         "Thunderbolt 5",
         6e9,
         (5e-6, 300e-6),
-        "80 Gbit/s nominal; 5-9 µs (aiexpert.news) to < 50 µs with RDMA and 300 µs without (jeffgeerling.com, 2025)",
+        "80 Gbit/s nominal; 5-9 µs (aiexpert.news) to < 50 µs with RDMA and 300 µs without "
+        "(jeffgeerling.com, 2025)",
     ),
     "connectx7": Link(
         "ConnectX-7, 200 Gbit/s",
@@ -57,7 +65,8 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One machine's part: layers, and the bytes of weights, KV and buffers there, of those it has for models."""
+    """One machine's part: layers, and the bytes of weights, KV and buffers there, of those it has
+    for models."""
 
     device: Device
     n_layers: int
@@ -67,7 +76,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """A model over machines. `alone`: the machine on which it fits, and is as fast (None: on none)."""
+    """A model over machines. `alone`: the machine on which it fits, and is as fast (None: on
+    none)."""
 
     model: Model
     variant: Variant
@@ -86,15 +96,19 @@ class ClusterPlan:
 def layer_bytes(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
     """Bytes of each layer where it is computed: weights, KV and state."""
     weights = [dense + experts for dense, experts in places.parts(model, variant).layers]
-    kv, state = kv_sizes.layer_kv_bytes(model, settings), kv_sizes.layer_state_bytes(model, settings)
+    kv, state = (
+        kv_sizes.layer_kv_bytes(model, settings),
+        kv_sizes.layer_state_bytes(model, settings),
+    )
     return [sum(all_of) for all_of in zip(weights, kv, state, strict=True)]
 
 
 def divide(
     model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device]
 ) -> tuple[Share, ...] | None:
-    """As many layers as fit on the machine that is fastest with this model, the rest on the next, and so on; None where
-    they are too many for all of them. Equal machines get equal parts: each then has room for more context."""
+    """As many layers as fit on the machine that is fastest with this model, the rest on the next,
+    and so on; None where they are too many for all of them. Equal machines get equal parts: each
+    then has room for more context."""
     each = layer_bytes(model, variant, settings)
     parts = places.parts(model, variant)
     ends_bytes = parts.input_bytes + parts.own_output_bytes
@@ -136,7 +150,18 @@ def plan(
     alone = _fastest_holding_all(model, variant, settings, devices, decode.value)
     rpc_s = RPC_S[1] * (len(used) - 1)
     placed = ClusterPlan(
-        model, variant, settings, link, shares, carried_bytes, wait_s, rpc_s, decode, prefill, alone, ""
+        model,
+        variant,
+        settings,
+        link,
+        shares,
+        carried_bytes,
+        wait_s,
+        rpc_s,
+        decode,
+        prefill,
+        alone,
+        "",
     )
     return replace(placed, advice=advice(placed))
 
@@ -147,13 +172,20 @@ def _way_s(hops: int, carried_bytes: int, link: Link) -> tuple[float, float]:
 
 
 def _token_s(shares: Sequence[Share], rates: Sequence[float]) -> float:
-    """Seconds of a token whose layers are computed one share after another, at the rates of the whole model there."""
+    """Seconds of a token whose layers are computed one share after another, at the rates of the
+    whole model there."""
     n_layers = sum(s.n_layers for s in shares)
     return sum(s.n_layers / n_layers / rate for s, rate in zip(shares, rates, strict=True))
 
 
 def decode_over(
-    model: Model, variant: Variant, settings: RunSettings, shares: Sequence[Share], link: Link, *, depth: int = 0
+    model: Model,
+    variant: Variant,
+    settings: RunSettings,
+    shares: Sequence[Share],
+    link: Link,
+    *,
+    depth: int = 0,
 ) -> Range:
     """tokens/s of one stream at `depth` whose layers lie so."""
     each = [speed.decode(s.device, model, variant, settings, depth=depth) for s in shares]
@@ -161,7 +193,8 @@ def decode_over(
     way = _way_s(hops, hops * model.hidden_size * _F32_BYTES, link)
     best_s, usual_s, worst_s = (cost * (len(shares) - 1) for cost in RPC_S)
     basis = (
-        f"each machine's own prediction ({each[0].basis}), one after another; RPC's {usual_s * 1e3:.1f} ms a token "
+        f"each machine's own prediction ({each[0].basis}), one after another; RPC's "
+        f"{usual_s * 1e3:.1f} ms a token "
         f"({best_s * 1e3:.0f}-{worst_s * 1e3:.1f}) from published pairs; {link.source}"
     )
     return Range(
@@ -183,7 +216,10 @@ def prefill_over(
     depth: int = 0,
 ) -> Range:
     """tokens/s of a prompt of so many tokens behind `depth` whose layers lie so."""
-    each = [speed.prefill(s.device, model, variant, settings, prompt_tokens=prompt_tokens, depth=depth) for s in shares]
+    each = [
+        speed.prefill(s.device, model, variant, settings, prompt_tokens=prompt_tokens, depth=depth)
+        for s in shares
+    ]
     n_layers = sum(s.n_layers for s in shares)
     # Of each token of a prompt: latency is paid once a batch.
     hops = len(shares) if len(shares) > 1 else 0
@@ -199,7 +235,11 @@ def prefill_over(
 
 
 def _fastest_holding_all(
-    model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], than_tok_s: float
+    model: Model,
+    variant: Variant,
+    settings: RunSettings,
+    devices: Sequence[Device],
+    than_tok_s: float,
 ) -> Device | None:
     fitting = [d for d in devices if divide(model, variant, settings, [d]) is not None]
     paces = [(speed.decode(d, model, variant, settings).value, d) for d in fitting]
@@ -211,7 +251,8 @@ def advice(plan: ClusterPlan) -> str:
     """What to do, in a sentence or two."""
     if plan.alone is not None:
         return (
-            f"{plan.alone.name} alone runs it at least as fast: join machines for what fits on none of them, or for more "
+            f"{plan.alone.name} alone runs it at least as fast: join machines for what fits on "
+            "none of them, or for more "
             "requests at once (`serve --pool` gives each machine a whole copy)"
         )
     used = [s for s in plan.shares if s.n_layers]
@@ -221,14 +262,18 @@ def advice(plan: ClusterPlan) -> str:
     split = ",".join(str(s.n_layers) for s in (*used[1:], used[0]))
     share = (sum(plan.transfer_s) / 2 + plan.rpc_s) * plan.decode_tok_s.value
     return (
-        f"it fits on none of them alone. Of a token's time about {share:.0%} is RPC and the way. `localllm worker` on "
-        f"{' and '.join(s.device.name for s in used[1:])}, `serve --with HOST:PORT --split {split}` on {used[0].device.name}"
+        f"it fits on none of them alone. Of a token's time about {share:.0%} is RPC and the way. "
+        "`localllm worker` on "
+        f"{' and '.join(s.device.name for s in used[1:])}, `serve --with HOST:PORT --split "
+        f"{split}` on {used[0].device.name}"
     )
 
 
-# Families of the catalog whose models mlx-lm 0.32 has in a form that can be shared (`shard` in mlx_lm/models).
+# Families of the catalog whose models mlx-lm 0.32 has in a form that can be shared (`shard` in
+# mlx_lm/models).
 FAMILIES = frozenset((
-    "deepseek-r1-distill", "glm", "gpt-oss", "llama-3", "minimax", "qwen2.5-coder", "qwen3", "qwen3-coder", "qwen3.5",
+    "deepseek-r1-distill", "glm", "gpt-oss", "llama-3", "minimax", "qwen2.5-coder", "qwen3",
+    "qwen3-coder", "qwen3.5",
     "qwen3.6", "qwen3.8",
 ))  # fmt: skip
 # After attention and after the feed-forward, what every machine has computed is added up.
@@ -242,10 +287,11 @@ _RDMA_S = (5e-6, 50e-6)
 class SharedPlan:
     """A share of every layer on each machine (tensor parallelism, as MLX's).
 
-    With n machines a token takes what it takes on one, less (n-1)/n of the time that memory at its nominal bandwidth needs
-    for the bytes, plus two all-reduces a layer. No published row gave it a constant; `python -m benchmarks.planner_fit.clusters` compares.
-    `needs_bytes` on each, of the `limit_bytes` that the smallest has for models; `alone_tok_s`:
-    of the slowest one by itself, whether or not the model fits there."""
+    With n machines a token takes what it takes on one, less (n-1)/n of the time that memory at its
+    nominal bandwidth needs for the bytes, plus two all-reduces a layer. No published row gave it a
+    constant; `python -m benchmarks.planner_fit.clusters` compares.
+    `needs_bytes` on each, of the `limit_bytes` that the smallest has for models;
+    `alone_tok_s`: of the slowest one by itself, whether or not the model fits there."""
 
     model: Model
     variant: Variant
@@ -266,19 +312,30 @@ def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
         return "MLX shares its own models, among Macs"
     if model.family not in FAMILIES:
         return f"mlx-lm has no form of {model.family} that machines can share"
-    heads = {model.n_heads, *(x.n_heads for x in model.layers), *(x.n_kv_heads for x in model.layers)} - {0}
+    heads = {
+        model.n_heads,
+        *(x.n_heads for x in model.layers),
+        *(x.n_kv_heads for x in model.layers),
+    } - {0}
     odd = sorted(h for h in heads if h % n)
     return f"{n} machines can't share {odd[0]} heads evenly" if odd else ""
 
 
-def needs_bytes(model: Model, variant: Variant, settings: RunSettings, device: Device, n: int) -> int:
-    """Bytes on each of `n` machines: its share of the layers and of their KV; what turns tokens into vectors and back is
-    whole on each."""
+def needs_bytes(
+    model: Model, variant: Variant, settings: RunSettings, device: Device, n: int
+) -> int:
+    """Bytes on each of `n` machines: its share of the layers and of their KV; what turns tokens
+    into vectors and back is whole on each."""
     parts = places.parts(model, variant)
     layers = sum(dense + experts for dense, experts in parts.layers)
     kept = kv_sizes.kv_bytes(model, settings) + sum(kv_sizes.layer_state_bytes(model, settings))
     ends = parts.input_bytes + parts.own_output_bytes
-    return -(-(layers + kept) // n) + ends + memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
+    return (
+        -(-(layers + kept) // n)
+        + ends
+        + memory.overhead_bytes(device)
+        + memory.compute_bytes(model, settings)
+    )
 
 
 def tensor_parallel_plan(
@@ -292,7 +349,9 @@ def tensor_parallel_plan(
     alone = min(speed.decode(d, model, variant, settings).value for d in devices)
     decode = tensor_parallel_decode(model, variant, settings, devices, link)
     prefill = tensor_parallel_prefill(model, variant, settings, devices, link)
-    return SharedPlan(model, variant, settings, tuple(devices), needs, limit, decode, prefill, alone)
+    return SharedPlan(
+        model, variant, settings, tuple(devices), needs, limit, decode, prefill, alone
+    )
 
 
 def _sums_s(model: Model, link: Link) -> tuple[float, float]:
@@ -303,13 +362,23 @@ def _sums_s(model: Model, link: Link) -> tuple[float, float]:
 
 
 def tensor_parallel_decode(
-    model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], link: Link, *, depth: int = 0
+    model: Model,
+    variant: Variant,
+    settings: RunSettings,
+    devices: Sequence[Device],
+    link: Link,
+    *,
+    depth: int = 0,
 ) -> Range:
     """tokens/s of one stream at `depth`; the slowest machine is waited for."""
     n = len(devices)
-    slowest = min(devices, key=lambda d: speed.decode(d, model, variant, settings, depth=depth).value)
+    slowest = min(
+        devices, key=lambda d: speed.decode(d, model, variant, settings, depth=depth).value
+    )
     alone = speed.decode(slowest, model, variant, settings, depth=depth)
-    read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(model, depth, settings.kv_type)
+    read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(
+        model, depth, settings.kv_type
+    )
     saved_s = (1 - 1 / n) * read / (decode_cost.bandwidth_of(slowest)[0] * 1e9)
     best_s, worst_s = _sums_s(model, link)
     usual_s = (best_s * worst_s) ** 0.5
@@ -317,18 +386,34 @@ def tensor_parallel_decode(
     value = min(1 / (1 / alone.value - min(saved_s, (1 - 1 / n) / alone.value) + usual_s), most)
     low = 1 / (1 / alone.low - min(saved_s, (1 - 1 / n) / alone.low) + worst_s)
     high = min(1 / (1 / alone.high - min(saved_s, (1 - 1 / n) / alone.high) + best_s), most)
-    basis = f"one {slowest.name} ({alone.basis}), the reading of its bytes divided by {n}; {link.source}"
+    basis = (
+        f"one {slowest.name} ({alone.basis}), the reading of its bytes divided by {n}; "
+        f"{link.source}"
+    )
     return Range(value, min(low, value), max(high, value), basis)
 
 
 def tensor_parallel_prefill(
     model: Model, variant: Variant, settings: RunSettings, devices: Sequence[Device], link: Link
 ) -> Range:
-    """tokens/s of a prompt: its arithmetic is divided, and every vector crosses the link twice a layer."""
+    """tokens/s of a prompt: its arithmetic is divided, and every vector crosses the link twice a
+    layer."""
     n = len(devices)
-    each = [speed.prefill(d, model, variant, settings, prompt_tokens=_PROMPT_TOKENS) for d in devices]
+    each = [
+        speed.prefill(d, model, variant, settings, prompt_tokens=_PROMPT_TOKENS) for d in devices
+    ]
     slowest = min(each, key=lambda r: r.value)
-    crossing_s = _SUMS_A_LAYER * len(model.layers) * model.hidden_size * _F16_BYTES * (n - 1) / n / link.bytes_per_s
+    crossing_s = (
+        _SUMS_A_LAYER
+        * len(model.layers)
+        * model.hidden_size
+        * _F16_BYTES
+        * (n - 1)
+        / n
+        / link.bytes_per_s
+    )
     value = 1 / (1 / slowest.value / n + crossing_s)
     low, high = 1 / (1 / slowest.low + crossing_s), n * slowest.high
-    return Range(value, min(low, value), max(high, value), "its arithmetic divided; at worst no gain")
+    return Range(
+        value, min(low, value), max(high, value), "its arithmetic divided; at worst no gain"
+    )

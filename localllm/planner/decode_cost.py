@@ -1,18 +1,22 @@
 """The law of decoding, term by term: seconds of one step, by cause. (Prompts: prefill_cost.py.)
 
-t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent layers·c)
+t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent
+layers·c)
       · (1.8 GHz / clock)^l ] + KV read / (f·BW)
       + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d)
 
-Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16 and bf16: nothing). Where an
-engine's kernels for a format are poor, reading or unpacking takes longer by what kernels.py has of it.
-Launches are waited for, so they go by the clock, and more than in proportion: later chips launch better too. On a CPU
-attention is arithmetic on few cores, and with a latent KV (MLA), which every head reads, on any machine: it takes whichever
-is longer, that or reading the KV. So is CUDA's over a quantised KV: its kernel for one token unpacks the cache on the plain
-lanes, once for every query head, where that of f16 reads it once on the units for matrices.
+Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16
+and bf16: nothing). Where an engine's kernels for a format are poor, reading or unpacking takes
+longer by what kernels.py has of it. Launches are waited for, so they go by the clock, and more than
+in proportion: later chips launch better too. On a CPU attention is arithmetic on few cores, and
+with a latent KV (MLA), which every head reads, on any machine: it takes whichever is longer, that
+or reading the KV. So is CUDA's over a quantised KV: its kernel for one token unpacks the cache on
+the plain lanes, once for every query head, where that of f16 reads it once on the units for
+matrices.
 
-A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times (kernel launches,
-routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
+A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times
+(kernel launches, routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and
+tokens throughout.
 """
 
 from __future__ import annotations
@@ -30,29 +34,33 @@ from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 ASSUMED_BANDWIDTH_GBPS = 20.0
-# What a memory that nobody knows is made for: two channels of DDR4-3200 behind cores with AVX2, of DDR3-1600 behind older ones.
+# What a memory that nobody knows is made for: two channels of DDR4-3200 behind cores with AVX2, of
+# DDR3-1600 behind older ones.
 _USUAL_NOMINAL_GBPS, _OLD_NOMINAL_GBPS = 51.2, 25.6
-# What a processor reads of its memory's nominal rate: of an EPYC 9554's 461 GB/s a 14B in Q4_K_M takes 28.7 tokens/s and in Q8_0
-# 19.2 (https://ahelpme.com/?p=6685), 260 and 299 GB/s. And what one of its cores takes of that at most: a 7B in Q4_0 and Q4_K on
-# one thread 15.5 and 17.7 GB/s (github.com/ggml-org/llama.cpp, tools/llama-bench; a Ryzen 6800H).
+# What a processor reads of its memory's nominal rate: of an EPYC 9554's 461 GB/s a 14B in Q4_K_M
+# takes 28.7 tokens/s and in Q8_0 19.2 (https://ahelpme.com/?p=6685), 260 and 299 GB/s. And what one
+# of its cores takes of that at most: a 7B in Q4_0 and Q4_K on one thread 15.5 and 17.7 GB/s
+# (github.com/ggml-org/llama.cpp, tools/llama-bench; a Ryzen 6800H).
 CPU_NOMINAL_SHARE = 0.75
 CPU_CORE_GBPS = 20.0
 # What a memory delivers of its nominal rate at most.
 PEAK_SHARE = 0.98
-# One core's rate at one token's attention: llama.cpp 0.3.36's F16 dot products and running softmax on Zen 4 (AVX-512), two
-# cores, 512 tokens: SmolLM2-135M (heads of 64) +2.1 ms, Gemma-3-270M (of 256) +2.2 ms, 38 MFLOP each. 8 KV heads: half of it.
+# One core's rate at one token's attention: llama.cpp 0.3.36's F16 dot products and running softmax
+# on Zen 4 (AVX-512), two cores, 512 tokens: SmolLM2-135M (heads of 64) +2.1 ms, Gemma-3-270M (of
+# 256) +2.2 ms, 38 MFLOP each. 8 KV heads: half of it.
 CPU_ATTENTION_FLOPS_S_PER_CORE = 10e9
-# llama.cpp lays most formats out anew for the CPU's vectors when it loads them; these it multiplies as they lie, which
-# the table's CPU rate is for. (486M weights in 8 layers, two Zen 4 cores, GB/s at one token: Q4_1 23; Q4_0 30, Q4_K 33,
-# Q8_0 37, where a copy measures 28. The gain is set well below that: in a mixed file, Gemma-3-270M's, it was 1.0 on two
-# Zen 5 cores and 1.2 on these.)
+# llama.cpp lays most formats out anew for the CPU's vectors when it loads them; these it multiplies
+# as they lie, which the table's CPU rate is for. (486M weights in 8 layers, two Zen 4 cores, GB/s
+# at one token: Q4_1 23; Q4_0 30, Q4_K 33, Q8_0 37, where a copy measures 28. The gain is set well
+# below that: in a mixed file, Gemma-3-270M's, it was 1.0 on two Zen 5 cores and 1.2 on these.)
 _CPU_LAID_OUT_GAIN = 1.1
 # Formats whose weights are multiplied as they lie.
 PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 
 
-# What a sequence more costs grows slower than their number (kernels fill up), and their tokens are routed more alike than
-# chance: of the powers tried on llama-batched-bench's rows (2 to 32 sequences) these left the least (benchmarks/planner_fit.md).
+# What a sequence more costs grows slower than their number (kernels fill up), and their tokens are
+# routed more alike than chance: of the powers tried on llama-batched-bench's rows (2 to 32
+# sequences) these left the least (benchmarks/planner_fit.md).
 _FURTHER_POWER = 0.8
 _APART_POWER = 0.5
 
@@ -63,17 +71,20 @@ def further(n_sequences: int) -> float:
 
 
 def apart(n_sequences: int) -> float:
-    """As how many `n_sequences` count that are routed independently, for the experts a step reads."""
+    """As how many `n_sequences` count that are routed independently, for the experts a step
+    reads."""
     return float(n_sequences**_APART_POWER)
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine as the laws see it: the `keys` of efficiency.toml that apply to it (`efficiency.hardware_keys`),
-    GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU that computes (0: a GPU does, or unknown: attention
-    then only reads its cache), the share of those TFLOP/s that its power lets matrices have, the GPU's clock, and
-    its TFLOP/s without units for matrices (0: as many), and, of a processor, what was timed of its matrix kernels, whether
-    it multiplies weights as they are `stored` (or as the engine would have it), and what an NVIDIA card's plain lanes do."""
+    """A machine as the laws see it: the `keys` of efficiency.toml that apply to it
+    (`efficiency.hardware_keys`), GB/s of its memory, nominal FP16 TFLOP/s, the cores of the CPU
+    that computes (0: a GPU does, or unknown: attention then only reads its cache), the share of
+    those TFLOP/s that its power lets matrices have, the GPU's clock, and its TFLOP/s without units
+    for matrices (0: as many), and, of a processor, what was timed of its matrix kernels, whether it
+    multiplies weights as they are `stored` (or as the engine would have it), and what an NVIDIA
+    card's plain lanes do."""
 
     keys: tuple[str, ...]
     bandwidth_gbps: float
@@ -96,14 +107,20 @@ class Hardware:
         return (*self.keys, format_key(variant))
 
     def timed_flops_s(self, model: Model, variant: Variant) -> tuple[float, float] | None:
-        """(FLOP/s of a prompt, FLOP/s of one token) of this file's matrices, where its type was timed on a processor."""
-        return kernels.flops_s(self.rates, model, variant, stored=self.stored) if self.rates else None
+        """(FLOP/s of a prompt, FLOP/s of one token) of this file's matrices, where its type was
+        timed on a processor."""
+        return (
+            kernels.flops_s(self.rates, model, variant, stored=self.stored) if self.rates else None
+        )
 
     def timed_row_s(self, model: Model, variant: Variant, rows: int) -> float | None:
-        """Seconds of multiplying one of `rows` tokens that are computed together, where its type was timed on a processor."""
+        """Seconds of multiplying one of `rows` tokens that are computed together, where its type
+        was timed on a processor."""
         flops_s = kernels.rows_flops_s(self.rates, model, variant, rows, stored=self.stored)
         read = streamed(model, variant)
-        return 2 * (read.dense_params + read.routed_params) / flops_s if flops_s is not None else None
+        return (
+            2 * (read.dense_params + read.routed_params) / flops_s if flops_s is not None else None
+        )
 
 
 @by_identity
@@ -112,16 +129,30 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     tflops, _ = efficiency.nominal_tflops(device, backend)
     name = device.match or device.name
     share = efficiency.share(efficiency.part(name), device.compute_units)
-    clock_ghz = efficiency.REFERENCE_GHZ if device.accelerator == "cpu" else efficiency.clock_ghz(name)
+    clock_ghz = (
+        efficiency.REFERENCE_GHZ if device.accelerator == "cpu" else efficiency.clock_ghz(name)
+    )
     keys, (bandwidth_gbps, basis) = efficiency.device_keys(device, backend), bandwidth_of(device)
     if device.accelerator == "cpu" and basis in ("datasheet", "derived", "given"):
         cores_gbps = CPU_CORE_GBPS * (device.n_cpu_cores or math.inf)
         bandwidth_gbps = min(CPU_NOMINAL_SHARE * bandwidth_gbps, cores_gbps)
     plain_tflops, _ = efficiency.nominal_tflops(device)
     rates = device.matrix_rates if keys[0] == "cpu" else ()
-    lanes = efficiency.lane_tflops(name, device.compute_units) if kernel_facts(keys).unpacks_kv_on_lanes else 0.0
+    lanes = (
+        efficiency.lane_tflops(name, device.compute_units)
+        if kernel_facts(keys).unpacks_kv_on_lanes
+        else 0.0
+    )
     return Hardware(
-        keys, bandwidth_gbps, tflops, device.n_cpu_cores, share, clock_ghz, plain_tflops, rates, lane_tflops=lanes
+        keys,
+        bandwidth_gbps,
+        tflops,
+        device.n_cpu_cores,
+        share,
+        clock_ghz,
+        plain_tflops,
+        rates,
+        lane_tflops=lanes,
     )
 
 
@@ -132,7 +163,8 @@ def stored_on(device: Device) -> Hardware:
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:
-    """(GB/s, basis) of the accelerator's memory; assumed where nothing is known, of a processor by its vectors and cores."""
+    """(GB/s, basis) of the accelerator's memory; assumed where nothing is known, of a processor by
+    its vectors and cores."""
     if device.bandwidth_gbps is None:
         if device.accelerator != "cpu" or not device.n_cpu_cores:
             return ASSUMED_BANDWIDTH_GBPS, "assumed"
@@ -143,8 +175,9 @@ def bandwidth_of(device: Device) -> tuple[float, str]:
 
 
 def format_key(variant: Variant) -> str:
-    """The key of what runs, beside where: the kernels of its format. Of models and their architectures none is kept: what
-    they add to what was measured is not found again in those that were not."""
+    """The key of what runs, beside where: the kernels of its format. Of models and their
+    architectures none is kept: what they add to what was measured is not found again in those that
+    were not."""
     return f"quant:{efficiency.quant_class(variant)}"
 
 
@@ -153,7 +186,8 @@ Powers = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class CostTerm:
-    """One cause in a law: its `value` is seconds, or a count, before the coefficients are applied, each to its power."""
+    """One cause in a law: its `value` is seconds, or a count, before the coefficients are applied,
+    each to its power."""
 
     value: float
     powers: Powers
@@ -202,8 +236,8 @@ def decode_parts(
     kv_type: str = "f16",
     n_sequences: int = 1,
 ) -> dict[str, CostTerm]:
-    """What a decode step of `n_sequences`, each at `depth` tokens of context, is made of: the law without its coefficients,
-    which benchmarks/planner_fit finds and `decode_terms` reads."""
+    """What a decode step of `n_sequences`, each at `depth` tokens of context, is made of: the law
+    without its coefficients, which benchmarks/planner_fit finds and `decode_terms` reads."""
     bandwidth, units = hardware.bandwidth_gbps * 1e9, hardware.tflops * 1e12
     plain_units = (hardware.plain_tflops or hardware.tflops) * 1e12
     read, known = streamed(model, variant), facts(model)
@@ -211,7 +245,8 @@ def decode_parts(
     weights: Powers = (("eta", -1), ("quant", 1), *core)
     wait: Powers = (("clock", lag(hardware.clock_ghz)), *core)
     unpack: Powers = (("unpack", -1), *core)
-    # Weights are multiplied as they lie, or unpacked by arithmetic. (A processor's rate of reading has that in it.)
+    # Weights are multiplied as they lie, or unpacked by arithmetic. (A processor's rate of reading
+    # has that in it.)
     unpacked = 0 if hardware.engine == "cpu" or format_key(variant) in PLAIN_FORMATS else 2
     hard = kernels.unpack_flops(variant, hardware.keys)
     n_routed = read.step_routed_params(model, apart(n_sequences)) if unpacked or hard else 0.0
@@ -222,9 +257,15 @@ def decode_parts(
         lanes = hardware.lane_tflops * 1e12
         kv = CostTerm(n_sequences * all_attention_flops(model, depth) / lanes, (("kv_unpack", -1),))
     return {
-        "weights": CostTerm(read.dense_bytes / bandwidth / kernels.read_share(variant, hardware.keys), weights),
-        "routed": CostTerm((read.step_bytes(model, apart(n_sequences)) - read.dense_bytes) / bandwidth
-                       / kernels.experts_read_share(variant, hardware.keys), (*weights, ("routed", 1))),
+        "weights": CostTerm(
+            read.dense_bytes / bandwidth / kernels.read_share(variant, hardware.keys), weights
+        ),
+        "routed": CostTerm(
+            (read.step_bytes(model, apart(n_sequences)) - read.dense_bytes)
+            / bandwidth
+            / kernels.experts_read_share(variant, hardware.keys),
+            (*weights, ("routed", 1)),
+        ),
         "unpacked": CostTerm(unpacked * read.dense_params / plain_units, unpack),
         "routed_unpacked": CostTerm(unpacked * n_routed / plain_units, unpack),
         "hard_unpacked": CostTerm(hard * (read.dense_params + n_routed) / plain_units, core),
@@ -233,7 +274,7 @@ def decode_parts(
         "recurrent": CostTerm(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait)),
         "kv": kv,
         "state": CostTerm(n_sequences * state_traffic_bytes(model) / bandwidth, (("state", -1),)),
-    }  # fmt: skip
+    }
 
 
 def decode_terms(
@@ -247,13 +288,22 @@ def decode_terms(
 ) -> DecodeCost:
     """The parts of one decode step of `n_sequences`, each at `depth` tokens of context."""
     c = efficiency.coefficients("decode", hardware.keys_for(variant))
-    # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to more than the peak.
-    limited = c | {"eta": weight_share(c, hardware, model, variant), "quant": 1.0, "moe": 1.0,
-                   "routed": max(1.0, c["routed"]), "kv": min(PEAK_SHARE, c["kv"])}  # fmt: skip
-    parts = decode_parts(model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences)
+    # No kernel reads memory faster than the memory delivers: the fitted effects may not add up to
+    # more than the peak.
+    limited = c | {
+        "eta": weight_share(c, hardware, model, variant),
+        "quant": 1.0,
+        "moe": 1.0,
+        "routed": max(1.0, c["routed"]),
+        "kv": min(PEAK_SHARE, c["kv"]),
+    }
+    parts = decode_parts(
+        model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences
+    )
     s = {name: part.seconds(limited) for name, part in parts.items()}
     kv = kv_read_bytes(model, depth, kv_type) * n_sequences
-    if unpacks_kv(hardware, kv_type) and not facts(model).has_mla:  # nobody has measured it to be faster than f16 there
+    # nobody has measured it to be faster than f16 there
+    if unpacks_kv(hardware, kv_type) and not facts(model).has_mla:
         kv16 = kv_read_bytes(model, depth, "f16") * n_sequences
         s["kv"] = max(s["kv"], kv16 / (hardware.bandwidth_gbps * 1e9 * limited["kv"]))
     if facts(model).has_mla:
@@ -272,9 +322,12 @@ def decode_terms(
     )
 
 
-def further_parts(model: Model, variant: Variant, hardware: Hardware, n_sequences: int) -> tuple[CostTerm, ...]:
-    """What the sequences beside the first add to a step on a GPU: their arithmetic, and a little per layer.
-    (A processor overlaps it with reading the weights: speed.py counts whichever is longer.)"""
+def further_parts(
+    model: Model, variant: Variant, hardware: Hardware, n_sequences: int
+) -> tuple[CostTerm, ...]:
+    """What the sequences beside the first add to a step on a GPU: their arithmetic, and a little
+    per layer. (A processor overlaps it with reading the weights: speed.py counts whichever is
+    longer.)"""
     if n_sequences <= 1 or hardware.engine == "cpu":
         return ()
     read, known, more = streamed(model, variant), facts(model), further(n_sequences)
@@ -295,11 +348,14 @@ def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: 
 
 
 def unpacks_kv(hardware: Hardware, kv_type: str) -> bool:
-    """True where one token's attention over a cache of that type is arithmetic of its own, not reading."""
+    """True where one token's attention over a cache of that type is arithmetic of its own, not
+    reading."""
     return hardware.lane_tflops > 0 and kv_type not in ("f16", "bf16", "f32")
 
 
-def weight_share(coefficients: Mapping[str, float], hardware: Hardware, model: Model, variant: Variant) -> float:
+def weight_share(
+    coefficients: Mapping[str, float], hardware: Hardware, model: Model, variant: Variant
+) -> float:
     """Share of the memory's bandwidth at which a step's weights are read and multiplied."""
     measured = hardware.timed_flops_s(model, variant)
     if measured is not None:
@@ -317,13 +373,18 @@ def launch_factor(coefficients: Mapping[str, float], hardware: Hardware) -> floa
 
 
 def lag(clock_ghz: float) -> float:
-    """The exponent of the coefficient `clock`: 0 at `efficiency.REFERENCE_GHZ`, more where the clock is slower."""
+    """The exponent of the coefficient `clock`: 0 at `efficiency.REFERENCE_GHZ`, more where the
+    clock is slower."""
     return -math.log(clock_ghz / efficiency.REFERENCE_GHZ)
 
 
 def kv_read_bytes(model: Model, depth: int, kv_type: str = "f16") -> int:
     """KV bytes one token's attention reads after `depth` tokens."""
-    return int(facts(model).kv_elements(depth) * float(quants.kv_element_bytes(kv_type))) if depth > 0 else 0
+    return (
+        int(facts(model).kv_elements(depth) * float(quants.kv_element_bytes(kv_type)))
+        if depth > 0
+        else 0
+    )
 
 
 def state_traffic_bytes(model: Model) -> int:
@@ -332,7 +393,8 @@ def state_traffic_bytes(model: Model) -> int:
 
 
 def attention_flops(layer: Layer, n_heads: int, depth: float, *, beside: float = 0.0) -> float:
-    """FLOPs one token's attention over `depth` earlier tokens costs in this layer (QK and PV, 2 per multiply-add).
+    """FLOPs one token's attention over `depth` earlier tokens costs in this layer (QK and PV, 2 per
+    multiply-add).
     `beside`: tokens outside a sliding layer's window that are computed all the same."""
     if layer.kind == "mla":
         return 2 * n_heads * (2 * layer.mla_rank + layer.mla_rope_dim) * depth
@@ -343,6 +405,10 @@ def attention_flops(layer: Layer, n_heads: int, depth: float, *, beside: float =
 
 
 def all_attention_flops(model: Model, depth: float, *, beside: float = 0.0) -> float:
-    """FLOPs one token's attention over `depth` tokens costs in all layers (`beside`: see `attention_flops`)."""
+    """FLOPs one token's attention over `depth` tokens costs in all layers (`beside`: see
+    `attention_flops`)."""
     groups = facts(model).groups
-    return sum(count * attention_flops(layer, model.n_heads, depth, beside=beside) for layer, count in groups)
+    return sum(
+        count * attention_flops(layer, model.n_heads, depth, beside=beside)
+        for layer, count in groups
+    )

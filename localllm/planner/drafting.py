@@ -1,6 +1,6 @@
-"""What drafting can bring to a plan: lookups in the text itself, the model's own heads, a second model; and what of that
-counts for a purpose. Ranges, each with what it rests on: acceptance is the text's, and only a measurement tells it
-(`localllm bench --speculation`)."""
+"""What drafting can bring to a plan: lookups in the text itself, the model's own heads, a second
+model; and what of that counts for a purpose. Ranges, each with what it rests on: acceptance is the
+text's, and only a measurement tells it (`localllm bench --speculation`)."""
 
 from __future__ import annotations
 
@@ -15,41 +15,56 @@ from localllm.planner.streams import facts, streamed
 from localllm.planner.types import USUAL, Plan, Range, RunSettings, Workload, backend_of
 from localllm_catalog.types import Model, Variant
 
-# While a given text is edited nearly every drafted token is right; free text accepts few, and the engine then drafts
-# nothing. (`localllm bench --speculation` measures both on the machine at hand.)
+# While a given text is edited nearly every drafted token is right; free text accepts few, and the
+# engine then drafts nothing. (`localllm bench --speculation` measures both on the machine at hand.)
 EDIT_ACCEPTANCE = 0.9
 _LENGTHS = (2, 4, 8, 16)
 _PAYS = 1.1
-# Share of a coding agent's tokens that repeat a text it was given (assumed; from none to all in the range).
+# Share of a coding agent's tokens that repeat a text it was given (assumed; from none to all in the
+# range).
 EDIT_SHARE = 0.25
-# Of what an edit is predicted to gain at most, runs had so much: 0.36 and 0.25 (docs/recommend.md, two runs of SmolLM2).
+# Of what an edit is predicted to gain at most, runs had so much: 0.36 and 0.25 (docs/recommend.md,
+# two runs of SmolLM2).
 _OF_MOST = 0.3
-# Of what a model's own heads propose, the chance that a token is right if those before it were: prose, all together, code.
-# From the published shares of four proposed tokens that were accepted: 0.40, 0.69 and 0.87 (github.com/sudoingX/qwen38-mtp).
+# Of what a model's own heads propose, the chance that a token is right if those before it were:
+# prose, all together, code. From the published shares of four proposed tokens that were accepted:
+# 0.40, 0.69 and 0.87 (github.com/sudoingX/qwen38-mtp).
 HEADS_ACCEPTANCE = (0.64, 0.85, 0.95)
 _HEADS_LENGTHS = (1, 2, 3, 4)
-# Of a trained drafter's: assumed, from chat at a temperature to code that is greedy. What loses is left alone.
+# Of a trained drafter's: assumed, from chat at a temperature to code that is greedy. What loses is
+# left alone.
 COMPANION_ACCEPTANCE = (0.4, 0.65, 0.85)
 COMPANION_LENGTHS = (1, 2, 3, 5, 8)
 COMPANION_BASIS = "drafter accepted at 40 to 85% a token, assumed; not measured here"
-HEADS_BASIS = "heads accepted at 64 to 95% a token, prose to code, as published of Qwen3.8-27B{runs}; not measured here"
-# Share of a same-family small model's tokens the large one accepts on chat and code; real ones run from 0.5 (free
-# text) to 0.9 (edits of given text). The engine measures its own and stops drafting where it does not pay.
+HEADS_BASIS = (
+    "heads accepted at 64 to 95% a token, prose to code, as published of "
+    "Qwen3.8-27B{runs}; "
+    "not "
+    "measured here"
+)
+# Share of a same-family small model's tokens the large one accepts on chat and code; real ones run
+# from 0.5 (free text) to 0.9 (edits of given text). The engine measures its own and stops drafting
+# where it does not pay.
 ASSUMED_ACCEPTANCE = 0.7
 _DRAFT_LENGTH = 4
 
 
-def speculation_gain(acceptance: float, length: int, draft_step_ratio: float, verify_ratio: float = 1.0) -> float:
-    """Speed-up of drafting `length` tokens: (1 − a^(g+1)) / (1 − a) tokens for g draft steps and one verification.
+def speculation_gain(
+    acceptance: float, length: int, draft_step_ratio: float, verify_ratio: float = 1.0
+) -> float:
+    """Speed-up of drafting `length` tokens: (1 − a^(g+1)) / (1 − a) tokens for g draft steps and
+    one verification.
 
-    `draft_step_ratio`: draft step ÷ target step; `verify_ratio`: step over g+1 tokens ÷ step over one.
-    (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, eq. 1 and theorem 3.8.)
+    `draft_step_ratio`: draft step ÷ target step; `verify_ratio`: step over g+1 tokens ÷ step over
+    one. (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, eq. 1 and theorem 3.8.)
     """
     a = min(max(acceptance, 0.0), 0.999)
     return (1 - a ** (length + 1)) / (1 - a) / (length * draft_step_ratio + verify_ratio)
 
 
-def draft_gain(device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant]) -> float:
+def draft_gain(
+    device: Device, target: tuple[Model, Variant], draft: tuple[Model, Variant]
+) -> float:
     """Predicted speed-up of letting `draft` propose four tokens a step (below 1 = slower)."""
     small = decode_step(device, *draft, USUAL).total_s / decode_step(device, *target, USUAL).total_s
     (verify,) = verify_ratios(device, *target, (_DRAFT_LENGTH + 1,))
@@ -57,39 +72,53 @@ def draft_gain(device: Device, target: tuple[Model, Variant], draft: tuple[Model
 
 
 def row_share(device: Device, variant: Variant) -> tuple[float, int]:
-    """What a further token of one sequence adds to a step, as a share of it, and how many published runs say so (0: assumed)."""
+    """What a further token of one sequence adds to a step, as a share of it, and how many published
+    runs say so (0: assumed)."""
     return kernel_facts(decode_cost.hardware_of(device, backend_of(variant).name).keys).row_share
 
 
-# The same of mixtures, whose kernels and routing take the row as it comes until most experts are read anyway: published
-# gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40) and 1.26 (Step-3.5-Flash, MI50s; ggml-org/llama.cpp#23274).
+# The same of mixtures, whose kernels and routing take the row as it comes until most experts are
+# read anyway: published gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40) and 1.26
+# (Step-3.5-Flash, MI50s; ggml-org/llama.cpp#23274).
 _MIXTURE_ROW_SHARE = 0.4
 
 
 def verify_ratios(
-    device: Device, model: Model, variant: Variant, rows: Sequence[int], settings: RunSettings = USUAL
+    device: Device,
+    model: Model,
+    variant: Variant,
+    rows: Sequence[int],
+    settings: RunSettings = USUAL,
 ) -> list[float]:
-    """How many plain steps a step over so many tokens of one sequence takes, for each of `rows`: weights are read once, but
-    more of the experts, and every row is computed. Sequences of their own (`speed.decode`) cost more: each has a cache and a state.
+    """How many plain steps a step over so many tokens of one sequence takes, for each of `rows`:
+    weights are read once, but more of the experts, and every row is computed. Sequences of their
+    own (`speed.decode`) cost more: each has a cache and a state.
     """
     one = decode_step(device, model, variant, settings)
     if decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu":
-        return [decode_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s for n in rows]
+        return [
+            decode_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s
+            for n in rows
+        ]
     read, (share, _) = streamed(model, variant), row_share(device, variant)
     routed = one.routed_s / one.total_s / max(1, read.routed_bytes)
     if not read.routed_bytes:
         return [1 + (n - 1) * share for n in rows]
-    more = [(read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows]
+    more = [
+        (read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows
+    ]
     first = max(_MIXTURE_ROW_SHARE, share)
     filled = [first + (n - 1) * share + extra for n, extra in zip(rows, more, strict=True)]
     return [1 + min((n - 1) * first, most) for n, most in zip(rows, filled, strict=True)]
 
 
 def edit_gain(device: Device, plan: Plan) -> float | None:
-    """The most that drafts from the text itself can speed up an edit here: predicted, for `EDIT_ACCEPTANCE`.
+    """The most that drafts from the text itself can speed up an edit here: predicted, for
+    `EDIT_ACCEPTANCE`.
 
-    Drafting costs nothing; what limits it is the price of verifying several tokens at once. None where it does not pay, or
-    where the model's memory can't take tokens back (recurrent layers, unless loaded with snapshots of their state).
+    Drafting costs nothing; what limits it is the price of verifying several tokens at once. None
+    where it does not pay, or where the model's memory can't take tokens back (recurrent layers,
+    unless loaded with snapshots of their state).
     """
     if plan.settings.drafter.name == "off":
         return None
@@ -97,7 +126,9 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
     if facts(plan.model).n_recurrent_layers:
         lengths = (plan.settings.n_rewind,) if plan.settings.n_rewind else ()
     steps = _steps(device, plan, lengths)
-    gain = max((speculation_gain(EDIT_ACCEPTANCE, n, 0.0, step) for n, step in steps.items()), default=1.0)
+    gain = max(
+        (speculation_gain(EDIT_ACCEPTANCE, n, 0.0, step) for n, step in steps.items()), default=1.0
+    )
     return gain if gain >= _PAYS else None
 
 
@@ -109,8 +140,9 @@ def _steps(device: Device, plan: Plan, lengths: Sequence[int]) -> dict[int, floa
 
 
 def heads_gain(device: Device, plan: Plan) -> Range | None:
-    """What the model's own draft heads (MTP) can bring one stream, with the number of tokens that suits best; None where it
-    has none or its engine runs none. Several heads guess one token each, a recurrent model takes three back at most."""
+    """What the model's own draft heads (MTP) can bring one stream, with the number of tokens that
+    suits best; None where it has none or its engine runs none. Several heads guess one token each,
+    a recurrent model takes three back at most."""
     model = plan.model
     if not model.mtp_layers or not backend_of(plan.variant).draft_heads:
         return None
@@ -122,16 +154,19 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     steps = _steps(device, plan, lengths)
     # What loses is left alone.
     low, value, high = (
-        max(1.0, *(speculation_gain(a, n, guess, step) for n, step in steps.items())) for a in HEADS_ACCEPTANCE
+        max(1.0, *(speculation_gain(a, n, guess, step) for n, step in steps.items()))
+        for a in HEADS_ACCEPTANCE
     )
     _, n_runs = row_share(device, plan.variant)
-    runs = f", {n_runs} of the runs on such machines" if n_runs and plan.model.experts is None else ""
+    runs = (
+        f", {n_runs} of the runs on such machines" if n_runs and plan.model.experts is None else ""
+    )
     return Range(value, low, high, HEADS_BASIS.format(runs=runs))
 
 
 def companion_gain(device: Device, plan: Plan) -> Range | None:
-    """What a drafter trained for the model can bring one stream; None without one. A guess streams the drafter's file once, or
-    a block of them."""
+    """What a drafter trained for the model can bring one stream; None without one. A guess streams
+    the drafter's file once, or a block of them."""
     companion = plan.settings.drafter.companion
     if companion is None:
         return None
@@ -139,15 +174,19 @@ def companion_gain(device: Device, plan: Plan) -> Range | None:
     lengths = [n for n in COMPANION_LENGTHS if not companion.block or n < companion.block]
     steps = _steps(device, plan, lengths)
     low, value, high = (
-        max(speculation_gain(a, n, guess / n if companion.block else guess, step) for n, step in steps.items())
+        max(
+            speculation_gain(a, n, guess / n if companion.block else guess, step)
+            for n, step in steps.items()
+        )
         for a in COMPANION_ACCEPTANCE
     )
     return Range(max(1.0, value), max(1.0, low), max(1.0, high), COMPANION_BASIS)
 
 
 def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
-    """How much faster the answers of this purpose come for the drafting `plan` does; None where that is not known to be
-    any. What nobody asked to load (a second model, heads) is not counted."""
+    """How much faster the answers of this purpose come for the drafting `plan` does; None where
+    that is not known to be any. What nobody asked to load (a second model, heads) is not
+    counted."""
     drafter = plan.settings.drafter
     if drafter.is_mtp:
         return heads_gain(device, plan)
@@ -155,17 +194,21 @@ def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
         return companion_gain(device, plan)
     if drafter.second is not None:
         gain = plan.draft_gain
-        return Range(gain, min(1.0, gain), gain, f"{ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed")
+        return Range(
+            gain, min(1.0, gain), gain, f"{ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed"
+        )
     edits = edit_gain(device, plan) if workload.purpose == "coding" else None
     if edits is None:
         return None
     shared = 1 / (1 - EDIT_SHARE + EDIT_SHARE / (1 + _OF_MOST * (edits - 1)))
-    return Range(shared, 1.0, edits, f"{EDIT_SHARE:.0%} of the tokens are edits of given text, assumed")
+    return Range(
+        shared, 1.0, edits, f"{EDIT_SHARE:.0%} of the tokens are edits of given text, assumed"
+    )
 
 
 def edit_sentence(device: Device, plan: Plan) -> str | None:
-    """ "edits up to 3.1×: drafts come from the given text itself (90% accepted, assumed)"; of a recurrent model, which is
-    loaded without snapshots, what `--draft ngram` would bring."""
+    """ "edits up to 3.1×: drafts come from the given text itself (90% accepted, assumed)"; of a
+    recurrent model, which is loaded without snapshots, what `--draft ngram` would bring."""
     settings, how = plan.settings, ""
     loaded = memory.rewind_for(plan.model, replace(settings.drafter, name="ngram"))
     if settings.drafter.name == "auto" and loaded and backend_of(plan.variant).snapshots:
@@ -179,17 +222,25 @@ def edit_sentence(device: Device, plan: Plan) -> str | None:
 
 
 def heads_sentence(device: Device, plan: Plan) -> str | None:
-    """ "with --draft mtp: 1.5 to 2.4× as fast, prose to code (…)" where the model has heads; how it is with them loaded."""
+    """ "with --draft mtp: 1.5 to 2.4× as fast, prose to code (…)" where the model has heads; how it
+    is with them loaded."""
     gain = heads_gain(device, plan)
     if gain is None or gain.value < _PAYS:
         return None
     files = "" if plan.variant.mtp_bytes else ", from files that carry them"
-    how = "its own heads draft" if plan.settings.drafter.is_mtp else f"with --draft mtp (its own heads{files})"
+    how = (
+        "its own heads draft"
+        if plan.settings.drafter.is_mtp
+        else (f"with --draft mtp (its own heads{files})")
+    )
     return f"{how}: {gain.low:.1f} to {gain.high:.1f}× as fast for one stream ({gain.basis})"
 
 
 def companions_sentence(plan: Plan) -> str | None:
-    """ "drafters published for it: dflash (org/name)"; None where none is known, or the engine reads GGUF drafters not."""
+    """ "drafters published for it: dflash (org/name)"; None where none is known, or the engine
+    reads GGUF drafters not."""
     if not plan.model.companions or not backend_of(plan.variant).draft_heads:
         return None
-    return "drafters published for it: " + ", ".join(f"{c.kind} ({c.repo})" for c in plan.model.companions)
+    return "drafters published for it: " + ", ".join(
+        f"{c.kind} ({c.repo})" for c in plan.model.companions
+    )

@@ -1,4 +1,5 @@
-"""The table of what an engine has kernels for (kernels.toml): one row of facts for a machine's keys."""
+"""The table of what an engine has kernels for (kernels.toml): one row of facts for a machine's
+keys."""
 
 from __future__ import annotations
 
@@ -15,18 +16,28 @@ FILE = Path(__file__).with_name("kernels.toml")
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What a set of kernels does on a kind of machine; the defaults are what is usual. Shares are of the usual rate.
+    """What a set of kernels does on a kind of machine; the defaults are what is usual. Shares are
+    of the usual rate.
 
-    `by_vendor`: drivers of several vendors run it. `emulated_on_generations`, `emulated_on_parts`: keys of what is emulated, by
-    the generations that lack it, or a pattern of the parts' names. `masked`, and `masked_large` in large micro-batches: shares
-    of what the mask hides from a token that are computed all the same (of the tokens after it, of those before its window);
-    `reads_mask`: the host writes one. `read_share`: of reading weights for one token, but of formats that are `read_fast`.
-    `bf16_share`, `bf16_experts_share`: of multiplying bfloat16 matrices, and of reading chosen experts in it. `unpack_flops`:
-    arithmetic at the units' nominal rate that a weight takes beyond the usual, by class of format. `matrix_share`: of
-    multiplying matrices. `expert_tile`: rows that every touched expert of a micro-batch costs beside its tokens (0: to be
-    learnt). `unpacks_kv_on_lanes`: one token's attention unpacks a quantised KV there. `row_share`: what a further token of one
-    sequence adds to a step, and how many published runs say so (0: assumed). `tflops_per_unit`: FP16 TFLOP/s of a compute unit
-    (0: as nominal). `most_batch`: tokens of a step at most.
+    `by_vendor`: drivers of several vendors run it.
+    `emulated_on_generations`, `emulated_on_parts`: keys of what is emulated, by the generations
+    that lack it, or a pattern of the parts' names.
+    `masked`, and `masked_large` in large micro-batches: shares of what the mask hides from a token
+    that are computed all the same (of the tokens after it, of those before its window);
+    `reads_mask`: the host writes one.
+    `read_share`: of reading weights for one token, but of formats that are `read_fast`.
+    `bf16_share`, `bf16_experts_share`: of multiplying bfloat16 matrices, and of reading chosen
+    experts in it.
+    `unpack_flops`: arithmetic at the units' nominal rate that a weight takes beyond the usual, by
+    class of format.
+    `matrix_share`: of multiplying matrices.
+    `expert_tile`: rows that every touched expert of a micro-batch costs beside its tokens (0: to be
+    learnt).
+    `unpacks_kv_on_lanes`: one token's attention unpacks a quantised KV there.
+    `row_share`: what a further token of one sequence adds to a step, and how many published runs
+    say so (0: assumed).
+    `tflops_per_unit`: FP16 TFLOP/s of a compute unit (0: as nominal).
+    `most_batch`: tokens of a step at most.
     """
 
     by_vendor: bool = False

@@ -1,4 +1,5 @@
-"""What a format costs more where an engine has no good kernel for it (kernels.toml), and how fast its matrices were timed."""
+"""What a format costs more where an engine has no good kernel for it (kernels.toml), and how fast
+its matrices were timed."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from localllm_catalog.types import Model, Variant
 
 Keys = tuple[str, ...]
 
-# llama.cpp lays these out anew for no processor, and has no kernel for many rows of them: the rate that is measured is of Q4_K
-# (two Zen cores, AVX-512, 512 tokens: 87 GFLOP/s of Q4_1, 289 of Q4_K laid out anew, 278 of Q4_0).
+# llama.cpp lays these out anew for no processor, and has no kernel for many rows of them: the rate
+# that is measured is of Q4_K (two Zen cores, AVX-512, 512 tokens: 87 GFLOP/s of Q4_1, 289 of Q4_K
+# laid out anew, 278 of Q4_0).
 CPU_PLAIN_FORMATS = ("Q4_1", "Q5_0", "Q5_1")
 _CPU_PLAIN_SHARE = 0.3
 
@@ -30,10 +32,12 @@ ALL_MASKED = (1.0, 1.0)
 
 
 def masked_share(keys: Keys, batch: int) -> tuple[float, float]:
-    """What attention computes of a micro-batch although the mask hides it, as shares: of the tokens after one, and of those
-    before its window."""
+    """What attention computes of a micro-batch although the mask hides it, as shares: of the tokens
+    after one, and of those before its window."""
     row = facts(keys)
-    return row.masked_large if row.masked_large is not None and batch >= _LARGE_BATCH else row.masked
+    return (
+        row.masked_large if row.masked_large is not None and batch >= _LARGE_BATCH else row.masked
+    )
 
 
 def read_share(variant: Variant, keys: Keys) -> float:
@@ -49,7 +53,8 @@ def experts_read_share(variant: Variant, keys: Keys) -> float:
 
 
 def unpack_flops(variant: Variant, keys: Keys) -> float:
-    """Arithmetic at the units' nominal rate that a weight of this format takes beyond what every format does."""
+    """Arithmetic at the units' nominal rate that a weight of this format takes beyond what every
+    format does."""
     return facts(keys).unpack_flops.get(efficiency.quant_class(variant), 0.0)
 
 
@@ -66,12 +71,14 @@ def matrix_share(variant: Variant, keys: Keys) -> float:
     return row.matrix_share
 
 
-# What a mixture raises above its own type: its output, and of a K mixture about every second of the rest that it raises.
+# What a mixture raises above its own type: its output, and of a K mixture about every second of the
+# rest that it raises.
 _RAISED = "Q6_K"
 # The same of MXFP4, and of what has more bits than the above (Unsloth's dynamic files).
 _RAISED_HIGH = "Q8_0"
-# Up to so many tokens at once a matrix is multiplied token by token; from so many on as fast as a whole prompt's. (Products of
-# Q4_K as stored, two Zen cores: 155, 150, 154, 191, 331, 457 and 506 GFLOP/s with 1, 2, 4, 8, 16, 32 and 64 tokens.)
+# Up to so many tokens at once a matrix is multiplied token by token; from so many on as fast as a
+# whole prompt's. (Products of Q4_K as stored, two Zen cores: 155, 150, 154, 191, 331, 457 and 506
+# GFLOP/s with 1, 2, 4, 8, 16, 32 and 64 tokens.)
 _FEW, _MANY = 2, 64
 _UNMIXED = ("Q8_0", "F16", "BF16", "F32")
 # Of these the output alone is raised, which a prompt is not multiplied with but for its last token.
@@ -79,16 +86,20 @@ _OUTPUT_RAISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 
 def base_type(variant: Variant) -> str:
-    """The type of most of the file's weights ("Q4_K" of "UD-Q4_K_XL"); "" of a name that says none."""
+    """The type of most of the file's weights ("Q4_K" of "UD-Q4_K_XL"); "" of a name that says
+    none."""
     quant = variant.quant.upper()
     mixture = quants.MIXTURES.get(quant)
     if mixture is not None:
         return mixture.base
-    return next((name for name in (quant, quant.partition("_")[0]) if name in quants.GGUF_TYPES), "")
+    return next(
+        (name for name in (quant, quant.partition("_")[0]) if name in quants.GGUF_TYPES), ""
+    )
 
 
 def types_needed(variant: Variant) -> list[str]:
-    """The types whose rates tell how fast the file is multiplied; none of a file whose types nobody can tell."""
+    """The types whose rates tell how fast the file is multiplied; none of a file whose types nobody
+    can tell."""
     base = base_type(variant)
     if not base:
         return []
@@ -97,7 +108,8 @@ def types_needed(variant: Variant) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """Of the weights that one token is multiplied with, `n_params` of one type; `routed`: of experts."""
+    """Of the weights that one token is multiplied with, `n_params` of one type; `routed`: of
+    experts."""
 
     type: str
     n_params: float
@@ -106,19 +118,27 @@ class WeightPart:
 
 @by_identities
 def parts(model: Model, variant: Variant) -> tuple[WeightPart, ...]:
-    """What one token is multiplied with, by type. A file says its bits, and its name the type of most of it; what is above that
-    type's bits is of the type that mixtures raise their better matrices to."""
+    """What one token is multiplied with, by type. A file says its bits, and its name the type of
+    most of it; what is above that type's bits is of the type that mixtures raise their better
+    matrices to."""
     base, read, found = base_type(variant), streamed(model, variant), list[WeightPart]()
-    both = ((False, read.dense_bytes, read.dense_params), (True, read.routed_bytes, read.routed_params))
+    both = (
+        (False, read.dense_bytes, read.dense_params),
+        (True, read.routed_bytes, read.routed_params),
+    )
     for routed, n_bytes, n_params in both:
         if base and n_params:
             raised, share = _raised(base, 8 * n_bytes / n_params)
-            found += [WeightPart(base, n_params * (1 - share), routed), WeightPart(raised, n_params * share, routed)]
+            found += [
+                WeightPart(base, n_params * (1 - share), routed),
+                WeightPart(raised, n_params * share, routed),
+            ]
     return tuple(part for part in found if part.n_params)
 
 
 def _raised(base: str, bits: float) -> tuple[str, float]:
-    """(type of the raised weights, their share) where weights of `base` and those together come to so many bits."""
+    """(type of the raised weights, their share) where weights of `base` and those together come to
+    so many bits."""
     if base in _UNMIXED:
         return base, 0.0
     low, high = (float(quants.GGUF_TYPES[name].bits) for name in (base, _RAISED))
@@ -127,9 +147,12 @@ def _raised(base: str, bits: float) -> tuple[str, float]:
     return (raised, min(max((bits - low) / (high - low), 0.0), 1.0)) if high > low else (base, 0.0)
 
 
-def flops_s(rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool) -> tuple[float, float] | None:
-    """(FLOP/s of a prompt, FLOP/s of one token) of the file's matrices, held as they are `stored` or as the engine would have
-    it; None where its main type was not timed. A raised type that was not timed counts as the main one."""
+def flops_s(
+    rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool
+) -> tuple[float, float] | None:
+    """(FLOP/s of a prompt, FLOP/s of one token) of the file's matrices, held as they are `stored`
+    or as the engine would have it; None where its main type was not timed. A raised type that was
+    not timed counts as the main one."""
     known = {each.type: each.stored if stored else each.usual for each in rates}
     base, of = base_type(variant), parts(model, variant)
     main = known.get(base)
@@ -141,7 +164,9 @@ def flops_s(rates: Sequence[TypeRates], model: Model, variant: Variant, *, store
         at = known.get(part.type, main)
         return (at.experts_tflops if part.routed else at.prompt_tflops).value
 
-    prompt = sum(part.n_params for part in read) / sum(part.n_params / tflops(part) for part in read)
+    prompt = sum(part.n_params for part in read) / sum(
+        part.n_params / tflops(part) for part in read
+    )
     tokens = sum(part.n_params / known.get(part.type, main).token_tflops.value for part in of)
     return 1e12 * prompt, 1e12 * sum(part.n_params for part in of) / tokens
 
@@ -149,41 +174,55 @@ def flops_s(rates: Sequence[TypeRates], model: Model, variant: Variant, *, store
 def rows_flops_s(
     rates: Sequence[TypeRates], model: Model, variant: Variant, rows: int, *, stored: bool
 ) -> float | None:
-    """FLOP/s of the file's matrices in a step over `rows` tokens, such as several streams' or a draft's; None as `flops_s`.
-    Experts get a share of the rows each, which is one for as long as there are more experts than rows."""
+    """FLOP/s of the file's matrices in a step over `rows` tokens, such as several streams' or a
+    draft's; None as `flops_s`. Experts get a share of the rows each, which is one for as long as
+    there are more experts than rows."""
     known = {each.type: each.stored if stored else each.usual for each in rates}
     of = parts(model, variant)
     main = known.get(base_type(variant))
     if main is None or not of:
         return None
-    each = rows if model.experts is None else rows * model.experts.n_active / model.experts.n_experts
+    each = (
+        rows if model.experts is None else rows * model.experts.n_active / model.experts.n_experts
+    )
 
     def tflops(part: WeightPart) -> float:
         at = known.get(part.type, main)
-        prompt, token = (at.experts_tflops if part.routed else at.prompt_tflops).value, at.token_tflops.value
+        prompt, token = (
+            (at.experts_tflops if part.routed else at.prompt_tflops).value,
+            at.token_tflops.value,
+        )
         return _between(token, prompt, each if part.routed else rows)
 
-    return 1e12 * sum(part.n_params for part in of) / sum(part.n_params / tflops(part) for part in of)
+    return (
+        1e12 * sum(part.n_params for part in of) / sum(part.n_params / tflops(part) for part in of)
+    )
 
 
 def _between(token: float, prompt: float, rows: float) -> float:
-    """The rate of so many rows: a power of their number (at most itself, or more rows would take less time)."""
+    """The rate of so many rows: a power of their number (at most itself, or more rows would take
+    less time)."""
     most = math.log(_MANY / _FEW)
     power = min(1.0, math.log(prompt / token) / most)
     return float(token * math.exp(power * min(most, math.log(max(rows, _FEW) / _FEW))))
 
 
-# What is written after a prompt, beside what a model that thinks writes first: a screen of text, or of code.
+# What is written after a prompt, beside what a model that thinks writes first: a screen of text, or
+# of code.
 _ANSWER_TOKENS = 300
 # A file of less is loaded, and answers, before its kernels are timed.
 _WORTH_TIMING_BYTES = 128 * 2**20
 
 
-def layout(device: Device, model: Model, variant: Variant, workload: Workload) -> Literal["auto", "stored"]:
-    """How `variant`'s weights are best held on `device` for that work; "auto" (the engine's own way) where nobody measured, and
-    where it lays nothing out."""
+def layout(
+    device: Device, model: Model, variant: Variant, workload: Workload
+) -> Literal["auto", "stored"]:
+    """How `variant`'s weights are best held on `device` for that work; "auto" (the engine's own
+    way) where nobody measured, and where it lays nothing out."""
     base = base_type(variant)
-    if not _on_the_processor(device, variant) or not any(r.laid_out for r in device.matrix_rates if r.type == base):
+    if not _on_the_processor(device, variant) or not any(
+        r.laid_out for r in device.matrix_rates if r.type == base
+    ):
         return "auto"
     stored, usual = (flops_s(device.matrix_rates, model, variant, stored=s) for s in (True, False))
     if stored is None or usual is None:
@@ -199,8 +238,8 @@ def layout(device: Device, model: Model, variant: Variant, workload: Workload) -
 
 
 def types_to_time(device: Device, variant: Variant) -> list[str]:
-    """The types whose kernels are worth timing before `variant` is planned on `device`: they decide how its weights are held and
-    how fast it is said to be."""
+    """The types whose kernels are worth timing before `variant` is planned on `device`: they decide
+    how its weights are held and how fast it is said to be."""
     heavy = (variant.weights_bytes or variant.file_bytes) >= _WORTH_TIMING_BYTES
     return types_needed(variant) if heavy and _on_the_processor(device, variant) else []
 

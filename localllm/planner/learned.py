@@ -1,9 +1,11 @@
-"""What a machine's own runs teach about it: how much longer than the table says each cause of a step takes there.
+"""What a machine's own runs teach about it: how much longer than the table says each cause of a
+step takes there.
 
-One figure of one model can't say which cause is off, so each may be off by as much as is usual (a prior), all together
-more than one alone: what the figure leaves open is shared out by how unsure each was and how much of the step it took.
-Figures at two depths, or of two models, tell the causes apart. (Bayesian linearised regression on ln seconds, solved
-one figure at a time as an iterated extended Kalman filter does: Bell and Cathey 1993, doi:10.1109/9.250476.)
+One figure of one model can't say which cause is off, so each may be off by as much as is usual (a
+prior), all together more than one alone: what the figure leaves open is shared out by how unsure
+each was and how much of the step it took. Figures at two depths, or of two models, tell the causes
+apart. (Bayesian linearised regression on ln seconds, solved one figure at a time as an iterated
+extended Kalman filter does: Bell and Cathey 1993, doi:10.1109/9.250476.)
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Parts = tuple[float, float, float]
-"""Seconds of one decode step by cause: weights from memory; what every layer costs anyway; attention over the cache."""
+"""Seconds of one decode step by cause: weights from memory; what every layer costs anyway;
+attention over the cache."""
 
 _PASSES = 8
 _LARGEST_MOVE = 0.7  # of ln factor in one pass: a wild figure is approached, not jumped at
@@ -21,14 +24,16 @@ _LARGEST_MOVE = 0.7  # of ln factor in one pass: a wild figure is approached, no
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """How far a machine may be from the table, as standard deviations of ln seconds: all causes together, and each."""
+    """How far a machine may be from the table, as standard deviations of ln seconds: all causes
+    together, and each."""
 
     common: float
     own: Parts
 
 
-# A graphics card's clocks, driver and cooling move everything alike; its kernels are those of the table. Of a CPU neither
-# the memory (busy: half), nor the time per layer (threads meeting), nor attention's kernels are known that well.
+# A graphics card's clocks, driver and cooling move everything alike; its kernels are those of the
+# table. Of a CPU neither the memory (busy: half), nor the time per layer (threads meeting), nor
+# attention's kernels are known that well.
 ACCELERATOR = Prior(0.5, (0.10, 0.20, 0.20))
 CPU = Prior(0.4, (0.35, 0.30, 0.40))
 
@@ -60,7 +65,8 @@ class Learnt:
 
 
 def learn(observations: Sequence[Observation], prior: Prior) -> Learnt:
-    """The most plausible factors given `observations` (none: the table as it is, as unsure as `prior`)."""
+    """The most plausible factors given `observations` (none: the table as it is, as unsure as
+    `prior`)."""
     logs: Parts = (0.0, 0.0, 0.0)
     c = prior.common**2
     a, b, d = (own**2 for own in prior.own)
@@ -106,7 +112,9 @@ def _times(matrix: tuple[Parts, Parts, Parts], v: Parts) -> Parts:
     return _dot(matrix[0], v), _dot(matrix[1], v), _dot(matrix[2], v)
 
 
-def _narrowed(matrix: tuple[Parts, Parts, Parts], v: Parts, scale: float) -> tuple[Parts, Parts, Parts]:
+def _narrowed(
+    matrix: tuple[Parts, Parts, Parts], v: Parts, scale: float
+) -> tuple[Parts, Parts, Parts]:
     """matrix − scale · v vᵀ."""
     a, b, c = (_plus(row, v, -scale * x) for row, x in zip(matrix, v, strict=True))
     return a, b, c

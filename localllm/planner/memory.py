@@ -1,8 +1,10 @@
-"""How many bytes a model needs to run: weights, KV, recurrent state, compute buffers and what the runtime keeps.
+"""How many bytes a model needs to run: weights, KV, recurrent state, compute buffers and what the
+runtime keeps.
 
-The rules are llama.cpp's own (https://github.com/ggml-org/llama.cpp: src/llama-context.cpp; of KV and state,
-kv_sizes.py) and were checked against its planner (`no_alloc`, llama-cpp-python 0.3.36) over the shapes in
-tests/models/sparse_gguf.py: KV and state to the byte, compute buffers within 1 % of the total. Nothing here does I/O.
+The rules are llama.cpp's own (https://github.com/ggml-org/llama.cpp: src/llama-context.cpp; of KV
+and state, kv_sizes.py) and were checked against its planner (`no_alloc`, llama-cpp-python 0.3.36)
+over the shapes in tests/models/sparse_gguf.py: KV and state to the byte, compute buffers within 1 %
+of the total. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from localllm.planner.kv_sizes import (
     recurrent_bytes,
 )
 from localllm.planner.streams import facts
-from localllm.planner.types import CompanionDrafter, DraftChoice, MemoryNeed, RunSettings, backend_of
+from localllm.planner.types import (
+    CompanionDrafter,
+    DraftChoice,
+    MemoryNeed,
+    RunSettings,
+    backend_of,
+)
 from localllm_catalog import quants
 from localllm_catalog.types import Model, Variant
 
@@ -45,27 +53,36 @@ def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
 
 
 def compute_bytes(model: Model, settings: RunSettings) -> int:
-    """llama.cpp's scratch buffer for one micro-batch, from the three moments of a step that can be its peak.
+    """llama.cpp's scratch buffer for one micro-batch, from the three moments of a step that can be
+    its peak.
 
-    dense feed-forward: (3·FF + 3·E + H·Dk) floats a token; experts: the chosen experts' rows twice over; output rows:
-    (V + 2·E) floats each. Each with the attention mask (f16 under flash attention). Without flash attention the score
-    matrix H × n_kv joins. Measured: exact for dense models, at most 30 MiB over for hybrids and mixtures.
+    dense feed-forward: (3·FF + 3·E + H·Dk) floats a token; experts: the chosen experts' rows twice
+    over; output rows: (V + 2·E) floats each. Each with the attention mask (f16 under flash
+    attention). Without flash attention the score matrix H × n_kv joins. Measured: exact for dense
+    models, at most 30 MiB over for hybrids and mixtures.
     """
     n_batch, flash = settings.n_batch, settings.flash_attention
     hidden = model.hidden_size
     heads = model.n_heads * model.head_dim
-    width = 3 * model.intermediate_size + 3 * hidden + heads if model.intermediate_size else 3 * hidden + heads
+    width = (
+        3 * model.intermediate_size + 3 * hidden + heads
+        if model.intermediate_size
+        else 3 * hidden + heads
+    )
     if model.experts is not None:
         x = model.experts
         rows, narrow = x.n_active * hidden, x.n_active * x.intermediate
         shared = 2 * hidden if x.n_shared else 0
         width = max(width, 3 * narrow + 3 * hidden + heads, 2 * narrow + 2 * rows + shared)
-    # Hyper-connections hold that many streams of hidden states in place of the two that are counted.
+    # Hyper-connections hold that many streams of hidden states in place of the two that are
+    # counted.
     width += max(0, model.residual_streams - 2) * hidden
     cells = _attention_mask_cells(model, settings)
     step = F32 * width * n_batch + (F16 if flash else F32) * cells * n_batch
     # While logits are made, the micro-batch's last hidden states are still held.
-    output = F32 * ((model.vocab_size + 2 * hidden) * min(settings.n_outputs, n_batch) + 2 * hidden * n_batch)
+    output = F32 * (
+        (model.vocab_size + 2 * hidden) * min(settings.n_outputs, n_batch) + 2 * hidden * n_batch
+    )
     if flash:
         return max(step, output)
     n_kv = padded_context(settings.n_ctx)
@@ -75,23 +92,34 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
 
 
 def output_bytes(model: Model, n_rows: int) -> int:
-    """The host buffer logits are copied to: one float32 row of the vocabulary for each output row."""
+    """The host buffer logits are copied to: one float32 row of the vocabulary for each output
+    row."""
     return F32 * model.vocab_size * max(1, n_rows)
 
 
-# --- weights --------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def weights_bytes(variant: Variant) -> int:
-    """Bytes of the tensors: the header's own sum when it was read, else the files (a few MiB of tokenizer more)."""
+    """Bytes of the tensors: the header's own sum when it was read, else the files (a few MiB of
+    tokenizer more)."""
     return variant.weights_bytes or variant.file_bytes
 
 
 def embedding_bytes(model: Model, variant: Variant) -> int:
     """Bytes of the token embedding table in this variant's format (lookup tables included)."""
     if model.lookup_bits:
-        tokens = replace(model, lookup_params=0, lookup_bits=0.0, params_total=model.params_total - model.lookup_params)
-        rest = replace(variant, file_bytes=weights_bytes(variant) - places.table_bytes(model, variant), weights_bytes=0)
+        tokens = replace(
+            model,
+            lookup_params=0,
+            lookup_bits=0.0,
+            params_total=model.params_total - model.lookup_params,
+        )
+        rest = replace(
+            variant,
+            file_bytes=weights_bytes(variant) - places.table_bytes(model, variant),
+            weights_bytes=0,
+        )
         return places.table_bytes(model, variant) + embedding_bytes(tokens, rest)
     rows = model.vocab_size * model.hidden_size + model.lookup_params
     mix = quants.MIXTURES.get(variant.quant)
@@ -104,40 +132,54 @@ def embedding_bytes(model: Model, variant: Variant) -> int:
 
 
 def whole_weights(model: Model, variant: Variant, device: Device | None) -> tuple[int, int]:
-    """(bytes on the accelerator, bytes in the host's memory) of the weights of `variant` where all layers are its.
+    """(bytes on the accelerator, bytes in the host's memory) of the weights of `variant` where all
+    layers are its.
 
-    llama.cpp leaves the token embedding in host memory; tied models get a second copy of it as the output matrix on
-    the device, except on Metal, where both views map the same file pages.
+    llama.cpp leaves the token embedding in host memory; tied models get a second copy of it as the
+    output matrix on the device, except on Metal, where both views map the same file pages.
     """
     total = weights_bytes(variant)
     if device is None or device.accelerator == "cpu" or not backend_of(variant).host_embedding:
         return total, 0
     embedding = min(total, embedding_bytes(model, variant))
     if device.kind == "unified":
-        return total + (embedding if model.tied_embeddings and not KINDS[device.accelerator].shares_tables else 0), 0
+        return total + (
+            embedding
+            if model.tied_embeddings and not KINDS[device.accelerator].shares_tables
+            else 0
+        ), 0
     return (total, embedding) if model.tied_embeddings else (total - embedding, embedding)
 
 
-# --- runtime --------------------------------------------------------------------------------------------------------
+# --- runtime --------------------------------------------------------------------------------------
 
 
 def overhead_bytes(device: Device | None) -> int:
-    """What the runtime itself keeps on the accelerator, in bytes; once for each of several cards."""
-    return 0 if device is None else device.n_gpus * KINDS[device.accelerator].runtime_bytes(device.compute_units)
+    """What the runtime itself keeps on the accelerator, in bytes; once for each of several
+    cards."""
+    return (
+        0
+        if device is None
+        else device.n_gpus * KINDS[device.accelerator].runtime_bytes(device.compute_units)
+    )
 
 
 def dequantised_bytes(model: Model, settings: RunSettings) -> int:
-    """What CUDA and ROCm hold in a step's buffers for one layer's whole KV at 16 bits, of types that are not f16: flash attention
-    over a prompt reads no other (ggml-cuda/fattn.cu, `ggml_cuda_flash_attn_ext_get_alloc_size`; 512 MiB for 131,072 cells of 2,048)."""
+    """What CUDA and ROCm hold in a step's buffers for one layer's whole KV at 16 bits, of types
+    that are not f16: flash attention over a prompt reads no other (ggml-cuda/fattn.cu,
+    `ggml_cuda_flash_attn_ext_get_alloc_size`; 512 MiB for 131,072 cells of 2,048)."""
     most = 0
     for layer, _ in facts(model).groups:
         kinds = zip(kv_widths(layer), (settings.kv_type_k, settings.kv_type_v), strict=True)
-        most = max(most, kv_cells(layer, settings) * sum(width for width, kind in kinds if kind != "f16"))
+        most = max(
+            most, kv_cells(layer, settings) * sum(width for width, kind in kinds if kind != "f16")
+        )
     return F16 * most if settings.flash_attention else 0
 
 
 def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> int:
-    # GPU schedulers split the graph and keep copies of inputs; logs show 5-20 % above the CPU planner's figure.
+    # GPU schedulers split the graph and keep copies of inputs; logs show 5-20 % above the CPU
+    # planner's figure.
     if device is None or device.accelerator == "cpu":
         return compute_bytes(model, settings)
     widened = dequantised_bytes(model, settings) if KINDS[device.accelerator].dequantises_kv else 0
@@ -145,16 +187,20 @@ def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> i
 
 
 def host_compute_bytes(model: Model, settings: RunSettings) -> int:
-    """The scratch buffer that a discrete accelerator's host has for one micro-batch: the mask and the hidden states at
-    both ends; what it computes of experts; where layers are its own, what they take. Held against llama.cpp's plans
-    with a device beside the processor: exact with nothing or whole layers there, up to 12 MiB over with experts."""
+    """The scratch buffer that a discrete accelerator's host has for one micro-batch: the mask and
+    the hidden states at both ends; what it computes of experts; where layers are its own, what they
+    take. Held against llama.cpp's plans with a device beside the processor: exact with nothing or
+    whole layers there, up to 12 MiB over with experts."""
     n_layers, placed = len(model.layers), settings.placement
     ends = F16 * _attention_mask_cells(model, settings) * settings.n_batch
     ends += 2 * F32 * model.hidden_size * settings.n_batch
     if placed.first_gpu_layer(n_layers) > 0:
         return max(ends, compute_bytes(model, settings))
     if placed.host_expert_layers(n_layers) and model.experts is not None:
-        rows, narrow = (model.experts.n_active * width for width in (model.hidden_size, model.experts.intermediate))
+        rows, narrow = (
+            model.experts.n_active * width
+            for width in (model.hidden_size, model.experts.intermediate)
+        )
         ends += F32 * settings.n_batch * max(2 * rows, rows + 2 * narrow, 3 * narrow)
     return ends
 
@@ -164,8 +210,9 @@ _PIPELINE_COPIES = 4
 
 
 def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
-    """What each of several cards, and the host, hold more where llama.cpp has them work on one micro-batch each: further
-    copies of a step's inputs, mask and hidden states. It does where every layer is a card's and nothing is placed apart."""
+    """What each of several cards, and the host, hold more where llama.cpp has them work on one
+    micro-batch each: further copies of a step's inputs, mask and hidden states. It does where every
+    layer is a card's and nothing is placed apart."""
     placed = settings.placement
     if n_cards < 2 or placed.is_split:
         return 0
@@ -175,14 +222,19 @@ def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
 
 def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> places.Ledger:
     """What each layer weighs in this run."""
-    return places.ledger(model, variant, layer_kv_bytes(model, settings), layer_state_bytes(model, settings))
+    return places.ledger(
+        model, variant, layer_kv_bytes(model, settings), layer_state_bytes(model, settings)
+    )
 
 
-def need(model: Model, variant: Variant, settings: RunSettings, device: Device | None = None) -> MemoryNeed:
-    """Every byte of running `variant` with these settings, split into the accelerator's pool and the host's.
+def need(
+    model: Model, variant: Variant, settings: RunSettings, device: Device | None = None
+) -> MemoryNeed:
+    """Every byte of running `variant` with these settings, split into the accelerator's pool and
+    the host's.
 
-    On unified and CPU machines everything is in one pool and `host_bytes` is 0; with `device` None (no limit known)
-    the figures are those of a CPU.
+    On unified and CPU machines everything is in one pool and `host_bytes` is 0; with `device` None
+    (no limit known) the figures are those of a CPU.
     """
     if backend_of(variant).buffers == "grown":
         return _need_mlx(model, variant, settings, device)
@@ -205,7 +257,9 @@ def need(model: Model, variant: Variant, settings: RunSettings, device: Device |
     )
 
 
-def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: Device) -> MemoryNeed:
+def _need_apart(
+    model: Model, variant: Variant, settings: RunSettings, device: Device
+) -> MemoryNeed:
     """`need` of a card, or several, with memory of their own beside the host's."""
     placed, n_cards = settings.placement, device.n_gpus
     kv, state = kv_bytes(model, settings), recurrent_bytes(model, settings)
@@ -233,7 +287,9 @@ def _need_apart(model: Model, variant: Variant, settings: RunSettings, device: D
         split = placed.tensor_split or limits
         # A drafter beside the model is divided as the model is.
         each = places.as_split(rows, split, n_cards)
-        cards = tuple(b + compute + overhead // n_cards + drafted * b // max(1, sum(each)) for b in each)
+        cards = tuple(
+            b + compute + overhead // n_cards + drafted * b // max(1, sum(each)) for b in each
+        )
         # The first card reads the images.
         cards = (cards[0] + settings.projector_bytes, *cards[1:])
     return MemoryNeed(
@@ -266,13 +322,17 @@ def cards_limits(device: Device) -> tuple[int, ...]:
     return (device.room_bytes // device.n_gpus,) * device.n_gpus
 
 
-def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> int:
+def _draft_bytes(
+    model: Model, variant: Variant, settings: RunSettings, device: Device | None
+) -> int:
     """What the drafter adds: a second model with a context of its own, or the model's own heads."""
     drafter = settings.drafter
     drafted = 0
     if drafter.second is not None:
         # As the engine's worker loads it: the same context, sequences and steps, at 16 bits.
-        plain = RunSettings(settings.n_ctx, slots=settings.slots, n_batch=settings.n_batch, n_outputs=settings.slots)
+        plain = RunSettings(
+            settings.n_ctx, slots=settings.slots, n_batch=settings.n_batch, n_outputs=settings.slots
+        )
         small = need(*drafter.second, plain.placed(gpu_layers=settings.n_gpu_layers), device)
         drafted = small.total_bytes - small.overhead_bytes
     if drafter.is_mtp and model.mtp_layers:
@@ -282,40 +342,56 @@ def _draft_bytes(model: Model, variant: Variant, settings: RunSettings, device: 
     return drafted
 
 
-# Cells per sequence that our llama.cpp backend gives the heads on top (localllm_backends/llamacpp/context.py).
+# Cells per sequence that our llama.cpp backend gives the heads on top
+# (localllm_backends/llamacpp/context.py).
 _HEADS_DRAFT_CELLS = 48
 _REWIND_TOKENS = 3
-# What a trained drafter reads at once there (localllm_backends/llamacpp/companion.py), and layers whose rows it reads, about.
+# What a trained drafter reads at once there (localllm_backends/llamacpp/companion.py), and layers
+# whose rows it reads, about.
 _COMPANION_BATCH, _COMPANION_LAYERS = 128, 5
 
 
 def spare_sequences(model: Model, variant: Variant, *, heads: bool) -> int:
-    """Sequences that our llama.cpp backend keeps for itself (localllm_backends/llamacpp/load.py), counted where each has a
-    window or state of its own: one, except for models that are nothing but state, and where the model's own `heads` draft."""
+    """Sequences that our llama.cpp backend keeps for itself (localllm_backends/llamacpp/load.py),
+    counted where each has a window or state of its own: one, except for models that are nothing but
+    state, and where the model's own `heads` draft."""
     kinds = {layer.kind for layer, _ in facts(model).groups}
     plain = not kinds & {"sliding", "recurrent"}
     return (
-        0 if plain or heads or not backend_of(variant).spare_sequence or not kinds & {"sliding", "full", "mla"} else 1
+        0
+        if plain
+        or heads
+        or not backend_of(variant).spare_sequence
+        or not kinds & {"sliding", "full", "mla"}
+        else 1
     )
 
 
 def rewind_for(model: Model, drafter: DraftChoice) -> int:
-    """Snapshots to keep so that what was drafted can be taken back: 0 but for recurrent models whose own heads or trained
-    drafter draft, or where lookups were asked for by name. Each is a copy of the whole state, and few drafts get further (llama.cpp's own
-    default is 3); streams then step one after another, so nobody gets them unasked."""
+    """Snapshots to keep so that what was drafted can be taken back: 0 but for recurrent models
+    whose own heads or trained drafter draft, or where lookups were asked for by name. Each is a
+    copy of the whole state, and few drafts get further (llama.cpp's own default is 3); streams then
+    step one after another, so nobody gets them unasked."""
     recurrent = any(layer.kind == "recurrent" for layer, _ in facts(model).groups)
-    drafts = (drafter.is_mtp and model.mtp_layers > 0) or drafter.companion is not None or drafter.name == "ngram"
+    drafts = (
+        (drafter.is_mtp and model.mtp_layers > 0)
+        or drafter.companion is not None
+        or drafter.name == "ngram"
+    )
     return _REWIND_TOKENS if recurrent and drafts else 0
 
 
 def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
-    """What drafting with the model's own heads takes, as llama.cpp has it: their weights, a context of their layers alone, and
-    the model's hidden rows. A head's layer is taken to be like the model's last layer of unbounded attention."""
+    """What drafting with the model's own heads takes, as llama.cpp has it: their weights, a context
+    of their layers alone, and the model's hidden rows. A head's layer is taken to be like the
+    model's last layer of unbounded attention."""
     attention = [layer for layer in model.layers if layer.kind not in ("recurrent", "none")]
     unbounded = [layer for layer in attention if layer.kind != "sliding"] or attention
     heads = replace(model, layers=tuple(unbounded[-1:]) * model.mtp_layers)
     outputs = settings.slots * model.mtp_layers
-    own = replace(settings, n_ctx=settings.n_ctx + _HEADS_DRAFT_CELLS * settings.slots, n_outputs=outputs)
+    own = replace(
+        settings, n_ctx=settings.n_ctx + _HEADS_DRAFT_CELLS * settings.slots, n_outputs=outputs
+    )
     return (
         variant.mtp_bytes
         + kv_bytes(heads, own)
@@ -326,38 +402,47 @@ def mtp_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
 
 
 def companion_bytes(model: Model, companion: CompanionDrafter, settings: RunSettings) -> int:
-    """What a trained drafter takes on llama.cpp: its file, a context of its own at 16 bits, rows of logits for what it reads at
-    once (made and handed out), and the rows of the model's layers that it reads."""
+    """What a trained drafter takes on llama.cpp: its file, a context of its own at 16 bits, rows of
+    logits for what it reads at once (made and handed out), and the rows of the model's layers that
+    it reads."""
     cells = settings.n_ctx + (_HEADS_DRAFT_CELLS + companion.block) * settings.slots
     rows = F32 * (
-        2 * _COMPANION_BATCH * model.vocab_size + 2 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
+        2 * _COMPANION_BATCH * model.vocab_size
+        + 2 * _COMPANION_LAYERS * model.hidden_size * settings.n_batch
     )
     return companion.file_bytes + F16 * companion.kv_elements * cells + rows
 
 
 def mlx_step_bytes(model: Model, settings: RunSettings, fused_heads: tuple[int, ...] = ()) -> int:
-    """What MLX holds while it computes a step, in bytes: 16-bit activations of a micro-batch, scores, each sequence's logits,
-    and the freed buffers it keeps for reuse. There is no buffer planned ahead."""
+    """What MLX holds while it computes a step, in bytes: 16-bit activations of a micro-batch,
+    scores, each sequence's logits, and the freed buffers it keeps for reuse. There is no buffer
+    planned ahead."""
     activations = compute_bytes(model, replace(settings, n_ctx=CONTEXT_STEP, n_outputs=1)) // 2
     scores = scores_bytes(model, settings, fused_heads)
     return activations + scores + output_bytes(model, settings.slots) // 2 + _MLX_REUSE_BYTES
 
 
-def _need_mlx(model: Model, variant: Variant, settings: RunSettings, device: Device | None) -> MemoryNeed:
+def _need_mlx(
+    model: Model, variant: Variant, settings: RunSettings, device: Device | None
+) -> MemoryNeed:
     drafted = 0
     if settings.drafter.second is not None:
         small, files = settings.drafter.second
         plain = RunSettings(settings.n_ctx, slots=settings.slots)
         drafted = weights_bytes(files) + mlx_kv_bytes(small, plain) + recurrent_bytes(small, plain)
-    drafted += mtp_bytes(model, variant, settings) if settings.drafter.is_mtp and model.mtp_layers else 0
+    drafted += (
+        mtp_bytes(model, variant, settings) if settings.drafter.is_mtp and model.mtp_layers else 0
+    )
     # MLX's processor side has no fused attention at all (mlx/backend/no_gpu/primitives.cpp).
     fused = () if device is None or device.accelerator == "cpu" else backend_of(variant).fused_heads
     return MemoryNeed(
         weights_bytes=weights_bytes(variant),
         kv_bytes=mlx_kv_bytes(model, settings),
-        # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for the rest.
-        # To take tokens back it keeps one state, whatever their number.
-        recurrent_bytes=recurrent_bytes(model, replace(settings, n_rewind=min(1, settings.n_rewind))),
+        # mlx-lm keeps recurrent state in the activations' type for the convolution and float32 for
+        # the rest. To take tokens back it keeps one state, whatever their number.
+        recurrent_bytes=recurrent_bytes(
+            model, replace(settings, n_rewind=min(1, settings.n_rewind))
+        ),
         compute_bytes=mlx_step_bytes(model, settings, fused),
         overhead_bytes=overhead_bytes(device),
         draft_bytes=drafted,

@@ -1,4 +1,5 @@
-"""What each purpose asks of a machine, and the one sum of points by which plans are compared for it."""
+"""What each purpose asks of a machine, and the one sum of points by which plans are compared for
+it."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from localllm_catalog.types import Model, Purpose
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Tokens and tokens/s. Below `least_tok_s` a plan is not offered; up to `good_tok_s` more speed is worth points.
+    """Tokens and tokens/s. Below `least_tok_s` a plan is not offered; up to `good_tok_s` more speed
+    is worth points.
 
-    `ttft_good_s` likewise for the wait before an answer to `prompt_tokens`, of which `cached_tokens` were seen before;
-    with nothing cached, nobody waits longer than `ttft_longest_s` for it. A model that thinks is assumed to think
-    `thinking_tokens` first, which feels good within `thinking_good_s`.
+    `ttft_good_s` likewise for the wait before an answer to `prompt_tokens`, of which
+    `cached_tokens` were seen before; with nothing cached, nobody waits longer than `ttft_longest_s`
+    for it. A model that thinks is assumed to think `thinking_tokens` first, which feels good within
+    `thinking_good_s`.
     """
 
     context: int
@@ -31,9 +34,10 @@ class Need:
     thinking_good_s: float
 
 
-# People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent; an agent's output is not read but waited for;
-# a completion is useful within about half a second. Thinking: assumed, what makers' demonstrations and users' logs show
-# runs from 100 tokens to many thousands. The longest waits: where people are seen to give up, an agent's client to time out.
+# People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent; an agent's output is not
+# read but waited for; a completion is useful within about half a second. Thinking: assumed, what
+# makers' demonstrations and users' logs show runs from 100 tokens to many thousands. The longest
+# waits: where people are seen to give up, an agent's client to time out.
 NEEDS: dict[Purpose, Need] = {
     "chat": Need(16384, 2048, 0, 5.0, 20.0, 4.0, "chat", 60.0, 600, 15.0),
     "coding": Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0),
@@ -50,7 +54,9 @@ def need_of(workload: Workload) -> Need:
     need = NEEDS[workload.purpose]
     if workload.min_decode_tok_s > 0:
         need = replace(
-            need, least_tok_s=workload.min_decode_tok_s, good_tok_s=max(need.good_tok_s, workload.min_decode_tok_s)
+            need,
+            least_tok_s=workload.min_decode_tok_s,
+            good_tok_s=max(need.good_tok_s, workload.min_decode_tok_s),
         )
     if workload.prompt_tokens != Workload().prompt_tokens:
         need = replace(need, prompt_tokens=workload.prompt_tokens, cached_tokens=0)
@@ -61,22 +67,30 @@ def unsuited(model: Model, workload: Workload) -> str | None:
     """Why `model` is not made for this purpose, or None."""
     purpose = workload.purpose
     if purpose == "autocomplete":
-        return None if model.fim or "autocomplete" in model.purposes else "has no fill-in-the-middle training"
+        return (
+            None
+            if model.fim or "autocomplete" in model.purposes
+            else ("has no fill-in-the-middle training")
+        )
     if purpose == "coding":
         coder = "coding" in model.purposes or model.calls_tools
         return None if coder else "is not trained to call tools"
     wanted = min(NEEDS[purpose].prompt_tokens, workload.context or NEEDS[purpose].context)
     if purpose == "long" and 0 < model.native_context < wanted:
-        return f"its context of {model.native_context // 1024}k tokens is too short for long documents"
+        return (
+            f"its context of {model.native_context // 1024}k tokens is too short for long documents"
+        )
     if purpose in ("chat", "reasoning", "long"):
         return None if "chat" in model.purposes else "is not a chat model"
     return None if purpose in model.purposes else f"is not made for {purpose}"
 
 
-# Points that every doubling of the wait for a prompt beyond what feels good costs, and of the wait for thoughts: those are
-# tokens like the answer's, and too few a second cost the same (`plan.score`).
+# Points that every doubling of the wait for a prompt beyond what feels good costs, and of the wait
+# for thoughts: those are tokens like the answer's, and too few a second cost the same
+# (`plan.score`).
 _PROMPT_DOUBLED, _THOUGHTS_DOUBLED = 3.0, 5.0
-# Thoughts of more than this times what feels good are waited for by nobody who has a choice: a doubling costs twice as much.
+# Thoughts of more than this times what feels good are waited for by nobody who has a choice: a
+# doubling costs twice as much.
 _LONG_THOUGHTS = 2.0
 
 
@@ -89,7 +103,8 @@ def thinking_tokens(model: Model, need: Need) -> int:
 
 
 def answer_s(plan: Plan, need: Need) -> float:
-    """Seconds until the answer itself begins: the part of the prompt that is not cached, then the thoughts."""
+    """Seconds until the answer itself begins: the part of the prompt that is not cached, then the
+    thoughts."""
     wait = (plan.ttft_cached_s or plan.ttft_s).value
     return wait + thinking_tokens(plan.model, need) / plan.decode_tok_s.value
 
@@ -101,7 +116,8 @@ def prompt_lost(plan: Plan, need: Need) -> float:
 
 
 def points_lost(plan: Plan, need: Need) -> float:
-    """What waiting costs on the quality index: for the prompt and for the thoughts, each against what feels good."""
+    """What waiting costs on the quality index: for the prompt and for the thoughts, each against
+    what feels good."""
     share = thinking_tokens(plan.model, need) / plan.decode_tok_s.value / need.thinking_good_s
     doubled = math.log2(max(1.0, share)) + math.log2(max(1.0, share / _LONG_THOUGHTS))
     return prompt_lost(plan, need) + _THOUGHTS_DOUBLED * doubled
@@ -109,25 +125,31 @@ def points_lost(plan: Plan, need: Need) -> float:
 
 # Points that being tight, and lying in two memories, take off a plan's rank.
 _TIGHT_COST, SPLIT_COST = 2.0, 1.0
-# Every card beside the first, since another model could have it; and what is tight on some of several.
+# Every card beside the first, since another model could have it; and what is tight on some of
+# several.
 _CARD_COST = 0.25
-# Points taken off per point of uncertainty beyond a measured model's: an unrated newcomer does not outrank known ones.
+# Points taken off per point of uncertainty beyond a measured model's: an unrated newcomer does not
+# outrank known ones.
 _DOUBT = 1.25
 _KNOWN_SPREAD = 1.5
-# Points that a halving of speed below what feels good takes, that a doubling beyond it brings, and the most it brings.
+# Points that a halving of speed below what feels good takes, that a doubling beyond it brings, and
+# the most it brings.
 _SLOW, _SPARE, _MOST_SPARE = 5.0, 0.25, 1.0
-# Share of its points that a file loses whose name and size are constructed: a listed one this near goes before it.
+# Share of its points that a file loses whose name and size are constructed: a listed one this near
+# goes before it.
 _ESTIMATE_COST = 0.03
 
 
 def score(plan: Plan, need: Need) -> float:
-    """Points: quality, less 5 for every halving of speed below what feels good, plus a quarter of a point for every
-    doubling beyond it, 1 at most: who reads gains little, and the wait for thoughts is counted by itself.
+    """Points: quality, less 5 for every halving of speed below what feels good, plus a quarter of a
+    point for every doubling beyond it, 1 at most: who reads gains little, and the wait for thoughts
+    is counted by itself.
 
-    Speed is that of the purpose's answers, with what the plan's own drafting brings to them. The wait for the answer,
-    thoughts included, is counted by `points_lost`; a plan that fits only tightly loses 2 (unless a card is to
-    spare), one split over two memories 1 more than its speed says, and every card but the first a quarter. Files that
-    nobody has listed lose 3 % of what is left.
+    Speed is that of the purpose's answers, with what the plan's own drafting brings to them. The
+    wait for the answer, thoughts included, is counted by `points_lost`; a plan that fits only
+    tightly loses 2 (unless a card is to spare), one split over two memories 1 more than its speed
+    says, and every card but the first a quarter. Files that nobody has listed lose 3 % of what is
+    left.
     """
     points = plan.quality
     points -= _DOUBT * max(0.0, plan.quality_spread - _KNOWN_SPREAD)
@@ -158,8 +180,12 @@ def span(seconds: float) -> str:
 
 
 def sentence(plan: Plan, need: Need) -> str | None:
-    """ "thinks first, about 600 tokens (assumed): its answer begins after 13 s"; None for one that does not think."""
+    """ "thinks first, about 600 tokens (assumed): its answer begins after 13 s"; None for one that
+    does not think."""
     tokens = thinking_tokens(plan.model, need)
     if not tokens:
         return None
-    return f"thinks first, about {tokens:,} tokens (assumed): its answer begins after {span(answer_s(plan, need))}"
+    return (
+        f"thinks first, about {tokens:,} tokens (assumed): its answer begins after "
+        f"{span(answer_s(plan, need))}"
+    )

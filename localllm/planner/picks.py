@@ -1,5 +1,5 @@
-"""Which of the plans that fit are shown: few of one family, one of each size whatever its version, and none that another
-shown one matches in everything."""
+"""Which of the plans that fit are shown: few of one family, one of each size whatever its version,
+and none that another shown one matches in everything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from localllm.planner.why import all_memory
 from localllm_catalog.types import Model, Variant
 
 _PER_FAMILY = 2
-# Differences that the ranges of the table swallow: of speed, wait and memory a share, of quality points.
+# Differences that the ranges of the table swallow: of speed, wait and memory a share, of quality
+# points.
 _SAME_SHARE = 0.02
 _SAME_POINTS = 0.1
 # Models of a family within this of each other in size are versions of one.
@@ -24,8 +25,8 @@ _VERSION = re.compile(r"-?\d+(?:\.\d+)*(?=-|$)")
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A plan that fits and is not shown, because of a shown one: one that is at least its match in everything, or another
-    version of the same model. Neither where it ranks below them all."""
+    """A plan that fits and is not shown, because of a shown one: one that is at least its match in
+    everything, or another version of the same model. Neither where it ranks below them all."""
 
     plan: Plan
     matched_by: Plan | None = None
@@ -33,7 +34,8 @@ class Left:
 
 
 def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[Left]]:
-    """At most `limit` of the plans, which come best first (0 = all of them), and the rest with the reason."""
+    """At most `limit` of the plans, which come best first (0 = all of them), and the rest with the
+    reason."""
     if not limit:
         return list(ranked), []
     shown: list[Plan] = []
@@ -42,7 +44,12 @@ def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[Left]]:
         better = next((p for p in shown if matches(p, plan)), None)
         version = next((p for p in shown if is_version_of(p.model, plan.model)), None)
         of_family = sum(line_of(p.model.family) == line_of(plan.model.family) for p in shown)
-        if better is not None or version is not None or len(shown) == limit or of_family == _PER_FAMILY:
+        if (
+            better is not None
+            or version is not None
+            or len(shown) == limit
+            or of_family == _PER_FAMILY
+        ):
             left.append(Left(plan, better, version))
             continue
         outdone = [p for p in shown if matches(plan, p, exactly=True)]
@@ -53,7 +60,8 @@ def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[Left]]:
 
 
 def line_of(family: str) -> str:
-    """The family without its version: qwen3.5, qwen3.6 and qwen3.8 are one line, qwen3-coder and qwen2.5-coder another."""
+    """The family without its version: qwen3.5, qwen3.6 and qwen3.8 are one line, qwen3-coder and
+    qwen2.5-coder another."""
     return _VERSION.sub("", family)
 
 
@@ -68,8 +76,9 @@ def is_version_of(one: Model, other: Model) -> bool:
 def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
     """True if `one` is no worse than `other` in anything that is shown, and better in something.
 
-    What nobody has rated is no match for what somebody has, what its maker alone has none for what others have, and a
-    constructed file none for a listed one. `exactly`: a difference within what the ranges swallow counts too.
+    What nobody has rated is no match for what somebody has, what its maker alone has none for what
+    others have, and a constructed file none for a listed one. `exactly`: a difference within what
+    the ranges swallow counts too.
     """
     if any(mine and not theirs for mine, theirs in zip(_doubts(one), _doubts(other), strict=True)):
         return False
@@ -78,7 +87,9 @@ def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
     no_worse = one.quality >= other.quality - points and all(
         a <= b * (1 + share) for a, b in zip(mine, theirs, strict=True)
     )
-    return no_worse and (one.quality > other.quality or any(a < b for a, b in zip(mine, theirs, strict=True)))
+    return no_worse and (
+        one.quality > other.quality or any(a < b for a, b in zip(mine, theirs, strict=True))
+    )
 
 
 def _doubts(plan: Plan) -> tuple[bool, ...]:
@@ -102,18 +113,22 @@ _WORTH_SAYING = 1.05
 
 
 def nearest_of_other(plan: Plan, variants: Sequence[Variant]) -> Variant | None:
-    """The variant of `variants` (of the other engine) whose file is nearest to the plan's; None beyond 25 %."""
+    """The variant of `variants` (of the other engine) whose file is nearest to the plan's; None
+    beyond 25 %."""
     size = plan.variant.file_bytes
     near = sorted(variants, key=lambda v: (abs(v.file_bytes - size), v.quant))
     return near[0] if near and abs(near[0].file_bytes / size - 1) <= _SAME_BITS else None
 
 
 def compare(device: Device, plan: Plan, other: Plan) -> str:
-    """One sentence: the other engine's plan beside this one, and what makes the difference (bytes read, share of the
-    bandwidth reached, fixed time a token; all three as predicted)."""
+    """One sentence: the other engine's plan beside this one, and what makes the difference (bytes
+    read, share of the bandwidth reached, fixed time a token; all three as predicted)."""
     ratio = other.decode_tok_s.value / plan.decode_tok_s.value
     named = f"{backend_of(other.variant).label} ({other.variant.quant})"
-    ours = f"{plan.decode_tok_s.value:.3g} tok/s of {backend_of(plan.variant).label} ({plan.variant.quant})"
+    ours = (
+        f"{plan.decode_tok_s.value:.3g} tok/s of {backend_of(plan.variant).label} "
+        f"({plan.variant.quant})"
+    )
     if 1 / _WORTH_SAYING < ratio < _WORTH_SAYING:
         head = f"{named} is predicted as fast as the {ours}"
     else:
@@ -121,14 +136,21 @@ def compare(device: Device, plan: Plan, other: Plan) -> str:
         head = f"{named} is predicted {word}: {other.decode_tok_s.value:.3g} against the {ours}"
     there, here = _parts(device, other), _parts(device, plan)
     return (
-        f"{head}; a token reads {there[0] / 1e9:.3g} against {here[0] / 1e9:.3g} GB at {there[1]:.0%} against "
-        f"{here[1]:.0%} of the bandwidth, and costs {there[2] * 1e3:.1f} against {here[2] * 1e3:.1f} ms besides"
+        f"{head}; a token reads {there[0] / 1e9:.3g} against {here[0] / 1e9:.3g} GB at "
+        f"{there[1]:.0%} against "
+        f"{here[1]:.0%} of the bandwidth, and costs {there[2] * 1e3:.1f} against "
+        f"{here[2] * 1e3:.1f} ms besides"
     )
 
 
 def _parts(device: Device, plan: Plan) -> tuple[int, float, float]:
-    """(bytes read, share of the bandwidth they are read at, fixed seconds) of one token with an empty context."""
+    """(bytes read, share of the bandwidth they are read at, fixed seconds) of one token with an
+    empty context."""
     hardware = decode_cost.hardware_of(device, plan.backend)
     terms = decode_cost.decode_terms(plan.model, plan.variant, hardware)
     read = terms.streamed.total_bytes
-    return read, read / (hardware.bandwidth_gbps * 1e9 * terms.memory_s), terms.total_s - terms.memory_s
+    return (
+        read,
+        read / (hardware.bandwidth_gbps * 1e9 * terms.memory_s),
+        terms.total_s - terms.memory_s,
+    )

@@ -1,8 +1,10 @@
-"""Where a model's bytes lie when they are divided: layer by layer over cards and system memory, as llama.cpp divides them.
+"""Where a model's bytes lie when they are divided: layer by layer over cards and system memory, as
+llama.cpp divides them.
 
-llama.cpp (https://github.com/ggml-org/llama.cpp, src/llama-model.cpp load_tensors, llama-model-loader.cpp) leaves the
-input tables in system memory, gives the last layers and the output to the devices, and of those layers leaves behind
-what a pattern names: the routed experts of the first ones. KV and recurrent state lie where their layer is computed.
+llama.cpp (https://github.com/ggml-org/llama.cpp, src/llama-model.cpp load_tensors,
+llama-model-loader.cpp) leaves the input tables in system memory, gives the last layers and the
+output to the devices, and of those layers leaves behind what a pattern names: the routed experts of
+the first ones. KV and recurrent state lie where their layer is computed.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from localllm_catalog.types import Model, Variant
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Weight bytes of a variant: the tables of which a token reads a row; what the output takes on a device, and what of
-    that the file holds beside the tables (tied models use one of them again); of each layer what every token reads,
-    and its routed experts."""
+    """Weight bytes of a variant: the tables of which a token reads a row; what the output takes on
+    a device, and what of that the file holds beside the tables (tied models use one of them again);
+    of each layer what every token reads, and its routed experts."""
 
     input_bytes: int
     output_bytes: int
@@ -45,11 +47,14 @@ class Parts:
 
 @by_identities
 def parts(model: Model, variant: Variant) -> Parts:
-    """The parts of `variant`: from its header, or from shapes and format, with layers of a kind taken as equal."""
+    """The parts of `variant`: from its header, or from shapes and format, with layers of a kind
+    taken as equal."""
     total = variant.weights_bytes or variant.file_bytes
     if variant.layer_bytes and len(variant.layer_bytes) == len(model.layers):
         layers = variant.layer_bytes
-        own = max(0, total - variant.input_bytes - sum(dense + experts for dense, experts in layers))
+        own = max(
+            0, total - variant.input_bytes - sum(dense + experts for dense, experts in layers)
+        )
         return Parts(variant.input_bytes, max(own, variant.output_bytes), own, layers)
     stream, known = streamed(model, variant), facts(model)
     matrix = model.vocab_size * model.hidden_size
@@ -62,7 +67,9 @@ def parts(model: Model, variant: Variant) -> Parts:
     output = min(total - experts, round(matrix * bits / 8))
     # What is always read is the layers and the output matrix, whoever else uses that.
     dense = max(0, min(total - experts, stream.dense_bytes) - output)
-    holds = [layer.ffn in ("experts", "both") and model.experts is not None for layer in model.layers]
+    holds = [
+        layer.ffn in ("experts", "both") and model.experts is not None for layer in model.layers
+    ]
     each_dense, each_pool = dense // max(1, len(holds)), experts // max(1, sum(holds))
     layers = tuple((each_dense, each_pool if has else 0) for has in holds)
     own = 0 if model.tied_embeddings else output
@@ -71,9 +78,11 @@ def parts(model: Model, variant: Variant) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What each layer weighs in a run, in bytes: (always read, routed experts, KV, state) of each, and the ends.
+    """What each layer weighs in a run, in bytes: (always read, routed experts, KV, state) of each,
+    and the ends.
 
-    The ends are those of `Parts`; `_sums` run over the layers before each of weights, experts, and KV with state.
+    The ends are those of `Parts`; `_sums` run over the layers before each of weights, experts, and
+    KV with state.
     """
 
     layers: tuple[tuple[int, int, int, int], ...]
@@ -89,16 +98,26 @@ class Ledger:
         if first > n:
             return 0
         cache = 0 if placed.kv_on_host else held[n] - held[first]
-        return dense[n] - dense[first] + experts[n] - experts[max(first, kept)] + cache + self.output_bytes
+        return (
+            dense[n]
+            - dense[first]
+            + experts[n]
+            - experts[max(first, kept)]
+            + cache
+            + self.output_bytes
+        )
 
     def device_layers(self, placed: Placement) -> list[int]:
-        """Bytes on devices of each layer from the first that one computes, and last of the output."""
+        """Bytes on devices of each layer from the first that one computes, and last of the
+        output."""
         n = len(self.layers)
         first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
         found = []
         for i in range(min(first, n), n):
             dense, experts, kv, state = self.layers[i]
-            found.append(dense + (0 if i < kept else experts) + (0 if placed.kv_on_host else kv + state))
+            found.append(
+                dense + (0 if i < kept else experts) + (0 if placed.kv_on_host else kv + state)
+            )
         if first <= n:
             found.append(self.output_bytes)
         return found
@@ -114,7 +133,9 @@ class Ledger:
     def host_kv_bytes(self, placed: Placement) -> tuple[int, int]:
         """(KV, state) bytes in system memory."""
         n = len(self.layers)
-        there = self.layers if placed.kv_on_host else self.layers[: min(n, placed.first_gpu_layer(n))]
+        there = (
+            self.layers if placed.kv_on_host else self.layers[: min(n, placed.first_gpu_layer(n))]
+        )
         return sum(layer[2] for layer in there), sum(layer[3] for layer in there)
 
 
@@ -131,7 +152,7 @@ def ledger(model: Model, variant: Variant, kv: Sequence[int], state: Sequence[in
     return Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes, tuple(sums))  # type: ignore[arg-type]
 
 
-# --- several cards --------------------------------------------------------------------------------------------------
+# --- several cards --------------------------------------------------------------------------------
 
 
 @by_identity
@@ -144,9 +165,12 @@ def used(device: Device, placed: Placement) -> Device:
     return _only(device, placed.cards) if placed.cards else device
 
 
-def over_cards(device_layers: Sequence[int], limits: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(layers of each card, bytes of each card) when consecutive layers fill the cards in proportion to their limits,
-    in bytes. The counts are a `tensor_split` that llama.cpp follows exactly."""
+def over_cards(
+    device_layers: Sequence[int], limits: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(layers of each card, bytes of each card) when consecutive layers fill the cards in
+    proportion to their limits, in bytes. The counts are a `tensor_split` that llama.cpp follows
+    exactly."""
     if not device_layers:
         return tuple(0 for _ in limits), tuple(0 for _ in limits)
     total, room = sum(device_layers), max(1, sum(limits))
@@ -163,8 +187,8 @@ def over_cards(device_layers: Sequence[int], limits: Sequence[int]) -> tuple[tup
 
 
 def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int) -> tuple[int, ...]:
-    """Bytes of each card when llama.cpp divides the layers by `split`: a layer is the first card's whose cumulated
-    share lies above the layer's own place among all."""
+    """Bytes of each card when llama.cpp divides the layers by `split`: a layer is the first card's
+    whose cumulated share lies above the layer's own place among all."""
     shares = [*split, *([0.0] * n_cards)][:n_cards]
     total = sum(shares) or 1.0
     bounds = [x / total for x in accumulate(shares)]
@@ -179,9 +203,12 @@ def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int)
 def weights_of_cards(
     model: Model, variant: Variant, placed: Placement, device: Device
 ) -> tuple[tuple[Device, float], ...]:
-    """The cards of `device` with the share (0..1) that each has of the weights on them; of cards that are all alike, and where
-    none is known apart, one for all."""
-    kinds = {(card.match or card.name, card.bandwidth_gbps and card.bandwidth_gbps.value) for card in device.cards}
+    """The cards of `device` with the share (0..1) that each has of the weights on them; of cards
+    that are all alike, and where none is known apart, one for all."""
+    kinds = {
+        (card.match or card.name, card.bandwidth_gbps and card.bandwidth_gbps.value)
+        for card in device.cards
+    }
     if len(kinds) < 2:
         return ((device, 1.0),)
     found, n = parts(model, variant), len(model.layers)
@@ -189,7 +216,10 @@ def weights_of_cards(
     rows = [d + (0 if i < kept else e) for i, (d, e) in enumerate(found.layers) if i >= first]
     split = placed.tensor_split or tuple(card.room_bytes for card in device.cards)
     held = as_split([*rows, found.output_bytes], split, len(device.cards))
-    return tuple((card, n_bytes / max(1, sum(held))) for card, n_bytes in zip(device.cards, held, strict=True))
+    return tuple(
+        (card, n_bytes / max(1, sum(held)))
+        for card, n_bytes in zip(device.cards, held, strict=True)
+    )
 
 
 def _bytes_of(device_layers: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
@@ -197,12 +227,13 @@ def _bytes_of(device_layers: Sequence[int], counts: Sequence[int]) -> tuple[int,
     return tuple(sum(device_layers[start:end]) for start, end in pairwise(ends))
 
 
-# --- shares, for the speed ------------------------------------------------------------------------------------------
+# --- shares, for the speed ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CardShare:
-    """Of what one token reads and computes, the share on the devices (0..1), and how often a step changes sides."""
+    """Of what one token reads and computes, the share on the devices (0..1), and how often a step
+    changes sides."""
 
     dense: float
     experts: float
@@ -218,14 +249,17 @@ class CardShare:
     @property
     def rest(self) -> CardShare:
         """What is not on the devices."""
-        return CardShare(1 - self.dense, 1 - self.experts, 1 - self.kv, 1 - self.layers, self.crossings)
+        return CardShare(
+            1 - self.dense, 1 - self.experts, 1 - self.kv, 1 - self.layers, self.crossings
+        )
 
 
 WHOLE = CardShare(1.0, 1.0, 1.0, 1.0, 0)
 
 
 def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
-    """How `placed` divides a step. KV is counted by layers' own width; a crossing is one copy of the activations."""
+    """How `placed` divides a step. KV is counted by layers' own width; a crossing is one copy of
+    the activations."""
     if not placed.is_split:
         return WHOLE
     found, n = parts(model, variant), len(model.layers)
@@ -236,10 +270,16 @@ def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
     n_split = sum(1 for _, e in found.layers[first:kept] if e) if kept > first else 0
     n_device = max(0, n - first)
     kv = 0.0 if placed.kv_on_host else n_device / max(1, n)
-    crossings = 2 * n_split + (2 if 0 < first <= n else 0) + (2 * n_device if placed.kv_on_host else 0)
+    crossings = (
+        2 * n_split + (2 if 0 < first <= n else 0) + (2 * n_device if placed.kv_on_host else 0)
+    )
     return CardShare(
         dense / max(1, found.dense_bytes + matrix),
-        experts / found.expert_bytes if found.expert_bytes else 1.0 if first == 0 else n_device / max(1, n),
+        experts / found.expert_bytes
+        if found.expert_bytes
+        else 1.0
+        if first == 0
+        else n_device / max(1, n),
         kv,
         n_device / max(1, n),
         crossings,
@@ -248,21 +288,24 @@ def shares(model: Model, variant: Variant, placed: Placement) -> CardShare:
 
 # What llama.cpp reads whole anyway.
 LEAST_BYTES = 4 * 2**30
-# Seconds a row takes that is not in memory. An SSD on PCIe answers 100,000 such reads a second and more (assumed; on a DGX
-# Spark answers were as fast with Qwen3.8-Flash-Next's table cold as with it warm: github.com/0xBakeer/inference-atlas, pull
-# requests 79 to 81); a disk that turns, a hundred.
+# Seconds a row takes that is not in memory. An SSD on PCIe answers 100,000 such reads a second and
+# more (assumed; on a DGX Spark answers were as fast with Qwen3.8-Flash-Next's table cold as with it
+# warm: github.com/0xBakeer/inference-atlas, pull requests 79 to 81); a disk that turns, a hundred.
 ROW_S = 10e-6
 SLOW_ROW_S = 10e-3
 
 
 def table_bytes(model: Model, variant: Variant) -> int:
-    """Bytes of the tables of `variant` that are looked up by rows beside the embedding of the tokens; 0 without any."""
+    """Bytes of the tables of `variant` that are looked up by rows beside the embedding of the
+    tokens; 0 without any."""
     if not model.lookup_params:
         return 0
     if variant.input_bytes:  # read from the header, together with the tokens' own
         tokens = model.vocab_size * model.hidden_size
         return round(variant.input_bytes * model.lookup_params / (model.lookup_params + tokens))
-    bits = model.lookup_bits or 8 * (variant.weights_bytes or variant.file_bytes) / max(1, model.params_total)
+    bits = model.lookup_bits or 8 * (variant.weights_bytes or variant.file_bytes) / max(
+        1, model.params_total
+    )
     return round(model.lookup_params * bits / 8)
 
 
@@ -275,6 +318,8 @@ def disk_bytes(model: Model, variant: Variant, settings: RunSettings) -> int:
     return found if where == "disk" or found > LEAST_BYTES else 0
 
 
-def token_s(model: Model, variant: Variant, settings: RunSettings, *, row_s: float = ROW_S) -> float:
+def token_s(
+    model: Model, variant: Variant, settings: RunSettings, *, row_s: float = ROW_S
+) -> float:
     """Seconds a token waits for its rows from the disk, when none of them is in memory."""
     return model.lookup_rows * row_s if disk_bytes(model, variant, settings) else 0.0

@@ -1,10 +1,12 @@
-"""Which layers, experts and KV go to a card and which stay in system memory: what fits, and of that the fastest.
+"""Which layers, experts and KV go to a card and which stay in system memory: what fits, and of that
+the fastest.
 
-A model that one card holds goes to the fastest that does, others to the cards that are predicted to answer fastest
-together: a slow card more is left out. Of a mixture the routed experts are nearly all of the bytes and little of what a
-token reads, so they leave the card first, layer by layer from the front, as few as must. Layers leave whole only where
-there are no experts to leave, or where the rest alone is too large. The cache leaves where what that makes room for is
-worth more.
+A model that one card holds goes to the fastest that does, others to the cards that are predicted to
+answer fastest
+together: a slow card more is left out. Of a mixture the routed experts are nearly all of the bytes
+and little of what a token reads, so they leave the card first, layer by layer from the front, as
+few as must. Layers leave whole only where there are no experts to leave, or where the rest alone is
+too large. The cache leaves where what that makes room for is worth more.
 """
 
 from __future__ import annotations
@@ -56,13 +58,16 @@ FREE = OffloadOptions()
 
 
 def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
-    """What is needed of every place: the accelerator's pool, each of several cards, system memory beside them. Of the pool
-    nearly all that may be loaded is as much as can be had without anybody giving way."""
+    """What is needed of every place: the accelerator's pool, each of several cards, system memory
+    beside them. Of the pool nearly all that may be loaded is as much as can be had without anybody
+    giving way."""
     roomy = int(TIGHT_SHARE * min(need.limit_bytes, device.memory.loadable_bytes))
     has_cards = bool(need.cards_bytes and device.cards)
     free = need.limit_bytes if has_cards else device.memory.available_bytes
     parts = [Part(device.name, need.total_bytes, need.limit_bytes, free, roomy)]
-    for i, (n_bytes, limit) in enumerate(zip(need.cards_bytes, need.cards_limit_bytes, strict=True)):
+    for i, (n_bytes, limit) in enumerate(
+        zip(need.cards_bytes, need.cards_limit_bytes, strict=True)
+    ):
         free = device.cards[i].memory.available_bytes if has_cards else limit
         parts.append(Part(f"card {i}", n_bytes, limit, free))
     if need.host_bytes and device.host is not None:
@@ -76,8 +81,11 @@ def fits(device: Device, need: MemoryNeed) -> bool:
     return not judge(needed_parts(device, need)).lacking
 
 
-def over_cards(device: Device, model: Model, variant: Variant, settings: RunSettings) -> RunSettings:
-    """`settings` with the layers counted out to each of several cards; unchanged for one, or where that was said."""
+def over_cards(
+    device: Device, model: Model, variant: Variant, settings: RunSettings
+) -> RunSettings:
+    """`settings` with the layers counted out to each of several cards; unchanged for one, or where
+    that was said."""
     placed = settings.placement
     device = places.used(device, placed)
     if device.n_gpus < 2 or device.kind != "discrete" or placed.tensor_split:
@@ -90,13 +98,15 @@ def over_cards(device: Device, model: Model, variant: Variant, settings: RunSett
     return settings.placed(tensor_split=tuple(float(n) for n in counts))
 
 
-# Of what a card may hold, what the fastest are filled to before slower ones get a layer: layers are no smaller than they are.
+# Of what a card may hold, what the fastest are filled to before slower ones get a layer: layers are
+# no smaller than they are.
 _FILLED = 0.95
 
 
 def _goals(device: Device, held_bytes: int, beside_bytes: int) -> tuple[int, ...]:
-    """How the layers' `held_bytes` are shared out, where each card has its part of `beside_bytes` besides: the fastest cards
-    are filled first; cards of one speed, or none to spare, share by what they may hold."""
+    """How the layers' `held_bytes` are shared out, where each card has its part of `beside_bytes`
+    besides: the fastest cards are filled first; cards of one speed, or none to spare, share by what
+    they may hold."""
     limits = memory.cards_limits(device)
     rates = [card.bandwidth_gbps.value if card.bandwidth_gbps else 0.0 for card in device.cards]
     if len(set(rates)) < 2:
@@ -118,20 +128,27 @@ _MOST_CHOICES = 64
 
 @by_identity
 def choices(device: Device) -> tuple[tuple[int, ...], ...]:
-    """Which cards of several a model may be placed on: every number of each kind of them, the freest first, as numbers of
-    cards (empty: all). In a machine of many kinds, each card alone, and the fastest so and so many."""
+    """Which cards of several a model may be placed on: every number of each kind of them, the
+    freest first, as numbers of cards (empty: all). In a machine of many kinds, each card alone, and
+    the fastest so and so many."""
     if device.kind != "discrete" or len(device.cards) < 2:
         return ((),)
     alike: dict[object, list[Device]] = {}
     for card in sorted(device.cards, key=lambda c: (-c.memory.available_bytes, c.number)):
-        kind = (card.match or card.name, card.memory.total_bytes, card.bandwidth_gbps and card.bandwidth_gbps.value)
+        kind = (
+            card.match or card.name,
+            card.memory.total_bytes,
+            card.bandwidth_gbps and card.bandwidth_gbps.value,
+        )
         alike.setdefault(kind, []).append(card)
     groups = list(alike.values())
     if math.prod(len(group) + 1 for group in groups) <= _MOST_CHOICES:
         taken = itertools.product(*([group[:n] for n in range(len(group) + 1)] for group in groups))
         found = [list(itertools.chain.from_iterable(parts)) for parts in taken]
     else:
-        fastest = sorted(device.cards, key=lambda c: -(c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0))
+        fastest = sorted(
+            device.cards, key=lambda c: -(c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0)
+        )
         found = [[group[0]] for group in groups] + [fastest[:n] for n in range(2, len(fastest) + 1)]
     some = (chosen for chosen in found if 0 < len(chosen) < len(device.cards))
     numbers = {tuple(sorted(card.number for card in chosen)) for chosen in some}
@@ -139,10 +156,14 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
 
 
 def best_split(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, offload: OffloadOptions = FREE
+    device: Device,
+    model: Model,
+    variant: Variant,
+    settings: RunSettings,
+    offload: OffloadOptions = FREE,
 ) -> RunSettings | None:
-    """`settings` placed over `device` and its host so that they fit and decode fastest with the context half full; None
-    where nothing fits."""
+    """`settings` placed over `device` and its host so that they fit and decode fastest with the
+    context half full; None where nothing fits."""
     used = places.used(device, settings.placement)
     found = _Search(used, model, variant, offload.applied_to(settings), offload).candidates()
     return fastest(device, model, variant, found, depth=settings.n_ctx // 2)
@@ -151,7 +172,8 @@ def best_split(
 def fastest(
     device: Device, model: Model, variant: Variant, found: Sequence[RunSettings], *, depth: int = 0
 ) -> RunSettings | None:
-    """Of several ways to run a variant the one that is predicted to decode fastest, the first of equals."""
+    """Of several ways to run a variant the one that is predicted to decode fastest, the first of
+    equals."""
     if len(found) < 2:
         return found[0] if found else None
     return max(found, key=lambda s: speed.decode(device, model, variant, s, depth=depth).value)
@@ -161,14 +183,21 @@ class _Search:
     """The placements of one run that fit."""
 
     def __init__(
-        self, device: Device, model: Model, variant: Variant, settings: RunSettings, offload: OffloadOptions
+        self,
+        device: Device,
+        model: Model,
+        variant: Variant,
+        settings: RunSettings,
+        offload: OffloadOptions,
     ) -> None:
         self._device, self._model, self._variant, self._offload = device, model, variant, offload
         self._settings = settings
         self._book = memory.layer_ledger(model, variant, settings)
         self._limits = memory.cards_limits(device)
         whole = memory.need(model, variant, settings, device)
-        self._beside_bytes = whole.compute_bytes + whole.overhead_bytes + whole.draft_bytes + whole.projector_bytes
+        self._beside_bytes = (
+            whole.compute_bytes + whole.overhead_bytes + whole.draft_bytes + whole.projector_bytes
+        )
         self._kv_share = (whole.kv_bytes + whole.recurrent_bytes) / max(1, whole.total_bytes)
 
     def candidates(self) -> list[RunSettings]:
@@ -180,12 +209,17 @@ class _Search:
         return [s for s in found if s is not None]
 
     def _fewest_off(self, start: Placement) -> RunSettings | None:
-        """`start` with as few experts, else as few layers in system memory as makes the rest fit; as is, if that does."""
+        """`start` with as few experts, else as few layers in system memory as makes the rest fit;
+        as is, if that does."""
         n, offload = len(self._model.layers), self._offload
         placed: Placement | None = start
         if not self._room(start):
-            experts = offload.experts_on_host is None and any(layer[1] for layer in self._book.layers)
-            placed = self._least(1, n, lambda k: replace(start, experts_on_host=k)) if experts else None
+            experts = offload.experts_on_host is None and any(
+                layer[1] for layer in self._book.layers
+            )
+            placed = (
+                self._least(1, n, lambda k: replace(start, experts_on_host=k)) if experts else None
+            )
             if placed is None and offload.gpu_layers is None:
                 off = replace(start, experts_on_host=-1) if experts else start
                 placed = self._least(0, n + 1, lambda k: replace(off, gpu_layers=n + 1 - k))
@@ -197,7 +231,8 @@ class _Search:
         return divided if fits(self._device, need) else None
 
     def _least(self, low: int, high: int, take: Callable[[int], Placement]) -> Placement | None:
-        """`take(n)` for the least n from `low` to `high` that there is room for; None where not even for `high`."""
+        """`take(n)` for the least n from `low` to `high` that there is room for; None where not
+        even for `high`."""
         if not self._room(take(high)):
             return None
         while low < high:

@@ -1,7 +1,8 @@
-"""One Variant on one Device as a Plan: which settings fit it, what they cost, and how fast that is. Pure.
+"""One Variant on one Device as a Plan: which settings fit it, what they cost, and how fast that is.
+Pure.
 
-The settings that starting_settings.py makes are settled here and nowhere else, and travel whole: memory, speed, and the
-loader read the same value.
+The settings that starting_settings.py makes are settled here and nowhere else, and travel whole:
+memory, speed, and the loader read the same value.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from localllm.planner import (
 )
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.needs import SPLIT_COST, Need, score
-from localllm.planner.starting_settings import NOTHING_FIXED, Overrides, context_for, settings_for, usual_batch
+from localllm.planner.starting_settings import (
+    NOTHING_FIXED,
+    Overrides,
+    context_for,
+    settings_for,
+    usual_batch,
+)
 from localllm.planner.types import (
     DEFAULT_BATCH,
     USUAL,
@@ -40,17 +47,20 @@ from localllm.planner.types import (
 )
 from localllm_catalog.types import Model, Variant
 
-# Beyond a prompt of this length its own speed is predicted for the first token, not that of the published figure.
+# Beyond a prompt of this length its own speed is predicted for the first token, not that of the
+# published figure.
 _PREFILL_PROMPT_TOKENS = 2048
-# An answer that is this much slower at most is the price of reading prompts in larger steps beside system memory.
+# An answer that is this much slower at most is the price of reading prompts in larger steps beside
+# system memory.
 _AS_FAST = 0.97
 
 
-# --- does it fit ----------------------------------------------------------------------------------------------------
+# --- does it fit ----------------------------------------------------------------------------------
 
 
 def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
-    """yes / tight (needs more than is free now, or nearly all of what may be loaded) / split (part in host memory) / no."""
+    """yes / tight (needs more than is free now, or nearly all of what may be loaded) / split (part
+    in host memory) / no."""
     return judge(placing.needed_parts(device, need), split=split).fits
 
 
@@ -59,7 +69,8 @@ _UNKNOWN = MemoryNeed(0, 0, 0, 0, 0, 0, 0)
 
 
 def max_context(device: Device, plan: Plan) -> int:
-    """The longest context, in tokens, that fits the hard limit with this plan's settings (0 = not even 256)."""
+    """The longest context, in tokens, that fits the hard limit with this plan's settings (0 = not
+    even 256)."""
     ways = [plan.settings]
     if plan.settings.placement.cards:  # a longer one would be given all cards
         ways.append(plan.settings.placed(cards=(), tensor_split=()))
@@ -71,13 +82,15 @@ def _longest(device: Device, model: Model, variant: Variant, settings: RunSettin
     low, high = 0, (model.native_context or 131072) // kv_sizes.CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        longer = placing.over_cards(used, model, variant, replace(settings, n_ctx=middle * kv_sizes.CONTEXT_STEP))
+        longer = placing.over_cards(
+            used, model, variant, replace(settings, n_ctx=middle * kv_sizes.CONTEXT_STEP)
+        )
         need = memory.need(model, variant, longer, used)
         low, high = (middle, high) if verdict(used, need) != "no" else (low, middle - 1)
     return low * kv_sizes.CONTEXT_STEP
 
 
-# --- the plan -------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 def plan_for(
@@ -91,9 +104,9 @@ def plan_for(
 ) -> Plan:
     """The best Plan for exactly this variant, whether or not it fits (`fits` says).
 
-    Of all KV types, choices of cards and divisions with system memory that fit, the one with the best score. `rough`: what that
-    score depends on, for choosing between files: `decode_tok_s_full` is then that of an empty context, and steps are larger
-    only where prompts cost points.
+    Of all KV types, choices of cards and divisions with system memory that fit, the one with the
+    best score. `rough`: what that score depends on, for choosing between files: `decode_tok_s_full`
+    is then that of an empty context, and steps are larger only where prompts cost points.
     """
     run = _Run.of(device, model, variant, workload, overrides)
     wanted, kv_types = settings_for(device, model, variant, workload, overrides), run.kv_types()
@@ -104,15 +117,17 @@ def plan_for(
     return plan if rough else run.finished(plan)
 
 
-def finished(device: Device, plan: Plan, workload: Workload, overrides: Overrides = NOTHING_FIXED) -> Plan:
+def finished(
+    device: Device, plan: Plan, workload: Workload, overrides: Overrides = NOTHING_FIXED
+) -> Plan:
     """The plan that `plan_for` makes, of its rough one."""
     return _Run.of(device, plan.model, plan.variant, workload, overrides).finished(plan)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A file, the machine it is to run on, and what for: what every way of running it is planned from. `request_tokens`: the
-    context of one request; `prompt_tokens`: of that its prompt."""
+    """A file, the machine it is to run on, and what for: what every way of running it is planned
+    from. `request_tokens`: the context of one request; `prompt_tokens`: of that its prompt."""
 
     device: Device
     model: Model
@@ -124,38 +139,57 @@ class _Run:
     prompt_tokens: int
 
     @classmethod
-    def of(cls, device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides) -> _Run:
-        purpose, tokens = needs.need_of(workload), context_for(model, workload) // max(1, workload.parallel)
+    def of(
+        cls,
+        device: Device,
+        model: Model,
+        variant: Variant,
+        workload: Workload,
+        overrides: Overrides,
+    ) -> _Run:
+        purpose, tokens = (
+            needs.need_of(workload),
+            context_for(model, workload) // max(1, workload.parallel),
+        )
         prompt = min(purpose.prompt_tokens, tokens)
         return cls(device, model, variant, workload, overrides, purpose, tokens, prompt)
 
     def finished(self, plan: Plan) -> Plan:
-        """`plan`, which is rough, with its speed in a full context, and in larger steps where those pay."""
+        """`plan`, which is rough, with its speed in a full context, and in larger steps where those
+        pay."""
         settled = plan.settings, plan.memory, plan.fits
         may_grow = plan.fits != "no" and plan.settings.n_batch == usual_batch(self.device)
         return self.planned(self.larger(settled) if may_grow else settled, rough=False)
 
     def kv_types(self) -> tuple[str, ...]:
-        """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its own groups."""
+        """KV types to try in order, in the contract's words: for MLX they mean 8 and 4 bits in its
+        own groups."""
         backend = backend_of(self.variant)
         types: tuple[str, ...] = (self.overrides.kv_type,)
         if not self.overrides.kv_type:
             mixed = backend.mixed_kv and self.device.accelerator == "cpu"
             types = quality.ladder(self.workload.purpose, self.overrides.kv_evidence, mixed=mixed)
-        return tuple(k for k in types if kv_sizes.kv_type_allowed(self.model, k, backend)) or ("f16",)
+        return tuple(k for k in types if kv_sizes.kv_type_allowed(self.model, k, backend)) or (
+            "f16",
+        )
 
     def best(self, wanted: RunSettings, kv_types: Sequence[str]) -> Plan | None:
-        """Of all ways these settings fit, the plan that has the best score, of several cards the fastest that are free: with each
-        KV type, whole on each choice of cards, or divided with system memory, each with the steps that its prompts are best
-        read in. None where none fits.
+        """Of all ways these settings fit, the plan that has the best score, of several cards the
+        fastest that are free: with each KV type, whole on each choice of cards, or divided with
+        system memory, each with the steps that its prompts are best read in. None where none fits.
 
-        They are looked at in the order of what they could be at best: with room to spare, nothing in system memory, and prompts
-        in steps that cost no points. What is behind the best so far is not looked at."""
+        They are looked at in the order of what they could be at best: with room to spare, nothing
+        in system memory, and prompts in steps that cost no points. What is behind the best so far
+        is not looked at."""
         device, purpose = self.device, self.purpose
         wanted = wanted.with_kv_type(kv_types[0])
         free = self.overrides.offload.tensor_split is None
         chosen = placing.choices(device) if free else ((),)
-        splits = device.kind == "discrete" and device.host is not None and backend_of(self.variant).splits
+        splits = (
+            device.kind == "discrete"
+            and device.host is not None
+            and backend_of(self.variant).splits
+        )
 
         def rank(plan: Plan, points: float) -> tuple[float, float, float]:
             if len(chosen) == 1:
@@ -168,13 +202,20 @@ class _Run:
         costs = [quality.kv_cost(kv_type) - quality.kv_cost(kv_types[0]) for kv_type in kv_types]
         for cards in chosen:
             top = self.planned((wanted.placed(cards=cards) if cards else wanted, _UNKNOWN, "yes"))
-            most = top.score + (0.0 if device.accelerator == "cpu" else needs.prompt_lost(top, purpose))
-            ways += [(True, rank(top, most - cost), top, k) for k, cost in zip(kv_types, costs, strict=True)]
+            most = top.score + (
+                0.0 if device.accelerator == "cpu" else needs.prompt_lost(top, purpose)
+            )
+            ways += [
+                (True, rank(top, most - cost), top, k)
+                for k, cost in zip(kv_types, costs, strict=True)
+            ]
             if splits:
                 at = min(1, len(kv_types) - 1)
                 ways.append((False, rank(top, most - costs[at] - SPLIT_COST), top, kv_types[at]))
         best: Plan | None = None
-        for is_whole, most_rank, top, kv_type in sorted(ways, key=lambda way: way[:2], reverse=True):
+        for is_whole, most_rank, top, kv_type in sorted(
+            ways, key=lambda way: way[:2], reverse=True
+        ):
             if best is not None and most_rank <= rank(best, best.score):
                 continue
             way = top.settings.with_kv_type(kv_type)
@@ -189,14 +230,26 @@ class _Run:
     def on_cards(self, settings: RunSettings) -> _Settled:
         """`settings` whole on their cards, and whether they fit there."""
         used = places.used(self.device, settings.placement)
-        tried = placing.over_cards(used, self.model, self.variant, self.overrides.offload.applied_to(settings))
+        tried = placing.over_cards(
+            used, self.model, self.variant, self.overrides.offload.applied_to(settings)
+        )
         need = memory.need(self.model, self.variant, tried, used)
-        return tried, need, verdict(used, need, split=tried.placement.is_split and self.device.kind == "discrete")
+        return (
+            tried,
+            need,
+            verdict(used, need, split=tried.placement.is_split and self.device.kind == "discrete"),
+        )
 
     def divided(self, settings: RunSettings) -> _Settled | None:
         """`settings` divided with system memory as is fastest; None where nothing fits."""
-        found = placing.best_split(self.device, self.model, self.variant, settings, self.overrides.offload)
-        return None if found is None else (found, memory.need(self.model, self.variant, found, self.device), "split")
+        found = placing.best_split(
+            self.device, self.model, self.variant, settings, self.overrides.offload
+        )
+        return (
+            None
+            if found is None
+            else (found, memory.need(self.model, self.variant, found, self.device), "split")
+        )
 
     def held(self, top: Plan, settled: _Settled) -> Plan:
         """`top`, which lies in the same places and answers as fast, as it was `settled`."""
@@ -207,15 +260,21 @@ class _Run:
         return plan if same else replace(plan, score=score(plan, self.purpose))
 
     def read(self, plan: Plan) -> Plan:
-        """`plan`, or the better one with larger steps where waiting for its prompts costs points."""
+        """`plan`, or the better one with larger steps where waiting for its prompts costs
+        points."""
         if self.device.accelerator == "cpu" or not needs.prompt_lost(plan, self.purpose):
             return plan
         settled = self.larger((plan.settings, plan.memory, plan.fits))
-        return plan if settled[0] == plan.settings else max(plan, self.planned(settled), key=lambda p: p.score)
+        return (
+            plan
+            if settled[0] == plan.settings
+            else max(plan, self.planned(settled), key=lambda p: p.score)
+        )
 
     def larger(self, settled: _Settled) -> _Settled:
-        """What was `settled`, with a larger micro-batch where that pays for such a prompt and changes nothing else; of a
-        mixture that is divided, experts may make room for it as long as an answer comes about as fast."""
+        """What was `settled`, with a larger micro-batch where that pays for such a prompt and
+        changes nothing else; of a mixture that is divided, experts may make room for it as long as
+        an answer comes about as fast."""
         settings, _, fits = settled
         if fits == "yes":
             return self.in_larger_steps(settled)
@@ -223,7 +282,9 @@ class _Run:
             return settled
         rate = self.decode_tok_s(settings)
         for size in self.micro_batches(settings):
-            found = self.divided(replace(settings.placed(experts_on_host=0, tensor_split=()), n_batch=size))
+            found = self.divided(
+                replace(settings.placed(experts_on_host=0, tensor_split=()), n_batch=size)
+            )
             if found is not None and self.decode_tok_s(found[0]) >= _AS_FAST * rate:
                 return found
         return settled
@@ -233,7 +294,8 @@ class _Run:
         return speed.decode(self.device, self.model, self.variant, settings).value
 
     def in_larger_steps(self, settled: _Settled) -> _Settled:
-        """What fits with room to spare, with the largest micro-batch that pays and takes little; as it is where none does."""
+        """What fits with room to spare, with the largest micro-batch that pays and takes little; as
+        it is where none does."""
         settings, need, fits = settled
         used = places.used(self.device, settings.placement)
         sizes = [(n, _SHARE_OF_MEMORY) for n in self.micro_batches(settings)]
@@ -243,20 +305,27 @@ class _Run:
         for size, share in sizes:
             tried = replace(settings, n_batch=size)
             taken = memory.need(self.model, self.variant, tried, used)
-            if taken.total_bytes - need.total_bytes <= share * need.limit_bytes and verdict(used, taken) == "yes":
+            if (
+                taken.total_bytes - need.total_bytes <= share * need.limit_bytes
+                and verdict(used, taken) == "yes"
+            ):
                 return tried, taken, fits
         return settled
 
     def micro_batches(self, settings: RunSettings) -> Sequence[int]:
         """Micro-batches larger than `settings` has that pay for such a prompt, the largest first.
 
-        A micro-batch reads all weights once: the more tokens share that, the faster is prefill, and the larger are a step's
-        buffers. A processor is bound by arithmetic long before."""
+        A micro-batch reads all weights once: the more tokens share that, the faster is prefill, and
+        the larger are a step's buffers. A processor is bound by arithmetic long before."""
         device = places.used(self.device, settings.placement)
         if device.accelerator == "cpu":
             return ()
         hardware = decode_cost.hardware_of(device, backend_of(self.variant).name)
-        most = min(self.prompt_tokens, settings.n_ctx * _SHARE_OF_CONTEXT, kernel_facts(hardware.keys).most_batch)
+        most = min(
+            self.prompt_tokens,
+            settings.n_ctx * _SHARE_OF_CONTEXT,
+            kernel_facts(hardware.keys).most_batch,
+        )
 
         def token_s(size: int) -> float:
             return prefill_cost.prefill_terms(
@@ -298,19 +367,24 @@ class _Run:
             makers_own=rating.makers_own,
             kv_bytes_per_1k=kv_sizes.kv_bytes_per_1k_tokens(model, settings.kv_type),
             kv_why=quality.why(settings.kv_type, workload.purpose, self.overrides.kv_evidence),
-            draft_gain=drafting.draft_gain(self.device, (model, variant), second) if second is not None else 1.0,
+            draft_gain=drafting.draft_gain(self.device, (model, variant), second)
+            if second is not None
+            else 1.0,
         )
         drafted = drafting.for_purpose(self.device, plan, workload)
         plan = plan if drafted is None else replace(plan, drafting=drafted)
         return replace(plan, score=score(plan, self.purpose))
 
     def speeds(self, settings: RunSettings, *, rough: bool) -> dict[str, Any]:
-        """Decode with the context empty and full, prefill, and the wait for the first token with and without a cache."""
+        """Decode with the context empty and full, prefill, and the wait for the first token with
+        and without a cache."""
         run, measured = (self.device, self.model, self.variant, settings), self.overrides.measured
         decode = speed.decode(*run, measured=measured)
         full = decode if rough else speed.decode(*run, depth=self.request_tokens, measured=measured)
         prompt, cached = self.prompt_tokens, self.purpose.cached_tokens
-        usual = speed.prefill(*run, prompt_tokens=min(_PREFILL_PROMPT_TOKENS, prompt), measured=measured)
+        usual = speed.prefill(
+            *run, prompt_tokens=min(_PREFILL_PROMPT_TOKENS, prompt), measured=measured
+        )
         over_prompt = usual
         if prompt > _PREFILL_PROMPT_TOKENS:
             over_prompt = speed.prefill(*run, prompt_tokens=prompt, measured=measured)
@@ -319,26 +393,34 @@ class _Run:
             "decode_tok_s_full": full,
             "prefill_tok_s": usual,
             "ttft_s": speed.ttft(over_prompt, decode, prompt),
-            "ttft_cached_s": speed.ttft(over_prompt, decode, prompt, cached_tokens=cached) if cached else None,
+            "ttft_cached_s": speed.ttft(over_prompt, decode, prompt, cached_tokens=cached)
+            if cached
+            else None,
         }
 
 
 def _pinned(device: Device, settings: RunSettings, need: MemoryNeed) -> RunSettings:
-    """`settings` with weights that are read where CUDA has part of them in system memory and that is free: llama.cpp then keeps them
-    in pinned buffers, which prompts' steps are copied to the card from faster than from a mapped file (it says so itself,
-    src/llama-model-loader.cpp; where the driver pins no more it takes ordinary memory)."""
-    if not KINDS[device.accelerator].pins_host_weights or settings.placement.weights != USUAL.placement.weights:
+    """`settings` with weights that are read where CUDA has part of them in system memory and that
+    is free: llama.cpp then keeps them in pinned buffers, which prompts' steps are copied to the
+    card from faster than from a mapped file (it says so itself, src/llama-model-loader.cpp; where
+    the driver pins no more it takes ordinary memory)."""
+    if (
+        not KINDS[device.accelerator].pins_host_weights
+        or settings.placement.weights != USUAL.placement.weights
+    ):
         return settings
     has_room = device.host is not None and need.host_bytes <= device.host.available_bytes
     return settings.placed(weights="read") if has_room else settings
 
 
 MICRO_BATCHES = (DEFAULT_BATCH, 1024, 2048, 4096)
-# A doubling that makes a prompt less than this faster is not worth its memory: it is less than the prediction is worth.
+# A doubling that makes a prompt less than this faster is not worth its memory: it is less than the
+# prediction is worth.
 _PAYS = 1.05
-# Share of what an accelerator may hold that larger steps may take of it, and of the context that one step may fill.
+# Share of what an accelerator may hold that larger steps may take of it, and of the context that
+# one step may fill.
 _SHARE_OF_MEMORY = 1 / 16
 _SHARE_OF_CONTEXT = 1 / 4
-# Where buffers grow as steps need them, what takes no more than this for a moment need not pay: each step costs a pause, which a
-# small model on a fast device feels.
+# Where buffers grow as steps need them, what takes no more than this for a moment need not pay:
+# each step costs a pause, which a small model on a fast device feels.
 _NEXT_TO_NOTHING = 1 / 100

@@ -1,13 +1,16 @@
-"""The law of prompts, term by term: seconds one prompt token costs, by cause (docs/recommend.md; decode: decode_cost.py).
+"""The law of prompts, term by term: seconds one prompt token costs, by cause (docs/recommend.md;
+decode: decode_cost.py).
 
-t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs / (h·units) + FLOPs of recurrent states / (s·units)
-    + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz / clock)^l + context · m
+t = 2·(P + tile·touched experts / micro-batch) / (g·units) + attention FLOPs / (h·units) + FLOPs of
+recurrent states / (s·units)
+    + activations / (c·BW) + weights / (η·BW·micro-batch) + launches / micro-batch · (1.8 GHz /
+    clock)^l + context · m
 
-The matrices are multiplied at what the board's power lets the units hold (efficiency.py), if there are kernels for their type
-(kernels.py); attention computes of a micro-batch what its kernels do not skip of the mask (kernels.py too). Between
-the matrices every activation goes through memory: the smallest models spend as long on those as on their matrices (under MLX
-also the scores of heads whose width no fused kernel has: attention_scores.py). The mask
-itself llama.cpp writes on the host.
+The matrices are multiplied at what the board's power lets the units hold (efficiency.py), if there
+are kernels for their type (kernels.py); attention computes of a micro-batch what its kernels do not
+skip of the mask (kernels.py too). Between the matrices every activation goes through memory: the
+smallest models spend as long on those as on their matrices (under MLX also the scores of heads
+whose width no fused kernel has: attention_scores.py). The mask itself llama.cpp writes on the host.
 Coefficients: efficiency.toml. Seconds, bytes and tokens throughout.
 """
 
@@ -18,7 +21,14 @@ from dataclasses import dataclass
 
 from localllm.planner import efficiency, kernels
 from localllm.planner.attention_scores import moved_bytes
-from localllm.planner.decode_cost import PEAK_SHARE, CostTerm, Hardware, Powers, all_attention_flops, lag
+from localllm.planner.decode_cost import (
+    PEAK_SHARE,
+    CostTerm,
+    Hardware,
+    Powers,
+    all_attention_flops,
+    lag,
+)
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import DEFAULT_BATCH
@@ -26,22 +36,25 @@ from localllm_backends import registry
 from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
-# Float32 elements of a token that the kernels of a layer read and write beside its matrices (llama.cpp's graphs): the hidden
-# vector in two norms, two residual sums, two conversions for the matrices and what those put out (12 of its width); queries
-# and what attention makes of them (6), and the feed-forward's (6): each written, changed in place and read.
+# Float32 elements of a token that the kernels of a layer read and write beside its matrices
+# (llama.cpp's graphs): the hidden vector in two norms, two residual sums, two conversions for the
+# matrices and what those put out (12 of its width); queries and what attention makes of them (6),
+# and the feed-forward's (6): each written, changed in place and read.
 _HIDDEN_PASSES = 12
 _HEAD_PASSES = 6
 _FFN_PASSES = 6
 
 
 def scan_flops(model: Model) -> float:
-    """FLOPs one token's pass through the states of the recurrent layers costs: decay, update and read of each element."""
+    """FLOPs one token's pass through the states of the recurrent layers costs: decay, update and
+    read of each element."""
     return 6.0 * facts(model).recurrent_state_bytes / 4
 
 
 @by_identity
 def activation_bytes(model: Model) -> float:
-    """Bytes of activations that one prompt token's layers read and write beside their matrices (float32)."""
+    """Bytes of activations that one prompt token's layers read and write beside their matrices
+    (float32)."""
     elements = sum(count * _layer_elements(model, layer) for layer, count in facts(model).groups)
     return 4.0 * elements
 
@@ -51,14 +64,17 @@ def _layer_elements(model: Model, layer: Layer) -> int:
     if layer.ffn in ("dense", "both"):
         width += layer.intermediate or model.intermediate_size
     if x is not None and layer.ffn in ("experts", "both"):
-        width += x.n_active * x.intermediate + x.n_shared * (x.shared_intermediate or x.intermediate)
+        width += x.n_active * x.intermediate + x.n_shared * (
+            x.shared_intermediate or x.intermediate
+        )
     heads = (layer.n_heads or model.n_heads) * layer.head_dim_v
     return _HIDDEN_PASSES * model.hidden_size + _HEAD_PASSES * heads + _FFN_PASSES * width
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTerms:
-    """The `seconds` one prompt token costs by cause; `attention_flops`: its arithmetic in attention."""
+    """The `seconds` one prompt token costs by cause; `attention_flops`: its arithmetic in
+    attention."""
 
     seconds: Mapping[str, float]
     attention_flops: float
@@ -79,17 +95,22 @@ def prefill_parts(
     n_batch: int = DEFAULT_BATCH,
     masked: tuple[float, float] | None = None,
 ) -> dict[str, CostTerm]:
-    """What one token of `prompt_tokens`, read after `depth` cached ones in steps of `n_batch`, is made of: the law without
-    its coefficients, which benchmarks/planner_fit finds and `prefill_terms` reads. `masked`: other shares of what the mask
-    hides than today's kernels compute (`kernels.masked_share`)."""
+    """What one token of `prompt_tokens`, read after `depth` cached ones in steps of `n_batch`, is
+    made of: the law without its coefficients, which benchmarks/planner_fit finds and
+    `prefill_terms` reads. `masked`: other shares of what the mask hides than today's kernels
+    compute (`kernels.masked_share`)."""
     bandwidth, units = hardware.bandwidth_gbps * 1e9, hardware.tflops * 1e12
     read, known = streamed(model, variant), facts(model)
     batch = max(1, min(prompt_tokens, n_batch))
     after, before = masked or kernels.masked_share(hardware.keys, batch)
-    flops = all_attention_flops(model, mean_context(prompt_tokens, depth, batch * after), beside=batch * before)
+    flops = all_attention_flops(
+        model, mean_context(prompt_tokens, depth, batch * after), beside=batch * before
+    )
     measured = hardware.timed_flops_s(model, variant)
     held = (
-        units * hardware.power_share * kernels.matrix_share(variant, hardware.keys) if measured is None else measured[0]
+        units * hardware.power_share * kernels.matrix_share(variant, hardware.keys)
+        if measured is None
+        else measured[0]
     )
     # (What was timed with experts has in it what they cost more.)
     moe: Powers = (("moe", 1),) if model.experts is not None and measured is None else ()
@@ -106,7 +127,9 @@ def prefill_parts(
         moved += moved_bytes(model, context, fused_heads)
     return {
         "matmul": CostTerm(2 * matrix_params(model, variant) / held, matrices),
-        "padding": CostTerm(0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)),
+        "padding": CostTerm(
+            0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)
+        ),
         "attention": CostTerm(flops / units, (("attention", -1),)),
         "scan": CostTerm(scan_flops(model) / units, (("scan", -1),)),
         "activations": CostTerm(moved / bandwidth, (("activations", -1),)),
@@ -114,7 +137,9 @@ def prefill_parts(
         "layers": CostTerm(known.n_layers / batch, (("layer_s", 1), *wait)),
         "experts": CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
         "recurrent": CostTerm(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
-        "mask": CostTerm(context if kernel_facts(hardware.keys).reads_mask else 0.0, (("mask_s", 1),)),
+        "mask": CostTerm(
+            context if kernel_facts(hardware.keys).reads_mask else 0.0, (("mask_s", 1),)
+        ),
     }
 
 
@@ -127,13 +152,18 @@ def prefill_terms(
     depth: int = 0,
     n_batch: int = DEFAULT_BATCH,
 ) -> PrefillTerms:
-    """The parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`, per token."""
+    """The parts of reading `prompt_tokens` after `depth` cached ones in steps of `n_batch`, per
+    token."""
     c = efficiency.coefficients("prefill", hardware.keys_for(variant))
-    parts = prefill_parts(model, variant, hardware, prompt_tokens=prompt_tokens, depth=depth, n_batch=n_batch)
+    parts = prefill_parts(
+        model, variant, hardware, prompt_tokens=prompt_tokens, depth=depth, n_batch=n_batch
+    )
     s = {name: part.seconds(c) for name, part in parts.items()}
-    # Weights are read while the matrices before them are multiplied, so they may add less than the memory needs for them
-    # (η above 1); but no step is over before all of them were delivered.
-    s["weights"] = max(s["weights"], parts["weights"].value / PEAK_SHARE - (sum(s.values()) - s["weights"]))
+    # Weights are read while the matrices before them are multiplied, so they may add less than the
+    # memory needs for them (η above 1); but no step is over before all of them were delivered.
+    s["weights"] = max(
+        s["weights"], parts["weights"].value / PEAK_SHARE - (sum(s.values()) - s["weights"])
+    )
     s["matmul"] += s.pop("padding")
     s["layers"] += s.pop("experts") + s.pop("recurrent")
     return PrefillTerms(
@@ -143,11 +173,13 @@ def prefill_terms(
 
 
 def mean_context(prompt_tokens: int, depth: int, batch: float) -> float:
-    """Tokens of context that a token's attention computes, on average: `batch` of the micro-batch it is in among them."""
+    """Tokens of context that a token's attention computes, on average: `batch` of the micro-batch
+    it is in among them."""
     return depth + (prompt_tokens + batch) / 2
 
 
 def matrix_params(model: Model, variant: Variant) -> int:
-    """Parameters a prompt token is multiplied with. Logits are computed for the last token only: the output does not count."""
+    """Parameters a prompt token is multiplied with. Logits are computed for the last token only:
+    the output does not count."""
     read = streamed(model, variant)
     return max(1, read.dense_params + read.routed_params - model.vocab_size * model.hidden_size)

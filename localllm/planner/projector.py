@@ -1,4 +1,5 @@
-"""What an image projector takes beside its model, from its GGUF header or the catalog: its file, and the buffers it computes in."""
+"""What an image projector takes beside its model, from its GGUF header or the catalog: its file,
+and the buffers it computes in."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from typing import Any
 from localllm.planner.types import backend_of
 from localllm_catalog.types import Model, Variant
 
-# Qwen's projectors take images of any size; llama.cpp reserves buffers for 46 × 46 tokens (clip.cpp, set_warmup_n_tokens).
+# Qwen's projectors take images of any size; llama.cpp reserves buffers for 46 × 46 tokens
+# (clip.cpp, set_warmup_n_tokens).
 _ANY_SIZE_TOKENS_A_SIDE = 46
 _ANY_SIZE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
 
 
 def projector_bytes(metadata: Mapping[str, Any], file_bytes: int) -> int:
-    """Bytes while loaded: the weights as they are in the file, the pixels in floats, the patches laid out for the first
-    product in half precision, and one layer's activations. Measured against the buffers that llama.cpp says it reserved."""
+    """Bytes while loaded: the weights as they are in the file, the pixels in floats, the patches
+    laid out for the first product in half precision, and one layer's activations. Measured against
+    the buffers that llama.cpp says it reserved."""
     patch = _number(metadata, "patch_size", 14)
     side = _number(metadata, "image_size", 448)
     if metadata.get("clip.projector_type", metadata.get("clip.vision.projector_type")) in _ANY_SIZE:
@@ -24,15 +27,19 @@ def projector_bytes(metadata: Mapping[str, Any], file_bytes: int) -> int:
     patches = (side // max(patch, 1)) ** 2
     pixels = 3 * 4 * side * side
     laid_out = 2 * 3 * patch * patch * patches
-    width, inner = _number(metadata, "embedding_length", 1152), _number(metadata, "feed_forward_length", 4304)
+    width, inner = (
+        _number(metadata, "embedding_length", 1152),
+        _number(metadata, "feed_forward_length", 4304),
+    )
     activations = 4 * patches * (inner + 4 * width)
     return file_bytes + pixels + max(laid_out, activations)
 
 
 def listed_bytes(model: Model, variant: Variant) -> int:
-    """Bytes while loaded, as far as the catalog knows them: the published projector of these files, else of the model's others,
-    else what its parameters weigh at 16 bits; and buffers for the largest image there, up to 46 × 46 tokens. 0 where the
-    model does not see, or in a format whose engine reads no images here."""
+    """Bytes while loaded, as far as the catalog knows them: the published projector of these files,
+    else of the model's others, else what its parameters weigh at 16 bits; and buffers for the
+    largest image there, up to 46 × 46 tokens. 0 where the model does not see, or in a format whose
+    engine reads no images here."""
     if "image" not in model.modality or not backend_of(variant).projectors:
         return 0
     published = (variant, *model.variants)

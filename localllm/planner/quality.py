@@ -1,10 +1,11 @@
-"""How good a model is, on one scale, from dated evidence; and what a format or a KV type takes away from it.
+"""How good a model is, on one scale, from dated evidence; and what a format or a KV type takes away
+from it.
 
-The scale is the Artificial Analysis Intelligence Index v4 (2026). Other benchmarks are moved onto it by straight lines
-fitted over the catalog's models that have both (r and count beside each); a model with no evidence is placed by size
-and date, and called unrated. For coding, what was measured on coding counts more than what was measured on everything;
-for autocomplete nothing counts but how well a model fills in the middle.
-Every figure carries its basis and an uncertainty in points.
+The scale is the Artificial Analysis Intelligence Index v4 (2026). Other benchmarks are moved onto
+it by straight lines fitted over the catalog's models that have both (r and count beside each); a
+model with no evidence is placed by size and date, and called unrated. For coding, what was measured
+on coding counts more than what was measured on everything; for autocomplete nothing counts but how
+well a model fills in the middle. Every figure carries its basis and an uncertainty in points.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from localllm_catalog.types import Model, Purpose, Quality, Variant
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """Points on the index, their uncertainty (one standard deviation), and what they rest on. `makers_own`: on nothing but
-    what the model's maker says of it; `estimated`: on nothing but what somebody guessed by hand."""
+    """Points on the index, their uncertainty (one standard deviation), and what they rest on.
+    `makers_own`: on nothing but what the model's maker says of it; `estimated`: on nothing but what
+    somebody guessed by hand."""
 
     points: float
     spread: float
@@ -38,11 +40,13 @@ class Rating:
 
 
 _INDEX = "Artificial Analysis Intelligence Index v4"
-# The index is reworked now and then under one name. Scores copied before this date are of another version than those
-# after it: not comparable by their points, so one counts only where the model has no newer one, and says much less.
+# The index is reworked now and then under one name. Scores copied before this date are of another
+# version than those after it: not comparable by their points, so one counts only where the model
+# has no newer one, and says much less.
 _INDEX_SINCE = "2026-09"
 _OTHER_VERSION_SPREAD = 4.0
-# benchmark: (slope, intercept, standard deviation of the result in points). Fitted over the catalog, November 2026.
+# benchmark: (slope, intercept, standard deviation of the result in points). Fitted over the
+# catalog, November 2026.
 _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     _INDEX: (1.0, 0.0, 1.5),
     "Artificial Analysis scale, estimated": (1.0, 0.0, 4.0),
@@ -53,10 +57,11 @@ _ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "LiveCodeBench v6": (0.461, -8.7, 5.0),  # r 0.85, n 5
     "HumanEval": (0.716, -54.91, 7.0),  # r 0.82, n 7
 }
-# The same for coding only. General index and repairs of repositories don't agree (r 0.04), so these lines keep mean and
-# standard deviation of the index over the models that have both, instead of a slope that would say next to nothing.
-# The deviation is how far a result is trusted about coding. SWE-bench Pro (two
-# models of the catalog) and Terminal-Bench 2.1 (one) have no line: too few for any.
+# The same for coding only. General index and repairs of repositories don't agree (r 0.04), so these
+# lines keep mean and standard deviation of the index over the models that have both, instead of a
+# slope that would say next to nothing. The deviation is how far a result is trusted about coding.
+# SWE-bench Pro (two models of the catalog) and Terminal-Bench 2.1 (one) have no line: too few for
+# any.
 _CODING_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "SWE-bench Verified": (0.28, 5.8, 2.0),  # n 10
     "Terminal-Bench 2.0": (0.28, 13.5, 3.5),  # through SWE-bench Verified, n 3
@@ -64,21 +69,23 @@ _CODING_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "LiveCodeBench v6": _ONTO_INDEX["LiveCodeBench v6"],
     "HumanEval": _ONTO_INDEX["HumanEval"],
 }
-# An index of everything says this much less about coding: its standard deviation there, relative to its own.
+# An index of everything says this much less about coding: its standard deviation there, relative to
+# its own.
 _GENERAL_FOR_CODING = 3.0
-# Share of lines that a model fills in exactly, with what other files hold (CrossCodeEval) and without. These lines are no fit,
-# for the index says nothing of it: they put one table of ten models (arXiv 2409.12186) onto the scale, so that its best is
-# about the best that coders of that age have there, and both benchmarks place their mean alike.
+# Share of lines that a model fills in exactly, with what other files hold (CrossCodeEval) and
+# without. These lines are no fit, for the index says nothing of it: they put one table of ten
+# models (arXiv 2409.12186) onto the scale, so that its best is about the best that coders of that
+# age have there, and both benchmarks place their mean alike.
 _FIM_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "CrossCodeEval EM": (0.3, -4.0, 2.0),
     "HumanEval-FIM EM": (1.3, -102.5, 3.0),
 }
-# What its maker measured says this much less, relative to the standard deviation of what others did: benchmark, harness and
-# settings are its choice.
+# What its maker measured says this much less, relative to the standard deviation of what others
+# did: benchmark, harness and settings are its choice.
 _SELF_REPORTED = 2.0
 _SIZE_AND_DATE = "size and date"
-# points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024: least squares over the 42 rated
-# models of the catalog, residual 4.7 points.
+# points = a + b·log10(total billions) + c·log10(active billions) + d·years since 2024: least
+# squares over the 42 rated models of the catalog, residual 4.7 points.
 _PRIOR = (-25.3, 8.9, 6.0, 12.0)
 _PRIOR_SPREAD = 7.0
 # Beyond this date the line of the prior is not trusted to go on rising.
@@ -92,12 +99,17 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
     """The precision-weighted mean of everything known about `model`'s quality for `purpose`."""
     prior = _prior(model)
     weight: float = 1 / _PRIOR_SPREAD**2
-    if purpose == "autocomplete" and any(score.benchmark in _FIM_ONTO_INDEX for score in model.quality):
-        weight = 0.0  # size and date say little of it: of 3 billion weights 10 % are filled in right, and 45 %
+    if purpose == "autocomplete" and any(
+        score.benchmark in _FIM_ONTO_INDEX for score in model.quality
+    ):
+        # size and date say little of it: of 3 billion weights 10 % are filled in right, and 45 %
+        weight = 0.0
     total = prior * weight
     best = (_SIZE_AND_DATE, math.inf)
     by_others, guessed = False, True
-    is_current = any(score.benchmark == _INDEX and score.date >= _INDEX_SINCE for score in model.quality)
+    is_current = any(
+        score.benchmark == _INDEX and score.date >= _INDEX_SINCE for score in model.quality
+    )
     for score in model.quality:
         line = _line(score.benchmark, purpose)
         older = score.benchmark == _INDEX and score.date < _INDEX_SINCE
@@ -114,7 +126,11 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
             best = (f"{score.benchmark} {score.score:g} ({score.date}{version})", spread)
     is_known = best[0] != _SIZE_AND_DATE
     return Rating(
-        total / weight, math.sqrt(1 / weight), best[0], is_known and not by_others, estimated=is_known and guessed
+        total / weight,
+        math.sqrt(1 / weight),
+        best[0],
+        is_known and not by_others,
+        estimated=is_known and guessed,
     )
 
 
@@ -126,11 +142,14 @@ def _is_makers_own(score: Quality) -> bool:
 def _doubt(score: Quality) -> float:
     """By how much less a score says than its benchmark usually does."""
     older = score.benchmark == _INDEX and score.date < _INDEX_SINCE
-    return (_OTHER_VERSION_SPREAD / 1.5 if older else 1.0) * (_SELF_REPORTED if _is_makers_own(score) else 1.0)
+    return (_OTHER_VERSION_SPREAD / 1.5 if older else 1.0) * (
+        _SELF_REPORTED if _is_makers_own(score) else 1.0
+    )
 
 
 def _line(benchmark: str, purpose: Purpose) -> tuple[float, float, float] | None:
-    """How `benchmark` is moved onto the index for `purpose`; None where it says nothing that can be compared."""
+    """How `benchmark` is moved onto the index for `purpose`; None where it says nothing that can be
+    compared."""
     if purpose == "autocomplete":
         return _FIM_ONTO_INDEX.get(benchmark)
     if purpose != "coding":
@@ -152,68 +171,82 @@ def _prior(model: Model) -> float:
     return a + b * math.log10(total) + c * math.log10(active) + d * min(years, _PRIOR_LAST_YEARS)
 
 
-# Points lost per unit of ln(PPL / PPL of f16). Index differences of 1 point ≈ 2-3 % on hard benchmarks; Q4_K_M
-# (0.031) loses 0.6, Q3_K_M (0.09) 1.8, IQ2_M (0.34) 6.9 points on large models, more on small ones.
+# Points lost per unit of ln(PPL / PPL of f16). Index differences of 1 point ≈ 2-3 % on hard
+# benchmarks; Q4_K_M (0.031) loses 0.6, Q3_K_M (0.09) 1.8, IQ2_M (0.34) 6.9 points on large models,
+# more on small ones.
 _POINTS_PER_LN_PPL = 20.0
-# Perplexity of Llama-3-8B at 16 bits, to which the published losses of that model are added (9.7516 at Q2_K, which lost
-# 3.5199: https://github.com/ggml-org/llama.cpp/pull/6936).
+# Perplexity of Llama-3-8B at 16 bits, to which the published losses of that model are added (9.7516
+# at Q2_K, which lost 3.5199: https://github.com/ggml-org/llama.cpp/pull/6936).
 _LLAMA_3_PPL = 6.2316
 
 
-# Points lost to formats that nobody has but models trained on in them: of Qwen3.6 27B's mean over 15 benchmarks 89.5 and 95 %
-# are left, as their maker says (https://huggingface.co/prism-ml, Bonsai 27B); of some 30 points.
+# Points lost to formats that nobody has but models trained on in them: of Qwen3.6 27B's mean over
+# 15 benchmarks 89.5 and 95 % are left, as their maker says (https://huggingface.co/prism-ml, Bonsai
+# 27B); of some 30 points.
 _TRAINED_ON = {"Q1_0": 3.2, "Q2_0": 1.5}
 
 
 def format_cost(model: Model, variant: Variant) -> float:
-    """Points this variant's format loses against 16 bits (≥ 0). Small models lose more from the same format."""
+    """Points this variant's format loses against 16 bits (≥ 0). Small models lose more from the
+    same format."""
     if variant.quant in _TRAINED_ON:
         return _TRAINED_ON[variant.quant]
-    if variant.quant in ("BF16", "F16", "F32", "bf16", "MXFP4", "MXFP4-Q8"):  # trained or released so
+    # trained or released so
+    if variant.quant in ("BF16", "F16", "F32", "bf16", "MXFP4", "MXFP4-Q8"):
         return 0.0
     mix = quants.MIXTURES.get(variant.quant)
     loss = _published_loss(mix) if mix is not None else None
     if loss is None:
-        # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031 at 4.89.
+        # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031
+        # at 4.89.
         loss = math.exp(-3.47 - 1.22 * (bits(model, variant) - 4.89))
     small = max(1.0, math.pow(8e9 / max(model.params_total, 10**8), 0.35))
     return min(15.0, loss * _POINTS_PER_LN_PPL * small)
 
 
 def bits(model: Model, variant: Variant) -> float:
-    """Bits a weight of this format takes in a file, or in these files where the format is not known."""
+    """Bits a weight of this format takes in a file, or in these files where the format is not
+    known."""
     mix = quants.MIXTURES.get(variant.quant)
-    return float(mix.file_bits) if mix is not None else 8 * variant.file_bytes / max(1, model.params_total)
+    return (
+        float(mix.file_bits)
+        if mix is not None
+        else 8 * variant.file_bytes / max(1, model.params_total)
+    )
 
 
 def _published_loss(mix: quants.Mixture) -> float | None:
-    """ln(PPL / PPL of f16) of a format as somebody published it; None where only its bits are known."""
+    """ln(PPL / PPL of f16) of a format as somebody published it; None where only its bits are
+    known."""
     if mix.ln_ppl_ratio is None and mix.ppl_delta is not None:
         return math.log(1 + mix.ppl_delta / _LLAMA_3_PPL)
     return mix.ln_ppl_ratio
 
 
 def kv_cost(kv_type: str) -> float:
-    """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507, UD-Q4_K_XL (66.53 f16, 66.26 q8_0, 63.70 q4_0:
-    https://huggingface.co/adriabama06, the only published sweep known; other types have no figure)."""
+    """Points a KV cache type loses: from MMLU-Pro of Qwen3-4B-2507, UD-Q4_K_XL (66.53 f16, 66.26
+    q8_0, 63.70 q4_0: https://huggingface.co/adriabama06, the only published sweep known; other
+    types have no figure)."""
     if "/" in kv_type:
         return sum(map(kv_cost, kv_type.split("/"))) / 2
     known = {"f32": 0.0, "f16": 0.0, "bf16": 0.0, "q8_0": 0.15, "q4_0": 1.6}
     return known.get(kv_type, 0.6)
 
 
-# Mean KL(f16 || type) in nats and share of changed best tokens that are still harmless, for those who write calls and code,
-# and for those who talk.
+# Mean KL(f16 || type) in nats and share of changed best tokens that are still harmless, for those
+# who write calls and code, and for those who talk.
 _EXACT = (0.01, 0.05)
 _TALK = (0.05, 0.1)
 _EXACTING: tuple[Purpose, ...] = ("coding", "autocomplete")
-# By the bytes they take, f16 first. Mixed pairs have their kernel in every CPU build; CUDA's are an option of the build.
+# By the bytes they take, f16 first. Mixed pairs have their kernel in every CPU build; CUDA's are an
+# option of the build.
 _LADDER = ("f16", "q8_0", "q8_0/q4_0", "q4_0")
 
 
 @dataclass(frozen=True, slots=True)
 class KvPrecision:
-    """What was measured of a KV type (or "K/V" pair) on this very model: see `localllm_backends.contract.KvFidelity`."""
+    """What was measured of a KV type (or "K/V" pair) on this very model: see
+    `localllm_backends.contract.KvFidelity`."""
 
     kv_type: str
     mean_kl: float
@@ -224,9 +257,9 @@ class KvPrecision:
 def ladder(purpose: Purpose, evidence: tuple[KvPrecision, ...], *, mixed: bool) -> tuple[str, ...]:
     """KV types to try in order for `purpose`. `mixed`: pairs of two types have a fast kernel here.
 
-    An 8-bit cache is not known to have hurt anybody; 4 bits are reported to break tool arguments in 3 to 10 of 14 tasks. So
-    an agent's model gets 4 bits only where they were measured on it to be about as good as 8; a chat does without evidence,
-    but not against it."""
+    An 8-bit cache is not known to have hurt anybody; 4 bits are reported to break tool arguments in
+    3 to 10 of 14 tasks. So an agent's model gets 4 bits only where they were measured on it to be
+    about as good as 8; a chat does without evidence, but not against it."""
     return tuple(k for k in _LADDER if (mixed or "/" not in k) and _will_do(k, purpose, evidence))
 
 
@@ -253,4 +286,8 @@ def why(kv_type: str, purpose: Purpose, evidence: Sequence[KvPrecision]) -> str:
     if known is None:
         return "not measured on this model yet"
     verdict = "harmless" if passes(known, purpose) else "harmful"
-    return f"{known.mean_kl:.4f} nats and {known.flips:.1%} of best tokens from f16 here: {verdict} for {purpose}"
+    return (
+        f"{known.mean_kl:.4f} nats and {known.flips:.1%} of best tokens from f16 here: "
+        f"{verdict} "
+        f"for {purpose}"
+    )

@@ -1,7 +1,9 @@
-"""How wide a predicted speed's 80 % range is: by where it runs, what runs, and how much was measured of that.
+"""How wide a predicted speed's 80 % range is: by where it runs, what runs, and how much was
+measured of that.
 
-A width is exp(base + Σ of the strata that apply), as coefficients are (efficiency.toml, `[*.width]`): ln of high ÷ predicted.
-benchmarks/planner_fit/ranges.py finds the strata's shares from errors of machines and sources that the law had not seen.
+A width is exp(base + Σ of the strata that apply), as coefficients are (efficiency.toml,
+`[*.width]`): ln of high ÷ predicted. benchmarks/planner_fit/ranges.py finds the strata's shares
+from errors of machines and sources that the law had not seen.
 """
 
 from __future__ import annotations
@@ -28,9 +30,16 @@ _RARE_FORMATS = ("iq", "k23", "mlx2", "mlx3", "f16", "bf16", "mlx16")
 
 
 def strata(
-    model: Model, variant: Variant, hardware_keys: Sequence[str], *, depth: int, kv_type: str = "f16", n_cards: int = 1
+    model: Model,
+    variant: Variant,
+    hardware_keys: Sequence[str],
+    *,
+    depth: int,
+    kv_type: str = "f16",
+    n_cards: int = 1,
 ) -> tuple[str, ...]:
-    """What a prediction's certainty goes by, but how much was measured: the machine's keys, and what is asked."""
+    """What a prediction's certainty goes by, but how much was measured: the machine's keys, and
+    what is asked."""
     known = facts(model)
     return _named(
         tuple(hardware_keys),
@@ -45,7 +54,16 @@ def strata(
     )
 
 
-_STRATA = ("MoE", "latent KV", "recurrent", "deep", "very deep", "quantised KV", "several cards", "rare format")
+_STRATA = (
+    "MoE",
+    "latent KV",
+    "recurrent",
+    "deep",
+    "very deep",
+    "quantised KV",
+    "several cards",
+    "rare format",
+)
 
 
 @lru_cache(maxsize=4096)
@@ -55,7 +73,8 @@ def _named(hardware_keys: tuple[str, ...], *so: bool) -> tuple[str, ...]:
 
 
 def evidence(rows: Mapping[str, int], hardware_keys: Sequence[str]) -> tuple[str, ...]:
-    """What is missing of measurements (`rows` by key): "unseen part", "unseen kind" (generation), "unseen engine"."""
+    """What is missing of measurements (`rows` by key): "unseen part", "unseen kind" (generation),
+    "unseen engine"."""
     generation = [key for key in hardware_keys if "-" in key and not key.startswith("part:")]
     missing = {
         "unseen part": not any(rows.get(key) for key in hardware_keys if key.startswith("part:")),
@@ -67,6 +86,8 @@ def evidence(rows: Mapping[str, int], hardware_keys: Sequence[str]) -> tuple[str
 
 def width(shares: Mapping[str, float], applying: Sequence[str]) -> float:
     """ln of an 80 % range's upper end ÷ the prediction, where these strata apply."""
-    usual = shares.get("base", math.log(0.6)) + sum(shares.get(name, 0.0) for name in applying if name not in WIDENING)
+    usual = shares.get("base", math.log(0.6)) + sum(
+        shares.get(name, 0.0) for name in applying if name not in WIDENING
+    )
     wider = sum(max(0.0, shares.get(name, 0.0)) for name in applying if name in WIDENING)
     return min(_MOST, max(_LEAST, math.exp(usual)) * math.exp(wider))

@@ -1,8 +1,10 @@
-"""From a Device, the models and a Workload to ranked Plans: every variant × KV type × offload, at most eight picks.
+"""From a Device, the models and a Workload to ranked Plans: every variant × KV type × offload, at
+most eight picks.
 
-Pure and deterministic: the same inputs give the same Plans in the same order. Ranking is a sum of points on the
-quality index (localllm/planner/quality.py): the model's rating, minus what format and KV type cost, minus what a
-speed below the purpose's good speed costs, plus a little for spare speed and recency.
+Pure and deterministic: the same inputs give the same Plans in the same order. Ranking is a sum of
+points on the quality index (localllm/planner/quality.py): the model's rating, minus what format and
+KV type cost, minus what a speed below the purpose's good speed costs, plus a little for spare speed
+and recency.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from localllm.planner import (
 from localllm.planner.needs import Need
 from localllm.planner.plan import finished, max_context, plan_for, verdict
 from localllm.planner.starting_settings import NOTHING_FIXED, Overrides, draft_pair, typical
-from localllm.planner.types import USUAL, DraftChoice, Plan, Recommendation, Rejected, Workload, backend_of
+from localllm.planner.types import (
+    USUAL,
+    DraftChoice,
+    Plan,
+    Recommendation,
+    Rejected,
+    Workload,
+    backend_of,
+)
 from localllm_backends import registry
 from localllm_catalog.types import Model, Variant
 
@@ -35,7 +45,8 @@ MAX_PICKS = 8
 _MOST_LOST_POINTS = 3.0
 # A file this near the best of its model in score is run instead, where it loses less to its format.
 _NEAR_POINTS = 2.0
-# Four bits lose no more than this of a model of 4 billion weights and more: nobody goes below them for speed.
+# Four bits lose no more than this of a model of 4 billion weights and more: nobody goes below them
+# for speed.
 _LITTLE_LOST_POINTS = 1.0
 # Files of more bits a weight than this are of 16: BF16, F16.
 _SIXTEEN_BITS = 12.0
@@ -47,31 +58,43 @@ def backends_of(device: Device) -> tuple[str, ...]:
 
 
 def too_slow(plan: Plan, need: Need) -> bool:
-    """True when the plan's speed, or its wait for the first token, is not what the purpose can live with."""
+    """True when the plan's speed, or its wait for the first token, is not what the purpose can live
+    with."""
     return plan.decode_tok_s.value < need.least_tok_s or needs.too_long(plan, need)
 
 
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
     possible = backends_of(device)
-    engines = tuple(b for b in possible if b in overrides.backends) if overrides.backends else possible
+    engines = (
+        tuple(b for b in possible if b in overrides.backends) if overrides.backends else possible
+    )
     return [v for v in model.variants if backend_of(v).name in engines and v.file_bytes > 0]
 
 
 def _small_enough(device: Device, model: Model, variants: Sequence[Variant]) -> list[Variant]:
-    pool = device.room_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
+    pool = device.room_bytes + (
+        device.host.limit_bytes if device.host and device.kind == "discrete" else 0
+    )
     return [v for v in variants if v.file_bytes - places.disk_bytes(model, v, USUAL) <= pool]
 
 
 def _is_sound(model: Model, variant: Variant) -> bool:
-    """False where more than 3 points are lost to the format: the next smaller model is the better use of the memory. Such a
-    file ranks behind every sound one, of whatever model: what two bits take away was measured on text, and is worse in
-    long thoughts and calls of tools."""
+    """False where more than 3 points are lost to the format: the next smaller model is the better
+    use of the memory. Such a file ranks behind every sound one, of whatever model: what two bits
+    take away was measured on text, and is worse in long thoughts and calls of tools."""
     return quality.format_cost(model, variant) <= _MOST_LOST_POINTS
 
 
-def sound_variants(device: Device, model: Model, overrides: Overrides = NOTHING_FIXED) -> list[Variant]:
-    """The files of `model` that `device`'s engines read, its memory could hold, and that lose little to their format."""
-    return [v for v in _small_enough(device, model, _candidates(device, model, overrides)) if _is_sound(model, v)]
+def sound_variants(
+    device: Device, model: Model, overrides: Overrides = NOTHING_FIXED
+) -> list[Variant]:
+    """The files of `model` that `device`'s engines read, its memory could hold, and that lose
+    little to their format."""
+    return [
+        v
+        for v in _small_enough(device, model, _candidates(device, model, overrides))
+        if _is_sound(model, v)
+    ]
 
 
 def recommend(
@@ -82,10 +105,11 @@ def recommend(
     overrides: Overrides = NOTHING_FIXED,
     limit: int = MAX_PICKS,
 ) -> Recommendation:
-    """At most `limit` Plans (0 = all that fit) for `workload` on `device`, best first, and the reason for every other model.
+    """At most `limit` Plans (0 = all that fit) for `workload` on `device`, best first, and the
+    reason for every other model.
 
-    At most two picks of a family, of different sizes, so that eight of one maker's do not crowd out the rest; and none
-    that another pick matches in everything (localllm/planner/picks.py).
+    At most two picks of a family, of different sizes, so that eight of one maker's do not crowd out
+    the rest; and none that another pick matches in everything (localllm/planner/picks.py).
     """
     everything = list(models)
     need = needs.need_of(workload)
@@ -102,13 +126,16 @@ def recommend(
     shown, left = picks.choose(best, limit)
     rejected += [_not_shown(device, one, workload, overrides) for one in left]
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
-    detailed = [detailed_plan(device, plan, everything, workload, overrides) for plan in why.explained(shown, need)]
+    detailed = [
+        detailed_plan(device, plan, everything, workload, overrides)
+        for plan in why.explained(shown, need)
+    ]
     return Recommendation(tuple(detailed), tuple(rejected), workload)
 
 
 def _sure_first(ranked: list[Plan]) -> list[Plan]:
-    """`ranked`, but with the first one in front that somebody has rated, whose files are listed and lose little to their format:
-    that others than its maker rated, if there is any."""
+    """`ranked`, but with the first one in front that somebody has rated, whose files are listed and
+    lose little to their format: that others than its maker rated, if there is any."""
 
     def doubts(plan: Plan) -> tuple[bool, ...]:
         poor = not _is_sound(plan.model, plan.variant)
@@ -120,8 +147,11 @@ def _sure_first(ranked: list[Plan]) -> list[Plan]:
     return [sure, *(p for p in ranked if p is not sure)]
 
 
-def _not_shown(device: Device, left: picks.Left, workload: Workload, overrides: Overrides) -> Rejected:
-    """Why a plan that fits is not among the picks: matched or outranked, or only a small format of it fits."""
+def _not_shown(
+    device: Device, left: picks.Left, workload: Workload, overrides: Overrides
+) -> Rejected:
+    """Why a plan that fits is not among the picks: matched or outranked, or only a small format of
+    it fits."""
     plan = left.plan
     usual = typical(_candidates(device, plan.model, overrides))
     if usual.file_bytes > plan.variant.file_bytes:
@@ -138,15 +168,20 @@ def _not_shown(device: Device, left: picks.Left, workload: Workload, overrides: 
 
 
 def detailed_plan(
-    device: Device, plan: Plan, models: Sequence[Model], workload: Workload, overrides: Overrides = NOTHING_FIXED
+    device: Device,
+    plan: Plan,
+    models: Sequence[Model],
+    workload: Workload,
+    overrides: Overrides = NOTHING_FIXED,
 ) -> Plan:
-    """`plan` with its longest context, and further reasons: the cliff, how the other engine would do, and a draft model
-    where one would pay."""
+    """`plan` with its longest context, and further reasons: the cliff, how the other engine would
+    do, and a draft model where one would pay."""
     longest = max_context(device, plan)
     limit = efficiency.limit_of(device) if "measured" not in plan.decode_tok_s.basis else None
     other = _other_engine(device, plan, workload, overrides)
     reasons = (
-        f"up to {longest:,} tokens of context fit; each further 1,024 cost {mb(plan.kv_bytes_per_1k)}",
+        f"up to {longest:,} tokens of context fit; each further 1,024 cost "
+        f"{mb(plan.kv_bytes_per_1k)}",
         why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value),
         limit.why if limit is not None else None,
         needs.sentence(plan, needs.need_of(workload)),
@@ -160,9 +195,14 @@ def detailed_plan(
     return replace(plan, max_ctx=longest, reasons=tuple(filter(None, reasons)))
 
 
-def _other_engine(device: Device, plan: Plan, workload: Workload, overrides: Overrides) -> Plan | None:
-    """The plan of the same model in files of about the same size on the machine's other engine, if it fits."""
-    others = [v for v in _candidates(device, plan.model, overrides) if backend_of(v).name != plan.backend]
+def _other_engine(
+    device: Device, plan: Plan, workload: Workload, overrides: Overrides
+) -> Plan | None:
+    """The plan of the same model in files of about the same size on the machine's other engine, if
+    it fits."""
+    others = [
+        v for v in _candidates(device, plan.model, overrides) if backend_of(v).name != plan.backend
+    ]
     variant = picks.nearest_of_other(plan, others)
     if variant is None:
         return None
@@ -175,7 +215,8 @@ _KERNELS_PAY = 1.05
 
 
 def _other_kernels(device: Device, plan: Plan) -> str | None:
-    """On a Radeon, what llama.cpp's other build would do: "Vulkan instead of ROCm: …", where that differs and fits."""
+    """On a Radeon, what llama.cpp's other build would do: "Vulkan instead of ROCm: …", where that
+    differs and fits."""
     other = rival(device.accelerator)
     if other is None or not backend_of(plan.variant).runs_on(other):
         return None
@@ -186,18 +227,25 @@ def _other_kernels(device: Device, plan: Plan) -> str | None:
         known = (machine, plan.model, plan.variant, plan.settings)
         return speed.decode(*known).value, speed.prefill(*known).value
 
-    ratios = [a / b for a, b in zip(rates(replace(device, accelerator=other)), rates(device), strict=True)]
+    ratios = [
+        a / b for a, b in zip(rates(replace(device, accelerator=other)), rates(device), strict=True)
+    ]
     if all(1 / _KERNELS_PAY < ratio < _KERNELS_PAY for ratio in ratios):
         return None
     decode, prompt = (f"{ratio:.2f}× as fast" for ratio in ratios)
-    return f"with a {KINDS[other].label} build instead of {KINDS[device.accelerator].label}: answers {decode}, prompts {prompt} (predicted)"
+    return (
+        f"with a {KINDS[other].label} build instead of {KINDS[device.accelerator].label}: "
+        "answers "
+        f"{decode}, prompts {prompt} (predicted)"
+    )
 
 
 _DRAFT_PAYS = 1.25
 
 
 def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str | None:
-    """What the listed draft model that pays most and still fits would bring; None where none does."""
+    """What the listed draft model that pays most and still fits would bring; None where none
+    does."""
     known = {m.id: m for m in models}
     found: list[tuple[float, str, int]] = []
     for name in plan.model.drafts:
@@ -232,7 +280,9 @@ def _best_of(
     fitting: list[Plan] = []
     fast: list[Plan] = []
     for group in _by_class(model, _small_enough(device, model, variants)):
-        plans = [plan_for(device, model, v, workload, overrides=overrides, rough=True) for v in group]
+        plans = [
+            plan_for(device, model, v, workload, overrides=overrides, rough=True) for v in group
+        ]
         plans = [p for p in plans if p.fits != "no"]
         fitting = fitting or plans
         fast = [p for p in plans if not too_slow(p, need)]
@@ -250,7 +300,8 @@ def _best_of(
 
 
 def _by_class(model: Model, variants: Sequence[Variant]) -> list[list[Variant]]:
-    """Listed files before constructed ones; poor ones behind, for where no sound one fits, or is fast enough."""
+    """Listed files before constructed ones; poor ones behind, for where no sound one fits, or is
+    fast enough."""
     classes: dict[tuple[bool, bool], list[Variant]] = {}
     for variant in variants:
         classes.setdefault((not _is_sound(model, variant), variant.is_estimate), []).append(variant)
@@ -262,32 +313,45 @@ def _by_class(model: Model, variants: Sequence[Variant]) -> list[list[Variant]]:
 
 
 def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
-    """Of one model's plans that are fast enough, the best by score, which the model ranks by, and the one to run: of those
-    near it the one that loses least to its format and keeps the purpose's good speed, else the best. Four bits and more,
-    which lose little, go before fewer."""
+    """Of one model's plans that are fast enough, the best by score, which the model ranks by, and
+    the one to run: of those near it the one that loses least to its format and keeps the purpose's
+    good speed, else the best. Four bits and more, which lose little, go before fewer."""
     best = max(plans, key=lambda p: (p.score, -why.all_memory(p), p.variant.quant))
-    near = [p for p in plans if p.score >= best.score - _NEAR_POINTS and p.fits in ("yes", best.fits)]
-    near = [p for p in near if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS] or near
+    near = [
+        p for p in plans if p.score >= best.score - _NEAR_POINTS and p.fits in ("yes", best.fits)
+    ]
+    near = [
+        p for p in near if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS
+    ] or near
     kept = [p for p in near if p.decode_tok_s.value >= need.good_tok_s]
     return best, max(
-        kept or near, key=lambda p: (p.quality if kept else 0, p.score, -why.all_memory(p), p.variant.quant)
+        kept or near,
+        key=lambda p: (p.quality if kept else 0, p.score, -why.all_memory(p), p.variant.quant),
     )
 
 
 def variants_of(
     device: Device, model: Model, workload: Workload, *, overrides: Overrides = NOTHING_FIXED
 ) -> list[Plan]:
-    """Every variant of one model that this machine's engines can read, whether or not it fits, smallest file first."""
-    plans = [plan_for(device, model, v, workload, overrides=overrides) for v in _candidates(device, model, overrides)]
+    """Every variant of one model that this machine's engines can read, whether or not it fits,
+    smallest file first."""
+    plans = [
+        plan_for(device, model, v, workload, overrides=overrides)
+        for v in _candidates(device, model, overrides)
+    ]
     need = needs.need_of(workload)
-    plans = [replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, need)) for p in plans]
+    plans = [
+        replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, need))
+        for p in plans
+    ]
     return sorted(plans, key=lambda p: (p.variant.file_bytes, p.variant.format, p.variant.quant))
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The machines that run a model at a speed, those with the slowest memory first, each in its smallest size that
-    does; and the fastest one that holds the model and does not (None: every one that holds it does)."""
+    """The machines that run a model at a speed, those with the slowest memory first, each in its
+    smallest size that does; and the fastest one that holds the model and does not (None: every one
+    that holds it does)."""
 
     found: tuple[tuple[Device, Plan], ...]
     nearest: tuple[Device, Plan] | None
@@ -301,9 +365,11 @@ def reaching(
     *,
     overrides: Overrides = NOTHING_FIXED,
 ) -> Reach:
-    """Which of `devices` decode `model` at `tok_s` or more, in its best format of at least that speed.
+    """Which of `devices` decode `model` at `tok_s` or more, in its best format of at least that
+    speed.
 
-    A format that loses more than a smaller model would is not considered, nor a plan whose prompt takes too long.
+    A format that loses more than a smaller model would is not considered, nor a plan whose prompt
+    takes too long.
     """
     need = needs.need_of(workload)
     found: dict[str, tuple[Device, Plan]] = {}

@@ -15,7 +15,8 @@ from localllm.planner.types import Plan
 
 @dataclass(frozen=True, slots=True)
 class RooflinePoint:
-    """One plan: weight bytes a token reads (GB), predicted tokens/s, and its number in the legend."""
+    """One plan: weight bytes a token reads (GB), predicted tokens/s, and its number in the
+    legend."""
 
     gb_per_token: float
     tok_s: float
@@ -24,7 +25,8 @@ class RooflinePoint:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Decode tokens/s over GB read per token. The roof is bandwidth ÷ bytes; above `flat_tok_s` compute would bound."""
+    """Decode tokens/s over GB read per token. The roof is bandwidth ÷ bytes; above `flat_tok_s`
+    compute would bound."""
 
     title: str
     bandwidth_gbps: float
@@ -40,7 +42,9 @@ def of(device: Device, plans: Sequence[Plan]) -> Roofline:
     tflops, _ = efficiency.nominal_tflops(device)
     points = tuple(
         RooflinePoint(
-            streamed(p.model, p.variant).total_bytes / 1e9, p.decode_tok_s.value, f"{p.model.name} {p.variant.quant}"
+            streamed(p.model, p.variant).total_bytes / 1e9,
+            p.decode_tok_s.value,
+            f"{p.model.name} {p.variant.quant}",
         )
         for p in plans
     )
@@ -49,7 +53,9 @@ def of(device: Device, plans: Sequence[Plan]) -> Roofline:
     ys = [p.tok_s for p in points] + [bandwidth / x for x in xs]
     y0, y1 = 10 ** math.floor(math.log10(max(min(ys), 0.01))), 10 ** math.ceil(math.log10(max(ys)))
     note = f"memory {bandwidth:,.0f} GB/s ({basis}); nominal FP16 {tflops:,.1f} TFLOP/s"
-    return Roofline(f"Decode roofline of {device.name}", bandwidth, (x0, x1), (y0, y1), points, note)
+    return Roofline(
+        f"Decode roofline of {device.name}", bandwidth, (x0, x1), (y0, y1), points, note
+    )
 
 
 def _unit(value: float, span: tuple[float, float]) -> float:
@@ -113,14 +119,17 @@ def roof_ends(picture: Roofline) -> tuple[tuple[float, float], tuple[float, floa
     """Pixels where the bandwidth line enters and leaves the frame."""
     x0 = max(picture.x_range[0], picture.bandwidth_gbps / picture.y_range[1])
     x1 = min(picture.x_range[1], picture.bandwidth_gbps / picture.y_range[0])
-    return place(picture, x0, picture.bandwidth_gbps / x0), place(picture, x1, picture.bandwidth_gbps / x1)
+    return place(picture, x0, picture.bandwidth_gbps / x0), place(
+        picture, x1, picture.bandwidth_gbps / x1
+    )
 
 
 _LABEL_GAP = 13.0
 
 
 def label_spots(picture: Roofline) -> list[tuple[float, float]]:
-    """Pixels where each point's label begins: beside it, moved down where it would lie on another's."""
+    """Pixels where each point's label begins: beside it, moved down where it would lie on
+    another's."""
     spots = [place(picture, p.gb_per_token, p.tok_s) for p in picture.points]
     moved: dict[int, tuple[float, float]] = {}
     for i in sorted(range(len(spots)), key=lambda i: (spots[i][1], spots[i][0])):
@@ -134,7 +143,8 @@ def label_spots(picture: Roofline) -> list[tuple[float, float]]:
 def svg(picture: Roofline) -> str:
     """The picture as a standalone SVG document."""
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{_H}" viewBox="0 0 {_W} {_H}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{_H}" viewBox="0 0 {_W} '
+        f'{_H}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{_W}" height="{_H}" fill="white"/>',
         f'<text x="{_LEFT}" y="24" font-size="16">{escape(picture.title)}</text>',
@@ -142,19 +152,30 @@ def svg(picture: Roofline) -> str:
     ]
     for value in decades(picture.x_range):
         x, _ = place(picture, value, picture.y_range[0])
-        out.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_H - _BOTTOM}" stroke="#ddd"/>')
-        out.append(f'<text x="{x:.1f}" y="{_H - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
+        out.append(
+            f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_H - _BOTTOM}" stroke="#ddd"/>'
+        )
+        out.append(
+            f'<text x="{x:.1f}" y="{_H - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>'
+        )
     for value in decades(picture.y_range):
         _, y = place(picture, picture.x_range[0], value)
-        out.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_W - _RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
+        out.append(
+            f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_W - _RIGHT}" y2="{y:.1f}" stroke="#ddd"/>'
+        )
         out.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
     (x1, y1), (x2, y2) = roof_ends(picture)
-    out.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#c0392b" stroke-width="2"/>')
+    out.append(
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#c0392b" '
+        'stroke-width="2"/>'
+    )
     for point, (label_x, label_y) in zip(picture.points, label_spots(picture), strict=True):
         x, y = place(picture, point.gb_per_token, point.tok_s)
         out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#2c5f8a"/>')
         out.append(f'<text x="{label_x:.1f}" y="{label_y + 4:.1f}">{escape(point.label)}</text>')
-    out.append(f'<text x="{_W / 2}" y="{_H - 16}" text-anchor="middle">GB of weights read per token</text>')
+    out.append(
+        f'<text x="{_W / 2}" y="{_H - 16}" text-anchor="middle">GB of weights read per token</text>'
+    )
     out.append(f'<text x="16" y="{_TOP - 8}">tok/s</text>')
     out.append("</svg>")
     return "\n".join(out) + "\n"

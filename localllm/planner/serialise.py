@@ -1,4 +1,5 @@
-"""Plans and Recommendations as plain data: the shape of recommend.schema.json, a promise to scripts."""
+"""Plans and Recommendations as plain data: the shape of recommend.schema.json, a promise to
+scripts."""
 
 from __future__ import annotations
 
@@ -18,8 +19,14 @@ def _round(value: float) -> float:
 
 
 def range_to_json(value: Range) -> dict[str, Any]:
-    """{"value", "low", "high", "basis"}: four significant figures are more than the prediction is worth."""
-    return {"value": _round(value.value), "low": _round(value.low), "high": _round(value.high), "basis": value.basis}
+    """{"value", "low", "high", "basis"}: four significant figures are more than the prediction is
+    worth."""
+    return {
+        "value": _round(value.value),
+        "low": _round(value.low),
+        "high": _round(value.high),
+        "basis": value.basis,
+    }
 
 
 def placement_to_json(placed: Placement) -> dict[str, Any]:
@@ -36,8 +43,8 @@ def placement_to_json(placed: Placement) -> dict[str, Any]:
 
 
 def memory_to_json(need: MemoryNeed) -> dict[str, Any]:
-    """Bytes by purpose; `host_bytes` are beside `total_bytes`, in system memory, `disk_bytes` in the file, `cards_bytes` those
-    of several cards."""
+    """Bytes by purpose; `host_bytes` are beside `total_bytes`, in system memory, `disk_bytes` in
+    the file, `cards_bytes` those of several cards."""
     return {
         "weights_bytes": need.weights_bytes,
         "kv_bytes": need.kv_bytes,
@@ -89,7 +96,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "decode_tok_s_full": range_to_json(plan.decode_tok_s_full),
         "prefill_tok_s": range_to_json(plan.prefill_tok_s),
         "ttft_s": range_to_json(plan.ttft_s),
-        "ttft_cached_s": range_to_json(plan.ttft_cached_s) if plan.ttft_cached_s is not None else None,
+        "ttft_cached_s": range_to_json(plan.ttft_cached_s)
+        if plan.ttft_cached_s is not None
+        else None,
         "load_s": range_to_json(plan.load_s),
         "quality": {"points": plan.quality, "basis": plan.quality_basis, "rated": plan.is_rated},
         "score": plan.score,
@@ -124,16 +133,24 @@ def recommendation_to_json(answer: Recommendation, device: dict[str, Any]) -> di
 
 
 def physics(plan: Plan, device: Device) -> dict[str, Any]:
-    """`weights`: bytes that every token reads, and of the experts it is routed to. `kv_read_bytes`: [depth, bytes] points
-    between which the KV bytes a token reads grow in straight lines. `flops_per_token`: of the matrices, without attention.
-    `drafting`: how much faster one stream is expected to be for its drafts, and what that rests on (None: not known to be).
+    """`weights`: bytes that every token reads, and of the experts it is routed to. `kv_read_bytes`:
+    [depth, bytes] points between which the KV bytes a token reads grow in straight lines.
+    `flops_per_token`: of the matrices, without attention.
+    `drafting`: how much faster one stream is expected to be for its drafts, and what that rests on
+    (None: not known to be).
     """
     parts = streamed(plan.model, plan.variant)
     bandwidth, basis = decode_cost.bandwidth_of(device)
     tflops, tflops_basis = efficiency.nominal_tflops(device)
-    measured = speed.hardware(device, plan.variant, plan.settings).timed_flops_s(plan.model, plan.variant)
+    measured = speed.hardware(device, plan.variant, plan.settings).timed_flops_s(
+        plan.model, plan.variant
+    )
     tflops = tflops if measured is None else measured[0] / 1e12
-    windows = {layer.window for layer, _ in facts(plan.model).groups if layer.kind == "sliding" and layer.window}
+    windows = {
+        layer.window
+        for layer, _ in facts(plan.model).groups
+        if layer.kind == "sliding" and layer.window
+    }
     depths = sorted({0, *(w for w in windows if w < plan.settings.n_ctx), plan.settings.n_ctx})
     return {
         "device": device.name,
@@ -145,7 +162,9 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
         "kv_type": plan.settings.kv_type,
         "n_batch": plan.settings.n_batch,
         "weights": {"dense_bytes": parts.dense_bytes, "routed_bytes": parts.routed_bytes},
-        "kv_read_bytes": [[d, decode_cost.kv_read_bytes(plan.model, d, plan.settings.kv_type)] for d in depths],
+        "kv_read_bytes": [
+            [d, decode_cost.kv_read_bytes(plan.model, d, plan.settings.kv_type)] for d in depths
+        ],
         "flops_per_token": 2 * (parts.dense_params + parts.routed_params),
         "decode_tok_s": range_to_json(plan.decode_tok_s),
         "decode_tok_s_full": range_to_json(plan.decode_tok_s_full),

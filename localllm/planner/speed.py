@@ -1,6 +1,8 @@
-"""How fast a model answers: decode, prefill, time to first token, loading; each with its range and its basis.
+"""How fast a model answers: decode, prefill, time to first token, loading; each with its range and
+its basis.
 
-What the two laws say (decode_cost.py), moved by what was measured on this machine (learned.py). Tokens/s and seconds.
+What the two laws say (decode_cost.py), moved by what was measured on this machine (learned.py).
+Tokens/s and seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ ASSUMED_DISK_BYTES_S = 1.5e9
 _Z = 1.28  # 10th to 90th percentile
 # Of what nothing like it was measured (ln).
 _NO_ROWS_SPREAD = 0.45
-# How far one figure strays from the next on the same machine, and how far a model from what its neighbours' figures
-# say of it (ln). A model's own figure is taken at its word.
+# How far one figure strays from the next on the same machine, and how far a model from what its
+# neighbours' figures say of it (ln). A model's own figure is taken at its word.
 _RUN_NOISE = 0.05
 _OWN_NOISE = 0.01
 _MODEL_SPREAD = 0.10
@@ -30,9 +32,11 @@ _MODEL_SPREAD = 0.10
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Speeds measured on this machine with one variant. `depth`: mean context while decoding; 0 speeds = not measured.
+    """Speeds measured on this machine with one variant. `depth`: mean context while decoding; 0
+    speeds = not measured.
 
-    `short_tok_s` at `short_depth`: decode once more with the context nearly empty. What it is faster by is attention's.
+    `short_tok_s` at `short_depth`: decode once more with the context nearly empty. What it is
+    faster by is attention's.
     `placement`: where the model lay; `n_batch`: the micro-batch its prompt was read in (tokens).
     """
 
@@ -63,8 +67,11 @@ class Measured:
         return tuple((depth, rate) for depth, rate in figures if rate > 0)
 
 
-def decode_bound(device: Device, model: Model, variant: Variant, *, depth: int = 0, kv_type: str = "f16") -> float:
-    """tokens/s no engine can exceed: bandwidth ÷ (active weight bytes + KV bytes read at `depth`)."""
+def decode_bound(
+    device: Device, model: Model, variant: Variant, *, depth: int = 0, kv_type: str = "f16"
+) -> float:
+    """tokens/s no engine can exceed: bandwidth ÷ (active weight bytes + KV bytes read at
+    `depth`)."""
     read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(model, depth, kv_type)
     return decode_cost.bandwidth_of(device)[0] * 1e9 / read
 
@@ -80,7 +87,9 @@ def _basis(
     n_cards: int,
 ) -> tuple[str, float]:
     """What a prediction of that law rests on, and its standard deviation in ln."""
-    asked = ranges.strata(model, variant, hardware.keys, depth=depth, kv_type=settings.kv_type, n_cards=n_cards)
+    asked = ranges.strata(
+        model, variant, hardware.keys, depth=depth, kv_type=settings.kv_type, n_cards=n_cards
+    )
     kind = "MoE" if model.experts is not None else "dense"
     n, part, spread = _evidence(law, hardware.keys, asked)
     if n == 0:
@@ -90,7 +99,8 @@ def _basis(
 
 @lru_cache(maxsize=4096)
 def _evidence(law: str, keys: tuple[str, ...], asked: tuple[str, ...]) -> tuple[int, str, float]:
-    """How many rows of that law there are of a part with these keys, the part, and the standard deviation in ln."""
+    """How many rows of that law there are of a part with these keys, the part, and the standard
+    deviation in ln."""
     table = efficiency.load()[law]
     key, n = table.nearest(keys)
     spread = ranges.width(table.width, (*asked, *ranges.evidence(table.rows, keys))) / _Z
@@ -113,21 +123,25 @@ def decode(
 ) -> Range:
     """Predicted decode speed of one of `n_sequences` at `depth` tokens of context, tokens/s.
 
-    Layers that `settings` leave in host memory run from there, and the times add up. `measured`: this machine's own
-    figures, which replace the table (the same variant: its figure, moved to this depth; another: its ratio).
+    Layers that `settings` leave in host memory run from there, and the times add up. `measured`:
+    this machine's own figures, which replace the table (the same variant: its figure, moved to this
+    depth; another: its ratio).
     """
     step = decode_step(device, model, variant, settings, depth=depth, n_sequences=n_sequences)
     backend = backend_of(variant).name
     here = [m for m in measured if m.backend == backend and m.decoded]
     if not here:
-        return efficiency.under_lasting_load(device, _range(1 / step.total_s, step.spread, step.basis))
+        return efficiency.under_lasting_load(
+            device, _range(1 / step.total_s, step.spread, step.basis)
+        )
     seconds, spread, names = _as_measured(device, model, variant, step, here)
     return _range(1 / seconds, spread, f"measured {here[0].where}: {names}")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A decode step in seconds by cause, and how well that is known. `routed_s`: of `weights_s`, the chosen experts'."""
+    """A decode step in seconds by cause, and how well that is known. `routed_s`: of `weights_s`,
+    the chosen experts'."""
 
     weights_s: float
     fixed_s: float
@@ -146,7 +160,13 @@ class DecodeStep:
 
 
 def decode_step(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, *, depth: int = 0, n_sequences: int = 1
+    device: Device,
+    model: Model,
+    variant: Variant,
+    settings: RunSettings,
+    *,
+    depth: int = 0,
+    n_sequences: int = 1,
 ) -> DecodeStep:
     device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
@@ -156,9 +176,13 @@ def decode_step(
         here.total_s - here.memory_s,
         here.seconds["kv"],
     )
-    apart_s = n_sequences * places.token_s(model, variant, settings) + (device.n_gpus - 1) * CROSSING_S
+    apart_s = (
+        n_sequences * places.token_s(model, variant, settings) + (device.n_gpus - 1) * CROSSING_S
+    )
     fixed_s += apart_s
-    basis, spread = _basis("decode", machine, model, variant, settings, depth=depth, n_cards=device.n_gpus)
+    basis, spread = _basis(
+        "decode", machine, model, variant, settings, depth=depth, n_cards=device.n_gpus
+    )
     if decode_cost.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
     if n_sequences > 1:
@@ -169,7 +193,14 @@ def decode_step(
         fixed_s = max(fixed_s, n_sequences * row_s - weights_s - attention_s)
     share = places.shares(model, variant, settings.placement)
     if share.is_whole or device.kind != "discrete":
-        return DecodeStep(weights_s, fixed_s, attention_s, spread, basis, here.seconds["routed"] * here.mixture_factor)
+        return DecodeStep(
+            weights_s,
+            fixed_s,
+            attention_s,
+            spread,
+            basis,
+            here.seconds["routed"] * here.mixture_factor,
+        )
     host = _host(device)
     there = decode_cost.decode_terms(
         model, variant, host, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
@@ -191,36 +222,58 @@ def decode_step(
 
 
 def _over_cards(
-    device: Device, model: Model, variant: Variant, settings: RunSettings, depth: int, n_sequences: int
+    device: Device,
+    model: Model,
+    variant: Variant,
+    settings: RunSettings,
+    depth: int,
+    n_sequences: int,
 ) -> decode_cost.DecodeCost:
     """The parts of a step on the cards, each computing the layers it has."""
     found = [
-        (share, decode_cost.decode_terms(
-            model, variant, hardware(card, variant, settings), depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
-        ))
+        (
+            share,
+            decode_cost.decode_terms(
+                model,
+                variant,
+                hardware(card, variant, settings),
+                depth=depth,
+                kv_type=settings.kv_type,
+                n_sequences=n_sequences,
+            ),
+        )
         for card, share in places.weights_of_cards(model, variant, settings.placement, device)
-    ]  # fmt: skip
+    ]
     if len(found) == 1:
         return found[0][1]
     # What the mixture's factor is not for.
     plain = ("further", "state", "kv")
     sums = {
-        name: sum(share * t.seconds[name] * (1.0 if name in plain else t.mixture_factor) for share, t in found)
+        name: sum(
+            share * t.seconds[name] * (1.0 if name in plain else t.mixture_factor)
+            for share, t in found
+        )
         for name in found[0][1].seconds
     }
     return replace(max(found, key=lambda pair: pair[0])[1], mixture_factor=1.0, seconds=sums)
 
 
 def _divided_weights(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
-    """Seconds of reading the share of the weights that lies there, and the states of the layers computed there."""
-    weights = (terms.seconds["weights"] * share.dense + terms.seconds["routed"] * share.experts) * terms.mixture_factor
+    """Seconds of reading the share of the weights that lies there, and the states of the layers
+    computed there."""
+    weights = (
+        terms.seconds["weights"] * share.dense + terms.seconds["routed"] * share.experts
+    ) * terms.mixture_factor
     return weights + terms.seconds["state"] * share.layers
 
 
 def _divided_fixed(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
-    """Seconds of launches, routing, unpacking and further sequences of the layers that are computed there."""
+    """Seconds of launches, routing, unpacking and further sequences of the layers that are computed
+    there."""
     layers = (terms.seconds["layers"] + terms.seconds["recurrent"]) * share.layers
-    unpacked = terms.seconds["unpacked"] * share.dense + terms.seconds["routed_unpacked"] * share.experts
+    unpacked = (
+        terms.seconds["unpacked"] * share.dense + terms.seconds["routed_unpacked"] * share.experts
+    )
     core = (layers + unpacked + terms.seconds["experts"] * share.experts) * terms.mixture_factor
     return core + terms.seconds["further"] * share.layers
 
@@ -254,25 +307,35 @@ def _as_measured(
 ) -> tuple[float, float, str]:
     """(seconds, spread, whose figures) of `step` as this machine's own runs say.
 
-    Every run tells what weights, layers and attention cost here (`learned`). What a variant's own figures still leave
-    unexplained is its own: it moves nobody else.
+    Every run tells what weights, layers and attention cost here (`learned`). What a variant's own
+    figures still leave unexplained is its own: it moves nobody else.
     """
     seen = []
     for m in here:
         same = _same(m, model, variant)
         for depth, rate in m.decoded:
             parts = decode_step(device, m.model, m.variant, m.run, depth=depth).parts
-            seen.append((same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE)))
-    prior = learned.CPU if efficiency.engine_of(device, backend_of(variant).name) == "cpu" else learned.ACCELERATOR
+            seen.append(
+                (same, learned.Observation(parts, 1 / rate, _OWN_NOISE if same else _RUN_NOISE))
+            )
+    prior = (
+        learned.CPU
+        if efficiency.engine_of(device, backend_of(variant).name) == "cpu"
+        else learned.ACCELERATOR
+    )
     learnt = learned.learn([o for _, o in seen], prior)
     seconds, unsure = learnt.seconds(step.parts), learnt.uncertainty(step.parts)
     own = [math.log(o.seconds / learnt.seconds(o.parts)) for same, o in seen if same]
     if own:
         return seconds * math.exp(sum(own) / len(own)), math.hypot(0.05, unsure), "this model"
-    return seconds, math.hypot(_MODEL_SPREAD, unsure), ", ".join(sorted({m.model.id for m in here})[:3])
+    return (
+        seconds,
+        math.hypot(_MODEL_SPREAD, unsure),
+        ", ".join(sorted({m.model.id for m in here})[:3]),
+    )
 
 
-# --- prefill --------------------------------------------------------------------------------------------------------
+# --- prefill --------------------------------------------------------------------------------------
 
 
 def prefill(
@@ -290,7 +353,9 @@ def prefill(
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     middle = depth + prompt_tokens // 2
-    basis, spread = _basis("prefill", machine, model, variant, settings, depth=middle, n_cards=device.n_gpus)
+    basis, spread = _basis(
+        "prefill", machine, model, variant, settings, depth=middle, n_cards=device.n_gpus
+    )
     known = efficiency.nominal_tflops(device)[1]
     if known == "assumed":
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)
@@ -299,7 +364,9 @@ def prefill(
     if device.kind == "discrete" and not places.shares(model, variant, settings.placement).is_whole:
         spread = max(spread, 0.4)
     backend = backend_of(variant).name
-    here = [m for m in measured if m.backend == backend and m.prefill_tok_s > 0 and m.prompt_tokens > 0]
+    here = [
+        m for m in measured if m.backend == backend and m.prefill_tok_s > 0 and m.prompt_tokens > 0
+    ]
     exact = [m for m in here if _same(m, model, variant)]
     used = exact or here
     if used:
@@ -320,12 +387,13 @@ def prefill(
 def _prompt_seconds(
     device: Device, model: Model, variant: Variant, settings: RunSettings, *, tokens: int, at: int
 ) -> float:
-    """Seconds a token of a prompt of so many, `at` tokens of context before it, as the law has it."""
+    """Seconds a token of a prompt of so many, `at` tokens of context before it, as the law has
+    it."""
 
     def seconds_on(machine: decode_cost.Hardware) -> float:
         return prefill_cost.prefill_terms(
             model, variant, machine, prompt_tokens=tokens, depth=at, n_batch=settings.n_batch
-        ).total_s  # fmt: skip
+        ).total_s
 
     device = places.used(device, settings.placement)
     held = places.weights_of_cards(model, variant, settings.placement, device)
@@ -337,15 +405,18 @@ def _prompt_seconds(
     read = streamed(model, variant)
     chosen = read.step_bytes(model, settings.n_batch)
     left = read.dense_bytes * (1 - share.dense) + (chosen - read.dense_bytes) * (1 - share.experts)
-    # Weights left in host memory are copied over PCIe once per micro-batch when that is faster than the CPU.
+    # Weights left in host memory are copied over PCIe once per micro-batch when that is faster than
+    # the CPU.
     copied = left / _PCIE_BYTES_S / max(1, min(settings.n_batch, tokens))
     return seconds + min(seconds_on(_host(device)) * left / max(1, chosen), copied)
 
 
-# One change of sides within a step: the copy of a few kilobytes is started, waited for, and the next part launched.
+# One change of sides within a step: the copy of a few kilobytes is started, waited for, and the
+# next part launched.
 CROSSING_S = 15e-6
-# What a desktop's processor reads of its memory's nominal rate. Set so that the six published runs that are divided between
-# a card and system memory (tests/planner/test_placing.py) come out right on average.
+# What a desktop's processor reads of its memory's nominal rate. Set so that the six published runs
+# that are divided between a card and system memory (tests/planner/test_placing.py) come out right
+# on average.
 NOMINAL_SHARE = 0.7
 # How far two memories and the way between them are known together (ln): those six stray by so much.
 _SPLIT_SPREAD = 0.3
@@ -353,8 +424,11 @@ _PCIE_BYTES_S = 20e9  # PCIe 4.0 ×16 in practice
 _HOST_TFLOPS = 1.0  # of the processor beside a card, order of magnitude
 
 
-def ttft(prefill_tok_s: Range, decode_tok_s: Range, prompt_tokens: int, *, cached_tokens: int = 0) -> Range:
-    """Seconds until the first token of an answer to `prompt_tokens`, of which `cached_tokens` are already in the cache."""
+def ttft(
+    prefill_tok_s: Range, decode_tok_s: Range, prompt_tokens: int, *, cached_tokens: int = 0
+) -> Range:
+    """Seconds until the first token of an answer to `prompt_tokens`, of which `cached_tokens` are
+    already in the cache."""
     new = max(1, prompt_tokens - cached_tokens)
 
     def at(prefill_rate: float, decode_rate: float) -> float:
@@ -371,4 +445,6 @@ def ttft(prefill_tok_s: Range, decode_tok_s: Range, prompt_tokens: int, *, cache
 def load_time(variant: Variant) -> Range:
     """Seconds to read the files from disk once (a second start finds them in the page cache)."""
     value = variant.file_bytes / ASSUMED_DISK_BYTES_S
-    return Range(value, value * 0.8, value * 3.0, f"assumed disk {ASSUMED_DISK_BYTES_S / 1e9:.1f} GB/s")
+    return Range(
+        value, value * 0.8, value * 3.0, f"assumed disk {ASSUMED_DISK_BYTES_S / 1e9:.1f} GB/s"
+    )

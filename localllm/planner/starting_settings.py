@@ -1,4 +1,5 @@
-"""How a file is run before anything is known to fit: the settings that follow from what was asked and what is fixed.
+"""How a file is run before anything is known to fit: the settings that follow from what was asked
+and what is fixed.
 
 plan.py settles the KV type, the size of steps and the places of layers by what fits. Pure.
 """
@@ -29,23 +30,28 @@ from localllm.planner.types import (
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
-# Tokens of one step on a processor at most: a prompt alone is read in such steps, beside others in shorter ones.
+# Tokens of one step on a processor at most: a prompt alone is read in such steps, beside others in
+# shorter ones.
 CPU_BATCH = 512
-# Windowed caches and recurrent states cost memory per sequence, so those models get fewer by default.
+# Windowed caches and recurrent states cost memory per sequence, so those models get fewer by
+# default.
 _SLOTS_PER_SEQUENCE_STATE = 4
-# Rows of logits a step may ask for: each sequence's own and its draft's, within what a step's buffer should cost.
+# Rows of logits a step may ask for: each sequence's own and its draft's, within what a step's
+# buffer should cost.
 _OUTPUTS_PER_SLOT = 16
 _MOST_OUTPUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the person or the machine has fixed: measurements, engines at hand, and settings ("" / 0 / None = free).
+    """What the person or the machine has fixed: measurements, engines at hand, and settings ("" / 0
+    / None = free).
 
     `kv_evidence`: what KV types were measured to cost on the very model that is planned.
-    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as `draft_model`;
-    `companion`: a drafter trained for the model, found beside it or asked for. `offload`: where somebody insists on
-    having layers and experts. `sees`: its image projector is loaded too.
+    `draft`: "auto", "off", "ngram", "mtp" or the name of a second model, which is then given as
+    `draft_model`;
+    `companion`: a drafter trained for the model, found beside it or asked for. `offload`: where
+    somebody insists on having layers and experts. `sees`: its image projector is loaded too.
     """
 
     measured: tuple[Measured, ...] = ()
@@ -65,7 +71,8 @@ NOTHING_FIXED = Overrides()
 
 
 def default_slots(model: Model, parallel: int = 1) -> int:
-    """Sequences to hold: 8 where an idle one costs nothing, 4 where each has its own window or state."""
+    """Sequences to hold: 8 where an idle one costs nothing, 4 where each has its own window or
+    state."""
     return max(_SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS, parallel)
 
 
@@ -75,15 +82,19 @@ def usual_batch(device: Device) -> int:
 
 
 def context_for(model: Model, workload: Workload) -> int:
-    """Tokens to serve: what was asked, else the purpose's default within the model's native context, × parallel."""
-    wanted = workload.context or min(needs.NEEDS[workload.purpose].context, model.native_context or 8192)
+    """Tokens to serve: what was asked, else the purpose's default within the model's native
+    context, × parallel."""
+    wanted = workload.context or min(
+        needs.NEEDS[workload.purpose].context, model.native_context or 8192
+    )
     return kv_sizes.padded_context(wanted * max(1, workload.parallel))
 
 
 def settings_for(
     device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides
 ) -> RunSettings:
-    """How `variant` is run on `device`, before its KV type and its layers' places are settled by what fits."""
+    """How `variant` is run on `device`, before its KV type and its layers' places are settled by
+    what fits."""
     slots = overrides.slots or default_slots(model, workload.parallel)
     drafter = _drafter(variant, overrides)
     return RunSettings(
@@ -96,7 +107,9 @@ def settings_for(
         drafter=drafter,
         placement=Placement(
             tables="disk" if places.disk_bytes(model, variant, USUAL) else USUAL.placement.tables,
-            weights="read" if KINDS[device.accelerator].reads_weights and backend_of(variant).splits else "auto",
+            weights="read"
+            if KINDS[device.accelerator].reads_weights and backend_of(variant).splits
+            else "auto",
             layout=kernels.layout(device, model, variant, workload),
         ),
         projector_bytes=listed_bytes(model, variant) if overrides.sees else 0,
@@ -112,7 +125,8 @@ def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
 
 
 def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
-    """`small` in the files that would draft for `variant`, on the same engine; None where it has none."""
+    """`small` in the files that would draft for `variant`, on the same engine; None where it has
+    none."""
     files = [v for v in small.variants if backend_of(v) == backend_of(variant)]
     return (small, typical(files)) if files else None
 

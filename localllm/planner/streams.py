@@ -1,4 +1,5 @@
-"""Which weight bytes one token streams from memory: what every token reads, and the experts it was routed to."""
+"""Which weight bytes one token streams from memory: what every token reads, and the experts it was
+routed to."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from localllm_catalog.types import Layer, Model, Variant
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Weight bytes of one decode step of one sequence: `dense_bytes` always, `routed_bytes` of its chosen experts.
+    """Weight bytes of one decode step of one sequence: `dense_bytes` always, `routed_bytes` of its
+    chosen experts.
 
-    `expert_pool_bytes` are all routed experts together: what a large batch approaches. Parameters are counts.
+    `expert_pool_bytes` are all routed experts together: what a large batch approaches. Parameters
+    are counts.
     """
 
     dense_bytes: int
@@ -30,24 +33,32 @@ class Streamed:
         return self.dense_bytes + self.routed_bytes
 
     def step_bytes(self, model: Model, n_sequences: float) -> int:
-        """Bytes a step over `n_sequences` tokens reads: with k of n experts each, the expected share touched is
-        1 − (1 − k/n)^tokens (independent routing)."""
+        """Bytes a step over `n_sequences` tokens reads: with k of n experts each, the expected
+        share touched is 1 − (1 − k/n)^tokens (independent routing)."""
         if model.experts is None or n_sequences <= 1:
             return self.total_bytes
         chosen = model.experts.n_active / model.experts.n_experts
-        return self.dense_bytes + round(self.expert_pool_bytes * (1 - math.pow(1 - chosen, n_sequences)))
+        return self.dense_bytes + round(
+            self.expert_pool_bytes * (1 - math.pow(1 - chosen, n_sequences))
+        )
 
     def step_routed_params(self, model: Model, n_sequences: float) -> float:
         """Parameters of the experts that such a step touches."""
         if not self.routed_bytes:
             return float(self.routed_params)
-        return self.routed_params * (self.step_bytes(model, n_sequences) - self.dense_bytes) / self.routed_bytes
+        return (
+            self.routed_params
+            * (self.step_bytes(model, n_sequences) - self.dense_bytes)
+            / self.routed_bytes
+        )
 
 
-# Bits of the tensors every token reads (attention, shared experts, output) in mixtures of experts. Attention of K
-# mixtures is one step above the base on average; MXFP4_MOE keeps them at 8 bits or so, and so do Unsloth's dynamic files
-# since Qwen3.5 (https://unsloth.ai/docs/models/qwen3.5/gguf-benchmarks). Those before were K mixtures in this: with 8 bits
-# Llama-4-Scout's UD-Q4_K_XL would have been measured above what the memory of a Strix Halo delivers.
+# Bits of the tensors every token reads (attention, shared experts, output) in mixtures of experts.
+# Attention of K mixtures is one step above the base on average; MXFP4_MOE keeps them at 8 bits or
+# so, and so do Unsloth's dynamic files since Qwen3.5
+# (https://unsloth.ai/docs/models/qwen3.5/gguf-benchmarks). Those before were K mixtures in this:
+# with 8 bits Llama-4-Scout's UD-Q4_K_XL would have been measured above what the memory of a Strix
+# Halo delivers.
 _DYNAMIC_BITS = 8.5
 _ABOVE_BASE_BITS = 0.6
 _DYNAMIC_SINCE = "2026-02"
@@ -61,10 +72,12 @@ def _shared_bits(quant: str, average_bits: float, released: str) -> float:
 
 @by_identities
 def streamed(model: Model, variant: Variant) -> Streamed:
-    """What one token of `variant` reads, counted on the first call: from the header's figure when known, else from shapes and format.
+    """What one token of `variant` reads, counted on the first call: from the header's figure when
+    known, else from shapes and format.
 
-    Experts are nearly all of a mixture's file, so their bits are found as what the file leaves after the rest at its
-    format's usual bits; taking the rest as the remainder instead would turn a 2 % error of the file into 50 % here.
+    Experts are nearly all of a mixture's file, so their bits are found as what the file leaves
+    after the rest at its format's usual bits; taking the rest as the remainder instead would turn a
+    2 % error of the file into 50 % here.
     """
     known = facts(model)
     chosen, pool, dense = known.chosen_params, known.pool_params, known.dense_params
@@ -76,8 +89,11 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     stored = dense + pool + lookup
     average = 8 * weights / max(1, stored)
     mix = quants.MIXTURES.get(variant.quant)
-    embed_bits = float(quants.GGUF_TYPES[mix.embed].bits) if mix is not None and average < 16 else average
-    if model.lookup_bits:  # the tables have a format of their own: the rest is what the file holds without them
+    embed_bits = (
+        float(quants.GGUF_TYPES[mix.embed].bits) if mix is not None and average < 16 else average
+    )
+    # the tables have a format of their own: the rest is what the file holds without them
+    if model.lookup_bits:
         weights -= round(model.lookup_params * model.lookup_bits / 8)
         lookup, stored = known.embedding_params, stored - model.lookup_params
         average = 8 * weights / max(1, stored)
@@ -86,12 +102,15 @@ def streamed(model: Model, variant: Variant) -> Streamed:
         if variant.active_bytes:
             return Streamed(variant.active_bytes, 0, 0, dense, 0)
         return _pack(max(8 * weights - lookup * embed_bits, 4 * weights), 0.0, 0.0, dense, 0)
-    if variant.quant == "MXFP4":  # gpt-oss as released: experts exactly MXFP4, the rest whatever the file leaves
+    # gpt-oss as released: experts exactly MXFP4, the rest whatever the file leaves
+    if variant.quant == "MXFP4":
         expert_bits = float(quants.GGUF_TYPES["MXFP4"].bits)
         shared = max(1.0, min(16.5, (8 * weights - pool * expert_bits) / (dense + lookup)))
     else:
         shared = _shared_bits(variant.quant, average, model.release_date)
-        expert_bits = max(0.5 * average, (8 * weights - dense * shared - lookup * embed_bits) / pool)
+        expert_bits = max(
+            0.5 * average, (8 * weights - dense * shared - lookup * embed_bits) / pool
+        )
     if variant.active_bytes:
         routed = min(variant.active_bytes, round(chosen * expert_bits / 8))
         pool_bytes = round(pool * expert_bits / 8)
@@ -99,14 +118,19 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     return _pack(dense * shared, chosen * expert_bits, pool * expert_bits, dense, chosen)
 
 
-def _pack(dense_bits: float, routed_bits: float, pool_bits: float, dense: int, routed: int) -> Streamed:
-    return Streamed(round(dense_bits / 8), round(routed_bits / 8), round(pool_bits / 8), dense, routed)
+def _pack(
+    dense_bits: float, routed_bits: float, pool_bits: float, dense: int, routed: int
+) -> Streamed:
+    return Streamed(
+        round(dense_bits / 8), round(routed_bits / 8), round(pool_bits / 8), dense, routed
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCounts:
-    """`groups`: (layer, how many like it). Parameters are counts: `dense_params` are read by every token, of the
-    routed experts `chosen_params` by one and `pool_params` exist; `embedding_params` are rows looked up, never streamed.
+    """`groups`: (layer, how many like it). Parameters are counts: `dense_params` are read by every
+    token, of the routed experts `chosen_params` by one and `pool_params` exist;
+    `embedding_params` are rows looked up, never streamed.
     `recurrent_state_bytes` is what one sequence's recurrent layers hold."""
 
     groups: tuple[tuple[Layer, int], ...]
@@ -122,7 +146,8 @@ class ModelCounts:
     is_stateful: bool
 
     def kv_elements(self, depth: int) -> int:
-        """KV elements one sequence of `depth` tokens holds: each sliding layer at most its window."""
+        """KV elements one sequence of `depth` tokens holds: each sliding layer at most its
+        window."""
         total = 0
         for layer, count in self.groups:
             held = min(depth, layer.window) if layer.kind == "sliding" and layer.window else depth
@@ -133,7 +158,9 @@ class ModelCounts:
 @by_identity
 def facts(model: Model) -> ModelCounts:
     """The facts of `model`, counted on the first call."""
-    n_experts = sum(layer.ffn in ("experts", "both") for layer in model.layers) if model.experts else 0
+    n_experts = (
+        sum(layer.ffn in ("experts", "both") for layer in model.layers) if model.experts else 0
+    )
     chosen = pool = 0
     if model.experts is not None:
         x = model.experts

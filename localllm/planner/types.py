@@ -1,4 +1,5 @@
-"""Workload, RunSettings and Plan: the planner's nouns. Frozen, serialisable; the only thing the planner hands on."""
+"""Workload, RunSettings and Plan: the planner's nouns. Frozen, serialisable; the only thing the
+planner hands on."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from localllm_catalog.types import Model, Purpose, Variant
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the person wants to do. `context` 0 = the purpose's default; tokens throughout; speeds in tokens/s."""
+    """What the person wants to do. `context` 0 = the purpose's default; tokens throughout; speeds
+    in tokens/s."""
 
     purpose: Purpose = "chat"
     context: int = 0
@@ -35,8 +37,9 @@ def backend_of(variant: Variant) -> Declaration:
 
 @dataclass(frozen=True, slots=True)
 class CompanionDrafter:
-    """A drafter trained for a model, in a file of its own: `kind` is "eagle3", "dflash" or "gemma4-assistant", `width` that of the
-    model's layers, `kv_elements` how many numbers a token takes in its KV cache, `block` the tokens it writes in one pass (0: one)."""
+    """A drafter trained for a model, in a file of its own: `kind` is "eagle3", "dflash" or
+    "gemma4-assistant", `width` that of the model's layers, `kv_elements` how many numbers a token
+    takes in its KV cache, `block` the tokens it writes in one pass (0: one)."""
 
     kind: str
     path: str
@@ -48,10 +51,11 @@ class CompanionDrafter:
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What proposes tokens: `name` is "auto", "off", "ngram", "mtp" (the model's own heads), or that of a second model.
+    """What proposes tokens: `name` is "auto", "off", "ngram", "mtp" (the model's own heads), or
+    that of a second model.
 
-    `second`: that model and its files, which are loaded beside the first. `companion`: a drafter trained for the model, which is
-    left out where it can't be loaded if it is `optional`.
+    `second`: that model and its files, which are loaded beside the first. `companion`: a drafter
+    trained for the model, which is left out where it can't be loaded if it is `optional`.
     """
 
     name: str = "auto"
@@ -72,14 +76,21 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How a Variant is run: what its memory and its speed follow from, and what a LoadSpec is made from.
+    """How a Variant is run: what its memory and its speed follow from, and what a LoadSpec is made
+    from.
 
-    `n_ctx`: KV cells shared by all sequences. `slots`: sequences held at once (llama.cpp's n_seq_max), beside the `spare`
-    ones that the backend keeps for itself where each has a window or state of its own. `n_batch`: tokens of one step, the
-    micro-batch. `n_outputs`: rows of logits a step may ask for. `placement`: where weights and KV lie. `n_rewind`: snapshots
-    a recurrent model keeps, so that as many tokens can be taken back. 0 of `n_ctx`, `n_batch` or `n_outputs` is the backend's own
-    default, which only a file that can't be planned is given. `projector_bytes`: what reading images takes beside the model.
-    `scores_at_once`: new tokens times all tokens that one call attends with, where attention holds its scores (0 = a whole step's).
+    `n_ctx`: KV cells shared by all sequences.
+    `slots`: sequences held at once (llama.cpp's n_seq_max), beside the `spare` ones that the
+    backend keeps for itself where each has a window or state of its own.
+    `n_batch`: tokens of one step, the micro-batch.
+    `n_outputs`: rows of logits a step may ask for.
+    `placement`: where weights and KV lie.
+    `n_rewind`: snapshots a recurrent model keeps, so that as many tokens can be taken back. 0 of
+    `n_ctx`, `n_batch` or `n_outputs` is the backend's own default, which only a file that can't be
+    planned is given.
+    `projector_bytes`: what reading images takes beside the model.
+    `scores_at_once`: new tokens times all tokens that one call attends with, where attention holds
+    its scores (0 = a whole step's).
     """
 
     n_ctx: int = 0
@@ -104,7 +115,11 @@ class RunSettings:
     @property
     def kv_type(self) -> str:
         """The KV cache's type, or "K/V" where keys and values differ."""
-        return self.kv_type_k if self.kv_type_k == self.kv_type_v else f"{self.kv_type_k}/{self.kv_type_v}"
+        return (
+            self.kv_type_k
+            if self.kv_type_k == self.kv_type_v
+            else f"{self.kv_type_k}/{self.kv_type_v}"
+        )
 
     def with_kv_type(self, kv_type: str) -> RunSettings:
         """These settings with `kv_type` for keys and values, or with its two for a pair "K/V"."""
@@ -129,7 +144,8 @@ USUAL = RunSettings()
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A predicted number with its plausible range and basis (e.g. "table: apple-max × llama.cpp × dense, n=41")."""
+    """A predicted number with its plausible range and basis (e.g. "table: apple-max × llama.cpp ×
+    dense, n=41")."""
 
     value: float
     low: float
@@ -141,8 +157,9 @@ class Range:
 class MemoryNeed:
     """Bytes a Plan needs, by purpose, and the limit it was held against (bytes).
 
-    `host_bytes` are in system memory beside a discrete accelerator. `cards_bytes`: of each of several cards, all it
-    holds; `cards_limit_bytes`: what each may. `disk_bytes` stay in their file and are read row by row.
+    `host_bytes` are in system memory beside a discrete accelerator. `cards_bytes`: of each of
+    several cards, all it holds; `cards_limit_bytes`: what each may. `disk_bytes` stay in their file
+    and are read row by row.
     """
 
     weights_bytes: int
@@ -174,13 +191,18 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run one Variant on one Device, with everything `serve` needs to run exactly that: `settings`.
+    """One way to run one Variant on one Device, with everything `serve` needs to run exactly that:
+    `settings`.
 
-    `quality` are points for the purpose, format and KV type taken off, `quality_spread` their uncertainty; `is_rated` is
-    False where nothing but the model's size and date is known, `makers_own` True where nothing but what its maker says.
-    `score` is the rank's sum (quality points); `kv_bytes_per_1k` what 1,024 more tokens of context cost and `max_ctx`
-    the longest context that still fits (tokens); `draft_gain` the predicted speed-up of the drafter's second model,
-    `drafting` that of this purpose's answers for all the drafting it does (None: not known to be any), `kv_why` what the
+    `quality` are points for the purpose, format and KV type taken off, `quality_spread` their
+    uncertainty;
+    `is_rated` is False where nothing but the model's size and date is known, `makers_own` True
+    where nothing but what its maker says.
+    `score` is the rank's sum (quality points);
+    `kv_bytes_per_1k` what 1,024 more tokens of context cost and `max_ctx` the longest context that
+    still fits (tokens);
+    `draft_gain` the predicted speed-up of the drafter's second model, `drafting` that of this
+    purpose's answers for all the drafting it does (None: not known to be any), `kv_why` what the
     choice of the KV type rests on.
     """
 
@@ -217,7 +239,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A Model (its least demanding acceptable Variant) that is not offered, and the one reason why."""
+    """A Model (its least demanding acceptable Variant) that is not offered, and the one reason
+    why."""
 
     model: Model
     variant: Variant
@@ -227,7 +250,8 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What `recommend` answers: at most eight Plans, best first, and what was not offered with the reasons."""
+    """What `recommend` answers: at most eight Plans, best first, and what was not offered with the
+    reasons."""
 
     plans: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]

@@ -1,4 +1,5 @@
-"""The verify loop: what was predicted beside what was measured, and the likely causes when reality falls short."""
+"""The verify loop: what was predicted beside what was measured, and the likely causes when reality
+falls short."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ SHORTFALL = 0.30
 
 @dataclass(frozen=True, slots=True)
 class PredictionCheck:
-    """(predicted, measured) of one run: decode in tokens/s, memory in bytes (None: not recorded); causes if it fell short.
+    """(predicted, measured) of one run: decode in tokens/s, memory in bytes (None: not recorded);
+    causes if it fell short.
 
     `decode_short`: with the context nearly empty (None: not measured).
     """
@@ -47,7 +49,11 @@ def compare(
     predicted = at(run.depth)
     bound = speed.decode_bound(device, run.model, run.variant)
     causes = likely_causes(device, predicted.value, run.decode_tok_s, bound)
-    memory = (float(predicted_memory_bytes), float(memory_bytes)) if memory_bytes and predicted_memory_bytes else None
+    memory = (
+        (float(predicted_memory_bytes), float(memory_bytes))
+        if memory_bytes and predicted_memory_bytes
+        else None
+    )
     return PredictionCheck(
         run.model.name,
         run.variant.quant,
@@ -60,11 +66,17 @@ def compare(
     )
 
 
-def likely_causes(device: Device, predicted: float, measured: float, bound: float = 0.0) -> tuple[str, ...]:
-    """What usually explains a speed `SHORTFALL` or more below the prediction, the most telling first; () otherwise."""
+def likely_causes(
+    device: Device, predicted: float, measured: float, bound: float = 0.0
+) -> tuple[str, ...]:
+    """What usually explains a speed `SHORTFALL` or more below the prediction, the most telling
+    first; () otherwise."""
     if measured >= predicted * (1 - SHORTFALL):
         if bound and measured > bound * 1.05:
-            return ("faster than the memory could deliver: the bandwidth known for this machine is too low",)
+            return (
+                "faster than the memory could deliver: the bandwidth known for this machine is "
+                "too low",
+            )
         return ()
     ratio = measured / predicted
     causes: list[str] = []
@@ -72,14 +84,24 @@ def likely_causes(device: Device, predicted: float, measured: float, bound: floa
     if gpu and ratio < 0.25:
         causes.append("the engine may have fallen back to the CPU: see `localllm doctor`")
     if device.memory.available_bytes < 0.1 * device.memory.limit_bytes:
-        causes.append("memory is nearly full: the system may be swapping; close programs or pick a smaller plan")
+        causes.append(
+            "memory is nearly full: the system may be swapping; close programs or pick a "
+            "smaller "
+            "plan"
+        )
     if gpu:
         causes.append("another program may be using the GPU")
     else:
         causes.append("other programs may be using the processor's cores or its memory")
-    causes.append("a power-saving mode or a hot machine lowers clocks: plug in, let it cool, check the power mode")
+    causes.append(
+        "a power-saving mode or a hot machine lowers clocks: plug in, let it cool, check "
+        "the "
+        "power mode"
+    )
     if device.kind == "discrete":
-        causes.append("part of the model may be in system memory: lower --context or pick a smaller quant")
+        causes.append(
+            "part of the model may be in system memory: lower --context or pick a smaller quant"
+        )
     return tuple(causes)
 
 
@@ -89,7 +111,11 @@ def to_json(result: PredictionCheck) -> dict[str, Any]:
         "model": result.name,
         "quant": result.quant,
         "backend": result.backend,
-        "decode_tok_s": {"predicted": result.decode[0], "measured": result.decode[1], "basis": result.basis},
+        "decode_tok_s": {
+            "predicted": result.decode[0],
+            "measured": result.decode[1],
+            "basis": result.basis,
+        },
         "decode_short_tok_s": None
         if result.decode_short is None
         else {"predicted": result.decode_short[0], "measured": result.decode_short[1]},

@@ -1,4 +1,5 @@
-"""One sentence per plan: why this one, and what it trades. And one reason per model that is not offered."""
+"""One sentence per plan: why this one, and what it trades. And one reason per model that is not
+offered."""
 
 from __future__ import annotations
 
@@ -19,29 +20,39 @@ def place(device: Device) -> str:
 
 
 def does_not_fit(plan: Plan, device: Device) -> str:
-    """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the need)."""
+    """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the
+    need)."""
     needed = plan.memory.total_bytes + plan.memory.host_bytes
     usable = gb(device.room_bytes)
     at = f"at {plan.settings.n_ctx // 1024}k context"
     beside = ""
     if device.kind == "discrete" and device.host is not None:
         beside = f" and {gb(device.host.limit_bytes)} of system memory"
-    return f"{plan.variant.quant} needs {gb(needed)} {at}; {place(device)} has {usable}{beside} usable"
+    return (
+        f"{plan.variant.quant} needs {gb(needed)} {at}; {place(device)} has {usable}{beside} usable"
+    )
 
 
 def of_streaming(plan: Plan, device: Device) -> str:
-    """ "; with experts read from an SSD 0.6 tok/s at best", of a mixture that nothing but its experts keeps out."""
+    """ "; with experts read from an SSD 0.6 tok/s at best", of a mixture that nothing but its
+    experts keeps out."""
     rate_streamed = streamed_tok_s(plan, device)
-    return f"; with experts read from an SSD {rate(rate_streamed)} tok/s at best" if rate_streamed else ""
+    return (
+        f"; with experts read from an SSD {rate(rate_streamed)} tok/s at best"
+        if rate_streamed
+        else ""
+    )
 
 
 def streamed_tok_s(plan: Plan, device: Device) -> float | None:
-    """What a mixture too large for all memory would decode at if its missing experts were read from an SSD for every token,
-    in tokens/s; None where they are not what is too large. Said, and not
+    """What a mixture too large for all memory would decode at if its missing experts were read from
+    an SSD for every token, in tokens/s; None where they are not what is too large. Said, and not
     offered."""
     if plan.model.experts is None or not backend_of(plan.variant).splits:
         return None
-    has = device.room_bytes + (device.host.limit_bytes if device.host and device.kind == "discrete" else 0)
+    has = device.room_bytes + (
+        device.host.limit_bytes if device.host and device.kind == "discrete" else 0
+    )
     missing = plan.memory.total_bytes + plan.memory.host_bytes - has
     pool = places.parts(plan.model, plan.variant).expert_bytes
     if not 0 < missing < pool:
@@ -51,13 +62,15 @@ def streamed_tok_s(plan: Plan, device: Device) -> float | None:
 
 
 def on_disk(plan: Plan, tok_s: float) -> str | None:
-    """ "28.8 GB of tables stay on the disk: …, on one that turns about 5.4 tok/s"; None where nothing does."""
+    """ "28.8 GB of tables stay on the disk: …, on one that turns about 5.4 tok/s"; None where
+    nothing does."""
     left, slow = plan.memory.disk_bytes, places.SLOW_ROW_S
     if not left:
         return None
     turning = 1 / (1 / tok_s + places.token_s(plan.model, plan.variant, plan.settings, row_s=slow))
     return (
-        f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token: that wants an SSD, "
+        f"{gb(left)} of tables stay on the disk, {plan.model.lookup_rows} rows a token: that "
+        "wants an SSD, "
         f"on a disk that turns about {rate(turning)} tok/s"
     )
 
@@ -91,10 +104,12 @@ def is_too_slow(plan: Plan, need: Need) -> str:
     if plan.decode_tok_s.value >= need.least_tok_s:
         return (
             f"{plan.variant.quant} fits, but the first token of {need.prompt_tokens:,} comes after "
-            f"{needs.span(plan.ttft_s.value)}, too late for {need.what} ({needs.span(need.ttft_longest_s)} at most)"
+            f"{needs.span(plan.ttft_s.value)}, too late for {need.what} "
+            f"({needs.span(need.ttft_longest_s)} at most)"
         )
     return (
-        f"{plan.variant.quant} fits, but {rate(plan.decode_tok_s.value)} tok/s is too slow for {need.what} "
+        f"{plan.variant.quant} fits, but {rate(plan.decode_tok_s.value)} tok/s is too slow for "
+        f"{need.what} "
         f"({need.least_tok_s:g} needed)"
     )
 
@@ -105,7 +120,9 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
         return does_not_fit(plan, device) + of_streaming(plan, device)
     if plan.decode_tok_s.value < need.least_tok_s or needs.too_long(plan, need):
         return is_too_slow(plan, need)
-    head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {_beside(plan)}"}[plan.fits]
+    head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {_beside(plan)}"}[
+        plan.fits
+    ]
     return f"{head}; {rate(plan.decode_tok_s.value)} tok/s; up to {plan.max_ctx // 1024}k context"
 
 
@@ -119,10 +136,15 @@ def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
     best_quality = max(picks, key=lambda p: (p.is_rated, p.quality))
     # What is true of every pick is said once, with the first.
     all_slow = len(picks) > 1 and fastest.decode_tok_s.value < need.good_tok_s
-    return [replace(p, why=_sentence(p, picks[0], fastest, smallest, best_quality, need, all_slow)) for p in picks]
+    return [
+        replace(p, why=_sentence(p, picks[0], fastest, smallest, best_quality, need, all_slow))
+        for p in picks
+    ]
 
 
-def _sentence(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need, all_slow: bool) -> str:
+def _sentence(
+    plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need, all_slow: bool
+) -> str:
     praise = _praise(plan, first, fastest, smallest, best, need)
     if not plan.is_rated:
         praise = f"no public score, its rank a guess by size and age; {praise}"
@@ -143,20 +165,27 @@ def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, 
             return f"best quality that is fast enough for {need.what}"
         return f"best balance of quality and speed for {need.what}"
     if plan is best and plan.is_rated:
-        return "best quality of these" if first.is_rated else "the best of these that somebody rated"
+        return (
+            "best quality of these" if first.is_rated else ("the best of these that somebody rated")
+        )
     if plan is fastest:
-        return f"fastest of these, {plan.decode_tok_s.value / first.decode_tok_s.value:.1f}× the first"
+        return (
+            f"fastest of these, {plan.decode_tok_s.value / first.decode_tok_s.value:.1f}× the first"
+        )
     if plan is smallest:
         return f"smallest of these, {gb(all_memory(first) - all_memory(plan))} less than the first"
     return _better_than(first, plan)
 
 
 def _better_than(first: Plan, plan: Plan) -> str:
-    """What `plan` has over the first, the most telling of it; that there is something is why it is among the picks."""
+    """What `plan` has over the first, the most telling of it; that there is something is why it is
+    among the picks."""
     ratio = plan.decode_tok_s.value / first.decode_tok_s.value
     better = plan.quality - first.quality
     saved = all_memory(first) - all_memory(plan)
-    sooner = 1 - (plan.ttft_cached_s or plan.ttft_s).value / (first.ttft_cached_s or first.ttft_s).value
+    sooner = (
+        1 - (plan.ttft_cached_s or plan.ttft_s).value / (first.ttft_cached_s or first.ttft_s).value
+    )
     longer = plan.settings.n_ctx - first.settings.n_ctx
     said = (
         (ratio >= 1.25, f"{ratio:.1f}× as fast as the first"),
@@ -169,9 +198,14 @@ def _better_than(first: Plan, plan: Plan) -> str:
         (not plan.is_rated and better > 0, f"that would be {better:.1f} points above the first"),
         (better > 0.05, f"{better:.1f} points better than the first"),
         (plan.is_rated and not first.is_rated, "rated, which the first is not"),
-        (first.variant.is_estimate and not plan.variant.is_estimate, "its files are listed, the first's constructed"),
+        (
+            first.variant.is_estimate and not plan.variant.is_estimate,
+            "its files are listed, the first's constructed",
+        ),
     )
-    return next((text for is_so, text in said if is_so), "no better than the first in anything shown")
+    return next(
+        (text for is_so, text in said if is_so), "no better than the first in anything shown"
+    )
 
 
 def _trades(plan: Plan, first: Plan) -> list[str]:

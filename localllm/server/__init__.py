@@ -1,1 +1,2 @@
-"""The HTTP server: several APIs translated to one engine request and from its events, behind one security gate."""
+"""The HTTP server: several APIs translated to one engine request and from its events, behind one
+security gate."""

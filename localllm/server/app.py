@@ -1,4 +1,5 @@
-"""Builds the ASGI application: middleware, the routes of every dialect, health, metrics and error responses."""
+"""Builds the ASGI application: middleware, the routes of every dialect, health, metrics and error
+responses."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.responses import routes as responses
 from localllm.server.dialects.systemone import routes as systemone
 from localllm.server.http.accounts import caller
-from localllm.server.http.errors import MethodError, RouteNotFoundError, envelope, headers_of, internal
+from localllm.server.http.errors import (
+    MethodError,
+    RouteNotFoundError,
+    envelope,
+    headers_of,
+    internal,
+)
 from localllm.server.http.gate import EdgeMiddleware, SecurityGate
 from localllm.server.http.prometheus import CONTENT_TYPE
 from localllm.server.http.settings import ServerSettings
@@ -45,8 +52,9 @@ def create_app(
     store: ModelStore | None = None,
     power: Callable[[], dict[str, float]] | None = None,
 ) -> FastAPI:
-    """The ASGI application that serves `models`. `store`: where clients may pull models to and remove them from; `power`: figures
-    of what the machine uses, by their names in /metrics: those that end in _total are counters."""
+    """The ASGI application that serves `models`. `store`: where clients may pull models to and
+    remove them from; `power`: figures of what the machine uses, by their names in /metrics: those
+    that end in _total are counters."""
     settings = settings or ServerSettings()
     app = FastAPI(
         title="localllm",
@@ -70,16 +78,21 @@ def create_app(
             settings=settings,
         )
     app.add_middleware(EdgeMiddleware)
-    app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)  # added last: runs first
+    # added last: runs first
+    app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)
     _errors(app)
     for dialect in (openai, responses, rerank, systemone, anthropic, ollama, llamacpp):
         app.include_router(dialect.routes(server))
 
-    @app.get("/health", tags=["server"], responses={503: {"description": "the models are loading, or none could be"}})
+    @app.get(
+        "/health",
+        tags=["server"],
+        responses={503: {"description": "the models are loading, or none could be"}},
+    )
     @app.get("/v1/health", include_in_schema=False)
     async def health() -> Response:
-        """Alive; answered without a key. 503 with `progress` while the models named at the start are loading (requests
-        wait for them), as llama.cpp's server answers then."""
+        """Alive; answered without a key. 503 with `progress` while the models named at the start
+        are loading (requests wait for them), as llama.cpp's server answers then."""
         return _health(models)
 
     @app.get("/metrics", tags=["server"], response_class=PlainTextResponse)
@@ -90,8 +103,8 @@ def create_app(
 
     @app.get("/usage.csv", tags=["server"], response_class=CsvResponse)
     async def usage() -> Response:
-        """What each key with a name has used since the server started: all of them for the key without a name, its own
-        for each other."""
+        """What each key with a name has used since the server started: all of them for the key
+        without a name, its own for each other."""
         return CsvResponse(server.accounts.table(caller()))
 
     openapi.install(app)
@@ -102,7 +115,11 @@ def _health(models: ModelRouter) -> Response:
     health = models.health
     if health.status == "ok":
         return JSONResponse({"status": "ok"})
-    message = "Loading model" if health.status == "loading" else "No model named at the start could be loaded"
+    message = (
+        "Loading model"
+        if health.status == "loading"
+        else ("No model named at the start could be loaded")
+    )
     error = {"code": 503, "message": message, "type": "unavailable_error"}
     body = {"status": health.status, "progress": round(health.progress, 3), "error": error}
     return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
@@ -118,12 +135,17 @@ def _errors(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 500
         if status == 405:
             methods = ", ".join(_methods(request))
-            wrong = MethodError("this path does not answer that method", hint=f"it answers {methods}")
+            wrong = MethodError(
+                "this path does not answer that method", hint=f"it answers {methods}"
+            )
             refused = error_response(request, wrong)
             refused.headers["allow"] = methods
             return refused
         if status == 404:
-            return error_response(request, RouteNotFoundError("no such path here", hint="GET /openapi.json lists them"))
+            return error_response(
+                request,
+                RouteNotFoundError("no such path here", hint="GET /openapi.json lists them"),
+            )
         return error_response(request, LocalLLMError("the request failed"))
 
 
@@ -140,4 +162,6 @@ def _methods(request: Request) -> list[str]:
 
 def error_response(request: Request, error: LocalLLMError) -> JSONResponse:
     """`error` in the format of its path."""
-    return JSONResponse(envelope(error, request.url.path), status_code=error.http_status, headers=headers_of(error))
+    return JSONResponse(
+        envelope(error, request.url.path), status_code=error.http_status, headers=headers_of(error)
+    )

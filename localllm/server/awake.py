@@ -1,4 +1,5 @@
-"""Keeps a desktop from falling asleep while requests run, and lets it again as soon as none does."""
+"""Keeps a desktop from falling asleep while requests run, and lets it again as soon as none
+does."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from collections.abc import Callable, Mapping
 
 # Requests that are answered sooner can't be slept through: nothing is started for them.
 _HOLD_AFTER_S = 5.0
-# A desktop's sessions name themselves with one of these; on a server or in a container nobody dims a screen.
+# A desktop's sessions name themselves with one of these; on a server or in a container nobody dims
+# a screen.
 _DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY", "XDG_CURRENT_DESKTOP")
 # Ends once its input does: with the last request, or with this process, however that ends.
 _UNTIL_LET_GO = ("cat",)
@@ -21,10 +23,11 @@ _UNTIL_LET_GO = ("cat",)
 def holding_command(
     platform: str, which: Callable[[str], str | None], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The program that keeps `platform` awake while its input is open; () where there is none, or no desktop.
+    """The program that keeps `platform` awake while its input is open; () where there is none, or
+    no desktop.
 
-    macOS: `caffeinate -i` (no idle sleep; the display may go dark). Linux: an inhibitor of logind, which desktops ask before
-    they suspend an idle machine (systemd-inhibit(1))."""
+    macOS: `caffeinate -i` (no idle sleep; the display may go dark). Linux: an inhibitor of logind,
+    which desktops ask before they suspend an idle machine (systemd-inhibit(1))."""
     if which(_UNTIL_LET_GO[0]) is None:
         return ()
     if platform == "darwin":
@@ -38,8 +41,8 @@ def holding_command(
 
 
 class Awake:
-    """`request_started` and `request_ended` for each request, on the server's event loop; `command` holds the machine awake
-    (() = nothing does)."""
+    """`request_started` and `request_ended` for each request, on the server's event loop; `command`
+    holds the machine awake (() = nothing does)."""
 
     def __init__(self, command: tuple[str, ...], *, after_s: float = _HOLD_AFTER_S) -> None:
         self._command, self._after_s = command, after_s

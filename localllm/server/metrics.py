@@ -12,11 +12,15 @@ from localllm.server.serving import Server
 
 # These are counters, all others gauges.
 _COUNTERS = {
-    "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens", "generated_tokens",
-    "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens", "accepted_ngram_tokens",
-    "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens", "accepted_model_tokens",
+    "requests", "cancelled", "parked", "prompt_tokens", "cached_tokens", "prefilled_tokens",
+    "generated_tokens",
+    "steps", "busy_s", "drafted_tokens", "accepted_draft_tokens", "drafted_ngram_tokens",
+    "accepted_ngram_tokens",
+    "drafted_grammar_tokens", "accepted_grammar_tokens", "drafted_model_tokens",
+    "accepted_model_tokens",
     "drafted_mtp_tokens", "accepted_mtp_tokens", "drafted_eagle3_tokens", "accepted_eagle3_tokens",
-    "drafted_dflash_tokens", "accepted_dflash_tokens", "drafted_assistant_tokens", "accepted_assistant_tokens",
+    "drafted_dflash_tokens", "accepted_dflash_tokens", "drafted_assistant_tokens",
+    "accepted_assistant_tokens",
 }  # fmt: skip
 # The memory guard's levels (localllm/memory/guard.py), one series each: exactly one is 1.
 _PRESSURES = ("none", "shrink", "hold")
@@ -27,8 +31,9 @@ Snapshots = Mapping[str, Mapping[str, Any]]
 
 
 async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
-    """The page: of a key with a name what it has used, for others all. Does not load a model that is not loaded. `power`:
-    figures of what the machine uses, by their names; those that end in _total are counters."""
+    """The page: of a key with a name what it has used, for others all. Does not load a model that
+    is not loaded. `power`: figures of what the machine uses, by their names; those that end in
+    _total are counters."""
     if not caller().admin:
         return "\n".join(used_lines(server.accounts.visible_to(caller()))) + "\n"
     snapshots = {worker.name: await worker.snapshot() for worker in server.models.workers()}
@@ -43,7 +48,9 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
         *used_lines(server.accounts.visible_to(caller())),
     ]
     for name, value in power.items():
-        lines += metric(name, "counter" if name.endswith("_total") else "gauge", [("", f"{value:.3f}")])
+        lines += metric(
+            name, "counter" if name.endswith("_total") else "gauge", [("", f"{value:.3f}")]
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,5 @@
-"""Answers one request of any dialect: load the model, make the generation job, run it, and stream or collect the reply."""
+"""Answers one request of any dialect: load the model, make the generation job, run it, and stream
+or collect the reply."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from localllm.server.awake import Awake
 from localllm.server.generation.chat import ChatRequest, TokenCounts, chat_job
 from localllm.server.generation.generate import run
 from localllm.server.generation.image_fetching import ImageFetcher
-from localllm.server.generation.job import GenerationJob, PrefillProgress, ReplyCollector, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import (
+    GenerationJob,
+    PrefillProgress,
+    ReplyCollector,
+    ReplyUsage,
+    ReplyWriter,
+)
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import IGNORED, answer_headers, ignored_header, request_id
@@ -38,7 +45,8 @@ JobFactory: TypeAlias = Callable[[EngineClient], Awaitable[GenerationJob]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one API frames its streams, and errors in them. `streams`: it streams unless the client says `stream: false`."""
+    """How one API frames its streams, and errors in them. `streams`: it streams unless the client
+    says `stream: false`."""
 
     media_type: str
     frame_error: Callable[[LocalLLMError], bytes]
@@ -48,9 +56,12 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class TranslatedRequest:
-    """A request after its dialect has translated it: the `task`, and how the answer is written: its `body`, or
-    streamed by a `writer`. `ignored` names fields without effect; `frame_error` and `keepalive` override the dialect's. `keep_s`:
-    how long the model stays loaded afterwards, where the client says so. `stream_id`: a kept stream is found by it too."""
+    """A request after its dialect has translated it: the `task`, and how the answer is written: its
+    `body`, or streamed by a `writer`.
+    `ignored` names fields without effect;
+    `frame_error` and `keepalive` override the dialect's.
+    `keep_s`: how long the model stays loaded afterwards, where the client says so.
+    `stream_id`: a kept stream is found by it too."""
 
     task: ChatRequest | JobFactory
     body: Callable[[ReplyCollector, GenerationJob], Any]
@@ -65,7 +76,9 @@ class TranslatedRequest:
 class Server:
     """What all routes share. `store`: where clients may pull models to; None where they may not."""
 
-    def __init__(self, models: ModelRouter, settings: ServerSettings, store: ModelStore | None = None) -> None:
+    def __init__(
+        self, models: ModelRouter, settings: ServerSettings, store: ModelStore | None = None
+    ) -> None:
         self.models = models
         self.settings = settings
         self.store = store
@@ -81,14 +94,21 @@ class Server:
         self.active = 0
 
     async def stream(
-        self, model: ServedModel, translated: TranslatedRequest, dialect: Dialect, kept: tuple[str, bytes] | None = None
+        self,
+        model: ServedModel,
+        translated: TranslatedRequest,
+        dialect: Dialect,
+        kept: tuple[str, bytes] | None = None,
     ) -> Response:
-        """A streaming response; loading, templating and queueing happen inside it, after the headers. `kept`: the key under
-        which it outlives its client, and what tells its request from others under that key."""
+        """A streaming response; loading, templating and queueing happen inside it, after the
+        headers. `kept`: the key under which it outlives its client, and what tells its request from
+        others under that key."""
         progress = PrefillProgress()
         headers = answer_headers(translated.ignored)
         # A kept stream's events are numbered as they are written: besides there are comments only.
-        keepalive = translated.keepalive if translated.keepalive and kept is None else dialect.keepalive
+        keepalive = (
+            translated.keepalive if translated.keepalive and kept is None else dialect.keepalive
+        )
 
         def progress_frame() -> bytes:
             progress.loaded = model.worker.progress
@@ -119,18 +139,26 @@ class Server:
         stream.begin(produce)
         return stream.answer(-1)
 
-    async def complete(self, request: Request, model: ServedModel, translated: TranslatedRequest) -> Response:
+    async def complete(
+        self, request: Request, model: ServedModel, translated: TranslatedRequest
+    ) -> Response:
         """The reply in one piece: the stream, collected. Cancelled when the client disconnects."""
 
         async def work() -> Response:
             collected = ReplyCollector()
             job = await self._generate(model, translated, PrefillProgress(), lambda job: collected)
-            headers = {**request_id(), **_headers(translated, job), "x-localllm-cache": collected.usage.cache_note}
+            headers = {
+                **request_id(),
+                **_headers(translated, job),
+                "x-localllm-cache": collected.usage.cache_note,
+            }
             return JSONResponse(translated.body(collected, job), headers=headers)
 
         return await unless_left(request, work())
 
-    async def job(self, task: ChatRequest | JobFactory, model: ServedModel, engine: EngineClient) -> GenerationJob:
+    async def job(
+        self, task: ChatRequest | JobFactory, model: ServedModel, engine: EngineClient
+    ) -> GenerationJob:
         """The generation job of `task`. Raises RequestError, and what templating ends in."""
         if isinstance(task, ChatRequest):
             if engine.info.vision:
@@ -146,8 +174,11 @@ class Server:
             job = replace(job, answer=replace(job.answer, grammar=grammar))
         return replace(job, ignored=(*job.ignored, *loose)) if loose else job
 
-    async def prompt(self, translated: TranslatedRequest, model: ServedModel) -> tuple[str, int, list[str]]:
-        """The prompt of a conversation, its length in tokens, and the names of what has no effect."""
+    async def prompt(
+        self, translated: TranslatedRequest, model: ServedModel
+    ) -> tuple[str, int, list[str]]:
+        """The prompt of a conversation, its length in tokens, and the names of what has no
+        effect."""
         with model.lease():
             engine = await model.engine()
             job = await self.job(translated.task, model, engine)
@@ -157,8 +188,8 @@ class Server:
 
     @contextmanager
     def serving(self, model: ServedModel, keep_s: float | None = None) -> Iterator[None]:
-        """A block in which a request of `model` runs: it is counted, and the model stays loaded; for `keep_s` after the
-        last request, where a client that may unload it says so."""
+        """A block in which a request of `model` runs: it is counted, and the model stays loaded;
+        for `keep_s` after the last request, where a client that may unload it says so."""
         self.requests += 1
         self.active += 1
         self.awake.request_started()
@@ -216,12 +247,17 @@ class Server:
             self.reasoning.current().remember(job.asked, choice.text, calls, choice.reasoning)
 
 
-async def _enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    return await worked(partial(enforceable, grammar), takes_ms=bool(grammar and grammar[0] == "loose_schema"))
+async def _enforceable(
+    grammar: tuple[str, str] | None,
+) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+    return await worked(
+        partial(enforceable, grammar), takes_ms=bool(grammar and grammar[0] == "loose_schema")
+    )
 
 
 def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:
-    """`chat` with its model's preset where the client says nothing: system prompt and thinking budget."""
+    """`chat` with its model's preset where the client says nothing: system prompt and thinking
+    budget."""
     generation = chat.generation
     if generation.thinking_tokens is None and defaults.thinking_tokens is not None:
         generation = replace(generation, thinking_tokens=defaults.thinking_tokens)
@@ -232,7 +268,8 @@ def with_defaults(chat: ChatRequest, defaults: ModelDefaults) -> ChatRequest:
 
 
 def _headers(translated: TranslatedRequest, job: GenerationJob) -> dict[str, str]:
-    """Headers that say what was ignored, what was removed from the prompt, and what compaction left out."""
+    """Headers that say what was ignored, what was removed from the prompt, and what compaction left
+    out."""
     headers = ignored_header([*translated.ignored, *job.ignored])
     if headers:
         log.info("ignored unknown fields: %s", headers[IGNORED])

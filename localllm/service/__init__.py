@@ -1,1 +1,2 @@
-"""The server as a service of this user: units for each system's manager, and asking that manager about it."""
+"""The server as a service of this user: units for each system's manager, and asking that manager
+about it."""

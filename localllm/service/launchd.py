@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm.service.types import Call, CommandResult, Service, ServiceError, State, remove_all, write_all
+from localllm.service.types import (
+    Call,
+    CommandResult,
+    Service,
+    ServiceError,
+    State,
+    remove_all,
+    write_all,
+)
 from localllm.service.types import call as run_program
 
 LABEL = "org.localllm.serve"
@@ -22,7 +30,8 @@ _TRIES = 20
 
 @dataclass(frozen=True, slots=True)
 class Launchd:
-    """The launchd of the user with the number `uid`. `call` runs launchctl, `wait` waits some seconds."""
+    """The launchd of the user with the number `uid`. `call` runs launchctl, `wait` waits some
+    seconds."""
 
     home: Path
     uid: int
@@ -63,7 +72,9 @@ class Launchd:
         """From `launchctl print`."""
         answer = self._ask("print", self._target, allowed=_NO_SUCH)
         if answer.code:
-            return State(installed=self.plist.exists(), detail="not loaded", at_login=self.plist.exists())
+            return State(
+                installed=self.plist.exists(), detail="not loaded", at_login=self.plist.exists()
+            )
         return parse_print(answer.out)
 
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
@@ -76,14 +87,17 @@ class Launchd:
     def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> CommandResult:
         answer = self.call(["launchctl", *words])
         if answer.code and answer.code not in allowed:
-            raise ServiceError(f"`launchctl {' '.join(words)}` failed ({answer.code}): {answer.text}")
+            raise ServiceError(
+                f"`launchctl {' '.join(words)}` failed ({answer.code}): {answer.text}"
+            )
         return answer
 
 
 def agent(service: Service) -> str:
     """A launch agent (launchd.plist(5)).
 
-    `AbandonProcessGroup`: workers write what they know after the server has gone, and end by themselves."""
+    `AbandonProcessGroup`: workers write what they know after the server has gone, and end by
+    themselves."""
     values: dict[str, Any] = {
         "Label": LABEL,
         "ProgramArguments": list(service.command),
@@ -103,7 +117,8 @@ def agent(service: Service) -> str:
 
 
 def parse_print(text: str) -> State:
-    """State from `launchctl print gui/UID/LABEL`: only lines one level deep are the service's own."""
+    """State from `launchctl print gui/UID/LABEL`: only lines one level deep are the service's
+    own."""
     own = dict(re.findall(r"^\t(?! )([a-z ]+) = ([^{\n]*)$", text, re.MULTILINE))
     state = own.get("state", "").strip()
     exited = re.match(r"-?\d+", own.get("last exit code", ""))

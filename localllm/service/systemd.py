@@ -1,4 +1,5 @@
-"""systemd: a user unit for the server and one for its socket, which systemd keeps open while the server restarts."""
+"""systemd: a user unit for the server and one for its socket, which systemd keeps open while the
+server restarts."""
 
 from __future__ import annotations
 
@@ -8,18 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import UsageError
-from localllm.service.types import NAME, Call, CommandResult, Service, ServiceError, State, remove_all, write_all
+from localllm.service.types import (
+    NAME,
+    Call,
+    CommandResult,
+    Service,
+    ServiceError,
+    State,
+    remove_all,
+    write_all,
+)
 from localllm.service.types import call as run_program
 
 SERVICE = f"{NAME}.service"
 SOCKET = f"{NAME}.socket"
 # What a unit's argument may hold unquoted; `%` and `$` mean something to systemd everywhere.
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=@+,")
-# The first that waits longer after each failure (RestartSteps=); older ones say they don't know the word.
+# The first that waits longer after each failure (RestartSteps=); older ones say they don't know the
+# word.
 _BACKS_OFF = 254
 _UNSET = str(2**64 - 1)
 _PROPERTIES = (
-    "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "Result", "ExecMainStatus", "MemoryCurrent",
+    "LoadState", "ActiveState", "SubState", "MainPID", "NRestarts", "Result", "ExecMainStatus",
+    "MemoryCurrent",
     "ActiveEnterTimestamp", "UnitFileState",
 )  # fmt: skip
 
@@ -38,13 +50,16 @@ class Systemd:
 
     def files(self, service: Service) -> dict[Path, str]:
         """The units of `service`, as this machine's systemd understands them."""
-        units = {self.folder / SERVICE: service_unit(service, backs_off=self._version() >= _BACKS_OFF)}
+        units = {
+            self.folder / SERVICE: service_unit(service, backs_off=self._version() >= _BACKS_OFF)
+        }
         if service.addresses:
             units[self.folder / SOCKET] = socket_unit(service)
         return units
 
     def install(self, service: Service) -> list[Path]:
-        """Write the units and start them; what listened before is stopped first where that changes."""
+        """Write the units and start them; what listened before is stopped first where that
+        changes."""
         self._ask("is-system-running", refused_by=())  # says so at once where nobody answers
         units = self.files(service)
         stale = [] if service.addresses else [self.folder / SOCKET]
@@ -83,7 +98,8 @@ class Systemd:
         return parse_show(self._ask("show", SERVICE, f"--property={','.join(_PROPERTIES)}").out)
 
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
-        """The journal: what the server wrote, and what systemd says of it (`+` is "or", journalctl(1))."""
+        """The journal: what the server wrote, and what systemd says of it (`+` is "or",
+        journalctl(1))."""
         words = [
             "journalctl",
             f"--lines={lines}",
@@ -92,7 +108,14 @@ class Systemd:
             "--output=short-iso",
             *(["--follow"] if follow else []),
         ]
-        return [*words, f"SYSLOG_IDENTIFIER={NAME}", "+", f"_SYSTEMD_USER_UNIT={SERVICE}", "+", f"USER_UNIT={SERVICE}"]
+        return [
+            *words,
+            f"SYSLOG_IDENTIFIER={NAME}",
+            "+",
+            f"_SYSTEMD_USER_UNIT={SERVICE}",
+            "+",
+            f"USER_UNIT={SERVICE}",
+        ]
 
     def _version(self) -> int:
         found = re.match(r"systemd (\d+)", self.call(["systemctl", "--version"]).out)
@@ -106,7 +129,8 @@ class Systemd:
         if "Failed to connect to bus" in answer.text:
             raise ServiceError(
                 f"systemd does not answer for this user: {answer.text}",
-                hint="log in as this user (not through su or sudo), or once: `sudo loginctl enable-linger $USER`",
+                hint="log in as this user (not through su or sudo), or once: `sudo loginctl "
+                "enable-linger $USER`",
             )
         if answer.code and refused_by is None:
             raise ServiceError(f"`systemctl --user {' '.join(words)}` failed: {answer.text}")
@@ -114,18 +138,26 @@ class Systemd:
 
 
 def service_unit(service: Service, *, backs_off: bool) -> str:
-    """The unit of the server (https://www.freedesktop.org/software/systemd/man/latest/systemd.service.html).
+    """The unit of the server
+    (https://www.freedesktop.org/software/systemd/man/latest/systemd.service.html).
 
-    `KillMode=process`: the server alone is asked to stop; its workers write what they know and end when it tells them
-    to, or when it is gone. `mixed` would kill them at once where the server was killed (seen: a conversation of 1,260
-    tokens computed again). `ExecStopPost` waits for them, and ends those that don't leave.
-    `OOMPolicy=continue`: a worker that is killed for memory costs its model's requests, never the server. Wrong usage,
-    a model that is not there or not readable, and one that does not fit (exit codes 2 to 5) are the same at the next try."""
+    `KillMode=process`: the server alone is asked to stop; its workers write what they know and end
+    when it tells them to, or when it is gone.
+    `mixed` would kill them at once where the server was killed (seen: a conversation of 1,260
+    tokens computed again).
+    `ExecStopPost` waits for them, and ends those that don't leave.
+    `OOMPolicy=continue`: a worker that is killed for memory costs its model's requests, never the
+    server. Wrong usage, a model that is not there or not readable, and one that does not fit (exit
+    codes 2 to 5) are the same at the next try."""
     needs = f"Requires={SOCKET}\nAfter={SOCKET}\n" if service.addresses else ""
     steps = "RestartSteps=6\nRestartMaxDelaySec=60\n" if backs_off else ""
     settle = f"ExecStopPost=-{_line(service.settle)}\n" if service.settle else ""
-    variables = "".join(f"Environment={_quoted(f'{k}={v}')}\n" for k, v in sorted(service.environment.items()))
-    limit = f"MemoryMax={service.memory_max_bytes}\n" if service.memory_max_bytes is not None else ""
+    variables = "".join(
+        f"Environment={_quoted(f'{k}={v}')}\n" for k, v in sorted(service.environment.items())
+    )
+    limit = (
+        f"MemoryMax={service.memory_max_bytes}\n" if service.memory_max_bytes is not None else ""
+    )
     return f"""\
 [Unit]
 Description=Language models on this machine (localllm)
@@ -151,8 +183,11 @@ WantedBy=default.target
 
 
 def socket_unit(service: Service) -> str:
-    """The unit of what the server listens on: systemd binds it, and keeps it while the server restarts."""
-    listen = "".join(f"ListenStream={address.replace('%', '%%')}\n" for address in service.addresses)
+    """The unit of what the server listens on: systemd binds it, and keeps it while the server
+    restarts."""
+    listen = "".join(
+        f"ListenStream={address.replace('%', '%%')}\n" for address in service.addresses
+    )
     return f"""\
 [Unit]
 Description=The address of localllm
@@ -170,11 +205,16 @@ WantedBy=sockets.target
 def parse_show(text: str) -> State:
     answer = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     result, status = answer.get("Result", ""), _number(answer.get("ExecMainStatus"))
-    words = [answer.get("ActiveState", ""), f"({answer['SubState']})" if answer.get("SubState") else ""]
+    words = [
+        answer.get("ActiveState", ""),
+        f"({answer['SubState']})" if answer.get("SubState") else "",
+    ]
     return State(
         installed=answer.get("LoadState") not in (None, "", "not-found"),
         running=answer.get("ActiveState") in ("active", "reloading"),
-        detail=" ".join([w for w in words if w] + ([result] if result not in ("", "success") else [])),
+        detail=" ".join(
+            [w for w in words if w] + ([result] if result not in ("", "success") else [])
+        ),
         pid=_number(answer.get("MainPID")) or None,
         since=answer.get("ActiveEnterTimestamp", ""),
         restarts=_number(answer.get("NRestarts")),
@@ -193,8 +233,8 @@ def _line(command: Sequence[str]) -> str:
 
 
 def _quoted(word: str, *, command: bool = False) -> str:
-    """`word` as one argument of ExecStart, or as one assignment of Environment, where `$` means nothing
-    (systemd.syntax(7))."""
+    """`word` as one argument of ExecStart, or as one assignment of Environment, where `$` means
+    nothing (systemd.syntax(7))."""
     if "\n" in word or "\0" in word:
         raise UsageError("a unit's command can't hold a line break")
     escaped = word.replace("%", "%%")

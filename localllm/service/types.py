@@ -1,4 +1,5 @@
-"""A service and its state; and what the managers share: running programs, writing and removing unit files."""
+"""A service and its state; and what the managers share: running programs, writing and removing unit
+files."""
 
 from __future__ import annotations
 
@@ -35,14 +36,17 @@ class CommandResult:
         return (self.err or self.out).strip()
 
 
-# Runs a program and waits for it: the only way from here to the system. Tests hand in recorded answers.
+# Runs a program and waits for it: the only way from here to the system. Tests hand in recorded
+# answers.
 Call = Callable[[Sequence[str]], CommandResult]
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """`command` runs the server in the foreground; `settle` waits for the workers that a killed server left. `addresses`:
-    what the manager may listen on in its place (`127.0.0.1:11535`, `[::1]:11535`, or a Unix socket's path).
+    """`command` runs the server in the foreground;
+    `settle` waits for the workers that a killed server left.
+    `addresses`: what the manager may listen on in its place (`127.0.0.1:11535`, `[::1]:11535`, or a
+    Unix socket's path).
     `memory_max_bytes` None = no limit of its own."""
 
     command: tuple[str, ...]
@@ -55,8 +59,9 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How the service stands. `since` is the manager's own words; `restarts` None where the manager does not count them;
-    `last_exit` is 0 or None after a clean end. `memory_bytes`: of the server and its workers together."""
+    """How the service stands. `since` is the manager's own words; `restarts` None where the manager
+    does not count them; `last_exit` is 0 or None after a clean end. `memory_bytes`: of the server
+    and its workers together."""
 
     installed: bool
     running: bool = False
@@ -80,15 +85,18 @@ class Manager(Protocol):
         ...
 
     def install(self, service: Service) -> list[Path]:
-        """Write the files, start the service now and at each login; returns the files that changed. Raises ServiceError."""
+        """Write the files, start the service now and at each login; returns the files that changed.
+        Raises ServiceError."""
         ...
 
     def restart(self) -> None:
-        """Stop it, waiting for it to write what it knows, and start it again. Raises ServiceError."""
+        """Stop it, waiting for it to write what it knows, and start it again. Raises
+        ServiceError."""
         ...
 
     def uninstall(self) -> list[Path]:
-        """Stop it and take its files away; returns them. Nothing else is removed. Raises ServiceError."""
+        """Stop it and take its files away; returns them. Nothing else is removed. Raises
+        ServiceError."""
         ...
 
     def state(self) -> State:
@@ -106,10 +114,16 @@ _LONGEST_S = 90
 
 
 def call(command: Sequence[str]) -> CommandResult:
-    """Run `command` and wait for it; code 127 where there is no such program. Raises ServiceError when it hangs."""
+    """Run `command` and wait for it; code 127 where there is no such program. Raises ServiceError
+    when it hangs."""
     try:
         done = subprocess.run(
-            list(command), capture_output=True, text=True, errors="replace", timeout=_LONGEST_S, check=False
+            list(command),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LONGEST_S,
+            check=False,
         )
     except FileNotFoundError:
         return CommandResult(_NOT_INSTALLED, "", f"{command[0]} is not installed")
@@ -119,7 +133,8 @@ def call(command: Sequence[str]) -> CommandResult:
 
 
 def write_all(files: Mapping[Path, str], encoding: str = "utf-8") -> list[Path]:
-    """Write each text to its file, another text there moved to `.bak`; returns those that changed. Raises ServiceError."""
+    """Write each text to its file, another text there moved to `.bak`; returns those that changed.
+    Raises ServiceError."""
     changed = []
     for path, text in files.items():
         try:

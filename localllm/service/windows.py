@@ -1,4 +1,5 @@
-"""Windows: a task of Task Scheduler that starts at logon. Written from Microsoft's schema; not run on Windows by us."""
+"""Windows: a task of Task Scheduler that starts at logon. Written from Microsoft's schema; not run
+on Windows by us."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from localllm.service.types import NAME, Call, CommandResult, Service, ServiceError, State, remove_all, write_all
+from localllm.service.types import (
+    NAME,
+    Call,
+    CommandResult,
+    Service,
+    ServiceError,
+    State,
+    remove_all,
+    write_all,
+)
 from localllm.service.types import call as run_program
 
 # winerror.h: SCHED_S_TASK_RUNNING, and that it has not run yet.
@@ -23,7 +33,8 @@ $i = $t | Get-ScheduledTaskInfo
 
 @dataclass(frozen=True, slots=True)
 class WindowsTasks:
-    """Task Scheduler, for the user `user` (`DOMAIN\\name`). `call` runs schtasks.exe and PowerShell."""
+    """Task Scheduler, for the user `user` (`DOMAIN\\name`). `call` runs schtasks.exe and
+    PowerShell."""
 
     folder: Path
     user: str
@@ -47,7 +58,8 @@ class WindowsTasks:
         return changed
 
     def restart(self) -> None:
-        """End the server and start it again. Its workers write what they know and end when its pipe does."""
+        """End the server and start it again. Its workers write what they know and end when its pipe
+        does."""
         self.call(["schtasks", "/End", "/TN", NAME])
         self._ask("schtasks", "/Run", "/TN", NAME)
 
@@ -74,9 +86,11 @@ class WindowsTasks:
 
 
 def task(service: Service, user: str) -> str:
-    """A task's definition (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema).
+    """A task's definition
+    (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema).
 
-    Task Scheduler sets no environment: `localllm service run` is told it by its arguments (cli/commands/service.py)."""
+    Task Scheduler sets no environment: `localllm service run` is told it by its arguments
+    (cli/commands/service.py)."""
     program, *arguments = service.command
     return f"""\
 <?xml version="1.0" encoding="UTF-16"?>

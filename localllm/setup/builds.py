@@ -1,9 +1,10 @@
 """The builds of llama.cpp on this disk, side by side, and which one runs.
 
-A build is a folder: `site/` holds the package llama_cpp, `toolkit/` libraries it needs, `build.json` what it is. That file
-is written last, after the trial: a folder without it is something unfinished, and is never run. "own" is the build that was
-installed beside localllm, which is always there. A build is run by standing before it on Python's path, in this process and
-in every child: nothing of the installation itself is changed, and going back is forgetting a name.
+A build is a folder: `site/` holds the package llama_cpp, `toolkit/` libraries it needs,
+`build.json` what it is. That file is written last, after the trial: a folder without it is
+something unfinished, and is never run. "own" is the build that was installed beside localllm, which
+is always there. A build is run by standing before it on Python's path, in this process and in every
+child: nothing of the installation itself is changed, and going back is forgetting a name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from localllm.errors import LocalLLMError, NotFoundError, UsageError
 
 
 class SetupError(LocalLLMError):
-    """A build could not be made, or computes wrongly. Nothing was changed: what ran before still runs."""
+    """A build could not be made, or computes wrongly. Nothing was changed: what ran before still
+    runs."""
 
     code = "setup_failed"
     exit_code = 6
@@ -46,8 +48,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A finished build. `devices` and `trial` are what it said of itself when it was made, `made` the day (ISO), `drivers` what
-    `drivers_now` said when it was last tried."""
+    """A finished build. `devices` and `trial` are what it said of itself when it was made, `made`
+    the day (ISO), `drivers` what `drivers_now` said when it was last tried."""
 
     name: str
     backend: str
@@ -65,7 +67,8 @@ class Build:
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a build of that name, whether or not it exists. Raises UsageError for what is no name."""
+    """The folder of a build of that name, whether or not it exists. Raises UsageError for what is
+    no name."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not a name of a build", hint="see `localllm setup --list`")
     return _root() / name
@@ -86,15 +89,19 @@ def named(name: str) -> Build:
     build = read(folder_of(name), name)
     if build is None:
         there = ", ".join([OWN, *(b.name for b in listed())])
-        raise BuildNotFoundError(f"there is no build {name!r}", hint=f"installed: {there}; `localllm setup` makes more")
+        raise BuildNotFoundError(
+            f"there is no build {name!r}", hint=f"installed: {there}; `localllm setup` makes more"
+        )
     return build
 
 
 def read(folder: Path, name: str = "") -> Build | None:
-    """The finished build that `folder` holds, of this name, or whatever it is called ("") while another of its name is made; None
-    where it holds none."""
+    """The finished build that `folder` holds, of this name, or whatever it is called ("") while
+    another of its name is made; None where it holds none."""
     build = json_store.record(Build, json_store.read(folder / "build.json"))
-    complete = build is not None and name in ("", build.name) and (folder / "site" / "llama_cpp").is_dir()
+    complete = (
+        build is not None and name in ("", build.name) and (folder / "site" / "llama_cpp").is_dir()
+    )
     return build if complete else None
 
 
@@ -103,17 +110,22 @@ def finish(build: Build) -> None:
 
 
 def drivers_now(root: Path = Path("/")) -> str:
-    """The versions of this system's GPU drivers, as far as Linux says them: of kernel modules that come on their own, the kernel's
-    where they come with it, ROCm's, and when Vulkan's drivers were installed. "" where there are none."""
+    """The versions of this system's GPU drivers, as far as Linux says them: of kernel modules that
+    come on their own, the kernel's where they come with it, ROCm's, and when Vulkan's drivers were
+    installed. "" where there are none."""
     modules = root / "sys/module"
-    found = [f"{name} {_line(modules / name / 'version')}" for name in ("nvidia", "amdgpu", "i915", "xe")]
+    found = [
+        f"{name} {_line(modules / name / 'version')}" for name in ("nvidia", "amdgpu", "i915", "xe")
+    ]
     if any((modules / name).is_dir() for name in ("amdgpu", "i915", "xe")):
         found.append("Linux " + ".".join(_line(root / "proc/sys/kernel/osrelease").split(".")[:2]))
     found.append(f"ROCm {_line(root / 'opt/rocm/.info/version')}")
     folders = (root / "usr/share/vulkan/icd.d", root / "etc/vulkan/icd.d")
     drivers = chain.from_iterable(folder.glob("*.json") for folder in folders)
     vulkan = sorted((f.name, f.stat().st_mtime_ns) for f in drivers if f.is_file())
-    found.append(f"Vulkan {hashlib.sha256(repr(vulkan).encode()).hexdigest()[:8] if vulkan else ''}")
+    found.append(
+        f"Vulkan {hashlib.sha256(repr(vulkan).encode()).hexdigest()[:8] if vulkan else ''}"
+    )
     return "; ".join(said for said in found if not said.endswith(" "))
 
 
@@ -122,13 +134,15 @@ def _line(file: Path) -> str:
 
 
 def stale(build: Build, drivers: str) -> str:
-    """One sentence where `drivers` are not those that `build` was tried with: it may compute nonsense now, unnoticed."""
+    """One sentence where `drivers` are not those that `build` was tried with: it may compute
+    nonsense now, unnoticed."""
     if not build.drivers or not drivers or build.drivers == drivers:
         return ""
     before, now = build.drivers.split("; "), drivers.split("; ")
     changed = ", ".join(said for said in now if said not in before) or "one is gone"
     return (
-        f"the GPU's drivers changed since the build {build.name} was tried ({changed}): `localllm setup` tries it again"
+        f"the GPU's drivers changed since the build {build.name} was tried ({changed}): `localllm "
+        "setup` tries it again"
     )
 
 
@@ -146,9 +160,12 @@ def choose(name: str) -> None:
 
 
 def remove(name: str) -> None:
-    """Delete a build; if it was in use, "own" is. Raises BuildNotFoundError, and UsageError for "own"."""
+    """Delete a build; if it was in use, "own" is. Raises BuildNotFoundError, and UsageError for
+    "own"."""
     if name == OWN:
-        raise UsageError("the build that came with localllm can't be removed", hint="localllm setup --list")
+        raise UsageError(
+            "the build that came with localllm can't be removed", hint="localllm setup --list"
+        )
     folder = folder_of(name)
     if not folder.is_dir():
         named(name)
@@ -158,18 +175,26 @@ def remove(name: str) -> None:
 
 
 def apply(name: str, environment: MutableMapping[str, str], path: list[str] | None = None) -> None:
-    """Have processes with this environment, and this one where its `path` (sys.path) is given, run the build `name`: its
-    package and its libraries come first, and those of any other build leave. Raises BuildNotFoundError."""
+    """Have processes with this environment, and this one where its `path` (sys.path) is given, run
+    the build `name`: its package and its libraries come first, and those of any other build leave.
+    Raises BuildNotFoundError."""
     build = named(name) if name != OWN else None
     site = [str(build.folder / "site")] if build else []
     _put_first(environment, "PYTHONPATH", site)
-    _put_first(environment, library_variable(), _libraries(build.folder, build.library_dirs) if build else [])
+    _put_first(
+        environment,
+        library_variable(),
+        _libraries(build.folder, build.library_dirs) if build else [],
+    )
     if path is not None:
         path[:] = [*site, *(entry for entry in path if not _is_of_a_build(entry))]
 
 
-def with_folder(folder: Path, library_dirs: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for a build that is not finished yet: how it is tried before anything uses it."""
+def with_folder(
+    folder: Path, library_dirs: tuple[str, ...], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """`environment` for a build that is not finished yet: how it is tried before anything uses
+    it."""
     changed = dict(environment)
     _put_first(changed, "PYTHONPATH", [str(folder / "site")])
     _put_first(changed, library_variable(), _libraries(folder, library_dirs))
@@ -186,7 +211,9 @@ def library_variable() -> str:
 
 
 def _put_first(environment: MutableMapping[str, str], variable: str, entries: list[str]) -> None:
-    others = [e for e in environment.get(variable, "").split(os.pathsep) if e and not _is_of_a_build(e)]
+    others = [
+        e for e in environment.get(variable, "").split(os.pathsep) if e and not _is_of_a_build(e)
+    ]
     if entries or variable in environment:
         environment[variable] = os.pathsep.join([*entries, *others])
     if not environment.get(variable, "x"):

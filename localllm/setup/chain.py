@@ -1,4 +1,5 @@
-"""Takes a machine's recipes one after the other until a build works, and says why each of those before it did not."""
+"""Takes a machine's recipes one after the other until a build works, and says why each of those
+before it did not."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ def settle(
     accept_slower: Callable[[str], bool] = lambda _: False,
     run: Run | None = None,
 ) -> str:
-    """Have `recipe`, or what follows it, made, tried on `model` and chosen: the name of the build that runs from now on.
+    """Have `recipe`, or what follows it, made, tried on `model` and chosen: the name of the build
+    that runs from now on.
 
-    One that is there goes before those that would be made, but for `again`. One that is slower than what runs now is taken only
-    where `accept_slower` says so of the sentence it is asked. Raises SetupError with the reason of each where none
+    One that is there goes before those that would be made, but for `again`. One that is slower than
+    what runs now is taken only where `accept_slower` says so of the sentence it is asked. Raises
+    SetupError with the reason of each where none
     works: what ran before still runs.
     """
     kept = [] if again else builds.listed()
@@ -50,7 +53,9 @@ def settle(
             else:
                 build = install.make(candidate, host, model, say, run, accept_slower=accept_slower)
                 builds.choose(build.name)
-                say(f"{build.name} works ({build.trial}) and runs from the next start of a model on")
+                say(
+                    f"{build.name} works ({build.trial}) and runs from the next start of a model on"
+                )
             return candidate.name
         except install.SlowerBuildError as e:
             say(f"not taken: {e.message}: {e.hint}")
@@ -82,8 +87,14 @@ def _try_again(recipe: BuildRecipe, model: Path, say: Say) -> None:
     builds.apply(recipe.name, environment)
     verdict = trial.judge(recipe.backend, expected, environment)
     if verdict.failure:
-        hint = "`localllm setup --again` makes it anew, `localllm setup --use own` goes back to the one that came along"
+        hint = (
+            "`localllm setup --again` makes it anew, `localllm setup --use own` goes back to "
+            "the "
+            "one that came along"
+        )
         raise SetupError(f"the build {recipe.name} is there, but {verdict.failure}", hint=hint)
     if recipe.name != builds.OWN:
-        builds.finish(replace(builds.named(recipe.name), trial=verdict.said, drivers=builds.drivers_now()))
+        builds.finish(
+            replace(builds.named(recipe.name), trial=verdict.said, drivers=builds.drivers_now())
+        )
     say(f"the build {recipe.name} is there and works: {verdict.said}")

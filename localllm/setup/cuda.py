@@ -1,7 +1,8 @@
 """NVIDIA: which ready-made wheel has code of every card here, and how the rest is compiled. Pure.
 
-A wheel's code (November 2026; llama-cpp-python's build-wheels-cuda.yaml): CUDA 13's for 7.5 to 9.0, CUDA 12's for 6.0 to 9.0, both
-with PTX of 9.0, from which the driver makes code of any newer part at the first start; CUDA 11.8's for 6.0 to 8.9 without PTX.
+A wheel's code (November 2026; llama-cpp-python's build-wheels-cuda.yaml): CUDA 13's for 7.5 to 9.0,
+CUDA 12's for 6.0 to 9.0, both with PTX of 9.0, from which the driver makes code of any newer part
+at the first start; CUDA 11.8's for 6.0 to 8.9 without PTX.
 """
 
 from __future__ import annotations
@@ -12,12 +13,23 @@ from dataclasses import dataclass
 from localllm.device.types import Device
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, Version
-from localllm.setup.steps import TOOLKIT, BuildRecipe, Step, chain, compiler, from_source, is_x86, minutes, wheel
+from localllm.setup.steps import (
+    TOOLKIT,
+    BuildRecipe,
+    Step,
+    chain,
+    compiler,
+    from_source,
+    is_x86,
+    minutes,
+    wheel,
+)
 
 _CUDA_13 = f"{TOOLKIT}/nvidia/cu13"
 _CODE: tuple[Version, ...] = ((6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0))
-# The compiler in the packages is complete for Linux from CUDA 13 on (CUDA 12's holds ptxas alone); before 13.4 it does not take
-# GCC 16, before 13.2 not the C library's 2.42 (crt/host_config.h and crt/math_functions.h; tests/setup/recorded/cuda_headers.txt).
+# The compiler in the packages is complete for Linux from CUDA 13 on (CUDA 12's holds ptxas alone);
+# before 13.4 it does not take GCC 16, before 13.2 not the C library's 2.42 (crt/host_config.h and
+# crt/math_functions.h; tests/setup/recorded/cuda_headers.txt).
 PACKAGED = "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl,cublas]>=13.4,<14"
 _NEWEST_GCC: tuple[tuple[Version, int], ...] = (
     ((13, 4), 16),
@@ -32,7 +44,8 @@ _OLDEST_PACKAGED_CODE: Version = (7, 5)
 
 @dataclass(frozen=True, slots=True)
 class CudaWheel:
-    """One of the index's kinds: the CUDA it needs of the driver, the capabilities it has code of, and the systems it is for."""
+    """One of the index's kinds: the CUDA it needs of the driver, the capabilities it has code of,
+    and the systems it is for."""
 
     cuda: Version
     oldest: Version
@@ -79,17 +92,20 @@ def dotted(version: Version) -> str:
 
 
 def needs_own_code(device: Device) -> bool:
-    """True for NVIDIA's newest, where an installed CUDA build may be one that was made for older parts."""
+    """True for NVIDIA's newest, where an installed CUDA build may be one that was made for older
+    parts."""
     return device.accelerator == "cuda" and any(c > WHEELS[0].newest for c in capabilities(device))
 
 
 def recipe(device: Device, host: BuildHost) -> BuildRecipe:
-    """What runs on all cards of `device`: a wheel with code of each, else one compiled for them, else a wheel from whose PTX the
-    driver makes it. Raises SetupError where there is nothing of the kind."""
+    """What runs on all cards of `device`: a wheel with code of each, else one compiled for them,
+    else a wheel from whose PTX the driver makes it. Raises SetupError where there is nothing of the
+    kind."""
     if device.accelerator != "cuda" and host.cuda_driver is None:
         raise SetupError(
             f"{device.name} has no NVIDIA GPU that a CUDA build could use",
-            hint="`localllm device` shows what was found, `localllm setup --dry-run` what would be made",
+            hint="`localllm device` shows what was found, `localllm setup --dry-run` what would be "
+            "made",
         )
     cards = capabilities(device)
     ready = _newest(host, lambda w: all(map(w.has_code_of, cards)))
@@ -98,7 +114,10 @@ def recipe(device: Device, host: BuildHost) -> BuildRecipe:
     if ready is not None:
         found = [_from_wheel(host, ready, cards), *compiled]
     else:
-        found = [*compiled, *([_from_wheel(host, translated, cards)] if translated is not None else [])]
+        found = [
+            *compiled,
+            *([_from_wheel(host, translated, cards)] if translated is not None else []),
+        ]
     if not found:
         told, hint = _nothing(device, host, cards)
         raise SetupError(told, hint=hint)
@@ -114,7 +133,7 @@ def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> tuple
     return told, "update the NVIDIA driver, or localllm setup --backend vulkan"
 
 
-# --- wheels ---------------------------------------------------------------------------------------------------------
+# --- wheels ---------------------------------------------------------------------------------------
 
 
 def _newest(host: BuildHost, fits: Callable[[CudaWheel], bool]) -> CudaWheel | None:
@@ -129,12 +148,16 @@ def _newest(host: BuildHost, fits: Callable[[CudaWheel], bool]) -> CudaWheel | N
 
 
 def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> BuildRecipe:
-    because = f"this wheel has code of {_listed(code for code in _CODE if found.oldest <= code <= found.newest)}"
+    because = (
+        "this wheel has code of "
+        f"{_listed(code for code in _CODE if found.oldest <= code <= found.newest)}"
+    )
     notes: tuple[str, ...] = ()
     if any(not found.has_code_of(card) for card in cards):
         because += ", and PTX from which the driver makes code of newer parts"
         notes = (
-            "the first start takes minutes, while the driver compiles; native code is faster where it can be made",
+            "the first start takes minutes, while the driver compiles; native code is faster "
+            "where it can be made",
         )
     elif cards:
         because += f": {_listed(cards)} {'is' if len(cards) == 1 else 'are'} covered"
@@ -154,19 +177,27 @@ def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> 
 
 
 def _libraries(host: BuildHost, found: CudaWheel) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """CUDA's own libraries, which are not in the wheels: of the system where its toolkit is of that CUDA, else of the packages;
-    and where they then lie."""
-    if host.cuda_libraries and host.nvcc and host.nvcc[0] == found.cuda[0] and host.nvcc >= found.cuda:
+    """CUDA's own libraries, which are not in the wheels: of the system where its toolkit is of that
+    CUDA, else of the packages; and where they then lie."""
+    if (
+        host.cuda_libraries
+        and host.nvcc
+        and host.nvcc[0] == found.cuda[0]
+        and host.nvcc >= found.cuda
+    ):
         return (), (host.cuda_libraries,)
     version = dotted(found.cuda)
     step = Step(
-        f"the CUDA {version} libraries", ("install", "--target", TOOLKIT, f"cuda-toolkit[cudart,cublas]=={version}.*")
+        f"the CUDA {version} libraries",
+        ("install", "--target", TOOLKIT, f"cuda-toolkit[cudart,cublas]=={version}.*"),
     )
     windows = host.system == "windows"
     if found.cuda[0] >= 13:
         return (step,), (f"{_CUDA_13}/bin/x86_64" if windows else f"{_CUDA_13}/lib",)
     folder = "bin" if windows else "lib"
-    return (step,), tuple(f"{TOOLKIT}/nvidia/{package}/{folder}" for package in ("cuda_runtime", "cublas"))
+    return (step,), tuple(
+        f"{TOOLKIT}/nvidia/{package}/{folder}" for package in ("cuda_runtime", "cublas")
+    )
 
 
 def _listed(versions: Iterable[Version]) -> str:
@@ -174,11 +205,14 @@ def _listed(versions: Iterable[Version]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-# --- compiled -------------------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 
-def _compiled(device: Device, host: BuildHost, cards: Sequence[Version], ready: CudaWheel | None) -> list[BuildRecipe]:
-    """Native code of every card: by this system's compiler where it can make it, and by the packages' after it."""
+def _compiled(
+    device: Device, host: BuildHost, cards: Sequence[Version], ready: CudaWheel | None
+) -> list[BuildRecipe]:
+    """Native code of every card: by this system's compiler where it can make it, and by the
+    packages' after it."""
     if not cards:
         return []
     because = "code for exactly the cards that are here"
@@ -203,13 +237,19 @@ def _compiled(device: Device, host: BuildHost, cards: Sequence[Version], ready: 
 
 def _packaged(host: BuildHost, cards: Sequence[Version], because: str) -> BuildRecipe:
     steps = (
-        Step("the CUDA 13 compiler and libraries (1.1 GB on disk)", ("install", "--target", TOOLKIT, PACKAGED)),
+        Step(
+            "the CUDA 13 compiler and libraries (1.1 GB on disk)",
+            ("install", "--target", TOOLKIT, PACKAGED),
+        ),
         Step("names that CMake looks for", links=_CUDA_13),
     )
     cmake = [f"-DCMAKE_CUDA_COMPILER={_CUDA_13}/bin/nvcc", f"-DCUDAToolkit_ROOT={_CUDA_13}"]
     needs: tuple[str, ...] = ()
     if host.cuda_driver and host.cuda_driver < (13, 0):
-        told = f"an NVIDIA driver of version 580 or newer (this one does CUDA {dotted(host.cuda_driver)}): update it"
+        told = (
+            "an NVIDIA driver of version 580 or newer (this one does CUDA "
+            f"{dotted(host.cuda_driver)}): update it"
+        )
         needs = (told,)
     how = "compiled by the CUDA 13 compiler from the package index"
     return _compile(host, cards, how, because, steps, cmake, needs, (f"{_CUDA_13}/lib",))
@@ -227,7 +267,9 @@ def _compile(
 ) -> BuildRecipe:
     """Native code alone. From 9.0 on "a" adds the instructions that only this very part has."""
     numbers = [f"{major}{minor}" for major, minor in cards]
-    targets = ";".join(f"{n}{'a' if card >= (9, 0) else ''}-real" for n, card in zip(numbers, cards, strict=True))
+    targets = ";".join(
+        f"{n}{'a' if card >= (9, 0) else ''}-real" for n, card in zip(numbers, cards, strict=True)
+    )
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={targets}", "-DLLAVA_BUILD=ON", *cmake]
     return BuildRecipe(
         name=f"cuda-{'-'.join(numbers)}",
@@ -242,7 +284,8 @@ def _compile(
 
 
 def _refused(host: BuildHost, cards: Sequence[Version]) -> str:
-    """Why this system's nvcc can't compile for these cards here; "" where it can, or there is none."""
+    """Why this system's nvcc can't compile for these cards here; "" where it can, or there is
+    none."""
     nvcc = host.nvcc
     if nvcc is None:
         return ""

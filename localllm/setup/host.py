@@ -1,4 +1,5 @@
-"""What this machine has to build with: compilers, drivers' libraries, the installed build. Read once, never guessed."""
+"""What this machine has to build with: compilers, drivers' libraries, the installed build. Read
+once, never guessed."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ _USUAL_CORES = {"GB10": 20}
 
 @dataclass(frozen=True, slots=True)
 class BuildHost:
-    """`version` of the installed llama-cpp-python, which every other build must have too; `own_backends` is what that one
-    can drive. `nvcc` None = no CUDA compiler, `cuda_libraries` the folder of its libraries ("" = not beside it); `cuda_driver`
-    is the newest CUDA that the driver runs, `gcc` the C++ compiler's major number where it is GCC, `glibc` the C library's
-    version, `rocm` that of AMD's runtime; None = not here, or not known."""
+    """`version` of the installed llama-cpp-python, which every other build must have too;
+    `own_backends` is what that one can drive.
+    `nvcc` None = no CUDA compiler, `cuda_libraries` the folder of its libraries ("" = not beside
+    it);
+    `cuda_driver` is the newest CUDA that the driver runs, `gcc` the C++ compiler's major number
+    where it is GCC, `glibc` the C library's version, `rocm` that of AMD's runtime; None = not here,
+    or not known."""
 
     system: str
     architecture: str
@@ -44,7 +48,8 @@ class BuildHost:
 
 
 def read(own_backends: tuple[str, ...]) -> BuildHost:
-    """This machine. `own_backends`: what the build installed beside localllm can drive ("cpu" where nothing)."""
+    """This machine. `own_backends`: what the build installed beside localllm can drive ("cpu" where
+    nothing)."""
     nvcc_path = shutil.which("nvcc") or next(
         filter(os.path.exists, ["/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc"]), ""
     )
@@ -53,7 +58,9 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
         system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
         architecture=platform.machine(),
         version=installed_version(),
-        n_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        n_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         own_backends=own_backends or ("cpu",),
         cxx=any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")),
         nvcc=nvcc,
@@ -69,8 +76,9 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
 
 
 def assumed(device: Device) -> BuildHost:
-    """An ordinary machine with that device: for showing what would be done on a machine that is not this one. No CUDA
-    compiler, every driver up to date, the build that `make chat` makes (Metal on a Mac, the processor's elsewhere)."""
+    """An ordinary machine with that device: for showing what would be done on a machine that is not
+    this one. No CUDA compiler, every driver up to date, the build that `make chat` makes (Metal on
+    a Mac, the processor's elsewhere)."""
     mac = device.accelerator == "metal" or device.os == "macOS"
     arm = mac or device.family in ("GB10", "N1X", "Jetson")
     return BuildHost(
@@ -97,18 +105,23 @@ def _version(text: str) -> Version | None:
 
 
 def _cuda_libraries(nvcc_path: str, version: Version) -> str:
-    """Where CUDA's libraries of that compiler lie on Linux; "" where they do not lie beside it (it may be a script)."""
+    """Where CUDA's libraries of that compiler lie on Linux; "" where they do not lie beside it (it
+    may be a script)."""
     root = os.path.dirname(os.path.dirname(os.path.realpath(nvcc_path)))
     wanted = [f"{name}.so.{version[0]}" for name in ("libcudart", "libcublas")]
-    for folder in (f"{root}/lib64", f"{root}/targets/{platform.machine()}-linux/lib", f"{root}/lib"):
+    for folder in (
+        f"{root}/lib64",
+        f"{root}/targets/{platform.machine()}-linux/lib",
+        f"{root}/lib",
+    ):
         if all(os.path.exists(f"{folder}/{name}") for name in wanted):
             return folder
     return ""
 
 
 def _gcc() -> int | None:
-    """The major number of the g++ that nvcc takes, which these variables choose (Arch sets one); None where there is none (on a Mac
-    g++ is clang)."""
+    """The major number of the g++ that nvcc takes, which these variables choose (Arch sets one);
+    None where there is none (on a Mac g++ is clang)."""
     chosen = os.environ.get("CUDAHOSTCXX") or os.environ.get("NVCC_CCBIN") or "g++"
     path = shutil.which(chosen) if sys.platform.startswith("linux") else None
     number = run(path, "-dumpversion").partition(".")[0].strip() if path else ""

@@ -1,7 +1,8 @@
 """Makes a build by its recipe, tries it, and keeps it or takes everything back.
 
-Steps are pip's, into the build's own folder, with all they print in a log that is kept. An older build of the same name
-stands aside until the new one has passed: whatever fails, or Ctrl-C, leaves what ran before.
+Steps are pip's, into the build's own folder, with all they print in a log that is kept. An older
+build of the same name stands aside until the new one has passed: whatever fails, or Ctrl-C, leaves
+what ran before.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from localllm.setup.steps import FOLDER, MLX, BuildRecipe, Step
 Say = Callable[[str], None]
 Run = Callable[[list[str], Mapping[str, str], Path], int]
 _TICK_S = 15.0
-# Two runs of one build on a machine that does nothing else are within a few per cent. Another release of the same is held to less,
-# with more runs of each.
+# Two runs of one build on a machine that does nothing else are within a few per cent. Another
+# release of the same is held to less, with more runs of each.
 _SLOWER, _TURNS = 1.1, 2
 _SLOWER_RELEASE, _TURNS_RELEASE = 1.03, 5
 
@@ -45,9 +46,11 @@ def make(
 ) -> builds.Build:
     """Make the recipe's build, and have it compute ten tokens of `model`. It is not chosen yet.
 
-    `say` hears what happens; `run` runs a command with an environment and a log (default: subprocess). `accept_slower` is asked,
-    with a sentence, where the accelerated build that runs now is faster. Raises SetupError, having put back what was there
-    before; SlowerBuildError where it computes well but was not accepted.
+    `say` hears what happens;
+    `run` runs a command with an environment and a log (default: subprocess).
+    `accept_slower` is asked, with a sentence, where the accelerated build that runs now is faster.
+    Raises SetupError, having put back what was there before; SlowerBuildError where it computes
+    well but was not accepted.
     """
     log = _log_path(recipe.name)
     folder = builds.folder_of(recipe.name)
@@ -72,13 +75,22 @@ def make(
             )
         before = _before(recipe, old, host, plain)
         other = host.version != installed_version()
-        slower = "" if before is None else _slower(model, before, environment, say, other_release=other)
+        slower = (
+            "" if before is None else _slower(model, before, environment, say, other_release=other)
+        )
         if slower and not accept_slower(slower):
             raise SlowerBuildError(f"{recipe.name} works, but {slower}")
         build = builds.Build(
-            recipe.name, recipe.backend, recipe.title, host.version, datetime.date.today().isoformat(),
-            verdict.devices, verdict.said, recipe.library_dirs, builds.drivers_now(),
-        )  # fmt: skip
+            recipe.name,
+            recipe.backend,
+            recipe.title,
+            host.version,
+            datetime.date.today().isoformat(),
+            verdict.devices,
+            verdict.said,
+            recipe.library_dirs,
+            builds.drivers_now(),
+        )
         builds.finish(build)
         return build
 
@@ -98,26 +110,36 @@ def _judged(
     plain: Mapping[str, str],
     say: Say,
 ) -> trial.TrialVerdict:
-    """The trial; of a ready-made build with the processor's part of the build that was compiled here, where that goes well."""
+    """The trial; of a ready-made build with the processor's part of the build that was compiled
+    here, where that goes well."""
     package = folder / "site" / "llama_cpp"
-    own = ask_build(plain).folder if any("--only-binary" in step.pip for step in recipe.steps) else ""
+    own = (
+        ask_build(plain).folder if any("--only-binary" in step.pip for step in recipe.steps) else ""
+    )
     if own and processor_part.exchange(package, Path(own)):
         verdict = trial.judge(recipe.backend, expected, environment)
         failure = verdict.failure or trial.computed(expected, environment, layers=0).failure
         if not failure:
             say(
-                "   the processor's part is that of the build which came with localllm: it was compiled for this processor"
+                "   the processor's part is that of the build which came with localllm: it was "
+                "compiled for this processor"
             )
             return verdict
-        say(f"   with the processor's part of the build which came with localllm {failure}: its own is put back")
+        say(
+            f"   with the processor's part of the build which came with localllm {failure}: its "
+            "own is put back"
+        )
         processor_part.put_back(package)
     return trial.judge(recipe.backend, expected, environment)
 
 
-def _before(recipe: BuildRecipe, old: Path, host: BuildHost, plain: Mapping[str, str]) -> Mapping[str, str] | None:
-    """The environment of the build that runs until now (`old`: where one of this recipe's name stands aside). None where that one
-    computes on the processor, which is no measure of a GPU (the starter model is too small for one) and nothing that another
-    build of the same release could lose; another release could."""
+def _before(
+    recipe: BuildRecipe, old: Path, host: BuildHost, plain: Mapping[str, str]
+) -> Mapping[str, str] | None:
+    """The environment of the build that runs until now (`old`: where one of this recipe's name
+    stands aside). None where that one computes on the processor, which is no measure of a GPU (the
+    starter model is too small for one) and nothing that another build of the same release could
+    lose; another release could."""
     chosen = builds.chosen()
     on_processor = host.version != installed_version() and recipe.backend == "cpu"
     if chosen == builds.OWN:
@@ -129,8 +151,11 @@ def _before(recipe: BuildRecipe, old: Path, host: BuildHost, plain: Mapping[str,
     return builds.with_folder(folder, there.library_dirs, plain)
 
 
-def _slower(model: Path, before: Mapping[str, str], now: Mapping[str, str], say: Say, *, other_release: bool) -> str:
-    """How much slower the new build is, measured in turns with the one before; "" where it is not, or that one no longer runs."""
+def _slower(
+    model: Path, before: Mapping[str, str], now: Mapping[str, str], say: Say, *, other_release: bool
+) -> str:
+    """How much slower the new build is, measured in turns with the one before; "" where it is not,
+    or that one no longer runs."""
     limit, turns = (_SLOWER_RELEASE, _TURNS_RELEASE) if other_release else (_SLOWER, _TURNS)
     say(f"measured beside the build that runs now: a short turn, each {turns} times")
     both: tuple[list[float], list[float]] = ([], [])
@@ -147,7 +172,8 @@ def _slower(model: Path, before: Mapping[str, str], now: Mapping[str, str], say:
 
 
 def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -> None:
-    """Take steps that change the installation itself (MLX), and take them back where it then does not compute."""
+    """Take steps that change the installation itself (MLX), and take them back where it then does
+    not compute."""
     log = _log_path(recipe.name)
     before = importlib.util.find_spec(MLX.name) is not None
     for step in recipe.steps:
@@ -157,7 +183,9 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
     if not failure:
         return
     if not before:
-        (run or _run)(installer.command(["uninstall", "--yes", *MLX.distributions]), dict(os.environ), log)
+        (run or _run)(
+            installer.command(["uninstall", "--yes", *MLX.distributions]), dict(os.environ), log
+        )
     raise SetupError(
         f"MLX was {'not changed back' if before else 'taken out again'}: {failure}",
         hint=f"all that was printed is in {log}",
@@ -166,7 +194,8 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """One setup at a time: two would delete each other's folders. The mark of one that was killed does not count."""
+    """One setup at a time: two would delete each other's folders. The mark of one that was killed
+    does not count."""
     import psutil
 
     mark = paths.private_dir(paths.builds_dir()) / ".making"
@@ -179,7 +208,9 @@ def _one_at_a_time() -> Iterator[None]:
                 pid = int(mark.read_text(encoding="ascii"))
                 if psutil.pid_exists(pid):
                     hint = f"wait for it, or end it; if there is none, delete {mark}"
-                    raise SetupError(f"another setup (process {pid}) is at work", hint=hint) from None
+                    raise SetupError(
+                        f"another setup (process {pid}) is at work", hint=hint
+                    ) from None
             mark.unlink(missing_ok=True)
     else:
         raise SetupError("another setup has just begun", hint="wait for it")
@@ -193,8 +224,8 @@ def _one_at_a_time() -> Iterator[None]:
 
 @contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
-    """A free place at `folder`; what was there, which the block is told the place of, comes back, and what was made goes, unless
-    the block ends well."""
+    """A free place at `folder`; what was there, which the block is told the place of, comes back,
+    and what was made goes, unless the block ends well."""
     old = folder.with_name(f".{folder.name}.before")
     if old.exists() and not (folder / "build.json").exists():
         # An earlier run was killed in the middle.
@@ -222,7 +253,9 @@ def _take(step: Step, folder: Path, log: Path, say: Say, run: Run) -> None:
     environment = dict(os.environ)
     # Another build that is in use is none of pip's business.
     builds.apply(builds.OWN, environment)
-    environment |= {name: _joined(name, value.replace(FOLDER, str(folder))) for name, value in step.environment}
+    environment |= {
+        name: _joined(name, value.replace(FOLDER, str(folder))) for name, value in step.environment
+    }
     words = [word.replace(FOLDER, str(folder)) for word in step.pip]
     started = time.monotonic()
     code = run(installer.command(words), environment, log)
@@ -241,11 +274,14 @@ def _joined(name: str, value: str) -> str:
 
 
 def link_cuda(toolkit: Path) -> None:
-    """The packages hold libcudart.so.13 and its like; linking asks for the names without a version, nvcc for a folder lib64,
-    and both for the driver's library, the one thing that is not in them: a link to this machine's, or to a stub."""
+    """The packages hold libcudart.so.13 and its like; linking asks for the names without a version,
+    nvcc for a folder lib64, and both for the driver's library, the one thing that is not in them: a
+    link to this machine's, or to a stub."""
     folder = toolkit / "lib"
     if not folder.is_dir():
-        raise SetupError(f"the CUDA packages did not bring {folder}", hint="localllm setup --backend vulkan")
+        raise SetupError(
+            f"the CUDA packages did not bring {folder}", hint="localllm setup --backend vulkan"
+        )
     if not (toolkit / "lib64").exists():
         (toolkit / "lib64").symlink_to("lib")
     for file in sorted(folder.glob("lib*.so.*")):
@@ -257,7 +293,8 @@ def link_cuda(toolkit: Path) -> None:
     found = next((place for place in _DRIVER_PLACES if (folder / place).exists()), None)
     if found is None:
         raise SetupError(
-            "libcuda.so.1 of the NVIDIA driver was not found", hint="install the NVIDIA driver, then again"
+            "libcuda.so.1 of the NVIDIA driver was not found",
+            hint="install the NVIDIA driver, then again",
         )
     (folder / "libcuda.so").symlink_to(found)
 
@@ -273,19 +310,28 @@ _DRIVER_PLACES = (
 
 
 def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
-    """Run `command` with its output appended to `log`; on a terminal a line says how long it has been."""
+    """Run `command` with its output appended to `log`; on a terminal a line says how long it has
+    been."""
     started = time.monotonic()
     with log.open("ab") as file:
         file.write(f"\n$ {' '.join(command)}\n".encode())
         file.flush()
         process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return process.wait(_TICK_S)
-                print(f"   … {time.monotonic() - started:.0f} s: {last_words(log)[:90]}", file=sys.stderr, flush=True)
+                print(
+                    f"   … {time.monotonic() - started:.0f} s: {last_words(log)[:90]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         except BaseException:
             process.terminate()
             process.wait()
@@ -297,7 +343,11 @@ def last_words(log: Path) -> str:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 4000))
-            lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+            lines = [
+                line.strip()
+                for line in file.read().decode("utf-8", "replace").splitlines()
+                if line.strip()
+            ]
     except OSError:
         return ""
     errors = [line for line in lines if "error" in line.lower()]
@@ -314,7 +364,9 @@ def _try_mlx() -> str:
     """Whether MLX computes here, in a process of its own: one sentence where it does not."""
     command = [sys.executable, "-m", "localllm_backends.mlx.devices"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=120, check=False
+        )
     except (OSError, subprocess.SubprocessError) as e:
         return f"its trial failed: {e}"
     if done.returncode:

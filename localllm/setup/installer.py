@@ -1,4 +1,5 @@
-"""How packages get into this environment: by its pip, by uv where it has none, or by the pip that Python itself brings."""
+"""How packages get into this environment: by its pip, by uv where it has none, or by the pip that
+Python itself brings."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from localllm.setup.builds import SetupError
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """The command that does what `pip` would with these words, in this environment. Raises SetupError where there is none.
+    """The command that does what `pip` would with these words, in this environment. Raises
+    SetupError where there is none.
 
-    The environments of `uv tool install` have no pip, and uv installs into them. Elsewhere `ensurepip` brings one.
+    The environments of `uv tool install` have no pip, and uv installs into them. Elsewhere
+    `ensurepip` brings one.
     """
     if importlib.util.find_spec("pip") is None:
         uv = _uv()
@@ -29,7 +32,11 @@ def command(words: Sequence[str]) -> list[str]:
 
 def _uv() -> str | None:
     """uv, in the folders that its installers use as well."""
-    folders = [os.environ.get("PATH", ""), str(Path.home() / ".local" / "bin"), str(Path.home() / ".cargo" / "bin")]
+    folders = [
+        os.environ.get("PATH", ""),
+        str(Path.home() / ".local" / "bin"),
+        str(Path.home() / ".cargo" / "bin"),
+    ]
     return shutil.which("uv", path=os.pathsep.join(folders))
 
 
@@ -45,5 +52,6 @@ def _bring_pip() -> None:
         said = done.stderr.strip().rpartition("\n")[2] or "ensurepip failed"
         raise SetupError(
             f"this environment has no pip, and Python brings none: {said[:300]}",
-            hint="install uv (https://docs.astral.sh/uv) or, on Debian, python3-venv; then run `localllm setup` again",
+            hint="install uv (https://docs.astral.sh/uv) or, on Debian, python3-venv; then run "
+            "`localllm setup` again",
         )

@@ -1,7 +1,8 @@
-"""From a machine to the builds of llama.cpp that suit it, the best first: steps that can be shown before they are taken. Pure.
+"""From a machine to the builds of llama.cpp that suit it, the best first: steps that can be shown
+before they are taken. Pure.
 
-The facts behind the choices: cuda.py for NVIDIA, and docs/accelerators.md at length. llama-cpp-python's own Vulkan and ROCm
-wheels are for x86-64 Linux and Windows.
+The facts behind the choices: cuda.py for NVIDIA, and docs/accelerators.md at length.
+llama-cpp-python's own Vulkan and ROCm wheels are for x86-64 Linux and Windows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from localllm.device.types import Device
 from localllm.setup import cuda
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, Version
-from localllm.setup.steps import MLX, BuildRecipe, Preferred, Step, chain, compiler, from_source, is_x86, minutes, wheel
+from localllm.setup.steps import (
+    MLX,
+    BuildRecipe,
+    Preferred,
+    Step,
+    chain,
+    compiler,
+    from_source,
+    is_x86,
+    minutes,
+    wheel,
+)
 
 _SEE = "`localllm device` shows what was found, `localllm setup --dry-run` what would be made"
 
@@ -22,8 +34,9 @@ _SEE = "`localllm device` shows what was found, `localllm setup --dry-run` what 
 def recipes_for(
     device: Device, host: BuildHost, wanted: str = "", preferred: Preferred | None = None
 ) -> list[BuildRecipe]:
-    """What to make for `device`: one recipe with what follows where it fails, on a Mac also MLX's. `wanted`: a backend of BACKENDS,
-    which alone is made, in any case; "" = the best, which is the installed build where that one can drive it.
+    """What to make for `device`: one recipe with what follows where it fails, on a Mac also MLX's.
+    `wanted`: a backend of BACKENDS, which alone is made, in any case; "" = the best, which is the
+    installed build where that one can drive it.
 
     Raises SetupError where that can't be had on this machine at all.
     """
@@ -50,8 +63,8 @@ def recipes_for(
 def _in_turn(
     device: Device, host: BuildHost, backends: Sequence[str], preferred: Preferred | None
 ) -> tuple[list[BuildRecipe], list[str]]:
-    """What can be made for each of `backends`, and why what comes last can't be. What could not be had is a reason for what is
-    made instead."""
+    """What can be made for each of `backends`, and why what comes last can't be. What could not be
+    had is a reason for what is made instead."""
     made: list[BuildRecipe] = []
     refused: list[str] = []
     for backend in backends:
@@ -60,7 +73,9 @@ def _in_turn(
         except SetupError as e:
             refused.append(e.message)
             continue
-        faster = [preferred.because] if preferred is not None and preferred.backend == backend else []
+        faster = (
+            [preferred.because] if preferred is not None and preferred.backend == backend else []
+        )
         found = replace(found, because="; ".join([*refused, found.because, *faster]))
         refused = []
         made += (replace(found, otherwise=()), *found.otherwise)
@@ -68,8 +83,8 @@ def _in_turn(
 
 
 def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRecipe:
-    """`recipe` for `host.version`, a release of llama-cpp-python that is not the installed one: beside all others, by a name that
-    says it."""
+    """`recipe` for `host.version`, a release of llama-cpp-python that is not the installed one:
+    beside all others, by a name that says it."""
     made = _RECIPES[recipe.backend](device, host) if recipe.name == "own" else recipe
     others = tuple(of_release(other, device, host) for other in made.otherwise)
     because = f"llama-cpp-python {host.version} was asked for; {made.because}"
@@ -77,15 +92,20 @@ def of_release(recipe: BuildRecipe, device: Device, host: BuildHost) -> BuildRec
 
 
 def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
-    """`recipe` with llama.cpp's RPC in it, which ready-made wheels lack: it is compiled here. Raises SetupError where
-    that takes more than a C++ compiler and its recipe does not compile."""
-    compiled = (made for made in (recipe, *recipe.otherwise) if made.backend == recipe.backend and _compiles(made))
+    """`recipe` with llama.cpp's RPC in it, which ready-made wheels lack: it is compiled here.
+    Raises SetupError where that takes more than a C++ compiler and its recipe does not compile."""
+    compiled = (
+        made
+        for made in (recipe, *recipe.otherwise)
+        if made.backend == recipe.backend and _compiles(made)
+    )
     made = next(compiled, None)
     if made is None:
         flags = KINDS[recipe.backend].cmake
         if not flags:
             raise SetupError(
-                f"RPC with {recipe.backend} would have to be compiled, and its ready-made wheel is what suits this machine",
+                f"RPC with {recipe.backend} would have to be compiled, and its ready-made wheel "
+                "is what suits this machine",
                 hint="localllm setup --rpc --backend vulkan (or cpu)",
             )
         steps = (from_source(host, [flags, "-DLLAVA_BUILD=OFF"]),)
@@ -107,9 +127,12 @@ def _plus_rpc(step: Step) -> Step:
 
 
 def _best(device: Device, host: BuildHost, preferred: Preferred | None) -> list[str]:
-    """The backends that can drive `device`, in the order in which they are tried; nothing for the processor alone."""
+    """The backends that can drive `device`, in the order in which they are tried; nothing for the
+    processor alone."""
     if device.accelerator == "rocm":
-        if device.compute_capability in _COMPUTE_ALONE or (preferred is not None and preferred.backend == "rocm"):
+        if device.compute_capability in _COMPUTE_ALONE or (
+            preferred is not None and preferred.backend == "rocm"
+        ):
             return ["rocm", "vulkan"]
         return ["vulkan", "rocm"] if host.rocm is not None else ["vulkan"]
     kinds = (device.accelerator, *KINDS[device.accelerator].instead)
@@ -127,23 +150,39 @@ def _lacking(device: Device, host: BuildHost, preferred: Preferred | None) -> st
     return f"It needs {'; '.join(needs)}; then `localllm setup --backend rocm`" if needs else ""
 
 
-# --- AMD, Intel -----------------------------------------------------------------------------------------------------
+# --- AMD, Intel -----------------------------------------------------------------------------------
 
 
 def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
     """Never refused for want of a row in the table: the trial says whether there is a device."""
     if host.system == "macos":
-        raise SetupError("there is no Vulkan build for a Mac", hint="the Metal build is the one: localllm setup")
-    loader = [] if host.vulkan_loader else [f"Vulkan's loader and a driver: {_vulkan_packages(host)}"]
+        raise SetupError(
+            "there is no Vulkan build for a Mac", hint="the Metal build is the one: localllm setup"
+        )
+    loader = (
+        [] if host.vulkan_loader else [f"Vulkan's loader and a driver: {_vulkan_packages(host)}"]
+    )
     found = []
     if is_x86(host):
         because = "it runs on every maker's driver as it is"
         title = "llama.cpp for Vulkan, llama-cpp-python's own wheel"
         steps = (wheel(host, "vulkan"),)
-        found.append(BuildRecipe("vulkan", "vulkan", title, because, steps, tuple(loader), takes="a download"))
+        found.append(
+            BuildRecipe(
+                "vulkan", "vulkan", title, because, steps, tuple(loader), takes="a download"
+            )
+        )
     if not found or host.glslc:
-        because = "it is made for this system" if found else f"there are no Vulkan wheels for {host.architecture}"
-        tools = [] if host.glslc else ["glslc and Vulkan's headers: sudo apt install glslc libvulkan-dev spirv-headers"]
+        because = (
+            "it is made for this system"
+            if found
+            else (f"there are no Vulkan wheels for {host.architecture}")
+        )
+        tools = (
+            []
+            if host.glslc
+            else ["glslc and Vulkan's headers: sudo apt install glslc libvulkan-dev spirv-headers"]
+        )
         here = _compiled_here(host, "vulkan", because, 20)
         needs = (*loader, *here.needs, *tools)
         found.append(replace(here, name="vulkan-here" if found else "vulkan", needs=needs))
@@ -153,16 +192,22 @@ def _vulkan(device: Device, host: BuildHost) -> BuildRecipe:
 def _vulkan_packages(host: BuildHost) -> str:
     if host.system == "windows":
         return "install the graphics driver of the card's maker"
-    return "sudo apt install libvulkan1 mesa-vulkan-drivers  (Fedora: vulkan-loader mesa-vulkan-drivers)"
+    return (
+        "sudo apt install libvulkan1 mesa-vulkan-drivers  (Fedora: vulkan-loader "
+        "mesa-vulkan-drivers)"
+    )
 
 
-# What the ROCm wheels have code of, by system (llama-cpp-python's build-wheels-rocm.yaml, November 2026).
+# What the ROCm wheels have code of, by system (llama-cpp-python's build-wheels-rocm.yaml, November
+# 2026).
 ROCM_CODE = {
     "linux": (
-        "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151", "gfx1200", "gfx1201",
+        "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1150",
+        "gfx1151", "gfx1200", "gfx1201",
     ),
     "windows": (
-        "gfx1030", "gfx1031", "gfx1032", "gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151", "gfx1200", "gfx1201",
+        "gfx1030", "gfx1031", "gfx1032", "gfx1100", "gfx1101", "gfx1102", "gfx1150", "gfx1151",
+        "gfx1200", "gfx1201",
     ),
 }  # fmt: skip
 ROCM_MAJOR = 7
@@ -181,10 +226,21 @@ def _rocm(device: Device, host: BuildHost) -> BuildRecipe:
     if gfx and gfx not in code:
         told = f"the ROCm wheel has no code of {gfx} ({device.name}), only of {', '.join(code)}"
         raise SetupError(told, hint="localllm setup --backend vulkan")
-    why = f"it has code of {gfx}" if gfx else f"the trial tells if it has code of this GPU (it has {', '.join(code)})"
+    why = (
+        f"it has code of {gfx}"
+        if gfx
+        else (f"the trial tells if it has code of this GPU (it has {', '.join(code)})")
+    )
     if host.system == "windows":
         title = "llama.cpp for ROCm, llama-cpp-python's own wheel, with AMD's libraries in it"
-        return BuildRecipe("rocm", "rocm", title, why, (wheel(host, "hip-radeon"),), takes="a download of a gigabyte")
+        return BuildRecipe(
+            "rocm",
+            "rocm",
+            title,
+            why,
+            (wheel(host, "hip-radeon"),),
+            takes="a download of a gigabyte",
+        )
     return BuildRecipe(
         name="rocm",
         backend="rocm",
@@ -203,15 +259,22 @@ _ROCM_NOTES = ("ROCm 7.2 crashes on some boards with Strix Halo, where 7.13 and 
 def _rocm_needs(rocm: Version | None) -> tuple[str, ...]:
     if rocm is not None and rocm[0] == ROCM_MAJOR:
         return ()
-    there = "" if rocm is None else f" (here is {_version_text(rocm)}, which lacks the libraries it asks for)"
-    return (f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer: its libraries are not in the wheel{there}",)
+    there = (
+        ""
+        if rocm is None
+        else (f" (here is {_version_text(rocm)}, which lacks the libraries it asks for)")
+    )
+    return (
+        f"ROCm {ROCM_MAJOR} of AMD's packages, 7.2 or newer: its libraries are not in the "
+        f"wheel{there}",
+    )
 
 
 def _version_text(version: Version) -> str:
     return f"ROCm {version[0]}.{version[1]}" if version[1] else f"ROCm {version[0]}"
 
 
-# --- Macs, processors, MLX ------------------------------------------------------------------------------------------
+# --- Macs, processors, MLX ------------------------------------------------------------------------
 
 
 def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int) -> BuildRecipe:
@@ -220,18 +283,26 @@ def _compiled_here(host: BuildHost, backend: str, because: str, cpu_minutes: int
     flags = [kind.cmake] if backend != "cpu" else []
     steps = (from_source(host, [*flags, "-DLLAVA_BUILD=ON"]),)
     title, needs = f"llama.cpp for {kind.label}, compiled here", tuple(compiler(host))
-    return BuildRecipe(backend, backend, title, because, steps, needs, takes=minutes(host, cpu_minutes))
+    return BuildRecipe(
+        backend, backend, title, because, steps, needs, takes=minutes(host, cpu_minutes)
+    )
 
 
 def _metal(device: Device, host: BuildHost) -> BuildRecipe:
     if device.accelerator != "metal":
         raise SetupError(f"{device.name} is no Mac with Apple's GPU: Metal is not there", hint=_SEE)
-    return _compiled_here(host, "metal", "Metal is on wherever llama-cpp-python is compiled on a Mac", 8)
+    return _compiled_here(
+        host, "metal", "Metal is on wherever llama-cpp-python is compiled on a Mac", 8
+    )
 
 
 def _cpu(_: Device, host: BuildHost) -> BuildRecipe:
     if host.system == "macos":
-        told = "there is no build for a Mac's processor alone: llama.cpp is never compiled without Metal there"
+        told = (
+            "there is no build for a Mac's processor alone: llama.cpp is never compiled "
+            "without "
+            "Metal there"
+        )
         raise SetupError(told, hint="run without the GPU: --gpu-layers 0")
     return _compiled_here(host, "cpu", "compiled for exactly this processor's instructions", 8)
 
@@ -241,18 +312,25 @@ def _mlx(device: Device, host: BuildHost) -> BuildRecipe:
     because = "MLX runs here, for what it is worth without a GPU"
     if device.accelerator == "metal":
         title, computes_on = "MLX for Metal", device.accelerator
-        because = "Apple's own engine runs MLX models on the same GPU, many of them faster than llama.cpp"
+        because = (
+            "Apple's own engine runs MLX models on the same GPU, many of them faster than llama.cpp"
+        )
     elif device.accelerator == "cuda":
-        if host.system != "linux" or any(capability < (7, 5) for capability in cuda.capabilities(device)):
+        if host.system != "linux" or any(
+            capability < (7, 5) for capability in cuda.capabilities(device)
+        ):
             raise SetupError(
-                "MLX for CUDA needs Linux and a GPU of compute capability 7.5 or newer", hint="localllm setup"
+                "MLX for CUDA needs Linux and a GPU of compute capability 7.5 or newer",
+                hint="localllm setup",
             )
         title, computes_on = "MLX for CUDA 13", device.accelerator
         because = "MLX has CUDA code of 7.5, 8.0, 9.0a, 10.0a, 12.0a and 12.1a"
     elif host.system == "windows":
         raise SetupError("MLX does not run on Windows", hint="localllm setup makes llama.cpp ready")
     step = Step("MLX and its model code", ("install", *MLX.requirements[computes_on]))
-    return BuildRecipe(MLX.name, MLX.name, title, because, (step,), takes="a download", into_environment=True)
+    return BuildRecipe(
+        MLX.name, MLX.name, title, because, (step,), takes="a download", into_environment=True
+    )
 
 
 _RECIPES: dict[str, Callable[[Device, BuildHost], BuildRecipe]] = {
@@ -264,9 +342,18 @@ BACKENDS = (*_RECIPES, MLX.name)
 def _own(device: Device, backend: str) -> BuildRecipe:
     if backend != "cpu":
         because = f"the installed llama.cpp is made for {KINDS[backend].label} already"
-        return BuildRecipe("own", backend, f"llama.cpp for {KINDS[backend].label}, as it is installed", because)
+        return BuildRecipe(
+            "own", backend, f"llama.cpp for {KINDS[backend].label}, as it is installed", because
+        )
     # What has a flag for its fix is about plans.
-    wrong = next((f for f in device.findings if f.level != "info" and not f.fix.startswith("--")), None)
+    wrong = next(
+        (f for f in device.findings if f.level != "info" and not f.fix.startswith("--")), None
+    )
     if wrong is not None:
         return BuildRecipe("own", backend, "the processor's build goes on", wrong.message)
-    return BuildRecipe("own", backend, "nothing to build", "the installed llama.cpp is made for the processor already")
+    return BuildRecipe(
+        "own",
+        backend,
+        "nothing to build",
+        "the installed llama.cpp is made for the processor already",
+    )

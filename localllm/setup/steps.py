@@ -1,4 +1,5 @@
-"""What a build is made by: recipes, their steps, and the steps that several of them share. Pure, so they can be shown before."""
+"""What a build is made by: recipes, their steps, and the steps that several of them share. Pure, so
+they can be shown before."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _WHEELS = "https://abetlen.github.io/llama-cpp-python/whl"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that is done: `pip` arguments with what is added to the environment, or (`links`) the file names that
-    CMake looks for in the toolkit's folder. `said` is for people."""
+    """One thing that is done: `pip` arguments with what is added to the environment, or (`links`)
+    the file names that CMake looks for in the toolkit's folder. `said` is for people."""
 
     said: str
     pip: tuple[str, ...] = ()
@@ -36,23 +37,28 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class InstalledEngine:
-    """An engine that is installed rather than built: the name it is asked for and imported by, its distributions, and its
-    requirements by the kind of device that computes."""
+    """An engine that is installed rather than built: the name it is asked for and imported by, its
+    distributions, and its requirements by the kind of device that computes."""
 
     name: str
     distributions: list[str]
     requirements: dict[str, list[str]]
 
 
-MLX = InstalledEngine(**tomllib.loads(Path(__file__).with_name("mlx.toml").read_text(encoding="utf-8")))
+MLX = InstalledEngine(
+    **tomllib.loads(Path(__file__).with_name("mlx.toml").read_text(encoding="utf-8"))
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildRecipe:
-    """A build for a machine. `name` is its folder's, "own" where the installed one already is right. `backend` is what the
-    trial must find at work; `needs` is what is missing here, each with how to get it; `library_dirs` are searched for
-    shared libraries when it runs. `into_environment`: its steps change the installation itself (MLX). `otherwise`: what is
-    made where this one can't be or fails its trial, in this order."""
+    """A build for a machine.
+    `name` is its folder's, "own" where the installed one already is right.
+    `backend` is what the trial must find at work;
+    `needs` is what is missing here, each with how to get it;
+    `library_dirs` are searched for shared libraries when it runs.
+    `into_environment`: its steps change the installation itself (MLX).
+    `otherwise`: what is made where this one can't be or fails its trial, in this order."""
 
     name: str
     backend: str
@@ -82,25 +88,42 @@ def chain(*recipes: BuildRecipe) -> BuildRecipe:
 
 
 def wheel(host: BuildHost, index: str) -> Step:
-    """A wheel of llama-cpp-python's own index alone: the package index has the same version as a source of the CPU build."""
+    """A wheel of llama-cpp-python's own index alone: the package index has the same version as a
+    source of the CPU build."""
     return Step(
         f"llama-cpp-python {host.version}, ready-made",
         (
-            "install", "--target", f"{FOLDER}/site", "--no-deps", "--only-binary", "llama-cpp-python",
-            "--index-url", f"{_WHEELS}/{index}", f"llama-cpp-python=={host.version}",
+            "install",
+            "--target",
+            f"{FOLDER}/site",
+            "--no-deps",
+            "--only-binary",
+            "llama-cpp-python",
+            "--index-url",
+            f"{_WHEELS}/{index}",
+            f"llama-cpp-python=={host.version}",
         ),
-    )  # fmt: skip
+    )
 
 
 def from_source(host: BuildHost, cmake: list[str]) -> Step:
     return Step(
         f"llama-cpp-python {host.version}, compiled",
         (
-            "install", "--target", f"{FOLDER}/site", "--no-deps", "--no-cache-dir", "--no-binary", "llama-cpp-python",
+            "install",
+            "--target",
+            f"{FOLDER}/site",
+            "--no-deps",
+            "--no-cache-dir",
+            "--no-binary",
+            "llama-cpp-python",
             f"llama-cpp-python=={host.version}",
         ),
-        (("CMAKE_ARGS", " ".join(cmake)), ("CMAKE_BUILD_PARALLEL_LEVEL", str(max(1, host.n_cores)))),
-    )  # fmt: skip
+        (
+            ("CMAKE_ARGS", " ".join(cmake)),
+            ("CMAKE_BUILD_PARALLEL_LEVEL", str(max(1, host.n_cores))),
+        ),
+    )
 
 
 def compiler(host: BuildHost) -> list[str]:

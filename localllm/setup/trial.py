@@ -1,7 +1,9 @@
-"""Is a build fit to run? Its devices are listed and ten tokens computed in child processes, and compared with the CPU's.
+"""Is a build fit to run? Its devices are listed and ten tokens computed in child processes, and
+compared with the CPU's.
 
-A token may differ where the CPU had two that were as good: what is asked of each step is how far behind its best the CPU's
-token was. Every way to fail ends in one sentence, whatever the build did: refuse to load, crash, hang, or compute nonsense.
+A token may differ where the CPU had two that were as good: what is asked of each step is how far
+behind its best the CPU's token was. Every way to fail ends in one sentence, whatever the build did:
+refuse to load, crash, hang, or compute nonsense.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from localllm.device.types import Device
 _PROGRAM = "localllm_backends.trial"
 # What builds are made of: whichever backend runs such files.
 ENGINE = "gguf"
-# Rounding moves a logit by up to 0.6 between kernels of one CPU (SmolLM2); a device that computes wrongly is off by ten.
+# Rounding moves a logit by up to 0.6 between kernels of one CPU (SmolLM2); a device that computes
+# wrongly is off by ten.
 _NEAR_TIE = 1.0
 # The first start on a GPU may compile its shaders: minutes on slow drivers.
 _PATIENCE_S = 600.0
@@ -37,7 +40,8 @@ _CHECKS_PATIENCE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """`failure` is one sentence, "" where all is well. `devices` are the build's, as text; `said` what was computed."""
+    """`failure` is one sentence, "" where all is well. `devices` are the build's, as text; `said`
+    what was computed."""
 
     failure: str = ""
     devices: tuple[str, ...] = ()
@@ -46,7 +50,8 @@ class TrialVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """What the processor answers with the build that is installed: the tokens every other build is held against."""
+    """What the processor answers with the build that is installed: the tokens every other build is
+    held against."""
 
     model: Path
     tokens: tuple[int, ...]
@@ -62,28 +67,35 @@ def reference(model: Path, environment: Mapping[str, str]) -> ReferenceAnswer | 
 
 
 def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
-    """Seconds of a short turn with the build that `environment` runs, all its layers on the device; None where it does not get
-    that far."""
+    """Seconds of a short turn with the build that `environment` runs, all its layers on the device;
+    None where it does not get that far."""
     answers, failure = run([ENGINE, "turn", str(model), json.dumps({"layers": -1})], environment)
     return None if failure or not answers else float(answers[-1]["turn_s"])
 
 
 def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
-    """Try the build that `environment` runs. `backend`: what must be among its devices and do the work."""
+    """Try the build that `environment` runs. `backend`: what must be among its devices and do the
+    work."""
     build = ask_build(environment)
     if build.failure:
         return TrialVerdict(f"it does not start: {build.failure}")
     devices = tuple(_line_of(device) for device in build.devices)
     if backend != "cpu" and backend not in build.accelerators:
-        return TrialVerdict(f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices)
+        return TrialVerdict(
+            f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices
+        )
     return computed(expected, environment, 0 if backend == "cpu" else -1, devices)
 
 
 def computed(
-    expected: ReferenceAnswer, environment: Mapping[str, str], layers: int, devices: tuple[str, ...] = ()
+    expected: ReferenceAnswer,
+    environment: Mapping[str, str],
+    layers: int,
+    devices: tuple[str, ...] = (),
 ) -> TrialVerdict:
-    """Whether the build that `environment` runs computes what is expected with so many layers on its device (-1: all; 0: on the
-    processor, which computes the layers and experts that no device holds)."""
+    """Whether the build that `environment` runs computes what is expected with so many layers on
+    its device (-1: all; 0: on the processor, which computes the layers and experts that no device
+    holds)."""
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
     answers, failure = run([ENGINE, "greedy", str(expected.model), order], environment)
     if failure or not answers:
@@ -91,24 +103,34 @@ def computed(
     return compare(expected, answers[-1], devices)
 
 
-def compare(expected: ReferenceAnswer, answer: Mapping[str, Any], devices: tuple[str, ...] = ()) -> TrialVerdict:
+def compare(
+    expected: ReferenceAnswer, answer: Mapping[str, Any], devices: tuple[str, ...] = ()
+) -> TrialVerdict:
     """Whether an answer of the trial program is the reference's, but for near ties."""
     gaps = [float(gap) for gap in answer["gaps"]]
     worst = max((math.inf if math.isnan(gap) else gap for gap in gaps), default=math.inf)
     if len(gaps) != len(expected.tokens) or worst > _NEAR_TIE:
-        said = f"it computes other tokens than the processor: {answer['text']!r} where {expected.text!r} is right"
+        said = (
+            f"it computes other tokens than the processor: {answer['text']!r} where "
+            f"{expected.text!r} is right"
+        )
         return TrialVerdict(f"{said} (off by {worst:.3g} in logits)", devices)
     same = sum(gap == 0 for gap in gaps)
     speed = 1 / answer["decode_s"] if answer.get("decode_s") else 0.0
-    return TrialVerdict("", devices, f"{same} of {len(gaps)} tokens as on the processor, {speed:.3g} tok/s")
+    return TrialVerdict(
+        "", devices, f"{same} of {len(gaps)} tokens as on the processor, {speed:.3g} tok/s"
+    )
 
 
 def _line_of(device: ggml.GgmlDevice) -> str:
     return f"{device.name}: {device.description}, {device.memory_total_bytes / 1e9:.1f} GB"
 
 
-def conformance(model: Path, backend: str, environment: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
-    """The contract's checks on `model`: one answer for each that ended, and one sentence where the process did not."""
+def conformance(
+    model: Path, backend: str, environment: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], str]:
+    """The contract's checks on `model`: one answer for each that ended, and one sentence where the
+    process did not."""
     layers = 0 if backend == "cpu" else -1
     order = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
     answers, failure = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
@@ -121,17 +143,27 @@ def conformance(model: Path, backend: str, environment: Mapping[str, str]) -> tu
 def run(
     arguments: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
 ) -> tuple[list[dict[str, Any]], str]:
-    """The JSON lines the trial program printed, and one sentence where it failed ("" = it ended well)."""
-    # Threads that spin for each other are ruinous beside anything else that runs (engine/worker/supervisor.py).
+    """The JSON lines the trial program printed, and one sentence where it failed ("" = it ended
+    well)."""
+    # Threads that spin for each other are ruinous beside anything else that runs
+    # (engine/worker/supervisor.py).
     changed = {"GOMP_SPINCOUNT": "1000", **environment}
     command = [sys.executable, "-m", _PROGRAM, *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False,
-            stdin=subprocess.DEVNULL, env=changed,
-        )  # fmt: skip
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=changed,
+        )
     except subprocess.TimeoutExpired as e:
-        printed = e.stdout.decode("utf-8", "replace") if isinstance(e.stdout, bytes) else e.stdout or ""
+        printed = (
+            e.stdout.decode("utf-8", "replace") if isinstance(e.stdout, bytes) else e.stdout or ""
+        )
         return list(_answers(printed)), f"it hung ({timeout_s:.0f} s)"
     except OSError as e:
         return [], f"its process could not be started: {e}"
@@ -159,10 +191,12 @@ def environment_now() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """A build examined on the real device, for a text file that anybody can send: no paths, model names or environment in it.
+    """A build examined on the real device, for a text file that anybody can send: no paths, model
+    names or environment in it.
 
-    `layers` is what was asked for: the model on the device, or "cpu" where the build has none. Each of
-    `checks` is an answer of the trial program; `failures` are sentences, none where all is well."""
+    `layers` is what was asked for: the model on the device, or "cpu" where the build has none. Each
+    of `checks` is an answer of the trial program; `failures` are sentences, none where all is
+    well."""
 
     device: Device
     build: ggml.GgmlBuild
@@ -172,24 +206,35 @@ class SelfTest:
     failures: tuple[str, ...]
 
 
-def examine(device: Device, build: ggml.GgmlBuild, model: Path, environment: dict[str, str]) -> SelfTest:
-    """Run everything on the build that `environment` runs: ten tokens, then the contract's checks. Never raises: what
-    crashes or hangs is a failure in it."""
+def examine(
+    device: Device, build: ggml.GgmlBuild, model: Path, environment: dict[str, str]
+) -> SelfTest:
+    """Run everything on the build that `environment` runs: ten tokens, then the contract's checks.
+    Never raises: what crashes or hangs is a failure in it."""
     if build.failure:
         verdict = TrialVerdict(f"it does not start: {build.failure}")
         return SelfTest(device, build, "", verdict, (), (verdict.failure,))
     driver = ggml.driven_by(device, build)
     if driver == "cpu" and build.accelerators:
-        # A device that the probes do not know (a software renderer): it is what runs, so it is what is tested.
+        # A device that the probes do not know (a software renderer): it is what runs, so it is what
+        # is tested.
         driver = build.accelerators[0]
     expected = reference(model, environment)
-    verdict = TrialVerdict(expected) if isinstance(expected, str) else judge(driver, expected, environment)
+    verdict = (
+        TrialVerdict(expected)
+        if isinstance(expected, str)
+        else judge(driver, expected, environment)
+    )
     checks, broken = conformance(model, driver, environment)
     failures = [verdict.failure] if verdict.failure else []
-    failures += [f"{check['check']}: {check['said']}" for check in checks if check["outcome"] == "failed"]
+    failures += [
+        f"{check['check']}: {check['said']}" for check in checks if check["outcome"] == "failed"
+    ]
     failures += [broken] if broken else []
     if device.accelerator not in ("cpu", driver) and driver == "cpu":
-        failures.append(f"{device.name} was not used: the installed llama.cpp is a build for the processor")
+        failures.append(
+            f"{device.name} was not used: the installed llama.cpp is a build for the processor"
+        )
     return SelfTest(device, build, driver, verdict, tuple(checks), tuple(failures))
 
 
@@ -202,10 +247,13 @@ def report(test: SelfTest) -> list[str]:
         f"result: {'passed' if not test.failures else f'{len(test.failures)} failure(s)'}",
         "",
         f"machine      {device.name}, {device.accelerator} {device.compute_capability}".rstrip(),
-        f"system       {platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
-        f"memory       {device.memory.limit_bytes / 1e9:.1f} GB usable of {device.memory.total_bytes / 1e9:.1f}",
+        f"system       {platform.system()} {platform.release()} {platform.machine()}, Python "
+        f"{platform.python_version()}",
+        f"memory       {device.memory.limit_bytes / 1e9:.1f} GB usable of "
+        f"{device.memory.total_bytes / 1e9:.1f}",
         f"bandwidth    {bandwidth}",
-        f"llama.cpp    llama-cpp-python {build.version or 'unknown'}, tested on: {test.backend or 'nothing'}",
+        f"llama.cpp    llama-cpp-python {build.version or 'unknown'}, tested on: "
+        f"{test.backend or 'nothing'}",
     ]
     lines += map(_device_line, build.devices)
     for name, features in build.features.items():
@@ -215,7 +263,8 @@ def report(test: SelfTest) -> list[str]:
     for check in test.checks:
         said = f": {check['said']}" if check["said"] else ""
         lines.append(
-            f"{check['outcome']:<12} {check['check']} ({check['seconds']:.1f} s, noise {check['noise']:.2g}){said}"
+            f"{check['outcome']:<12} {check['check']} ({check['seconds']:.1f} s, noise "
+            f"{check['noise']:.2g}){said}"
         )
     if test.failures:
         lines += ["", "failures", *(f"  {_plain(failure)}" for failure in test.failures)]
@@ -223,7 +272,11 @@ def report(test: SelfTest) -> list[str]:
 
 
 def _device_line(seen: ggml.GgmlDevice) -> str:
-    most = f", one buffer up to {seen.largest_buffer_bytes} B" if seen.largest_buffer_bytes is not None else ""
+    most = (
+        f", one buffer up to {seen.largest_buffer_bytes} B"
+        if seen.largest_buffer_bytes is not None
+        else ""
+    )
     return (
         f"device       {seen.name} ({seen.backend}, {seen.type}): {seen.description}, "
         f"{seen.memory_free_bytes} of {seen.memory_total_bytes} B free{most}; "

@@ -1,5 +1,5 @@
-"""Makes a Model of one [[models]] table: a Layer for each layer from the short shape facts (pattern, windows, recurrent
-sizes), and a Variant for each file."""
+"""Makes a Model of one [[models]] table: a Layer for each layer from the short shape facts
+(pattern, windows, recurrent sizes), and a Variant for each file."""
 
 from __future__ import annotations
 
@@ -31,31 +31,43 @@ from localllm_catalog.types import (
 
 # The keys of a [[models]] table; tests/catalog/family_schema.py says what each holds.
 MODEL_KEYS = frozenset({
-    "id", "family", "name", "hf_repo", "release_date", "licence", "params", "active", "architecture",
-    "modality", "purposes", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context",
-    "tied", "pattern", "layer_list", "sliding", "full", "shared_kv_layers", "shared_kv_ffn", "per_layer_embedding", "lookup", "mla",
-    "recurrent", "experts", "attention_gate", "ffn_matrices", "residual_streams", "split_blocks", "mtp_layers", "vision_params",
+    "id", "family", "name", "hf_repo", "release_date", "licence", "params", "active",
+    "architecture",
+    "modality", "purposes", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab",
+    "context",
+    "tied", "pattern", "layer_list", "sliding", "full", "shared_kv_layers", "shared_kv_ffn",
+    "per_layer_embedding", "lookup", "mla",
+    "recurrent", "experts", "attention_gate", "ffn_matrices", "residual_streams", "split_blocks",
+    "mtp_layers", "vision_params",
     "image_tokens",
-    "mtp_params", "params_note", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim", "sampling",
+    "mtp_params", "params_note", "tokenizer", "tokenizer_pre", "tools", "reasoning", "fim",
+    "sampling",
     "drafts", "companions", "external_drafts", "quality", "notes", "sources", *Format, "_file",
 })  # fmt: skip
 
 
 def build_model(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
-    """One raw table as a Model with its variants. Raises BadCatalogError naming what is missing or wrong."""
+    """One raw table as a Model with its variants. Raises BadCatalogError naming what is missing or
+    wrong."""
     unknown = sorted(raw.keys() - MODEL_KEYS)
     if unknown:
         near = difflib.get_close_matches(unknown[0], MODEL_KEYS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see the README in model_catalog/"
-        raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {unknown[0]!r} is not a key of a model", hint)
+        raise BadCatalogError(
+            f"{raw['_file']}: {raw['id']}: {unknown[0]!r} is not a key of a model", hint
+        )
     try:
         return _with_variants(_build(raw, sources), raw, sources)
     except KeyError as error:
-        raise BadCatalogError(f"{raw['_file']}: {raw['id']} does not say {error.args[0]!r}") from error
+        raise BadCatalogError(
+            f"{raw['_file']}: {raw['id']} does not say {error.args[0]!r}"
+        ) from error
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error}") from error
     except CatalogError as error:
-        raise BadCatalogError(f"{raw['_file']}: {raw['id']}: {error.message}", error.hint) from error
+        raise BadCatalogError(
+            f"{raw['_file']}: {raw['id']}: {error.message}", error.hint
+        ) from error
 
 
 def _companion(entry: Mapping[str, Any]) -> Companion:
@@ -96,7 +108,9 @@ def _build(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
         reasoning_kind=reasoning.get("kind", "none"),
         fim=dict(raw.get("fim", {})),
         sampling=_sampling(sampling),
-        sampling_non_thinking=_sampling(sampling["non_thinking"]) if "non_thinking" in sampling else None,
+        sampling_non_thinking=_sampling(sampling["non_thinking"])
+        if "non_thinking" in sampling
+        else None,
         mtp_layers=int(raw.get("mtp_layers", 0)),
         drafts=tuple(raw.get("drafts", ())),
         companions=tuple(_companion(entry) for entry in raw.get("companions", ())),
@@ -106,7 +120,9 @@ def _build(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
         extra_params=int(raw.get("vision_params", 0)) + int(raw.get("mtp_params", 0)),
         vision_params=int(raw.get("vision_params", 0)),
         image_tokens=_image_tokens(raw["image_tokens"]) if "image_tokens" in raw else None,
-        lookup_params=int(raw.get("per_layer_embedding", 0)) * int(raw["layers"]) * int(raw["vocab"])
+        lookup_params=int(raw.get("per_layer_embedding", 0))
+        * int(raw["layers"])
+        * int(raw["vocab"])
         + int(raw.get("lookup", {}).get("params", 0)),
         lookup_rows=int(raw.get("lookup", {}).get("rows", 1)),
         lookup_bits=float(raw.get("lookup", {}).get("bits", 0.0)),
@@ -143,7 +159,9 @@ def _sampling(facts: Mapping[str, Any]) -> SamplingDefaults:
     return SamplingDefaults(**known)
 
 
-def _quality(table: Mapping[str, Mapping[str, float]], sources: Mapping[str, FactSource]) -> Iterator[Quality]:
+def _quality(
+    table: Mapping[str, Mapping[str, float]], sources: Mapping[str, FactSource]
+) -> Iterator[Quality]:
     for label, scores in table.items():
         source = sources[label]
         for benchmark, score in scores.items():
@@ -151,10 +169,12 @@ def _quality(table: Mapping[str, Mapping[str, float]], sources: Mapping[str, Fac
             yield Quality(benchmark, float(score), source.date, where, source.kind)
 
 
-# --- variants -------------------------------------------------------------------------------------------------------
+# --- variants -------------------------------------------------------------------------------------
 
 
-def _with_variants(model: Model, raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
+def _with_variants(
+    model: Model, raw: Mapping[str, Any], sources: Mapping[str, FactSource]
+) -> Model:
     variants = [
         *_gguf_variants(model, raw.get(Format.GGUF, ()), sources),
         *_mlx_variants(model, raw.get(Format.MLX, ()), sources),
@@ -173,7 +193,9 @@ def _gguf_variants(
             yield _gguf(table, quant, int(size), False, source)
         for quant in table.get("estimate", ()):
             if quant not in quants.MIXTURES:
-                raise BadCatalogError(f"no bits are known for {quant}", "give its size under bytes or about")
+                raise BadCatalogError(
+                    f"no bits are known for {quant}", "give its size under bytes or about"
+                )
             yield _gguf(table, quant, shapes.estimate_gguf_bytes(model, quant), False, ESTIMATED)
 
 
@@ -207,13 +229,14 @@ def _mlx_variants(
         yield Variant(Format.MLX, quant, repo, (), int(size), "bytes" in table, source=source)
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(r"(full|sliding|mla|recurrent|none)(?:\*([1-9][0-9]{0,3}))?")
 
 
 def expand_pattern(pattern: list[str], n_layers: int) -> list[LayerKind]:
-    """["sliding*5", "full"] for 8 layers: sliding ×5, full, sliding ×2. A pattern as long as the model is used as is.
+    """["sliding*5", "full"] for 8 layers: sliding ×5, full, sliding ×2. A pattern as long as the
+    model is used as is.
 
     Raises BadCatalogError for an unknown word or a pattern longer than the model.
     """
@@ -232,10 +255,12 @@ def expand_pattern(pattern: list[str], n_layers: int) -> list[LayerKind]:
 
 
 def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
-    """(state elements, mixer weights) of one recurrent layer of `kind` gated_delta, mamba2, mamba, wkv, short_conv or kda.
+    """(state elements, mixer weights) of one recurrent layer of `kind` gated_delta, mamba2, mamba,
+    wkv, short_conv or kda.
 
-    State: https://github.com/ggml-org/llama.cpp src/llama-hparams.cpp (n_embd_r + n_embd_s). Weights: the layers of
-    https://github.com/ml-explore/mlx-lm models/{qwen3_next,nemotron_h,lfm2,bailing_moe_v3}.py, 0.32.2.
+    State: https://github.com/ggml-org/llama.cpp src/llama-hparams.cpp (n_embd_r + n_embd_s).
+    Weights: the layers of https://github.com/ml-explore/mlx-lm
+    models/{qwen3_next,nemotron_h,lfm2,bailing_moe_v3}.py, 0.32.2.
     """
     kind = facts["kind"]
     conv = int(facts["conv"])
@@ -246,34 +271,57 @@ def recurrent_sizes(facts: Mapping[str, Any], hidden: int) -> tuple[int, int]:
         value_heads, key_heads = int(facts["value_heads"]), int(facts["key_heads"])
         values, keys = value_heads * state, key_heads * state
         channels = values + 2 * keys
-        weights = hidden * (channels + values + 2 * value_heads) + channels * conv + values * hidden + 2 * value_heads
+        weights = (
+            hidden * (channels + values + 2 * value_heads)
+            + channels * conv
+            + values * hidden
+            + 2 * value_heads
+        )
         return (conv - 1) * channels + state * values, weights + state
     if kind == "mamba2":
-        inner, state, groups, heads = (int(facts[key]) for key in ("inner", "state", "groups", "heads"))
+        inner, state, groups, heads = (
+            int(facts[key]) for key in ("inner", "state", "groups", "heads")
+        )
         channels = inner + 2 * groups * state
-        weights = hidden * (inner + channels + heads) + channels * (conv + 1) + inner * hidden + inner + 3 * heads
+        weights = (
+            hidden * (inner + channels + heads)
+            + channels * (conv + 1)
+            + inner * hidden
+            + inner
+            + 3 * heads
+        )
         return (conv - 1) * channels + state * inner, weights
     if kind == "mamba":
         inner, state, rank = (int(facts[key]) for key in ("inner", "state", "rank"))
-        weights = 3 * hidden * inner + inner * (conv + 1) + inner * (2 * rank + 2 * state + 1) + inner * (state + 1)
+        weights = (
+            3 * hidden * inner
+            + inner * (conv + 1)
+            + inner * (2 * rank + 2 * state + 1)
+            + inner * (state + 1)
+        )
         return (conv - 1) * inner + state * inner, weights
     if kind == "wkv":
-        return hidden * int(facts["head"]) + 2 * hidden, 4 * hidden * hidden + 2 * hidden * int(facts["ranks"])
+        return hidden * int(facts["head"]) + 2 * hidden, 4 * hidden * hidden + 2 * hidden * int(
+            facts["ranks"]
+        )
     if kind == "kda":
         heads, size = int(facts["heads"]), int(facts["state"])
         width = heads * size
-        # q, k, v and output projections are hidden × width; so are the forget and the output gate, or through a rank.
+        # q, k, v and output projections are hidden × width; so are the forget and the output gate,
+        # or through a rank.
         rank = int(facts.get("gate_rank", 0))
         gates = 2 * (hidden + width) * rank if rank else 2 * hidden * width
         weights = 4 * hidden * width + gates + 3 * width * conv + hidden * heads + heads + width
         return 3 * (conv - 1) * width + size * width, weights
     raise BadCatalogError(
-        f"{kind!r} is not a recurrent kind", "known: gated_delta, mamba2, mamba, wkv, short_conv, kda"
+        f"{kind!r} is not a recurrent kind",
+        "known: gated_delta, mamba2, mamba, wkv, short_conv, kda",
     )
 
 
 def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
-    """The layers of one [[models]] table. Raises BadCatalogError, or KeyError naming a missing fact."""
+    """The layers of one [[models]] table. Raises BadCatalogError, or KeyError naming a missing
+    fact."""
     n_layers = int(raw["layers"])
     if "layer_list" in raw:
         return _listed(raw["layer_list"], n_layers)
@@ -292,7 +340,8 @@ def build_layers(raw: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def _listed(rows: list[dict[str, Any]], n_layers: int) -> tuple[Layer, ...]:
-    """Layers that are given one by one, or several that repeat, as often as each says: what was read from a file's header."""
+    """Layers that are given one by one, or several that repeat, as often as each says: what was
+    read from a file's header."""
     layers = tuple(islice(_repeated(rows, n_layers + 1), n_layers + 1))
     if len(layers) != n_layers:
         raise BadCatalogError(f"the layers listed are not the {n_layers} that the model has")
@@ -320,7 +369,9 @@ def _layer(raw: Mapping[str, Any], kind: LayerKind, shares_kv: bool, dense: bool
         return Layer("none", ffn=ffn, intermediate=width)
     if kind == "recurrent":
         state, weights = recurrent_sizes(raw["recurrent"], int(raw["hidden"]))
-        return Layer("recurrent", state_elements=state, mixer_params=weights, ffn=ffn, intermediate=width)
+        return Layer(
+            "recurrent", state_elements=state, mixer_params=weights, ffn=ffn, intermediate=width
+        )
     if kind == "mla":
         mla = raw["mla"]
         return Layer(
@@ -336,7 +387,8 @@ def _layer(raw: Mapping[str, Any], kind: LayerKind, shares_kv: bool, dense: bool
         )
     own = raw.get(kind, {})
     head_dim = int(own.get("head_dim", raw["head_dim"]))
-    # Per-layer embeddings (Gemma 3n, 4): an input gate, a projection back, and this layer's share of the model's one.
+    # Per-layer embeddings (Gemma 3n, 4): an input gate, a projection back, and this layer's share
+    # of the model's one.
     per_layer = 3 * int(raw["hidden"]) * int(raw.get("per_layer_embedding", 0))
     return Layer(
         kind,

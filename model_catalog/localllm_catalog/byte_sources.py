@@ -1,4 +1,5 @@
-"""Where the bytes of a header come from: a range of a file at a time, of this disk or of whatever a caller reads it from."""
+"""Where the bytes of a header come from: a range of a file at a time, of this disk or of whatever a
+caller reads it from."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from localllm_catalog.errors import SourceError
 
 
 class ByteSource(ABC):
-    """Something with a name, a size in bytes, and ranges that can be read, best `chunk` bytes at a time."""
+    """Something with a name, a size in bytes, and ranges that can be read, best `chunk` bytes at a
+    time."""
 
     name: str
     size: int

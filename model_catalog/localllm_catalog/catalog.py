@@ -30,15 +30,18 @@ class Catalog:
     by_id: Mapping[str, Model] = field(repr=False)
 
     def get(self, model_id: str) -> Model | None:
-        """The model of this id, or None. Case does not matter, and "-instruct" or "-it" at the end may be left off."""
+        """The model of this id, or None. Case does not matter, and "-instruct" or "-it" at the end
+        may be left off."""
         wanted = model_id.lower()
         names = (wanted, f"{wanted}-instruct", f"{wanted}-it")
         return next((self.by_id[name] for name in names if name in self.by_id), None)
 
     def recognise(self, *names: str) -> Model | None:
-        """The model one of these belongs to: a repository, a file name, a `general.name`. None unless it is certain.
+        """The model one of these belongs to: a repository, a file name, a `general.name`. None
+        unless it is certain.
 
-        Publishers' prefixes, quants, split numbers and endings are looked past; sizes and versions are not.
+        Publishers' prefixes, quants, split numbers and endings are looked past; sizes and versions
+        are not.
         """
         known: dict[str, Model] = {}
         for model in self.models:
@@ -57,10 +60,11 @@ class Catalog:
 
 
 def load(user_dir: Path | None = None, cache: Path | None = None) -> Catalog:
-    """The catalog with `user_dir`/*.toml laid over it: a known id changes that model's keys, a new id adds a model.
+    """The catalog with `user_dir`/*.toml laid over it: a known id changes that model's keys, a new
+    id adds a model.
 
-    `cache`: a file to keep the parsed shipped tables in. Raises BadCatalogError naming file, model and key for anything
-    that does not read.
+    `cache`: a file to keep the parsed shipped tables in. Raises BadCatalogError naming file, model
+    and key for anything that does not read.
     """
     families = sorted(FAMILIES_DIR.glob("*.toml"))
     documents = read_all([SOURCES_FILE, *families], _parse, cache)
@@ -69,7 +73,9 @@ def load(user_dir: Path | None = None, cache: Path | None = None) -> Catalog:
     for path in families:
         for table in _models_of(documents[path.name], path):
             if table["id"] in raw:
-                raise BadCatalogError(f"{path.name}: {table['id']} is already in {raw[table['id']]['_file']}")
+                raise BadCatalogError(
+                    f"{path.name}: {table['id']} is already in {raw[table['id']]['_file']}"
+                )
             raw[table["id"]] = table
     for path in _files_in(user_dir) if user_dir is not None else ():
         for table in read_family(path):
@@ -86,16 +92,21 @@ def _files_in(folder: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise BadCatalogError(f"{folder} cannot be read: {error.strerror}", "check its permissions") from error
+        raise BadCatalogError(
+            f"{folder} cannot be read: {error.strerror}", "check its permissions"
+        ) from error
 
 
-# What a user's file may say: text where text is meant, and in numbers nothing negative, of these at least one, and no
-# more than real models have (a header is held to the same: gguf_facts.py).
+# What a user's file may say: text where text is meant, and in numbers nothing negative, of these at
+# least one, and no more than real models have (a header is held to the same: gguf_facts.py).
 _TEXT = frozenset({
-    "name", "hf_repo", "licence", "release_date", "architecture", "tokenizer", "tokenizer_pre", "notes", "params_note", "kind",
+    "name", "hf_repo", "licence", "release_date", "architecture", "tokenizer", "tokenizer_pre",
+    "notes", "params_note", "kind",
     "repo", "quant", "file", "mmproj", "source",
 })  # fmt: skip
-_AT_LEAST_ONE = frozenset({"params", "active", "layers", "hidden", "heads", "head_dim", "vocab", "context", "count"})
+_AT_LEAST_ONE = frozenset(
+    {"params", "active", "layers", "hidden", "heads", "head_dim", "vocab", "context", "count"}
+)
 _MOST_LAYERS = 2_048
 _MOST = 1 << 50
 
@@ -107,7 +118,9 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool):
             least, most = int(key in _AT_LEAST_ONE), _MOST_LAYERS if key == "layers" else _MOST
             if not least <= value <= most:
-                raise BadCatalogError(f"{where}: {key} is {value}, not a number from {least} to {most:,}")
+                raise BadCatalogError(
+                    f"{where}: {key} is {value}, not a number from {least} to {most:,}"
+                )
         for part in value if isinstance(value, list) else (value,):
             if isinstance(part, Mapping):
                 _check_values(part, f"{where}: {key}")
@@ -115,7 +128,9 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
 
 def _sources(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, FactSource]:
     return {
-        label: FactSource(label, fact["title"], fact.get("url", ""), fact["date"], fact.get("kind", ""))
+        label: FactSource(
+            label, fact["title"], fact.get("url", ""), fact["date"], fact.get("kind", "")
+        )
         for label, fact in facts.items()
     }
 
@@ -147,33 +162,45 @@ def _parse(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadCatalogError(f"{path} is not TOML: {error}") from error
     except RecursionError:
-        raise BadCatalogError(f"{path} is not a catalog file: its values are nested without end") from None
+        raise BadCatalogError(
+            f"{path} is not a catalog file: its values are nested without end"
+        ) from None
     except OSError as error:
-        raise BadCatalogError(f"{path} cannot be read: {error.strerror}", "check its permissions") from error
+        raise BadCatalogError(
+            f"{path} cannot be read: {error.strerror}", "check its permissions"
+        ) from error
 
 
 def _overlay(base: dict[str, Any] | None, table: dict[str, Any]) -> dict[str, Any]:
-    """`table` over `base`; sub-tables (sampling, experts, …) are merged key by key, lists are replaced."""
+    """`table` over `base`; sub-tables (sampling, experts, …) are merged key by key, lists are
+    replaced."""
     if base is None:
         return table
     merged = dict(base)
     for key, value in table.items():
         old = merged.get(key)
         if key != "family":
-            merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+            merged[key] = (
+                {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+            )
     return merged
 
 
-# --- the shipped files as parsed once before, kept as JSON: 125 kB read in 1 ms instead of parsed in 25
+# --- the shipped files as parsed once before, kept as JSON: 125 kB read in 1 ms instead of parsed
+# in 25
 
 Documents = dict[str, dict[str, Any]]
 
 
-def read_all(files: Sequence[Path], parse: Callable[[Path], dict[str, Any]], cache: Path | None) -> Documents:
-    """The parsed documents of `files` by file name; from `cache` when it was made of just these files.
+def read_all(
+    files: Sequence[Path], parse: Callable[[Path], dict[str, Any]], cache: Path | None
+) -> Documents:
+    """The parsed documents of `files` by file name; from `cache` when it was made of just these
+    files.
 
-    A file counts as the same while its path, size and modification time (ns) are. A cache that can't be read is made
-    anew, one that can't be written is done without. Raises what `parse` raises.
+    A file counts as the same while its path, size and modification time (ns) are. A cache that
+    can't be read is made anew, one that can't be written is done without. Raises what `parse`
+    raises.
     """
     stamp = [[str(file), *_state(file)] for file in files]
     kept = _read(cache, stamp) if cache is not None else None

@@ -1,4 +1,5 @@
-"""`python -m localllm_catalog.check [DIR]`: is every family file (and the user's, in DIR) complete and consistent?"""
+"""`python -m localllm_catalog.check [DIR]`: is every family file (and the user's, in DIR) complete
+and consistent?"""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ _DATE = re.compile(r"20[0-9]{2}-[01][0-9](-[0-3][0-9])?")
 def problems(user_dir: Path | None = None) -> Iterator[str]:
     """Everything wrong with the catalog, one line each; nothing if all is well."""
     used: set[str] = set()
-    for path in [*sorted(catalog.FAMILIES_DIR.glob("*.toml")), *(sorted(user_dir.glob("*.toml")) if user_dir else ())]:
+    for path in [
+        *sorted(catalog.FAMILIES_DIR.glob("*.toml")),
+        *(sorted(user_dir.glob("*.toml")) if user_dir else ()),
+    ]:
         for table in catalog.read_family(path):
             used.update(_labels(table))
     yield from _sources(used)
@@ -61,10 +65,21 @@ def _counts(model: Model) -> Iterator[str]:
     """Parameters as stated beside those that the shapes give."""
     total, active = shapes.count_params(model)
     if abs(total / model.params_total - 1) > TOLERANCE and not model.params_note:
-        yield f"its shapes give {total:,} parameters, {model.params_total:,} are stated; explain it in params_note"
+        yield (
+            f"its shapes give {total:,} parameters, {model.params_total:,} are stated; explain "
+            "it "
+            "in params_note"
+        )
     stated_active = model.params_active != model.params_total
-    if stated_active and abs(active / model.params_active - 1) > TOLERANCE and not model.params_note:
-        yield f"its shapes give {active:,} active parameters, {model.params_active:,} are stated; explain it"
+    if (
+        stated_active
+        and abs(active / model.params_active - 1) > TOLERANCE
+        and not model.params_note
+    ):
+        yield (
+            f"its shapes give {active:,} active parameters, {model.params_active:,} are stated; "
+            "explain it"
+        )
     if model.experts is not None and not stated_active:
         yield "has experts but does not state `active`"
 
@@ -90,7 +105,10 @@ def main(arguments: list[str]) -> int:
     models = catalog.load(user_dir).models
     families = {model.family for model in models}
     variants = sum(len(model.variants) for model in models)
-    print(f"catalog: {len(models)} models in {len(families)} families, {variants} variants, all consistent")
+    print(
+        f"catalog: {len(models)} models in {len(families)} families, {variants} variants, all "
+        "consistent"
+    )
     return 0
 
 

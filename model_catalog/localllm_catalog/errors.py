@@ -1,10 +1,12 @@
-"""The catalog's own errors: it may not import the product's tree, so the composition root maps these leaves onto it."""
+"""The catalog's own errors: it may not import the product's tree, so the composition root maps
+these leaves onto it."""
 
 from __future__ import annotations
 
 
 class CatalogError(Exception):
-    """Base of everything the catalog raises on purpose: `message` says what and why, `hint` what to do next."""
+    """Base of everything the catalog raises on purpose: `message` says what and why, `hint` what to
+    do next."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -17,7 +19,8 @@ class BadHeaderError(CatalogError):
 
 
 class SourceError(CatalogError):
-    """A file or URL that should hold a header could not be reached or read (the header itself is not at fault)."""
+    """A file or URL that should hold a header could not be reached or read (the header itself is
+    not at fault)."""
 
 
 class BadCatalogError(CatalogError):

@@ -1,6 +1,8 @@
-"""Makes a Model of any GGUF header: layer kinds as llama.cpp derives them, bytes per tensor as the file states them.
+"""Makes a Model of any GGUF header: layer kinds as llama.cpp derives them, bytes per tensor as the
+file states them.
 
-The rules per architecture (architectures.py) are llama.cpp's; every number is one of gguf_facts.py, and so bounded.
+The rules per architecture (architectures.py) are llama.cpp's; every number is one of gguf_facts.py,
+and so bounded.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from localllm_catalog.types import Experts, FfnKind, Layer, LayerKind, Model, Pu
 def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None = None) -> Model:
     """The Model a GGUF file holds, with one exact Variant.
 
-    weights_bytes are all tensors but MTP blocks; active_bytes what one token streams: routed experts by their used
-    share, no token embedding unless it is also the output matrix. `known` (the catalog's entry, if the caller found
-    one) lends what a header cannot say (id, drafts, quality), and its sampling goes before the header's. Raises
-    BadHeaderError where the header contradicts itself or is not of a language model.
+    weights_bytes are all tensors but MTP blocks; active_bytes what one token streams: routed
+    experts by their used share, no token embedding unless it is also the output matrix. `known`
+    (the catalog's entry, if the caller found one) lends what a header cannot say (id, drafts,
+    quality), and its sampling goes before the header's. Raises BadHeaderError where the header
+    contradicts itself or is not of a language model.
     """
     facts = Facts(header)
     blocks = _blocks(header, facts.n_layers)
@@ -45,12 +48,14 @@ def model_from_gguf(header: GgufHeader, *, repo: str = "", known: Model | None =
     )
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.(.+)")
-# What llama.cpp keeps in system memory whatever else is offloaded (src/llama-arch.cpp: LLM_TENSOR_LAYER_INPUT).
+# What llama.cpp keeps in system memory whatever else is offloaded (src/llama-arch.cpp:
+# LLM_TENSOR_LAYER_INPUT).
 _INPUT_TENSORS = frozenset(
-    f"{name}.weight" for name in ("token_embd", "per_layer_token_embd", "position_embd", "token_types")
+    f"{name}.weight"
+    for name in ("token_embd", "per_layer_token_embd", "position_embd", "token_types")
 )
 
 
@@ -73,7 +78,11 @@ class _Block:
 
     def mixer_elements(self) -> int:
         """Weights of whatever mixes tokens here: all but the feed-forward."""
-        return sum(tensor.n_elements for name, tensor in self.tensors.items() if not name.startswith("ffn_"))
+        return sum(
+            tensor.n_elements
+            for name, tensor in self.tensors.items()
+            if not name.startswith("ffn_")
+        )
 
 
 def _blocks(header: GgufHeader, n_layers: int) -> list[_Block]:
@@ -116,14 +125,20 @@ def _layer(facts: Facts, blocks: list[_Block], index: int) -> Layer:
     if facts.arch == "deepseek4":
         return _compressed_layer(facts, block, index)
     sliding = kind == "sliding"
-    shared_from = facts.n_layers - facts.number("attention.shared_kv_layers", 0, maximum=facts.n_layers)
+    shared_from = facts.n_layers - facts.number(
+        "attention.shared_kv_layers", 0, maximum=facts.n_layers
+    )
     if facts.arch == "gemma3n":
         shared_from = min(facts.n_layers, 20)
     return Layer(
         kind,
         n_kv_heads=facts.kv_heads[index],
-        head_dim_k=facts.number("attention.key_length_swa", facts.head_dim_k) if sliding else facts.head_dim_k,
-        head_dim_v=facts.number("attention.value_length_swa", facts.head_dim_v) if sliding else facts.head_dim_v,
+        head_dim_k=facts.number("attention.key_length_swa", facts.head_dim_k)
+        if sliding
+        else facts.head_dim_k,
+        head_dim_v=facts.number("attention.value_length_swa", facts.head_dim_v)
+        if sliding
+        else facts.head_dim_v,
         window=facts.window if sliding else 0,
         shares_kv=index >= shared_from,
         state_elements=facts.state_elements() if facts.arch == "falcon-h1" else 0,
@@ -136,10 +151,11 @@ def _layer(facts: Facts, blocks: list[_Block], index: int) -> Layer:
 
 
 def _compressed_layer(facts: Facts, block: _Block, index: int) -> Layer:
-    """DeepSeek V4: one latent row, key and value at once, of every 4th or 128th token, or of the last ones only.
+    """DeepSeek V4: one latent row, key and value at once, of every 4th or 128th token, or of the
+    last ones only.
 
-    The last 128 tokens, which the others keep too, and what they are compressed from are left out: 43 layers' come to
-    33 MiB a sequence (src/llama-kv-cache-dsv4.cpp).
+    The last 128 tokens, which the others keep too, and what they are compressed from are left out:
+    43 layers' come to 33 MiB a sequence (src/llama-kv-cache-dsv4.cpp).
     """
     ratio = facts.per_layer("attention.compress_ratios", 0)[index]
     row = facts.head_dim_k // max(1, ratio)
@@ -149,7 +165,9 @@ def _compressed_layer(facts: Facts, block: _Block, index: int) -> Layer:
         head_dim_k=row,
         window=0
         if ratio
-        else facts.number("attention.sliding_window", architectures.COMPRESSED_WINDOW, maximum=MAX_TOKENS),
+        else facts.number(
+            "attention.sliding_window", architectures.COMPRESSED_WINDOW, maximum=MAX_TOKENS
+        ),
         ffn=_ffn_kind(block),
         intermediate=facts.ffn[index],
         n_heads=facts.heads[index],
@@ -170,8 +188,12 @@ def _kind(facts: Facts, index: int) -> LayerKind:
         return "recurrent"
     if not facts.kv_heads[index]:
         return "none"
-    # Files from before the *_mla keys hold the expanded keys and values, and llama.cpp caches them in full.
-    if facts.value("attention.kv_lora_rank") is not None and facts.value("attention.key_length_mla") is not None:
+    # Files from before the *_mla keys hold the expanded keys and values, and llama.cpp caches them
+    # in full.
+    if (
+        facts.value("attention.kv_lora_rank") is not None
+        and facts.value("attention.key_length_mla") is not None
+    ):
         return "mla"
     return "sliding" if facts.is_sliding(index) else "full"
 
@@ -183,7 +205,7 @@ def _ffn_kind(block: _Block) -> FfnKind:
     return "dense" if dense or not block.tensors else "none"
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 def _experts(facts: Facts, blocks: list[_Block]) -> Experts | None:
@@ -197,11 +219,14 @@ def _experts(facts: Facts, blocks: list[_Block]) -> Experts | None:
     if shared_width and not shared:
         shared = 1
     dense = next((index for index, block in enumerate(blocks) if block.has_experts()), 0)
-    return Experts(count, used, width, shared, shared_width, dense, facts.number("moe_latent_size", 0))
+    return Experts(
+        count, used, width, shared, shared_width, dense, facts.number("moe_latent_size", 0)
+    )
 
 
 def _place(name: str, n_layers: int) -> str:
-    """Where a tensor's weights count: in a "layer", in "mtp" blocks behind the layers, as an "input" table, or for the "output"."""
+    """Where a tensor's weights count: in a "layer", in "mtp" blocks behind the layers, as an
+    "input" table, or for the "output"."""
     match = _BLOCK.fullmatch(name)
     if match is not None:
         return "layer" if int(match[1]) < n_layers else "mtp"
@@ -209,10 +234,14 @@ def _place(name: str, n_layers: int) -> str:
 
 
 def _streamed(header: GgufHeader, facts: Facts) -> list[TensorInfo]:
-    """The tensors that every token's step reads (of experts a part): no MTP blocks, and no table that is looked up by rows but
-    the one that is the output matrix too."""
+    """The tensors that every token's step reads (of experts a part): no MTP blocks, and no table
+    that is looked up by rows but the one that is the output matrix too."""
     looked_up = {"per_layer_token_embd.weight"} | (set() if facts.tied else {"token_embd.weight"})
-    return [t for t in header.tensors if t.name not in looked_up and _place(t.name, facts.n_layers) != "mtp"]
+    return [
+        t
+        for t in header.tensors
+        if t.name not in looked_up and _place(t.name, facts.n_layers) != "mtp"
+    ]
 
 
 def _variant(header: GgufHeader, facts: Facts, blocks: list[_Block], repo: str) -> Variant:
@@ -224,7 +253,9 @@ def _variant(header: GgufHeader, facts: Facts, blocks: list[_Block], repo: str) 
         n_bytes[_place(tensor.name, facts.n_layers)] += tensor.n_bytes
         if facts.tied and tensor.name == "token_embd.weight":
             n_bytes["tied"] += tensor.n_bytes
-    active = (round(t.n_bytes * share) if t.is_expert else t.n_bytes for t in _streamed(header, facts))
+    active = (
+        round(t.n_bytes * share) if t.is_expert else t.n_bytes for t in _streamed(header, facts)
+    )
     names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
     return Variant(
         Format.GGUF,
@@ -257,7 +288,9 @@ def _main_type(header: GgufHeader) -> str:
 
 
 def _vocabulary(header: GgufHeader, facts: Facts) -> int:
-    embedding = next((tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None)
+    embedding = next(
+        (tensor for tensor in header.tensors if tensor.name == "token_embd.weight"), None
+    )
     if embedding is not None and len(embedding.shape) == 2:
         return embedding.shape[1]
     tokens = header.metadata.get("tokenizer.ggml.tokens")
@@ -267,15 +300,30 @@ def _vocabulary(header: GgufHeader, facts: Facts) -> int:
 
 
 def _model(
-    header: GgufHeader, facts: Facts, layers: tuple[Layer, ...], variant: Variant, blocks: list[_Block]
+    header: GgufHeader,
+    facts: Facts,
+    layers: tuple[Layer, ...],
+    variant: Variant,
+    blocks: list[_Block],
 ) -> Model:
-    name = shown(header.text("general.name") or header.text("general.basename") or PurePosixPath(header.files[0]).stem)
+    name = shown(
+        header.text("general.name")
+        or header.text("general.basename")
+        or PurePosixPath(header.files[0]).stem
+    )
     template = header.text("tokenizer.chat_template")
     experts = _experts(facts, blocks)
     pre = shown(header.text("tokenizer.ggml.pre"))
-    lookup = sum(tensor.n_elements for tensor in header.tensors if tensor.name == "per_layer_token_embd.weight")
+    lookup = sum(
+        tensor.n_elements
+        for tensor in header.tensors
+        if tensor.name == "per_layer_token_embd.weight"
+    )
     purposes: tuple[Purpose, ...] = ("chat",) if facts.kind == "model" else ("embedding",)
-    query = next((block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors), None)
+    query = next(
+        (block.tensors["attn_q.weight"] for block in blocks if "attn_q.weight" in block.tensors),
+        None,
+    )
     plain_width = max(facts.heads, default=0) * facts.head_dim_k
     return Model(
         id=re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
@@ -306,23 +354,29 @@ def _model(
         lookup_rows=facts.lookup_rows(),
         residual_streams=facts.number("hyper_connection.count", 1, minimum=1, maximum=64),
         ffn_matrices=3 if any(".ffn_gate" in tensor.name for tensor in header.tensors) else 2,
-        attention_gate=query is not None and len(query.shape) == 2 and query.shape[1] == 2 * plain_width,
+        attention_gate=query is not None
+        and len(query.shape) == 2
+        and query.shape[1] == 2 * plain_width,
         q_rank=facts.number("attention.q_lora_rank", 0),
         shape_warning=""
         if facts.arch in architectures.KNOWN
-        else f"the architecture {facts.arch!r} is not known here: it is planned as attention on every layer, "
+        else f"the architecture {facts.arch!r} is not known here: it is planned as attention on "
+        "every layer, "
         "and its KV may be more or less",
     )
 
 
 def _active_params(header: GgufHeader, facts: Facts, experts: Experts | None) -> int:
     of, used = (experts.n_experts, experts.n_active) if experts is not None else (1, 1)
-    counts = (t.n_elements * used // of if t.is_expert else t.n_elements for t in _streamed(header, facts))
+    counts = (
+        t.n_elements * used // of if t.is_expert else t.n_elements for t in _streamed(header, facts)
+    )
     return sum(counts)
 
 
 def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:
-    """The catalog's word for an architecture: dense, moe, hybrid, hybrid-moe, with -mla or -swa where it applies."""
+    """The catalog's word for an architecture: dense, moe, hybrid, hybrid-moe, with -mla or -swa
+    where it applies."""
     kinds = {layer.kind for layer in layers}
     base = "moe" if experts is not None else "dense"
     if "recurrent" in kinds:

@@ -1,7 +1,9 @@
-"""Makes a Model of a Hugging Face config.json, as MLX folders carry it: the same shapes, read from other names.
+"""Makes a Model of a Hugging Face config.json, as MLX folders carry it: the same shapes, read from
+other names.
 
 Rules per model type are those of https://github.com/ml-explore/mlx-lm models/*.py (0.32.2) and of
-https://github.com/huggingface/transformers configuration_*.py (5.23.0). A config is untrusted: numbers are bounded.
+https://github.com/huggingface/transformers configuration_*.py (5.23.0). A config is untrusted:
+numbers are bounded.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ _KINDS: dict[str, LayerKind] = {
     "mlp": "none",
 }
 _LETTERS: dict[str, LayerKind] = {"M": "recurrent", "*": "full", "-": "none", "E": "none"}
-# Every nth layer is full where the config lists no layers and names no pattern; between them lie (kind, n unless it is stated, the
-# config's key of it).
+# Every nth layer is full where the config lists no layers and names no pattern; between them lie
+# (kind, n unless it is stated, the config's key of it).
 _FULL_EVERY: dict[str, tuple[LayerKind, int, str]] = dict.fromkeys(
     ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     ("recurrent", 4, "full_attention_interval"),
@@ -56,10 +58,14 @@ _MAMBAS = frozenset({"mamba", "falcon_mamba", "mamba2"})
 _ALL_RECURRENT = _MAMBAS | {"rwkv7"}
 _PLAIN_FFN = frozenset({"nemotron_h", "starcoder2", "phi", "gpt2", "gpt_neox", "rwkv7"})
 _KNOWN_PLAIN = frozenset(
-    {"llama", "mistral", "mistral3", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl",
-     "qwen3_vl_moe", "phi3", "phimoe", "gemma", "granite", "granitemoe", "smollm3", "glm4", "glm4_moe", "glm4_moe_lite",
-     "deepseek_v2", "deepseek_v3", "mistral4", "seed_oss", "starcoder2", "minimax", "minimax_m2", "olmo2", "stablelm",
-     "internlm2", "cohere", "ernie4_5", "hunyuan_v1_dense", "exaone", "nemotron", "laguna", "step3p5", "mellum"},
+    {"llama", "mistral", "mistral3", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "qwen3_vl",
+     "qwen3_vl_moe", "phi3", "phimoe", "gemma", "granite", "granitemoe", "smollm3", "glm4",
+     "glm4_moe", "glm4_moe_lite",
+     "deepseek_v2", "deepseek_v3", "mistral4", "seed_oss", "starcoder2", "minimax", "minimax_m2",
+     "olmo2", "stablelm",
+     "internlm2", "cohere", "ernie4_5", "hunyuan_v1_dense", "exaone", "nemotron", "laguna",
+     "step3p5", "mellum"},
 )  # fmt: skip
 
 
@@ -72,11 +78,14 @@ def model_from_config(
     known: Model | None = None,
     generation: Mapping[str, Any] | None = None,
 ) -> Model:
-    """The Model of a config.json, with one MLX Variant whose bytes are those of `files` (name → bytes).
+    """The Model of a config.json, with one MLX Variant whose bytes are those of `files` (name →
+    bytes).
 
-    `template` is the chat template's text, if the caller has it. `known` lends what a config cannot say.
+    `template` is the chat template's text, if the caller has it. `known` lends what a config cannot
+    say.
     `generation`: the folder's generation_config.json, whose sampling `known`'s goes before. Raises
-    BadHeaderError for a config that does not describe a language model, or describes an impossible one.
+    BadHeaderError for a config that does not describe a language model, or describes an impossible
+    one.
     """
     try:
         raw = _raw(config, repo)
@@ -84,13 +93,23 @@ def model_from_config(
     except CatalogError as error:
         raise BadHeaderError(f"config.json: {error.message}", error.hint) from error
     except (KeyError, TypeError, ValueError) as error:
-        raise BadHeaderError(f"config.json does not make sense: {error!r}", "the folder may be incomplete") from error
-    model = replace(_model(raw, layers, template), sampling=stated.sampling_of_config(generation or {}))
+        raise BadHeaderError(
+            f"config.json does not make sense: {error!r}", "the folder may be incomplete"
+        ) from error
+    model = replace(
+        _model(raw, layers, template), sampling=stated.sampling_of_config(generation or {})
+    )
     variant = _variant(config, files, repo)
     total, active = shapes.count_params(model)
     if known is not None:
         own = stated.sampling_over(known.sampling, model.sampling)
-        return replace(known, layers=layers, native_context=model.native_context, variants=(variant,), sampling=own)
+        return replace(
+            known,
+            layers=layers,
+            native_context=model.native_context,
+            variants=(variant,),
+            sampling=own,
+        )
     return replace(model, params_total=total, params_active=active, variants=(variant,))
 
 
@@ -104,13 +123,15 @@ class _Config:
         self.type = shown(str(self.text.get("model_type") or config.get("model_type") or ""))
         if self.text and not self.text.get("model_type"):
             self.type = config_defaults.wrapped(self.type)
-        # A nested config is written as what differs from its family; one that stands alone states its shapes.
+        # A nested config is written as what differs from its family; one that stands alone states
+        # its shapes.
         defaults = config_defaults.of_type(self.type)
         nested = bool(self.text) or self.type in _ALL_RECURRENT or self.type.startswith("gemma")
         self.defaults: Mapping[str, Any] = defaults if nested else {}
 
     def get(self, *names: str) -> Any:
-        """The first of these that is there and not null, else what the family means by its absence."""
+        """The first of these that is there and not null, else what the family means by its
+        absence."""
         for tables in ((self.text, self.whole), (self.defaults,)):
             for name in names:
                 for table in tables:
@@ -119,7 +140,8 @@ class _Config:
         return None
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """A whole number from 0 to 2**40; BadHeaderError where it is missing without a default, or absurd."""
+        """A whole number from 0 to 2**40; BadHeaderError where it is missing without a default, or
+        absurd."""
         value = self.get(*names)
         if isinstance(value, list) and value and len(set(map(str, value))) == 1:
             value = value[0]
@@ -127,7 +149,8 @@ class _Config:
             return default
         if value is None:
             raise BadHeaderError(
-                f"{names[0]} is not stated, and what {self.type or 'a model without a type'} takes for it is not known",
+                f"{names[0]} is not stated, and what {self.type or 'a model without a type'} "
+                "takes for it is not known",
                 "take a GGUF file of the model, or a repository whose config.json says it",
             )
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_NUMBER:
@@ -136,7 +159,8 @@ class _Config:
 
 
 def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
-    """The config as a table of our own family files, so that one piece of code builds layers from both."""
+    """The config as a table of our own family files, so that one piece of code builds layers from
+    both."""
     facts = _Config(config)
     n_layers = facts.number("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if not 1 <= n_layers <= MAX_LAYERS:
@@ -145,7 +169,10 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
     heads = _heads(facts, hidden)
     if not heads or not hidden:
         raise BadHeaderError("a model needs attention heads and a hidden size")
-    name = shown(str(config.get("_name_or_path") or repo or facts.type)).rstrip("/").rpartition("/")[2] or "model"
+    name = (
+        shown(str(config.get("_name_or_path") or repo or facts.type)).rstrip("/").rpartition("/")[2]
+        or "model"
+    )
     raw: dict[str, Any] = {
         "id": re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "model",
         "name": name,
@@ -181,7 +208,8 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
 
 
 def _overridden(layers: tuple[Layer, ...], facts: _Config) -> tuple[Layer, ...]:
-    """`layers` with what per_layer_config says of single ones (by number, or by their kind's name)."""
+    """`layers` with what per_layer_config says of single ones (by number, or by their kind's
+    name)."""
     said = facts.get("per_layer_config")
     if isinstance(said, list):
         said = dict(enumerate(said))
@@ -206,7 +234,9 @@ def _heads(facts: _Config, hidden: int) -> int:
         return 1
     if facts.type == "rwkv7":
         return hidden // max(1, facts.number("head_dim"))
-    return facts.number("num_attention_heads", "n_head", *(("num_heads",) if facts.type in _MAMBAS else ()))
+    return facts.number(
+        "num_attention_heads", "n_head", *(("num_heads",) if facts.type in _MAMBAS else ())
+    )
 
 
 def _pattern(raw: dict[str, Any], facts: _Config) -> list[str]:
@@ -217,7 +247,8 @@ def _pattern(raw: dict[str, Any], facts: _Config) -> list[str]:
 
 
 def _layer_kinds(facts: _Config, n_layers: int) -> list[str]:
-    """What a config says of its layers: in a list of words, a string of letters, the numbers of those that are full, or a period."""
+    """What a config says of its layers: in a list of words, a string of letters, the numbers of
+    those that are full, or a period."""
     letters = facts.get("hybrid_override_pattern")
     listed = facts.get("layer_types", "layers_block_type")
     indices = facts.get("full_attn_idxs")
@@ -238,14 +269,18 @@ def _layer_kinds(facts: _Config, n_layers: int) -> list[str]:
 
 def _kind(word: str) -> str:
     if word not in _KINDS:
-        raise BadHeaderError(f"the layer type {word[:40]!r} is not known", "a newer localllm may know it")
+        raise BadHeaderError(
+            f"the layer type {word[:40]!r} is not known", "a newer localllm may know it"
+        )
     return _KINDS[word]
 
 
 def _add_attention(raw: dict[str, Any], facts: _Config) -> None:
     switched_off = facts.get("use_sliding_window") is False
     raw["sliding"] = {
-        "window": 0 if switched_off else facts.number("sliding_window", "attention_chunk_size", default=0)
+        "window": 0
+        if switched_off
+        else facts.number("sliding_window", "attention_chunk_size", default=0)
     }
     if facts.type.startswith("gemma4"):
         same = facts.get("attention_k_eq_v") is True
@@ -309,7 +344,9 @@ def _add_recurrent(raw: dict[str, Any], facts: _Config) -> None:
 
 
 def _add_experts(raw: dict[str, Any], facts: _Config) -> None:
-    count = facts.number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
+    count = facts.number(
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0
+    )
     if not count:
         return
     active = facts.number("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_top_k")
@@ -330,7 +367,9 @@ def _add_experts(raw: dict[str, Any], facts: _Config) -> None:
         "ffn": width,
         "shared": n_shared,
         "shared_ffn": shared,
-        "dense_layers": min(facts.number("first_k_dense_replace", "num_dense_layers", default=0), raw["layers"]),
+        "dense_layers": min(
+            facts.number("first_k_dense_replace", "num_dense_layers", default=0), raw["layers"]
+        ),
         "latent": facts.number("moe_latent_size", default=0),
         "beside_dense": facts.type.startswith("gemma4"),
     }
@@ -367,13 +406,17 @@ def _model(raw: Mapping[str, Any], layers: tuple[Layer, ...], template: str) -> 
         attention_gate=raw["attention_gate"],
         q_rank=raw.get("mla", {}).get("q_rank", 0),
         lookup_params=raw.get("per_layer_embedding", 0) * raw["layers"] * raw["vocab"],
-        shape_warning="" if known else f"the model type {raw['type']!r} is not known: KV may be less",
+        shape_warning=""
+        if known
+        else f"the model type {raw['type']!r} is not known: KV may be less",
     )
 
 
-# Formats of other programs, by quant_method (QuantizationMethod of https://github.com/huggingface/transformers), in words.
+# Formats of other programs, by quant_method (QuantizationMethod of
+# https://github.com/huggingface/transformers), in words.
 _FOREIGN = {
-    "fp8": "FP8", "fbgemm_fp8": "FP8 (FBGEMM)", "compressed-tensors": "compressed-tensors", "bitsandbytes": "bitsandbytes",
+    "fp8": "FP8", "fbgemm_fp8": "FP8 (FBGEMM)", "compressed-tensors": "compressed-tensors",
+    "bitsandbytes": "bitsandbytes",
     "awq": "AWQ", "gptq": "GPTQ", "modelopt": "NVIDIA ModelOpt's format",
 }  # fmt: skip
 _OUR_MODES = frozenset({"", Format.MLX, "affine", "mxfp4", "mxfp8", "nvfp4", "bitnet"})
@@ -382,12 +425,17 @@ _OUR_MODES = frozenset({"", Format.MLX, "affine", "mxfp4", "mxfp8", "nvfp4", "bi
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     text = config.get("text_config")
     tables = (config, text if isinstance(text, Mapping) else {})
-    found = (t.get(key) for key in ("quantization", "quantization_config", "compression_config") for t in tables)
+    found = (
+        t.get(key)
+        for key in ("quantization", "quantization_config", "compression_config")
+        for t in tables
+    )
     return next((section for section in found if isinstance(section, Mapping) and section), None)
 
 
 def foreign_format(config: Mapping[str, Any]) -> str:
-    """What another program's format the weights are in, in words ("AWQ", "FP8"); "" where MLX runs them."""
+    """What another program's format the weights are in, in words ("AWQ", "FP8"); "" where MLX runs
+    them."""
     section = _quantization(config) or {}
     method = str(section.get("quant_method") or "").lower()
     if not method and ("load_in_4bit" in section or "load_in_8bit" in section):
@@ -396,7 +444,8 @@ def foreign_format(config: Mapping[str, Any]) -> str:
 
 
 def quant_of(config: Mapping[str, Any]) -> str:
-    """The MLX format a config's quantization section describes: "4bit", "8bit-g32", "mxfp4"; "bf16" without one."""
+    """The MLX format a config's quantization section describes: "4bit", "8bit-g32", "mxfp4"; "bf16"
+    without one."""
     section = _quantization(config)
     if section is None:
         return "bf16"
@@ -420,7 +469,9 @@ def quant_of(config: Mapping[str, Any]) -> str:
 def _variant(config: Mapping[str, Any], files: Mapping[str, int], repo: str) -> Variant:
     weights = sum(size for name, size in files.items() if name.endswith(".safetensors"))
     if not weights or any(size < 0 for size in files.values()):
-        raise BadHeaderError("no .safetensors files with their sizes", "the folder may be incomplete")
+        raise BadHeaderError(
+            "no .safetensors files with their sizes", "the folder may be incomplete"
+        )
     return Variant(
         Format.MLX,
         quant_of(config),

@@ -1,8 +1,10 @@
-"""Reads a GGUF header, local, split or over HTTP, as the untrusted input it is, and never the weights behind it.
+"""Reads a GGUF header, local, split or over HTTP, as the untrusted input it is, and never the
+weights behind it.
 
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian). Every count,
-length, offset and size is held against the file's size and the limits below before anything is allocated for it: the
-mistakes behind CVE-2024-32878, CVE-2025-49847 and CVE-2026-7482 were lengths believed first and checked later.
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
+Every count, length, offset and size is held against the file's size and the limits below before
+anything is allocated for it: the mistakes behind CVE-2024-32878, CVE-2025-49847 and CVE-2026-7482
+were lengths believed first and checked later.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from localllm_catalog.errors import BadHeaderError
 from localllm_catalog.names import split_parts
 from localllm_catalog.quants import GGUF_TYPE_BY_ID, REMOVED_TYPE_IDS, tensor_bytes
 
-# Real headers: 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, up to 2,000 tensors.
+# Real headers: 2-20 MB (a tokenizer of 262,144 tokens with merges), about 60 keys, up to 2,000
+# tensors.
 MAX_HEADER_BYTES = 64 << 20
 MAX_KEYS = 20_000
 MAX_TENSORS = 65_536
@@ -33,12 +36,14 @@ KEEP_ARRAY = 4_096
 _MAX_KEY_BYTES = 1_024
 _MAX_NAME_BYTES = 256
 _MAX_DIMS = 4
-# https://github.com/ikawrakow/ik_llama.cpp ggml/include/ggml.h: its own types begin far behind llama.cpp's.
+# https://github.com/ikawrakow/ik_llama.cpp ggml/include/ggml.h: its own types begin far behind
+# llama.cpp's.
 _OF_IK_LLAMA = range(97, 400)
 
 _U64 = struct.Struct("<Q")
 _SCALARS: dict[int, struct.Struct] = {
-    type_id: struct.Struct("<" + code) for type_id, code in enumerate(("B", "b", "H", "h", "I", "i", "f", "B"))
+    type_id: struct.Struct("<" + code)
+    for type_id, code in enumerate(("B", "b", "H", "h", "I", "i", "f", "B"))
 } | {10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d")}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
@@ -57,7 +62,8 @@ Value = Scalar | tuple[Scalar, ...] | SkippedArray
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as announced: `shape` in GGUF's order (row length first), `type` a name of quants.GGUF_TYPES."""
+    """One tensor as announced: `shape` in GGUF's order (row length first), `type` a name of
+    quants.GGUF_TYPES."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,7 +83,8 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file, with all its splits, says about itself. Sizes in bytes; `files` in split order."""
+    """What a GGUF file, with all its splits, says about itself. Sizes in bytes; `files` in split
+    order."""
 
     version: int
     metadata: Mapping[str, Value]
@@ -108,10 +115,11 @@ class GgufHeader:
 
 
 def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) -> GgufHeader:
-    """The header of a .gguf, a path's or whatever `open_source` reads; from any one split, all of them.
+    """The header of a .gguf, a path's or whatever `open_source` reads; from any one split, all of
+    them.
 
-    Raises BadHeaderError for a damaged, hostile or unsupported file (message says which part), SourceError when it or
-    one of its splits cannot be reached.
+    Raises BadHeaderError for a damaged, hostile or unsupported file (message says which part),
+    SourceError when it or one of its splits cannot be reached.
     """
     name, opened = os.fspath(source), open_source or FileSource
     first = _read_one(opened(name))
@@ -122,8 +130,8 @@ def read(source: str | os.PathLike[str], open_source: OpenSource | None = None) 
 
 
 def peek(path: str | os.PathLike[str]) -> tuple[Mapping[str, Value], int]:
-    """The first keys of a GGUF, up to its tokenizer, and how many tensors this one file holds: what tells kinds of files
-    apart, at the cost of a read. Raises as `read` does."""
+    """The first keys of a GGUF, up to its tokenizer, and how many tensors this one file holds: what
+    tells kinds of files apart, at the cost of a read. Raises as `read` does."""
     cursor = _Cursor(FileSource(os.fspath(path)))
     _, n_tensors, n_keys = _preamble(cursor)
     metadata: dict[str, Value] = {}
@@ -135,13 +143,19 @@ def peek(path: str | os.PathLike[str]) -> tuple[Mapping[str, Value], int]:
     return MappingProxyType(metadata), n_tensors
 
 
-# --- splits ---------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
 def split_names(name: str, count: int) -> list[str]:
-    """All file names of a split model, from any one of them. BadHeaderError if the name does not fit the count."""
+    """All file names of a split model, from any one of them. BadHeaderError if the name does not
+    fit the count."""
     parts = split_parts(name)
-    if not 1 < count <= MAX_SPLITS or len(parts) != count or ".." in name or {"/", "\\"} & set(name):
+    if (
+        not 1 < count <= MAX_SPLITS
+        or len(parts) != count
+        or ".." in name
+        or {"/", "\\"} & set(name)
+    ):
         raise BadHeaderError(
             f"the header says {count} splits, which the file name {name!r} does not",
             "keep the names the files were published under (…-00001-of-00003.gguf)",
@@ -162,7 +176,8 @@ def _read_splits(source: str, given: GgufHeader, count: int, open_source: OpenSo
     stated = parts[0].integer("split.tensors.count", len(tensors))
     if len({tensor.name for tensor in tensors}) != len(tensors) or stated != len(tensors):
         raise BadHeaderError(
-            f"{names[0]}: the splits hold {len(tensors)} tensors, {stated} different ones are announced"
+            f"{names[0]}: the splits hold {len(tensors)} tensors, {stated} different ones are "
+            "announced"
         )
     return GgufHeader(
         version=parts[0].version,
@@ -175,18 +190,21 @@ def _read_splits(source: str, given: GgufHeader, count: int, open_source: OpenSo
     )
 
 
-# --- one file -------------------------------------------------------------------------------------------------------
+# --- one file -------------------------------------------------------------------------------------
 
 
 def _read_one(source: ByteSource) -> GgufHeader:
     try:
         return _parse(_Cursor(source))
     except BadHeaderError as error:
-        raise BadHeaderError(f"{source.name}: {error.message}", error.hint or "download the file again") from error
+        raise BadHeaderError(
+            f"{source.name}: {error.message}", error.hint or "download the file again"
+        ) from error
 
 
 class _Cursor:
-    """A position in the header, with a window of it in memory. Every step is checked against the file's size."""
+    """A position in the header, with a window of it in memory. Every step is checked against the
+    file's size."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -199,7 +217,8 @@ class _Cursor:
         self.string_elements = 0
 
     def need(self, count: int, what: str) -> tuple[bytes, int]:
-        """(buffer, index in it) with `count` bytes from the position on in memory; the position does not move."""
+        """(buffer, index in it) with `count` bytes from the position on in memory; the position
+        does not move."""
         end = self.position + count
         if end > self.limit:
             raise self.too_long(what)
@@ -212,11 +231,21 @@ class _Cursor:
 
     def too_long(self, what: str) -> BadHeaderError:
         if self.limit < self.source.size:
-            return BadHeaderError(f"{what} runs past the first {MAX_HEADER_BYTES >> 20} MiB, which no real header does")
-        return BadHeaderError(f"{what} runs past the end of the file ({self.source.size} bytes)", "it may be cut short")
+            return BadHeaderError(
+                f"{what} runs past the first {MAX_HEADER_BYTES >> 20} MiB, which "
+                "no "
+                "real "
+                "header "
+                "does"
+            )
+        return BadHeaderError(
+            f"{what} runs past the end of the file ({self.source.size} bytes)",
+            "it may be cut short",
+        )
 
     def fits(self, count: int, each: int, what: str) -> None:
-        """Refuses `count` things of at least `each` bytes that the rest of the header cannot hold."""
+        """Refuses `count` things of at least `each` bytes that the rest of the header cannot
+        hold."""
         if count * each > self.limit - self.position:
             raise self.too_long(f"{count} {what}")
 
@@ -250,20 +279,26 @@ class _Cursor:
     def string(self, what: str) -> str:
         length = self.u64(what)
         self.fits(1, length, what)
-        if length > MAX_STRING_BYTES:  # a tokenizer.json kept whole, say: llama.cpp reads past it, and so do we
+        # a tokenizer.json kept whole, say: llama.cpp reads past it, and so do we
+        if length > MAX_STRING_BYTES:
             self.position += length
             return ""
         data = self.take(length, what)
         self.kept_string_bytes += len(data)
         if self.kept_string_bytes > MAX_KEPT_STRING_BYTES:
-            raise BadHeaderError(f"more than {MAX_KEPT_STRING_BYTES >> 20} MiB of text in the metadata")
+            raise BadHeaderError(
+                f"more than {MAX_KEPT_STRING_BYTES >> 20} MiB of text in the metadata"
+            )
         return data.decode("utf-8", "replace")
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Steps over `count` strings; the only loop whose length a file chooses, so it is counted."""
+        """Steps over `count` strings; the only loop whose length a file chooses, so it is
+        counted."""
         self.string_elements += count
         if self.string_elements > MAX_STRING_ELEMENTS:
-            raise BadHeaderError(f"{what} makes more than {MAX_STRING_ELEMENTS} strings, more than any vocabulary")
+            raise BadHeaderError(
+                f"{what} makes more than {MAX_STRING_ELEMENTS} strings, more than any vocabulary"
+            )
         unpack, chunk = _U64.unpack_from, self.source.chunk
         while count:
             buffer, index = self.need(8, what)
@@ -292,7 +327,11 @@ def _parse(cursor: _Cursor) -> GgufHeader:
             raise BadHeaderError(f"the metadata key {key!r} is there twice")
         metadata[key] = _value(cursor, key)
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+    if (
+        not isinstance(alignment, int)
+        or not 8 <= alignment <= 1 << 20
+        or alignment & (alignment - 1)
+    ):
         raise BadHeaderError(f"an alignment of {alignment!r} is not a power of two from 8 to 1 MiB")
     tensors = [_tensor(cursor, alignment) for _ in range(n_tensors)]
     data_start = -(-cursor.position // alignment) * alignment
@@ -318,7 +357,8 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
         if version and not version & 0xFFFF:
             raise BadHeaderError("this GGUF file is big-endian", "get the little-endian file")
         raise BadHeaderError(
-            f"GGUF version {version} is not read here (2 and 3 are)", "get a newer or requantised file"
+            f"GGUF version {version} is not read here (2 and 3 are)",
+            "get a newer or requantised file",
         )
     n_tensors, n_keys = cursor.u64("the tensor count"), cursor.u64("the key count")
     if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
@@ -332,13 +372,18 @@ def _no_gguf(start: bytes) -> BadHeaderError:
     """What lies in the place of a GGUF file, by its first bytes."""
     if start.startswith(b"version "):
         return BadHeaderError(
-            "this is a Git LFS pointer, not the file itself", "run `git lfs pull` there, or download the file again"
+            "this is a Git LFS pointer, not the file itself",
+            "run `git lfs pull` there, or download the file again",
         )
     if start.lstrip()[:1] == b"<":
         return BadHeaderError("this is a web page, not a GGUF file", "download the file again")
     if not any(start):
-        return BadHeaderError("this file is empty space, not a GGUF file", "download the file again")
-    return BadHeaderError("this is not a GGUF file", "give a .gguf file; other formats are converted or come as MLX")
+        return BadHeaderError(
+            "this file is empty space, not a GGUF file", "download the file again"
+        )
+    return BadHeaderError(
+        "this is not a GGUF file", "give a .gguf file; other formats are converted or come as MLX"
+    )
 
 
 def _value(cursor: _Cursor, key: str) -> Value:
@@ -373,7 +418,9 @@ def _array(cursor: _Cursor, key: str) -> Value:
 def _keep(cursor: _Cursor, count: int) -> None:
     cursor.kept_elements += count
     if cursor.kept_elements > MAX_KEPT_ELEMENTS:
-        raise BadHeaderError(f"the metadata's short arrays hold more than {MAX_KEPT_ELEMENTS} elements")
+        raise BadHeaderError(
+            f"the metadata's short arrays hold more than {MAX_KEPT_ELEMENTS} elements"
+        )
 
 
 def _scalar(key: str, type_id: int) -> struct.Struct:
@@ -407,7 +454,9 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
     if not elements or elements >= 1 << 63:
         raise BadHeaderError(f"{name} has the impossible shape {shape}")
     if shape[0] % kind.block:
-        raise BadHeaderError(f"rows of {shape[0]} in {name} are not whole {kind.name} blocks of {kind.block}")
+        raise BadHeaderError(
+            f"rows of {shape[0]} in {name} are not whole {kind.name} blocks of {kind.block}"
+        )
     if offset % alignment:
         raise BadHeaderError(f"{name} starts at {offset}, off the alignment of {alignment}")
     return TensorInfo(name, shape, kind.name, offset, tensor_bytes(kind.name, elements))
@@ -415,11 +464,15 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 def _unknown_type(name: str, type_id: int) -> BadHeaderError:
     if type_id in REMOVED_TYPE_IDS:
-        return BadHeaderError(f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file")
+        return BadHeaderError(
+            f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file"
+        )
     if type_id in _OF_IK_LLAMA:
         hint = "run it with that program, or take another quant"
         return BadHeaderError(f"{name} is in a format of ik_llama.cpp's (type {type_id})", hint)
-    return BadHeaderError(f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it")
+    return BadHeaderError(
+        f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it"
+    )
 
 
 def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
@@ -434,5 +487,6 @@ def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> 
         end = tensor.offset + tensor.n_bytes
         if data_start + end > file_bytes:
             raise BadHeaderError(
-                f"{tensor.name} ends at byte {data_start + end} of a file of {file_bytes}", "it may be cut short"
+                f"{tensor.name} ends at byte {data_start + end} of a file of {file_bytes}",
+                "it may be cut short",
             )

@@ -1,4 +1,5 @@
-"""The numbers of a GGUF header, bounded, and what llama.cpp derives from them: a header is untrusted.
+"""The numbers of a GGUF header, bounded, and what llama.cpp derives from them: a header is
+untrusted.
 
 What is no language model, or is laid out as Ollama alone does, is refused here.
 """
@@ -13,11 +14,16 @@ MAX_LAYERS = 2_048
 _MAX_WIDTH = 1 << 24
 MAX_TOKENS = 1 << 40
 
-# Ollama's own engine has its own names and keeps what sees, hears and drafts in the model's file, where llama.cpp wants
-# other files (https://github.com/ollama/ollama convert/, https://github.com/ggml-org/llama.cpp/issues/12367).
+# Ollama's own engine has its own names and keeps what sees, hears and drafts in the model's file,
+# where llama.cpp wants other files (https://github.com/ollama/ollama convert/,
+# https://github.com/ggml-org/llama.cpp/issues/12367).
 _OLLAMAS_NAMES = frozenset({"gptoss", "mllama", "qwen25vl"})
 _OLLAMAS_TENSORS = ("v.", "mm.", "mtp.", "a.", "s.")
-_NOT_OURS = "run it with Ollama, or fetch a GGUF file of the model from the hub (`localllm recommend` names some)"
+_NOT_OURS = (
+    "run it with Ollama, or fetch a GGUF file of the model from the hub (`localllm "
+    "recommend` "
+    "names some)"
+)
 
 
 def _ollamas_own(header: GgufHeader) -> str:
@@ -46,12 +52,14 @@ class Facts:
             raise BadHeaderError(f"this GGUF is {what}, not a language model", instead)
         if not self.arch:
             raise BadHeaderError(
-                "this GGUF does not say what model it is (general.architecture)", "get another file of it"
+                "this GGUF does not say what model it is (general.architecture)",
+                "get another file of it",
             )
         foreign = _ollamas_own(header)
         if foreign:
             raise BadHeaderError(
-                f"this file is in Ollama's own layout ({foreign}), which llama.cpp does not read", _NOT_OURS
+                f"this file is in Ollama's own layout ({foreign}), which llama.cpp does not read",
+                _NOT_OURS,
             )
         self.tied = all(tensor.name != "output.weight" for tensor in header.tensors)
         self.n_blocks = self.number("block_count", maximum=MAX_LAYERS, minimum=1)
@@ -69,26 +77,36 @@ class Facts:
         """The raw value under this architecture's prefix."""
         return self.header.metadata.get(f"{self.arch}.{name}")
 
-    def number(self, name: str, default: int | None = None, *, minimum: int = 0, maximum: int = _MAX_WIDTH) -> int:
-        """A whole number within bounds; BadHeaderError where it is missing without a default, or absurd."""
+    def number(
+        self, name: str, default: int | None = None, *, minimum: int = 0, maximum: int = _MAX_WIDTH
+    ) -> int:
+        """A whole number within bounds; BadHeaderError where it is missing without a default, or
+        absurd."""
         value = self.value(name)
-        if isinstance(value, tuple) and value:  # some converters write one number per layer where one would do
+        # some converters write one number per layer where one would do
+        if isinstance(value, tuple) and value:
             value = value[0]
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise BadHeaderError(f"{self.arch}.{name} is {value!r}, not a number from {minimum} to {maximum}")
+            raise BadHeaderError(
+                f"{self.arch}.{name} is {value!r}, not a number from {minimum} to {maximum}"
+            )
         return value
 
     def per_layer(self, name: str, default: int | list[int]) -> list[int]:
         """One number per block, whether the file states one for all or an array."""
         value = self.value(name)
         if isinstance(value, SkippedArray):
-            raise BadHeaderError(f"{self.arch}.{name} has {value.count} elements for {self.n_blocks} blocks")
+            raise BadHeaderError(
+                f"{self.arch}.{name} has {value.count} elements for {self.n_blocks} blocks"
+            )
         if isinstance(value, tuple):
             numbers = [item for item in value if isinstance(item, int) and 0 <= item <= _MAX_WIDTH]
             if len(numbers) != len(value) or len(numbers) < self.n_layers:
-                raise BadHeaderError(f"{self.arch}.{name} does not hold {self.n_layers} plain numbers")
+                raise BadHeaderError(
+                    f"{self.arch}.{name} does not hold {self.n_layers} plain numbers"
+                )
             return [int(number) for number in numbers] + [0] * (self.n_blocks - len(numbers))
         if value is None:
             return default if isinstance(default, list) else [default] * self.n_blocks
@@ -115,10 +133,14 @@ class Facts:
     def window(self) -> int:
         """Tokens a sliding layer sees; 0 where this architecture has none."""
         stated = isinstance(self.value("attention.sliding_window_pattern"), tuple)
-        if self.arch not in architectures.SLIDING and not (stated or self.arch in architectures.SLIDING_STATED):
+        if self.arch not in architectures.SLIDING and not (
+            stated or self.arch in architectures.SLIDING_STATED
+        ):
             return 0
         window = self.number(
-            "attention.sliding_window", architectures.SLIDING.get(self.arch, (0, False, 0))[2], maximum=MAX_TOKENS
+            "attention.sliding_window",
+            architectures.SLIDING.get(self.arch, (0, False, 0))[2],
+            maximum=MAX_TOKENS,
         )
         return 8192 if self.arch == "llama4" and window else window
 
@@ -130,14 +152,17 @@ class Facts:
         if self.arch in architectures.ALL_RECURRENT:
             return True
         if self.arch in architectures.FULL_EVERY:
-            every = self.number("full_attention_interval", architectures.FULL_EVERY[self.arch], minimum=1)
+            every = self.number(
+                "full_attention_interval", architectures.FULL_EVERY[self.arch], minimum=1
+            )
             return (index + 1) % every != 0
         if self.arch in architectures.SPLIT_BLOCKS:
             return self.kv_heads[index] == 0 and self.ffn[index] == 0
         return self.arch in architectures.ZERO_HEADS_RECUR and self.kv_heads[index] == 0
 
     def state_elements(self) -> int:
-        """float32 elements one recurrent layer holds per sequence (llama-hparams.cpp, n_embd_r + n_embd_s)."""
+        """float32 elements one recurrent layer holds per sequence (llama-hparams.cpp, n_embd_r +
+        n_embd_s)."""
         heads = max(self.heads, default=0)
         wkv, cached = self.number("wkv.head_size", 0), self.number("shortconv.l_cache", 0)
         if wkv:
@@ -154,7 +179,8 @@ class Facts:
         return max(0, conv - 1) * (inner + 2 * groups * state) + state * inner
 
     def table_state_elements(self, index: int) -> int:
-        """Elements a layer holds more that reads n-gram tables: the history of its dilated convolution (qwen4exp)."""
+        """Elements a layer holds more that reads n-gram tables: the history of its dilated
+        convolution (qwen4exp)."""
         layers = self.value("ple.layers")
         if not isinstance(layers, tuple) or index not in layers:
             return 0
@@ -162,15 +188,24 @@ class Facts:
         return rows * self.hidden * self.number("hyper_connection.count", 1)
 
     def index_elements(self, index: int) -> int:
-        """Elements per token that a sparse attention's indexer keeps on this layer: its key, and what keys are pooled into.
-        (llama.cpp's llama-memory-hybrid-idx.cpp: key, gate and pooled key side by side; llama-kv-cache-dsa.cpp, -msa.cpp: a key.)
+        """Elements per token that a sparse attention's indexer keeps on this layer: its key, and
+        what keys are pooled into. (llama.cpp's llama-memory-hybrid-idx.cpp: key, gate and pooled
+        key side by side; llama-kv-cache-dsa.cpp, -msa.cpp: a key.)
         """
         own = self.value("attention.indexer.types")
-        dense = self.number("leading_dense_block_count", 0) if self.arch in architectures.NO_INDEX_WHERE_DENSE else 0
+        dense = (
+            self.number("leading_dense_block_count", 0)
+            if self.arch in architectures.NO_INDEX_WHERE_DENSE
+            else 0
+        )
         if index < dense or (isinstance(own, tuple) and not any(own[index : index + 1])):
             return 0
-        return architectures.INDEX_ROWS.get(self.arch, 0) * self.number("attention.indexer.key_length", 0)
+        return architectures.INDEX_ROWS.get(self.arch, 0) * self.number(
+            "attention.indexer.key_length", 0
+        )
 
     def lookup_rows(self) -> int:
         """Rows of the looked-up tables a token reads: one, or one of every hashed head."""
-        return max(1, (self.number("ple.ngram_size", 0) - 1) * self.number("ple.heads_per_ngram", 0))
+        return max(
+            1, (self.number("ple.ngram_size", 0) - 1) * self.number("ple.heads_per_ngram", 0)
+        )

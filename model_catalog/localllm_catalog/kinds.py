@@ -1,7 +1,9 @@
-"""What a file beside a model is: a model, or a companion that is none by itself. Read from its header, else from its place.
+"""What a file beside a model is: a model, or a companion that is none by itself. Read from its
+header, else from its place.
 
-The header decides where it is known. A listing has no headers: then a name's words do, beside the names and sizes of the
-files around it, since "draft", "mtp" or "vision" in a name say something only of a file that is small among its like.
+The header decides where it is known. A listing has no headers: then a name's words do, beside the
+names and sizes of the files around it, since "draft", "mtp" or "vision" in a name say something
+only of a file that is small among its like.
 """
 
 from __future__ import annotations
@@ -15,38 +17,78 @@ from localllm_catalog.names import quant_of
 from localllm_catalog.quants import MIXTURES
 
 Kind = Literal[
-    "model", "embedding", "reranker", "projector", "drafter", "adapter", "imatrix", "vocabulary", "vocoder", "image model",
-    "speech model", "side file", "pointer",
-]  # fmt: skip
+    "model",
+    "embedding",
+    "reranker",
+    "projector",
+    "drafter",
+    "adapter",
+    "imatrix",
+    "vocabulary",
+    "vocoder",
+    "image model",
+    "speech model",
+    "side file",
+    "pointer",
+]
 MODELS: frozenset[Kind] = frozenset({"model", "embedding", "reranker"})
 # What each companion is in words, and what to do with it.
 WORDS: Mapping[Kind, tuple[str, str]] = {
-    "projector": ("an image or audio projector", "it is used with its model from beside it: name the model's own file"),
-    "drafter": ("a drafter (MTP heads or a draft model)", "it is used beside its model: name the model's own file"),
-    "adapter": ("an adapter (LoRA)", "name its base model's file, or merge the two with llama.cpp's llama-export-lora"),
+    "projector": (
+        "an image or audio projector",
+        "it is used with its model from beside it: name the model's own file",
+    ),
+    "drafter": (
+        "a drafter (MTP heads or a draft model)",
+        "it is used beside its model: name the model's own file",
+    ),
+    "adapter": (
+        "an adapter (LoRA)",
+        "name its base model's file, or merge the two with llama.cpp's llama-export-lora",
+    ),
     "imatrix": ("an importance matrix", "it serves quantising alone: name the model's own file"),
-    "vocabulary": ("a vocabulary without weights", "name a file of the model that holds its weights"),
-    "vocoder": ("a vocoder (sound from codes)", "no text comes of it: name the language model's own file"),
-    "image model": ("an image or video model", "a diffusion program runs it; name a language model's file"),
+    "vocabulary": (
+        "a vocabulary without weights",
+        "name a file of the model that holds its weights",
+    ),
+    "vocoder": (
+        "a vocoder (sound from codes)",
+        "no text comes of it: name the language model's own file",
+    ),
+    "image model": (
+        "an image or video model",
+        "a diffusion program runs it; name a language model's file",
+    ),
     "speech model": ("a speech recogniser", "whisper.cpp runs it; name a language model's file"),
-    "side file": ("a side file of macOS (attributes of the file without ._)", "name the file without ._"),
-    "pointer": ("a Git LFS pointer, not the file itself", "run `git lfs pull` there, or download the file again"),
+    "side file": (
+        "a side file of macOS (attributes of the file without ._)",
+        "name the file without ._",
+    ),
+    "pointer": (
+        "a Git LFS pointer, not the file itself",
+        "run `git lfs pull` there, or download the file again",
+    ),
 }
 
-# --- by its header --------------------------------------------------------------------------------------------------
+# --- by its header --------------------------------------------------------------------------------
 
 _ARCHITECTURES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("projector", ("clip", "mmproj")),
     ("drafter", ("eagle", "eagle2", "eagle3", "dflash", "medusa")),
     ("vocoder", ("wavtokenizer-dec", "snac", "dac", "mimi", "xcodec2", "neucodec")),
     ("speech model", ("whisper",)),
-    # https://github.com/city96/ComfyUI-GGUF (convert.py) and https://github.com/leejet/stable-diffusion.cpp
-    ("image model", ("flux", "flux2", "sd1", "sdxl", "sd3", "aura", "auraflow", "hidream", "cosmos", "ltxv", "hyvid",
+    # https://github.com/city96/ComfyUI-GGUF (convert.py) and
+    # https://github.com/leejet/stable-diffusion.cpp
+    ("image model", ("flux", "flux2", "sd1", "sdxl", "sd3", "aura", "auraflow", "hidream", "cosmos",
+    "ltxv", "hyvid",
                      "wan", "lumina2", "qwen_image", "pixart", "chroma", "z_image", "omnigen2")),
 )  # fmt: skip
-_OF_ARCHITECTURE: Mapping[str, Kind] = {arch: kind for kind, archs in _ARCHITECTURES for arch in archs}
+_OF_ARCHITECTURE: Mapping[str, Kind] = {
+    arch: kind for kind, archs in _ARCHITECTURES for arch in archs
+}
 _OF_TYPE: Mapping[str, Kind] = {
-    "mmproj": "projector", "adapter": "adapter", "imatrix": "imatrix", "vocab": "vocabulary", "control_vector": "adapter",
+    "mmproj": "projector", "adapter": "adapter", "imatrix": "imatrix", "vocab": "vocabulary",
+    "control_vector": "adapter",
 }  # fmt: skip
 # https://github.com/ggml-org/llama.cpp include/llama.h, enum llama_pooling_type.
 _POOLING_NONE, _POOLING_RANK = 0, 4
@@ -78,19 +120,25 @@ def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
     return "embedding" if pooling != _POOLING_NONE or arch in architectures.NO_CACHE else "model"
 
 
-# --- by its place ---------------------------------------------------------------------------------------------------
+# --- by its place ---------------------------------------------------------------------------------
 
 # Words that no file of a whole model has in its name, and those that make it one all the same.
 _NEVER: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("projector", re.compile(r"mm-?proj|(?:^|-)(?:projector|clip)(?:-|$)")),
     ("adapter", re.compile(r"(?:^|-)(?:loras?|adapters?|control-?vectors?)(?:-|$)")),
-    ("vocoder", re.compile(r"wavtokenizer|vocoder|(?:^|-)(?:snac|dac|vocos|mimi|xcodec2?|neucodec|codec|speech-tokenizer)(?:-|$)")),
+    ("vocoder",
+    re.compile(r"wavtokenizer|vocoder|(?:^|-)(?:snac|dac|vocos|mimi|xcodec2?|neucodec|codec|speech-tokenizer)(?:-|$)")),
     ("vocabulary", re.compile(r"(?:^|-)vocab(?:-only)?(?:-|$)")),
 )  # fmt: skip
 _MERGED = re.compile(r"(?:^|-)(?:merged?|fused|baked)(?:-|$)")
 # Words of files that are companions wherever a whole model lies beside them …
 _BESIDE: tuple[tuple[Kind, re.Pattern[str]], ...] = (
-    ("drafter", re.compile(r"^mtp(?:-|$)|(?:^|-)(?:draft|drafts|drafter|speculator|eagle-?[23]|medusa|dflash)(?:-|$)")),
+    (
+        "drafter",
+        re.compile(
+            r"^mtp(?:-|$)|(?:^|-)(?:draft|drafts|drafter|speculator|eagle-?[23]|medusa|dflash)(?:-|$)"
+        ),
+    ),
     ("imatrix", re.compile(r"^imatrix(?:-|$)")),
 )
 # … and of those that are where they are small beside it.
@@ -103,7 +151,8 @@ _SMALL: tuple[tuple[Kind, re.Pattern[str]], ...] = (
 _DRAFTER_FOLDERS = frozenset(
     {"mtp", "draft", "drafts", "drafter", "drafters", "eagle", "eagle3", "speculator", "assistant"}
 )
-# Weights, counted by bytes and the name's quant, below this share of the model beside them are no such model's.
+# Weights, counted by bytes and the name's quant, below this share of the model beside them are no
+# such model's.
 _SMALL_SHARE = 0.35
 # … nor is a file below this share of the shortest of them: no two quants are further apart.
 _SHORT_SHARE = 0.12
@@ -111,7 +160,8 @@ _SPLIT = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 
 
 def among(files: Mapping[str, int]) -> dict[str, Kind]:
-    """What each of these GGUF files is (name in its repository or folder → bytes), by their names and sizes alone."""
+    """What each of these GGUF files is (name in its repository or folder → bytes), by their names
+    and sizes alone."""
     found: dict[str, Kind] = {name: _never(name) for name in files}
     claims = {name: _claim(name) for name in files if found[name] == "model"}
     plain = [name for name, (kind, _) in claims.items() if kind == "model"] or list(claims)
@@ -119,7 +169,10 @@ def among(files: Mapping[str, int]) -> dict[str, Kind]:
     largest = max((_weights(name, sizes[name]) for name in plain), default=0.0)
     shortest = min((sizes[name] for name in plain), default=0)
     for name, (kind, wherever) in claims.items():
-        is_small = _weights(name, sizes[name]) < _SMALL_SHARE * largest or sizes[name] < _SHORT_SHARE * shortest
+        is_small = (
+            _weights(name, sizes[name]) < _SMALL_SHARE * largest
+            or sizes[name] < _SHORT_SHARE * shortest
+        )
         if kind != "model" and (is_small or (wherever and name not in plain)):
             found[name] = kind
     return found
@@ -144,7 +197,8 @@ def _never(name: str) -> Kind:
 
 
 def _claim(name: str) -> tuple[Kind, bool]:
-    """What a name's words say of a file beside a model ("model": nothing), and whether wherever it lies or small alone."""
+    """What a name's words say of a file beside a model ("model": nothing), and whether wherever it
+    lies or small alone."""
     words = _words(name)
     if _DRAFTER_FOLDERS & {folder.lower() for folder in name.split("/")[:-1]}:
         return "drafter", True
@@ -165,15 +219,22 @@ def _whole_sizes(files: Mapping[str, int]) -> dict[str, int]:
 
 
 def _weights(name: str, n_bytes: int) -> float:
-    """How many weights a file of so many bytes holds, if its quant is what its name says (16 bits where it says none)."""
+    """How many weights a file of so many bytes holds, if its quant is what its name says (16 bits
+    where it says none)."""
     quant = quant_of(name)
     mixture = MIXTURES.get(quant) or MIXTURES.get(quant.removeprefix("UD-"))
     digit = re.search(r"[1-8]", quant)
-    bits = mixture.file_bits if mixture else float(digit[0]) + 0.5 if digit and quant[-2:] != "16" else 16.0
+    bits = (
+        mixture.file_bits
+        if mixture
+        else float(digit[0]) + 0.5
+        if digit and quant[-2:] != "16"
+        else 16.0
+    )
     return 8 * n_bytes / bits
 
 
-# --- whose projector it is ------------------------------------------------------------------------------------------
+# --- whose projector it is ------------------------------------------------------------------------
 
 _NAMELESS = re.compile(
     r"(?:mm-?proj(?:ector)?|proj|mm|projector|clip|model|ggml|gguf|vision|audio|encoder|text|visual"
@@ -192,21 +253,27 @@ def model_words(name: str) -> tuple[str, ...]:
     """The words of a model file's name before its quant, which those of its other quants share."""
     quant = quant_of(name).lower().replace("_", "-")
     words = _words(name)
-    return tuple(word for word in (words.replace(quant, "-") if quant else words).split("-") if word)
+    return tuple(
+        word for word in (words.replace(quant, "-") if quant else words).split("-") if word
+    )
 
 
-def own_projectors(model: str, models: Sequence[str], projectors: Sequence[str], *, one_repo: bool) -> list[str]:
+def own_projectors(
+    model: str, models: Sequence[str], projectors: Sequence[str], *, one_repo: bool
+) -> list[str]:
     """Those of `projectors` (names) that belong to `model`, one of the `models` they lie beside.
 
-    In a repository all do beside quants of one model, in a folder those whose names mean no other. Among several models it is
-    the one its name says; a name that says none counts in a repository (`one_repo`), whose files belong together, and nowhere
-    else.
+    In a repository all do beside quants of one model, in a folder those whose names mean no other.
+    Among several models it is the one its name says; a name that says none counts in a repository
+    (`one_repo`), whose files belong together, and nowhere else.
     """
     kinds = {model_words(name) for name in models} if projectors else set()
     if len(kinds) == 1:
         # One word ("p2", "vision") may be anything; several are a model's name.
         spoken = {name: projector_words(name) for name in projectors}
-        return [p for p, words in spoken.items() if one_repo or len(words) < 2 or _named(words, kinds)]
+        return [
+            p for p, words in spoken.items() if one_repo or len(words) < 2 or _named(words, kinds)
+        ]
     mine = []
     for name in projectors:
         words = projector_words(name)
@@ -216,8 +283,8 @@ def own_projectors(model: str, models: Sequence[str], projectors: Sequence[str],
 
 
 def _named(words: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """The model that a projector's words mean: the one called so, else the only one whose name begins so (a publisher's
-    name before it does not count)."""
+    """The model that a projector's words mean: the one called so, else the only one whose name
+    begins so (a publisher's name before it does not count)."""
     spelled = [words, words[1:]] if len(words) > 1 else [words]
     for said in spelled:
         if said in models:

@@ -16,7 +16,8 @@ _KEEP_PAIRS = 4096
 
 
 def by_identity(ask: Callable[_Asked, _Answer]) -> Callable[_Asked, _Answer]:
-    """`ask` of (object, further hashable arguments), asked once for each object; for what never changes once made.
+    """`ask` of (object, further hashable arguments), asked once for each object; for what never
+    changes once made.
 
     The object is kept alive beside its answer, so that no other can have its identity.
     """
@@ -38,8 +39,11 @@ def by_identity(ask: Callable[_Asked, _Answer]) -> Callable[_Asked, _Answer]:
     return remembered
 
 
-def by_identities(ask: Callable[[_First, _Second], _Answer]) -> Callable[[_First, _Second], _Answer]:
-    """The same for what is asked of two objects. Apart from `by_identity`, since plans ask it thousands of times."""
+def by_identities(
+    ask: Callable[[_First, _Second], _Answer],
+) -> Callable[[_First, _Second], _Answer]:
+    """The same for what is asked of two objects. Apart from `by_identity`, since plans ask it
+    thousands of times."""
     known: dict[tuple[int, int], tuple[_First, _Second, _Answer]] = {}
 
     @wraps(ask)

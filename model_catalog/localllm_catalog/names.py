@@ -1,5 +1,5 @@
-"""Names of formats, repositories and files: which may become a path (overlays and hubs are untrusted), which
-quant they carry, and what two of one model share."""
+"""Names of formats, repositories and files: which may become a path (overlays and hubs are
+untrusted), which quant they carry, and what two of one model share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Format(StrEnum):
 
     @property
     def is_folder(self) -> bool:
-        """True where a folder of shards with a config.json is a model, and every weight has the bits that its quant's name says;
-        False where one file is (or its splits), with a header of its own and a mixture of types in it."""
+        """True where a folder of shards with a config.json is a model, and every weight has the
+        bits that its quant's name says; False where one file is (or its splits), with a header of
+        its own and a mixture of types in it."""
         return self is Format.MLX
 
 
@@ -32,7 +33,8 @@ _QUANT = re.compile(
     r"(?:^|[^A-Za-z0-9])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[^A-Za-z0-9_]|$)",
     re.IGNORECASE,
 )
-# What published names carry beside the model's own: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf", "…-4bit", "…-GGUF".
+# What published names carry beside the model's own: "Qwen_Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf",
+# "…-4bit", "…-GGUF".
 _TRIMMINGS = re.compile(
     r"\.gguf$|-[0-9]{5}-of-[0-9]{5}$|[-.](?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE|-Q8)?|NVFP4|BF16|F16|F32)$"
     r"|-(?:MLX|GGUF)$|-[2-8]bit$",
@@ -46,7 +48,8 @@ def safe_repo(repo: str) -> bool:
 
 
 def safe_file(name: str) -> bool:
-    """True for a plain relative path inside a repository: printable parts in any script, none hidden, none that leads out."""
+    """True for a plain relative path inside a repository: printable parts in any script, none
+    hidden, none that leads out."""
     parts = name.split("/")
     return len(parts) <= _MOST_PARTS and all(map(_is_part, parts))
 
@@ -65,21 +68,29 @@ def _is_part(part: str) -> bool:
 def check_repo(repo: str) -> str:
     """`repo` if it is "org/name" or "pypi:package"; BadCatalogError otherwise."""
     if not safe_repo(repo) and (_PACKAGE.fullmatch(repo) is None or ".." in repo):
-        raise BadCatalogError(f"{repo[:80]!r} is not a repository name", 'repositories look like "org/name"')
+        raise BadCatalogError(
+            f"{repo[:80]!r} is not a repository name", 'repositories look like "org/name"'
+        )
     return repo
 
 
 def check_file(name: str) -> str:
     """`name` if it is a safe file name; BadCatalogError for .., roots, drives and the like."""
     if not safe_file(name):
-        raise BadCatalogError(f"{name[:80]!r} is not a file name of a repository", "names are relative, without ..")
+        raise BadCatalogError(
+            f"{name[:80]!r} is not a file name of a repository", "names are relative, without .."
+        )
     return name
 
 
 def shown(name: str) -> str:
-    """A name as it may be printed and typed: what is no sign of writing (control characters, marks that turn the
-    direction of writing, bytes that are no text) becomes "?"."""
-    return name if name.isprintable() else "".join(sign if sign.isprintable() else "?" for sign in name)
+    """A name as it may be printed and typed: what is no sign of writing (control characters, marks
+    that turn the direction of writing, bytes that are no text) becomes "?"."""
+    return (
+        name
+        if name.isprintable()
+        else "".join(sign if sign.isprintable() else "?" for sign in name)
+    )
 
 
 def quant_of(name: str) -> str:
@@ -89,7 +100,8 @@ def quant_of(name: str) -> str:
 
 
 def split_of(name: str) -> tuple[str, int, int] | None:
-    """(stem, number, count) of a split GGUF's name ("m-00001-of-00003.gguf"), or None for a whole file."""
+    """(stem, number, count) of a split GGUF's name ("m-00001-of-00003.gguf"), or None for a whole
+    file."""
     match = _SPLIT.fullmatch(name)
     if match is None or not 1 <= int(match["no"]) <= int(match["count"]):
         return None
@@ -97,7 +109,8 @@ def split_of(name: str) -> tuple[str, int, int] | None:
 
 
 def split_parts(name: str) -> list[str]:
-    """The names of all parts of the split GGUF that `name` is one of; `name` alone for a whole file."""
+    """The names of all parts of the split GGUF that `name` is one of; `name` alone for a whole
+    file."""
     found = split_of(name)
     if found is None:
         return [name]
@@ -106,7 +119,8 @@ def split_parts(name: str) -> list[str]:
 
 
 def bare(name: str) -> str:
-    """A name reduced to what two spellings of one model share: no folder, publisher, quant, ending or punctuation."""
+    """A name reduced to what two spellings of one model share: no folder, publisher, quant, ending
+    or punctuation."""
     text = name.replace("\\", "/").rstrip("/").rpartition("/")[2]
     while (shorter := _TRIMMINGS.sub("", text)) != text:
         text = shorter

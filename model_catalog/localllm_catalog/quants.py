@@ -1,7 +1,9 @@
-"""Every number format weights and KV caches come in: exact block sizes, the bits real files average, quality lost.
+"""Every number format weights and KV caches come in: exact block sizes, the bits real files
+average, quality lost.
 
-Block sizes are those of ggml (https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h, read at b11434; equal to
-GGML_QUANT_SIZES of the `gguf` package 0.19) and of MLX (mlx-lm 0.32.2 convert.py, utils.py).
+Block sizes are those of ggml (https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h, read
+at b11434; equal to GGML_QUANT_SIZES of the `gguf` package 0.19) and of MLX (mlx-lm 0.32.2
+convert.py, utils.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from localllm_catalog.errors import BadHeaderError, CatalogError
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """One tensor format: `block` elements are stored in `block_bytes` bytes; `id` is its number in GGUF files."""
+    """One tensor format: `block` elements are stored in `block_bytes` bytes; `id` is its number in
+    GGUF files."""
 
     name: str
     id: int
@@ -31,11 +34,12 @@ class TensorType:
 class Mixture:
     """A file type: which formats its tensors get. Bits are per weight.
 
-    file_bits: average of a whole published file; embed / head: formats of the token embedding and the output matrix;
-    reference: the model `file_bits` was taken on (its shapes are needed to separate body from embeddings). What it loses against
-    f16, as published (None = no figure known): ppl_delta, added perplexity, Llama-3-8B, wiki (llama.cpp
-    tools/quantize/quantize.cpp, b11434); ln_ppl_ratio: ln(PPL / PPL_f16) of salamandra-2b,
-    https://huggingface.co/robbiemu/salamandra-2b-instruct.
+    file_bits: average of a whole published file; embed / head: formats of the token embedding and
+    the output matrix;
+    reference: the model `file_bits` was taken on (its shapes are needed to separate body from
+    embeddings). What it loses against f16, as published (None = no figure known): ppl_delta, added
+    perplexity, Llama-3-8B, wiki (llama.cpp tools/quantize/quantize.cpp, b11434); ln_ppl_ratio:
+    ln(PPL / PPL_f16) of salamandra-2b, https://huggingface.co/robbiemu/salamandra-2b-instruct.
     """
 
     name: str
@@ -90,27 +94,33 @@ GGUF_TYPES: dict[str, TensorType] = {
 }
 GGUF_TYPE_BY_ID: dict[int, TensorType] = {t.id: t for t in GGUF_TYPES.values()}
 
-# Numbers ggml once used and gave up; a file that holds one needs requantising, which is worth saying.
+# Numbers ggml once used and gave up; a file that holds one needs requantising, which is worth
+# saying.
 REMOVED_TYPE_IDS = frozenset({4, 5, 31, 32, 33, 36, 37, 38})
 
 
 def tensor_bytes(type_name: str, n_elements: int) -> int:
     """Exact bytes of a tensor of `n_elements` in a GGUF format (e.g. "Q4_K").
 
-    Raises CatalogError for an unknown format, BadHeaderError when the elements are not whole blocks.
+    Raises CatalogError for an unknown format, BadHeaderError when the elements are not whole
+    blocks.
     """
     kind = GGUF_TYPES.get(type_name)
     if kind is None:
-        raise CatalogError(f"{type_name} is not a GGUF tensor format", "see localllm_catalog.quants.GGUF_TYPES")
+        raise CatalogError(
+            f"{type_name} is not a GGUF tensor format", "see localllm_catalog.quants.GGUF_TYPES"
+        )
     if n_elements < 0 or n_elements % kind.block:
-        raise BadHeaderError(f"{n_elements} elements are not whole {type_name} blocks of {kind.block}")
+        raise BadHeaderError(
+            f"{n_elements} elements are not whole {type_name} blocks of {kind.block}"
+        )
     return n_elements // kind.block * kind.block_bytes
 
 
-# --- mixtures -------------------------------------------------------------------------------------------------------
-# file_bits: llama.cpp tools/quantize/README.md (b11434), Llama-3.1-8B, except where a reference is named. Embedding and
-# head formats: llama.cpp src/llama-quant.cpp (the output matrix is raised to Q6_K by every K and IQ mixture; with tied
-# embeddings the one shared matrix is the output matrix).
+# --- mixtures -------------------------------------------------------------------------------------
+# file_bits: llama.cpp tools/quantize/README.md (b11434), Llama-3.1-8B, except where a reference is
+# named. Embedding and head formats: llama.cpp src/llama-quant.cpp (the output matrix is raised to
+# Q6_K by every K and IQ mixture; with tied embeddings the one shared matrix is the output matrix).
 
 _QWEN = "qwen3.6-35b-a3b"
 
@@ -148,20 +158,25 @@ MIXTURES: dict[str, Mixture] = {
         _mix("Q3_K_L", 4.2979, "Q3_K", "", 0.5562, ln=0.0707),
         _mix("IQ4_XS", 4.4597, "IQ4_XS", ln=0.037),
         _mix("IQ4_NL", 4.6818, "IQ4_NL", ln=0.037),
-        _mix("Q4_0", 4.64, "Q4_0", "", 0.4685),  # file bits computed: 4.5 with the output matrix in Q6_K
-        _mix("Q4_1", 5.11, "Q4_1", "", 0.4511),  # file bits computed: 5.0 with the output matrix in Q6_K
+        # file bits computed: 4.5 with the output matrix in Q6_K
+        _mix("Q4_0", 4.64, "Q4_0", "", 0.4685),
+        # file bits computed: 5.0 with the output matrix in Q6_K
+        _mix("Q4_1", 5.11, "Q4_1", "", 0.4511),
         _mix("Q4_K_S", 4.6672, "Q4_K", "", 0.2689, ln=0.0354),
         _mix("Q4_K_M", 4.8944, "Q4_K", "", 0.1754, ln=0.0311),
-        _mix("Q5_0", 5.57, "Q5_0", "", 0.1316),  # file bits computed: 5.5 with the output matrix in Q6_K
-        _mix("Q5_1", 6.04, "Q5_1", "", 0.1062),  # file bits computed: 6.0 with the output matrix in Q6_K
+        # file bits computed: 5.5 with the output matrix in Q6_K
+        _mix("Q5_0", 5.57, "Q5_0", "", 0.1316),
+        # file bits computed: 6.0 with the output matrix in Q6_K
+        _mix("Q5_1", 6.04, "Q5_1", "", 0.1062),
         _mix("Q5_K_S", 5.5704, "Q5_K", "", 0.1049, ln=0.0071),
         _mix("Q5_K_M", 5.7036, "Q5_K", "", 0.0569, ln=0.0061),
         _mix("Q6_K", 6.5633, "Q6_K", "", 0.0217, ln=0.0011),
         _mix("Q8_0", 8.5008, "Q8_0", "", 0.0026, ln=0.0002, head="Q8_0"),
         _mix("F16", 16.0005, "F16", head="F16"),
         _mix("BF16", 16.0005, "BF16", head="BF16"),
-        # Unsloth Dynamic and MXFP4 mixtures: file bytes over text weights of Qwen3.6-35B-A3B (PyPI rigma 0.12.2 and
-        # https://github.com/janhq/model-catalog model_catalog_v2.json, 2026-05-05; the latter rounded to 0.1 GiB).
+        # Unsloth Dynamic and MXFP4 mixtures: file bytes over text weights of Qwen3.6-35B-A3B (PyPI
+        # rigma 0.12.2 and https://github.com/janhq/model-catalog model_catalog_v2.json, 2026-05-05;
+        # the latter rounded to 0.1 GiB).
         _mix("UD-Q2_K_XL", 2.837, "Q2_K", reference=_QWEN),
         _mix("UD-Q3_K_M", 3.84, "Q3_K", reference=_QWEN),
         _mix("UD-Q3_K_XL", 3.888, "Q3_K", reference=_QWEN),
@@ -177,12 +192,15 @@ MIXTURES: dict[str, Mixture] = {
     )
 }
 
-# Weights, and of those the token embedding, of the models the mixtures' bits were read from (both untied).
+# Weights, and of those the token embedding, of the models the mixtures' bits were read from (both
+# untied).
 _REFERENCES = {"llama-3.1-8b": (8_030_261_248, 525_336_576), _QWEN: (34_659_000_000, 508_559_360)}
 
-# What a K or IQ format becomes where a row is no multiple of 256 (llama.cpp src/llama-quant.cpp, fallback table).
+# What a K or IQ format becomes where a row is no multiple of 256 (llama.cpp src/llama-quant.cpp,
+# fallback table).
 _FALLBACK = {
-    "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ1_S": "IQ4_NL", "IQ1_M": "IQ4_NL", "IQ2_XXS": "IQ4_NL", "IQ2_XS": "IQ4_NL",
+    "Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ1_S": "IQ4_NL", "IQ1_M": "IQ4_NL", "IQ2_XXS": "IQ4_NL",
+    "IQ2_XS": "IQ4_NL",
     "IQ2_S": "IQ4_NL", "IQ3_XXS": "IQ4_NL", "IQ3_S": "IQ4_NL", "IQ4_XS": "IQ4_NL",
     "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
 }  # fmt: skip
@@ -195,20 +213,23 @@ def fallback(type_name: str, row: int) -> str:
 
 @cache
 def body_bits(mixture: str) -> float:
-    """Bits per weight of everything but the embedding and output matrices, derived from the mixture's reference."""
+    """Bits per weight of everything but the embedding and output matrices, derived from the
+    mixture's reference."""
     mix = MIXTURES[mixture]
     total, embed = _REFERENCES[mix.reference]
     ends = embed * float(GGUF_TYPES[mix.embed].bits + GGUF_TYPES[mix.head].bits)
     return (total * mix.file_bits - ends) / (total - 2 * embed)
 
 
-# --- MLX ------------------------------------------------------------------------------------------------------------
+# --- MLX ------------------------------------------------------------------------------------------
 
 
 def mlx_bits(mode: str) -> Fraction:
-    """Exact bits per quantised weight of an MLX format: "4bit" (group 64), "4bit-g32", "mxfp4", "nvfp4", "bf16"…
+    """Exact bits per quantised weight of an MLX format: "4bit" (group 64), "4bit-g32", "mxfp4",
+    "nvfp4", "bf16"…
 
-    Affine formats hold a 16-bit scale and a 16-bit bias per group. Raises CatalogError for an unknown one.
+    Affine formats hold a 16-bit scale and a 16-bit bias per group. Raises CatalogError for an
+    unknown one.
     """
     fixed = {
         "bf16": Fraction(16),
@@ -222,11 +243,14 @@ def mlx_bits(mode: str) -> Fraction:
     bits_text, _, group_text = mode.partition("bit")
     group = group_text.removeprefix("-g") or "64"
     if bits_text not in {"2", "3", "4", "5", "6", "8"} or group not in {"32", "64", "128"}:
-        raise CatalogError(f"{mode!r} is not an MLX weight format", "known: 2-6bit, 8bit, mxfp4, mxfp8, nvfp4, bf16")
+        raise CatalogError(
+            f"{mode!r} is not an MLX weight format",
+            "known: 2-6bit, 8bit, mxfp4, mxfp8, nvfp4, bf16",
+        )
     return int(bits_text) + Fraction(32, int(group))
 
 
-# --- KV cache -------------------------------------------------------------------------------------------------------
+# --- KV cache -------------------------------------------------------------------------------------
 
 # Bytes per cached element: all that llama.cpp accepts for -ctk/-ctv.
 KV_TYPES: dict[str, Fraction] = {
@@ -243,12 +267,14 @@ KV_TYPES: dict[str, Fraction] = {
 
 
 def kv_element_bytes(kv_type: str) -> Fraction:
-    """Bytes one cached element takes, exactly; of a pair "K/V" (say q8_0/q4_0), the mean of keys and values. Raises
-    CatalogError for a type no backend has."""
+    """Bytes one cached element takes, exactly; of a pair "K/V" (say q8_0/q4_0), the mean of keys
+    and values. Raises CatalogError for a type no backend has."""
     if "/" in kv_type:
         k, v = kv_type.split("/", 1)
         return (kv_element_bytes(k) + kv_element_bytes(v)) / 2
     try:
         return KV_TYPES[kv_type]
     except KeyError:
-        raise CatalogError(f"{kv_type!r} is not a KV cache type", f"known: {', '.join(KV_TYPES)}") from None
+        raise CatalogError(
+            f"{kv_type!r} is not a KV cache type", f"known: {', '.join(KV_TYPES)}"
+        ) from None

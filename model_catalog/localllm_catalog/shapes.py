@@ -1,7 +1,9 @@
-"""What a Model's shapes imply: KV and state bytes, parameter counts, file sizes by format. Pure sums.
+"""What a Model's shapes imply: KV and state bytes, parameter counts, file sizes by format. Pure
+sums.
 
-KV rules follow llama.cpp (https://github.com/ggml-org/llama.cpp, src/llama-kv-cache*.cpp, llama-memory-recurrent.cpp).
-All KV figures are logical: what the tokens need. Padding, batches and slots are the planner's business.
+KV rules follow llama.cpp (https://github.com/ggml-org/llama.cpp, src/llama-kv-cache*.cpp,
+llama-memory-recurrent.cpp). All KV figures are logical: what the tokens need. Padding, batches and
+slots are the planner's business.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from localllm_catalog.types import Experts, Layer, Model
 
 
 def layer_kv_elements(layer: Layer) -> int:
-    """Elements one token adds to this layer's cache (0 where it keeps none, or reads another layer's)."""
+    """Elements one token adds to this layer's cache (0 where it keeps none, or reads another
+    layer's)."""
     if layer.shares_kv:
         return 0
     if layer.kind in ("full", "sliding"):
@@ -27,19 +30,23 @@ def layer_kv_elements(layer: Layer) -> int:
 
 
 def kv_bytes_per_token(model: Model, kv_type: str = "f16") -> int:
-    """KV bytes one more token adds, while the context is shorter than every sliding window (so: over all layers).
+    """KV bytes one more token adds, while the context is shorter than every sliding window (so:
+    over all layers).
 
     Recurrent state never grows and is not in here. Raises CatalogError for an unknown `kv_type`.
     """
-    return math.ceil(quants.kv_element_bytes(kv_type) * sum(layer_kv_elements(layer) for layer in model.layers))
+    return math.ceil(
+        quants.kv_element_bytes(kv_type) * sum(layer_kv_elements(layer) for layer in model.layers)
+    )
 
 
 def recurrent_state_bytes(model: Model) -> int:
-    """Fixed bytes one sequence's recurrent layers hold, at any length and KV type (float32 in llama.cpp)."""
+    """Fixed bytes one sequence's recurrent layers hold, at any length and KV type (float32 in
+    llama.cpp)."""
     return 4 * sum(layer.state_elements for layer in model.layers)
 
 
-# --- parameters -----------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
 def _mixer_params(model: Model, layer: Layer) -> int:
@@ -65,7 +72,12 @@ def _expert_params(model: Model, experts: Experts, n_routed: int) -> int:
     hidden = model.hidden_size
     width = experts.latent_size or hidden
     routed = n_routed * model.ffn_matrices * width * experts.intermediate
-    shared = experts.n_shared * model.ffn_matrices * hidden * (experts.shared_intermediate or experts.intermediate)
+    shared = (
+        experts.n_shared
+        * model.ffn_matrices
+        * hidden
+        * (experts.shared_intermediate or experts.intermediate)
+    )
     squeeze = 2 * hidden * experts.latent_size
     return routed + shared + squeeze + hidden * experts.n_experts
 
@@ -86,7 +98,8 @@ def _ffn_params(model: Model, layer: Layer) -> tuple[int, int]:
 
 @by_identity
 def trunk_params(model: Model) -> tuple[int, int]:
-    """(all, run per token) weights of the language trunk, embeddings apart, counted from the shapes."""
+    """(all, run per token) weights of the language trunk, embeddings apart, counted from the
+    shapes."""
     total = active = model.hidden_size
     for layer, count in _layer_counts(model):
         mixer = _mixer_params(model, layer)
@@ -96,7 +109,8 @@ def trunk_params(model: Model) -> tuple[int, int]:
 
 
 def _layer_counts(model: Model) -> list[tuple[Layer, int]]:
-    """Each layer object with how often the model holds it: the catalog builds a pattern's layers once."""
+    """Each layer object with how often the model holds it: the catalog builds a pattern's layers
+    once."""
     counts: dict[int, tuple[Layer, int]] = {}
     for layer in model.layers:
         _, seen = counts.get(id(layer), (layer, 0))
@@ -108,25 +122,30 @@ def count_params(model: Model) -> tuple[int, int]:
     """(total, active) parameters counted from the shapes.
 
     total: everything in the checkpoint, with what `extra_params` and `lookup_params` state.
-    active: what one token's step reads: the trunk with its chosen experts and the output matrix, but not the token
-    embedding (one row is looked up) unless it is also the output matrix, nor vision towers and MTP heads.
+    active: what one token's step reads: the trunk with its chosen experts and the output matrix,
+    but not the token embedding (one row is looked up) unless it is also the output matrix, nor
+    vision towers and MTP heads.
     """
     embedding = model.vocab_size * model.hidden_size
     total, active = trunk_params(model)
-    total += embedding * (1 if model.tied_embeddings else 2) + model.extra_params + model.lookup_params
+    total += (
+        embedding * (1 if model.tied_embeddings else 2) + model.extra_params + model.lookup_params
+    )
     return total, active + embedding
 
 
-# --- bytes ----------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
-# Per-layer embedding tables are kept about a bit above the token embedding: the sizes of Gemma 4 E2B and E4B say so.
+# Per-layer embedding tables are kept about a bit above the token embedding: the sizes of Gemma 4
+# E2B and E4B say so.
 _LOOKUP_EXTRA_BITS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """Bits per weight of a format's parts: the blocks, the output matrix, the token embedding, per-layer tables."""
+    """Bits per weight of a format's parts: the blocks, the output matrix, the token embedding,
+    per-layer tables."""
 
     body: float
     head: float
@@ -135,7 +154,8 @@ class _Bits:
 
 
 def mlx_parts(quant: str) -> tuple[Fraction, Fraction]:
-    """(bits of experts, bits of everything else) of an MLX repo's format name, e.g. "4bit" or "MXFP4-Q8"."""
+    """(bits of experts, bits of everything else) of an MLX repo's format name, e.g. "4bit" or
+    "MXFP4-Q8"."""
     experts, _, rest = quant.partition("-Q")
     if rest:
         return quants.mlx_bits(experts.lower()), quants.mlx_bits(f"{rest}bit")
@@ -143,15 +163,17 @@ def mlx_parts(quant: str) -> tuple[Fraction, Fraction]:
     return bits, bits
 
 
-# A GGUF also carries its tokenizer: about 40 bytes a token (5.9 MB for Qwen3's 151,936, by Qwen3-0.6B's exact sizes).
+# A GGUF also carries its tokenizer: about 40 bytes a token (5.9 MB for Qwen3's 151,936, by
+# Qwen3-0.6B's exact sizes).
 _TOKENIZER_BYTES_PER_TOKEN = 40
 
 
 def estimate_gguf_bytes(model: Model, quant: str) -> int:
-    """Estimated bytes of a GGUF file of this mixture: body, embedding and output matrices each at their own format.
+    """Estimated bytes of a GGUF file of this mixture: body, embedding and output matrices each at
+    their own format.
 
-    Without vision tower and MTP head (published apart, or dropped). Against the 63 exactly known files of this catalog:
-    median error 0.2 %, worst 5 % (recomputed by the tests).
+    Without vision tower and MTP head (published apart, or dropped). Against the 63 exactly known
+    files of this catalog: median error 0.2 %, worst 5 % (recomputed by the tests).
     """
     bits = _mixture_bits(model, quant)
     embedding = model.vocab_size * model.hidden_size
@@ -161,10 +183,12 @@ def estimate_gguf_bytes(model: Model, quant: str) -> int:
 
 
 def _mixture_bits(model: Model, quant: str) -> _Bits:
-    """What a mixture's formats become on this model, whose rows may be too short for their blocks."""
+    """What a mixture's formats become on this model, whose rows may be too short for their
+    blocks."""
     mix, row = quants.MIXTURES[quant], model.hidden_size
     narrow = model.experts.intermediate if model.experts else model.intermediate_size
-    # Rows are hidden_size long in all matrices of a feed-forward but its last, whose rows are its width.
+    # Rows are hidden_size long in all matrices of a feed-forward but its last, whose rows are its
+    # width.
     last = 1 / model.ffn_matrices
     body = (1 - last) * _row_bits(quant, row) + last * _row_bits(quant, narrow)
     head = float(quants.GGUF_TYPES[quants.fallback(mix.head, row)].bits)
@@ -173,7 +197,8 @@ def _mixture_bits(model: Model, quant: str) -> _Bits:
 
 
 def _row_bits(quant: str, row: int) -> float:
-    """Bits per body weight in rows of this length: the mixture's, or those of its fallback formats."""
+    """Bits per body weight in rows of this length: the mixture's, or those of its fallback
+    formats."""
     mix, bits = quants.MIXTURES[quant], quants.body_bits(quant)
     plain = quants.fallback(mix.base, row)
     if plain == mix.base:
@@ -185,7 +210,8 @@ def _row_bits(quant: str, row: int) -> float:
 
 
 def estimate_mlx_bytes(model: Model, quant: str) -> int:
-    """Estimated bytes of an MLX folder of this format; what is not in the trunk (vision) stays at 16 bits."""
+    """Estimated bytes of an MLX folder of this format; what is not in the trunk (vision) stays at
+    16 bits."""
     expert_bits, bits = mlx_parts(quant)
     total = count_params(model)[0] - model.extra_params
     routed = 0

@@ -1,7 +1,9 @@
-"""What a model's own files state beside its shapes: sampling, and what the chat template tells of it.
+"""What a model's own files state beside its shapes: sampling, and what the chat template tells of
+it.
 
-Sampling: `general.sampling.*` of a GGUF header (https://github.com/ggml-org/llama.cpp src/llama-arch.cpp) and
-generation_config.json of a folder. It is untrusted: a number outside its range counts as not stated.
+Sampling: `general.sampling.*` of a GGUF header (https://github.com/ggml-org/llama.cpp
+src/llama-arch.cpp) and generation_config.json of a folder. It is untrusted: a number outside its
+range counts as not stated.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
     kept: dict[str, Any] = {}
     for name, value in named.items():
         _, _, least, most = _STATED[name]
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
         if number and least <= value <= most and (name != "top_k" or value == int(value)):
             # A header holds 32-bit floats: 0.6 comes as 0.6000000238, and is meant as 0.6.
             kept[name] = int(value) if name == "top_k" else round(float(value), 6)
@@ -55,17 +59,20 @@ def _bounded(named: Mapping[str, Any], source: str) -> SamplingDefaults:
 _REASONING = re.compile(r"[<\[|>:_/](?:think|thought)|<\|channel\|>analysis", re.IGNORECASE)
 
 
-# Who knows the notations that can be read here: they stand in another room, and the composition root introduces the two.
+# Who knows the notations that can be read here: they stand in another room, and the composition
+# root introduces the two.
 _readable: list[Callable[[str], bool]] = []
 
 
 def read_calls_with(is_readable: Callable[[str], bool]) -> None:
-    """From now on a template whose tool calls `is_readable` can't read calls none: the server would refuse its tools."""
+    """From now on a template whose tool calls `is_readable` can't read calls none: the server would
+    refuse its tools."""
     _readable[:] = [is_readable]
 
 
 def calls_tools(template: str) -> bool:
-    """True where a chat template offers tools, or writes calls of them, in a notation that can be read here."""
+    """True where a chat template offers tools, or writes calls of them, in a notation that can be
+    read here."""
     offers = "tools" in template or "tool_call" in template
     return offers and all(is_readable(template) for is_readable in _readable)
 

@@ -16,19 +16,22 @@ Purpose = Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedd
 class Layer:
     """What one layer remembers per sequence.
 
-    full / sliding: n_kv_heads × (head_dim_k + head_dim_v) elements per token (sliding: of the last `window` tokens).
+    full / sliding: n_kv_heads × (head_dim_k + head_dim_v) elements per token (sliding: of the last
+    `window` tokens).
     mla: one latent row of `mla_rank + mla_rope_dim` (and `index_dim`) elements per token and no V.
-    recurrent: `state_elements` float32 per sequence, independent of length (Falcon-H1 has such a state beside full).
+    recurrent: `state_elements` float32 per sequence, independent of length (Falcon-H1 has such a
+    state beside full).
     none: no token mixer at all (Nemotron-H has layers that are only a feed-forward).
-    `index_dim`: elements that a sparse attention's indexer keeps beside, per token.
-    Layers that keep one row for several tokens (DeepSeek V4) are `full` ones with that row's share of a token.
+    `index_dim`: elements that a sparse attention's indexer keeps beside, per token. Layers that
+    keep one row for several tokens (DeepSeek V4) are `full` ones with that row's share of a token.
     `per_sequence`: llama.cpp gives every sequence a cache of its own, as long as the whole context.
     `shares_kv`: reads another layer's KV and stores none of its own.
 
-    What the layer weighs, for counting parameters: `n_heads` query heads (0 = the Model's), `ffn` which feed-forward
-    it has, `intermediate` its dense width (0 = the Model's), `mixer_params` the weights of a recurrent mixer (on
-    attention layers: those besides q, k, v and o), `v_is_k` values reuse the key projection (the cache still holds
-    both). On an mla layer head_dim_k and head_dim_v are the expanded widths of one head, which the cache never holds.
+    What the layer weighs, for counting parameters: `n_heads` query heads (0 = the Model's), `ffn`
+    which feed-forward it has, `intermediate` its dense width (0 = the Model's), `mixer_params` the
+    weights of a recurrent mixer (on attention layers: those besides q, k, v and o), `v_is_k` values
+    reuse the key projection (the cache still holds both). On an mla layer head_dim_k and head_dim_v
+    are the expanded widths of one head, which the cache never holds.
     """
 
     kind: LayerKind
@@ -51,9 +54,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts: `n_active` of `n_experts` (each `intermediate` wide) run per token, plus `n_shared` always;
-    the first `n_dense_layers` layers are dense.
-    `latent_size`: routed experts read and write this narrower vector instead of the hidden one (0 = the hidden one)."""
+    """Mixture of experts: `n_active` of `n_experts` (each `intermediate` wide) run per token, plus
+    `n_shared` always; the first `n_dense_layers` layers are dense.
+    `latent_size`: routed experts read and write this narrower vector instead of the hidden one (0 =
+    the hidden one)."""
 
     n_experts: int
     n_active: int
@@ -80,7 +84,8 @@ class SamplingDefaults:
 class Quality:
     """One published score: benchmark name, score in its own unit, date and source of the claim.
 
-    `kind` says who claims it: "measured" by a third party, "self-reported" by the vendor, "estimate" by hand.
+    `kind` says who claims it: "measured" by a third party, "self-reported" by the vendor,
+    "estimate" by hand.
     """
 
     benchmark: str
@@ -96,14 +101,17 @@ ESTIMATED = "estimated from shapes and format"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One set of files of a Model. `file_bytes` is what is downloaded; `weights_bytes` the tensors (0 = use files).
+    """One set of files of a Model. `file_bytes` is what is downloaded; `weights_bytes` the tensors
+    (0 = use files).
 
     `active_bytes` are the weight bytes one token streams (0 = not read from a header).
-    `exact` is False where the bytes are an estimate from shapes and format. `files` empty: the repo names them (an MLX
-    folder, or a GGUF to be found by its quant). `mtp_bytes`: MTP blocks inside the files, loaded only when asked for,
-    not part of weights_bytes. `layer_bytes`: of every layer what each token reads, and its routed experts; `input_bytes`:
-    the tables in front of them, of which a token reads a row; `output_bytes`: what turns the last layer's answer into
-    logits, also where it is one of those tables (all three read from a header, or empty).
+    `exact` is False where the bytes are an estimate from shapes and format.
+    `files` empty: the repo names them (an MLX folder, or a GGUF to be found by its quant).
+    `mtp_bytes`: MTP blocks inside the files, loaded only when asked for, not part of weights_bytes.
+    `layer_bytes`: of every layer what each token reads, and its routed experts;
+    `input_bytes`: the tables in front of them, of which a token reads a row;
+    `output_bytes`: what turns the last layer's answer into logits, also where it is one of those
+    tables (all three read from a header, or empty).
     """
 
     format: Format
@@ -129,14 +137,16 @@ class Variant:
 
     @property
     def is_estimate(self) -> bool:
-        """True where nobody has listed these files: name and size are what such files would have."""
+        """True where nobody has listed these files: name and size are what such files would
+        have."""
         return self.source == ESTIMATED
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """How many tokens an image comes to, as llama.cpp reads it unless told otherwise: one for `side_px` × `side_px` pixels of
-    it, from `least` to `most` (an image of more pixels is made smaller); with a `side_px` of 0 always `most`."""
+    """How many tokens an image comes to, as llama.cpp reads it unless told otherwise: one for
+    `side_px` × `side_px` pixels of it, from `least` to `most` (an image of more pixels is made
+    smaller); with a `side_px` of 0 always `most`."""
 
     least: int
     most: int
@@ -145,7 +155,11 @@ class ImageTokens:
     def __str__(self) -> str:
         if not self.side_px:
             return f"{self.most:,} tokens an image, whatever its size"
-        return f"a token for {self.side_px} × {self.side_px} pixels, {self.least:,} to {self.most:,} an image"
+        return (
+            f"a token for {self.side_px} × {self.side_px} pixels, {self.least:,} to "
+            f"{self.most:,} "
+            "an image"
+        )
 
 
 CompanionKind = Literal["eagle3", "dflash", "mtp", "draft"]
@@ -153,8 +167,8 @@ CompanionKind = Literal["eagle3", "dflash", "mtp", "draft"]
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A published GGUF that drafts for a model: trained heads (eagle3, dflash, mtp) or a small model. `file` is empty where
-    the repository holds several formats of it."""
+    """A published GGUF that drafts for a model: trained heads (eagle3, dflash, mtp) or a small
+    model. `file` is empty where the repository holds several formats of it."""
 
     kind: CompanionKind
     repo: str
@@ -162,21 +176,29 @@ class Companion:
 
     @property
     def url(self) -> str:
-        return f"https://huggingface.co/{self.repo}" + (f"/blob/main/{self.file}" if self.file else "")
+        return f"https://huggingface.co/{self.repo}" + (
+            f"/blob/main/{self.file}" if self.file else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One trained model. Parameter counts are absolute numbers as its maker states them; contexts are tokens.
+    """One trained model. Parameter counts are absolute numbers as its maker states them; contexts
+    are tokens.
 
-    `extra_params` are in the stated total but not in the language trunk (vision tower, MTP head), `vision_params` the
-    vision and audio part of them; `lookup_params` are tables of which a token reads `lookup_rows` rows (per-layer and
-    n-gram embeddings), so they weigh on the disk and not on a step; `lookup_bits` a weight of theirs takes in the
-    listed files (0 = as the embedding of the tokens). `residual_streams`: how many a layer reads and writes
-    (hyper-connections). `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones. `attention_gate`: queries come
-    with a gate of their size. `q_rank`: MLA's query rank. `params_note` explains any difference from the count by
-    shapes above 3 %. `shape_warning`: why KV figures of a model read from a file may be off (an architecture not known
-    here). `calls_tools`: its template offers tools.
+    `extra_params` are in the stated total but not in the language trunk (vision tower, MTP head),
+    `vision_params` the vision and audio part of them;
+    `lookup_params` are tables of which a token reads `lookup_rows` rows (per-layer and n-gram
+    embeddings), so they weigh on the disk and not on a step;
+    `lookup_bits` a weight of theirs takes in the listed files (0 = as the embedding of the tokens).
+    `residual_streams`: how many a layer reads and writes (hyper-connections).
+    `ffn_matrices`: 3 for gated feed-forwards, 2 for plain ones.
+    `attention_gate`: queries come with a gate of their size.
+    `q_rank`: MLA's query rank.
+    `params_note` explains any difference from the count by shapes above 3 %.
+    `shape_warning`: why KV figures of a model read from a file may be off (an architecture not
+    known here).
+    `calls_tools`: its template offers tools.
     """
 
     id: str
@@ -228,7 +250,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class FactSource:
-    """Where a fact comes from: `kind` measured / self-reported / estimate, the date it was published or copied."""
+    """Where a fact comes from: `kind` measured / self-reported / estimate, the date it was
+    published or copied."""
 
     label: str
     title: str

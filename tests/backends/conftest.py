@@ -1,4 +1,5 @@
-"""Tiny MLX checkpoints of every memory shape, each written once, and backends made of them that are looked over and closed."""
+"""Tiny MLX checkpoints of every memory shape, each written once, and backends made of them that are
+looked over and closed."""
 
 from __future__ import annotations
 

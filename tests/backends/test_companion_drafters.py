@@ -1,7 +1,8 @@
-"""Trained drafters beside a model: however a sequence came to be, they guess what they would had they read it at once.
+"""Trained drafters beside a model: however a sequence came to be, they guess what they would had
+they read it at once.
 
-What they would guess is computed here apart from the product, as llama.cpp's own driver does: each row at its own place,
-one sweep over the whole history.
+What they would guess is computed here apart from the product, as llama.cpp's own driver does: each
+row at its own place, one sweep over the whole history.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ MOST = 4
 
 
 class DSparkHeads:
-    """The Markov head and the confidences of a drafter's file, on what the same drafter without them makes of a block."""
+    """The Markov head and the confidences of a drafter's file, on what the same drafter without
+    them makes of a block."""
 
     def __init__(self, path: Path) -> None:
         self._weights = {
-            t.name: np.array(t.data, dtype=np.float64) for t in gguf.GGUFReader(path).tensors if "weight" in t.name
+            t.name: np.array(t.data, dtype=np.float64)
+            for t in gguf.GGUFReader(path).tensors
+            if "weight" in t.name
         }
 
     def walk(self, newest: int, logits: np.ndarray) -> list[int]:
@@ -44,7 +48,9 @@ class DSparkHeads:
             best = np.sort(scores)[-10:]
             certainty = 1 / np.exp(best - best[-1]).sum()
             if sure is not None:
-                certainty = float(1 / (1 + np.exp(-sure.reshape(-1) @ np.concatenate([place, seen]))))
+                certainty = float(
+                    1 / (1 + np.exp(-sure.reshape(-1) @ np.concatenate([place, seen])))
+                )
             if certainty < 0.4:
                 break
             tokens.append(int(scores.argmax()))
@@ -54,10 +60,15 @@ class DSparkHeads:
 class Reference:
     """A model and its drafter, run from scratch for every history."""
 
-    def __init__(self, model: Path, drafter: Path, block: int, spark: DSparkHeads | None = None) -> None:
+    def __init__(
+        self, model: Path, drafter: Path, block: int, spark: DSparkHeads | None = None
+    ) -> None:
         self._spark = spark
         spec = LoadSpec(str(model))
-        self._model, self._drafter = load_model(model, spec, None)[0], load_model(drafter, spec, None, drafter=True)[0]
+        self._model, self._drafter = (
+            load_model(model, spec, None)[0],
+            load_model(drafter, spec, None, drafter=True)[0],
+        )
         found = heads.staging_functions(llama_cpp)
         assert found is not None
         self._staging, self._block = found, block
@@ -74,10 +85,18 @@ class Reference:
         return context  # type: ignore[no-any-return]
 
     def _array(self, address: int, n: int, width: int = tiny_drafters.E) -> np.ndarray:
-        return np.frombuffer((ctypes.c_float * (n * width)).from_address(address), np.float32).reshape(n, width).copy()
+        return (
+            np.frombuffer((ctypes.c_float * (n * width)).from_address(address), np.float32)
+            .reshape(n, width)
+            .copy()
+        )
 
     def _run(
-        self, context: int, entries: Sequence[tuple[int | None, int, np.ndarray | None]], *, encode: bool = False
+        self,
+        context: int,
+        entries: Sequence[tuple[int | None, int, np.ndarray | None]],
+        *,
+        encode: bool = False,
     ) -> None:
         """One sweep over (token, position, row), all outputs."""
         batch = llama_cpp.llama_batch_ext_init(context)
@@ -85,7 +104,9 @@ class Reference:
         for token, position, row in entries:
             if row is not None:
                 kept.append(np.ascontiguousarray(row))
-                embd = llama_cpp.llama_embd(kept[-1].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, len(row))
+                embd = llama_cpp.llama_embd(
+                    kept[-1].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, len(row)
+                )
             if token is None:
                 at = llama_cpp.llama_batch_ext_add_embd(batch, 0, embd)
             else:
@@ -94,13 +115,15 @@ class Reference:
                     assert llama_cpp.llama_batch_ext_set_embd_token(batch, at, embd)
             llama_cpp.llama_batch_ext_set_pos(batch, at, ctypes.byref(ctypes.c_int32(position)))
             llama_cpp.llama_batch_ext_set_output_logits(batch, at, token is not None)
-        kind = llama_cpp.LLAMA_PROCESS_TYPE_ENCODE if encode else llama_cpp.LLAMA_PROCESS_TYPE_DECODE
+        kind = (
+            llama_cpp.LLAMA_PROCESS_TYPE_ENCODE if encode else llama_cpp.LLAMA_PROCESS_TYPE_DECODE
+        )
         assert llama_cpp.llama_process(context, kind, batch) == 0
         llama_cpp.llama_batch_ext_free(batch)
 
     def draft(self, history: list[int], most: int, unseen: tuple[int, ...] = ()) -> list[int]:
-        """The best guesses behind `history`, whose last token the model has not read. `unseen`: positions before which it is
-        not known what the model made of the token."""
+        """The best guesses behind `history`, whose last token the model has not read. `unseen`:
+        positions before which it is not known what the model made of the token."""
         target = self._context(self._model)
         if self._block < 0:
             return self._assistant(target, history, most, known=len(history) - 1 not in unseen)
@@ -108,7 +131,10 @@ class Reference:
             self._staging["set_layer_rows"](target, layer, True)
         read = history[:-1]
         self._run(target, [(token, i, None) for i, token in enumerate(read)])
-        layers = [self._array(self._staging["layer_rows"](target, layer), len(read)) for layer in self._layers]
+        layers = [
+            self._array(self._staging["layer_rows"](target, layer), len(read))
+            for layer in self._layers
+        ]
         rows = np.concatenate(layers, axis=1)
         rows[[p - 1 for p in unseen]] = 0
         context = self._context(self._drafter, target)
@@ -129,7 +155,9 @@ class Reference:
         tokens: list[int] = []
         at = len(fused) - 1
         for position in range(len(fused), len(fused) + most):
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, at), shape=(tiny_gguf.VOCAB,))
+            logits = np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits_ith(context, at), shape=(tiny_gguf.VOCAB,)
+            )
             tokens.append(int(logits.argmax()))
             hidden = self._array(self._staging["rows"](context), at + 1)[at]
             self._run(context, [(tokens[-1], position, hidden)])
@@ -148,7 +176,9 @@ class Reference:
         tokens = [history[-1]]
         for _ in range(most):
             self._run(context, [(tokens[-1], at, row)])
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, 0), shape=(tiny_gguf.VOCAB,))
+            logits = np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits_ith(context, 0), shape=(tiny_gguf.VOCAB,)
+            )
             tokens.append(int(logits.argmax()))
             row = self._array(self._staging["rows"](context), 1)[0]
         llama_cpp.llama_free(context)
@@ -165,10 +195,13 @@ class Reference:
         llama_cpp.llama_set_causal_attn(context, False)
         self._run(context, [(None, i, row) for i, row in enumerate(rows)])
         masks = [tiny_gguf.VOCAB - 1] * (self._block - 1)
-        self._run(context, [(token, len(rows) + i, None) for i, token in enumerate([history[-1], *masks])])
+        self._run(
+            context, [(token, len(rows) + i, None) for i, token in enumerate([history[-1], *masks])]
+        )
         vocab = (tiny_gguf.VOCAB,)
         logits = [
-            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), shape=vocab) for i in range(self._block)
+            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), shape=vocab)
+            for i in range(self._block)
         ]
         return np.stack(logits).astype(np.float64)
 
@@ -216,7 +249,14 @@ def pair(
 
 
 def load(model: Path, drafter: Path | str, **more: object) -> Backend:
-    spec = {"n_ctx": 512, "n_seq_max": 4, "n_batch": 128, "n_threads": 1, "drafter": str(drafter), **more}
+    spec = {
+        "n_ctx": 512,
+        "n_seq_max": 4,
+        "n_batch": 128,
+        "n_threads": 1,
+        "drafter": str(drafter),
+        **more,
+    }
     return backend_type.load(LoadSpec(str(model), **spec))  # type: ignore[arg-type]
 
 
@@ -238,7 +278,9 @@ class Lines:
         self.step([sequence])
 
     def step(self, sequences: list[int]) -> None:
-        chunks = [Chunk(s, words(self.rng, self.rng.choice([1, 1, 2, 5, 37])), 0) for s in sequences]
+        chunks = [
+            Chunk(s, words(self.rng, self.rng.choice([1, 1, 2, 5, 37])), 0) for s in sequences
+        ]
         self.backend.step(chunks)
         for chunk in chunks:
             self.held[chunk.sequence] += chunk.tokens
@@ -246,7 +288,9 @@ class Lines:
     def verify(self) -> None:
         """Draft, verify, keep some."""
         newest = {s: self.rng.randrange(3, 500) for s in self.held}
-        drafts = dict(zip(newest, self.backend.draft([(s, t, MOST) for s, t in newest.items()]), strict=True))
+        drafts = dict(
+            zip(newest, self.backend.draft([(s, t, MOST) for s, t in newest.items()]), strict=True)
+        )
         self.backend.step([Chunk(s, [t, *drafts[s]], 1) for s, t in newest.items()])
         for s, t in newest.items():
             self.held[s] += [t, *drafts[s][: self.rng.randint(0, len(drafts[s]))]]
@@ -280,7 +324,9 @@ class Lines:
         half = len(line) // 2 if self.backend.capabilities.segments else 0
         for start, stop in ((0, half), (half, len(line))):
             if start < stop:
-                self.backend.import_range(copy, self.backend.export_range(source, start, stop), start, stop)
+                self.backend.import_range(
+                    copy, self.backend.export_range(source, start, stop), start, stop
+                )
         self.held[copy], self.unseen[copy] = list(line), (*self.unseen[source], len(line))
 
     def drop(self) -> None:
@@ -293,7 +339,9 @@ class Lines:
 def failing(decode: Callable[[int, object], int], n_layers: int) -> Callable[[int, object], int]:
     """llama_decode that fails but for models of so many layers."""
     return lambda context, batch: (
-        decode(context, batch) if llama_cpp.llama_model_n_layer(llama_cpp.llama_get_model(context)) == n_layers else 1
+        decode(context, batch)
+        if llama_cpp.llama_model_n_layer(llama_cpp.llama_get_model(context)) == n_layers
+        else 1
     )
 
 
@@ -328,14 +376,26 @@ def test_after_any_history_they_guess_as_from_scratch(pair: tuple[Path, Path, Re
 
 
 @pytest.mark.parametrize("confidence", [False, True])
-def test_dsparks_heads_guess_what_numpy_computes(model: Path, tmp_path: Path, *, confidence: bool) -> None:
+def test_dsparks_heads_guess_what_numpy_computes(
+    model: Path, tmp_path: Path, *, confidence: bool
+) -> None:
     """Of the same random weights, without and with the heads: the writer draws theirs last."""
     base = tiny_drafters.write_dflash(tmp_path / "base.gguf", block=8)
-    path = tiny_drafters.write_dflash(tmp_path / "d.gguf", block=8, markov=True, confidence=confidence)
-    reference, backend, rng = Reference(model, base, 8, DSparkHeads(path)), load(model, path), random.Random(8)
+    path = tiny_drafters.write_dflash(
+        tmp_path / "d.gguf", block=8, markov=True, confidence=confidence
+    )
+    reference, backend, rng = (
+        Reference(model, base, 8, DSparkHeads(path)),
+        load(model, path),
+        random.Random(8),
+    )
     right, lengths = 0, set()
     for _ in range(12):
-        line, newest, sequence = words(rng, rng.randrange(3, 90)), rng.randrange(3, 500), backend.new_sequence()
+        line, newest, sequence = (
+            words(rng, rng.randrange(3, 90)),
+            rng.randrange(3, 500),
+            backend.new_sequence(),
+        )
         backend.step([Chunk(sequence, line, 0)])
         (guessed,) = backend.draft([(sequence, newest, 8)])
         right += guessed == reference.draft([*line, newest], 8)
@@ -374,7 +434,9 @@ def test_several_in_lockstep_guess_as_each_alone(model: Path, tmp_path: Path) ->
 
 def test_a_block_is_no_longer_than_it_was_trained(model: Path, tmp_path: Path) -> None:
     for block, markov, longest in ((4, False, 3), (16, False, 15), (4, True, 4)):
-        backend = load(model, tiny_drafters.write_dflash(tmp_path / "d.gguf", block=block, markov=markov))
+        backend = load(
+            model, tiny_drafters.write_dflash(tmp_path / "d.gguf", block=block, markov=markov)
+        )
         assert (backend.capabilities.drafts, backend.capabilities.draft_kind) == (longest, "dflash")
         sequence = backend.new_sequence()
         backend.step([Chunk(sequence, words(random.Random(1), 30), 0)])
@@ -385,7 +447,9 @@ def test_a_block_is_no_longer_than_it_was_trained(model: Path, tmp_path: Path) -
 def test_the_confidence_of_dspark_ends_a_draft(model: Path, tmp_path: Path) -> None:
     lengths = []
     for confidence in (False, True):
-        path = tiny_drafters.write_dflash(tmp_path / "d.gguf", block=8, markov=True, confidence=confidence)
+        path = tiny_drafters.write_dflash(
+            tmp_path / "d.gguf", block=8, markov=True, confidence=confidence
+        )
         backend, rng = load(model, path), random.Random(1)
         sequence = backend.new_sequence()
         backend.step([Chunk(sequence, words(rng, 30), 0)])
@@ -397,9 +461,14 @@ def test_the_confidence_of_dspark_ends_a_draft(model: Path, tmp_path: Path) -> N
 def test_it_is_counted_and_told_apart(model: Path, tmp_path: Path) -> None:
     drafter = tiny_drafters.write_eagle3(tmp_path / "e.gguf")
     other = tiny_drafters.write_eagle3(tmp_path / "e2.gguf", seed=2)
-    plain = backend_type.load(LoadSpec(str(model), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1))
+    plain = backend_type.load(
+        LoadSpec(str(model), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1)
+    )
     on, second = load(model, drafter), load(model, other)
-    assert on.memory().weights_bytes > plain.memory().weights_bytes + 0.9 * drafter.stat().st_size * 0.9
+    assert (
+        on.memory().weights_bytes
+        > plain.memory().weights_bytes + 0.9 * drafter.stat().st_size * 0.9
+    )
     assert on.memory().kv_bytes > plain.memory().kv_bytes
     assert len({b.info.fingerprint for b in (plain, on, second)}) == 3
     for b in (plain, on, second):
@@ -418,14 +487,27 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     refused(tmp_path / "absent.gguf", "no file")
     refused(model, "it is a llama model and no drafter")
     refused(eagle3(tmp_path / "a.gguf", width=96), "layers are 96 wide, and this one's are 64")
-    refused(eagle3(tmp_path / "b.gguf", layers=(0, 1, 7)), "reads the layers 0, 1, 7, and this model has 3")
+    refused(
+        eagle3(tmp_path / "b.gguf", layers=(0, 1, 7)),
+        "reads the layers 0, 1, 7, and this model has 3",
+    )
     refused(eagle3(tmp_path / "c.gguf", layers=(0, 1, 3)), "behind the last layer")
     refused(eagle3(tmp_path / "d.gguf", without="blk.0.attn_norm_2"), "can't load")
     refused(dflash(tmp_path / "e.gguf", block=1), "block of 1")
     refused(dflash(tmp_path / "f.gguf", layers=(0, 9)), "reads the layers 0, 9")
-    gemma, assistant = tiny_drafters.write_gemma4(tmp_path / "gemma4.gguf"), tiny_drafters.write_assistant
-    refused(assistant(tmp_path / "g.gguf"), "reads the KV of a Gemma 4 model, and this is a 'llama' model")
-    refused(assistant(tmp_path / "h.gguf", width=96), "made for a model 96 wide, and this one is 64", gemma)
+    gemma, assistant = (
+        tiny_drafters.write_gemma4(tmp_path / "gemma4.gguf"),
+        tiny_drafters.write_assistant,
+    )
+    refused(
+        assistant(tmp_path / "g.gguf"),
+        "reads the KV of a Gemma 4 model, and this is a 'llama' model",
+    )
+    refused(
+        assistant(tmp_path / "h.gguf", width=96),
+        "made for a model 96 wide, and this one is 64",
+        gemma,
+    )
     refused(assistant(tmp_path / "i.gguf", window=16), "another window", gemma)
     refused(good, "'gemma3' models", tiny_gguf.write_sliding(tmp_path / "sliding.gguf"))
     cut = tmp_path / "cut.gguf"
@@ -434,14 +516,23 @@ def test_what_does_not_fit_is_refused_with_the_reason(
     foreign = good.read_bytes().replace("▁w300".encode(), "▁x300".encode())
     (tmp_path / "foreign.gguf").write_bytes(foreign)
     refused(tmp_path / "foreign.gguf", "its token 300 is")
-    monkeypatch.setitem(heads.SYMBOLS, "layer_rows", ("?llama_get_embeddings_layer_inp@@YA", None, []))
+    monkeypatch.setitem(
+        heads.SYMBOLS, "layer_rows", ("?llama_get_embeddings_layer_inp@@YA", None, [])
+    )
     refused(good, "does not export")
 
 
-def test_one_that_loses_its_place_harms_nobody(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for drafter in (tiny_drafters.write_eagle3(tmp_path / "e.gguf"), tiny_drafters.write_dflash(tmp_path / "d.gguf")):
+def test_one_that_loses_its_place_harms_nobody(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for drafter in (
+        tiny_drafters.write_eagle3(tmp_path / "e.gguf"),
+        tiny_drafters.write_dflash(tmp_path / "d.gguf"),
+    ):
         backend, rng = load(model, drafter), random.Random(5)
-        plain = backend_type.load(LoadSpec(str(model), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1))
+        plain = backend_type.load(
+            LoadSpec(str(model), n_ctx=512, n_seq_max=4, n_batch=128, n_threads=1)
+        )
         sequence, line, more = backend.new_sequence(), words(rng, 40), words(rng, 50)
         with monkeypatch.context() as patch:
             # Every one of its sweeps fails.
@@ -453,7 +544,9 @@ def test_one_that_loses_its_place_harms_nobody(model: Path, tmp_path: Path, monk
         plain.step([Chunk(check, line)])
         expected = plain.step([Chunk(check, more, 3)]).logits(0)
         np.testing.assert_allclose(got, expected, atol=0.02 * float(expected.std()))
-        assert any(backend.draft([(sequence, t, MOST)])[0] for t in range(5, 25)), "what was read since is enough"
+        assert any(backend.draft([(sequence, t, MOST)])[0] for t in range(5, 25)), (
+            "what was read since is enough"
+        )
         for b in (backend, plain):
             with pytest.raises(BackendFailure):
                 b.import_range(sequence, b"nothing", 0, 1)

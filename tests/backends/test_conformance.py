@@ -1,4 +1,5 @@
-"""What makes something a backend: the contract, run against every backend and every memory shape we can build."""
+"""What makes something a backend: the contract, run against every backend and every memory shape we
+can build."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ SHAPES: dict[str, Callable[[Path], Path] | None] = {
     "llamacpp-mtp+mtp": tiny_mtp.write_mtp,
     "llamacpp-sliding+mtp": tiny_mtp.write_sliding_mtp,
     "llamacpp-hybrid+mtp+rewind": tiny_mtp.write_hybrid_mtp,
-    **{f"mlx-{name}": write for name, write in tiny_mlx.SHAPES.items() if not name.startswith("mtp")},
+    **{
+        f"mlx-{name}": write
+        for name, write in tiny_mlx.SHAPES.items()
+        if not name.startswith("mtp")
+    },
     "mlx-llama+q8_0": tiny_mlx.write_llama,
     "mlx-llama+q4_0": tiny_mlx.write_llama,
     "mlx-hybrid+rewind": tiny_mlx.write_hybrid,
@@ -58,7 +63,10 @@ NO_MLX = mlx.available()
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=[pytest.mark.mlx, pytest.mark.skipif(NO_MLX is not None, reason=str(NO_MLX))])
+        pytest.param(
+            name,
+            marks=[pytest.mark.mlx, pytest.mark.skipif(NO_MLX is not None, reason=str(NO_MLX))],
+        )
         if name.startswith("mlx-")
         else name
         for name in SHAPES
@@ -74,19 +82,25 @@ def backend(
     if request.param.startswith("mlx-"):
         name, _, setting = request.param.removeprefix("mlx-").partition("+")
         path = checkpoint(name)
-        made = mlx.load(LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting]))
+        made = mlx.load(
+            LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting])
+        )
     elif write is None:
         shape = request.param.removeprefix("scripted").removeprefix("-")
         made = {
             "": lambda: ScriptedBackend(n_ctx=N_CTX),
-            "bounded": lambda: ScriptedBackend(n_ctx=N_CTX, rewind="bounded", rewind_tokens=16, segments=False),
+            "bounded": lambda: ScriptedBackend(
+                n_ctx=N_CTX, rewind="bounded", rewind_tokens=16, segments=False
+            ),
             "recurrent": lambda: ScriptedBackend(n_ctx=N_CTX, rewind="none", segments=False),
             "states": lambda: ScriptedBackend(n_ctx=N_CTX, rewind="none", states=True),
         }[shape]()
     else:
         path = write(tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf")
         _, _, setting = request.param.partition("+")
-        made = llamacpp.load(LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting]))
+        made = llamacpp.load(
+            LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting])
+        )
     yield made
     made.check_integrity()
     made.close()
@@ -151,7 +165,12 @@ def test_the_state_of_another_place_is_refused(backend: Backend) -> None:
     feed(backend, source, line(40))
     state = backend.export_state(source)
     feed(backend, source, line(9, 5))
-    for bad, n_tokens in ((state, 45), (b"", 40), (b"not a state at all, but long enough", 40), (state[:-9], 40)):
+    for bad, n_tokens in (
+        (state, 45),
+        (b"", 40),
+        (b"not a state at all, but long enough", 40),
+        (state[:-9], 40),
+    ):
         with pytest.raises(BackendFailure):
             backend.fork_state(source, bad, n_tokens)
     backend.fork_state(source, state, 40)
@@ -163,7 +182,9 @@ def test_llama_cpp_keeps_state_apart(name: str, tmp_path: Path) -> None:
     """Else every snapshot is of everything: this build writes sequences in another way."""
     write = SHAPES[name]
     assert write is not None
-    loaded = llamacpp.load(LoadSpec(str(write(tmp_path / "tiny.gguf")), n_ctx=N_CTX, n_seq_max=4, n_batch=32))
+    loaded = llamacpp.load(
+        LoadSpec(str(write(tmp_path / "tiny.gguf")), n_ctx=N_CTX, n_seq_max=4, n_batch=32)
+    )
     assert loaded.capabilities.states
     loaded.close()
 

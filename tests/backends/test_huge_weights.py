@@ -1,4 +1,5 @@
-"""Weights that llama.cpp reads in the mapped file move into huge pages: the same bytes at the same addresses."""
+"""Weights that llama.cpp reads in the mapped file move into huge pages: the same bytes at the same
+addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ HUGE_BYTES = 2 * 2**20
 FILE_BYTES = 24 * 2**20
 AMPLE = 10**12
 
-needs_huge_pages = pytest.mark.skipif(huge_page_bytes() != HUGE_BYTES, reason="this system has no huge pages of 2 MiB")
+needs_huge_pages = pytest.mark.skipif(
+    huge_page_bytes() != HUGE_BYTES, reason="this system has no huge pages of 2 MiB"
+)
 
 
 def system(root: Path, enabled: str, n_bytes: str = "2097152\n") -> Path:
@@ -35,7 +38,8 @@ def system(root: Path, enabled: str, n_bytes: str = "2097152\n") -> Path:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or mmap.PAGESIZE != 4096, reason="huge pages are asked of Linux with pages of 4 KiB"
+    sys.platform != "linux" or mmap.PAGESIZE != 4096,
+    reason="huge pages are asked of Linux with pages of 4 KiB",
 )
 @pytest.mark.parametrize(
     ("enabled", "expected"),
@@ -45,7 +49,9 @@ def system(root: Path, enabled: str, n_bytes: str = "2097152\n") -> Path:
         ("always madvise [never]\n", 0),
     ],
 )
-def test_a_system_says_whether_it_gives_huge_pages(tmp_path: Path, enabled: str, expected: int) -> None:
+def test_a_system_says_whether_it_gives_huge_pages(
+    tmp_path: Path, enabled: str, expected: int
+) -> None:
     assert huge_page_bytes(system(tmp_path, enabled)) == expected
 
 
@@ -56,7 +62,8 @@ def test_a_system_without_them_moves_nothing(tmp_path: Path) -> None:
 
 @contextmanager
 def mapped(path: Path, *, read: bool) -> Iterator[np.ndarray]:
-    """A file of random bytes as llama.cpp maps one: shared, for reading, its pages mapped in where `read`."""
+    """A file of random bytes as llama.cpp maps one: shared, for reading, its pages mapped in where
+    `read`."""
     path.write_bytes(np.random.default_rng(0).bytes(FILE_BYTES))
     with path.open("rb") as f:
         view = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)
@@ -141,9 +148,11 @@ def test_who_reads_meanwhile_notices_nothing(tmp_path: Path) -> None:
 
 @needs_huge_pages
 def test_a_model_whose_weights_moved_while_its_engine_idled_says_the_same(smollm2: Path) -> None:
-    """SmolLM2 in Q4_1, which no processor's kernels want laid out anew: nearly all of the file moves. (What a device
-    computes with lies there.)"""
-    backend = backend_type.load(LoadSpec(str(smollm2), n_ctx=512, placement=Placement(gpu_layers=0)))
+    """SmolLM2 in Q4_1, which no processor's kernels want laid out anew: nearly all of the file
+    moves. (What a device computes with lies there.)"""
+    backend = backend_type.load(
+        LoadSpec(str(smollm2), n_ctx=512, placement=Placement(gpu_layers=0))
+    )
 
     def logits() -> np.ndarray:
         sequence = backend.new_sequence()

@@ -1,5 +1,5 @@
-"""Embedding models through real llama.cpp: rows of length 1 that do not depend on what else is in the batch, but for
-the 16-bit rounding of flash attention (2e-4 at most was seen)."""
+"""Embedding models through real llama.cpp: rows of length 1 that do not depend on what else is in
+the batch, but for the 16-bit rounding of flash attention (2e-4 at most was seen)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,13 @@ def test_texts_get_the_marks_the_model_wants(embedder: LlamaCppEmbedder) -> None
     assert embedder.detokenize(tokens[1:-1]).strip() == "ab"
 
 
-def test_a_row_has_length_one_and_does_not_depend_on_its_neighbours(embedder: LlamaCppEmbedder) -> None:
-    texts = [embedder.tokenize(t) for t in ("hello", "a much longer text, with more words.", "x", "hello")]
+def test_a_row_has_length_one_and_does_not_depend_on_its_neighbours(
+    embedder: LlamaCppEmbedder,
+) -> None:
+    texts = [
+        embedder.tokenize(t)
+        for t in ("hello", "a much longer text, with more words.", "x", "hello")
+    ]
     together = embedder.embed(texts)
     assert together.shape == (4, E)
     assert np.allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-5)
@@ -63,7 +68,9 @@ def test_what_can_not_be_embedded_is_refused(embedder: LlamaCppEmbedder, tokens:
         embedder.embed([[5], tokens])
 
 
-def test_cls_pooling_is_the_files_own_and_others_differ(tmp_path: Path, embedder: LlamaCppEmbedder) -> None:
+def test_cls_pooling_is_the_files_own_and_others_differ(
+    tmp_path: Path, embedder: LlamaCppEmbedder
+) -> None:
     cls = load_embedder(str(write_bert(tmp_path / "cls.gguf", pooling=2)))
     try:
         assert cls.pooling == "cls"
@@ -73,7 +80,9 @@ def test_cls_pooling_is_the_files_own_and_others_differ(tmp_path: Path, embedder
         cls.close()
 
 
-def test_models_that_make_no_embeddings_are_refused_with_the_reason(tmp_path: Path, tiny_model: Path) -> None:
+def test_models_that_make_no_embeddings_are_refused_with_the_reason(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     with pytest.raises(LoadError, match="generates text"):
         load_embedder(str(tiny_model))
     with pytest.raises(LoadError, match="no file"):

@@ -1,4 +1,5 @@
-"""Steps of llama.cpp: over when they return, also where nobody asks for logits, and the first like every other."""
+"""Steps of llama.cpp: over when they return, also where nobody asks for logits, and the first like
+every other."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from models import tiny_gguf
 
 
 @pytest.mark.parametrize("outputs", [0, 1])
-def test_a_step_waits_for_its_device(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
+def test_a_step_waits_for_its_device(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, outputs: int
+) -> None:
     """Reading logits waits by itself; a GPU's queue takes a step without them in microseconds."""
     calls: list[str] = []
 
@@ -30,15 +33,20 @@ def test_a_step_waits_for_its_device(tiny_model: Path, monkeypatch: pytest.Monke
     sequence = backend.new_sequence()
     calls.clear()
     result = backend.step([Chunk(sequence, list(range(3, 43)), outputs)])
-    assert calls == ["llama_decode", *["llama_synchronize"] * (not outputs)], "with logits only their reader waits"
+    assert calls == ["llama_decode", *["llama_synchronize"] * (not outputs)], (
+        "with logits only their reader waits"
+    )
     result.logits(0)
     backend.close()
     assert calls == ["llama_decode", "llama_get_logits" if outputs else "llama_synchronize"]
 
 
 def test_the_first_step_of_a_mixture_asks_the_experts_that_its_router_chose(tmp_path: Path) -> None:
-    """llama.cpp's own warm-up asks all of them, and a step of the same shape that follows is computed as it was."""
-    backend = backend_type.load(LoadSpec(str(tiny_gguf.write_moe(tmp_path / "moe.gguf")), n_ctx=256, n_threads=1))
+    """llama.cpp's own warm-up asks all of them, and a step of the same shape that follows is
+    computed as it was."""
+    backend = backend_type.load(
+        LoadSpec(str(tiny_gguf.write_moe(tmp_path / "moe.gguf")), n_ctx=256, n_threads=1)
+    )
 
     def logits_of_one_token() -> np.ndarray[Any, Any]:
         sequence = backend.new_sequence()
@@ -58,7 +66,8 @@ def test_the_first_step_of_a_mixture_asks_the_experts_that_its_router_chose(tmp_
 def test_a_gpu_reads_several_micro_batches_in_a_step_and_takes_them_back(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As read one by one; of a step that was ended behind some of them nothing stays. (The processor stands in for a GPU.)"""
+    """As read one by one; of a step that was ended behind some of them nothing stays. (The
+    processor stands in for a GPU.)"""
     prompt = [3 + i * 7 % 250 for i in range(1500)]
     spec = LoadSpec(str(tiny_model), n_ctx=4096, n_threads=1)
     monkeypatch.setattr("localllm_backends.llamacpp.context.has_gpu", lambda: False)
@@ -68,14 +77,20 @@ def test_a_gpu_reads_several_micro_batches_in_a_step_and_takes_them_back(
     assert (narrow.info.n_batch, wide.info.n_batch) == (512, 2048)
     sequence = narrow.new_sequence()
     for start in range(0, len(prompt), 512):
-        right = narrow.step([Chunk(sequence, prompt[start : start + 512], outputs=1)]).logits(0)[-1].copy()
+        right = (
+            narrow.step([Chunk(sequence, prompt[start : start + 512], outputs=1)])
+            .logits(0)[-1]
+            .copy()
+        )
     sequence, decode = wide.new_sequence(), llama_cpp.llama_decode
     with monkeypatch.context() as patch:
         patch.setattr(llama_cpp, "llama_decode", lambda *args: decode(*args) or 2)
         with pytest.raises(InterruptedStepError):
             wide.step([Chunk(sequence, prompt, outputs=1)])
     assert wide.length(sequence) == 0
-    assert np.allclose(wide.step([Chunk(sequence, prompt, outputs=1)]).logits(0)[-1], right, atol=1e-3)
+    assert np.allclose(
+        wide.step([Chunk(sequence, prompt, outputs=1)]).logits(0)[-1], right, atol=1e-3
+    )
     wide.check_integrity()
     for backend in (narrow, wide):
         backend.close()

@@ -21,12 +21,15 @@ def test_the_program_tells_what_this_processors_cores_multiply() -> None:
         assert "stored" in layouts
         assert set(layouts) <= {"stored", "laid_out"}
         for rates in layouts.values():
-            # The slowest core that runs llama.cpp at all multiplies faster, the fastest thousand slower.
+            # The slowest core that runs llama.cpp at all multiplies faster, the fastest thousand
+            # slower.
             assert 1e7 < rates["token_flops_s"] < 1e15
             assert 1e8 < rates["prompt_flops_s"] < 1e15
             assert 1e8 < rates["experts_flops_s"] < 1e15
     # A token of 16 bits a weight is bound by memory, of 4 bits by it or by arithmetic.
-    by_type = {name: layouts["stored"]["token_flops_s"] for name, layouts in answer["rates"].items()}
+    by_type = {
+        name: layouts["stored"]["token_flops_s"] for name, layouts in answer["rates"].items()
+    }
     assert by_type["F16"] < 1.5 * by_type["Q4_K"]
     assert answer["threads"] == usable_cores()
     assert answer["cpu_s"] > 0

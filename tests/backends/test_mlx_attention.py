@@ -1,4 +1,5 @@
-"""MLX memory shows every new token exactly the tokens it may attend to, whatever was written, cut or moved before."""
+"""MLX memory shows every new token exactly the tokens it may attend to, whatever was written, cut
+or moved before."""
 
 from __future__ import annotations
 
@@ -31,11 +32,16 @@ def planes(tokens: list[float]) -> object:
     """Keys [1, heads, n, width] whose every element is the token's number."""
     import mlx.core as mx
 
-    return mx.array(np.broadcast_to(np.array(tokens, np.float32)[None, None, :, None], (1, HEADS, len(tokens), WIDTH)))
+    return mx.array(
+        np.broadcast_to(
+            np.array(tokens, np.float32)[None, None, :, None], (1, HEADS, len(tokens), WIDTH)
+        )
+    )
 
 
 def seen_by(keys: object, mask: object, n: int) -> list[list[float]]:
-    """The tokens each of the last `n` queries may attend to, read from one row's keys and its mask."""
+    """The tokens each of the last `n` queries may attend to, read from one row's keys and its
+    mask."""
     import mlx.core as mx
 
     held = np.array(keys)[0, 0, :, 0]
@@ -66,7 +72,9 @@ def write(line: object, numbers: list[float], window: int | None) -> list[list[f
 @settings(max_examples=examples(60))
 @given(
     window=st.sampled_from([None, 5, 40]),
-    moves=st.lists(st.tuples(st.sampled_from(["write", "cut", "fork"]), st.integers(1, 90)), max_size=25),
+    moves=st.lists(
+        st.tuples(st.sampled_from(["write", "cut", "fork"]), st.integers(1, 90)), max_size=25
+    ),
 )
 def test_a_line_shows_what_it_should(window: int | None, moves: list[tuple[str, int]]) -> None:
     from localllm_backends.mlx.attention import KvFormat, LineAttention
@@ -198,7 +206,9 @@ def test_layers_grow_in_different_steps() -> None:
             for leaf in line.leaves:
                 write(leaf, [1.0] * 32, None)
             line.length += 32
-        now = [a != b for a, b in zip(before, [leaf.slots for leaf in lines[0].leaves], strict=True)]
+        now = [
+            a != b for a, b in zip(before, [leaf.slots for leaf in lines[0].leaves], strict=True)
+        ]
         if before[0]:
             most, grown = max(most, sum(now)), grown + sum(now)
     assert most == 2
@@ -216,10 +226,16 @@ def test_layers_grow_in_different_steps() -> None:
     assert grown >= 8
 
 
-@given(st.lists(st.tuples(st.sampled_from(["write", "step", "cut", "fork"]), st.integers(1, 300)), max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["write", "step", "cut", "fork"]), st.integers(1, 300)),
+        max_size=8,
+    )
+)
 @settings(max_examples=examples(30))
 def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str, int]]) -> None:
-    """Blocks are copied into the buffers late: not after a cut, a fork or a step that must see them."""
+    """Blocks are copied into the buffers late: not after a cut, a fork or a step that must see
+    them."""
     import mlx.core as mx
 
     from localllm_backends.mlx.attention import KvFormat, LineAttention
@@ -249,7 +265,8 @@ def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str
 
 
 def test_many_blocks_are_copied_once() -> None:
-    """A stored prefix comes in blocks; growing the buffers for each would copy the first ones again and again."""
+    """A stored prefix comes in blocks; growing the buffers for each would copy the first ones again
+    and again."""
     import mlx.core as mx
 
     from localllm_backends.mlx.attention import KvFormat, LineAttention

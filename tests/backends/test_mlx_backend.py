@@ -1,4 +1,5 @@
-"""What MLX adds to the contract: steps started ahead, rows that come and go, rewound state, no leaks."""
+"""What MLX adds to the contract: steps started ahead, rows that come and go, rewound state, no
+leaks."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ pytestmark = [
 def test_a_chunk_at_great_depth_is_computed_in_pieces(
     load: Callable[..., Any], shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that no call holds more scores than there is memory for; whoever reads such a chunk sees nothing of it."""
+    """So that no call holds more scores than there is memory for; whoever reads such a chunk sees
+    nothing of it."""
     backend, judge = load(shape, n_batch=512), load(shape, n_batch=512)
     text = line(700)
     expected = alone(judge, text)
@@ -46,7 +48,7 @@ def test_a_chunk_at_great_depth_is_computed_in_pieces(
     assert_same(result.logits(0)[-1], expected)
 
 
-# --- one step ahead ----------------------------------------------------------------------------------------------
+# --- one step ahead -------------------------------------------------------------------------------
 
 
 class Calls:
@@ -112,7 +114,7 @@ def test_a_stream_that_ends_leaves_the_others_their_next_step(load: Callable[...
         assert int(alone(judge, text).argmax()) == best[i]
 
 
-# --- any history ----------------------------------------------------------------------------------------------------
+# --- any history ----------------------------------------------------------------------------------
 
 HISTORIES = {
     "llama": {},
@@ -129,9 +131,13 @@ HISTORIES = {
 def test_after_any_history_logits_are_those_of_the_tokens_held(
     load: Callable[..., Any], setting: str, moves: int
 ) -> None:
-    """Forks, cuts, drops, exports, mixed steps and steps started ahead, in random order, against plain computing."""
+    """Forks, cuts, drops, exports, mixed steps and steps started ahead, in random order, against
+    plain computing."""
     backend = load(setting.partition("+")[0], **HISTORIES[setting])
-    judge = load(setting.partition("+")[0], **{k: v for k, v in HISTORIES[setting].items() if k != "n_rewind"})
+    judge = load(
+        setting.partition("+")[0],
+        **{k: v for k, v in HISTORIES[setting].items() if k != "n_rewind"},
+    )
     rng = random.Random(setting)
     held: dict[int, list[int]] = {}
     guess: dict[int, int] = {}
@@ -169,13 +175,21 @@ def test_after_any_history_logits_are_those_of_the_tokens_held(
     assert backend.cells_free() == backend.info.n_ctx - sum(map(len, held.values()))
 
 
-def step(backend: Any, judge: Any, held: dict[int, list[int]], guess: dict[int, int], rng: random.Random) -> None:
+def step(
+    backend: Any, judge: Any, held: dict[int, list[int]], guess: dict[int, int], rng: random.Random
+) -> None:
     """One mixed step: some decode (greedily or not), some carry drafts, one may prefill."""
     chunks = []
     for sequence, tokens in held.items():
         kind = rng.random()
         if not tokens or kind < 0.1:
-            chunks.append(Chunk(sequence, line(rng.randint(1, 30), rng.randrange(10**6)), outputs=rng.choice([0, 1])))
+            chunks.append(
+                Chunk(
+                    sequence,
+                    line(rng.randint(1, 30), rng.randrange(10**6)),
+                    outputs=rng.choice([0, 1]),
+                )
+            )
         elif kind < 0.2:
             chunks.append(Chunk(sequence, line(rng.randint(2, 4), rng.randrange(10**6)), outputs=4))
         elif kind < 0.9:
@@ -210,7 +224,9 @@ def test_quantised_memory_is_smaller_and_near(load: Callable[..., Any]) -> None:
         assert backend.info.kv_type_k == kind
 
 
-def test_the_wired_limit_is_left_alone(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wired_limit_is_left_alone(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlx.core as mx
 
     def refuse(_: int) -> int:
@@ -242,10 +258,12 @@ def test_it_belongs_to_the_thread_that_loaded_it(load: Callable[..., Any]) -> No
     assert "thread" in str(seen[1])
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
-def test_memory_is_what_mlx_holds(load: Callable[..., Any], checkpoint: Callable[[str], Path]) -> None:
+def test_memory_is_what_mlx_holds(
+    load: Callable[..., Any], checkpoint: Callable[[str], Path]
+) -> None:
     import gc
 
     import mlx.core as mx
@@ -286,7 +304,10 @@ def test_hundreds_of_requests_leave_nothing_behind(load: Callable[..., Any], req
         for i in range(n):
             prompt = line(rng.choice([3, 30, 90]), rng.randrange(40))
             engine.submit(
-                request_for(str(i), prompt, max_tokens=rng.randint(1, 4), sampling=GREEDY, ignore_eos=True), prompt
+                request_for(
+                    str(i), prompt, max_tokens=rng.randint(1, 4), sampling=GREEDY, ignore_eos=True
+                ),
+                prompt,
             )
             engine.step()
             if rng.random() < 0.2:
@@ -312,11 +333,13 @@ def test_hundreds_of_requests_leave_nothing_behind(load: Callable[..., Any], req
     engine.check_integrity()
 
 
-# --- state apart from KV -----------------------------------------------------------------------------------------------
+# --- state apart from KV --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["sliding", "hybrid"])
-def test_a_state_is_as_large_behind_many_tokens_as_behind_few(load: Callable[..., Any], shape: str) -> None:
+def test_a_state_is_as_large_behind_many_tokens_as_behind_few(
+    load: Callable[..., Any], shape: str
+) -> None:
     """And the KV that is stored once, in pieces, is of the layers that keep every token."""
     backend = load(shape)
     sequence, _ = start(backend, line(200))

@@ -1,4 +1,5 @@
-"""What MLX can't do here is said: a missing compiler, settings it does not have, broken files, too little memory."""
+"""What MLX can't do here is said: a missing compiler, settings it does not have, broken files, too
+little memory."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_it_accepts_checkpoint_folders_and_their_weight_files(
         ({"kv_type_k": "bf16", "kv_type_v": "bf16"}, "f32"),
     ],
 )
-def test_what_mlx_has_no_setting_for_is_refused(load: Callable[..., Any], spec: dict[str, Any], said: str) -> None:
+def test_what_mlx_has_no_setting_for_is_refused(
+    load: Callable[..., Any], spec: dict[str, Any], said: str
+) -> None:
     with pytest.raises(LoadError, match=said):
         load(**spec)
 
@@ -72,7 +75,9 @@ def test_a_memory_that_cannot_be_quantised_says_so(load: Callable[..., Any], sha
         load(shape, kv_type_k="q8_0", kv_type_v="q8_0")
 
 
-def test_broken_checkpoints_are_load_errors(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_broken_checkpoints_are_load_errors(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     good = checkpoint("llama")
 
     def copy(name: str) -> Path:
@@ -100,12 +105,23 @@ def test_broken_checkpoints_are_load_errors(checkpoint: Callable[[str], Path], t
     (words / "tokenizer.json").write_text("{")
     nothing = copy("nothing")
     (nothing / "model.safetensors").unlink()
-    for folder in (cut, alien, code, shape, words, nothing, tmp_path / "absent", good / "config.json"):
+    for folder in (
+        cut,
+        alien,
+        code,
+        shape,
+        words,
+        nothing,
+        tmp_path / "absent",
+        good / "config.json",
+    ):
         with pytest.raises(LoadError):
             backend_type.load(LoadSpec(str(folder), n_ctx=128))
 
 
-def test_too_much_is_refused_before_it_is_loaded_with_both_figures(load: Callable[..., Any]) -> None:
+def test_too_much_is_refused_before_it_is_loaded_with_both_figures(
+    load: Callable[..., Any],
+) -> None:
     with pytest.raises(OutOfMemoryError, match=r"needs .* GB and .* GB can be used"):
         load(n_ctx=10**10)
 

@@ -1,7 +1,8 @@
-"""A model's own draft heads on MLX: however a sequence came to be, they guess what they would guess had they read it at once.
+"""A model's own draft heads on MLX: however a sequence came to be, they guess what they would guess
+had they read it at once.
 
-What they would guess is computed here apart from the product: the model and a model of the head's one layer as mlx-lm loads
-them, without caches, over the whole history.
+What they would guess is computed here apart from the product: the model and a model of the head's
+one layer as mlx-lm loads them, without caches, over the whole history.
 """
 
 from __future__ import annotations
@@ -40,13 +41,18 @@ class Reference:
         self._layer = getattr(layer, "language_model", layer).layers[0]
         prefix, *names = tiny_mlx.MTP_NAMES[family]
         held = mx.load(str(folder / "model-mtp.safetensors"))
-        weights = [held[f"{prefix.replace('mtp.layers.0.', 'mtp.')}{name}.weight"] for name in names]
+        weights = [
+            held[f"{prefix.replace('mtp.layers.0.', 'mtp.')}{name}.weight"] for name in names
+        ]
         self._first, self._second, self._norm, self._join = weights
         self._hidden_first = family == "mimo"
         self._eps = 1e-5 if family == "mimo" else 1e-6
 
-    def draft(self, history: list[int], most: int, unseen: frozenset[int] = frozenset()) -> list[int]:
-        """The head's best guesses behind `history`. `unseen`: positions whose hidden row before them is not known."""
+    def draft(
+        self, history: list[int], most: int, unseen: frozenset[int] = frozenset()
+    ) -> list[int]:
+        """The head's best guesses behind `history`. `unseen`: positions whose hidden row before
+        them is not known."""
         import mlx.core as mx
 
         hidden = self._model.model(mx.array([history[:-1]]))[0]
@@ -54,10 +60,13 @@ class Reference:
         rows = mx.concatenate([mx.zeros((1, hidden.shape[1])), hidden]) * mx.array(known)[:, None]
         tokens = list(history)
         for _ in range(most):
-            pair = [mx.fast.rms_norm(self._model.model.embed_tokens(mx.array(tokens)), self._norm_of(False), self._eps),
+            pair = [mx.fast.rms_norm(self._model.model.embed_tokens(mx.array(tokens)),
+                self._norm_of(False), self._eps),
                     mx.fast.rms_norm(rows, self._norm_of(True), self._eps)]  # fmt: skip
             x = mx.concatenate(pair[::-1] if self._hidden_first else pair, axis=-1) @ self._join.T
-            made = mx.fast.rms_norm(self._layer(x[None], "causal", None)[0, -1:], self._norm, self._eps)
+            made = mx.fast.rms_norm(
+                self._layer(x[None], "causal", None)[0, -1:], self._norm, self._eps
+            )
             tokens.append(int(mx.argmax(self._model.lm_head(made)[0])))
             rows = mx.concatenate([rows, made])
         return tokens[len(history) :]
@@ -81,7 +90,11 @@ class Line:
 
     def cut(self, n: int) -> Line:
         lost = {n} if 0 < n < self.read else set()
-        return Line(self.tokens[:n], min(n, self.read), frozenset({at for at in self.unseen if at <= n} | lost))
+        return Line(
+            self.tokens[:n],
+            min(n, self.read),
+            frozenset({at for at in self.unseen if at <= n} | lost),
+        )
 
 
 @pytest.fixture(scope="module", params=["mimo", "qwen"])
@@ -108,7 +121,9 @@ def words(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(3, 250) for _ in range(n)]
 
 
-def test_guesses_are_those_from_scratch_after_any_history(folder: Path, reference: Reference) -> None:
+def test_guesses_are_those_from_scratch_after_any_history(
+    folder: Path, reference: Reference
+) -> None:
     backends, rng = [load(folder), load(folder)], random.Random(1)
     # Where states are kept apart from the KV, a line is cut and forked with those taken there.
     stateful = backends[0].capabilities.states
@@ -135,7 +150,10 @@ def test_guesses_are_those_from_scratch_after_any_history(folder: Path, referenc
                 asked += 1
                 good += draft == expected[: len(draft)]
                 guessed += len(draft)
-            chunks_read = [Chunk(s, [n, *d], 1 + len(d)) for (_, s, _), n, d in zip(begun, newest, drafts, strict=True)]
+            chunks_read = [
+                Chunk(s, [n, *d], 1 + len(d))
+                for (_, s, _), n, d in zip(begun, newest, drafts, strict=True)
+            ]
             here.step(chunks_read)
             for (_, s, line), chunk in zip(begun, chunks_read, strict=True):
                 kept = 1 + rng.randrange(len(chunk.tokens))
@@ -211,7 +229,9 @@ def test_logits_are_those_of_the_model_without_heads(folder: Path) -> None:
     np.testing.assert_array_equal(*rows)
 
 
-def test_heads_that_fail_draft_on_and_harm_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_fail_draft_on_and_harm_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from localllm_backends.mlx.mtp import MtpModule
 
     backend, rng = load(folder), random.Random(4)
@@ -226,7 +246,9 @@ def test_heads_that_fail_draft_on_and_harm_nobody(folder: Path, monkeypatch: pyt
         assert backend.draft([(sequence, 5, MOST)]) == [[]]
     backend.step([Chunk(sequence, words(rng, 40))])
     firsts = range(5, 15)
-    assert any(backend.draft([(sequence, t, MOST)])[0] for t in firsts), "what was read since is enough to guess from"
+    assert any(backend.draft([(sequence, t, MOST)])[0] for t in firsts), (
+        "what was read since is enough to guess from"
+    )
     copy = backend.new_sequence()
     backend.import_range(copy, backend.export_range(sequence, 0, 80), 0, 80)
     if backend.capabilities.states:
@@ -237,7 +259,9 @@ def test_heads_that_fail_draft_on_and_harm_nobody(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("family", ["qwen", "qwen-moe"])
-def test_a_checkpoint_as_its_makers_publish_it_has_the_same_heads(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_as_its_makers_publish_it_has_the_same_heads(
+    family: str, tmp_path: Path
+) -> None:
     folder = tiny_mlx.write_mtp(tmp_path / "mlx", family)
     backends, tokens = (
         [load(folder), load(tiny_mlx.as_published(folder, tmp_path / "raw"))],
@@ -265,14 +289,21 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(tmp_path: Pat
         assert any(reason.split("'")[0] in note for note in left.info.metadata.values())
         left.close()
 
-    refused(tiny_mlx.write_llama(tmp_path / "llama"), "draft heads of 'llama' models can't run on MLX here")
+    refused(
+        tiny_mlx.write_llama(tmp_path / "llama"),
+        "draft heads of 'llama' models can't run on MLX here",
+    )
     without = tmp_path / "without"
     shutil.copytree(folder, without, ignore=shutil.ignore_patterns("head", "model-mtp*"))
     refused(without, "has no draft heads in its weights")
     held = mx.load(str(folder / "model-mtp.safetensors"))
     second = tmp_path / "second"
     shutil.copytree(folder, second, ignore=shutil.ignore_patterns("head"))
-    more = {name.replace("layers.0.", "layers.1."): value for name, value in held.items() if "layers.0." in name}
+    more = {
+        name.replace("layers.0.", "layers.1."): value
+        for name, value in held.items()
+        if "layers.0." in name
+    }
     mx.save_safetensors(str(second / "model-mtp2.safetensors"), more)
     refused(second, "several draft heads")
     cut = tmp_path / "cut"
@@ -285,7 +316,8 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(tmp_path: Pat
 
 
 def test_quantised_heads_are_read_as_they_are_stored(tmp_path: Path) -> None:
-    """The model in 8 bits and its head too, which then guesses what the whole one does, most of the time."""
+    """The model in 8 bits and its head too, which then guesses what the whole one does, most of the
+    time."""
     import mlx.core as mx
 
     folder = tiny_mlx.write_mtp(tmp_path / "whole", likeness=0.3)
@@ -296,13 +328,18 @@ def test_quantised_heads_are_read_as_they_are_stored(tmp_path: Path) -> None:
         for name, value in mx.load(str(file)).items():
             if value.ndim == 2:
                 parts = mx.quantize(value, group_size=32, bits=8)
-                names = (name, *(name.removesuffix("weight") + kind for kind in ("scales", "biases")))
+                names = (
+                    name,
+                    *(name.removesuffix("weight") + kind for kind in ("scales", "biases")),
+                )
                 packed |= dict(zip(names, parts, strict=True))
             else:
                 packed[name] = value
         mx.save_safetensors(str(small / file.name), packed, {"format": "mlx"})
     config = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 32, "bits": 8}}))
+    (small / "config.json").write_text(
+        json.dumps({**config, "quantization": {"group_size": 32, "bits": 8}})
+    )
     tokens, firsts = words(random.Random(6), 50), []
     make: Callable[[Path], Backend] = load
     for path in (folder, small):

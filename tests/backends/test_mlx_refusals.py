@@ -1,4 +1,5 @@
-"""What an MLX backend refuses, and what is left as it was where a step fails: tokens, forks, blocks from elsewhere."""
+"""What an MLX backend refuses, and what is left as it was where a step fails: tokens, forks, blocks
+from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backends.mlx_lines import alone, assert_same, line, start
-from localllm_backends.contract import BackendFailure, Chunk, NoCellsError, OutOfMemoryError, StepError
+from localllm_backends.contract import (
+    BackendFailure,
+    Chunk,
+    NoCellsError,
+    OutOfMemoryError,
+    StepError,
+)
 from localllm_backends.mlx import backend_type
 from support.examples import examples
 
@@ -20,11 +27,12 @@ pytestmark = [
 ]
 
 
-# --- failing --------------------------------------------------------------------------------------------------------
+# --- failing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("message", "kind"), [("a kernel broke", StepError), ("[malloc] Unable to allocate 9 bytes", OutOfMemoryError)]
+    ("message", "kind"),
+    [("a kernel broke", StepError), ("[malloc] Unable to allocate 9 bytes", OutOfMemoryError)],
 )
 def test_a_failed_step_appends_nothing_and_costs_only_its_own_sequences(
     load: Callable[..., Any], message: str, kind: type[Exception]
@@ -81,7 +89,9 @@ def test_a_failure_while_computing_appends_nothing_either(
 
 
 @pytest.mark.parametrize("tokens", [[-1], [512], [5, 10**9]])
-def test_a_token_outside_the_vocabulary_is_refused(load: Callable[..., Any], tokens: list[int]) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(
+    load: Callable[..., Any], tokens: list[int]
+) -> None:
     backend = load()
     sequence = backend.new_sequence()
     with pytest.raises(BackendFailure, match="vocabulary"):
@@ -100,7 +110,7 @@ def test_a_fork_takes_its_cells_at_once(load: Callable[..., Any]) -> None:
     assert backend.cells_free() == 40
 
 
-# --- bytes from elsewhere -------------------------------------------------------------------------------------------
+# --- bytes from elsewhere -------------------------------------------------------------------------
 
 
 def test_blocks_of_another_model_or_type_are_refused(load: Callable[..., Any]) -> None:

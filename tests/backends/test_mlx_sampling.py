@@ -1,4 +1,5 @@
-"""Tokens sampled on the device are the tokens our own sampler chooses, and the step behind them is begun before they are seen."""
+"""Tokens sampled on the device are the tokens our own sampler chooses, and the step behind them is
+begun before they are seen."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import run
-from engine.sampling_reference import KINDS, after_penalties, interval_faults, probabilities, rows_like_models
+from engine.sampling_reference import (
+    KINDS,
+    after_penalties,
+    interval_faults,
+    probabilities,
+    rows_like_models,
+)
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request, Sampling, Text
@@ -27,20 +34,32 @@ from models import tiny_mlx
 from support.examples import examples
 from support.until import until
 
-pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available())),
+]
 
 
 # Of single precision: shares and sums of shares err by less.
 NEAR = 1e-4
 
 
-def faults(row: np.ndarray, sampling: Sampling, drawn: list[tuple[float, int]], **changes: Any) -> list[str]:
-    """What contradicts the definition in double precision: of all that single precision may make of where top_p and min_p end."""
+def faults(
+    row: np.ndarray, sampling: Sampling, drawn: list[tuple[float, int]], **changes: Any
+) -> list[str]:
+    """What contradicts the definition in double precision: of all that single precision may make of
+    where top_p and min_p end."""
     best: list[str] | None = None
     for by in (0.0, -NEAR / 10, NEAR / 10):
-        near = replace(sampling, top_p=min(1.0, sampling.top_p + by), min_p=max(0.0, sampling.min_p * (1 + 10 * by)))
+        near = replace(
+            sampling,
+            top_p=min(1.0, sampling.top_p + by),
+            min_p=max(0.0, sampling.min_p * (1 + 10 * by)),
+        )
         near = sampling if sampling.top_p >= 1.0 and not sampling.min_p else near
-        found = interval_faults(drawn, probabilities(after_penalties(row, near, **changes), near), NEAR)
+        found = interval_faults(
+            drawn, probabilities(after_penalties(row, near, **changes), near), NEAR
+        )
         best = found if best is None or len(found) < len(best) else best
     return best or []
 
@@ -86,7 +105,11 @@ def sampler_of(sampling: Sampling, grammar: Grammar | None, never: tuple[int, ..
 
 @settings(max_examples=examples(60))
 @given(
-    st.lists(st.tuples(samplings, st.sampled_from(KINDS), st.booleans(), st.booleans()), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(samplings, st.sampled_from(KINDS), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=3,
+    ),
     st.sampled_from([6, 301, 5_001]),
     st.integers(0, 2**32),
     st.lists(st.integers(-5, 9), max_size=90),
@@ -94,7 +117,8 @@ def sampler_of(sampling: Sampling, grammar: Grammar | None, never: tuple[int, ..
 def test_what_is_drawn_follows_the_definition(
     streams: list[tuple[Sampling, str, bool, bool]], n_vocab: int, seed: int, history: list[int]
 ) -> None:
-    """Rows of several requests with stages of their own, each at 30 uniforms: a token has one interval, as long as it is probable."""
+    """Rows of several requests with stages of their own, each at 30 uniforms: a token has one
+    interval, as long as it is probable."""
     import mlx.core as mx
 
     from localllm_backends.mlx.sampling import UNSURE, sample
@@ -106,7 +130,9 @@ def test_what_is_drawn_follows_the_definition(
     for row, (sampling, _, schema, ban) in zip(rows, streams, strict=True):
         # Two of the better tokens are banned.
         never = tuple(int(t) for t in np.argsort(row)[-2:]) if ban else ()
-        spec = sampler_of(sampling, Grammar(3, n_vocab) if schema else None, never).sample_spec(history)
+        spec = sampler_of(sampling, Grammar(3, n_vocab) if schema else None, never).sample_spec(
+            history
+        )
         if spec is not None:
             asked += [replace(spec, uniform=u) for u in uniforms]
             given_rows += [row] * len(uniforms)
@@ -114,7 +140,9 @@ def test_what_is_drawn_follows_the_definition(
         return
     device_rows = mx.array(np.stack(given_rows))
     found = iter(sample(device_rows, asked).on_host())
-    assert np.array_equal(np.array(device_rows), np.stack(given_rows), equal_nan=True), "the logits stay as they are"
+    assert np.array_equal(np.array(device_rows), np.stack(given_rows), equal_nan=True), (
+        "the logits stay as they are"
+    )
     for row, (sampling, kind, schema, ban) in zip(rows, streams, strict=True):
         never = tuple(int(t) for t in np.argsort(row)[-2:]) if ban else ()
         grammar = Grammar(3, n_vocab) if schema else None
@@ -123,9 +151,13 @@ def test_what_is_drawn_follows_the_definition(
         drawn = [(float(u), next(found)) for u in uniforms]
         if any(token == UNSURE for _, token in drawn):
             wide = n_vocab > 512 and sampling.top_p < 1 and not 0 < sampling.top_k < n_vocab
-            changed = after_penalties(row, sampling, history, spell=spell, allowed=grammar and grammar.tokens)
+            changed = after_penalties(
+                row, sampling, history, spell=spell, allowed=grammar and grammar.tokens
+            )
             changed[list(never)] = -np.inf
-            assert wide or not np.isfinite(changed).any() or kind in ("nan", "infinite"), "it could have told"
+            assert wide or not np.isfinite(changed).any() or kind in ("nan", "infinite"), (
+                "it could have told"
+            )
             continue
         changes: dict[str, Any] = {"history": history, "spell": spell, "banned": never}
         changes["allowed"] = None if grammar is None else grammar.tokens
@@ -138,7 +170,11 @@ def test_what_is_drawn_follows_the_definition(
 
 
 @settings(max_examples=examples(40))
-@given(st.lists(samplings, min_size=1, max_size=3), st.lists(st.integers(0, 9), max_size=20), st.integers(0, 2**32))
+@given(
+    st.lists(samplings, min_size=1, max_size=3),
+    st.lists(st.integers(0, 9), max_size=20),
+    st.integers(0, 2**32),
+)
 def test_what_is_drawn_behind_a_token_nobody_has_seen_is_what_would_be_drawn_once_it_is_seen(
     streams: list[Sampling], history: list[int], seed: int
 ) -> None:
@@ -179,7 +215,8 @@ def test_draws_follow_the_distribution() -> None:
     for sampling in (Sampling(), Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)):
         n = 3_000
         asked = [
-            SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u) for u in rng.random(n)
+            SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u)
+            for u in rng.random(n)
         ]
         found = np.array(sample(mx.array(np.tile(row, (n, 1))), asked).on_host())
         assert UNSURE not in found
@@ -227,7 +264,7 @@ def test_a_draw_takes_few_kernels(filters: str, changes: str, tmp_path: Path) ->
     assert 0 < len([n for n in names if n not in VIEWS]) <= 45
 
 
-# --- served ------------------------------------------------------------------------------------------------------------
+# --- served ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +298,11 @@ def engines(folder: Callable[[str], Path]) -> Iterator[Callable[..., tuple[Engin
     def opened_on(shape: str, *, samples: bool = True) -> tuple[Engine, Calls]:
         backend = mlx.load(LoadSpec(str(folder(shape)), n_ctx=1024, n_seq_max=4, n_batch=64))
         backend.capabilities = replace(backend.capabilities, samples=samples)
-        opened.append(Engine(backend, EngineSettings(headroom_bytes=0, make_constraint=GrammarCompiler(backend))))
+        opened.append(
+            Engine(
+                backend, EngineSettings(headroom_bytes=0, make_constraint=GrammarCompiler(backend))
+            )
+        )
         return opened[-1], Calls(backend)
 
     yield opened_on
@@ -272,7 +313,13 @@ def engines(folder: Callable[[str], Path]) -> Iterator[Callable[..., tuple[Engin
 def asked(name: str, sampling: Sampling, n_tokens: int = 40, **more: Any) -> Request:
     prompt = [7 + (i * 31 + len(name) * 7) % 200 for i in range(30)]
     grammar = more.pop("grammar", None)
-    return Request(name, prompt, Generation(sampling, n_tokens, ignore_eos=True, **more), grammar=grammar, draft="off")
+    return Request(
+        name,
+        prompt,
+        Generation(sampling, n_tokens, ignore_eos=True, **more),
+        grammar=grammar,
+        draft="off",
+    )
 
 
 def tokens_of(engine: Engine, *requests: Request) -> dict[str, list[int]]:
@@ -332,8 +379,14 @@ MIXES = {
         asked("a", replace(HOT, seed=1, repeat_penalty=1.3)),
         asked("bb", replace(GREEDY, presence_penalty=0.5)),
     ],
-    "bias": [asked("a", replace(HOT, seed=1, logit_bias={5: 3.0}, dry_multiplier=0.8)), asked("bb", GREEDY)],
-    "schema": [asked("a", replace(HOT, seed=1), grammar=("regex", "[a-z]{90,99}")), asked("bb", replace(HOT, seed=2))],
+    "bias": [
+        asked("a", replace(HOT, seed=1, logit_bias={5: 3.0}, dry_multiplier=0.8)),
+        asked("bb", GREEDY),
+    ],
+    "schema": [
+        asked("a", replace(HOT, seed=1), grammar=("regex", "[a-z]{90,99}")),
+        asked("bb", replace(HOT, seed=2)),
+    ],
     "schema alone": [asked("a", replace(GREEDY), grammar=("regex", "[a-z]{90,99}"))],
     "logprobs": [asked("a", replace(HOT, seed=1), logprobs=2), asked("bb", GREEDY, logprobs=0)],
     "all": [
@@ -348,7 +401,10 @@ MIXES = {
 @pytest.mark.parametrize("shape", ["llama", "hybrid"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_step_is_submitted_once_whatever_is_asked(
-    engines: Callable[..., tuple[Engine, Calls]], mix: str, shape: str, monkeypatch: pytest.MonkeyPatch
+    engines: Callable[..., tuple[Engine, Calls]],
+    mix: str,
+    shape: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the next one's model call in it, for whoever stands beside whom."""
     import mlx.core as mx
@@ -360,7 +416,9 @@ def test_a_step_is_submitted_once_whatever_is_asked(
 
     def decode() -> bool:
         engine.step()
-        return len(running) == len(MIXES[mix]) and all(job.n_generated > 3 for job in running.values())
+        return len(running) == len(MIXES[mix]) and all(
+            job.n_generated > 3 for job in running.values()
+        )
 
     until(decode, "all of them decode")
     submitted, submit = [], mx.async_eval
@@ -368,13 +426,18 @@ def test_a_step_is_submitted_once_whatever_is_asked(
     calls.n, before = 0, {job.id: job.n_generated for job in running.values()}
     for _ in range(12):
         engine.step()
-    assert {job.id: job.n_generated - before[job.id] for job in running.values()} == dict.fromkeys(before, 12)
+    assert {job.id: job.n_generated - before[job.id] for job in running.values()} == dict.fromkeys(
+        before, 12
+    )
     assert (len(submitted), calls.n) == (12, 12)
     engine.check_integrity()
 
 
-def test_all_kinds_of_requests_run_beside_each_other(engines: Callable[..., tuple[Engine, Calls]]) -> None:
-    """Sampled there, greedy, penalised and with log-probabilities: each as if it were sampled here."""
+def test_all_kinds_of_requests_run_beside_each_other(
+    engines: Callable[..., tuple[Engine, Calls]],
+) -> None:
+    """Sampled there, greedy, penalised and with log-probabilities: each as if it were sampled
+    here."""
     kinds = [
         asked("a", replace(HOT, seed=1), 20),
         asked("bb", Sampling(temperature=0.0), 8),
@@ -386,8 +449,11 @@ def test_all_kinds_of_requests_run_beside_each_other(engines: Callable[..., tupl
     assert tokens_of(there, *kinds) == tokens_of(here, *kinds)
 
 
-def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(engines: Callable[..., tuple[Engine, Calls]]) -> None:
-    """A step begun ahead for one that stops, or beside one whose tokens a grammar chooses, changes nobody's tokens."""
+def test_a_stop_string_and_a_grammar_hold_beside_drawn_streams(
+    engines: Callable[..., tuple[Engine, Calls]],
+) -> None:
+    """A step begun ahead for one that stops, or beside one whose tokens a grammar chooses, changes
+    nobody's tokens."""
     there, _ = engines("llama")
     here, _ = engines("llama", samples=False)
     plain = asked("a", replace(HOT, seed=5), 24)
@@ -430,5 +496,7 @@ def test_a_processor_leaves_sampling_to_the_engine(folder: Callable[[str], Path]
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256))
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     assert backend.capabilities.samples is on_gpu
-    assert backend.capabilities.kv_on_device is on_gpu, "and lines stay where they are while others run"
+    assert backend.capabilities.kv_on_device is on_gpu, (
+        "and lines stay where they are while others run"
+    )
     backend.close()

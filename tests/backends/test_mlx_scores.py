@@ -21,7 +21,8 @@ WIDTH, HEADS, LAYERS = 256, 4, 2
 
 
 def peaks(step: int, depths: list[int]) -> list[int]:
-    """Bytes that mlx-lm's gemma 3 takes at most beyond what it holds, in a step that ends at each depth."""
+    """Bytes that mlx-lm's gemma 3 takes at most beyond what it holds, in a step that ends at each
+    depth."""
     import mlx.core as mx
     from mlx.utils import tree_map
     from mlx_lm.models.cache import make_prompt_cache
@@ -29,8 +30,10 @@ def peaks(step: int, depths: list[int]) -> list[int]:
 
     model = Model(
         ModelArgs(
-            model_type="gemma3_text", hidden_size=64, num_hidden_layers=LAYERS, intermediate_size=64, head_dim=WIDTH,
-            num_attention_heads=HEADS, num_key_value_heads=1, vocab_size=64, sliding_window=64, sliding_window_pattern=1,
+            model_type="gemma3_text", hidden_size=64, num_hidden_layers=LAYERS,
+            intermediate_size=64, head_dim=WIDTH,
+            num_attention_heads=HEADS, num_key_value_heads=1, vocab_size=64, sliding_window=64,
+            sliding_window_pattern=1,
         )
     )  # fmt: skip
     model.update(tree_map(lambda x: x.astype(mx.bfloat16), model.parameters()))
@@ -55,7 +58,8 @@ def test_scores_grow_with_the_depth_as_planned(step: int) -> None:
     assert full.head_dim_k == full.head_dim_v == WIDTH
     depths = [1024, 4096]
     shallow, deep = (scores_bytes(model, RunSettings(n, n_batch=step), ()) for n in depths)
-    # While caches grow, one and the same step holds each layer's old keys and values beside the new ones.
+    # While caches grow, one and the same step holds each layer's old keys and values beside the new
+    # ones.
     grown = LAYERS * 2 * WIDTH * 2 * (depths[1] - depths[0])
     for _ in range(3):
         first, last = peaks(step, depths)

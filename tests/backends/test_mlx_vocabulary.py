@@ -1,4 +1,5 @@
-"""Token ids to exact bytes and back, ends and templates, from the several ways checkpoints write them down."""
+"""Token ids to exact bytes and back, ends and templates, from the several ways checkpoints write
+them down."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ pytestmark = [
 ]
 
 
-def vocabulary(folder: Path, config: dict[str, Any] | None = None, n_vocab: int = tiny_mlx.VOCAB) -> Any:
+def vocabulary(
+    folder: Path, config: dict[str, Any] | None = None, n_vocab: int = tiny_mlx.VOCAB
+) -> Any:
     from localllm_backends.mlx.vocabulary import MlxVocabulary
 
     return MlxVocabulary(folder, config or {"eos_token_id": tiny_mlx.END}, n_vocab)
@@ -39,7 +42,19 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BPE over characters with byte fallback, as converted Llama-2 and Gemma tokenizers are."""
     folder = tmp_path_factory.mktemp("pieces")
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab", "é"]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "ab",
+        "▁ab",
+        "é",
+    ]
     vocab = {w: i for i, w in enumerate(words)}
     added = [
         {
@@ -54,8 +69,10 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pre_tokenizer": None,
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}},
+            {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
         },
         "decoder": {
@@ -67,7 +84,8 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "model": {
             "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
+            "ignore_merges": False,
             "vocab": vocab, "merges": [["▁", "a"], ["a", "b"], ["▁a", "b"]],
         },
     }  # fmt: skip
@@ -79,7 +97,9 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=examples(150))
 @given(text=st.text(max_size=40), spaces=st.booleans())
-def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(byte_level: Path, text: str, spaces: bool) -> None:
+def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(
+    byte_level: Path, text: str, spaces: bool
+) -> None:
     words = vocabulary(byte_level)
     text = f" {text} " if spaces else text
     tokens = words.tokenize(text, special=False, add_bos=False)
@@ -110,13 +130,19 @@ def test_control_tokens_written_in_text_are_parsed_only_when_asked(byte_level: P
     assert words.token_bytes(tiny_mlx.TURN, special=True) == b"<|turn|>"
 
 
-def test_a_mark_that_is_read_anyway_is_cut_in_literal_text(byte_level: Path, tmp_path: Path) -> None:
+def test_a_mark_that_is_read_anyway_is_cut_in_literal_text(
+    byte_level: Path, tmp_path: Path
+) -> None:
     for file in byte_level.iterdir():
         said = file.read_text("utf-8") if file.suffix == ".json" else ""
-        (tmp_path / file.name).write_text(said.replace('"special": true', '"special": false'), "utf-8")
+        (tmp_path / file.name).write_text(
+            said.replace('"special": true', '"special": false'), "utf-8"
+        )
     words = vocabulary(tmp_path)
     assert tiny_mlx.TURN in words.tokenize("a<|turn|>b", special=False, add_bos=False)
-    literal = words.tokenize(LiteralText("a<|turn|><|<|turn|>turn|>b"), special=False, add_bos=False)
+    literal = words.tokenize(
+        LiteralText("a<|turn|><|<|turn|>turn|>b"), special=False, add_bos=False
+    )
     assert tiny_mlx.TURN not in literal
     assert words.detokenize(literal) == "a<|turn|><|<|turn|>turn|>b"
     assert "<|turn|>" in words.control_texts
@@ -125,10 +151,15 @@ def test_a_mark_that_is_read_anyway_is_cut_in_literal_text(byte_level: Path, tmp
 def test_bos_is_what_the_tokenizer_does(sentencepiece: Path, byte_level: Path) -> None:
     words = vocabulary(sentencepiece, {}, 270)
     assert (words.bos_token, words.eos_token, words.adds_bos) == (1, 2, True)
-    assert words.tokenize("ab", special=True, add_bos=True) == [1, *words.tokenize("ab", special=True, add_bos=False)]
+    assert words.tokenize("ab", special=True, add_bos=True) == [
+        1,
+        *words.tokenize("ab", special=True, add_bos=False),
+    ]
     plain = vocabulary(byte_level)
     assert (plain.bos_token, plain.adds_bos) == (None, False)
-    assert plain.tokenize("ab", special=True, add_bos=True) == plain.tokenize("ab", special=True, add_bos=False)
+    assert plain.tokenize("ab", special=True, add_bos=True) == plain.tokenize(
+        "ab", special=True, add_bos=False
+    )
 
 
 def test_logits_wider_than_the_vocabulary_stand_for_nothing(byte_level: Path) -> None:

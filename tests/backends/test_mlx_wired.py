@@ -1,4 +1,5 @@
-"""Weights on a Mac's GPU: wired down after loading, within Metal's limit, and in the type that the chip computes."""
+"""Weights on a Mac's GPU: wired down after loading, within Metal's limit, and in the type that the
+chip computes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class Metal:
         return kind
 
     def device_info(self) -> dict[str, Any]:
-        return {"device_name": "Apple M4", "max_recommended_working_set_size": RECOMMENDED, "memory_size": TOTAL}
+        return {
+            "device_name": "Apple M4",
+            "max_recommended_working_set_size": RECOMMENDED,
+            "memory_size": TOTAL,
+        }
 
     def get_active_memory(self) -> int:
         return self.active_bytes
@@ -56,8 +61,12 @@ def on_metal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Metal]:
     return become
 
 
-@pytest.mark.parametrize("active", [13 * 10**9, 15 * 10**9, RECOMMENDED, RECOMMENDED + 1, 24 * 10**9])
-def test_a_large_model_is_wired_after_the_reserve_is_given_back(on_metal: Callable[..., Metal], active: int) -> None:
+@pytest.mark.parametrize(
+    "active", [13 * 10**9, 15 * 10**9, RECOMMENDED, RECOMMENDED + 1, 24 * 10**9]
+)
+def test_a_large_model_is_wired_after_the_reserve_is_given_back(
+    on_metal: Callable[..., Metal], active: int
+) -> None:
     from localllm_backends.mlx.memory import Wired
 
     metal = on_metal(active)
@@ -70,7 +79,12 @@ def test_a_large_model_is_wired_after_the_reserve_is_given_back(on_metal: Callab
 
 @pytest.mark.parametrize(
     ("active", "how", "wanted"),
-    [(10**9, {}, True), (12 * 10**9, {}, True), (16 * 10**9, {}, False), (16 * 10**9, {"device": "cpu"}, True)],
+    [
+        (10**9, {}, True),
+        (12 * 10**9, {}, True),
+        (16 * 10**9, {}, False),
+        (16 * 10**9, {"device": "cpu"}, True),
+    ],
 )
 def test_small_ones_a_processor_and_whoever_wants_it_off_are_left_alone(
     on_metal: Callable[..., Metal], active: int, how: dict[str, Any], wanted: bool
@@ -82,7 +96,9 @@ def test_small_ones_a_processor_and_whoever_wants_it_off_are_left_alone(
     assert not [call for call in metal.calls if call[0] == "set_wired_limit"]
 
 
-def test_without_a_gpu_nothing_is_wired_or_cast(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_wired_or_cast(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlx.core as mx
 
     def refuse(limit: int) -> int:
@@ -103,27 +119,45 @@ def test_without_a_gpu_nothing_is_wired_or_cast(load: Callable[..., Any], monkey
         ("AMD EPYC", "llama", False),
         *[
             ("Apple M1", family, False)
-            for family in ("gemma", "gemma2", "gemma3_text", "gemma3n", "gemma4", "falcon_h1", "qwen3", "")
+            for family in (
+                "gemma",
+                "gemma2",
+                "gemma3_text",
+                "gemma3n",
+                "gemma4",
+                "falcon_h1",
+                "qwen3",
+                "",
+            )
         ],
     ],
 )
-def test_float16_where_bfloat16_is_emulated_and_the_family_stays_within(chip: str, family: str, half: bool) -> None:
+def test_float16_where_bfloat16_is_emulated_and_the_family_stays_within(
+    chip: str, family: str, half: bool
+) -> None:
     from localllm_backends.mlx.load import half_precision
 
     assert half_precision(chip, family) is half
 
 
 @pytest.mark.parametrize(("family", "becomes"), [("llama", "float16"), ("gemma3_text", "bfloat16")])
-def test_only_bfloat16_parts_are_cast(family: str, becomes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_bfloat16_parts_are_cast(
+    family: str, becomes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlx.core as mx
 
     from localllm_backends.mlx import load as loading
 
     told: dict[str, Any] = {}
-    parts = {"w": mx.zeros(2, dtype=mx.bfloat16), "packed": mx.zeros(2, dtype=mx.uint32), "wide": mx.zeros(2)}
+    parts = {
+        "w": mx.zeros(2, dtype=mx.bfloat16),
+        "packed": mx.zeros(2, dtype=mx.uint32),
+        "wide": mx.zeros(2),
+    }
     model = SimpleNamespace(parameters=lambda: parts, update=told.update)
     m1 = SimpleNamespace(
-        device_info=lambda: {"device_name": "Apple M1 Pro"}, default_device=lambda: mx.Device(mx.gpu),
+        device_info=lambda: {"device_name": "Apple M1 Pro"},
+        default_device=lambda: mx.Device(mx.gpu),
         Device=mx.Device, cpu=mx.cpu, float16=mx.float16, bfloat16=mx.bfloat16,
     )  # fmt: skip
     monkeypatch.setattr(loading, "mx", m1)

@@ -1,7 +1,8 @@
-"""A model's own draft heads: however a sequence came to be, they guess what they would guess had they read it at once.
+"""A model's own draft heads: however a sequence came to be, they guess what they would guess had
+they read it at once.
 
-What they would guess is computed here apart from the product: two contexts, llama.cpp's batches of tokens with hidden
-rows, one sweep over the whole history.
+What they would guess is computed here apart from the product: two contexts, llama.cpp's batches of
+tokens with hidden rows, one sweep over the whole history.
 """
 
 from __future__ import annotations
@@ -45,18 +46,28 @@ class Reference:
 
     def _hidden(self, context: int, n: int) -> np.ndarray:
         kind = ctypes.c_float * (n * self._n_embd)
-        return np.frombuffer(kind.from_address(self._staging["rows"](context)), np.float32).reshape(n, -1).copy()
+        return (
+            np.frombuffer(kind.from_address(self._staging["rows"](context)), np.float32)
+            .reshape(n, -1)
+            .copy()
+        )
 
     def draft(self, history: list[int], most: int, unseen: tuple[int, ...] = ()) -> list[int]:
-        """The heads' best guesses behind `history`. `unseen`: positions whose hidden row before them is not known."""
+        """The heads' best guesses behind `history`. `unseen`: positions whose hidden row before
+        them is not known."""
         target = self._context(llama_cpp.LLAMA_CONTEXT_TYPE_DEFAULT)
         self._staging["set_rows"](target, True, False)
         array = (llama_cpp.llama_token * len(history))(*history)
-        assert llama_cpp.llama_decode(target, llama_cpp.llama_batch_get_one(array, len(history))) == 0
-        rows = np.concatenate([np.zeros((1, self._n_embd), np.float32), self._hidden(target, len(history))])
+        assert (
+            llama_cpp.llama_decode(target, llama_cpp.llama_batch_get_one(array, len(history))) == 0
+        )
+        rows = np.concatenate(
+            [np.zeros((1, self._n_embd), np.float32), self._hidden(target, len(history))]
+        )
         rows[list(unseen)] = 0
         llama_cpp.llama_free(target)
-        # The newest token has not been read by the model when drafting: what it would know of it is not used.
+        # The newest token has not been read by the model when drafting: what it would know of it is
+        # not used.
         read, tail, tail_rows = history[:-1], [history[-1]], [rows[len(history) - 1]]
         for i in range(most):
             head = self._context(llama_cpp.LLAMA_CONTEXT_TYPE_MTP)
@@ -64,13 +75,17 @@ class Reference:
             self._staging["set_head"](head, i if self._n_heads > 1 else 0)
             self._feed(head, read, rows, 0, outputs=False)
             self._feed(head, tail, np.stack(tail_rows), len(read), outputs=True)
-            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(head, i), shape=(tiny_gguf.VOCAB,))
+            logits = np.ctypeslib.as_array(
+                llama_cpp.llama_get_logits_ith(head, i), shape=(tiny_gguf.VOCAB,)
+            )
             tail.append(int(logits.argmax()))
             tail_rows.append(self._hidden(head, len(tail_rows))[-1])
             llama_cpp.llama_free(head)
         return tail[1:]
 
-    def _feed(self, context: int, tokens: list[int], rows: np.ndarray, start: int, *, outputs: bool) -> None:
+    def _feed(
+        self, context: int, tokens: list[int], rows: np.ndarray, start: int, *, outputs: bool
+    ) -> None:
         batch = llama_cpp.llama_batch_ext_init(context)
         kept = []
         for i, token in enumerate(tokens):
@@ -103,7 +118,10 @@ def reference(path: Path) -> Iterator[Reference]:
 
 
 def load(path: Path, **more: object) -> Backend:
-    spec = LoadSpec(str(path), **{"n_ctx": 512, "n_seq_max": 4, "n_batch": 128, "n_threads": 1, "mtp": True, **more})  # type: ignore[arg-type]
+    spec = LoadSpec(
+        str(path),
+        **{"n_ctx": 512, "n_seq_max": 4, "n_batch": 128, "n_threads": 1, "mtp": True, **more},
+    )  # type: ignore[arg-type]
     return backend_type.load(spec)
 
 
@@ -113,22 +131,38 @@ def draft(backend: Backend, sequence: int, newest: int) -> list[int]:
 
 
 def agrees(guessed: list[int], expected: list[int]) -> bool:
-    """Heads may stop where they are unsure, never before the first token here (the models are sure of all)."""
+    """Heads may stop where they are unsure, never before the first token here (the models are sure
+    of all)."""
     return bool(guessed) and guessed == expected[: len(guessed)]
 
 
-def knows(backend: Backend, sequence: int, reference: Reference, line: list[int], unseen: tuple[int, ...] = ()) -> bool:
-    """True if the heads go on from `line` as they should, whatever comes next; where they dare to."""
+def knows(
+    backend: Backend,
+    sequence: int,
+    reference: Reference,
+    line: list[int],
+    unseen: tuple[int, ...] = (),
+) -> bool:
+    """True if the heads go on from `line` as they should, whatever comes next; where they dare
+    to."""
     said = {newest: draft(backend, sequence, newest) for newest in (7, 40, 123, 200, 333)}
-    expected = {newest: reference.draft([*line, newest], MOST, unseen) for newest, guessed in said.items() if guessed}
-    return len(expected) > 2 and all(agrees(said[newest], best) for newest, best in expected.items())
+    expected = {
+        newest: reference.draft([*line, newest], MOST, unseen)
+        for newest, guessed in said.items()
+        if guessed
+    }
+    return len(expected) > 2 and all(
+        agrees(said[newest], best) for newest, best in expected.items()
+    )
 
 
 def words(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(3, 500) for _ in range(n)]
 
 
-def test_guesses_are_the_heads_own_whatever_the_chunks_were(path: Path, reference: Reference) -> None:
+def test_guesses_are_the_heads_own_whatever_the_chunks_were(
+    path: Path, reference: Reference
+) -> None:
     backend, rng = load(path), random.Random(1)
     assert backend.capabilities.drafts == 16
     sequence = backend.new_sequence()
@@ -187,7 +221,8 @@ def test_forks_and_cuts_behind_what_is_known_cost_one_row(path: Path, reference:
     backend.step([Chunk(source, line[:80])])
     # The heads have not read the last ten yet.
     backend.step([Chunk(source, line[80:])])
-    # Within those, and at its end, a fork knows all; before them the hidden row at its end is lost, and nothing else.
+    # Within those, and at its end, a fork knows all; before them the hidden row at its end is lost,
+    # and nothing else.
     cuts: tuple[tuple[int, tuple[int, ...]], ...] = ((90, ()), (85, ()), (50, (50,)))
     for at, unseen in cuts:
         copy = backend.fork(source, at)
@@ -208,7 +243,10 @@ def test_exported_blocks_carry_what_the_heads_have_read(path: Path, reference: R
     backend, rng = load(path), random.Random(4)
     source, line = backend.new_sequence(), words(rng, 80)
     backend.step([Chunk(source, line)])
-    blocks = [(0, 48, backend.export_range(source, 0, 48)), (48, 80, backend.export_range(source, 48, 80))]
+    blocks = [
+        (0, 48, backend.export_range(source, 0, 48)),
+        (48, 80, backend.export_range(source, 48, 80)),
+    ]
     other = load(path)
     copy = other.new_sequence()
     for start, stop, data in blocks:
@@ -330,8 +368,15 @@ def test_models_whose_heads_cannot_run_are_refused_with_the_reason(
             backend_type.load(LoadSpec(str(file), n_ctx=256, mtp=True))
 
     refused(tiny_gguf.write_llama(tmp_path / "llama.gguf"), "names no draft heads")
-    refused(rewritten(path, tmp_path / "a.gguf", architecture="exaone4"), "can't run the draft heads of 'exaone4'")
+    refused(
+        rewritten(path, tmp_path / "a.gguf", architecture="exaone4"),
+        "can't run the draft heads of 'exaone4'",
+    )
     refused(rewritten(path, tmp_path / "b.gguf", without="nextn"), "weights are not in it")
     refused(tmp_path / "absent.gguf", "no file")
-    monkeypatch.setitem(heads.SYMBOLS, "rows", ("?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z", None, []))
+    monkeypatch.setitem(
+        heads.SYMBOLS,
+        "rows",
+        ("?llama_get_embeddings_nextn@@YAPEAMPEAUllama_context@@@Z", None, []),
+    )
     refused(path, "does not export")

@@ -1,4 +1,5 @@
-"""A prompt read in slices is the prompt read in steps, and the backend works on between its slices."""
+"""A prompt read in slices is the prompt read in steps, and the backend works on between its
+slices."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     write, kv = SHAPES[request.param]
     path = write(tmp_path / "model.gguf")
     spec = LoadSpec(
-        str(path), n_ctx=4096, n_seq_max=4, n_batch=64, kv_type_k=kv, kv_type_v=kv, placement=Placement(gpu_layers=0)
+        str(path),
+        n_ctx=4096,
+        n_seq_max=4,
+        n_batch=64,
+        kv_type_k=kv,
+        kv_type_v=kv,
+        placement=Placement(gpu_layers=0),
     )  # type: ignore[arg-type]
     return llamacpp.load(spec)
 
@@ -57,7 +64,8 @@ def read(prefill: PrefillSlices, n_tokens: int, seconds: float = 1.0) -> int:
 def test_one_thread_computes_the_slices_and_the_steps_between_them(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads have OpenMP helpers each, more than two processors, and a step beside a paused prompt took twice as long."""
+    """Two threads have OpenMP helpers each, more than two processors, and a step beside a paused
+    prompt took twice as long."""
     llama, tokens = start_native(), line(800)
     computing: list[str] = []
     real = llama.llama_decode
@@ -84,7 +92,9 @@ def test_one_thread_computes_the_slices_and_the_steps_between_them(
     backend.close()
 
 
-def test_a_step_that_fails_beside_a_paused_prompt_fails_for_who_asked_and_the_prompt_goes_on(backend: Backend) -> None:
+def test_a_step_that_fails_beside_a_paused_prompt_fails_for_who_asked_and_the_prompt_goes_on(
+    backend: Backend,
+) -> None:
     tokens = line(800)
     prefill = begin(backend, backend.new_sequence(), tokens)
     assert isinstance(prefill, PausingPrefill)
@@ -182,8 +192,13 @@ def test_what_came_before_a_micro_batch_that_is_ended_in_its_middle_goes_on_as_i
     sliced.close()
     assert backend.length(apart) == prefix + n
     feed(backend, stepped, tokens[: prefix + n])
-    expected, got = feed(backend, stepped, tokens[prefix + n :]), feed(backend, apart, tokens[prefix + n :])
-    assert np.abs(expected - got).max() <= LOGIT_NOISE * (1 if backend.info.kv_type_k == "f16" else 10)
+    expected, got = (
+        feed(backend, stepped, tokens[prefix + n :]),
+        feed(backend, apart, tokens[prefix + n :]),
+    )
+    assert np.abs(expected - got).max() <= LOGIT_NOISE * (
+        1 if backend.info.kv_type_k == "f16" else 10
+    )
     backend.check_integrity()
     backend.close()
 
@@ -207,7 +222,9 @@ def test_without_room_nothing_is_appended(backend: Backend) -> None:
 def test_whatever_ends_its_thread_reaches_whoever_waits(
     where: str, few_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024, placement=Placement(gpu_layers=0)))
+    backend = llamacpp.load(
+        LoadSpec(str(few_layers), n_ctx=1024, placement=Placement(gpu_layers=0))
+    )
 
     def broken(*_a: object, **_k: object) -> None:
         raise ValueError("nobody foresaw this")
@@ -224,7 +241,9 @@ def test_whatever_ends_its_thread_reaches_whoever_waits(
 
 
 def test_what_it_takes_is_told_before(few_layers: Path) -> None:
-    backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=4096, placement=Placement(gpu_layers=0)))
+    backend = llamacpp.load(
+        LoadSpec(str(few_layers), n_ctx=4096, placement=Placement(gpu_layers=0))
+    )
     per_token = backend.memory().kv_bytes / 4096
     sizes = [backend.sliced_prefill_bytes(n) for n in (1, 256, 257, 3000)]
     assert sizes[0] == sizes[1] < sizes[2] < sizes[3]
@@ -233,13 +252,15 @@ def test_what_it_takes_is_told_before(few_layers: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
-def test_memory_that_is_stored_whole_has_no_slices(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_memory_that_is_stored_whole_has_no_slices(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
     backend = llamacpp.load(LoadSpec(str(write(tmp_path / "m.gguf")), n_ctx=512))
     assert not backend.capabilities.sliced_prefill
     backend.close()
 
 
-# --- the pace --------------------------------------------------------------------------------------------------------
+# --- the pace -------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -252,7 +273,9 @@ class Clock:
         return self.now
 
 
-def stretches(pace: PauseTimer, clock: Clock, seconds: list[float], n_tokens: int = 100) -> list[int]:
+def stretches(
+    pace: PauseTimer, clock: Clock, seconds: list[float], n_tokens: int = 100
+) -> list[int]:
     """Where a micro-batch of these stretches would pause."""
     pace.begin(n_tokens)
     pauses = []
@@ -296,7 +319,9 @@ def test_a_machine_that_became_slower_is_not_trusted_with_the_old_times() -> Non
 
 
 @pytest.mark.parametrize(("stretch_s", "coarse"), [(1.0, False), (3.0, True)])
-def test_micro_batches_shrink_when_many_stretches_are_longer_than_wanted(stretch_s: float, coarse: bool) -> None:
+def test_micro_batches_shrink_when_many_stretches_are_longer_than_wanted(
+    stretch_s: float, coarse: bool
+) -> None:
     clock = Clock()
     pace = PauseTimer(clock)
     pace.until, pace.longest_wanted_s = 1e9, 2.0

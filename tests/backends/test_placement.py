@@ -1,7 +1,8 @@
-"""Weights and KV lie where a LoadSpec says, whatever lies where says the same, and what can't be placed is refused.
+"""Weights and KV lie where a LoadSpec says, whatever lies where says the same, and what can't be
+placed is refused.
 
-Where the build sees no accelerator, placing goes through the same patterns and parameters, but every place is system
-memory; where it sees one, layers and experts really lie apart.
+Where the build sees no accelerator, placing goes through the same patterns and parameters, but
+every place is system memory; where it sees one, layers and experts really lie apart.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ PLACEMENTS = [
 ]
 
 
-@pytest.mark.parametrize("write", [tiny_gguf.write_moe, tiny_gguf.write_llama, tiny_gguf.write_sliding])
+@pytest.mark.parametrize(
+    "write", [tiny_gguf.write_moe, tiny_gguf.write_llama, tiny_gguf.write_sliding]
+)
 def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf")
     with loaded(path, 0) as plain:
@@ -79,7 +82,9 @@ def test_the_same_tokens_wherever_it_lies(write: Callable[[Path], Path], tmp_pat
             assert greedy(backend) == expected, placed
 
 
-def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(smollm2: Path) -> None:
+def test_a_real_model_says_the_same_half_offloaded_and_with_its_kv_on_the_host(
+    smollm2: Path,
+) -> None:
     with loaded(smollm2, 0) as plain:
         expected = greedy(plain, 40)
     for placed in ({"gpu_layers": 15}, {"kv_on_host": True}):
@@ -97,7 +102,9 @@ class _Library:
     def _write_properties(self, i: int, props: object) -> None:
         """ggml-backend.h: name, description, free, total, type, and then `device_id`."""
         if self._gpus[i][1]:
-            ctypes.cast(props, ctypes.POINTER(ctypes.c_void_p))[5] = ctypes.addressof(self._addresses[i])  # type: ignore[arg-type]
+            ctypes.cast(props, ctypes.POINTER(ctypes.c_void_p))[5] = ctypes.addressof(
+                self._addresses[i]
+            )  # type: ignore[arg-type]
 
     def __call__(self, name: str, *_: object) -> Callable[..., Any]:
         return {
@@ -122,7 +129,10 @@ class _Library:
     ],
 )
 def test_cards_are_counted_by_their_addresses(
-    gpus: list[tuple[str, str]], cards: tuple[int, ...], names: list[str], monkeypatch: pytest.MonkeyPatch
+    gpus: list[tuple[str, str]],
+    cards: tuple[int, ...],
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "ggml_function", _Library(*gpus))
     assert [found.name for found in devices.accelerators(cards)] == names
@@ -136,9 +146,14 @@ def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_process_counts_cuda_cards_by_address() -> None:
     code = "import os, localllm_backends.llamacpp.devices; print(os.environ['CUDA_DEVICE_ORDER'])"
-    for said, wanted in (({}, "PCI_BUS_ID"), ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST")):
+    for said, wanted in (
+        ({}, "PCI_BUS_ID"),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST"),
+    ):
         plain = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_ORDER"}
-        done = subprocess.run([sys.executable, "-c", code], env={**plain, **said}, capture_output=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**plain, **said}, capture_output=True, check=True
+        )
         assert done.stdout.decode().strip() == wanted
 
 
@@ -159,7 +174,9 @@ def test_what_was_allocated_is_told_by_where_it_lies(tmp_path: Path) -> None:
 
 def test_no_accelerator_is_used_for_no_layers(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
-    with context.model_params(start_native(), LoadSpec(str(path), placement=Placement(gpu_layers=0))) as params:
+    with context.model_params(
+        start_native(), LoadSpec(str(path), placement=Placement(gpu_layers=0))
+    ) as params:
         assert params.devices  # an empty list, where no list means every device
     with loaded(path, 0) as backend:
         assert {name.split("_")[0] for name in backend.memory().places} == {"CPU"}
@@ -178,7 +195,10 @@ def test_only_routed_experts_are_named_by_the_pattern() -> None:
 
 def test_a_split_over_more_devices_than_there_can_be_is_refused(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
-    with pytest.raises(LoadError, match=r"devices at most"), loaded(path, tensor_split=(1.0,) * 100):
+    with (
+        pytest.raises(LoadError, match=r"devices at most"),
+        loaded(path, tensor_split=(1.0,) * 100),
+    ):
         pass
 
 
@@ -189,19 +209,28 @@ def test_a_spec_survives_the_way_to_the_worker() -> None:
 
 
 def test_weights_that_were_laid_out_anew_are_not_resident_twice(tmp_path: Path) -> None:
-    """llama.cpp copies them out of the mapped file and leaves its pages where they are (8B at Q4_K: 9.2 GB for 5.1)."""
+    """llama.cpp copies them out of the mapped file and leaves its pages where they are (8B at Q4_K:
+    9.2 GB for 5.1)."""
     shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)
-    path = sparse_gguf.write(shape, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer))
+    path = sparse_gguf.write(
+        shape, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer)
+    )
     with loaded(path, 0) as backend:
         places = backend.memory().places
         if "CPU_REPACK" not in places:
-            pytest.skip("this processor multiplies the format as it lies in the file: nothing is copied")
+            pytest.skip(
+                "this processor multiplies the format as it lies in the file: nothing is copied"
+            )
         assert _resident_of(path) < 0.1 * path.stat().st_size
 
 
-def test_weights_are_multiplied_as_they_lie_in_the_file_where_that_is_wanted(tmp_path: Path) -> None:
+def test_weights_are_multiplied_as_they_lie_in_the_file_where_that_is_wanted(
+    tmp_path: Path,
+) -> None:
     shape = sparse_gguf.Shape("wide", "llama", 2, 1024, 4096, 8, 8, 128, tiny_gguf.VOCAB)
-    path = sparse_gguf.write(shape, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer))
+    path = sparse_gguf.write(
+        shape, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer)
+    )
     with loaded(path, 0, layout="stored") as backend:
         assert "CPU_REPACK" not in backend.memory().places
         sequence = backend.new_sequence()

@@ -1,4 +1,5 @@
-"""A recurrent state is taken back within its last step and no further: older snapshots are stale, and are refused."""
+"""A recurrent state is taken back within its last step and no further: older snapshots are stale,
+and are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ REWIND = 6
 
 
 def load(path: Path, n_rewind: int = 0) -> Backend:
-    return backend_type.load(LoadSpec(str(path), n_ctx=256, n_seq_max=3, n_batch=64, n_rewind=n_rewind))
+    return backend_type.load(
+        LoadSpec(str(path), n_ctx=256, n_seq_max=3, n_batch=64, n_rewind=n_rewind)
+    )
 
 
 def test_random_rollbacks_leave_the_state_of_the_tokens_kept(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""One registry of backends: what an entry point declares is all that planner and command line need of it."""
+"""One registry of backends: what an entry point declares is all that planner and command line need
+of it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from localllm_catalog import catalog
 class Third(BackendType):
     """Somebody else's: it declares itself, and nothing else here knows of it."""
 
-    declaration = Declaration("third", "Third", ("exl",), files="EXL folders", accelerators=("cuda",), packages=("x",))
+    declaration = Declaration(
+        "third", "Third", ("exl",), files="EXL folders", accelerators=("cuda",), packages=("x",)
+    )
 
     def available(self) -> str | None:
         return None
@@ -50,7 +53,9 @@ class Point:
 
 @pytest.fixture
 def third(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    ours = [Point(found) for name in registry.names() if (found := registry.named(name)) is not None]
+    ours = [
+        Point(found) for name in registry.names() if (found := registry.named(name)) is not None
+    ]
     forget()
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [*ours, Point(Third())])
     yield
@@ -59,26 +64,44 @@ def third(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for known in (registry.points, registry.named, registry.declarations, registry.declared, registry.running):
+    for known in (
+        registry.points,
+        registry.named,
+        registry.declarations,
+        registry.declared,
+        registry.running,
+    ):
         known.cache_clear()
 
 
 def test_each_backend_is_declared_under_the_name_of_its_entry_point() -> None:
-    assert [d.name for d in registry.declarations()] == list(registry.names()) == ["llamacpp", "mlx"]
-    assert [registry.running(kind).name for kind in ("gguf", "mlx", "onnx")] == ["llamacpp", "mlx", ""]
+    assert (
+        [d.name for d in registry.declarations()] == list(registry.names()) == ["llamacpp", "mlx"]
+    )
+    assert [registry.running(kind).name for kind in ("gguf", "mlx", "onnx")] == [
+        "llamacpp",
+        "mlx",
+        "",
+    ]
     with pytest.raises(UsageError, match="there is no backend 'vllm'"):
         backends.named("vllm")
 
 
 def test_reading_what_is_declared_loads_no_engine() -> None:
-    code = "from localllm_backends import registry; registry.declarations(); import sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "from localllm_backends import registry; registry.declarations(); import sys; "
+        "print(*sys.modules)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"llama_cpp", "mlx", "mlx_lm", "numpy"} & set(loaded)
 
 
 @pytest.mark.usefixtures("third")
 def test_a_backend_of_somebody_elses_needs_nothing_but_its_entry_point() -> None:
-    """Settings offer it, its files are planned for the machines it names, and the worker finds it by name."""
+    """Settings offer it, its files are planned for the machines it names, and the worker finds it
+    by name."""
     table = {s.name: s for s in settings.TABLE}
     assert table["backend"].allowed == ("auto", "llamacpp", "mlx", "third")
     assert backends.named("third").declaration.label == "Third"

@@ -1,4 +1,5 @@
-"""Forks of one long line fit where a window is remembered: cells behind it are used again, however many lines had them."""
+"""Forks of one long line fit where a window is remembered: cells behind it are used again, however
+many lines had them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def words(seed: int, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_forks_of_a_long_line_go_on_as_far_as_there_are_cells(backend: Backend, together: bool) -> None:
+def test_forks_of_a_long_line_go_on_as_far_as_there_are_cells(
+    backend: Backend, together: bool
+) -> None:
     base, line = backend.new_sequence(), words(0, 400)
     read(backend, base, line)
     forks = [base, *(backend.fork(base, 400) for _ in range(3))]
@@ -63,7 +66,9 @@ def test_forks_of_a_long_line_go_on_as_far_as_there_are_cells(backend: Backend, 
     for f in forks[:2]:
         alone = backend.new_sequence()
         expected = read(backend, alone, [*lines[f], 5])
-        assert np.abs(expected - logits[f]).max() < 1e-2 * expected.std(), "the windows are the right ones"
+        assert np.abs(expected - logits[f]).max() < 1e-2 * expected.std(), (
+            "the windows are the right ones"
+        )
         backend.drop(alone)
 
 

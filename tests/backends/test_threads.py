@@ -1,4 +1,5 @@
-"""Threads follow the processors there are for us: a container's quota, and the fast cores of a hybrid."""
+"""Threads follow the processors there are for us: a container's quota, and the fast cores of a
+hybrid."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def system(root: Path, files: dict[str, str]) -> Path:
     [
         # A container: its own group is the base, whatever path the host gives it.
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
-        ({"proc/self/cgroup": "0::/../docker/abc\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4.0),
+        (
+            {"proc/self/cgroup": "0::/../docker/abc\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"},
+            4.0,
+        ),
         # A service: the tightest group above it counts.
         (
             {
@@ -55,7 +59,9 @@ def system(root: Path, files: dict[str, str]) -> Path:
         ({}, None),
     ],
 )
-def test_the_quota_is_that_of_the_tightest_group(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+def test_the_quota_is_that_of_the_tightest_group(
+    tmp_path: Path, files: dict[str, str], quota: float | None
+) -> None:
     assert cpu_quota(system(tmp_path, files)) == quota
 
 
@@ -67,7 +73,9 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("eight")
-@pytest.mark.parametrize(("quota", "threads"), [("max", 8), ("250000", 3), ("200000", 2), ("20000", 1), ("3200000", 8)])
+@pytest.mark.parametrize(
+    ("quota", "threads"), [("max", 8), ("250000", 3), ("200000", 2), ("20000", 1), ("3200000", 8)]
+)
 def test_no_more_threads_than_the_quota_lets_run(tmp_path: Path, quota: str, threads: int) -> None:
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
     assert usable_cores(system(tmp_path, files)) == threads
@@ -76,18 +84,25 @@ def test_no_more_threads_than_the_quota_lets_run(tmp_path: Path, quota: str, thr
 @pytest.mark.usefixtures("eight")
 def test_a_hybrids_slow_cores_are_left_out(tmp_path: Path) -> None:
     """Four fast cores of two threads each, eight slow ones."""
-    siblings = {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n & ~1}-{n | 1}\n" for n in range(8)}
+    siblings = {
+        f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n & ~1}-{n | 1}\n"
+        for n in range(8)
+    }
     assert usable_cores(system(tmp_path, {"sys/devices/cpu_core/cpus": "0-7\n", **siblings})) == 4
 
 
 @pytest.mark.usefixtures("eight")
-def test_pinned_to_slow_cores_it_uses_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_to_slow_cores_it_uses_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 9, 10}, raising=False)
     assert usable_cores(system(tmp_path, {"sys/devices/cpu_core/cpus": "0-7\n"})) == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts priority by thread")
-@pytest.mark.parametrize(("load", "policy", "nice"), [(0.0, "SCHED_IDLE", None), (1e3, "SCHED_OTHER", 10)])
+@pytest.mark.parametrize(
+    ("load", "policy", "nice"), [(0.0, "SCHED_IDLE", None), (1e3, "SCHED_OTHER", 10)]
+)
 def test_a_thread_gives_way_alone_and_never_so_far_that_it_would_starve(
     load: float, policy: str, nice: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
-"""llama.cpp sorts out the greatest logits where they are computed: the same tokens as from whole rows. Here its processor
-stands in for a device, which it does on purpose ("CPU backend always supported")."""
+"""llama.cpp sorts out the greatest logits where they are computed: the same tokens as from whole
+rows. Here its processor stands in for a device, which it does on purpose ("CPU backend always
+supported")."""
 
 from __future__ import annotations
 
@@ -51,13 +52,19 @@ _answers: list[Outcome] = []
 
 
 def test_answers_are_those_from_whole_rows(backend: LlamaCppBackend) -> None:
-    """Six streams of every kind; the same prompt in each, so that the first tokens hang on nothing but who chooses."""
+    """Six streams of every kind; the same prompt in each, so that the first tokens hang on nothing
+    but who chooses."""
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     prompt = backend.tokenize("Once upon a time there was a lighthouse")
     outcome = run(
         engine,
         *(
-            Request(f"r{i}", prompt, Generation(replace(s, seed=i), max_tokens=12, ignore_eos=True), draft="off")
+            Request(
+                f"r{i}",
+                prompt,
+                Generation(replace(s, seed=i), max_tokens=12, ignore_eos=True),
+                draft="off",
+            )
             for i, s in enumerate(SAMPLINGS)
         ),
     )
@@ -90,17 +97,23 @@ def test_a_device_that_sorts_keeps_the_contract(backend: LlamaCppBackend) -> Non
     """What `doctor --accelerator` checks on a GPU, whose rows are whole where few streams are."""
     if not backend.capabilities.samples:
         backend.sort_where_computed()
-    conformance.what_is_sampled_follows_from_the_logits(conformance.Subject(backend, conformance.LOGIT_NOISE))
+    conformance.what_is_sampled_follows_from_the_logits(
+        conformance.Subject(backend, conformance.LOGIT_NOISE)
+    )
 
 
 def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend) -> None:
-    """What the few don't decide is read, whoever else is in the step; lengths stay what they were."""
+    """What the few don't decide is read, whoever else is in the step; lengths stay what they
+    were."""
     if not backend.capabilities.samples:
         backend.sort_where_computed()
     text = backend.tokenize("The weather in the mountains was")
     sequences = [backend.new_sequence() for _ in range(6)]
     spec = SampleSpec(0.8, 40, 0.95, 0.05, 0.3)
-    chunks = [Chunk(s, text, sample=spec, few=True) if i != 1 else Chunk(s, text) for i, s in enumerate(sequences)]
+    chunks = [
+        Chunk(s, text, sample=spec, few=True) if i != 1 else Chunk(s, text)
+        for i, s in enumerate(sequences)
+    ]
     result = backend.step(chunks)
     whole = result.logits(1)[0].copy()
     tokens = [result.sampled(i) for i in (0, 2, 3, 4, 5)]

@@ -1,4 +1,5 @@
-"""Images through the llama.cpp backend: the logits behind them are llama.cpp's own, however the prompt was put together."""
+"""Images through the llama.cpp backend: the logits behind them are llama.cpp's own, however the
+prompt was put together."""
 
 from __future__ import annotations
 
@@ -63,8 +64,11 @@ def spec_of(model: VisionModel) -> LoadSpec:
     )
 
 
-def fill(backend: Any, sequence: int, runs: list[list[int] | ImageRun], piece: int = 256) -> NDArray[np.float32]:
-    """Append `runs`, images in steps of `piece` tokens where they may be cut; the logits behind the last."""
+def fill(
+    backend: Any, sequence: int, runs: list[list[int] | ImageRun], piece: int = 256
+) -> NDArray[np.float32]:
+    """Append `runs`, images in steps of `piece` tokens where they may be cut; the logits behind the
+    last."""
     rows = None
     for run in runs:
         if isinstance(run, list):
@@ -88,7 +92,13 @@ def theirs(model: VisionModel, text: list[str], pictures: list[ImagePixels]) -> 
     params.n_gpu_layers = 0
     weights = llama_cpp.llama_model_load_from_file(str(model.text).encode(), params)
     shape = llama_cpp.llama_context_default_params()
-    shape.n_ctx, shape.n_batch, shape.n_ubatch, shape.n_threads, shape.n_threads_batch = 1024, 256, 256, 1, 1
+    shape.n_ctx, shape.n_batch, shape.n_ubatch, shape.n_threads, shape.n_threads_batch = (
+        1024,
+        256,
+        256,
+        1,
+        1,
+    )
     context = llama_cpp.llama_init_from_model(weights, shape)
     options = mtmd.mtmd_context_params_default()
     options.use_gpu, options.n_threads, options.warmup = False, 1, False
@@ -103,7 +113,10 @@ def theirs(model: VisionModel, text: list[str], pictures: list[ImagePixels]) -> 
     array = (mtmd.mtmd_bitmap_p_ctypes * len(bitmaps))(*bitmaps)
     assert mtmd.mtmd_tokenize(eyes, chunks, ctypes.byref(words), array, len(bitmaps)) == 0
     past = llama_cpp.llama_pos(0)
-    assert mtmd.mtmd_helper_eval_chunks(eyes, context, chunks, 0, 0, 256, True, ctypes.byref(past)) == 0
+    assert (
+        mtmd.mtmd_helper_eval_chunks(eyes, context, chunks, 0, 0, 256, True, ctypes.byref(past))
+        == 0
+    )
     n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
     rows = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,)).copy()
     mtmd.mtmd_input_chunks_free(chunks)
@@ -118,7 +131,11 @@ def test_the_logits_are_those_of_llama_cpp_itself(model: VisionModel, backend: A
         width, height = 16 + 37 * seed % 300, 16 + 61 * seed % 400
         picture = pixels(width, height, seed)
         sequence = backend.new_sequence()
-        ours = fill(backend, sequence, backend.tokenize_images(["look: ", picture, " what is it?"], add_bos=True))
+        ours = fill(
+            backend,
+            sequence,
+            backend.tokenize_images(["look: ", picture, " what is it?"], add_bos=True),
+        )
         backend.drop(sequence)
         assert np.abs(ours - theirs(model, ["look: ", " what is it?"], [picture])).max() < 2e-4
     backend.check_integrity()
@@ -147,9 +164,13 @@ def test_between_images_the_thread_that_encodes_keeps_no_helpers(model: VisionMo
     backend.close()
 
 
-def test_images_may_follow_each_other_and_are_read_in_pieces(model: VisionModel, backend: Any) -> None:
+def test_images_may_follow_each_other_and_are_read_in_pieces(
+    model: VisionModel, backend: Any
+) -> None:
     pictures = [pixels(w, h, i) for i, (w, h) in enumerate(SIZES)]
-    runs = backend.tokenize_images(["a ", pictures[0], pictures[1], " b ", pictures[2], " c"], add_bos=True)
+    runs = backend.tokenize_images(
+        ["a ", pictures[0], pictures[1], " b ", pictures[2], " c"], add_bos=True
+    )
     expected = theirs(model, ["a ", "", " b ", " c"], pictures)
     for piece in (256, 5):
         sequence = backend.new_sequence()
@@ -172,10 +193,17 @@ def test_a_line_with_images_is_forked_cut_and_moved_at_their_edges(backend: Any)
         assert np.abs(fill(backend, forked, [[*runs[-1], *tail]]) - expected).max() < NEAR
         backend.drop(forked)
     state = backend.export_state(first) if backend.capabilities.states else None
-    cuts = [0, *np.cumsum([r.n_tokens if isinstance(r, ImageRun) else len(r) for r in runs]), length + len(tail)]
+    cuts = [
+        0,
+        *np.cumsum([r.n_tokens if isinstance(r, ImageRun) else len(r) for r in runs]),
+        length + len(tail),
+    ]
     blobs = [backend.export_range(first, a, b) for a, b in itertools.pairwise(cuts)]
     whole = backend.export_range(first, 0, length + len(tail))
-    for pieces in (list(zip(blobs, cuts, cuts[1:], strict=False)), [(whole, 0, cuts[2]), (whole, cuts[2], cuts[-1])]):
+    for pieces in (
+        list(zip(blobs, cuts, cuts[1:], strict=False)),
+        [(whole, 0, cuts[2]), (whole, cuts[2], cuts[-1])],
+    ):
         other = backend.new_sequence()
         for blob, start, stop in pieces:
             backend.import_range(other, blob, start, stop)
@@ -206,7 +234,9 @@ def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> N
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_what_is_no_projector_is_refused_with_the_reason(model: VisionModel, tmp_path: Path) -> None:
+def test_what_is_no_projector_is_refused_with_the_reason(
+    model: VisionModel, tmp_path: Path
+) -> None:
     broken = tmp_path / "mmproj-broken.gguf"
     broken.write_bytes(model.projector.read_bytes()[:5000])
     for path, said in (

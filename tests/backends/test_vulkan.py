@@ -1,5 +1,5 @@
-"""On a Vulkan device, which may be Mesa's software one (`make test-vulkan`): the same answers as on the CPU, no device for
-zero layers, and a clear word where a device would have ended the process."""
+"""On a Vulkan device, which may be Mesa's software one (`make test-vulkan`): the same answers as on
+the CPU, no device for zero layers, and a clear word where a device would have ended the process."""
 
 from __future__ import annotations
 
@@ -28,19 +28,26 @@ TINY: dict[str, Callable[[Path], Path]] = {
     "hybrid": tiny_gguf.write_hybrid,
     "moe": tiny_gguf.write_moe,
 }
-# How far a device's logits may be from the CPU's, as a part of the row's spread. Seen with weights of 16 bits: 0.006. What quantised
-# weights are multiplied with is rounded to 8 bits by the CPU, by a device in another way or to 16. Seen with Q4_1: 0.26 in the
-# median, 0.78 at most, with Q4_K_M 0.27 and 0.51; rows of other prompts are 5 and more apart.
+# How far a device's logits may be from the CPU's, as a part of the row's spread. Seen with weights
+# of 16 bits: 0.006. What quantised weights are multiplied with is rounded to 8 bits by the CPU, by
+# a device in another way or to 16. Seen with Q4_1: 0.26 in the median, 0.78 at most, with Q4_K_M
+# 0.27 and 0.51; rows of other prompts are 5 and more apart.
 TINY_ROUNDING = 0.02
 ROUNDING = 1.0
-# Where an answer first has another token than the CPU's, the CPU's is better by no more than this, as a part of the row's spread.
-# Seen: 0.14 with Q4_1, 0.03 with Q4_K_M.
+# Where an answer first has another token than the CPU's, the CPU's is better by no more than this,
+# as a part of the row's spread. Seen: 0.14 with Q4_1, 0.03 with Q4_K_M.
 NEAR_TIE = 0.2
 TOPICS = [
-    "a lighthouse", "the moon", "bread", "a bicycle", "rain", "the number seven", "a violin", "whales", "paper", "a clock",
-    "the desert", "tea", "bees", "a bridge", "snow", "glass", "a compass", "the heart", "salt", "a kite",
+    "a lighthouse", "the moon", "bread", "a bicycle", "rain", "the number seven", "a violin",
+    "whales", "paper", "a clock",
+    "the desert", "tea", "bees", "a bridge", "snow", "glass", "a compass", "the heart", "salt",
+    "a kite",
 ]  # fmt: skip
-PROMPTS = [f"<|im_start|>user\n{ask} {t}.<|im_end|>\n" for t in TOPICS for ask in ("Describe", "Tell a story about")]
+PROMPTS = [
+    f"<|im_start|>user\n{ask} {t}.<|im_end|>\n"
+    for t in TOPICS
+    for ask in ("Describe", "Tell a story about")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +58,21 @@ def _device() -> None:
 
 
 def greedy(backend: Backend, prompts: list[list[int]], n: int) -> list[list[np.ndarray]]:
-    """For each prompt the `n` rows of logits its greedy tokens come from, four prompts in each step."""
+    """For each prompt the `n` rows of logits its greedy tokens come from, four prompts in each
+    step."""
     answers = []
     for at in range(0, len(prompts), 4):
         lines = [backend.new_sequence() for _ in prompts[at : at + 4]]
-        result = backend.step([Chunk(s, p) for s, p in zip(lines, prompts[at : at + 4], strict=True)])
+        result = backend.step(
+            [Chunk(s, p) for s, p in zip(lines, prompts[at : at + 4], strict=True)]
+        )
         group: list[list[np.ndarray]] = [[] for _ in lines]
         for _ in range(n):
             for i, rows in enumerate(group):
                 rows.append(np.array(result.logits(i)[-1]))
-            result = backend.step([Chunk(s, [int(rows[-1].argmax())]) for s, rows in zip(lines, group, strict=True)])
+            result = backend.step(
+                [Chunk(s, [int(rows[-1].argmax())]) for s, rows in zip(lines, group, strict=True)]
+            )
         answers += group
         for sequence in lines:
             backend.drop(sequence)
@@ -69,24 +81,35 @@ def greedy(backend: Backend, prompts: list[list[int]], n: int) -> list[list[np.n
 
 def load(layers: int, path: Path) -> Backend:
     return llamacpp.load(
-        LoadSpec(str(path), n_ctx=1024, n_seq_max=4, n_batch=256, placement=Placement(gpu_layers=layers))
+        LoadSpec(
+            str(path), n_ctx=1024, n_seq_max=4, n_batch=256, placement=Placement(gpu_layers=layers)
+        )
     )
 
 
-def answers_on(layers: int, path: Path, prompts: list[list[int]] | None, n: int) -> list[list[np.ndarray]]:
+def answers_on(
+    layers: int, path: Path, prompts: list[list[int]] | None, n: int
+) -> list[list[np.ndarray]]:
     backend = load(layers, path)
     # With BOS where the model wants one, as every prompt of the product has it.
-    answers = greedy(backend, prompts or [backend.tokenize(text, add_bos=True) for text in PROMPTS], n)
+    answers = greedy(
+        backend, prompts or [backend.tokenize(text, add_bos=True) for text in PROMPTS], n
+    )
     backend.close()
     return answers
 
 
-def rounding(path: Path, layers: int, prompts: list[list[int]] | None, n: int) -> tuple[list[float], list[float]]:
-    """How far the device's logits are from the CPU's in each step that both took behind the same tokens; and for each answer
-    with another token, by how much the CPU's was better where it first has one. Both as parts of the row's spread."""
+def rounding(
+    path: Path, layers: int, prompts: list[list[int]] | None, n: int
+) -> tuple[list[float], list[float]]:
+    """How far the device's logits are from the CPU's in each step that both took behind the same
+    tokens; and for each answer with another token, by how much the CPU's was better where it first
+    has one. Both as parts of the row's spread."""
     apart: list[float] = []
     leads: list[float] = []
-    for ours, theirs in zip(answers_on(0, path, prompts, n), answers_on(layers, path, prompts, n), strict=True):
+    for ours, theirs in zip(
+        answers_on(0, path, prompts, n), answers_on(layers, path, prompts, n), strict=True
+    ):
         for a, b in zip(ours, theirs, strict=True):
             apart.append(float(np.abs(a - b).max() / a.std()))
             if a.argmax() != b.argmax():
@@ -102,7 +125,8 @@ def test_a_tiny_model_answers_as_on_the_cpu(shape: str, layers: int, tmp_path: P
     prompts = [[int(t) for t in rng.integers(3, 250, rng.integers(3, 60))] for _ in range(40)]
     apart, leads = rounding(TINY[shape](tmp_path / "model.gguf"), layers, prompts, 12)
     far = sum(difference > TINY_ROUNDING for difference in apart)
-    # Where two experts are as good, the last bit decides which of them computes: such a row is another model's.
+    # Where two experts are as good, the last bit decides which of them computes: such a row is
+    # another model's.
     assert far <= (len(apart) // 100 if shape == "moe" else 0)
     assert len(leads) <= (6 if shape == "moe" else 0)
 
@@ -122,7 +146,9 @@ def test_forty_prompts_are_answered_as_on_the_cpu(
 ) -> None:
     """Another token is said only at a near tie."""
     half = 12 if model == "smollm2" else 9
-    apart, leads = rounding(request.getfixturevalue(model), half if layers == "half" else -1, None, 12)
+    apart, leads = rounding(
+        request.getfixturevalue(model), half if layers == "half" else -1, None, 12
+    )
     assert max(apart) < ROUNDING
     assert max(leads, default=0.0) <= NEAR_TIE
 
@@ -135,9 +161,10 @@ def test_forty_prompts_are_answered_as_on_the_cpu(
 def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
     model: str, bos: bool, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """The weights taken as the numbers they stand for, and nothing rounded to 8 bits. Without BOS, gemma-3-270m makes so much of
-    every rounding that CPU and device are up to 3.4 spreads apart, as are two kernels of the CPU (4.4): who is right is
-    told by this. Seen, in the median: the device 0.22 from it, the CPU 0.66; with BOS 0.09 and 0.26."""
+    """The weights taken as the numbers they stand for, and nothing rounded to 8 bits. Without BOS,
+    gemma-3-270m makes so much of every rounding that CPU and device are up to 3.4 spreads apart, as
+    are two kernels of the CPU (4.4): who is right is told by this. Seen, in the median: the device
+    0.22 from it, the CPU 0.66; with BOS 0.09 and 0.26."""
     path = request.getfixturevalue(model)
     backend = load(0, path)
     prompts = [backend.tokenize(text, add_bos=bos) for text in PROMPTS[:10]]
@@ -160,7 +187,10 @@ def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
     exact = rows_on(0, write_dequantised(path, tmp_path / "exact.gguf"))
     (tmp_path / "exact.gguf").unlink()
     cpu, device = (
-        [float(np.abs(a - b).max() / a.std()) for a, b in zip(exact, rows_on(layers, path), strict=True)]
+        [
+            float(np.abs(a - b).max() / a.std())
+            for a, b in zip(exact, rows_on(layers, path), strict=True)
+        ]
         for layers in (0, -1)
     )
     assert np.median(device) <= 1.2 * np.median(cpu)
@@ -169,8 +199,11 @@ def test_a_device_is_as_near_to_exact_arithmetic_as_the_cpu(
 
 @pytest.mark.parametrize("layers", [-1, 1])
 @pytest.mark.parametrize("shape", ["llama", "moe", "sliding"])
-def test_an_interrupted_step_on_a_device_changes_nothing(shape: str, layers: int, tmp_path: Path) -> None:
-    """llama.cpp asks between the nodes that the CPU computes: beside its layers, or of the embedding alone."""
+def test_an_interrupted_step_on_a_device_changes_nothing(
+    shape: str, layers: int, tmp_path: Path
+) -> None:
+    """llama.cpp asks between the nodes that the CPU computes: beside its layers, or of the
+    embedding alone."""
     assert an_interrupted_step_changes_nothing(TINY[shape](tmp_path / "model.gguf"), layers) <= 1e-3
 
 
@@ -185,7 +218,13 @@ def test_zero_layers_use_no_device(smollm2: Path) -> None:
 
 
 def test_a_context_larger_than_the_device_computes_with_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"Vulkan0 computes with a KV cache of at most \d+ tokens a layer"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"Vulkan0 computes with a KV cache of at most \d+ "
+        r"tokens "
+        r"a "
+        r"layer",
+    ):
         llamacpp.load(LoadSpec(str(tiny_model), n_ctx=2**26, n_seq_max=1))
 
 

@@ -1,4 +1,5 @@
-"""Weights laid out anew for the processor and weights as they are stored: one model, whichever way it is loaded."""
+"""Weights laid out anew for the processor and weights as they are stored: one model, whichever way
+it is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from localllm_backends.llamacpp.native import start_native
 from models import tiny_gguf
 
 PROMPT = [5 + (7 * i) % 400 for i in range(96)]
-# The shares of a row's spread that two kernels' roundings come to here stay well below this; another model's row is 1.4 away.
+# The shares of a row's spread that two kernels' roundings come to here stay well below this;
+# another model's row is 1.4 away.
 NEAR = 0.1
 Q4_K_M = 15  # llama.h: enum llama_ftype
 
@@ -29,7 +31,10 @@ def q4_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llama, path = start_native(), folder / "q4_k.gguf"
     params = llama.llama_model_quantize_default_params()
     params.ftype = Q4_K_M
-    assert llama.llama_model_quantize(str(plain).encode(), str(path).encode(), ctypes.byref(params)) == 0
+    assert (
+        llama.llama_model_quantize(str(plain).encode(), str(path).encode(), ctypes.byref(params))
+        == 0
+    )
     return path
 
 
@@ -37,7 +42,11 @@ def q4_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def both(q4_k: Path) -> Iterator[tuple[Backend, Backend]]:
     """The model as llama.cpp would have it, and as it is stored."""
     made = [
-        backend_type.load(LoadSpec(str(q4_k), n_ctx=512, n_seq_max=4, n_threads=1, placement=Placement(layout=layout)))
+        backend_type.load(
+            LoadSpec(
+                str(q4_k), n_ctx=512, n_seq_max=4, n_threads=1, placement=Placement(layout=layout)
+            )
+        )
         for layout in ("auto", "stored")
     ]
     try:
@@ -58,10 +67,14 @@ def apart(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 def test_only_what_is_laid_out_anew_is_copied(both: tuple[Backend, Backend]) -> None:
     laid_out, stored = (backend.memory() for backend in both)
-    if not any("REPACK" in place or "AMX" in place or "KLEIDI" in place for place in laid_out.places):
+    if not any(
+        "REPACK" in place or "AMX" in place or "KLEIDI" in place for place in laid_out.places
+    ):
         pytest.skip(f"this build lays out no Q4_K on this processor: {', '.join(laid_out.places)}")
     assert stored.weights_bytes <= laid_out.weights_bytes
-    assert all(place.endswith("_Mapped") or not place.startswith("CPU_") for place in stored.places), stored.places
+    assert all(
+        place.endswith("_Mapped") or not place.startswith("CPU_") for place in stored.places
+    ), stored.places
 
 
 def test_both_give_the_same_logits_but_for_rounding(both: tuple[Backend, Backend]) -> None:
@@ -69,11 +82,19 @@ def test_both_give_the_same_logits_but_for_rounding(both: tuple[Backend, Backend
     assert apart(*rows) < NEAR
 
 
-@pytest.mark.parametrize("reader", [0, 1], ids=["laid out reads what stored wrote", "stored reads what laid out wrote"])
-def test_kv_computed_under_one_layout_is_taken_over_under_the_other(both: tuple[Backend, Backend], reader: int) -> None:
+@pytest.mark.parametrize(
+    "reader", [0, 1], ids=["laid out reads what stored wrote", "stored reads what laid out wrote"]
+)
+def test_kv_computed_under_one_layout_is_taken_over_under_the_other(
+    both: tuple[Backend, Backend], reader: int
+) -> None:
     here, there = both[reader], both[1 - reader]
-    # One key on disk: a model that is planned otherwise after a bench finds its conversations again.
-    assert (here.info.fingerprint, here.info.kv_meaning) == (there.info.fingerprint, there.info.kv_meaning)
+    # One key on disk: a model that is planned otherwise after a bench finds its conversations
+    # again.
+    assert (here.info.fingerprint, here.info.kv_meaning) == (
+        there.info.fingerprint,
+        there.info.kv_meaning,
+    )
     written = there.new_sequence()
     there.step([Chunk(written, PROMPT[:64], outputs=1)]).argmax(0)
     taken = here.new_sequence()

@@ -1,4 +1,5 @@
-"""`localllm bench --against`: the same load in turn, tokens counted here, and nobody's word taken for it."""
+"""`localllm bench --against`: the same load in turn, tokens counted here, and nobody's word taken
+for it."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ from support.http_server import running_server
 
 @dataclass
 class Said:
-    """What a scripted server says to every chat: pieces of text, and its own count; `refuses` these fields. `answer`: what
-    it says to a request, where that is not the same every time."""
+    """What a scripted server says to every chat: pieces of text, and its own count; `refuses` these
+    fields. `answer`: what it says to a request, where that is not the same every time."""
 
     pieces: list[str] = field(default_factory=lambda: ["word "] * 12)
     answer: Callable[[dict[str, Any]], Iterable[str]] | None = None
@@ -82,7 +83,9 @@ def scripted(said: Said) -> Iterator[str]:
                 self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
                 self.wfile.flush()
             if said.usage is not None:
-                self.wfile.write(f"data: {json.dumps({'choices': [], 'usage': said.usage})}\n\n".encode())
+                self.wfile.write(
+                    f"data: {json.dumps({'choices': [], 'usage': said.usage})}\n\n".encode()
+                )
             self.wfile.write(b"data: [DONE]\n\n")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -104,7 +107,9 @@ def test_two_real_servers_are_measured_in_turn_with_a_tokenizer_of_theirs(tiny_m
     with ExitStack() as stack:
         urls = []
         for _ in range(2):
-            host = Supervisor(WorkerOptions(LoadSpec(path=str(tiny_model), n_ctx=1024, n_seq_max=2)))
+            host = Supervisor(
+                WorkerOptions(LoadSpec(path=str(tiny_model), n_ctx=1024, n_seq_max=2))
+            )
             urls.append(stack.enter_context(running_server({"tiny": host})).url)
         asked = [part for url in urls for part in ("--against", url)]
         done = bench(*asked, "--rounds", "1", "--scenarios", "single,two", "--json")
@@ -115,10 +120,14 @@ def test_two_real_servers_are_measured_in_turn_with_a_tokenizer_of_theirs(tiny_m
     titles = [table["title"] for table in found["tables"]]
     even = "{}: 95th percentile of the gaps"
     assert titles == [
-        "decode, one stream", even.format("one stream"), "aggregate, 2 streams", even.format("2 streams")
+        "decode, one stream", even.format("one stream"), "aggregate, 2 streams",
+        even.format("2 streams")
     ]  # fmt: skip
     for table in found["tables"]:
-        assert all(len(table["values"][name]) == 1 and table["medians"][name] > 0 for name in (first, second))
+        assert all(
+            len(table["values"][name]) == 1 and table["medians"][name] > 0
+            for name in (first, second)
+        )
         ratio = table["ratios"][second]
         assert ratio["median"] == pytest.approx(table["medians"][first] / table["medians"][second])
         assert ratio["low"] == ratio["median"] == ratio["high"]
@@ -128,7 +137,9 @@ def test_two_real_servers_are_measured_in_turn_with_a_tokenizer_of_theirs(tiny_m
 def test_our_own_server_joins_where_a_model_is_named(tiny_model: Path) -> None:
     said = Said()
     with scripted(said) as url:
-        done = bench(str(tiny_model), "--against", url, "--rounds", "1", "--scenarios", "single", "--json")
+        done = bench(
+            str(tiny_model), "--against", url, "--rounds", "1", "--scenarios", "single", "--json"
+        )
     found = json.loads(done.stdout)
     assert found["servers"][0]["name"] == "localllm"
     assert found["servers"][0]["url"].startswith("http://127.0.0.1:")
@@ -137,11 +148,26 @@ def test_our_own_server_joins_where_a_model_is_named(tiny_model: Path) -> None:
 
 
 def test_an_empty_answer_is_a_fault_that_is_told_and_stops_nothing() -> None:
-    with scripted(Said()) as good, scripted(Said(pieces=["", ""], usage={"completion_tokens": 128})) as empty:
-        done = bench("--against", good, "--against", empty, "--rounds", "3", "--scenarios", "single,cancel", "--json")
+    with (
+        scripted(Said()) as good,
+        scripted(Said(pieces=["", ""], usage={"completion_tokens": 128})) as empty,
+    ):
+        done = bench(
+            "--against",
+            good,
+            "--against",
+            empty,
+            "--rounds",
+            "3",
+            "--scenarios",
+            "single,cancel",
+            "--json",
+        )
     assert done.exit_code != 0
     found = json.loads(done.stdout)
-    assert all("answered nothing (it says it made 128 tokens)" in fault for fault in found["faults"])
+    assert all(
+        "answered nothing (it says it made 128 tokens)" in fault for fault in found["faults"]
+    )
     assert len(found["faults"]) == 4, "each scenario is tried twice there, and then no more"
     name = found["servers"][0]["name"]
     assert len([v for v in found["tables"][0]["values"][name] if v is not None]) == 3
@@ -157,12 +183,14 @@ def test_a_server_that_counts_more_than_it_said_is_not_believed() -> None:
 
 
 def test_drafted_tokens_come_several_in_a_piece_and_count() -> None:
-    answer = StreamedAnswer(text="one two three four", gaps_s=[0.5, 0.5], usage={"completion_tokens": 5})
+    answer = StreamedAnswer(
+        text="one two three four", gaps_s=[0.5, 0.5], usage={"completion_tokens": 5}
+    )
     assert Counter(None).tokens_of(BenchTarget("x", ""), answer) == 5
     assert answer.rate(5) == 4.0
-    assert Counter(None).tokens_of(BenchTarget("x", ""), StreamedAnswer(text="a b", gaps_s=[1.0])) == 2, (
-        "no word of its own"
-    )
+    assert (
+        Counter(None).tokens_of(BenchTarget("x", ""), StreamedAnswer(text="a b", gaps_s=[1.0])) == 2
+    ), "no word of its own"
 
 
 def test_a_character_of_several_tokens_is_no_stall_and_words_that_come_together_are(
@@ -204,7 +232,9 @@ def test_stories_that_all_end_too_soon_are_a_fault() -> None:
         found = against.run([against.target_of(url)], ["stall"], 1)
     assert any("ended after [12, 12, 12] pieces" in fault for fault in found.faults)
     assert len(said.bodies) % 3 == 0
-    assert all(body["messages"][-1]["content"].startswith("Long story") for body in said.bodies), "nobody came in vain"
+    assert all(body["messages"][-1]["content"].startswith("Long story") for body in said.bodies), (
+        "nobody came in vain"
+    )
 
 
 def test_a_field_that_a_server_refuses_is_left_away_for_it() -> None:
@@ -216,11 +246,18 @@ def test_a_field_that_a_server_refuses_is_left_away_for_it() -> None:
     assert all("ignore_eos" not in body for body in said.bodies)
 
 
-def test_the_model_behind_a_hash_is_asked_for_else_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_behind_a_hash_is_asked_for_else_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LOCALLLM_API_KEY", "secret")
     said = Said()
     with scripted(said) as url:
-        assert bench("--against", f"{url}/v1#second", "--rounds", "1", "--scenarios", "single").exit_code == 0
+        assert (
+            bench(
+                "--against", f"{url}/v1#second", "--rounds", "1", "--scenarios", "single"
+            ).exit_code
+            == 0
+        )
         assert against.target_of(url.removeprefix("http://")).model == "first"
     assert {body["model"] for body in said.bodies} == {"second"}
     assert set(said.keys) == {"Bearer secret"}
@@ -230,7 +267,16 @@ def test_each_server_is_started_again_by_its_own_command(tmp_path: Path) -> None
     note = tmp_path / "started"
     command = f"{sys.executable} -c \"open('{note}', 'a').write('x')\""
     with scripted(Said()) as url:
-        asked = ["--against", url, "--rounds", "2", "--scenarios", "restart", "--restart-cmd", command]
+        asked = [
+            "--against",
+            url,
+            "--rounds",
+            "2",
+            "--scenarios",
+            "restart",
+            "--restart-cmd",
+            command,
+        ]
         assert bench(*asked).exit_code == 0
         assert note.read_text() == "xx"
         assert "--restart-cmd" in str(bench("--against", url, "--scenarios", "restart").exception)
@@ -259,15 +305,26 @@ def test_every_scenario_has_a_meaning_and_a_body() -> None:
 def test_servers_of_one_machine_are_told_apart_within_80_columns() -> None:
     """Cut after twelve letters, both were 127.0.0.1:86."""
     table = RoundComparison(
-        "decode, one stream", "tok/s", "more", {"127.0.0.1:8601": [20.27, 21.6], "127.0.0.1:8602": [12.09, 17.41]}
+        "decode, one stream",
+        "tok/s",
+        "more",
+        {"127.0.0.1:8601": [20.27, 21.6], "127.0.0.1:8602": [12.09, 17.41]},
     )
     shown = table.lines("127.0.0.1:8601")
     assert "127.0.0.1:8601 ÷ it: 1.46×" in shown[2]
     assert max(map(len, shown)) <= 80
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 10) | st.none(), st.floats(0.1, 10) | st.none()), min_size=1, max_size=9))
-def test_ratios_are_of_the_rounds_in_which_both_gave_a_value(rounds: list[tuple[float | None, float | None]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 10) | st.none(), st.floats(0.1, 10) | st.none()),
+        min_size=1,
+        max_size=9,
+    )
+)
+def test_ratios_are_of_the_rounds_in_which_both_gave_a_value(
+    rounds: list[tuple[float | None, float | None]],
+) -> None:
     scenarios = RoundComparison("x", "tok/s")
     for i, values in enumerate(rounds):
         for name, value in zip("ab", values, strict=True):

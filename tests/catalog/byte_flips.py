@@ -1,6 +1,8 @@
-"""Run as a program: reads damaged copies of a real header under a memory limit and prints what happened as JSON.
+"""Run as a program: reads damaged copies of a real header under a memory limit and prints what
+happened as JSON.
 
-A process of its own, because the limit (256 MB above what Python itself needs) is the operating system's.
+A process of its own, because the limit (256 MB above what Python itself needs) is the operating
+system's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,20 @@ from localllm_catalog import gguf
 from localllm_catalog.errors import CatalogError
 from localllm_catalog.from_gguf import model_from_gguf
 
-EXTREMES = [0, 1, 8, 255, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+EXTREMES = [
+    0,
+    1,
+    8,
+    255,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 32,
+    1 << 40,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+]
 HEADROOM_BYTES = 256_000_000
 
 
@@ -35,8 +50,11 @@ def main(real: Path, work: Path, count: int, seed: int) -> None:
         file.write(original)
         for index in range(count):
             length = size
-            # The vocabulary is 99 % of the bytes and 1 % of the danger: most damage goes where the structure is.
-            zone = rng.choice([(0, 2_000), (0, 64), (len(original) - 20_000, len(original)), (0, len(original))])
+            # The vocabulary is 99 % of the bytes and 1 % of the danger: most damage goes where the
+            # structure is.
+            zone = rng.choice(
+                [(0, 2_000), (0, 64), (len(original) - 20_000, len(original)), (0, len(original))]
+            )
             changed = set()
             for _ in range(rng.choice([1, 1, 1, 2, 8])):
                 at = rng.randrange(*zone)
@@ -54,7 +72,9 @@ def main(real: Path, work: Path, count: int, seed: int) -> None:
                 file.write(new)
                 changed.add((at, len(new)))
             if rng.random() < 0.1:
-                length = rng.choice([rng.randrange(64), rng.randrange(len(original)), rng.randrange(size)])
+                length = rng.choice(
+                    [rng.randrange(64), rng.randrange(len(original)), rng.randrange(size)]
+                )
             file.flush()
             file.truncate(length)
             start = time.process_time()
@@ -73,7 +93,11 @@ def main(real: Path, work: Path, count: int, seed: int) -> None:
                 file.seek(at)
                 file.write(original[at : at + n_bytes])
             file.truncate(size)
-    print(json.dumps({"refused": refused, "accepted": accepted, "slowest_s": slowest_s, "crashes": crashes}))
+    print(
+        json.dumps(
+            {"refused": refused, "accepted": accepted, "slowest_s": slowest_s, "crashes": crashes}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Builders the catalog's tests share: GGUF headers byte by byte, and a loopback server that answers range requests."""
+"""Builders the catalog's tests share: GGUF headers byte by byte, and a loopback server that answers
+range requests."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def _value(value: Any) -> bytes:
     return struct.pack("<IIQ", 9, kind, len(value)) + packed
 
 
-def gguf_header(metadata: dict[str, Any], tensors: list[TensorSpec], alignment: int = 32) -> tuple[bytes, int]:
+def gguf_header(
+    metadata: dict[str, Any], tensors: list[TensorSpec], alignment: int = 32
+) -> tuple[bytes, int]:
     """(header bytes up to the data, bytes of data the tensors need)."""
     out = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     out += [_string(key) + _value(value) for key, value in metadata.items()]
@@ -63,9 +66,12 @@ def gguf_header(metadata: dict[str, Any], tensors: list[TensorSpec], alignment: 
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """write_gguf(metadata, tensors, name=…): a sparse file with that header and room for the tensors."""
+    """write_gguf(metadata, tensors, name=…): a sparse file with that header and room for the
+    tensors."""
 
-    def write(metadata: dict[str, Any], tensors: list[TensorSpec], name: str = "model.gguf") -> Path:
+    def write(
+        metadata: dict[str, Any], tensors: list[TensorSpec], name: str = "model.gguf"
+    ) -> Path:
         header, data_bytes = gguf_header(metadata, tensors)
         path = tmp_path / name
         with path.open("wb") as file:
@@ -87,7 +93,8 @@ def smollm2() -> Path:
 
 @dataclass
 class RangeServer:
-    """A web server on loopback over one folder. The flags make it misbehave; `requests` records what it was asked."""
+    """A web server on loopback over one folder. The flags make it misbehave; `requests` records
+    what it was asked."""
 
     folder: Path
     url: str = ""
@@ -109,7 +116,9 @@ def range_servers() -> Iterator[Callable[[Path], RangeServer]]:
     def start(folder: Path) -> RangeServer:
         state = RangeServer(folder)
         server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         running.append(server)
         state.url = f"http://127.0.0.1:{server.server_address[1]}"
         return state
@@ -129,7 +138,9 @@ def _handler(state: RangeServer) -> type[BaseHTTPRequestHandler]:
             state.requests.append((self.path, dict(self.headers)))
             if state.redirect_to:
                 self.send_response(302)
-                self.send_header("Location", state.redirect_to.replace("{n}", str(len(state.requests))))
+                self.send_header(
+                    "Location", state.redirect_to.replace("{n}", str(len(state.requests)))
+                )
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
@@ -140,7 +151,9 @@ def _handler(state: RangeServer) -> type[BaseHTTPRequestHandler]:
                 self.end_headers()
                 return
             size = path.stat().st_size
-            first, last = (int(part) for part in self.headers["Range"].removeprefix("bytes=").split("-"))
+            first, last = (
+                int(part) for part in self.headers["Range"].removeprefix("bytes=").split("-")
+            )
             last = min(last, size - 1)
             with path.open("rb") as file:
                 file.seek(first)

@@ -1,4 +1,5 @@
-"""What a shipped family file may say, strictly: the written form of families/*.toml and sources.toml."""
+"""What a shipped family file may say, strictly: the written form of families/*.toml and
+sources.toml."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class _Table(BaseModel):
 
 
 class Sliding(_Table):
-    """Layers that see the last `window` tokens; the rest overrides the model's figures on those layers."""
+    """Layers that see the last `window` tokens; the rest overrides the model's figures on those
+    layers."""
 
     window: Count
     heads: Count | None = None
@@ -49,7 +51,8 @@ class Mla(_Table):
 
 
 class Recurrent(_Table):
-    """Sizes of a recurrent layer; which ones are needed depends on `kind` (layout.recurrent_sizes)."""
+    """Sizes of a recurrent layer; which ones are needed depends on `kind`
+    (layout.recurrent_sizes)."""
 
     kind: Literal["gated_delta", "mamba2", "short_conv", "kda"]
     conv: Count
@@ -112,7 +115,8 @@ class LookupTable(_Table):
 
 
 class ImageTokensTable(_Table):
-    """Tokens that an image comes to: one for `side` × `side` pixels of it, from `least` to `most`; without a side always `most`."""
+    """Tokens that an image comes to: one for `side` × `side` pixels of it, from `least` to `most`;
+    without a side always `most`."""
 
     side: Count | None = None
     least: Count
@@ -120,7 +124,8 @@ class ImageTokensTable(_Table):
 
 
 class Gguf(_Table):
-    """GGUF files of one repository: `bytes` exact, `about` rounded by its source, `estimate` computed from shapes."""
+    """GGUF files of one repository: `bytes` exact, `about` rounded by its source, `estimate`
+    computed from shapes."""
 
     repo: Text
     file: Text | None = None
@@ -153,12 +158,14 @@ class ModelTable(_Table):
     params: Count
     active: Count | None = None
     architecture: Literal[
-        "dense", "dense-swa", "moe", "moe-swa", "moe-mla", "hybrid", "hybrid-moe", "hybrid-moe-mla", "hybrid-conv",
+        "dense", "dense-swa", "moe", "moe-swa", "moe-mla", "hybrid", "hybrid-moe", "hybrid-moe-mla",
+        "hybrid-conv",
         "hybrid-conv-moe",
     ]  # fmt: skip
     modality: list[Literal["text", "image", "video", "audio"]] = ["text"]
     purposes: Annotated[
-        list[Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedding"]], Field(min_length=1)
+        list[Literal["chat", "coding", "autocomplete", "long", "reasoning", "embedding"]],
+        Field(min_length=1),
     ]
     layers: Count
     hidden: Count
@@ -170,7 +177,8 @@ class ModelTable(_Table):
     context: Count
     tied: bool = False
     pattern: list[Text] = ["full"]
-    layer_list: list[dict[str, Any]] = []  # as read from a file's header; build.build_layers checks it
+    # as read from a file's header; build.build_layers checks it
+    layer_list: list[dict[str, Any]] = []
     sliding: Sliding | None = None
     full: Full | None = None
     shared_kv_layers: Count | None = None

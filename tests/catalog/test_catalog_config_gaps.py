@@ -1,4 +1,5 @@
-"""What a config.json leaves out comes from its family, and weights in another program's format are called what they are."""
+"""What a config.json leaves out comes from its family, and weights in another program's format are
+called what they are."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from localllm_catalog.types import Model
 FILES = {"model.safetensors": 4_000_000_000}
 GEMMA_4B = {
     "model_type": "gemma3", "text_config": {
-        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024},
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "sliding_window": 1024},
 }  # fmt: skip
 PIXTRAL = {
-    "head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336, "max_position_embeddings": 1024000, "model_type": "mistral",
+    "head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336,
+    "max_position_embeddings": 1024000, "model_type": "mistral",
     "num_hidden_layers": 40, "num_key_value_heads": 8, "sliding_window": None, "vocab_size": 131072,
 }  # fmt: skip
 VICUNA = {
@@ -31,9 +34,12 @@ VICUNA = {
 # A config as published: (layers, heads, head_dim, kv bytes per token at f16, the context).
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
     "gemma-3-4b": (GEMMA_4B, (34, 8, 256, 34 * 4 * 256 * 4, 131072)),
-    "llava-1.5-7b": ({"model_type": "llava", "text_config": VICUNA, "vocab_size": 32064}, (32, 32, 128, 32 * 32 * 128 * 4, 4096)),
-    "llava without a type": ({"model_type": "llava", "text_config": {"vocab_size": 32064}}, (32, 32, 128, 32 * 32 * 128 * 4, 2048)),
-    "pixtral-12b": ({"model_type": "llava", "text_config": PIXTRAL}, (40, 32, 128, 40 * 8 * 128 * 4, 1024000)),
+    "llava-1.5-7b": ({"model_type": "llava", "text_config": VICUNA, "vocab_size": 32064},
+    (32, 32, 128, 32 * 32 * 128 * 4, 4096)),
+    "llava without a type": ({"model_type": "llava", "text_config": {"vocab_size": 32064}},
+    (32, 32, 128, 32 * 32 * 128 * 4, 2048)),
+    "pixtral-12b": ({"model_type": "llava", "text_config": PIXTRAL},
+    (40, 32, 128, 40 * 8 * 128 * 4, 1024000)),
 }  # fmt: skip
 
 
@@ -62,7 +68,14 @@ NESTED = (
 
 
 def facts(model: Model) -> tuple[object, ...]:
-    return model.layers, model.hidden_size, model.n_heads, model.vocab_size, model.native_context, model.params_total
+    return (
+        model.layers,
+        model.hidden_size,
+        model.n_heads,
+        model.vocab_size,
+        model.native_context,
+        model.params_total,
+    )
 
 
 @given(st.sampled_from(NESTED), st.data())
@@ -71,11 +84,16 @@ def test_leaving_out_what_the_family_says_changes_nothing(kind: str, data: st.Da
     kept = data.draw(st.lists(st.sampled_from(sorted(config_defaults.of_type(kind))), unique=True))
     less = {"model_type": kind} | {key: whole[key] for key in kept}
     nulls = {key: None for key in config_defaults.of_type(kind) if key not in kept}
-    models = [model_from_config({"model_type": "x", "text_config": c}, FILES) for c in (whole, less, {**less, **nulls})]
+    models = [
+        model_from_config({"model_type": "x", "text_config": c}, FILES)
+        for c in (whole, less, {**less, **nulls})
+    ]
     assert facts(models[0]) == facts(models[1]) == facts(models[2])
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+)
 def test_what_neither_config_nor_family_says_is_named(key: str) -> None:
     config = {
         "model_type": "novel",
@@ -92,14 +110,20 @@ def test_what_neither_config_nor_family_says_is_named(key: str) -> None:
 
 
 RECURRENT: dict[str, tuple[dict[str, Any], int]] = {
-    # State: (conv - 1) × channels + inner × state, in float32 elements; of rwkv7 heads × head² and two shifts.
-    "mamba2": ({"num_heads": 24, "head_dim": 64, "hidden_size": 768, "state_size": 128, "n_groups": 1, "conv_kernel": 4,
-                "num_hidden_layers": 24, "vocab_size": 50288, "intermediate_size": 1536}, 3 * (1536 + 256) + 128 * 1536),
-    "mamba": ({"hidden_size": 768, "intermediate_size": 1536, "state_size": 16, "conv_kernel": 4, "num_hidden_layers": 24,
+    # State: (conv - 1) × channels + inner × state, in float32 elements; of rwkv7 heads × head² and
+    # two shifts.
+    "mamba2": ({"num_heads": 24, "head_dim": 64, "hidden_size": 768, "state_size": 128,
+    "n_groups": 1, "conv_kernel": 4,
+                "num_hidden_layers": 24, "vocab_size": 50288, "intermediate_size": 1536},
+                3 * (1536 + 256) + 128 * 1536),
+    "mamba": ({"hidden_size": 768, "intermediate_size": 1536, "state_size": 16, "conv_kernel": 4,
+    "num_hidden_layers": 24,
                "vocab_size": 50280, "time_step_rank": 48}, 3 * 1536 + 16 * 1536),
-    "falcon_mamba": ({"hidden_size": 4096, "intermediate_size": 8192, "state_size": 16, "num_hidden_layers": 64,
+    "falcon_mamba": ({"hidden_size": 4096, "intermediate_size": 8192, "state_size": 16,
+    "num_hidden_layers": 64,
                       "vocab_size": 65024, "time_step_rank": "auto"}, 3 * 8192 + 16 * 8192),
-    "rwkv7": ({"hidden_size": 768, "head_dim": 64, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 65536,
+    "rwkv7": ({"hidden_size": 768, "head_dim": 64, "intermediate_size": 3072,
+    "num_hidden_layers": 12, "vocab_size": 65536,
                "a_low_rank_dim": 64, "decay_low_rank_dim": 64}, 768 * 64 + 2 * 768),
 }  # fmt: skip
 
@@ -116,7 +140,8 @@ def test_a_model_without_attention_keeps_a_state_and_no_cache(kind: str) -> None
 
 
 def test_gemma_4s_single_layers_say_what_they_keep() -> None:
-    text: dict[str, Any] = {"model_type": "gemma4_text", "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4,
+    text: dict[str, Any] = {"model_type": "gemma4_text", "num_hidden_layers": 12,
+        "num_attention_heads": 8, "num_key_value_heads": 4,
                             "hidden_size": 2304, "vocab_size": 262144, "head_dim": 256}  # fmt: skip
     own = {"head_dim": 512, "num_key_value_heads": 2}
     plain = model_from_config({"model_type": "gemma4", "text_config": text}, FILES)
@@ -127,16 +152,24 @@ def test_gemma_4s_single_layers_say_what_they_keep() -> None:
         {"full_attention": own},
         [*[None] * 5, own, *[None] * 5, own],
     ):
-        model = model_from_config({"model_type": "gemma4", "text_config": {**text, "per_layer_config": said}}, FILES)
+        model = model_from_config(
+            {"model_type": "gemma4", "text_config": {**text, "per_layer_config": said}}, FILES
+        )
         kept = [(layer.n_kv_heads, layer.head_dim_k) for layer in model.layers]
         assert kept == ([(4, 256)] * 5 + [(2, 512)]) * 2
-    one = model_from_config({"model_type": "gemma4", "text_config": {**text, "per_layer_config": {"11": own}}}, FILES)
+    one = model_from_config(
+        {"model_type": "gemma4", "text_config": {**text, "per_layer_config": {"11": own}}}, FILES
+    )
     assert shapes.kv_bytes_per_token(one) < shapes.kv_bytes_per_token(plain)
 
 
 FOREIGN: dict[str, dict[str, Any]] = {
     "FP8": {"quant_method": "fp8", "fmt": "e4m3"},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+    },
     "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "AWQ": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
     "GPTQ": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
@@ -165,9 +198,13 @@ def test_weights_of_another_program_are_called_what_they_are(name: str, place: s
 
 
 @pytest.mark.parametrize(
-    "section", [{"bits": 4, "group_size": 64}, {"quant_method": "mxfp4"}, {"mode": "nvfp4", "bits": 4}, {}]
+    "section",
+    [{"bits": 4, "group_size": 64}, {"quant_method": "mxfp4"}, {"mode": "nvfp4", "bits": 4}, {}],
 )
 def test_mlxs_own_formats_are_no_other_programs(section: dict[str, Any]) -> None:
     assert foreign_format({"quantization_config": section}) == ""
-    converted = {"quantization": {"bits": 4, **section}, "quantization_config": {**section, "quant_method": "awq"}}
+    converted = {
+        "quantization": {"bits": 4, **section},
+        "quantization_config": {**section, "quant_method": "awq"},
+    }
     assert foreign_format(converted) == ""

@@ -1,4 +1,5 @@
-"""Reading real and synthetic GGUF headers, whole, split and over HTTP, into the same Model the catalog uses."""
+"""Reading real and synthetic GGUF headers, whole, split and over HTTP, into the same Model the
+catalog uses."""
 
 from __future__ import annotations
 
@@ -35,11 +36,16 @@ def basic(arch: str = "llama", layers: int = 4, **more: Any) -> dict[str, Any]:
         "attention.head_count_kv": 2,
         **more,
     }
-    return {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in facts.items()}}
+    return {
+        "general.architecture": arch,
+        **{f"{arch}.{key}": value for key, value in facts.items()},
+    }
 
 
 def kinds(write: Write, arch: str, layers: int, **more: Any) -> list[str]:
-    model = model_from_gguf(gguf.read(write(basic(arch, layers, **more), [("token_embd.weight", (256, 64), "Q8_0")])))
+    model = model_from_gguf(
+        gguf.read(write(basic(arch, layers, **more), [("token_embd.weight", (256, 64), "Q8_0")]))
+    )
     return [layer.kind for layer in model.layers]
 
 
@@ -48,7 +54,8 @@ def test_the_real_starter_model_is_read_exactly(smollm2: Path) -> None:
     model = model_from_gguf(header)
     (variant,) = model.variants
     assert (variant.quant, variant.file_bytes) == ("Q4_1", 98_362_432)
-    assert variant.weights_bytes == variant.active_bytes == 96_576_768  # tied: the embedding is the output matrix
+    # tied: the embedding is the output matrix
+    assert variant.weights_bytes == variant.active_bytes == 96_576_768
     assert model.params_total == model.params_active == 134_515_008
     assert shapes.count_params(model) == (134_515_008, 134_515_008)
     curated = catalog.load().get("smollm2-135m-instruct")
@@ -93,7 +100,7 @@ def test_files_of_the_reference_writer_are_read(tmp_path: Path) -> None:
     assert model_from_gguf(header).vocab_size == 10
 
 
-# --- layer kinds, as llama.cpp derives them --------------------------------------------------------------------------
+# --- layer kinds, as llama.cpp derives them -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,8 +144,16 @@ def test_layer_kinds_by_architecture(
 @pytest.mark.parametrize(
     ("arch", "more", "expected"),
     [
-        ("glm-dsa", {"attention.kv_lora_rank": 64, "attention.indexer.types": [True, False, True]}, [32, 0, 32]),
-        ("hy_v4", {"attention.kv_lora_rank": 64, "attention.indexer.types": [True, False, False]}, [32, 0, 0]),
+        (
+            "glm-dsa",
+            {"attention.kv_lora_rank": 64, "attention.indexer.types": [True, False, True]},
+            [32, 0, 32],
+        ),
+        (
+            "hy_v4",
+            {"attention.kv_lora_rank": 64, "attention.indexer.types": [True, False, False]},
+            [32, 0, 0],
+        ),
         ("deepseek32", {"attention.kv_lora_rank": 64}, [32, 32, 32]),
         ("minimax-m3", {"leading_dense_block_count": 1}, [0, 32, 32]),
         ("llama", {}, [0, 0, 0]),
@@ -148,7 +163,9 @@ def test_an_indexer_keeps_its_key_on_the_layers_that_have_one(
     write_gguf: Write, arch: str, more: dict[str, Any], expected: list[int]
 ) -> None:
     lora = (
-        {"attention.key_length_mla": 48, "attention.value_length_mla": 32} if "attention.kv_lora_rank" in more else {}
+        {"attention.key_length_mla": 48, "attention.value_length_mla": 32}
+        if "attention.kv_lora_rank" in more
+        else {}
     )
     facts = basic(arch, 3, **{"attention.indexer.key_length": 32, **lora, **more})
     model = model_from_gguf(gguf.read(write_gguf(facts, [])))
@@ -160,7 +177,8 @@ def test_a_qwen35_header_has_the_state_llama_cpp_reports(write_gguf: Write) -> N
     facts = basic(
         "qwen35", 64, embedding_length=5120,
         **{"attention.head_count": 24, "attention.head_count_kv": 4, "attention.key_length": 256,
-           "attention.value_length": 256, "ssm.conv_kernel": 4, "ssm.inner_size": 6144, "ssm.state_size": 128,
+           "attention.value_length": 256, "ssm.conv_kernel": 4, "ssm.inner_size": 6144,
+           "ssm.state_size": 128,
            "ssm.group_count": 16, "ssm.time_step_rank": 48},
     )  # fmt: skip
     model = model_from_gguf(gguf.read(write_gguf(facts, [])))
@@ -171,9 +189,12 @@ def test_a_qwen35_header_has_the_state_llama_cpp_reports(write_gguf: Write) -> N
 def test_sliding_layers_have_their_own_head_size_and_late_layers_share(write_gguf: Write) -> None:
     facts = basic(
         "gemma4", 4,
-        **{"attention.sliding_window": 512, "attention.sliding_window_pattern": [True, True, False, True],
-           "attention.head_count_kv": [4, 4, 1, 4], "attention.key_length": 512, "attention.value_length": 512,
-           "attention.key_length_swa": 256, "attention.value_length_swa": 256, "attention.shared_kv_layers": 1},
+        **{"attention.sliding_window": 512,
+        "attention.sliding_window_pattern": [True, True, False, True],
+           "attention.head_count_kv": [4, 4, 1, 4], "attention.key_length": 512,
+           "attention.value_length": 512,
+           "attention.key_length_swa": 256, "attention.value_length_swa": 256,
+           "attention.shared_kv_layers": 1},
     )  # fmt: skip
     layers = model_from_gguf(gguf.read(write_gguf(facts, []))).layers
     assert [shapes.layer_kv_elements(layer) for layer in layers] == [4 * 512, 4 * 512, 1024, 0]
@@ -213,8 +234,9 @@ def test_an_unknown_architecture_is_read_with_a_warning(write_gguf: Write) -> No
 
 
 RECORDED = Path(__file__).parent / "recorded" / "llama_cpp_architectures.txt"
-# What our llama.cpp knows and we plan as attention on every layer, saying so: a model whose blocks run in a loop, an encoder with
-# a decoder, speech. (What drafts, what codes sound and what sees is no language model, and refused.)
+# What our llama.cpp knows and we plan as attention on every layer, saying so: a model whose blocks
+# run in a loop, an encoder with a decoder, speech. (What drafts, what codes sound and what sees is
+# no language model, and refused.)
 NOT_KNOWN = {"nanbeige", "t5", "qwen3tts", "pockettts"}
 
 
@@ -232,7 +254,9 @@ def test_what_llama_cpp_runs_is_known_refused_or_said_to_be_guessed(write_gguf: 
 
 def test_a_projector_is_not_a_language_model(write_gguf: Write) -> None:
     with pytest.raises(BadHeaderError, match="projector"):
-        model_from_gguf(gguf.read(write_gguf({"general.architecture": "clip", "general.type": "mmproj"}, [])))
+        model_from_gguf(
+            gguf.read(write_gguf({"general.architecture": "clip", "general.type": "mmproj"}, []))
+        )
 
 
 @pytest.mark.parametrize(
@@ -251,19 +275,27 @@ def test_absurd_numbers_are_refused(write_gguf: Write, key: str, value: Any) -> 
     [("Qwen3-8B-Q4_K_M.gguf", "Q4_K_M"), ("x-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"), ("m.IQ2_XXS.gguf", "IQ2_XXS"),
      ("gpt-oss-20b-mxfp4.gguf", "MXFP4"), ("plain.gguf", "Q5_K_S")],
 )  # fmt: skip
-def test_the_quant_is_named_by_the_file_or_else_by_the_header(write_gguf: Write, file: str, quant: str) -> None:
+def test_the_quant_is_named_by_the_file_or_else_by_the_header(
+    write_gguf: Write, file: str, quant: str
+) -> None:
     path = write_gguf({**basic(), "general.file_type": 16}, [], name=file)
     assert model_from_gguf(gguf.read(path)).variants[0].quant == quant
 
 
 def test_the_quant_of_a_file_that_does_not_say_is_the_type_of_most_of_it(write_gguf: Write) -> None:
-    tensors = [("blk.0.attn_q.weight", (256, 256), "F16"), ("blk.0.ffn_up.weight", (256, 4096), "MXFP4")]
+    tensors = [
+        ("blk.0.attn_q.weight", (256, 256), "F16"),
+        ("blk.0.ffn_up.weight", (256, 4096), "MXFP4"),
+    ]
     said = basic()
     said.pop("general.file_type", None)
-    assert model_from_gguf(gguf.read(write_gguf(said, tensors, name="model.gguf"))).variants[0].quant == "MXFP4"
+    assert (
+        model_from_gguf(gguf.read(write_gguf(said, tensors, name="model.gguf"))).variants[0].quant
+        == "MXFP4"
+    )
 
 
-# --- splits ----------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
 def splits(write: Write, count: int = 3) -> list[Path]:
@@ -316,7 +348,7 @@ def test_a_split_count_cannot_make_us_open_a_thousand_files(write_gguf: Write) -
         gguf.read(path)
 
 
-# --- over HTTP -------------------------------------------------------------------------------------------------------
+# --- over HTTP ------------------------------------------------------------------------------------
 
 
 def read_url(url: str, sent: dict[str, str] | None = None) -> gguf.GgufHeader:
@@ -326,9 +358,11 @@ def read_url(url: str, sent: dict[str, str] | None = None) -> gguf.GgufHeader:
 
 
 def forty_gigabytes(folder: Path) -> Path:
-    """A sparse file whose header is as large as the largest real ones: 262,144 tokens and 514,906 merges."""
+    """A sparse file whose header is as large as the largest real ones: 262,144 tokens and 514,906
+    merges."""
     tensors = [(f"blk.{layer}.ffn_up.weight", (8192, 28_672), "Q8_0") for layer in range(162)]
-    facts = {**basic(layers=162), "tokenizer.ggml.tokens": [f"token{i:06d}" for i in range(262_144)],
+    facts = {**basic(layers=162),
+        "tokenizer.ggml.tokens": [f"token{i:06d}" for i in range(262_144)],
              "tokenizer.ggml.merges": [f"tok{i:06d} en" for i in range(514_906)]}  # fmt: skip
     header, data_bytes = gguf_header(facts, tensors)
     path = folder / "big.gguf"
@@ -338,7 +372,9 @@ def forty_gigabytes(folder: Path) -> Path:
     return path
 
 
-def test_forty_gigabytes_are_understood_from_under_thirty_two_megabytes(tmp_path: Path, range_servers: Start) -> None:
+def test_forty_gigabytes_are_understood_from_under_thirty_two_megabytes(
+    tmp_path: Path, range_servers: Start
+) -> None:
     path = forty_gigabytes(tmp_path)
     assert os.stat(path).st_size > 40e9
     server = range_servers(tmp_path)
@@ -351,7 +387,9 @@ def test_forty_gigabytes_are_understood_from_under_thirty_two_megabytes(tmp_path
     assert model_from_gguf(header, repo="org/big").variants[0].files == ("big.gguf",)
 
 
-def test_splits_are_read_over_http_too(write_gguf: Write, range_servers: Start, tmp_path: Path) -> None:
+def test_splits_are_read_over_http_too(
+    write_gguf: Write, range_servers: Start, tmp_path: Path
+) -> None:
     splits(write_gguf)
     server = range_servers(tmp_path)
     header = read_url(f"{server.url}/big-00002-of-00003.gguf")
@@ -383,7 +421,9 @@ def test_a_server_that_misbehaves_gets_an_error_not_a_model(
     assert len(server.requests) < 12
 
 
-def test_a_file_that_changes_between_ranges_is_noticed(tmp_path: Path, range_servers: Start) -> None:
+def test_a_file_that_changes_between_ranges_is_noticed(
+    tmp_path: Path, range_servers: Start
+) -> None:
     forty_gigabytes(tmp_path)
     server = range_servers(tmp_path)
     server.new_etag_each_time = True
@@ -395,7 +435,10 @@ def test_a_token_follows_no_redirect_to_another_host(smollm2: Path, range_server
     storage = range_servers(smollm2.parent)
     hub = range_servers(smollm2.parent)
     hub.redirect_to = f"{storage.url}/{smollm2.name}"
-    assert read_url(f"{hub.url}/x.gguf", {"Authorization": "Bearer secret"}).tensors == gguf.read(smollm2).tensors
+    assert (
+        read_url(f"{hub.url}/x.gguf", {"Authorization": "Bearer secret"}).tensors
+        == gguf.read(smollm2).tensors
+    )
     assert hub.requests[0][1]["Authorization"] == "Bearer secret"
     assert "Authorization" not in storage.requests[0][1]
     assert storage.requests[0][1]["Range"].startswith("bytes=0-")

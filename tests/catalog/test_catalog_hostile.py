@@ -1,4 +1,5 @@
-"""A header is untrusted: hundreds of damaged ones, and the crafted ones that have broken other readers."""
+"""A header is untrusted: hundreds of damaged ones, and the crafted ones that have broken other
+readers."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ SEED = gguf_header(
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """The seed header after one to six cuts, insertions, overwrites and copies, with its data (or less) behind it."""
+    """The seed header after one to six cuts, insertions, overwrites and copies, with its data (or
+    less) behind it."""
     data = bytearray(SEED[0] + bytes(SEED[1]))
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -57,9 +59,13 @@ def damaged(draw: st.DrawFn) -> bytes:
         if action == "byte":
             data[at : at + 1] = draw(st.binary(min_size=1, max_size=1))
         elif action == "u64":
-            data[at : at + 8] = struct.pack("<Q", draw(st.integers(0, (1 << 64) - 1) | st.sampled_from([0, 1 << 63])))
+            data[at : at + 8] = struct.pack(
+                "<Q", draw(st.integers(0, (1 << 64) - 1) | st.sampled_from([0, 1 << 63]))
+            )
         elif action == "u32":
-            data[at : at + 4] = struct.pack("<I", draw(st.integers(0, 20) | st.integers(0, (1 << 32) - 1)))
+            data[at : at + 4] = struct.pack(
+                "<I", draw(st.integers(0, 20) | st.integers(0, (1 << 32) - 1))
+            )
         elif action == "cut":
             del data[at : at + draw(st.integers(1, 64))]
         elif action == "insert":
@@ -71,12 +77,14 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-# What a header may cost at most: several times what the dearest costs here, since a core that is shared counts double.
+# What a header may cost at most: several times what the dearest costs here, since a core that is
+# shared counts double.
 CPU_S = 4.0
 
 
 def within_bounds(path: Path) -> bool:
-    """Whether a header that may be anything becomes a Model or a CatalogError within CPU_S and 256 MB."""
+    """Whether a header that may be anything becomes a Model or a CatalogError within CPU_S and 256
+    MB."""
     start = time.process_time()
     tracemalloc.start()
     try:
@@ -97,13 +105,17 @@ def test_the_undamaged_seed_is_accepted(tmp_path: Path) -> None:
 
 @settings(max_examples=examples(1_000), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damaged())
-def test_a_thousand_rearranged_headers_crash_hang_and_allocate_nothing(tmp_path: Path, data: bytes) -> None:
+def test_a_thousand_rearranged_headers_crash_hang_and_allocate_nothing(
+    tmp_path: Path, data: bytes
+) -> None:
     path = tmp_path / "mutant.gguf"
     path.write_bytes(data)
     assert within_bounds(path)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the kernel's limit on address space")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs the kernel's limit on address space"
+)
 @pytest.mark.parametrize("n", [250, pytest.param(1_000, marks=pytest.mark.long)])
 def test_damaged_copies_of_a_real_header(smollm2: Path, tmp_path: Path, n: int) -> None:
     script = Path(__file__).with_name("byte_flips.py")
@@ -122,7 +134,7 @@ def test_damaged_copies_of_a_real_header(smollm2: Path, tmp_path: Path, n: int) 
     assert result["slowest_s"] < 1.0
 
 
-# --- crafted ---------------------------------------------------------------------------------------------------------
+# --- crafted --------------------------------------------------------------------------------------
 
 
 def _text(text: str) -> bytes:
@@ -130,9 +142,16 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _file(*pairs: bytes, tensors: list[bytes] | None = None, n_keys: int | None = None, padding: int = 4096) -> bytes:
+def _file(
+    *pairs: bytes,
+    tensors: list[bytes] | None = None,
+    n_keys: int | None = None,
+    padding: int = 4096,
+) -> bytes:
     tensors = tensors or []
-    start = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(pairs) if n_keys is None else n_keys)
+    start = struct.pack(
+        "<4sIQQ", b"GGUF", 3, len(tensors), len(pairs) if n_keys is None else n_keys
+    )
     return start + b"".join(pairs) + b"".join(tensors) + bytes(padding)
 
 
@@ -162,7 +181,10 @@ HUGE = (1 << 64) - 1
         (_file(_array("k", 77, 1)), "unknown type 77"),
         (_file(_text("k") + struct.pack("<I", 13)), "unknown type 13"),
         (_file(_text("k") + struct.pack("<IB", 7, 2)), "truth value"),
-        (_file(_text("a") + struct.pack("<IB", 0, 1), _text("a") + struct.pack("<IB", 0, 1)), "twice"),
+        (
+            _file(_text("a") + struct.pack("<IB", 0, 1), _text("a") + struct.pack("<IB", 0, 1)),
+            "twice",
+        ),
         (_file(_text("bad\nkey") + struct.pack("<IB", 0, 1)), "control characters"),
         (_file(struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<IB", 0, 1)), "UTF-8"),
         (_file(_text("general.alignment") + struct.pack("<II", 4, 0)), "alignment"),
@@ -188,7 +210,9 @@ HUGE = (1 << 64) - 1
         (b"", "past the end"),
     ],
 )
-def test_crafted_headers_are_refused_for_the_right_reason(tmp_path: Path, data: bytes, says: str) -> None:
+def test_crafted_headers_are_refused_for_the_right_reason(
+    tmp_path: Path, data: bytes, says: str
+) -> None:
     path = tmp_path / "crafted.gguf"
     path.write_bytes(data)
     with pytest.raises(BadHeaderError, match=says) as caught:
@@ -199,19 +223,30 @@ def test_crafted_headers_are_refused_for_the_right_reason(tmp_path: Path, data: 
 BOMBS: dict[str, Callable[[], bytes]] = {
     "two million empty strings": lambda: _file(_array("k", 8, 2_000_000, bytes(16_000_000))),
     "more strings than any vocabulary": lambda: _file(_array("k", 8, 3_000_000, bytes(24_000_000))),
-    "many short arrays of strings": lambda: _file(*[_array(f"k{i}", 8, 4_096, bytes(32_768)) for i in range(400)]),
-    "many short arrays of bytes": lambda: _file(*[_array(f"k{i}", 0, 4_096, bytes(4_096)) for i in range(4_000)]),
-    "much text": lambda: _file(*[_text(f"k{i}") + struct.pack("<I", 8) + _text("é" * 1_000_000) for i in range(20)]),
-    "twenty thousand keys": lambda: _file(*[_text(f"k{i}") + struct.pack("<IB", 0, 1) for i in range(20_000)]),
+    "many short arrays of strings": lambda: _file(
+        *[_array(f"k{i}", 8, 4_096, bytes(32_768)) for i in range(400)]
+    ),
+    "many short arrays of bytes": lambda: _file(
+        *[_array(f"k{i}", 0, 4_096, bytes(4_096)) for i in range(4_000)]
+    ),
+    "much text": lambda: _file(
+        *[_text(f"k{i}") + struct.pack("<I", 8) + _text("é" * 1_000_000) for i in range(20)]
+    ),
+    "twenty thousand keys": lambda: _file(
+        *[_text(f"k{i}") + struct.pack("<IB", 0, 1) for i in range(20_000)]
+    ),
     "sixty thousand tensors": lambda: _file(
         tensors=[_tensor(f"t{i}", (8,), offset=32 * i) for i in range(60_000)], padding=32 * 60_001
     ),
-    "a header without end": lambda: _file(*[_array(f"k{i}", 0, 1 << 22, bytes(1 << 22)) for i in range(20)]),
+    "a header without end": lambda: _file(
+        *[_array(f"k{i}", 0, 1 << 22, bytes(1 << 22)) for i in range(20)]
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "bomb", [pytest.param(name, marks=[pytest.mark.long] if i % 2 else []) for i, name in enumerate(BOMBS)]
+    "bomb",
+    [pytest.param(name, marks=[pytest.mark.long] if i % 2 else []) for i, name in enumerate(BOMBS)],
 )
 def test_the_largest_headers_that_fit_the_limits_stay_cheap(tmp_path: Path, bomb: str) -> None:
     path = tmp_path / "bomb.gguf"
@@ -233,8 +268,11 @@ def test_the_largest_headers_that_fit_the_limits_stay_cheap(tmp_path: Path, bomb
     assert peak < 256_000_000
 
 
-def test_layers_cannot_be_counted_by_one_reader_and_indexed_by_another(write_gguf: Callable[..., Path]) -> None:
-    # A block number far above block_count, and arrays longer than the model, were out-of-bounds writes elsewhere.
+def test_layers_cannot_be_counted_by_one_reader_and_indexed_by_another(
+    write_gguf: Callable[..., Path],
+) -> None:
+    # A block number far above block_count, and arrays longer than the model, were out-of-bounds
+    # writes elsewhere.
     facts: dict[str, Any] = {
         "general.architecture": "llama",
         "llama.block_count": 2,

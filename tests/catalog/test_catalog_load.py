@@ -1,4 +1,5 @@
-"""The catalog as its callers meet it: what is in it, how fast it loads, what a user's own file can do to it."""
+"""The catalog as its callers meet it: what is in it, how fast it loads, what a user's own file can
+do to it."""
 
 from __future__ import annotations
 
@@ -70,10 +71,14 @@ def test_the_models_people_ask_for_are_there(loaded: catalog.Catalog, model_id: 
     assert len(model.layers) > 8
 
 
-@pytest.mark.parametrize("family", sorted(catalog.FAMILIES_DIR.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "family", sorted(catalog.FAMILIES_DIR.glob("*.toml")), ids=lambda path: path.stem
+)
 def test_every_family_is_written_as_the_schema_says(family: Path) -> None:
     for table in catalog.read_family(family):
-        assert ModelTable.model_validate({key: value for key, value in table.items() if key != "_file"})
+        assert ModelTable.model_validate(
+            {key: value for key, value in table.items() if key != "_file"}
+        )
 
 
 def test_every_source_is_written_as_the_schema_says() -> None:
@@ -110,7 +115,14 @@ def test_loading_imports_nothing_heavy() -> None:
         check=True,
     )
     modules = set(done.stdout.split())
-    assert not modules & {"pydantic", "numpy", "localllm", "urllib.request", "httpx", "huggingface_hub"}
+    assert not modules & {
+        "pydantic",
+        "numpy",
+        "localllm",
+        "urllib.request",
+        "httpx",
+        "huggingface_hub",
+    }
 
 
 def test_names_forgive_case_and_the_usual_endings(loaded: catalog.Catalog) -> None:
@@ -122,7 +134,12 @@ def test_names_forgive_case_and_the_usual_endings(loaded: catalog.Catalog) -> No
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("qwen3-8", "qwen3-8b"), ("qwen38b", "qwen3-8b"), ("Qwen/Qwen3-14B", "qwen3-14b"), ("gptoss-20b", "gpt-oss-20b")],
+    [
+        ("qwen3-8", "qwen3-8b"),
+        ("qwen38b", "qwen3-8b"),
+        ("Qwen/Qwen3-14B", "qwen3-14b"),
+        ("gptoss-20b", "gpt-oss-20b"),
+    ],
 )
 def test_suggestions_come_near(loaded: catalog.Catalog, typed: str, meant: str) -> None:
     assert meant in loaded.suggest(typed)
@@ -175,13 +192,19 @@ def test_a_users_file_adds_a_model(tmp_path: Path) -> None:
 
 
 def test_a_users_file_changes_only_what_it_names(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text('[[models]]\nid = "Qwen3-8B"\nsampling = { temperature = 0.1 }\ncontext = 40960\n')
+    (tmp_path / "x.toml").write_text(
+        '[[models]]\nid = "Qwen3-8B"\nsampling = { temperature = 0.1 }\ncontext = 40960\n'
+    )
     before, after = catalog.load().get("qwen3-8b"), catalog.load(tmp_path).get("qwen3-8b")
     assert before is not None
     assert after is not None
     assert (after.sampling.temperature, after.sampling.top_p) == (0.1, before.sampling.top_p)
     assert after.native_context == 40_960
-    assert (after.family, after.layers, after.variants) == (before.family, before.layers, before.variants)
+    assert (after.family, after.layers, after.variants) == (
+        before.family,
+        before.layers,
+        before.variants,
+    )
     assert len(catalog.load(tmp_path).models) == len(catalog.load().models)
 
 
@@ -208,7 +231,9 @@ def test_a_folder_that_is_not_there_is_no_overlay(tmp_path: Path) -> None:
         (("tied = true", "quality.nobody = { MMLU = 1.0 }"), "nobody"),
     ],
 )
-def test_a_bad_file_is_refused_by_name_and_reason(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+def test_a_bad_file_is_refused_by_name_and_reason(
+    tmp_path: Path, change: tuple[str, str], says: str
+) -> None:
     text = MINE.replace(*change)
     assert text != MINE
     (tmp_path / "mine.toml").write_text(text)
@@ -218,7 +243,9 @@ def test_a_bad_file_is_refused_by_name_and_reason(tmp_path: Path, change: tuple[
     assert "mine.toml" in caught.value.message
 
 
-def test_the_check_reports_a_users_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_reports_a_users_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.toml").write_text(
         MINE.replace("1_235_800_000", "2_000_000_000").replace('"2026-01-02"', '"soon"')
     )

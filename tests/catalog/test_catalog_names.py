@@ -11,10 +11,24 @@ from localllm_catalog.errors import BadCatalogError
 from localllm_catalog.names import check_file, check_repo
 
 BAD_FILES = [
-    "", ".", "..", "../x", "a/../b", "/etc/passwd", "C:\\x", "a\\b", "a//b", "~/x", "-rf", "x\0y", "x\ny",
-    "/".join("abcdefghijklmnopq"), "x..gguf/..", "con\u202egguf", "x\x1b[2J.gguf", "x\x9b2J", "ü" * 128, " x", "a/.b",
+    "", ".", "..", "../x", "a/../b", "/etc/passwd", "C:\\x", "a\\b", "a//b", "~/x", "-rf", "x\0y",
+    "x\ny",
+    "/".join("abcdefghijklmnopq"), "x..gguf/..", "con\u202egguf", "x\x1b[2J.gguf", "x\x9b2J",
+    "ü" * 128, " x", "a/.b",
 ]  # fmt: skip
-BAD_REPOS = ["", "x", "a/b/c", "../b", "a/..", "a/b..c", "/b", "a/", "https://x/y", "a b/c", "pypi:../x"]
+BAD_REPOS = [
+    "",
+    "x",
+    "a/b/c",
+    "../b",
+    "a/..",
+    "a/b..c",
+    "/b",
+    "a/",
+    "https://x/y",
+    "a b/c",
+    "pypi:../x",
+]
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -24,7 +38,8 @@ def test_file_names_that_travel_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "repo", ["", "x", "a/b/c", "../b", "a/..", "a/b..c", "/b", "a/", "https://x/y", "a b/c", "pypi:../x"]
+    "repo",
+    ["", "x", "a/b/c", "../b", "a/..", "a/b..c", "/b", "a/", "https://x/y", "a b/c", "pypi:../x"],
 )
 def test_repositories_that_travel_are_refused(repo: str) -> None:
     with pytest.raises(BadCatalogError):

@@ -1,4 +1,5 @@
-"""The catalog knows that a model calls tools wherever the server can read its calls, though no notation stands in the catalog."""
+"""The catalog knows that a model calls tools wherever the server can read its calls, though no
+notation stands in the catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kept parse of the shipped tables: the same models with it as without, and never a stale or broken one."""
+"""The kept parse of the shipped tables: the same models with it as without, and never a stale or
+broken one."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path, damage: str) -> None:
 def test_without_a_place_to_keep_it_the_parse_is_used_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("one")
-    assert catalog.read_all([file], counted([]), file / "below" / "a-file.json") == {"a.toml": {"text": "one"}}
+    assert catalog.read_all([file], counted([]), file / "below" / "a-file.json") == {
+        "a.toml": {"text": "one"}
+    }
 
 
 def test_a_missing_file_is_said_by_name(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Bytes and parameters from shapes: the published and measured figures they have to meet, and laws between them."""
+"""Bytes and parameters from shapes: the published and measured figures they have to meet, and laws
+between them."""
 
 from __future__ import annotations
 
@@ -39,13 +40,16 @@ def test_kv_bytes_per_token_at_f16(model_id: str, expected: int) -> None:
 
 
 def test_a_deepseek_v3_shaped_mla_model_caches_one_latent_row_per_layer() -> None:
-    layer = Layer("mla", n_kv_heads=1, head_dim_k=192, head_dim_v=128, mla_rank=512, mla_rope_dim=64)
+    layer = Layer(
+        "mla", n_kv_heads=1, head_dim_k=192, head_dim_v=128, mla_rank=512, mla_rope_dim=64
+    )
     assert shapes.kv_bytes_per_token(shaped(*[layer] * 61)) == 70_272
 
 
 def test_a_hybrids_fixed_state_is_apart_from_its_growing_cache() -> None:
     model = known("qwen3.6-27b")
-    assert shapes.recurrent_state_bytes(model) / MIB == pytest.approx(149.62, abs=0.01)  # llama.cpp's log
+    # llama.cpp's log
+    assert shapes.recurrent_state_bytes(model) / MIB == pytest.approx(149.62, abs=0.01)
     assert shapes.kv_bytes_per_token(model) == 65_536
     assert shapes.recurrent_state_bytes(known("qwen3-8b")) == 0
 
@@ -74,7 +78,10 @@ def published() -> list[tuple[Model, str, int]]:
         and variant.exact
         and variant.quant in quants.MIXTURES
         # Qwen3-0.6B and 1.7B of this publisher hold the shared embedding twice.
-        and not (variant.repo.startswith("bartowski/Qwen_Qwen3-") and model.id in ("qwen3-0.6b", "qwen3-1.7b"))
+        and not (
+            variant.repo.startswith("bartowski/Qwen_Qwen3-")
+            and model.id in ("qwen3-0.6b", "qwen3-1.7b")
+        )
         # These hold a draft head, which an estimate leaves out.
         and not variant.repo.startswith("ornith-ai/Ornith-1.5-")
         # And these everything but the experts at Q8_0, whatever their name says.
@@ -87,7 +94,10 @@ def published() -> list[tuple[Model, str, int]]:
 
 
 def test_estimates_land_on_published_file_sizes() -> None:
-    errors = [abs(shapes.estimate_gguf_bytes(model, quant) / size - 1) for model, quant, size in published()]
+    errors = [
+        abs(shapes.estimate_gguf_bytes(model, quant) / size - 1)
+        for model, quant, size in published()
+    ]
     assert len(errors) >= 55
     assert max(errors) < 0.055
     assert sorted(errors)[len(errors) // 2] < 0.003

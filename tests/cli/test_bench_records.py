@@ -1,4 +1,5 @@
-"""What `bench` keeps: two decode figures, told from a neighbour's noise; records of before still teach the planner."""
+"""What `bench` keeps: two decode figures, told from a neighbour's noise; records of before still
+teach the planner."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from localllm_catalog import catalog
 
 MODELS = {m.id: m for m in catalog.load().models}
 OLD = {
-    "machine": "two cores", "model": "smollm2-135m-instruct", "quant": "Q4_1", "backend": "llamacpp",
-    "decode_tok_s": 97.9, "depth": 512, "kv_type": "f16", "prefill_tok_s": 295.9, "prompt_tokens": 512,
+    "machine": "two cores", "model": "smollm2-135m-instruct", "quant": "Q4_1",
+    "backend": "llamacpp",
+    "decode_tok_s": 97.9, "depth": 512, "kv_type": "f16", "prefill_tok_s": 295.9,
+    "prompt_tokens": 512,
     "file_bytes": 98362432, "n_ctx": 8192,
 }  # fmt: skip
 
@@ -40,7 +43,8 @@ def test_a_record_with_both_depths_is_kept_and_read_back(tmp_path: Path) -> None
 
 
 def test_each_figure_says_of_how_long_a_context_it_is() -> None:
-    """`empty` under `decode` left it to the reader's guess what was empty, and how full the other was."""
+    """`empty` under `decode` left it to the reader's guess what was empty, and how full the other
+    was."""
     figures = {
         "decode_tok_s": 97.9,
         "short_tok_s": 116.8,
@@ -55,7 +59,9 @@ def test_each_figure_says_of_how_long_a_context_it_is() -> None:
 
 
 @given(st.lists(st.floats(20, 100), min_size=3, max_size=8))
-def test_a_slow_round_more_changes_nothing_and_a_lucky_one_does_not_decide(rates: list[float]) -> None:
+def test_a_slow_round_more_changes_nothing_and_a_lucky_one_does_not_decide(
+    rates: list[float],
+) -> None:
     found = second_fastest(rates)
     assert second_fastest([*rates, 1.0]) == found
     assert found <= second_fastest([*rates, 1000.0]) <= max(rates)

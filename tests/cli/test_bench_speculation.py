@@ -1,4 +1,5 @@
-"""`localllm bench --speculation`: what is measured is two ways of decoding the same kind of text, and nothing recurs."""
+"""`localllm bench --speculation`: what is measured is two ways of decoding the same kind of text,
+and nothing recurs."""
 
 from __future__ import annotations
 
@@ -40,26 +41,42 @@ def test_the_edit_begins_with_its_one_change_made() -> None:
 
 
 def test_figures_are_medians_their_ratio_and_the_accepted_share() -> None:
-    runs = bench_speculation.Runs({"off": [10.0, 50.0, 11.0], "auto": [22.0, 1.0, 30.0]}, accepted=30, rejected=10)
+    runs = bench_speculation.Runs(
+        {"off": [10.0, 50.0, 11.0], "auto": [22.0, 1.0, 30.0]}, accepted=30, rejected=10
+    )
     figures = runs.to_json("prose")
     assert (figures["off_tok_s"], figures["auto_tok_s"], figures["gain"]) == (11.0, 22.0, 2.0)
     assert figures["acceptance"] == 0.75
-    assert bench_speculation.Runs({"off": [1.0], "auto": [1.0]}).to_json("prose")["acceptance"] is None
+    assert (
+        bench_speculation.Runs({"off": [1.0], "auto": [1.0]}).to_json("prose")["acceptance"] is None
+    )
 
 
 def test_the_table_fits_80_columns_and_says_why_nothing_was_measured() -> None:
-    runs = bench_speculation.Runs({"off": [12345.6], "auto": [23456.7]}, accepted=99_999, rejected=9)
-    figures = {"state": "on", "rounds": 1, "workloads": [runs.to_json("copy-edit"), runs.to_json("prose")]}
+    runs = bench_speculation.Runs(
+        {"off": [12345.6], "auto": [23456.7]}, accepted=99_999, rejected=9
+    )
+    figures = {
+        "state": "on",
+        "rounds": 1,
+        "workloads": [runs.to_json("copy-edit"), runs.to_json("prose")],
+    }
     lines = bench_speculation.table(figures)
     assert all(len(line) <= 80 for line in lines)
     assert "1.90×" in lines[1]
-    off: dict[str, Any] = {"state": "this model's memory can't take tokens back", "rounds": 0, "workloads": []}
+    off: dict[str, Any] = {
+        "state": "this model's memory can't take tokens back",
+        "rounds": 0,
+        "workloads": [],
+    }
     assert "can't take tokens back" in bench_speculation.table(off)[0]
 
 
 def figures_of(path: Path, *, n_ctx: int, draft: str) -> dict[str, Any]:
     async def go() -> dict[str, Any]:
-        engine = await WorkerOptions(LoadSpec(str(path), n_ctx=n_ctx), engine={"draft": draft}).start()
+        engine = await WorkerOptions(
+            LoadSpec(str(path), n_ctx=n_ctx), engine={"draft": draft}
+        ).start()
         try:
             return await bench_speculation.measure(engine, 1)
         finally:
@@ -69,7 +86,11 @@ def figures_of(path: Path, *, n_ctx: int, draft: str) -> dict[str, Any]:
 
 
 def test_an_engine_without_drafting_is_not_measured(tiny_model: Path) -> None:
-    assert figures_of(tiny_model, n_ctx=1024, draft="off") == {"state": "switched off", "rounds": 0, "workloads": []}
+    assert figures_of(tiny_model, n_ctx=1024, draft="off") == {
+        "state": "switched off",
+        "rounds": 0,
+        "workloads": [],
+    }
 
 
 def test_too_short_a_context_is_said_before_anything_is_measured(tiny_model: Path) -> None:
@@ -96,13 +117,17 @@ def test_a_real_model_drafts_while_it_copies_and_the_command_reports_it(
 
 
 def test_the_prediction_knows_what_another_model_taught(
-    few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    few_layers: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path))
     for name, value in (("ROUNDS", 1), ("PROMPT_TOKENS", 64), ("DECODE_TOKENS", 16)):
         monkeypatch.setattr(measure, name, value)
 
-    monkeypatch.setattr(matrix_rate, "measure", lambda types: None)  # tests/device times the processor
+    # tests/device times the processor
+    monkeypatch.setattr(matrix_rate, "measure", lambda types: None)
     result = CliRunner().invoke(app, [str(few_layers), "--context", "1024", "--json"])
     assert result.exit_code == 0, result.output
     figures: dict[str, Any] = json.loads(result.stdout)

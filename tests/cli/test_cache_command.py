@@ -1,4 +1,5 @@
-"""`localllm cache` says what is kept, and clears it: never unasked, and under a running engine without harm."""
+"""`localllm cache` says what is kept, and clears it: never unasked, and under a running engine
+without harm."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def engine_of(model: str) -> Engine:
     backend = ScriptedBackend(n_ctx=2048, n_batch=64)
     object.__setattr__(backend.info, "fingerprint", f"weights-of-{model}")
     folder = str(paths.prefixes_dir())
-    return Engine(backend, EngineSettings(disk_dir=folder, disk_bytes=10**9, headroom_bytes=0, model_name=model))
+    return Engine(
+        backend,
+        EngineSettings(disk_dir=folder, disk_bytes=10**9, headroom_bytes=0, model_name=model),
+    )
 
 
 def ask(engine: Engine, key: str = "a", prompt: list[int] = PROMPT) -> tuple[list[int], int]:
@@ -62,14 +66,24 @@ def test_an_empty_cache_says_so() -> None:
     assert said("clear") == {"removed_files": 0, "freed_bytes": 0, "left_files": 0}
 
 
-def test_files_bytes_and_what_was_written_are_said_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_bytes_and_what_was_written_are_said_per_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE_DISK_DAILY_GB", "3")
     filled("alpha", "beta")
     body = said()
     sizes = [f.stat().st_size for f in kv_files()]
-    assert (body["files"], body["bytes"], body["written_today_bytes"]) == (len(sizes), sum(sizes), sum(sizes))
+    assert (body["files"], body["bytes"], body["written_today_bytes"]) == (
+        len(sizes),
+        sum(sizes),
+        sum(sizes),
+    )
     assert body["folder"] == str(paths.prefixes_dir())
-    assert body["limits"] == {"capacity_bytes": 8 * 10**9, "daily_bytes": 3 * 10**9, "free_bytes": 2 * 10**9}
+    assert body["limits"] == {
+        "capacity_bytes": 8 * 10**9,
+        "daily_bytes": 3 * 10**9,
+        "free_bytes": 2 * 10**9,
+    }
     assert sorted(m["model"] for m in body["models"]) == ["alpha", "beta"]
     assert not body["daily_limit_used_up"]
     shown = CliRunner().invoke(app, ["cache"]).stdout
@@ -105,7 +119,9 @@ def test_whoever_is_asked_may_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_models_prefixes_can_be_cleared() -> None:
     filled("alpha", "beta")
     with pytest.raises(ModelNotFoundError, match="gamma"):
-        CliRunner().invoke(app, ["cache", "clear", "--model", "gamma", "--yes"], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["cache", "clear", "--model", "gamma", "--yes"], catch_exceptions=False
+        )
     cleared = said("clear", "--model", "Alpha", "--yes")
     assert cleared["removed_files"] > 0
     assert cleared["freed_bytes"] > 0
@@ -123,14 +139,18 @@ def test_a_folder_that_does_not_say_whose_it_is_goes_by_its_own_name() -> None:
 
 
 @pytest.mark.parametrize("whole_folder", [False, True])
-def test_clearing_under_a_running_engine_costs_a_prefill_and_nothing_else(whole_folder: bool) -> None:
+def test_clearing_under_a_running_engine_costs_a_prefill_and_nothing_else(
+    whole_folder: bool,
+) -> None:
     filled("alpha")
     engine = engine_of("alpha")
     if whole_folder:
         for count in paths.prefixes_dir().glob("*/written-*"):
             count.rename(count.with_name("written-2001-01-01"))
     assert said("clear", "--yes")["removed_files"] > 0
-    assert bool(list(paths.prefixes_dir().iterdir())) != whole_folder, "with nothing written today no folder is left"
+    assert bool(list(paths.prefixes_dir().iterdir())) != whole_folder, (
+        "with nothing written today no folder is left"
+    )
     fresh = engine_of("beta")
     answer, _ = ask(fresh)
     fresh.close()

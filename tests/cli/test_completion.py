@@ -23,11 +23,15 @@ def completed(words: str) -> list[str]:
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
-    done = subprocess.run([sys.executable, "-c", RUN], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], env=env, capture_output=True, text=True, timeout=60
+    )
     return done.stdout.split()
 
 
-@pytest.mark.parametrize(("words", "offered"), [("localllm rec", "recommend"), ("localllm chat --att", "--attach")])
+@pytest.mark.parametrize(
+    ("words", "offered"), [("localllm rec", "recommend"), ("localllm chat --att", "--attach")]
+)
 def test_commands_and_options(words: str, offered: str) -> None:
     assert completed(words) == [offered]
 

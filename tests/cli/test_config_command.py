@@ -38,7 +38,9 @@ def config_file() -> Path:
 
 
 def test_config_set_and_unset_change_one_line_and_leave_comments_alone() -> None:
-    config_file().write_text('# mine\ncontext = 4000  # enough\n\n[models."qwen*"]\ntemperature = 0.2\n')
+    config_file().write_text(
+        '# mine\ncontext = 4000  # enough\n\n[models."qwen*"]\ntemperature = 0.2\n'
+    )
     run = CliRunner()
     assert run.invoke(app, ["config", "set", "kv-type", "q8_0"]).exit_code == 0
     assert run.invoke(app, ["config", "set", "context", "8192"]).exit_code == 0
@@ -61,7 +63,10 @@ def test_config_set_and_unset_change_one_line_and_leave_comments_alone() -> None
     ("words", "said"),
     [
         (["set", "contxt", "5"], "did you mean context"),
-        (["set", "context", "many"], "context in the command line must be a whole number of 0 or more"),
+        (
+            ["set", "context", "many"],
+            "context in the command line must be a whole number of 0 or more",
+        ),
         (["set", "cache_disk_gb", "inf"], "must be a number of 0 or more"),
         (["set", "kv_type", "q1"], "must be one of auto"),
         (["unset", "nothing_like_it"], "there is no setting"),
@@ -86,7 +91,9 @@ def test_config_edit_opens_the_editor_and_says_what_is_wrong_afterwards(
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-2", "1e999"])
-def test_a_size_that_is_no_size_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_a_size_that_is_no_size_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     monkeypatch.setenv("LOCALLLM_CACHE_RAM_GB", value)
     with pytest.raises(UsageError, match="LOCALLLM_CACHE_RAM_GB must be a number of 0 or more"):
         Settings()
@@ -95,7 +102,9 @@ def test_a_size_that_is_no_size_is_refused_by_name(monkeypatch: pytest.MonkeyPat
 def test_a_mistyped_variable_is_said_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALLLM_PARALELL", "3")
     monkeypatch.setenv("LOCALLLM_SOMETHING_OF_MINE", "3")
-    assert mistyped() == ["LOCALLLM_PARALELL is not a setting and has no effect: did you mean LOCALLLM_PARALLEL?"]
+    assert mistyped() == [
+        "LOCALLLM_PARALELL is not a setting and has no effect: did you mean LOCALLLM_PARALLEL?"
+    ]
 
 
 def test_an_empty_question_is_an_error_before_anything_is_loaded() -> None:
@@ -106,4 +115,7 @@ def test_an_empty_question_is_an_error_before_anything_is_loaded() -> None:
 
 def test_ls_is_the_list_of_models() -> None:
     run = CliRunner()
-    assert run.invoke(app, ["ls", "--json"]).stdout == run.invoke(app, ["models", "list", "--json"]).stdout
+    assert (
+        run.invoke(app, ["ls", "--json"]).stdout
+        == run.invoke(app, ["models", "list", "--json"]).stdout
+    )

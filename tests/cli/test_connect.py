@@ -1,4 +1,5 @@
-"""Connecting editors: configurations that name the real server, files that lose nothing, and checks that can fail."""
+"""Connecting editors: configurations that name the real server, files that lose nothing, and checks
+that can fail."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ TARGET = ClientTarget("http://127.0.0.1:11535", "tiny", 4096)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_names_the_server_and_the_model(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name](TARGET, tmp_path)
-    said = " ".join([*(f.shown() for f in recipe.files), *recipe.steps, *recipe.environment.values()])
+    said = " ".join(
+        [*(f.shown() for f in recipe.files), *recipe.steps, *recipe.environment.values()]
+    )
     if name == "cursor":
         assert "cloud" in said
         assert not recipe.files
@@ -46,7 +49,8 @@ def test_continue_gets_a_role_for_every_model_that_is_served(tmp_path: Path) -> 
 
     three = text(replace(TARGET, autocomplete="fim", embedding="bert"))
     assert [line.strip() for line in three.splitlines() if "roles" in line or "model:" in line] == [
-        'model: "tiny"', "roles: [chat, edit, apply]", 'model: "fim"', "roles: [autocomplete]", 'model: "bert"',
+        'model: "tiny"', "roles: [chat, edit, apply]", 'model: "fim"', "roles: [autocomplete]",
+        'model: "bert"',
         "roles: [embed]",
     ]  # fmt: skip
     assert "roles: [chat, edit, apply, autocomplete]" in text(replace(TARGET, autocomplete="tiny"))
@@ -70,11 +74,19 @@ def test_codex_gets_a_profile_file_that_is_toml(tmp_path: Path) -> None:
     profile = tomllib.loads(file.text or "")
     provider = profile["model_providers"]["localllm"]
     auth = provider.pop("auth")
-    assert provider == {"name": "localllm", "base_url": "http://127.0.0.1:11535/v1", "wire_api": "responses"}
+    assert provider == {
+        "name": "localllm",
+        "base_url": "http://127.0.0.1:11535/v1",
+        "wire_api": "responses",
+    }
     for key in (None, "secret"):
         environment = {**os.environ, "LOCALLLM_API_KEY": key or ""}
         said = subprocess.run(
-            [auth["command"], *auth["args"]], env=environment, capture_output=True, text=True, check=True
+            [auth["command"], *auth["args"]],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert said.stdout.strip() == (key or "local")
 
@@ -141,7 +153,9 @@ def test_checks_make_the_editors_calls(capsys: pytest.CaptureFixture[str]) -> No
 # With a fault the model dies over the tool's result.
 @pytest.mark.parametrize("probe", ["tools", "responses", "anthropic", "ollama"])
 @pytest.mark.parametrize("fault", ["", "second"])
-def test_a_check_is_a_whole_tool_loop(probe: Probe, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_is_a_whole_tool_loop(
+    probe: Probe, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def script(request: Request) -> list[Any]:
         if request.grammar:
             return ['{"text": "hi"}']
@@ -158,13 +172,20 @@ def test_a_check_is_a_whole_tool_loop(probe: Probe, fault: str, capsys: pytest.C
     loop = "Ollama tool loop" if probe == "ollama" else "tool loop"
     assert (f"FAILED  {loop} " in said) == (fault == "second")
     prompts = [r.prompt for r in engine.requests if isinstance(r.prompt, str)]
-    assert any("noted" in p and '"text": "hi"' in p for p in prompts), "the call and its result never came back"
+    assert any("noted" in p and '"text": "hi"' in p for p in prompts), (
+        "the call and its result never came back"
+    )
 
 
 def test_claude_code_gets_every_model_and_the_window(tmp_path: Path) -> None:
     small = RECIPES["claude"](TARGET, tmp_path).environment
-    assert {small[f"ANTHROPIC_DEFAULT_{size}_MODEL"] for size in ("HAIKU", "SONNET", "OPUS")} == {"tiny"}
-    assert (small["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], small["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == ("4096", "1024")
+    assert {small[f"ANTHROPIC_DEFAULT_{size}_MODEL"] for size in ("HAIKU", "SONNET", "OPUS")} == {
+        "tiny"
+    }
+    assert (small["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], small["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == (
+        "4096",
+        "1024",
+    )
     # It takes a compaction window below 100,000 tokens for a mistake.
     assert "CLAUDE_CODE_AUTO_COMPACT_WINDOW" not in small
     large = RECIPES["claude"](replace(TARGET, n_ctx=131_072), tmp_path).environment
@@ -173,7 +194,9 @@ def test_claude_code_gets_every_model_and_the_window(tmp_path: Path) -> None:
 
 def test_the_versions_that_recipes_were_checked_with_are_those_that_are_run(tmp_path: Path) -> None:
     run = {a.recipe: a.version for a in AGENTS if a.recipe}
-    assert {n: r(TARGET, tmp_path).checked.rpartition(" ")[2] for n, r in RECIPES.items() if n in run} == run
+    assert {
+        n: r(TARGET, tmp_path).checked.rpartition(" ")[2] for n, r in RECIPES.items() if n in run
+    } == run
     assert {n for n, r in RECIPES.items() if r(TARGET, tmp_path).checked} == set(run)
 
 
@@ -185,7 +208,9 @@ def test_what_was_not_checked_is_said(capsys: pytest.CaptureFixture[str]) -> Non
         assert "not checked here" not in capsys.readouterr().err
 
 
-def test_the_key_that_the_server_made_up_and_keeps_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_key_that_the_server_made_up_and_keeps_is_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if r.grammar else ["Hi there"])
     with running_server({"tiny": engine}, api_key=kept_key()) as server:
         command.connect("codex", None, server.url, None, False, True)
@@ -199,7 +224,9 @@ def test_the_key_that_the_server_made_up_and_keeps_is_used(capsys: pytest.Captur
         assert kept_key() not in capsys.readouterr().out, "a server that asks for none needs none"
 
 
-def test_without_a_kept_key_none_is_made_up_and_none_goes_to_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kept_key_none_is_made_up_and_none_goes_to_another_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with running_server({"tiny": ScriptedEngine()}, api_key="mine") as server:
         with pytest.raises(ServerUnreachableError, match="401"):
             command.connect("zed", None, server.url, None, False, False)
@@ -214,7 +241,9 @@ def test_without_a_kept_key_none_is_made_up_and_none_goes_to_another_machine(mon
 
         monkeypatch.setattr(httpx, "get", get)
         with pytest.raises(ServerUnreachableError, match="401"):
-            command.connect("zed", None, server.url.replace("127.0.0.1", "nas.lan"), None, False, False)
+            command.connect(
+                "zed", None, server.url.replace("127.0.0.1", "nas.lan"), None, False, False
+            )
         assert asked
         assert not any(kept_key() in headers for headers in asked)
 

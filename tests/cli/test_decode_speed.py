@@ -1,4 +1,5 @@
-"""No start is slower than the last one without a word: what is compared, what is said, and the real engine slowed down."""
+"""No start is slower than the last one without a word: what is compared, what is said, and the real
+engine slowed down."""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ def test_without_a_start_at_these_depths_nothing_is_said() -> None:
 
 def test_a_slow_start_is_no_yardstick_before_it_comes_twice() -> None:
     starts = [0.010, 0.020, 0.010, 0.020, 0.021, 0.020]
-    assert [bool(compare("m", "m", {"0": step_s})) for step_s in starts] == [False, True, False, True, True, False]
+    assert [bool(compare("m", "m", {"0": step_s})) for step_s in starts] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @given(st.integers(0, 200_000), st.integers(0, 200_000))
@@ -48,7 +56,10 @@ def test_depths_of_one_bin_are_near_each_other(a: int, b: int) -> None:
 
 
 def test_of_a_depth_the_faster_half_counts() -> None:
-    assert steps_of([[10, 0.03], [20, 0.01], [100, 0.011], [300, 0.02]]) == {"0": 0.011, "256": 0.02}
+    assert steps_of([[10, 0.03], [20, 0.01], [100, 0.011], [300, 0.02]]) == {
+        "0": 0.011,
+        "256": 0.02,
+    }
 
 
 def test_what_was_usual_is_kept_and_a_damaged_file_is_none() -> None:
@@ -57,7 +68,13 @@ def test_what_was_usual_is_kept_and_a_damaged_file_is_none() -> None:
     compare("m99", "m", {"128": 0.02})
     assert len(decode_speed.load()) == 64
     assert decode_speed.load()["m99"].steps == {"0": 0.01, "128": 0.02}
-    for text in ("", "[]", '{"m": []}', '{"m": [1, {"steps": {"0": "x"}}]}', '{"m": {"steps": {"0": -1.0}}}'):
+    for text in (
+        "",
+        "[]",
+        '{"m": []}',
+        '{"m": [1, {"steps": {"0": "x"}}]}',
+        '{"m": {"steps": {"0": -1.0}}}',
+    ):
         decode_speed.path().write_text(text)
         assert decode_speed.load() == {}
 
@@ -75,7 +92,9 @@ async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
     try:
         engine = await worker.engine()
         for i in range(8):
-            greedy = Generation(Sampling(temperature=0.0), tokens, ignore_eos=True, cache_prompt=False)
+            greedy = Generation(
+                Sampling(temperature=0.0), tokens, ignore_eos=True, cache_prompt=False
+            )
             with worker.lease():
                 async for _ in engine.submit(Request(f"r{i}", f"Story {i}.", greedy, draft="off")):
                     pass
@@ -89,8 +108,9 @@ async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
 
 @pytest.mark.long
 def test_a_start_with_one_thread_is_noticed(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real engine, slowed down as a bad update would: the history is of two starts as ever. Where other programs have
-    the machine all the while no start can be compared, and nothing is shown."""
+    """The real engine, slowed down as a bad update would: the history is of two starts as ever.
+    Where other programs have the machine all the while no start can be compared, and nothing is
+    shown."""
     said: list[str] = []
     for _ in range(2):
         if not asyncio.run(_start(smollm2, said)):
@@ -109,7 +129,8 @@ _COMPUTING = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: su
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_twenty_starts_beside_other_programs_raise_no_false_notice(smollm2: Path) -> None:
-    """One to four programs that compute all the while, on however many cores: what they take is not the model's."""
+    """One to four programs that compute all the while, on however many cores: what they take is not
+    the model's."""
     said: list[str] = []
     for _ in range(2):
         if not asyncio.run(_start(smollm2, said)):

@@ -15,7 +15,9 @@ def test_a_token_is_computed_on_the_processor() -> None:
     llamacpp, *mlx = token_checks(GgmlBuild(folder=""))
     assert (llamacpp.status, llamacpp.name) == ("ok", "llama.cpp token")
     assert "tok/s" in llamacpp.message
-    assert all(check.status == "not checked" for check in mlx), "no MLX model lies in a test's folders"
+    assert all(check.status == "not checked" for check in mlx), (
+        "no MLX model lies in a test's folders"
+    )
 
 
 def test_a_model_that_can_not_be_run_is_an_error_with_its_reason(

@@ -34,11 +34,18 @@ def test_a_named_drafter_is_counted_in_what_is_launched(smollm2: Path, context: 
 
 
 def test_what_is_loaded_is_what_was_planned(smollm2: Path) -> None:
-    load = load_plan_named(str(smollm2), Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3}))
+    load = load_plan_named(
+        str(smollm2), Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3})
+    )
     assert load.plan is not None
     spec, planned = load.options.spec, load.plan.settings
     assert (spec.n_ctx, spec.n_seq_max, spec.kv_type_k, spec.kv_type_v) == (4096, 3, "q8_0", "q8_0")
-    assert (planned.n_ctx, planned.slots, planned.kv_type_k, planned.kv_type_v) == (4096, 3, "q8_0", "q8_0")
+    assert (planned.n_ctx, planned.slots, planned.kv_type_k, planned.kv_type_v) == (
+        4096,
+        3,
+        "q8_0",
+        "q8_0",
+    )
     assert (spec.n_batch, spec.n_outputs, spec.n_gpu_layers) == (
         planned.n_batch, planned.n_outputs, planned.n_gpu_layers,
     )  # fmt: skip
@@ -49,11 +56,24 @@ def test_what_is_loaded_is_what_was_planned(smollm2: Path) -> None:
         backend.close()
 
 
-def test_a_file_that_cannot_be_planned_is_loaded_with_what_was_chosen_and_the_backends_defaults() -> None:
+def test_a_file_that_cannot_be_planned_is_loaded_with_what_was_chosen_and_the_backends_defaults() -> (
+    None
+):
     chosen = Settings({"context": 4096, "kv_type": "q8_0", "parallel": 3, "draft": "mtp"})
     spec = load_spec("m.gguf", run_settings(None, chosen), n_threads=2)
-    assert (spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_outputs, spec.n_threads) == (4096, 3, 0, 0, 2)
-    assert (spec.kv_type_k, spec.kv_type_v, spec.n_gpu_layers, spec.mtp) == ("q8_0", "q8_0", -1, True)
+    assert (spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_outputs, spec.n_threads) == (
+        4096,
+        3,
+        0,
+        0,
+        2,
+    )
+    assert (spec.kv_type_k, spec.kv_type_v, spec.n_gpu_layers, spec.mtp) == (
+        "q8_0",
+        "q8_0",
+        -1,
+        True,
+    )
     plain = load_spec("m.gguf", run_settings(None, Settings()))
     assert (plain.n_ctx, plain.kv_type_k, plain.mtp) == (0, "f16", False)
 
@@ -92,7 +112,9 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
     assert "published for this very model" in str(e.value.hint)
     # What only loading it shows.
     wide.unlink()
-    other = tiny_drafters.write_eagle3(tmp_path / "tiny-eagle3-f32.gguf", layers=(0, 1, 90), own=False)
+    other = tiny_drafters.write_eagle3(
+        tmp_path / "tiny-eagle3-f32.gguf", layers=(0, 1, 90), own=False
+    )
     found = load_plan_named(str(path), Settings({"context": 2048})).options.spec
     backend = backends.for_path(str(path)).load(found)
     assert backend.capabilities.drafts == 0
@@ -106,8 +128,12 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
         await worker.close()
         return worker.notice
 
-    assert "what would draft for the model is left out: 'tiny-eagle3-f32.gguf' can't draft" in asyncio.run(said())
-    named = load_plan_named(str(path), Settings({"context": 2048, "draft": str(other)})).options.spec
+    assert (
+        "what would draft for the model is left out: 'tiny-eagle3-f32.gguf' can't draft"
+    ) in asyncio.run(said())
+    named = load_plan_named(
+        str(path), Settings({"context": 2048, "draft": str(other)})
+    ).options.spec
     with pytest.raises(LoadError, match="reads the layers"):
         backends.for_path(str(path)).load(named)
 
@@ -119,13 +145,22 @@ def test_heads_in_the_models_own_file_are_found_counted_and_loaded(tmp_path: Pat
     named = load_plan_named(str(path), Settings({"context": 2048, "draft": "mtp"}))
     assert load.plan is not None
     assert named.plan is not None
-    assert (load.options.spec.mtp, load.options.spec.drafter_optional, load.options.engine["draft"]) == (
+    assert (
+        load.options.spec.mtp,
+        load.options.spec.drafter_optional,
+        load.options.engine["draft"],
+    ) == (
         True,
         True,
         "mtp",
     )
     assert (alone.options.spec.mtp, named.options.spec.drafter_optional) == (False, False)
-    assert load.needs_bytes - alone.needs_bytes == load.plan.memory.draft_bytes == named.plan.memory.draft_bytes > 0
+    assert (
+        load.needs_bytes - alone.needs_bytes
+        == load.plan.memory.draft_bytes
+        == named.plan.memory.draft_bytes
+        > 0
+    )
     assert load.plan.drafting is not None
     assert "published" in load.plan.drafting.basis
     said = " ".join(" ".join(explain(load.plan, detect())).split())
@@ -137,9 +172,14 @@ def test_heads_in_the_models_own_file_are_found_counted_and_loaded(tmp_path: Pat
 @pytest.mark.mlx
 @pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))
 @pytest.mark.parametrize(("family", "rewind"), [("mimo", 0), ("qwen", 3)])
-def test_heads_in_an_mlx_folder_are_loaded_by_name_and_planned(family: str, rewind: int, tmp_path: Path) -> None:
+def test_heads_in_an_mlx_folder_are_loaded_by_name_and_planned(
+    family: str, rewind: int, tmp_path: Path
+) -> None:
     path = str(tiny_mlx.write_mtp(tmp_path / family, family))
-    named, alone = (load_plan_named(path, Settings({"context": 1024, "draft": draft})) for draft in ("mtp", "auto"))
+    named, alone = (
+        load_plan_named(path, Settings({"context": 1024, "draft": draft}))
+        for draft in ("mtp", "auto")
+    )
     assert (named.options.spec.mtp, named.options.spec.n_rewind) == (True, rewind)
     assert (alone.options.spec.mtp, alone.options.spec.n_rewind) == (False, 0)
     assert named.plan is not None
@@ -159,7 +199,9 @@ def test_an_assistant_is_counted_and_loaded_by_its_path(tmp_path: Path) -> None:
         load_plan_named(str(target), Settings({"context": 1024, "draft": str(wide)}))
 
 
-def test_heads_that_take_something_away_or_cannot_run_are_left_out(tmp_path: Path, tiny_model: Path) -> None:
+def test_heads_that_take_something_away_or_cannot_run_are_left_out(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     # Windows and states are kept in pieces only without.
     for write in (tiny_mtp.write_sliding_mtp, tiny_mtp.write_hybrid_mtp):
         path = write(tmp_path / "m.gguf")

@@ -1,4 +1,5 @@
-"""A machine whose GPU the installed build can't use: plans are for its processor, and every list says what is missed."""
+"""A machine whose GPU the installed build can't use: plans are for its processor, and every list
+says what is missed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ RUNNER = CliRunner()
 
 @pytest.fixture
 def a_4090_under_a_build_for_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that is really installed here drives no GPU: the machine's readings alone are another's."""
+    """The engine that is really installed here drives no GPU: the machine's readings alone are
+    another's."""
     monkeypatch.setattr(detection, "read", lambda **_: recordings.load("rtx_4090_two"))
 
 
@@ -27,7 +29,11 @@ def test_plans_are_for_the_processor_and_say_what_a_cuda_build_would_give() -> N
     assert detection.hardware().accelerator == "cuda"
     result = RUNNER.invoke(app, ["recommend"])
     assert result.exit_code == 0, result.output
-    assert re.search(r"with a CUDA build of llama.cpp .* \d+-\d+ tok/s: `localllm setup`", result.output)
+    assert re.search(
+        r"with a CUDA build of llama.cpp .* \d+-\d+ tok/s: `localllm "
+        r"setup`",
+        result.output,
+    )
 
 
 @pytest.mark.usefixtures("a_4090_under_a_build_for_the_processor")

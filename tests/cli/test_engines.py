@@ -1,4 +1,5 @@
-"""A chat finds the server that runs on this machine: by the file it keeps while it runs, and by what it says it has."""
+"""A chat finds the server that runs on this machine: by the file it keeps while it runs, and by
+what it says it has."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from tui.scripted_sse import ScriptedServer
 
 MODELS: list[dict[str, Any]] = [
     {"id": "vectors", "capabilities": ["embedding"], "status": {"value": "loaded"}},
-    {"id": "idle", "capabilities": ["completion"], "status": {"value": "unloaded"}, "aliases": ["sleepy"]},
+    {
+        "id": "idle",
+        "capabilities": ["completion"],
+        "status": {"value": "unloaded"},
+        "aliases": ["sleepy"],
+    },
     {"id": "busy", "capabilities": ["completion"], "status": {"value": "loaded"}},
 ]
 
@@ -37,10 +43,19 @@ def test_a_server_is_found_while_it_runs_and_no_longer() -> None:
     with ScriptedServer(models=MODELS) as server:
         assert engines.here("idle", None) is None
         with running.published(ServerSettings().secured(), port(server)):
-            for asked, found in ((None, "busy"), ("Idle", "idle"), ("sleepy", "idle"), ("idle:latest", "idle")):
+            for asked, found in (
+                (None, "busy"),
+                ("Idle", "idle"),
+                ("sleepy", "idle"),
+                ("idle:latest", "idle"),
+            ):
                 attached = engines.here(asked, None)
                 assert attached is not None
-                assert (attached.base_url, attached.model, attached.api_key) == (server.base_url, found, None)
+                assert (attached.base_url, attached.model, attached.api_key) == (
+                    server.base_url,
+                    found,
+                    None,
+                )
             assert engines.here("another", None) is None
             by_file = engines.here("/models/Idle.gguf", None, lambda: "idle")
             assert by_file is not None
@@ -117,9 +132,15 @@ def test_own_and_a_model_loaded_otherwise_need_an_engine_of_ones_own(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
     models = [{"id": tiny_model.stem, "status": {"value": "loaded"}}]
-    with ScriptedServer(models=models) as server, running.published(ServerSettings().secured(), port(server)):
+    with (
+        ScriptedServer(models=models) as server,
+        running.published(ServerSettings().secured(), port(server)),
+    ):
         for wanted, where in (
-            (engines.Wanted(str(tiny_model)), server.base_url.removeprefix("http://").removesuffix("/v1")),
+            (
+                engines.Wanted(str(tiny_model)),
+                server.base_url.removeprefix("http://").removesuffix("/v1"),
+            ),
             (engines.Wanted(str(tiny_model), own=True), ""),
             (engines.Wanted(str(tiny_model), context=512), ""),
         ):
@@ -136,7 +157,9 @@ def test_flags_that_contradict_each_other_are_refused() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")
-def test_serve_tells_of_itself_on_a_socket_too_and_a_chat_is_answered_by_it(tiny_model: Path, tmp_path: Path) -> None:
+def test_serve_tells_of_itself_on_a_socket_too_and_a_chat_is_answered_by_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     path = Path("/tmp") / f"ll-{os.getpid()}.sock"
     command = [sys.executable, "-m", "localllm"]
     serve = subprocess.Popen(
@@ -153,7 +176,9 @@ def test_serve_tells_of_itself_on_a_socket_too_and_a_chat_is_answered_by_it(tiny
         assert attached is not None
         assert attached.where == str(path.resolve())
         asked = [*command, "chat", "hello", "-m", str(tiny_model), "--max-tokens", "3"]
-        done = subprocess.run(asked, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+        done = subprocess.run(
+            asked, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+        )
         assert done.returncode == 0, done.stderr
     finally:
         serve.send_signal(signal.SIGTERM)

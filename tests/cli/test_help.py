@@ -12,7 +12,9 @@ CUT = ("...", "…")
 
 @pytest.mark.parametrize("group", [[], ["models"]])
 def test_no_summary_of_a_command_is_cut(group: list[str]) -> None:
-    shown = CliRunner().invoke(app, [*group, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    shown = (
+        CliRunner().invoke(app, [*group, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    )
     lines = shown.partition("Commands:\n")[2].splitlines()
     assert len(lines) > 5
     assert [line for line in lines if line.rstrip().endswith(CUT)] == []
@@ -20,9 +22,12 @@ def test_no_summary_of_a_command_is_cut(group: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "usage"), [("serve", "serve [OPTIONS] [MODEL]...\n"), ("connect", "connect [OPTIONS] EDITOR\n")]
+    ("command", "usage"),
+    [("serve", "serve [OPTIONS] [MODEL]...\n"), ("connect", "connect [OPTIONS] EDITOR\n")],
 )
 def test_usage_names_what_is_to_be_typed(command: str, usage: str) -> None:
-    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    shown = (
+        CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    )
     # Newer typers put what must be typed into braces.
     assert usage in shown.replace("{", "").replace("}", "")

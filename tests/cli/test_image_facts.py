@@ -1,4 +1,5 @@
-"""What the catalog knows of images: tokens an image, projectors, and that `recommend --sees` counts their bytes."""
+"""What the catalog knows of images: tokens an image, projectors, and that `recommend --sees` counts
+their bytes."""
 
 from __future__ import annotations
 
@@ -30,9 +31,15 @@ def run(*arguments: str) -> str:
 
 
 def test_models_info_says_what_an_image_comes_to() -> None:
-    fixed, sized, blind = (run("models", "info", name) for name in ("gemma-3-4b-it", "qwen3-vl-8b", "qwen3-8b"))
+    fixed, sized, blind = (
+        run("models", "info", name) for name in ("gemma-3-4b-it", "qwen3-vl-8b", "qwen3-8b")
+    )
     assert "256 tokens an image, whatever its size" in fixed
-    assert "a token for 32 × 32 pixels, 8 to 4,096 an image; mmproj-Qwen3VL-8B-Instruct-Q8_0.gguf, 0.8 GB" in sized
+    assert (
+        "a token for 32 × 32 pixels, 8 to 4,096 an image; "
+        "mmproj-Qwen3VL-8B-Instruct-Q8_0.gguf, "
+        "0.8 GB"
+    ) in sized
     assert "image" not in blind
     told = json.loads(run("models", "info", "qwen3-vl-8b", "--json"))["model"]
     assert told["image_tokens"] == {"least": 8, "most": 4096, "side_px": 32}
@@ -45,7 +52,9 @@ def test_the_projector_is_counted_in_what_is_recommended() -> None:
         assert plan["variant"]["format"] == "gguf"
         assert plan["memory"]["mmproj_bytes"] > 10**8
     one = json.loads(run("recommend", "-m", "qwen3-vl-8b", *machine))["plans"][0]["memory"]
-    seeing = json.loads(run("recommend", "-m", "qwen3-vl-8b", "--sees", *machine))["plans"][0]["memory"]
+    seeing = json.loads(run("recommend", "-m", "qwen3-vl-8b", "--sees", *machine))["plans"][0][
+        "memory"
+    ]
     assert one["mmproj_bytes"] == 0
     assert seeing["mmproj_bytes"] >= 752_289_728
     assert seeing["total_bytes"] - one["total_bytes"] == seeing["mmproj_bytes"]
@@ -77,7 +86,12 @@ def test_its_bytes_are_in_the_total_of_every_machine_once(name: str, catalog: Ca
     assert model is not None
     variant = model.variants[0]
     need, plain = (
-        memory.need(model, variant, settings_for(device, model, variant, Workload(), Overrides(sees=sees)), device)
+        memory.need(
+            model,
+            variant,
+            settings_for(device, model, variant, Workload(), Overrides(sees=sees)),
+            device,
+        )
         for sees in (True, False)
     )
     added = need.total_bytes + need.host_bytes - plain.total_bytes - plain.host_bytes

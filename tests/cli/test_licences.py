@@ -1,4 +1,5 @@
-"""`localllm licences` names everything that a plain install brings, and every model of the catalog."""
+"""`localllm licences` names everything that a plain install brings, and every model of the
+catalog."""
 
 from __future__ import annotations
 
@@ -20,13 +21,19 @@ def test_every_dependency_and_every_model_is_there_with_its_terms() -> None:
     said = json.loads(CliRunner().invoke(app, ["licences", "--models", "--json"]).stdout)
     known = {row["name"].replace("_", "-").lower(): row["licence"] for row in said["libraries"]}
     assert {line.partition(">=")[0] for line in PROJECT["dependencies"]} <= set(known)
-    extras = [extra for name, extra in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs", "test")]
+    extras = [
+        extra
+        for name, extra in PROJECT["optional-dependencies"].items()
+        if name not in ("dev", "docs", "test")
+    ]
     running = {re.split(r"[\[><=;]", line)[0] for extra in extras for line in extra}
     assert {name for name in running if _installed(name)} <= set(known)
     assert known["localllm"] == "Apache-2.0"
     assert "pytest" not in known
     assert not [name for name, licence in known.items() if not licence]
-    assert {row["name"] for row in said["models"]} == {model.name for model in load_catalog().models}
+    assert {row["name"] for row in said["models"]} == {
+        model.name for model in load_catalog().models
+    }
 
 
 def _installed(name: str) -> bool:

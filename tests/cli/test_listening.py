@@ -1,4 +1,5 @@
-"""What `localllm serve` opens: both addresses of localhost, a kept key, TLS, and the names and pages a user allows."""
+"""What `localllm serve` opens: both addresses of localhost, a kept key, TLS, and the names and
+pages a user allows."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def has_ipv6() -> bool:
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
 
 
-# --- addresses -------------------------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 
 @needs_ipv6
@@ -53,7 +54,10 @@ def test_it_is_where_a_server_listens_that_nobody_told_where() -> None:
 
 
 def test_an_address_for_everybody_is_told_as_other_machines_call_it() -> None:
-    with listening(ServerSettings(host="0.0.0.0", port=0, api_key="k").secured()) as (socks, address):
+    with listening(ServerSettings(host="0.0.0.0", port=0, api_key="k").secured()) as (
+        socks,
+        address,
+    ):
         told, port = from_elsewhere(address), socks[0].getsockname()[1]
         # Without any network there is no such address.
         assert told is None or (told.endswith(f":{port}/v1") and "0.0.0.0" not in told)
@@ -65,7 +69,10 @@ def test_an_address_for_everybody_is_told_as_other_machines_call_it() -> None:
 def test_a_client_of_either_address_is_answered() -> None:
     with running_server({"tiny": ScriptedEngine()}, host="localhost") as server:
         for name in ("127.0.0.1", "[::1]", "localhost"):
-            assert httpx.get(f"http://{name}:{server.port}/v1/models", trust_env=False).status_code == 200
+            assert (
+                httpx.get(f"http://{name}:{server.port}/v1/models", trust_env=False).status_code
+                == 200
+            )
 
 
 @needs_ipv6
@@ -93,7 +100,7 @@ def test_a_machine_without_ipv6_listens_on_the_other(monkeypatch: pytest.MonkeyP
         s.close()
 
 
-# --- the key ---------------------------------------------------------------------------------------------------------
+# --- the key --------------------------------------------------------------------------------------
 
 
 def test_a_made_up_key_is_kept_between_starts_and_only_its_owner_reads_it() -> None:
@@ -117,7 +124,9 @@ def test_no_key_is_kept_where_none_is_made_up() -> None:
             server_settings(settings, new_key=True)
 
 
-@pytest.mark.parametrize("damaged", ["", "short", "two words that are long enough", "x" * 5000, "\x00" * 32])
+@pytest.mark.parametrize(
+    "damaged", ["", "short", "two words that are long enough", "x" * 5000, "\x00" * 32]
+)
 def test_a_damaged_key_is_replaced_and_an_open_file_closed(damaged: str) -> None:
     path = paths.data_dir() / "server-key"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +139,9 @@ def test_a_damaged_key_is_replaced_and_an_open_file_closed(damaged: str) -> None
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_folder_that_takes_no_key_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_takes_no_key_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path / "file" / "below"))
     with pytest.raises(LocalLLMError, match="key can't be kept"):
@@ -161,7 +172,7 @@ def test_the_key_is_shown_to_the_quiet_too(tiny_model: Path) -> None:
     assert rest == ""
 
 
-# --- TLS -------------------------------------------------------------------------------------------------------------
+# --- TLS ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +180,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
     """A certificate for localhost that this machine signed itself."""
     folder = tmp_path_factory.mktemp("tls")
     files = TlsFiles(folder / "cert.pem", folder / "key.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+        "-nodes", "-days", "2",
                "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
                "-keyout", str(files.key), "-out", str(files.certificate)]  # fmt: skip
     try:
@@ -182,7 +194,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
 def test_it_is_served_over_tls(certificate: TlsFiles) -> None:
     with running_server({"tiny": ScriptedEngine()}, host="127.0.0.1", tls=certificate) as server:
         trusted = ssl.create_default_context(cafile=str(certificate.certificate))
-        with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trusted, trust_env=False) as client:
+        with httpx.Client(
+            base_url=f"https://127.0.0.1:{server.port}", verify=trusted, trust_env=False
+        ) as client:
             assert client.get("/v1/models").status_code == 200
             body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
             assert "[DONE]" in client.post("/v1/chat/completions", json=body).text
@@ -190,7 +204,9 @@ def test_it_is_served_over_tls(certificate: TlsFiles) -> None:
             httpx.get(f"http://127.0.0.1:{server.port}/health", trust_env=False)
 
 
-def test_the_address_says_so_and_one_file_may_hold_both(certificate: TlsFiles, tmp_path: Path) -> None:
+def test_the_address_says_so_and_one_file_may_hold_both(
+    certificate: TlsFiles, tmp_path: Path
+) -> None:
     assert certificate.key is not None
     both = tmp_path / "both.pem"
     both.write_text(certificate.certificate.read_text() + certificate.key.read_text())
@@ -229,13 +245,17 @@ def test_files_that_can_not_be_used_say_why_before_anything_loads(
 
 def test_a_unix_socket_has_no_tls(certificate: TlsFiles) -> None:
     with pytest.raises(UsageError, match="Unix socket"):
-        server_settings(Settings({"unix_socket": "s.sock", "tls_cert": str(certificate.certificate)}))
+        server_settings(
+            Settings({"unix_socket": "s.sock", "tls_cert": str(certificate.certificate)})
+        )
 
 
-# --- names and pages -------------------------------------------------------------------------------------------------
+# --- names and pages ------------------------------------------------------------------------------
 
 
-def test_names_and_pages_come_from_flags_environment_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_pages_come_from_flags_environment_and_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     flags = {"allow_host": ["nas.lan", "big.lan"], "allow_origin": ["https://chat.example"]}
     settings = server_settings(Settings(flags))
     assert settings.allowed_hosts == ("nas.lan", "big.lan")
@@ -244,12 +264,19 @@ def test_names_and_pages_come_from_flags_environment_and_config(monkeypatch: pyt
     assert server_settings(Settings()).allowed_hosts == ("one.lan", "two.lan")
     monkeypatch.delenv("LOCALLLM_ALLOW_HOST")
     paths.config_dir().mkdir(parents=True, exist_ok=True)
-    (paths.config_dir() / "config.toml").write_text('allow_host = ["three.lan"]\nallow_origin = "https://a.example"\n')
+    (paths.config_dir() / "config.toml").write_text(
+        'allow_host = ["three.lan"]\nallow_origin = "https://a.example"\n'
+    )
     settings = server_settings(Settings())
-    assert (settings.allowed_hosts, settings.allowed_origins) == (("three.lan",), ("https://a.example",))
+    assert (settings.allowed_hosts, settings.allowed_origins) == (
+        ("three.lan",),
+        ("https://a.example",),
+    )
 
 
-def test_the_flags_are_there_and_a_wrong_one_is_said_before_anything_loads(tiny_model: Path) -> None:
+def test_the_flags_are_there_and_a_wrong_one_is_said_before_anything_loads(
+    tiny_model: Path,
+) -> None:
     result = CliRunner().invoke(app, ["serve", str(tiny_model), "--allow-origin", "*"])
     assert isinstance(result.exception, UsageError)
     assert "--api-key" in result.exception.hint

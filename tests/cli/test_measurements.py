@@ -1,4 +1,5 @@
-"""Speeds that people pass on as a file: what is written, what is believed, and what they are used for."""
+"""Speeds that people pass on as a file: what is written, what is believed, and what they are used
+for."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ app.command(name="bench")(bench.bench)
 app.command(name="recommend")(recommend.recommend)
 
 THEIRS = measurements.Record(
-    "GeForce RTX 4090 24 GB", "qwen3-8b", "Q4_K_M", "llamacpp", 60.0, 544, n_ctx=4096, file="/home/them/qwen3.gguf"
+    "GeForce RTX 4090 24 GB",
+    "qwen3-8b",
+    "Q4_K_M",
+    "llamacpp",
+    60.0,
+    544,
+    n_ctx=4096,
+    file="/home/them/qwen3.gguf",
 )
 
 
@@ -57,7 +65,13 @@ def test_a_shared_speed_predicts_such_a_machine_and_says_whose_it_is(tmp_path: P
 
 @pytest.mark.parametrize(
     "changed",
-    [{"decode_tok_s": "fast"}, {"decode_tok_s": 1e9}, {"depth": -1}, {"machine": "x\x1b[2J"}, {"prompt_tokens": 1.5}],
+    [
+        {"decode_tok_s": "fast"},
+        {"decode_tok_s": 1e9},
+        {"depth": -1},
+        {"machine": "x\x1b[2J"},
+        {"prompt_tokens": 1.5},
+    ],
 )
 def test_what_could_be_no_speed_is_refused(tmp_path: Path, changed: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="no speed that can be used"):
@@ -65,7 +79,9 @@ def test_what_could_be_no_speed_is_refused(tmp_path: Path, changed: dict[str, ob
     assert not measurements.shared_path().exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"localllm_speeds": 2, "runs": []}', "[" * 50_000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"localllm_speeds": 2, "runs": []}', "[" * 50_000]
+)
 def test_another_file_is_one_clear_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
     file.write_text(text, encoding="utf-8")

@@ -1,4 +1,5 @@
-"""`localllm serve` with several models: planned together, loaded together or in turns, over a port or a Unix socket."""
+"""`localllm serve` with several models: planned together, loaded together or in turns, over a port
+or a Unix socket."""
 
 from __future__ import annotations
 
@@ -38,13 +39,17 @@ def two(tiny_model: Path, tmp_path: Path) -> list[str | None]:
 async def answer(models: ModelRouter, name: str) -> Finish:
     model = models.resolve(name)
     with model.lease():
-        request = request_for("r", "hello", max_tokens=3, sampling=Sampling(temperature=0), ignore_eos=True)
+        request = request_for(
+            "r", "hello", max_tokens=3, sampling=Sampling(temperature=0), ignore_eos=True
+        )
         events = [e async for e in (await model.engine()).submit(request)]
     assert isinstance(events[-1], Finish)
     return events[-1]
 
 
-def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(two: list[str | None]) -> None:
+def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(
+    two: list[str | None],
+) -> None:
     loads = load_plans_together(two, Settings())
     assert [load.name for load in loads] == ["chatty", "filler"]
 
@@ -80,9 +85,12 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
 
     def tight(self: PlanInputs, context: int = 0) -> Plan:
         plan = real(self, context)
-        # A machine with room for three quarters of what both would take alone, and memory that is all context.
+        # A machine with room for three quarters of what both would take alone, and memory that is
+        # all context.
         kv = plan.settings.n_ctx * 1000
-        need = replace(plan.memory, weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000)
+        need = replace(
+            plan.memory, weights_bytes=0, kv_bytes=kv, compute_bytes=0, limit_bytes=150_000_000
+        )
         return replace(plan, memory=need)
 
     monkeypatch.setattr(PlanInputs, "plan", tight)
@@ -137,7 +145,9 @@ def test_a_backend_that_does_not_run_the_files_is_said_before_anything_loads(
     mlx_folder: Path, two: list[str | None]
 ) -> None:
     for reference, backend in ((str(mlx_folder), "llamacpp"), (two[0], "mlx")):
-        with pytest.raises(ModelFileError, match=f"not a model that the {backend} backend runs") as caught:
+        with pytest.raises(
+            ModelFileError, match=f"not a model that the {backend} backend runs"
+        ) as caught:
             load_plans_together([reference], Settings({"backend": backend}))
         assert "--backend" in caught.value.hint
 
@@ -160,7 +170,16 @@ def test_names_that_cannot_be_told_apart_are_refused(two: list[str | None]) -> N
 def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | None]) -> None:
     with tempfile.TemporaryDirectory(prefix="ll") as folder:
         path = Path(folder) / "s.sock"
-        command = [sys.executable, "-m", "localllm", "serve", str(two[0]), "--also", str(two[1]), "--only"]
+        command = [
+            sys.executable,
+            "-m",
+            "localllm",
+            "serve",
+            str(two[0]),
+            "--also",
+            str(two[1]),
+            "--only",
+        ]
         command += ["--unix", str(path)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
@@ -171,7 +190,9 @@ def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | No
                 if line.startswith("serving on"):
                     break
             assert "the Unix socket" in said[-1], said
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localllm") as client:
+            with httpx.Client(
+                transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localllm"
+            ) as client:
                 assert client.get("/health").status_code == 200
                 served = client.get("/v1/models").json()["data"]
                 assert [(m["id"], m["status"]["value"]) for m in served] == [
@@ -185,16 +206,22 @@ def test_the_command_serves_a_unix_socket_until_it_is_stopped(two: list[str | No
 
 
 def test_the_engine_is_on_its_way_before_the_web_server_is_read() -> None:
-    """What `serve` needs until it starts the worker imports neither web framework, web server nor template engine: they
-    are read while the model loads."""
+    """What `serve` needs until it starts the worker imports neither web framework, web server nor
+    template engine: they are read while the model loads."""
     needed = (
-        "cli.commands.serve, cli.serve.listening, cli.serve.model_router, cli.serve.run, load.load_plan, "
+        "cli.commands.serve, cli.serve.listening, cli.serve.model_router, cli.serve.run, "
+        "load.load_plan, "
         "load.plan_inputs, server.models.unloading, server.models.router, "
         "server.http.sockets, server.http.settings, engine.worker.supervisor"
     )
     names = ", ".join(f"localllm.{n.strip()}" for n in needed.split(","))
-    program = f"import sys, {names}; print(*({{'fastapi', 'starlette', 'uvicorn', 'jinja2'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        f"import sys, {names}; print(*({{'fastapi', 'starlette', 'uvicorn', 'jinja2'}} & "
+        "set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == ""
 
 
@@ -217,7 +244,9 @@ def test_it_listens_before_the_model_is_loaded(smollm2: Path) -> None:
             assert states & {"loading", "loaded"}
             # Nobody waits for a line of ours: the request waits for the model.
             body = {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
-            assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2
+            assert (
+                client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2
+            )
             assert client.get("/health").json() == {"status": "ok"}
     finally:
         process.send_signal(signal.SIGTERM)
@@ -232,7 +261,9 @@ def test_a_model_that_is_not_there_ends_the_command_before_it_listens(tmp_path: 
     assert process.returncode == ModelNotFoundError.exit_code
 
 
-def test_the_only_model_that_can_not_be_loaded_ends_the_command(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_only_model_that_can_not_be_loaded_ends_the_command(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny_model.read_bytes()[:-3000])
     process, said = _served(str(broken), "--only")

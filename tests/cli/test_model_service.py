@@ -31,12 +31,17 @@ def test_plans_change_with_every_request() -> None:
     soon = service.plan(PlanRequest(machine="M4 Max 128GB", longest_wait_s=2))
     assert len(soon.too_slow) == len(usual.choices) - len(soon.choices) > 0
     assert all(o.wait_s <= 2 for o in soon.choices)
-    assert any("KV cache" in line for line in service.explain(PlanRequest(machine="M4 Max 128GB"), first.ref, 80))
+    assert any(
+        "KV cache" in line
+        for line in service.explain(PlanRequest(machine="M4 Max 128GB"), first.ref, 80)
+    )
     with pytest.raises(LocalLLMError):
         service.plan(PlanRequest(machine="a toaster"))
 
 
-def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     library = tmp_path / "library"
     library.mkdir()
     shutil.copy(tiny_model, library / "mine.gguf")
@@ -44,7 +49,11 @@ def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(tiny_mod
     service = LocalModelService()
     found = {m.name: m for m in service.on_disk()}
     mine = found["mine"]
-    assert (mine.owner, mine.ours, mine.size_bytes) == ("a folder of yours", False, tiny_model.stat().st_size)
+    assert (mine.owner, mine.ours, mine.size_bytes) == (
+        "a folder of yours",
+        False,
+        tiny_model.stat().st_size,
+    )
     assert "GB with" in service.fit(mine)
     with pytest.raises(UsageError, match="lies in a folder of yours"):
         service.remove(mine)

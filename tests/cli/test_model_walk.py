@@ -1,4 +1,5 @@
-"""The way from a model's name to a running engine: the file is read once, and few rooms are entered."""
+"""The way from a model's name to a running engine: the file is read once, and few rooms are
+entered."""
 
 from __future__ import annotations
 
@@ -42,17 +43,23 @@ def test_the_file_of_a_model_is_read_once(tiny_model: Path) -> None:
 
 
 _EVERYBODYS = (
-    "localllm.load", "localllm.errors", "localllm.json_store", "localllm.paths", "localllm.settings",
+    "localllm.load", "localllm.errors", "localllm.json_store", "localllm.paths",
+    "localllm.settings",
 )  # fmt: skip
 
 
 def _rooms_called(model: Path) -> list[str]:
-    """The rooms that the room of load plans calls, in turn; what `_EVERYBODYS` names is not counted."""
+    """The rooms that the room of load plans calls, in turn; what `_EVERYBODYS` names is not
+    counted."""
     calls: list[str] = []
 
     def hear(frame: FrameType, event: str, _arg: object) -> None:
         caller = frame.f_back
-        if event != "call" or caller is None or not caller.f_globals.get("__name__", "").startswith("localllm.load."):
+        if (
+            event != "call"
+            or caller is None
+            or not caller.f_globals.get("__name__", "").startswith("localllm.load.")
+        ):
             return
         package, *rest = frame.f_globals.get("__name__", "").split(".")
         room = f"localllm.{rest[0]}" if package == "localllm" and rest else package

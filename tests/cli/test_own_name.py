@@ -1,4 +1,5 @@
-"""Doctor says when the name localllm means another program here: a package over ours, or a command before ours."""
+"""Doctor says when the name localllm means another program here: a package over ours, or a command
+before ours."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_a_package_of_another_distribution_is_an_error_with_what_to_do(prefix: P
 
 
 @pytest.mark.parametrize("first_line", ["#!/usr/bin/python3", "\x7fELF", ""])
-def test_a_command_that_starts_something_else_is_named(prefix: Path, tmp_path: Path, first_line: str) -> None:
+def test_a_command_that_starts_something_else_is_named(
+    prefix: Path, tmp_path: Path, first_line: str
+) -> None:
     other = script(tmp_path / "other" / "localllm", first_line)
     (_, warning) = name_checks(lambda: ["localllm"], lambda _: str(other), prefix)
     assert warning.status == "warning"

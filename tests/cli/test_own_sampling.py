@@ -1,5 +1,5 @@
-"""A request that names no sampling gets the model's own, through `serve` and in the chat: what the catalog recommends,
-then what the file states, then what localllm has for everybody."""
+"""A request that names no sampling gets the model's own, through `serve` and in the chat: what the
+catalog recommends, then what the file states, then what localllm has for everybody."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def serving(path: Path) -> Iterator[httpx.Client]:
                 if line.startswith("serving on"):
                     break
             assert said[-1].startswith("serving on"), said
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(address)), base_url="http://localllm") as client:
+            with httpx.Client(
+                transport=httpx.HTTPTransport(uds=str(address)), base_url="http://localllm"
+            ) as client:
                 yield client
         finally:
             process.send_signal(signal.SIGTERM)
@@ -56,7 +58,9 @@ def unasked(client: httpx.Client) -> dict[str, Any]:
 
 
 def stated(params: dict[str, Any]) -> tuple[float, ...]:
-    return tuple(params[name] for name in ("temperature", "top_p", "top_k", "min_p", "repeat_penalty"))
+    return tuple(
+        params[name] for name in ("temperature", "top_p", "top_k", "min_p", "repeat_penalty")
+    )
 
 
 def answers(client: httpx.Client, **more: Any) -> set[str]:
@@ -71,18 +75,24 @@ def test_serve_gives_a_catalog_model_what_its_maker_recommends(tmp_path: Path) -
         assert stated(unasked(client)) == (0.6, 0.95, 20, 0.0, 1.0)
 
 
-def test_serve_gives_a_file_what_its_header_states_and_a_request_goes_before_it(tmp_path: Path) -> None:
+def test_serve_gives_a_file_what_its_header_states_and_a_request_goes_before_it(
+    tmp_path: Path,
+) -> None:
     header = {"temp": 0.7, "top_k": 1, "top_p": 0.9, "min_p": 0.02, "penalty_repeat": 1.05}
     with serving(write_llama(tmp_path / "nobody-knows-it.gguf", sampling=header)) as client:
         assert stated(unasked(client)) == (0.7, 0.9, 1, 0.02, 1.05)
-        # One candidate is one answer; these random weights have nearly as many answers as are asked for otherwise.
+        # One candidate is one answer; these random weights have nearly as many answers as are asked
+        # for otherwise.
         assert len(answers(client)) == 1
         assert len(answers(client, top_k=0, temperature=1.5, top_p=1, min_p=0)) > 1
 
 
 def test_the_chat_has_them_too(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "nobody-knows-it.gguf", sampling={"temp": 0.7, "top_k": 1})
-    with background_server(str(path), 512) as (url, _), httpx.Client(base_url=url.removesuffix("/v1")) as client:
+    with (
+        background_server(str(path), 512) as (url, _),
+        httpx.Client(base_url=url.removesuffix("/v1")) as client,
+    ):
         assert stated(unasked(client)) == (0.7, 0.95, 1, 0.05, 1.0)
         assert len(answers(client)) == 1
 
@@ -93,29 +103,45 @@ def test_a_file_nobody_describes_gets_what_everybody_gets(tiny_model: Path) -> N
 
 def test_the_catalog_goes_before_the_file_and_the_users_own_before_both(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "Qwen3-0.6B-Q8_0.gguf", sampling={"temp": 0.1, "top_k": 3})
-    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(temperature=0.6, top_k=20, min_p=0.0)
+    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(
+        temperature=0.6, top_k=20, min_p=0.0
+    )
     own = paths.config_dir() / "models"
     own.mkdir(parents=True)
-    (own / "mine.toml").write_text('[[models]]\nid = "qwen3-0.6b"\nsampling = { temperature = 0.4 }\n')
-    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(temperature=0.4, top_k=20, min_p=0.0)
+    (own / "mine.toml").write_text(
+        '[[models]]\nid = "qwen3-0.6b"\nsampling = { temperature = 0.4 }\n'
+    )
+    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(
+        temperature=0.4, top_k=20, min_p=0.0
+    )
 
 
 def test_the_catalog_says_what_suits_answers_without_reasoning(tmp_path: Path) -> None:
     plan = load_plan_named(str(write_llama(tmp_path / "Qwen3-0.6B-Q8_0.gguf")), Settings()).plan
     assert own_sampling(plan) == Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
-    assert own_sampling(plan, thinks=False) == Sampling(temperature=0.7, top_p=0.8, top_k=20, min_p=0.0)
+    assert own_sampling(plan, thinks=False) == Sampling(
+        temperature=0.7, top_p=0.8, top_k=20, min_p=0.0
+    )
 
 
 def test_what_the_catalog_leaves_open_the_file_says(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "SmolLM2-135M-Instruct-Q8_0.gguf", sampling={"top_k": 9, "temp": 1.9})
+    path = write_llama(
+        tmp_path / "SmolLM2-135M-Instruct-Q8_0.gguf", sampling={"top_k": 9, "temp": 1.9}
+    )
     known = load_catalog().recognise(path.name)
     assert known is not None
     assert (known.sampling.temperature, known.sampling.top_k) == (0.7, None)
-    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(temperature=0.7, top_k=9, min_p=0.01)
+    assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling(
+        temperature=0.7, top_k=9, min_p=0.01
+    )
 
 
-@pytest.mark.parametrize("odd", [{"temp": -1.0}, {"temp": float("nan")}, {"top_p": 7.5}, {"top_k": -4}])
-def test_a_header_that_states_nonsense_states_nothing(tmp_path: Path, odd: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "odd", [{"temp": -1.0}, {"temp": float("nan")}, {"top_p": 7.5}, {"top_k": -4}]
+)
+def test_a_header_that_states_nonsense_states_nothing(
+    tmp_path: Path, odd: dict[str, float]
+) -> None:
     path = write_llama(tmp_path / "odd.gguf", sampling=odd)
     assert own_sampling(load_plan_named(str(path), Settings()).plan) == Sampling()
 
@@ -128,7 +154,9 @@ def test_an_mlx_folder_states_it_in_its_generation_config(tmp_path: Path) -> Non
     folder.mkdir()
     write_folder(folder)
     stated_by = folder / "generation_config.json"
-    stated_by.write_text(json.dumps({"temperature": 0.65, "top_k": 33, "repetition_penalty": 1.1, "eos_token_id": 2}))
+    stated_by.write_text(
+        json.dumps({"temperature": 0.65, "top_k": 33, "repetition_penalty": 1.1, "eos_token_id": 2})
+    )
     expected = Sampling(temperature=0.65, top_k=33, repeat_penalty=1.1)
     assert own_sampling(load_plan_named(str(folder), Settings()).plan) == expected
     stated_by.write_text("[]")

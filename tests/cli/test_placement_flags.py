@@ -28,18 +28,26 @@ from models import tiny_gguf
         ({"gpu_layers": "7"}, Placement(gpu_layers=7)),
         ({"gpu_layers": "all", "cpu_moe": "all"}, Placement(gpu_layers=-1, experts_on_host=-1)),
         ({"cpu_moe": "auto"}, Placement()),
-        ({"cpu_moe": "12", "split": "3, 1"}, Placement(experts_on_host=12, tensor_split=(3.0, 1.0))),
+        (
+            {"cpu_moe": "12", "split": "3, 1"},
+            Placement(experts_on_host=12, tensor_split=(3.0, 1.0)),
+        ),
     ],
 )
 def test_flags_become_a_placement(said: dict[str, str], placed: Placement) -> None:
     run = run_settings(None, Settings(said))
     assert run.placement == placed
     spec = load_spec("model.gguf", run)
-    assert (spec.n_gpu_layers, spec.placement.experts_on_host) == (placed.gpu_layers, placed.experts_on_host)
+    assert (spec.n_gpu_layers, spec.placement.experts_on_host) == (
+        placed.gpu_layers,
+        placed.experts_on_host,
+    )
     assert spec.placement.tensor_split == placed.tensor_split
 
 
-@pytest.mark.parametrize("said", [{"gpu_layers": "most"}, {"cpu_moe": "-3"}, {"split": "a,b"}, {"split": "0,0"}])
+@pytest.mark.parametrize(
+    "said", [{"gpu_layers": "most"}, {"cpu_moe": "-3"}, {"split": "a,b"}, {"split": "0,0"}]
+)
 def test_what_is_no_number_is_refused_by_name(said: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(said))):
         offload_options(Settings(said))
@@ -63,11 +71,18 @@ def test_what_was_said_is_in_the_plan_and_in_the_spec(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("machine", "asked"),
-    [("Ryzen 9 7950X 64GB", OffloadOptions(gpu_layers=3)), ("RTX 4090", OffloadOptions(tensor_split=(1.0, 1.0)))],
+    [
+        ("Ryzen 9 7950X 64GB", OffloadOptions(gpu_layers=3)),
+        ("RTX 4090", OffloadOptions(tensor_split=(1.0, 1.0))),
+    ],
 )
-def test_a_place_that_is_not_there_is_refused_with_the_machines_name(machine: str, asked: OffloadOptions) -> None:
+def test_a_place_that_is_not_there_is_refused_with_the_machines_name(
+    machine: str, asked: OffloadOptions
+) -> None:
     device = (
-        replace(resolve("RTX 4090"), name="a processor", accelerator="cpu") if "Ryzen" in machine else resolve(machine)
+        replace(resolve("RTX 4090"), name="a processor", accelerator="cpu")
+        if "Ryzen" in machine
+        else resolve(machine)
     )
     with pytest.raises(UsageError, match=device.name):
         check_offload(asked, device)
@@ -75,7 +90,18 @@ def test_a_place_that_is_not_there_is_refused_with_the_machines_name(machine: st
 
 
 def test_recommend_takes_them_for_any_machine() -> None:
-    said = ["recommend", "--device", "RTX 4090", "--ram", "128", "-m", "gpt-oss-120b", "--cpu-moe", "30", "--json"]
+    said = [
+        "recommend",
+        "--device",
+        "RTX 4090",
+        "--ram",
+        "128",
+        "-m",
+        "gpt-oss-120b",
+        "--cpu-moe",
+        "30",
+        "--json",
+    ]
     result = CliRunner().invoke(app, said, catch_exceptions=False)
     assert result.exit_code == 0
     plans = json.loads(result.stdout)["plans"]
@@ -83,13 +109,17 @@ def test_recommend_takes_them_for_any_machine() -> None:
     assert plans[0]["fits"] == "split"
 
 
-def test_shares_of_workers_need_no_gpu_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_workers_need_no_gpu_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers go to other machines: how, is said for those, whatever this one has."""
     device = replace(resolve("RTX 4090"), name="a processor", accelerator="cpu")
     monkeypatch.setattr("localllm.device.detect.detect", lambda: device)
     path = str(tiny_gguf.write_moe(tmp_path / "moe.gguf"))
     there = {"context": 512, "workers": ("10.0.0.8:50052", "10.0.0.9:50052")}
-    placed = load_plan_named(path, Settings({**there, "split": "3,1", "gpu_layers": "1"})).options.spec
+    placed = load_plan_named(
+        path, Settings({**there, "split": "3,1", "gpu_layers": "1"})
+    ).options.spec
     assert placed.placement.tensor_split == (3.0, 1.0)
     assert placed.placement.workers == there["workers"]
     assert placed.n_gpu_layers == 1

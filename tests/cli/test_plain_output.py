@@ -1,4 +1,5 @@
-"""Whatever files, headers and arguments are called: no control character is printed, no traceback, and JSON stays JSON."""
+"""Whatever files, headers and arguments are called: no control character is printed, no traceback,
+and JSON stays JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _ANY_CONTROL = re.compile(
     b"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae\xa8\xa9\x8e\x8f]|\xe2\x81[\xa6-\xa9]"
 )
 _PIECES = (
-    "\x1b[2J", "\x1b]52;c;aGk=\x07", "\x1b]0;t\x1b\\", "\x9b31m", "\x90q\x9c", "\r", "\n", "\t", "\x08", "\x7f", "\u202e", "\u2066",
+    "\x1b[2J", "\x1b]52;c;aGk=\x07", "\x1b]0;t\x1b\\", "\x9b31m", "\x90q\x9c", "\r", "\n", "\t",
+    "\x08", "\x7f", "\u202e", "\u2066",
     "\u2028", "模型", "naïve", "x", " ", "'", '"', "@", "[Q4]", "-Q4_K_M", "\udce9", "\udcff", "🙂",
 )  # fmt: skip
 
@@ -28,7 +30,14 @@ _PIECES = (
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of its own, and nobody else's models."""
-    for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME", "LOCALLLM_DATA_DIR", "LOCALLLM_CONFIG_DIR", "LOCALLLM_CACHE_DIR"):
+    for name in (
+        "HOME",
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "LOCALLLM_DATA_DIR",
+        "LOCALLLM_CONFIG_DIR",
+        "LOCALLLM_CACHE_DIR",
+    ):
         monkeypatch.setenv(name, str(tmp_path / name))
         (tmp_path / name).mkdir()
     return tmp_path
@@ -48,7 +57,10 @@ def said(capfd: pytest.CaptureFixture[str], *argv: str) -> tuple[int, bytes, byt
 
 
 def named(rng: random.Random) -> str:
-    return "".join(rng.choice(_PIECES) for _ in range(rng.randint(1, 6))).replace("/", "").strip(".") or "x"
+    return (
+        "".join(rng.choice(_PIECES) for _ in range(rng.randint(1, 6))).replace("/", "").strip(".")
+        or "x"
+    )
 
 
 def laid_out(folder: Path, model: bytes, count: int) -> list[Path]:
@@ -72,18 +84,26 @@ def test_two_thousand_names_and_no_control_character(
     path = tmp_path / "m"
     writer = gguf.GGUFWriter(str(path), "llama")
     for key in ("name", "license", "basename"):
-        writer.add_string(f"general.{key}", "Nice\x1b]0;owned\x07\x1b[2J\x9b31mName\nsecond \u202eline")
+        writer.add_string(
+            f"general.{key}", "Nice\x1b]0;owned\x07\x1b[2J\x9b31mName\nsecond \u202eline"
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     made = laid_out(tmp_path / "models", path.read_bytes(), 2_000)
     some = made[::401]
     commands = [("models", "adopt", str(tmp_path / "models")), ("models", "list"), ("ls", "--json")]
-    commands += [("models", "info", str(p)) for p in some] + [("models", "info", str(p), "--json") for p in some]
+    commands += [("models", "info", str(p)) for p in some] + [
+        ("models", "info", str(p), "--json") for p in some
+    ]
     commands += [("recommend", "-m", str(p), "--device", "RTX 4090") for p in some[:2]] + [
         ("pull", str(p)) for p in some
     ]
-    commands += [("models", "verify", str(some[0])), ("models", "rm", some[1].stem), ("chat", "-m", str(some[2]), "hi")]
+    commands += [
+        ("models", "verify", str(some[0])),
+        ("models", "rm", some[1].stem),
+        ("chat", "-m", str(some[2]), "hi"),
+    ]
     for argv in commands:
         code, out, err = said(capfd, *argv)
         for stream in (out, err):
@@ -94,11 +114,15 @@ def test_two_thousand_names_and_no_control_character(
             paths = [m["path"] for m in body.get("models", [])] or [body["local"]["path"]]
             assert all(os.path.exists(p) for p in paths), "no name is lost"
         if argv[:2] == ("models", "list"):
-            assert sum(line.endswith(b"folder") for line in out.split(b"\n")) == 2_000, "each is one line"
+            assert sum(line.endswith(b"folder") for line in out.split(b"\n")) == 2_000, (
+                "each is one line"
+            )
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "cp437", "utf-8"])
-def test_an_encoding_without_a_names_letters_loses_no_line(home: Path, tmp_path: Path, encoding: str) -> None:
+def test_an_encoding_without_a_names_letters_loses_no_line(
+    home: Path, tmp_path: Path, encoding: str
+) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     for name in ("模型-Q4_K_M", "naïve-Q8_0", "latin\udce9-Q5_0"):
@@ -106,19 +130,27 @@ def test_an_encoding_without_a_names_letters_loses_no_line(home: Path, tmp_path:
         (folder / f"{name}.gguf").write_bytes((tmp_path / "m.gguf").read_bytes())
     code = (
         "import sys\nfrom localllm.cli.main import run\n"
-        "for argv in (['models', 'adopt', sys.argv[1]], ['models', 'list'], ['models', 'list', '--json'], ['bench', '-h']):\n"
-        "    try:\n        run(argv)\n    except SystemExit as e:\n        assert not e.code, argv\n"
+        "for argv in (['models', 'adopt', sys.argv[1]], ['models', 'list'], ['models', 'list', "
+        "'--json'], ['bench', '-h']):\n"
+        "    try:\n        run(argv)\n    except SystemExit as e:\n        assert not e.code, "
+        "argv\n"
     )
     env = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, env=env, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, env=env, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
     start, end = done.stdout.index(b'{\n  "models"'), done.stdout.index(b"\n}\n")
     models = json.loads(done.stdout[start : end + 2].decode("utf-8"))["models"]
-    assert {os.path.basename(m["path"]) for m in models} >= {os.path.basename(p) for p in map(str, folder.iterdir())}
+    assert {os.path.basename(m["path"]) for m in models} >= {
+        os.path.basename(p) for p in map(str, folder.iterdir())
+    }
 
 
-def test_bytes_that_are_no_text_are_refused_in_words(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_no_text_are_refused_in_words(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = said(capfd, "chat", "-m", "starter", "say \udcff")
     assert code == 2
     assert b"no UTF-8 text" in err
@@ -130,10 +162,16 @@ def test_bytes_that_are_no_text_are_refused_in_words(home: Path, capfd: pytest.C
 def test_an_output_that_cant_be_written_is_said(home: Path, argv: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "localllm", *argv], stdout=full, stderr=subprocess.PIPE, timeout=60, text=True
+            [sys.executable, "-m", "localllm", *argv],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            text=True,
         )
     assert done.returncode == 1
-    assert done.stderr.startswith("error: the output can't be used: No space left on device\n\nhint: ")
+    assert done.stderr.startswith(
+        "error: the output can't be used: No space left on device\n\nhint: "
+    )
     assert done.stderr.count("\n") == 3
 
 
@@ -154,7 +192,9 @@ def test_a_home_that_cant_be_written_is_said(
     assert b"Traceback" not in err
 
 
-@pytest.mark.parametrize("text", ["\ufeffcontext = 4096\n", "\ufeffcontext = 4096\r\n# a note\r\n", "\ufeff"])
+@pytest.mark.parametrize(
+    "text", ["\ufeffcontext = 4096\n", "\ufeffcontext = 4096\r\n# a note\r\n", "\ufeff"]
+)
 def test_a_mark_before_the_configuration_is_none_of_it(
     home: Path, capfd: pytest.CaptureFixture[str], text: str
 ) -> None:

@@ -27,7 +27,9 @@ def desk() -> Iterator[PlanningProcess]:
         service.close()
 
 
-def test_it_plans_as_it_would_here_and_not_here(desk: PlanningProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_plans_as_it_would_here_and_not_here(
+    desk: PlanningProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = LocalModelService().plan(APPLE)
 
     def refused(*_: object, **__: object) -> None:
@@ -44,13 +46,17 @@ def test_it_plans_as_it_would_here_and_not_here(desk: PlanningProcess, monkeypat
     assert psutil.Process().children() == children  # one process for all
     for child in children:
         child.kill()
-    until(lambda: not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE])
+    until(
+        lambda: not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+    )
     assert desk.plan(APPLE).choices == here.choices  # another one
     desk.close()
     assert not [c for c in psutil.Process().children() if "planning" in " ".join(c.cmdline())]
 
 
-def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speed_of_a_busy_moment_says_so_and_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By the figure's own word, whatever its source is called."""
     from dataclasses import replace
 

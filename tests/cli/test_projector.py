@@ -1,4 +1,5 @@
-"""Whether a model is loaded with the projector beside it: where it fits and can be read, and why not otherwise."""
+"""Whether a model is loaded with the projector beside it: where it fits and can be read, and why
+not otherwise."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def test_the_projector_beside_a_model_is_loaded_and_planned(model: VisionModel, 
     without = load_plan_named(str(model.text), Settings({"images": "off"}))
     assert without.options.spec.projector == ""
     assert without.projector.why_not == "switched off (--images off)"
-    assert load.needs_bytes - without.needs_bytes == load.projector.need_bytes > model.projector.stat().st_size
+    assert (
+        load.needs_bytes - without.needs_bytes
+        == load.projector.need_bytes
+        > model.projector.stat().st_size
+    )
 
 
 def test_it_is_left_out_where_it_does_not_fit_and_says_so(
@@ -59,7 +64,9 @@ def test_a_build_without_mtmd_is_named(model: VisionModel, monkeypatch: pytest.M
         load_plan_named(str(model.text), Settings({"images": "on"}))
 
 
-def test_draft_heads_and_images_are_loaded_together(able: None, tmp_path: Path, model: VisionModel) -> None:
+def test_draft_heads_and_images_are_loaded_together(
+    able: None, tmp_path: Path, model: VisionModel
+) -> None:
     text = write_mtp(tmp_path / "heads.gguf")
     projector = tmp_path / "mmproj-heads.gguf"
     projector.write_bytes(model.projector.read_bytes())
@@ -77,7 +84,11 @@ def test_images_on_without_a_projector_is_refused(tiny_model: Path) -> None:
 @needs_mtmd()
 def test_what_is_planned_is_what_it_takes(model: VisionModel) -> None:
     spec = LoadSpec(
-        str(model.text), n_ctx=256, n_seq_max=1, placement=Placement(gpu_layers=0), projector=str(model.projector)
+        str(model.text),
+        n_ctx=256,
+        n_seq_max=1,
+        placement=Placement(gpu_layers=0),
+        projector=str(model.projector),
     )
     backend = backend_type.load(spec)
     taken = backend.memory().projector_bytes

@@ -39,7 +39,9 @@ def told(path: str, status: int | None, method: str = "POST") -> list[str]:
 
 def test_each_request_has_its_line() -> None:
     assert told("/v1/chat/completions", 200) == ["POST /v1/chat/completions  200  1.50 s"]
-    assert told("/v1/chat/completions", None) == ["POST /v1/chat/completions  left before its answer  1.50 s"]
+    assert told("/v1/chat/completions", None) == [
+        "POST /v1/chat/completions  left before its answer  1.50 s"
+    ]
 
 
 def test_who_only_watches_has_one_where_it_fails() -> None:

@@ -1,4 +1,5 @@
-"""`localllm run`: an agent is started with settings for its process alone, which are gone with it."""
+"""`localllm run`: an agent is started with settings for its process alone, which are gone with
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from support.http_server import Running, running_server
 from support.scripted_engine import ScriptedEngine
 
 TARGET = ClientTarget("http://127.0.0.1:11535", "tiny", 4096)
-STARTED = [name for name, recipe in RECIPES.items() if recipe(TARGET, Path("/home")).run is not None]
+STARTED = [
+    name for name, recipe in RECIPES.items() if recipe(TARGET, Path("/home")).run is not None
+]
 # What an agent is here: it tells what it was given, and ends with 7.
 TELLS = """#!{python}
 import json, os, sys
@@ -159,7 +162,10 @@ def test_a_sandbox_is_asked_to_let_it_write_in_its_folder_alone(
     assert "install bubblewrap" in capfd.readouterr().err
     (place / "home" / ".ssh").mkdir()
     install(
-        place, "bwrap", f'#!/bin/sh\nfor w in "$@"; do echo "$w" >> {place}/bwrap.txt; done\nexec {place}/bin/goose\n'
+        place,
+        "bwrap",
+        f'#!/bin/sh\nfor w in "$@"; do echo "$w" >> {place}/bwrap.txt; done\nexec '
+        f"{place}/bin/goose\n",
     )
     assert ran("goose", "--url", server.url, "--sandbox") == 7
     words = (place / "bwrap.txt").read_text().split()

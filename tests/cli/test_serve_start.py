@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 
 @pytest.fixture
 def broken(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model whose header is whole and whose weights are cut off; beside it an installed one that is sound."""
+    """A model whose header is whole and whose weights are cut off; beside it an installed one that
+    is sound."""
     library = tmp_path / "library"
     library.mkdir()
     shutil.copy(tiny_model, library / "sound.gguf")
@@ -38,11 +39,23 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
     """`localllm serve` over a Unix socket, and a client of it."""
     with tempfile.TemporaryDirectory(prefix="ll") as folder:
         path = Path(folder) / "s.sock"
-        command = [sys.executable, "-m", "localllm", "serve", *arguments, "--unix", str(path), "--context", "512"]
+        command = [
+            sys.executable,
+            "-m",
+            "localllm",
+            "serve",
+            *arguments,
+            "--unix",
+            str(path),
+            "--context",
+            "512",
+        ]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         transport = httpx.HTTPTransport(uds=str(path))
         try:
-            with httpx.Client(transport=transport, base_url="http://localllm", timeout=60) as client:
+            with httpx.Client(
+                transport=transport, base_url="http://localllm", timeout=60
+            ) as client:
                 yield process, client
         finally:
             process.send_signal(signal.SIGTERM)
@@ -50,7 +63,9 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
 
 
 @pytest.mark.parametrize("quiet", [[], ["--quiet"]])
-def test_what_happened_and_what_to_do_is_said_and_the_others_are_served(broken: Path, quiet: list[str]) -> None:
+def test_what_happened_and_what_to_do_is_said_and_the_others_are_served(
+    broken: Path, quiet: list[str]
+) -> None:
     with serving(str(broken), *quiet) as (process, http):
         assert process.stderr is not None
         said = []
@@ -87,6 +102,13 @@ def test_a_model_that_writes_no_text_is_named_alone_or_beside_another(
             assert process.stderr is not None
             said = [*takewhile(lambda line: not line.startswith("serving on"), process.stderr)]
             assert any("vectors: context" in line and "GB allocated" in line for line in said), said
-            asked = {"model": "vectors", "input": "a"} if pooling == 1 else {"query": "a", "documents": ["b"]}
-            answer = http.post("/v1/embeddings" if pooling == 1 else "/v1/rerank", json={**asked, "model": "vectors"})
+            asked = (
+                {"model": "vectors", "input": "a"}
+                if pooling == 1
+                else {"query": "a", "documents": ["b"]}
+            )
+            answer = http.post(
+                "/v1/embeddings" if pooling == 1 else "/v1/rerank",
+                json={**asked, "model": "vectors"},
+            )
             assert answer.status_code == 200, answer.text

@@ -1,4 +1,5 @@
-"""Every installed model on request, presets of config.toml, and names with wildcards: at the real engine."""
+"""Every installed model on request, presets of config.toml, and names with wildcards: at the real
+engine."""
 
 from __future__ import annotations
 
@@ -50,12 +51,21 @@ def config(text: str) -> None:
     (paths.config_dir() / "config.toml").write_text(text)
 
 
-def router(*names: str, only: bool = False, aliases: tuple[str, ...] = (), **flags: Any) -> ModelRouter:
+def router(
+    *names: str, only: bool = False, aliases: tuple[str, ...] = (), **flags: Any
+) -> ModelRouter:
     return router_of(names, aliases, Settings({"context": 512, "only": only, **flags}))
 
 
 def ask(http: httpx.Client, model: str, **more: Any) -> httpx.Response:
-    body = {"model": model, "prompt": "a", "max_tokens": 2, "ignore_eos": True, "temperature": 0, **more}
+    body = {
+        "model": model,
+        "prompt": "a",
+        "max_tokens": 2,
+        "ignore_eos": True,
+        "temperature": 0,
+        **more,
+    }
     return http.post("/v1/completions", json=body)
 
 
@@ -94,7 +104,9 @@ def test_a_name_nobody_has_is_a_404_with_what_is_near_and_what_there_is(http: ht
     assert "gpt-oss-mini" in error["hint"]
 
 
-def test_no_request_reaches_a_file_by_its_path(http: httpx.Client, folder: Path, tmp_path: Path) -> None:
+def test_no_request_reaches_a_file_by_its_path(
+    http: httpx.Client, folder: Path, tmp_path: Path
+) -> None:
     shutil.copy(folder / "alpha-Q4_0.gguf", tmp_path / "elsewhere.gguf")
     for name in (str(tmp_path / "elsewhere.gguf"), str(folder / "beta-Q8_0.gguf"), "../elsewhere.gguf", "~/x.gguf",
                  "https://huggingface.co/org/name", "file:///etc/passwd", "\0", "a" * 500):  # fmt: skip
@@ -110,16 +122,23 @@ def test_a_model_that_was_installed_meanwhile_is_found(http: httpx.Client, folde
 
 def test_an_installed_embedding_model_is_known_as_one_when_it_is_named(folder: Path) -> None:
     write_bert(folder / "vectors.gguf")
-    with running_server(router("alpha-Q4_0")) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+    with (
+        running_server(router("alpha-Q4_0")) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
         reply = http.post("/v1/embeddings", json={"model": "vectors", "input": "hello"})
         assert reply.status_code == 200, reply.text
         assert ask(http, "vectors").status_code == 400
 
 
-def test_with_only_no_other_model_is_offered_but_all_names_of_the_named_one_are(folder: Path) -> None:
+def test_with_only_no_other_model_is_offered_but_all_names_of_the_named_one_are(
+    folder: Path,
+) -> None:
     models = router("alpha-Q4_0", only=True)
     assert [m.name for m in models.list()] == ["alpha-Q4_0"]
-    assert {models.resolve(n).name for n in ("alpha", "alpha:Q4_0", "alpha-Q4_0.gguf")} == {"alpha-Q4_0"}
+    assert {models.resolve(n).name for n in ("alpha", "alpha:Q4_0", "alpha-Q4_0.gguf")} == {
+        "alpha-Q4_0"
+    }
     with pytest.raises(ModelNotFoundError, match="served: alpha-Q4_0"):
         models.resolve("beta-Q8_0")
 
@@ -146,7 +165,9 @@ def test_a_loaded_model_makes_room_when_idle_and_never_in_mid_answer(folder: Pat
         models.admission.limit_bytes = models.resolve("alpha-Q4_0").facts.needs_bytes + 1
         assert ask(http, "gpt-oss-mini").status_code == 200
         assert {n for n, s in states(http).items() if s == "loaded"} == {"gpt-oss-mini"}
-        refused = asyncio.run(_while_held(models.resolve("gpt-oss-mini"), lambda: ask(http, "alpha-Q4_0")))
+        refused = asyncio.run(
+            _while_held(models.resolve("gpt-oss-mini"), lambda: ask(http, "alpha-Q4_0"))
+        )
         assert refused.status_code == 503
         assert "in use: gpt-oss-mini" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) > 0
@@ -158,12 +179,19 @@ async def _while_held(model: ServedModel, ask_: Callable[[], httpx.Response]) ->
         return await asyncio.to_thread(ask_)
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_wildcards_stand_for_names_nobody_has_and_the_closest_one_wins(folder: Path) -> None:
-    models = router("alpha-Q4_0", "beta-Q8_0", aliases=("claude-*", "gpt-*=beta-Q8_0", "claude-haiku-*=gpt-oss-mini"))
-    named = {n: models.resolve(n).name for n in ("claude-sonnet-4-5", "gpt-5", "GPT-4o-mini", "claude-haiku-4-5")}
+    models = router(
+        "alpha-Q4_0",
+        "beta-Q8_0",
+        aliases=("claude-*", "gpt-*=beta-Q8_0", "claude-haiku-*=gpt-oss-mini"),
+    )
+    named = {
+        n: models.resolve(n).name
+        for n in ("claude-sonnet-4-5", "gpt-5", "GPT-4o-mini", "claude-haiku-4-5")
+    }
     assert named == {
         "claude-sonnet-4-5": "alpha-Q4_0", "gpt-5": "beta-Q8_0", "GPT-4o-mini": "beta-Q8_0",
         "claude-haiku-4-5": "gpt-oss-mini",
@@ -176,7 +204,7 @@ def test_wildcards_stand_for_names_nobody_has_and_the_closest_one_wins(folder: P
         router("alpha-Q4_0", aliases=("fast=nothing",))
 
 
-# --- presets --------------------------------------------------------------------------------------------------------
+# --- presets --------------------------------------------------------------------------------------
 
 PRESETS = """
 [models.alpha-Q4_0]
@@ -214,13 +242,18 @@ def test_presets_are_models_of_their_own_that_share_a_worker_where_they_can(fold
         assert windows["long"] == 1024
         assert windows["coder"] == windows["alpha-Q4_0"] != 1024
         assert models.resolve("coder").worker.host is models.resolve("alpha-Q4_0").worker.host
-        params = http.get("/props", params={"model": "coder"}).json()["default_generation_settings"]["params"]
+        params = http.get("/props", params={"model": "coder"}).json()[
+            "default_generation_settings"
+        ]["params"]
         assert (params["temperature"], params["top_k"]) == (0.125, 7)
 
 
 def test_a_presets_system_text_stands_where_the_conversation_has_none(folder: Path) -> None:
     config(PRESETS)
-    with running_server(router("coder")) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+    with (
+        running_server(router("coder")) as server,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+    ):
 
         def prompt(model: str, *messages: dict[str, str]) -> str:
             body = {"model": model, "messages": [*messages, *HI]}
@@ -228,13 +261,16 @@ def test_a_presets_system_text_stands_where_the_conversation_has_none(folder: Pa
             return text
 
         assert "Answer in capitals." in prompt("coder")
-        assert "Answer in capitals." not in prompt("coder", {"role": "system", "content": "Be brief."})
+        assert "Answer in capitals." not in prompt(
+            "coder", {"role": "system", "content": "Be brief."}
+        )
         assert "Answer in capitals." not in prompt("alpha-Q4_0")
 
 
 def test_a_presets_thinking_budget_holds_where_a_request_has_none(folder: Path) -> None:
     config(
-        '[models.brief]\nmodel = "alpha-Q4_0"\nthinking_budget = 64\n[models.free]\nmodel = "alpha-Q4_0"\nthinking_budget = -1\n'
+        '[models.brief]\nmodel = "alpha-Q4_0"\nthinking_budget = 64\n[models.free]\nmodel = '
+        '"alpha-Q4_0"\nthinking_budget = -1\n'
     )
     models = router("alpha-Q4_0")
     asked = ChatRequest([{"role": "user", "content": "a"}], Generation(thinking_tokens=5))
@@ -268,7 +304,11 @@ def test_a_preset_whose_model_is_not_here_is_left_out(folder: Path) -> None:
         ("[models.x]\nidle_unload_min = -1\n", "idle_unload_min"),
         ("[models.x]\nthinking_budget = true\n", "thinking_budget"),
         ("models = 3\n", "models"),
-        *((f"[models.x]\n{name} = 1e30\n", name) for name in get_type_hints(Sampling) if name in KEYS),
+        *(
+            (f"[models.x]\n{name} = 1e30\n", name)
+            for name in get_type_hints(Sampling)
+            if name in KEYS
+        ),
         ("[models.x]\nrepeat_penalty = 0\n", "repeat_penalty"),
         ("[models.x]\ntop_k = -2\n", "top_k"),
     ],
@@ -285,7 +325,12 @@ def test_what_is_wrong_in_a_preset_is_said_with_its_key(text: str, says: str) ->
 def test_a_preset_may_say_what_a_request_may() -> None:
     config("[models.x]\ntop_k = -1\nrepeat_last_n = -1\nseed = -1\nrepeat_penalty = 0.001\n")
     (preset,) = load_presets()
-    assert preset.sampling == {"top_k": -1, "repeat_last_n": -1, "seed": -1, "repeat_penalty": 0.001}
+    assert preset.sampling == {
+        "top_k": -1,
+        "repeat_last_n": -1,
+        "seed": -1,
+        "repeat_penalty": 0.001,
+    }
 
 
 def test_every_key_of_a_preset_is_in_the_docs() -> None:
@@ -294,7 +339,9 @@ def test_every_key_of_a_preset_is_in_the_docs() -> None:
 
 
 @pytest.mark.long
-def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_less_and_that_is_said(smollm2: Path) -> None:
+def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_less_and_that_is_said(
+    smollm2: Path,
+) -> None:
     load = load_plan_named(str(smollm2), Settings({"context": 4096}))
     # A KV cache that no machine has: 90 GB and more in one piece.
     spec = replace(load.options.spec, n_ctx=1 << 22)
@@ -323,5 +370,7 @@ def test_a_second_try_takes_a_tenth_less_of_memory_and_never_a_third(smollm2: Pa
     assert less.plan is not None
     assert less.plan.memory.total_bytes <= 0.9 * load.plan.memory.total_bytes
     assert less.smaller() is None
-    chosen = load_plan_named(str(smollm2), Settings({"context": 4096, "kv_type": "f16", "parallel": 1}))
+    chosen = load_plan_named(
+        str(smollm2), Settings({"context": 4096, "kv_type": "f16", "parallel": 1})
+    )
     assert chosen.smaller() is None, "what was chosen by hand stays"

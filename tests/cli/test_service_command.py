@@ -1,4 +1,5 @@
-"""`localllm service`: the command it has a manager run, what it says, and the sockets that a manager hands over."""
+"""`localllm service`: the command it has a manager run, what it says, and the sockets that a
+manager hands over."""
 
 from __future__ import annotations
 
@@ -30,12 +31,17 @@ from localllm.settings import Settings
 from service import recorded
 
 
-def test_paths_hold_wherever_it_starts_and_names_stay_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_hold_wherever_it_starts_and_names_stay_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "m.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    service = service_of(["m.gguf", "qwen3-8b:Q4_K_M"], Settings({"unix_socket": "s.sock"}), "systemd", None)
+    service = service_of(
+        ["m.gguf", "qwen3-8b:Q4_K_M"], Settings({"unix_socket": "s.sock"}), "systemd", None
+    )
     assert service.command == (
-        sys.executable, "-m", "localllm", "serve", "--unix", str(tmp_path / "s.sock"), str(tmp_path.resolve() / "m.gguf"),
+        sys.executable, "-m", "localllm", "serve", "--unix", str(tmp_path / "s.sock"),
+        str(tmp_path.resolve() / "m.gguf"),
         "qwen3-8b:Q4_K_M",
     )  # fmt: skip
     assert service.addresses == (str(tmp_path / "s.sock"),)
@@ -60,14 +66,22 @@ def test_a_dry_run_prints_every_managers_files_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    for name, sign in [("systemd", "ListenStream="), ("launchd", "RunAtLoad"), ("task-scheduler", "LogonTrigger")]:
-        said = CliRunner().invoke(app, ["service", "install", "qwen3-8b", "--dry-run", "--manager", name])
+    for name, sign in [
+        ("systemd", "ListenStream="),
+        ("launchd", "RunAtLoad"),
+        ("task-scheduler", "LogonTrigger"),
+    ]:
+        said = CliRunner().invoke(
+            app, ["service", "install", "qwen3-8b", "--dry-run", "--manager", name]
+        )
         assert said.exit_code == 0, said.output
         assert sign in said.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_is_not_here_is_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_here_is_said_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def never(*words: object) -> None:
         pytest.fail(f"asked the manager: {words}")
 
@@ -94,7 +108,9 @@ def test_the_status_says_how_it_stands(
     assert json.loads(as_json.stdout)["installed"] == (code != 3)
 
 
-def test_the_status_of_one_that_runs_says_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_one_that_runs_says_where_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     systemctl = tmp_path / "systemctl"
     answer = re.sub(r"MainPID=\d+", f"MainPID={os.getpid()}", recorded.SYSTEMD_RUNNING)
     systemctl.write_text(f"#!/bin/sh\ncat <<'EOF'\n{answer}EOF\n")
@@ -118,7 +134,8 @@ def test_a_journal_that_this_user_may_not_read_is_told_from_a_broken_one(
     """Where journald keeps it in memory only, users are not let read even their own."""
     journalctl = tmp_path / "journalctl"
     journalctl.write_text(
-        "#!/bin/sh\necho 'No journal files were opened due to insufficient permissions.' >&2\nexit 1\n"
+        "#!/bin/sh\necho 'No journal files were opened due to insufficient permissions.' "
+        ">&2\nexit 1\n"
     )
     journalctl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -141,13 +158,18 @@ def test_the_last_lines_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "two\nthree\n"
 
 
-def test_the_workers_of_a_killed_server_are_waited_for_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_of_a_killed_server_are_waited_for_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They are told by systemd's name of the run in their environment."""
     forever = [sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()"]
 
     def child(run: str) -> subprocess.Popen[bytes]:
         made = subprocess.Popen(
-            forever, env={**os.environ, "INVOCATION_ID": run}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            forever,
+            env={**os.environ, "INVOCATION_ID": run},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert made.stdout is not None
         made.stdout.readline()
@@ -183,13 +205,15 @@ except UsageError as e:
 
 
 def given(sock: socket.socket, port: int) -> str:
-    """What a server says that is started with `sock` as its third descriptor, as systemd does it."""
+    """What a server says that is started with `sock` as its third descriptor, as systemd does
+    it."""
 
     def third() -> None:
         os.dup2(sock.fileno(), 3)
 
     done = subprocess.run(
-        [sys.executable, "-c", _GIVEN, str(port)], env={**os.environ, "LISTEN_FDS": "1"}, pass_fds=[3],
+        [sys.executable, "-c", _GIVEN, str(port)], env={**os.environ, "LISTEN_FDS": "1"},
+        pass_fds=[3],
         preexec_fn=third, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout + done.stderr

@@ -1,5 +1,5 @@
-"""A server that is killed and started again on a socket that somebody keeps, as systemd does: nobody is turned away, and
-the conversation goes on with what was cached."""
+"""A server that is killed and started again on a socket that somebody keeps, as systemd does:
+nobody is turned away, and the conversation goes on with what was cached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ pytestmark = [
 ]
 _SERVE = (
     "import os; os.environ['LISTEN_PID'] = str(os.getpid());"
-    "from localllm.cli.main import run; run(['serve', 'smollm2-135m-instruct', '--quiet', '--only'])"
+    "from localllm.cli.main import run; run(['serve', 'smollm2-135m-instruct', '--quiet', "
+    "'--only'])"
 )
 
 
@@ -33,7 +34,8 @@ def server(sock: socket.socket) -> Iterator[subprocess.Popen[bytes]]:
     """`localllm serve` on `sock`, which stays open here."""
     environment = {**os.environ, "LISTEN_FDS": "1", "LOCALLLM_PORT": str(sock.getsockname()[1])}
     started = subprocess.Popen(
-        [sys.executable, "-c", _SERVE], env=environment, pass_fds=[3], preexec_fn=lambda: os.dup2(sock.fileno(), 3)
+        [sys.executable, "-c", _SERVE], env=environment, pass_fds=[3],
+        preexec_fn=lambda: os.dup2(sock.fileno(), 3)
     )  # fmt: skip
     try:
         yield started
@@ -59,7 +61,8 @@ def test_kill_9_and_restart_lose_nothing_of_a_conversation() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock, ThreadPoolExecutor(1) as pool:
 
         def turn(question: str, known: bool, how_it_ends: signal.Signals) -> None:
-            """One turn, asked while no server runs: it waits for the next one, which then ends in that way."""
+            """One turn, asked while no server runs: it waits for the next one, which then ends in
+            that way."""
             talk.append({"role": "user", "content": question})
             asked = pool.submit(ask, sock, [*talk])
             with server(sock) as running:

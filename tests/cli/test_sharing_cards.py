@@ -1,4 +1,5 @@
-"""Models that are loaded together on a machine with several cards: each on one of its own while there is room."""
+"""Models that are loaded together on a machine with several cards: each on one of its own while
+there is room."""
 
 from __future__ import annotations
 
@@ -20,11 +21,17 @@ MODELS = {m.id: m for m in catalog.load().models}
 
 def load(machine: str, name: str) -> LoadPlan:
     plan = plan_for(
-        resolve(machine), MODELS[name], typical([v for v in MODELS[name].variants if v.format == "gguf"]), Workload()
+        resolve(machine),
+        MODELS[name],
+        typical([v for v in MODELS[name].variants if v.format == "gguf"]),
+        Workload(),
     )
     spec = LoadSpec(f"{name}.gguf", placement=plan.settings.placement)
     return LoadPlan(
-        name, LocalModel(name, Path(f"{name}.gguf"), "gguf", 1, "Q4_K_M", "path"), WorkerOptions(spec), plan
+        name,
+        LocalModel(name, Path(f"{name}.gguf"), "gguf", 1, "Q4_K_M", "path"),
+        WorkerOptions(spec),
+        plan,
     )
 
 

@@ -1,4 +1,5 @@
-"""What a command reads before it answers: a list of models must not wait for what other commands need."""
+"""What a command reads before it answers: a list of models must not wait for what other commands
+need."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ print(json.dumps([sorted(sys.modules), len(said.getvalue()), gc.isenabled()]))
 
 
 def test_recommend_reads_only_what_it_needs() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
     modules, written, collects = json.loads(done.stdout)
     assert written > 500
     assert [name for name in NOT_NEEDED if name in modules] == []
@@ -43,12 +46,16 @@ def test_recommend_reads_only_what_it_needs() -> None:
 
 def test_the_chats_first_paint_waits_for_no_other_screen() -> None:
     script = "import sys, localllm_tui.app; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    modules = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
     later = [f"localllm_tui.screens.{name}" for name in ("picking", "dialogs", "picker", "models")]
     assert [name for name in ("pydantic", "typer", "numpy", *later) if name in modules] == []
 
 
-def test_a_command_asked_for_alone_is_the_command_of_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_asked_for_alone_is_the_command_of_the_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as left:
         run(["models", "list", "--help"])
     assert left.value.code == 0

@@ -1,4 +1,5 @@
-"""A file of the user's that can't be read or says something impossible: one message naming it, and no traceback."""
+"""A file of the user's that can't be read or says something impossible: one message naming it, and
+no traceback."""
 
 from __future__ import annotations
 
@@ -38,21 +39,25 @@ BAD: dict[str, tuple[bytes, str]] = {
     "an unknown key": (MINE.replace("heads = 32", "haeds = 32").encode(), "haeds"),
     "a missing key": (MINE.replace("layers = 16\n", "").encode(), "layers"),
     "text for a number": (MINE.replace("layers = 16", 'layers = "many"').encode(), "mine-1b"),
-    "a list for a table": (MINE.replace("vocab = 128256", "vocab = 128256\nsampling = []").encode(), "mine-1b"),
+    "a list for a table": (MINE.replace("vocab = 128256", "vocab = 128256\nsampling = []").encode(),
+    "mine-1b"),
     "infinite": (MINE.replace("hidden = 2048", "hidden = inf").encode(), "mine-1b"),
     "nothing wide": (MINE.replace("hidden = 2048", "hidden = 0").encode(), "hidden"),
     "negative": (MINE.replace("heads = 32", "heads = -32").encode(), "heads"),
     "a number for text": (MINE.replace('"Mine 1B"', "1").encode(), "name"),
     "more active than there are": (
-        MINE.replace("vocab = 128256", "vocab = 128256\nexperts = {count = 1, active = 8, ffn = 64}").encode(), "8 of 1",
+        MINE.replace("vocab = 128256",
+        "vocab = 128256\nexperts = {count = 1, active = 8, ffn = 64}").encode(), "8 of 1",
     ),
-    "layers without end": (MINE.replace("layers = 16", "layers = 1_000_000_000_000").encode(), "layers"),
+    "layers without end": (MINE.replace("layers = 16", "layers = 1_000_000_000_000").encode(),
+    "layers"),
     "an unknown MLX format": (
         MINE.encode() + b'[[models.mlx]]\nrepo = "me/mine-mlx"\nquant = "77bit"\n', "77bit",
     ),
 }  # fmt: skip
 COMMANDS = (
-    ("recommend",), ("recommend", "--device", "RTX 4090", "--json"), ("recommend", "-m", "qwen3-8b"),
+    ("recommend",), ("recommend", "--device", "RTX 4090", "--json"),
+    ("recommend", "-m", "qwen3-8b"),
     ("pull", "qwen3-8b", "--offline"), ("models", "info", "qwen3-8b"),
 )  # fmt: skip
 
@@ -103,8 +108,12 @@ def test_a_file_that_cannot_be_opened_is_one_message(capsys: pytest.CaptureFixtu
     assert str(file) in refused(("recommend",), capsys)
 
 
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a user whom permissions stop")
-def test_a_folder_that_cannot_be_searched_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(
+    os.name == "nt" or os.geteuid() == 0, reason="needs a user whom permissions stop"
+)
+def test_a_folder_that_cannot_be_searched_is_one_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder = put(MINE.encode()).parent
     folder.chmod(0)
     try:
@@ -113,8 +122,12 @@ def test_a_folder_that_cannot_be_searched_is_one_message(capsys: pytest.CaptureF
         folder.chmod(0o700)
 
 
-@pytest.mark.parametrize("content", [b"[x", b'model = "\xff"\n', b"a = " + b"[" * 100_000, b"portt = 1\n"])
-@pytest.mark.parametrize("arguments", [("config",), ("pull", "qwen3-8b", "--offline")], ids=" ".join)
+@pytest.mark.parametrize(
+    "content", [b"[x", b'model = "\xff"\n', b"a = " + b"[" * 100_000, b"portt = 1\n"]
+)
+@pytest.mark.parametrize(
+    "arguments", [("config",), ("pull", "qwen3-8b", "--offline")], ids=" ".join
+)
 def test_bad_settings_are_one_message(
     content: bytes, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

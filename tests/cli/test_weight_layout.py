@@ -1,4 +1,5 @@
-"""A model is loaded in the layout that this processor's kernels were measured to be quicker in; they are timed when it matters."""
+"""A model is loaded in the layout that this processor's kernels were measured to be quicker in;
+they are timed when it matters."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measure(types: Sequence[str]) -> dict[str, dict[str, dict[str, RateMeasurement]]]:
         made.extend(types)
-        return {name: {"stored": timed(0.51, 0.095), "laid_out": timed(0.291, 0.116)} for name in types}
+        return {
+            name: {"stored": timed(0.51, 0.095), "laid_out": timed(0.291, 0.116)} for name in types
+        }
 
     monkeypatch.setattr(matrix_rate, "measure", measure)
     return made
@@ -51,12 +54,16 @@ def layout_of(path: Path) -> str:
 def test_a_model_that_is_quicker_so_is_loaded_as_it_is_stored_and_the_kernels_are_timed_once(
     tmp_path: Path, timings: list[str]
 ) -> None:
-    path = sparse_gguf.write(SHAPE, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer))
+    path = sparse_gguf.write(
+        SHAPE, tmp_path, lambda writer, _n_tokens: tiny_gguf.vocabulary(writer)
+    )
     named = path.rename(path.with_name("Wide-Q4_K_M.gguf"))
     assert [layout_of(named), layout_of(named)] == ["stored", "stored"]
     assert timings == ["Q4_K", "Q6_K"]
 
 
-def test_a_small_model_is_loaded_as_ever_and_nothing_is_timed(smollm2: Path, timings: list[str]) -> None:
+def test_a_small_model_is_loaded_as_ever_and_nothing_is_timed(
+    smollm2: Path, timings: list[str]
+) -> None:
     assert layout_of(smollm2) == "auto"
     assert timings == []

@@ -1,4 +1,5 @@
-"""Fifteen ordinary conversations of agents, as their clients send them, and plain Jinja to compare a rendering with."""
+"""Fifteen ordinary conversations of agents, as their clients send them, and plain Jinja to compare
+a rendering with."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ TOOLS = [WEATHER, RUN]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a client sends: messages, and tools where it has any. `words` are texts that the prompt must hold."""
+    """What a client sends: messages, and tools where it has any. `words` are texts that the prompt
+    must hold."""
 
     name: str
     messages: list[dict[str, Any]]
@@ -64,7 +66,11 @@ def _said(role: str, content: Any, **more: Any) -> dict[str, Any]:
 
 
 def _call(identity: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"id": identity, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    return {
+        "id": identity,
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments)},
+    }
 
 
 _PARIS = _call("call_7f3kQ0aZrWcP5mYtB2nE", "get_weather", {"city": "Paris"})
@@ -86,16 +92,26 @@ def _calls(*calls: Mapping[str, Any], content: str | None = None, **more: Any) -
     return _said("assistant", content, tool_calls=list(calls), **more)
 
 
-_TURNS = [_said("user", "Hello there"), _said("assistant", "Good morning"), _said("user", "And now?")]
+_TURNS = [
+    _said("user", "Hello there"),
+    _said("assistant", "Good morning"),
+    _said("user", "And now?"),
+]
 _CONVERSATIONS = (
     Conversation("one", [_said("user", "Hello there")], words=("Hello there",)),
-    Conversation("system", [_said("system", "Be brief."), *_TURNS[:1]], words=("Be brief.", "Hello there")),
+    Conversation(
+        "system", [_said("system", "Be brief."), *_TURNS[:1]], words=("Be brief.", "Hello there")
+    ),
     Conversation(
         "turns",
         [_said("system", "Be brief."), *_TURNS],
         words=("Be brief.", "Hello there", "Good morning", "And now?"),
     ),
-    Conversation("developer", [_said("developer", "Be brief."), *_TURNS[:1]], words=("Be brief.", "Hello there")),
+    Conversation(
+        "developer",
+        [_said("developer", "Be brief."), *_TURNS[:1]],
+        words=("Be brief.", "Hello there"),
+    ),
     Conversation(
         "two systems",
         [_said("system", "Be brief."), _said("system", "Be kind."), *_TURNS[:1]],
@@ -108,10 +124,20 @@ _CONVERSATIONS = (
     ),
     Conversation(
         "parts",
-        [_said("user", [{"type": "text", "text": "Hello there"}, {"type": "text", "text": "And now?"}])],
+        [
+            _said(
+                "user",
+                [{"type": "text", "text": "Hello there"}, {"type": "text", "text": "And now?"}],
+            )
+        ],
         words=("Hello there", "And now?"),
     ),
-    Conversation("tools", [_said("system", "Be brief."), _ASK], TOOLS, ("Be brief.", "How is Paris?", "get_weather")),
+    Conversation(
+        "tools",
+        [_said("system", "Be brief."), _ASK],
+        TOOLS,
+        ("Be brief.", "How is Paris?", "get_weather"),
+    ),
     Conversation(
         "loop",
         [_said("system", "Be brief."), _ASK, _calls(_PARIS), _result(_PARIS, "18 degrees")],
@@ -212,7 +238,8 @@ class _Generation(Extension):
 
 
 def plain_jinja(source: str, messages: Any, tools: Any, **variables: Any) -> str:
-    """What Jinja with the settings of Hugging Face's `apply_chat_template` makes of it; raises what Jinja raises."""
+    """What Jinja with the settings of Hugging Face's `apply_chat_template` makes of it; raises what
+    Jinja raises."""
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -220,8 +247,12 @@ def plain_jinja(source: str, messages: Any, tools: Any, **variables: Any) -> str
     def refuse(message: str) -> None:
         raise ValueError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **k: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **k)
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **k: Any
+    ) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **k
+        )
 
     env.filters["tojson"] = tojson
     env.globals.update(raise_exception=refuse, strftime_now=fixed_day)

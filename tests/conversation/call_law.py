@@ -1,5 +1,5 @@
-"""The law of every way to write calls: what a template writes for a call, its grammar accepts whole and then ends, and
-its reader returns the same call."""
+"""The law of every way to write calls: what a template writes for a call, its grammar accepts whole
+and then ends, and its reader returns the same call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from llguidance import LLMatcher
 
 from conversation.test_grammar_triggers import CONTROL, ids_of, matcher
 from localllm.conversation.messages import normalise
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
+from localllm.conversation.reply import (
+    CallArguments,
+    CallStart,
+    Content,
+    Delta,
+    ReasoningText,
+    ReplyFormat,
+)
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.base import GrammarTrigger
@@ -34,9 +41,14 @@ class LawError(AssertionError):
     """A call that is written in one way and held or read in another."""
 
 
-def obeyed(template: ChatTemplate, tools: Sequence[dict[str, Any]], calls: Calls, prompt: Prompt | None = None) -> str:
-    """Check the law for `calls` of `tools` in one turn; returns the text that was checked. `prompt` is the plan for
-    `tools`, where it is known. Raises LawError."""
+def obeyed(
+    template: ChatTemplate,
+    tools: Sequence[dict[str, Any]],
+    calls: Calls,
+    prompt: Prompt | None = None,
+) -> str:
+    """Check the law for `calls` of `tools` in one turn; returns the text that was checked. `prompt`
+    is the plan for `tools`, where it is known. Raises LawError."""
     prompt = prompt or planned(template, tools)
     turn = written(template, tools, calls, prompt)
     said = held(prompt.answer.calls, turn)
@@ -47,19 +59,32 @@ def obeyed(template: ChatTemplate, tools: Sequence[dict[str, Any]], calls: Calls
 def planned(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Prompt:
     """The server's own plan of an answer that may call `tools`."""
     asked = normalise([{"role": "user", "content": ASKED}])
-    return asyncio.run(build_prompt(template, asked, ResponseOptions(tools=tools, choice=Choice("auto"))))
+    return asyncio.run(
+        build_prompt(template, asked, ResponseOptions(tools=tools, choice=Choice("auto")))
+    )
 
 
-def written(template: ChatTemplate, tools: Sequence[dict[str, Any]], calls: Calls, prompt: Prompt) -> str:
+def written(
+    template: ChatTemplate, tools: Sequence[dict[str, Any]], calls: Calls, prompt: Prompt
+) -> str:
     """What the template writes for the assistant's turn, from the first call on."""
     sent = [
-        {"id": f"call0000{i}", "type": "function", "function": {"name": n, "arguments": json.dumps(a)}}
+        {
+            "id": f"call0000{i}",
+            "type": "function",
+            "function": {"name": n, "arguments": json.dumps(a)},
+        }
         for i, (n, a) in enumerate(calls)
     ]
-    turns = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "", "tool_calls": sent}]
+    turns = [
+        {"role": "user", "content": ASKED},
+        {"role": "assistant", "content": "", "tool_calls": sent},
+    ]
     whole = template.render(normalise(turns), tools=tools, add_generation_prompt=False)
     # An id is any nine letters; where the server writes one itself, these.
-    turn = re.sub(r"\[CALL_ID\]\w{9}", "[CALL_ID]000000000", whole[whole.rindex(ASKED) + len(ASKED) :])
+    turn = re.sub(
+        r"\[CALL_ID\]\w{9}", "[CALL_ID]000000000", whole[whole.rindex(ASKED) + len(ASKED) :]
+    )
     lead = prompt.answer.reply.lead
     if lead and lead in turn:
         return turn[turn.index(lead) + len(lead) :]
@@ -104,7 +129,8 @@ _matcher = lru_cache(64)(matcher)
 
 
 def taken_by(state: LLMatcher, text: str, control: Sequence[str]) -> int:
-    """How many letters of `text` the grammar takes, `control` tokens as such, as long as it has not ended."""
+    """How many letters of `text` the grammar takes, `control` tokens as such, as long as it has not
+    ended."""
     taken = 0
     for piece in re.findall("|".join([*map(re.escape, control), "(?s:.)"]), text):
         ids = ids_of(piece) if piece in control else list(piece.encode())
@@ -116,7 +142,8 @@ def taken_by(state: LLMatcher, text: str, control: Sequence[str]) -> int:
 
 
 def check_read(reply: ReplyFormat, said: str, calls: Calls) -> None:
-    """Raises LawError where `said`, whole or by letters, is not read as `calls` and nothing else."""
+    """Raises LawError where `said`, whole or by letters, is not read as `calls` and nothing
+    else."""
     said = said.removeprefix(reply.lead)
     if reply.thinking and reply.think is not None:
         said = reply.think[1] + said
@@ -132,7 +159,9 @@ def same(found: Any, wanted: Any) -> bool:
     return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)
 
 
-def told(reply: ReplyFormat, pieces: Sequence[str], cut: bool = False) -> tuple[str, str, list[tuple[str, str]]]:
+def told(
+    reply: ReplyFormat, pieces: Sequence[str], cut: bool = False
+) -> tuple[str, str, list[tuple[str, str]]]:
     """Answer, reasoning and calls of a reply that comes in `pieces`, arguments as their text."""
     parser = ReplyParser(reply)
     deltas: list[Delta] = [d for piece in pieces for d in parser.feed(piece)] + parser.close(cut)
@@ -146,7 +175,9 @@ def told(reply: ReplyFormat, pieces: Sequence[str], cut: bool = False) -> tuple[
     return text, "".join(d.text for d in deltas if isinstance(d, ReasoningText)), calls
 
 
-def read(reply: ReplyFormat, pieces: Sequence[str], cut: bool = False) -> tuple[str, str, list[tuple[str, Any]]]:
+def read(
+    reply: ReplyFormat, pieces: Sequence[str], cut: bool = False
+) -> tuple[str, str, list[tuple[str, Any]]]:
     """What `told` gives, with arguments read; those that are no JSON stay text."""
     text, thought, calls = told(reply, pieces, cut)
     return text, thought, [(n, _arguments(a)) for n, a in calls]

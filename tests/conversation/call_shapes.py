@@ -22,7 +22,10 @@ PROPERTIES: dict[str, Any] = {
         "type": "object",
         "properties": {
             "a": {"type": "array", "items": {"type": "integer"}},
-            "b": {"type": "object", "properties": {"on": {"type": "boolean"}, "no": {"type": "null"}}},
+            "b": {
+                "type": "object",
+                "properties": {"on": {"type": "boolean"}, "no": {"type": "null"}},
+            },
         },
     },
 }
@@ -36,14 +39,19 @@ PARAMETERS = {
 def tools(parameters: dict[str, Any]) -> list[dict[str, Any]]:
     """Two tools that take `parameters`."""
     return [
-        {"type": "function", "function": {"name": name, "description": "does it", "parameters": parameters}}
+        {
+            "type": "function",
+            "function": {"name": name, "description": "does it", "parameters": parameters},
+        }
         for name in ("f", "get_weather")
     ]
 
 
 TOOLS = tools(PARAMETERS)
 # For templates that write schemas down themselves and know types alone.
-PLAIN_TOOLS = tools({"type": "object", "properties": {k: PROPERTIES[k] for k in ("text", "path", "n", "x", "on")}})
+PLAIN_TOOLS = tools(
+    {"type": "object", "properties": {k: PROPERTIES[k] for k in ("text", "path", "n", "x", "on")}}
+)
 
 _CODE = 'def f():\n    return "a"\n\n\tx = 1  # é東🎉 <b> & c'
 SHAPES: dict[str, Calls] = {

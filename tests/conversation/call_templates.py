@@ -1,5 +1,5 @@
-"""A reduced chat template for each notation of calls, written from what the notation is: who has no published templates
-at hand still has one of each."""
+"""A reduced chat template for each notation of calls, written from what the notation is: who has no
+published templates at hand still has one of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ def _template(calls: str, opened: str = "<{}>", ended: str = "<end>") -> str:
     """A template that writes `calls` for an assistant's calls."""
     role, assistant = opened.format("{{ m.role }}"), opened.format("assistant")
     return (
-        _MACROS + "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}" + role + "{{ m.content }}"
+        _MACROS
+        + "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+        + role
+        + "{{ "
+        "m.content "
+        "}}"
         "{% if m.tool_calls %}" + calls + "{% endif %}" + ended + "{% endfor %}"
         "{% if add_generation_prompt %}" + assistant + "{% endif %}"
     )
@@ -44,39 +49,58 @@ _GEMMA = """\
 {% for k, w in v | dictsort %}{{ k }}:{{ gemma(w) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}\
 {% elif v is iterable %}[{% for w in v %}{{ gemma(w) }}{{ ',' if not loop.last }}{% endfor %}]\
 {% else %}{{ v | tojson }}{% endif %}{% endmacro -%}"""
-_QWEN = "<function={{ c.name }}>\n" + _pairs("<parameter={{ k }}>\nVALUE\n</parameter>\n") + "</function>"
+_QWEN = (
+    "<function={{ c.name }}>\n"
+    + _pairs("<parameter={{ k }}>\nVALUE\n</parameter>\n")
+    + "</function>"
+)
 _DSML = (
     '<｜DSML｜invoke name="{{ c.name }}">\n'
     + _pairs(
-        '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">{{ raw(v) }}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">{{ raw(v) '
+        "}}</｜DSML｜parameter>\n"
     )
     + "</｜DSML｜invoke>\n"
 )
 _K3_TYPE = (
-    "{{ 'string' if v is string else 'boolean' if v is boolean else 'null' if v is none else 'number' if v is number "
+    "{{ 'string' if v is string else 'boolean' if v is boolean else 'null' if v is none else "
+    "'number' if v is number "
     "else 'object' if v is mapping else 'array' }}"
 )
 _K3 = (
     '<|open|>call tool="{{ c.name }}" index="{{ loop.index }}"<|sep|>'
-    + _pairs('<|open|>argument key="{{ k }}" type="' + _K3_TYPE + '"<|sep|>{{ raw(v) }}<|close|>argument<|sep|>')
+    + _pairs(
+        '<|open|>argument key="{{ k }}" type="' + _K3_TYPE + '"<|sep|>{{ raw(v) '
+        "}}<|close|>argument<|sep|>"
+    )
     + "<|close|>call<|sep|>"
 )
-_CDATA = "{% if v is string and ('<' in v or '&' in v or '\\n' in v) %}<![CDATA[{{ v }}]]>{% else %}{{ v }}{% endif %}"
+_CDATA = (
+    "{% if v is string and ('<' in v or '&' in v or '\\n' in v) %}<![CDATA[{{ v }}]]>{% else "
+    "%}{{ "
+    "v }}{% endif %}"
+)
 
 TEMPLATES: dict[str, str] = {
     "hermes": _template(_each("<tool_call>\n" + _JSON + "\n</tool_call>", "\n")),
     "llama3": _template(
-        _each('{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', "; ") + "{# <|python_tag|> #}"
+        _each('{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', "; ") + "{# "
+        "<|python_tag|> "
+        "#}"
     ),
     "mistral": _template("[TOOL_CALLS][" + _each(_JSON[:-1] + ', "id": "{{ t.id }}"}', ", ") + "]"),
-    "mistral, name first": _template(_each("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}")),
+    "mistral, name first": _template(
+        _each("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}")
+    ),
     "phi": _template("<|tool_call|>" + _ARRAY + "<|/tool_call|>"),
     "nemotron_v2": _template("<TOOLCALL>" + _ARRAY + "</TOOLCALL>"),
     "apriel": _template("<tool_calls>" + _ARRAY + "</tool_calls>"),
     "minimax_m1": "{# <beginning_of_sentence>ai name= #}"
     + _template("<tool_calls>\n" + _each(_JSON + "\n") + "</tool_calls>"),
     "apertus": _template(
-        "<|tools_prefix|>[" + _each('{"{{ c.name }}": {{ c.arguments | tojson }}}', ", ") + "]<|tools_suffix|>"
+        "<|tools_prefix|>["
+        + _each('{"{{ c.name }}": {{ c.arguments | tojson }}}', ", ")
+        + "]<|tools_suffix|>"
     ),
     "cohere": _template(
         "<|START_ACTION|>[\n"
@@ -92,13 +116,17 @@ TEMPLATES: dict[str, str] = {
     "gigachat": _template("<|function_call|>{% set c = m.tool_calls[0].function %}" + _JSON),
     "deepseek": _template(
         "<｜tool▁calls▁begin｜>"
-        + _each("<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{{ c.arguments | tojson }}<｜tool▁call▁end｜>")
+        + _each(
+            "<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{{ c.arguments | tojson "
+            "}}<｜tool▁call▁end｜>"
+        )
         + "<｜tool▁calls▁end｜>"
     ),
     "deepseek, fenced": _template(
         "<｜tool▁calls▁begin｜>"
         + _each(
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.name }}\n```json\n{{ c.arguments | tojson }}\n```<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.name }}\n```json\n{{ c.arguments | "
+            "tojson }}\n```<｜tool▁call▁end｜>",
             "\n",
         )
         + "<｜tool▁calls▁end｜>"
@@ -106,14 +134,16 @@ TEMPLATES: dict[str, str] = {
     "kimi": _template(
         "<|tool_calls_section_begin|>"
         + _each(
-            "<|tool_call_begin|>functions.{{ c.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
+            "<|tool_call_begin|>functions.{{ c.name }}:{{ loop.index0 "
+            "}}<|tool_call_argument_begin|>"
             "{{ c.arguments | tojson }}<|tool_call_end|>"
         )
         + "<|tool_calls_section_end|>"
     ),
     "kimi_k3": _template("<|open|>tools<|sep|>" + _each(_K3) + "<|close|>tools<|sep|>"),
     "harmony": _template(
-        "{% set c = m.tool_calls[0].function %} to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
+        "{% set c = m.tool_calls[0].function %} to=functions.{{ c.name }}<|channel|>commentary "
+        "json<|message|>"
         "{{ c.arguments | tojson }}<|call|>",
         "<|start|>{}",
         "",
@@ -134,14 +164,23 @@ TEMPLATES: dict[str, str] = {
         _each(
             "<tool_call>\n"
             + _QWEN.replace(
-                "VALUE", "{{ v | tojson if v is mapping or (v is iterable and v is not string) else v | string }}"
+                "VALUE",
+                "{{ v | tojson if v is mapping or (v is iterable and v is not string) "
+                "else "
+                "v "
+                "| string }}",
             )
             + "\n</tool_call>",
             "\n",
         )
     ),
     "seed": _template(
-        _each("<seed:tool_call>\n" + _QWEN.replace("\nVALUE\n", "{{ v | string }}") + "\n</seed:tool_call>", "\n")
+        _each(
+            "<seed:tool_call>\n"
+            + _QWEN.replace("\nVALUE\n", "{{ v | string }}")
+            + "\n</seed:tool_call>",
+            "\n",
+        )
     ),
     "glm, with newlines": _template(
         _each(
@@ -178,7 +217,9 @@ TEMPLATES: dict[str, str] = {
     "dsml": _template("<｜DSML｜tool_calls>\n" + _each(_DSML) + "</｜DSML｜tool_calls>"),
     "minicpm": _template(
         _each(
-            '<function name="{{ c.name }}">' + _pairs('<param name="{{ k }}">' + _CDATA + "</param>") + "</function>",
+            '<function name="{{ c.name }}">'
+            + _pairs('<param name="{{ k }}">' + _CDATA + "</param>")
+            + "</function>",
             "\n",
         )
     ),
@@ -188,7 +229,9 @@ TEMPLATES: dict[str, str] = {
         + "]<|tool_call_end|>"
     ),
     "function_gemma": _GEMMA.replace("QUOTE", "<escape>")
-    + _template(_each("<start_function_call>call:{{ c.name }}{{ gemma(c.arguments) }}<end_function_call>")),
+    + _template(
+        _each("<start_function_call>call:{{ c.name }}{{ gemma(c.arguments) }}<end_function_call>")
+    ),
     "gemma4": _GEMMA.replace("QUOTE", '<|"|>')
     + _template(_each("<|tool_call>call:{{ c.name }}{{ gemma(c.arguments) }}<tool_call|>")),
 }

@@ -1,9 +1,11 @@
-"""Chat templates that want memory, time or an error of Python's own, by what they do; each is measured in a process of its own:
+"""Chat templates that want memory, time or an error of Python's own, by what they do; each is
+measured in a process of its own:
 
-python -m conversation.hostile_templates NAME...   # one line each: MiB of growth, seconds of processor, what was said
+python -m conversation.hostile_templates NAME...   # one line each: MiB of growth, seconds of
+                                                   processor, what was said
 """
 
-# ruff: noqa: E501, UP031 - attacks are read best on one line each
+# ruff: noqa: UP031 - attacks are read best on one line each
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ from localllm.conversation.template import ChatTemplate, TemplateError
 # Takes a second or more of processor time, most of it until the limit of time.
 SLOW = frozenset(
     {
-        "many macros", "many blocks", "many fors", "many calls", "deep adds", "deep dots", "deep filters", "compares", "find",
-        "count", "replace", "cycler", "joiner", "map string", "items", "floats", "namespaces", "gens", "loops kept",
+        "many macros", "many blocks", "many fors", "many calls", "deep adds", "deep dots",
+        "deep filters", "compares", "find",
+        "count", "replace", "cycler", "joiner", "map string", "items", "floats", "namespaces",
+        "gens", "loops kept",
     }
 )  # fmt: skip
 # fmt: off
@@ -27,10 +31,13 @@ ATTACKS = {
     "format zeros":"{{ '{:.000000000000199999999f}'.format(1.5)|length }}",
     "percent zeros":"{{ '%.000000000000199999999f'|format(1.5)|length }}",
     "sort":"{% set a='a'*9000000 %}{{ ([a]*200)|sort|length }}",
-    "sort2":"{% set a='A'*60000 %}{% set l=[] %}{% for i in range(1000) %}{% set _=l.append(a) %}{% endfor %}{{ l|sort|length }}",
+    "sort2":"{% set a='A'*60000 %}{% set l=[] %}{% for i in range(1000) %}{% set _=l.append(a) "
+            "%}{% "
+            "endfor %}{{ l|sort|length }}",
     "unique":"{% set a='A'*9000000 %}{{ ([a]*100)|unique|list|length }}",
     "groupby":"{% set a='A'*9000000 %}{{ ([{'x':a}]*100)|groupby('x')|length }}",
-    "dictsort":"{% set a='A'*9000000 %}{{ {'x':a,'y':a,'z':a,'w':a,'q':a,'r':a,'s':a,'t':a}|dictsort(by='value')|length }}",
+    "dictsort":"{% set a='A'*9000000 %}{{ "
+               "{'x':a,'y':a,'z':a,'w':a,'q':a,'r':a,'s':a,'t':a}|dictsort(by='value')|length }}",
     "minmax":"{% set a='A'*9000000 %}{{ ([a]*100)|max|length }}",
     "title":"{{ ('a '*8000000)|title|length }}",
     "wordcount":"{{ ('a '*8000000)|wordcount }}",
@@ -43,23 +50,63 @@ ATTACKS = {
     "titlem":"{{ ('é'*16000000).title()|length }}",
     "swap":"{{ ('é'*16000000).swapcase()|length }}",
     "capitalize":"{{ ('é'*16000000)|capitalize|length }}",
-    "appendloop":"{% set l=[1] %}{% for x in l %}{% set _=l.append('a'*4000 ~ x) %}{% endfor %}{{ l|length }}",
-    "append small":"{% set l=[] %}{% for j in range(99) %}{% for i in range(99999) %}{% set _=l.append('a'*3000 ~ i) %}{% endfor %}{% endfor %}",
-    "append dict":"{% set l=[] %}{% for j in range(99) %}{% for i in range(99999) %}{% set _=l.append({'a':i,'b':i}) %}{% endfor %}{% endfor %}",
-    "nested literal":"{% set n=namespace(x=[1]) %}{% for j in range(99) %}{% for i in range(99999) %}{% set n.x=[n.x,"+",".join("{'a':i}" for _ in range(100))+"] %}{% endfor %}{% endfor %}",
-    "tuples":"{% set n=namespace(x=(1,)) %}{% for j in range(99) %}{% for i in range(99999) %}{% set n.x=(n.x,"+",".join("(i,i)" for _ in range(100))+") %}{% endfor %}{% endfor %}",
-    "compare":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% set n.y=[n.y,n.y] %}{% endfor %}{{ n.x==n.y }}",
-    "compare less":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% set n.y=[n.y,n.y] %}{% endfor %}{{ n.x < n.y }}",
-    "in":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% set n.y=[n.y,n.y] %}{% endfor %}{{ n.x in [n.y] }}",
-    "hash":"{% set n=namespace(x=(1,2)) %}{% for i in range(60) %}{% set n.x=(n.x,n.x) %}{% endfor %}{{ {n.x:1}|length }}",
-    "uniqhash":"{% set n=namespace(x=(1,2)) %}{% for i in range(60) %}{% set n.x=(n.x,n.x) %}{% endfor %}{{ [n.x]|unique|list|length }}",
-    "test eq":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% set n.y=[n.y,n.y] %}{% endfor %}{{ n.x is eq(n.y) }}",
-    "select eq":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% set n.y=[n.y,n.y] %}{% endfor %}{{ [n.x]|select('equalto',n.y)|list|length }}",
-    "sort nested":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% set n.y=[n.y,n.y] %}{% endfor %}{{ [n.x,n.y]|sort|length }}",
-    "append nested":"{% set a=[1] %}{% set b=[1] %}{% set n=namespace(x=a,y=b) %}{% for i in range(60) %}{% set p=[] %}{% set q=[] %}{% set _=p.append(n.x) %}{% set _=p.append(n.x) %}{% set _=q.append(n.y) %}{% set _=q.append(n.y) %}{% set n.x=p %}{% set n.y=q %}{% endfor %}{{ n.x==n.y }}",
-    "times nested":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x]*2 %}{% set n.y=[n.y]*2 %}{% endfor %}{{ n.x==n.y }}",
-    "dict nested":"{% set n=namespace(x={},y={}) %}{% for i in range(60) %}{% set n.x={'a':n.x,'b':n.x} %}{% set n.y={'a':n.y,'b':n.y} %}{% endfor %}{{ n.x==n.y }}",
-    "dictcall nested":"{% set n=namespace(x={},y={}) %}{% for i in range(60) %}{% set n.x=dict(a=n.x,b=n.x) %}{% set n.y=dict(a=n.y,b=n.y) %}{% endfor %}{{ n.x==n.y }}",
+    "appendloop":"{% set l=[1] %}{% for x in l %}{% set _=l.append('a'*4000 ~ x) %}{% endfor %}{{ "
+                 "l|length "
+                 "}}",
+    "append small":"{% set l=[] %}{% for j in range(99) %}{% for i in range(99999) %}{% set "
+                   "_=l.append('a'*3000 ~ i) %}{% endfor %}{% endfor %}",
+    "append dict":"{% set l=[] %}{% for j in range(99) %}{% for i in range(99999) %}{% set "
+                  "_=l.append({'a':i,'b':i}) %}{% endfor %}{% endfor %}",
+    "nested literal":"{% set n=namespace(x=[1]) %}{% for j in range(99) %}{% for i in range(99999) "
+                     "%}{% "
+                     "set "
+                     "n.x=[n.x,"+",".join("{'a':i}" for _ in range(100))+"] %}{% endfor %}{% "
+                                                                         "endfor "
+                                                                         "%}",
+    "tuples":"{% set n=namespace(x=(1,)) %}{% for j in range(99) %}{% for i in range(99999) %}{% "
+             "set "
+             "n.x=(n.x,"+",".join("(i,i)" for _ in range(100))+") %}{% endfor %}{% endfor %}",
+    "compare":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% "
+              "set "
+              "n.y=[n.y,n.y] %}{% endfor %}{{ n.x==n.y }}",
+    "compare less":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] "
+                   "%}{% "
+                   "set "
+                   "n.y=[n.y,n.y] %}{% endfor %}{{ n.x < n.y }}",
+    "in":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% set "
+         "n.y=[n.y,n.y] %}{% endfor %}{{ n.x in [n.y] }}",
+    "hash":"{% set n=namespace(x=(1,2)) %}{% for i in range(60) %}{% set n.x=(n.x,n.x) %}{% endfor "
+           "%}{{ {n.x:1}|length }}",
+    "uniqhash":"{% set n=namespace(x=(1,2)) %}{% for i in range(60) %}{% set n.x=(n.x,n.x) %}{% "
+               "endfor "
+               "%}{{ [n.x]|unique|list|length }}",
+    "test eq":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] %}{% "
+              "set "
+              "n.y=[n.y,n.y] %}{% endfor %}{{ n.x is eq(n.y) }}",
+    "select eq":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] "
+                "%}{% "
+                "set "
+                "n.y=[n.y,n.y] %}{% endfor %}{{ [n.x]|select('equalto',n.y)|list|length }}",
+    "sort nested":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x,n.x] "
+                  "%}{% "
+                  "set "
+                  "n.y=[n.y,n.y] %}{% endfor %}{{ [n.x,n.y]|sort|length }}",
+    "append nested":"{% set a=[1] %}{% set b=[1] %}{% set n=namespace(x=a,y=b) %}{% for i in "
+                    "range(60) "
+                    "%}{% "
+                    "set p=[] %}{% set q=[] %}{% set _=p.append(n.x) %}{% set _=p.append(n.x) "
+                    "%}{% set _=q.append(n.y) %}{% set _=q.append(n.y) %}{% set n.x=p %}{% set "
+                    "n.y=q %}{% endfor %}{{ n.x==n.y }}",
+    "times nested":"{% set n=namespace(x=[1],y=[1]) %}{% for i in range(60) %}{% set n.x=[n.x]*2 "
+                   "%}{% "
+                   "set "
+                   "n.y=[n.y]*2 %}{% endfor %}{{ n.x==n.y }}",
+    "dict nested":"{% set n=namespace(x={},y={}) %}{% for i in range(60) %}{% set "
+                  "n.x={'a':n.x,'b':n.x} "
+                  "%}{% set n.y={'a':n.y,'b':n.y} %}{% endfor %}{{ n.x==n.y }}",
+    "dictcall nested":"{% set n=namespace(x={},y={}) %}{% for i in range(60) %}{% set "
+                      "n.x=dict(a=n.x,b=n.x) "
+                      "%}{% set n.y=dict(a=n.y,b=n.y) %}{% endfor %}{{ n.x==n.y }}",
     "number":"{{ "+"9"*400000+" }}",
     "number int":"{{ ('9'*400000)|int }}",
     "number float":"{{ ('9'*400000)|float|int }}",
@@ -86,12 +133,19 @@ ATTACKS = {
     "slices":"{% set a='a'*9000000 %}{{ "+"+".join("a[%d:]|length"%i for i in range(2000))+" }}",
     "compares":"{% set a='a'*9000000 %}{% set b='a'*8999999~'b' %}{{ "+" or ".join("a==b" for i in range(30000))+" }}",
     "contains":"{% set a='a'*9000000 %}{% set b='a'*100000~'b' %}{{ "+" or ".join("b in a" for i in range(3000))+" }}",
-    "find":"{% set a='a'*9000000 %}{% set b='a'*100000~'b' %}{% for i in range(99999) %}{{ a.find(b) }}{% endfor %}",
+    "find":"{% set a='a'*9000000 %}{% set b='a'*100000~'b' %}{% for i in range(99999) %}{{ "
+           "a.find(b) "
+           "}}{% endfor %}",
     "count":"{% set a='ab'*4000000 %}{% for i in range(99999) %}{{ a.count('ba') }}{% endfor %}",
-    "replace":"{% set a='ab'*4000000 %}{% for i in range(99999) %}{% set b=a.replace('a','c') %}{% endfor %}",
+    "replace":"{% set a='ab'*4000000 %}{% for i in range(99999) %}{% set b=a.replace('a','c') %}{% "
+              "endfor %}",
     "recursion":"{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-    "cycler":"{% set c=cycler(1,2) %}{% for i in range(99999) %}{% for j in range(99999) %}{{ c.next() }}{% endfor %}{% endfor %}",
-    "joiner":"{% for i in range(99999) %}{% for j in range(99999) %}{% set x=joiner('a') %}{% endfor %}{% endfor %}",
+    "cycler":"{% set c=cycler(1,2) %}{% for i in range(99999) %}{% for j in range(99999) %}{{ "
+             "c.next() "
+             "}}{% endfor %}{% endfor %}",
+    "joiner":"{% for i in range(99999) %}{% for j in range(99999) %}{% set x=joiner('a') %}{% "
+             "endfor "
+             "%}{% endfor %}",
     "strftime":"{{ strftime_now('%Y'*4000000) }}",
     "strftime2":"{{ strftime_now('%A'*5000000)|length }}",
     "truncate":"{{ ('a '*8000000)|truncate(15000000)|length }}",
@@ -99,24 +153,51 @@ ATTACKS = {
     "random":"{{ ([1]*200000)|random }}",
     "map upper":"{% set a='a'*60000 %}{{ ([a]*200000)|map('upper')|list|length }}",
     "map string":"{{ range(100000)|map('string')|list|length }}"*40,
-    "range lists":"{% set l=[] %}{% for i in range(2000) %}{% set _=l.append(range(100000)|list) %}{% endfor %}",
-    "dict big":"{% set l=[] %}{% for i in range(99999) %}{% set _=l.append(dict(a=i,b=i,c=i,d=i,e=i,f=i,g=i,h=i,i=i)) %}{% endfor %}{% for i in range(99999) %}{% set _=l.append(dict(a=i,b=i,c=i,d=i,e=i,f=i,g=i,h=i,i=i)) %}{% endfor %}",
-    "items":"{% set l=[] %}{% for i in range(99999) %}{% set _=l.append({'a':i}.items()|list) %}{% endfor %}{% for i in range(99999) %}{% set _=l.append({'a':i}.items()|list) %}{% endfor %}",
-    "splitlists":"{% set l=[] %}{% for i in range(20000) %}{% set _=l.append('a b c d e f g h i j k l m n o p'.split()) %}{% endfor %}"*5,
-    "namespaces":"{% set l=[] %}{% for j in range(9) %}{% for i in range(99999) %}{% set _=l.append(namespace(a=i)) %}{% endfor %}{% endfor %}",
-    "floats":"{% set l=[] %}{% for j in range(9) %}{% for i in range(99999) %}{% set _=l.append(i/7) %}{% endfor %}{% endfor %}",
-    "loops kept":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% set _=l.append(loop) %}{% endfor %}{% endfor %}",
-    "macros kept":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% macro m() %}x{% endmacro %}{% set _=l.append(m) %}{% endfor %}{% endfor %}",
-    "gens":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% set _=l.append([i]|map('string')) %}{% endfor %}{% endfor %}",
-    "bound":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% set _=l.append('a'.join) %}{% endfor %}{% endfor %}",
-    "undefs":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% set _=l.append(nope) %}{% endfor %}{% endfor %}",
+    "range lists":"{% set l=[] %}{% for i in range(2000) %}{% set _=l.append(range(100000)|list) "
+                  "%}{% "
+                  "endfor %}",
+    "dict big":"{% set l=[] %}{% for i in range(99999) %}{% set "
+               "_=l.append(dict(a=i,b=i,c=i,d=i,e=i,f=i,g=i,h=i,i=i)) %}{% endfor %}{% for i in "
+               "range(99999) %}{% set _=l.append(dict(a=i,b=i,c=i,d=i,e=i,f=i,g=i,h=i,i=i)) %}{% "
+               "endfor %}",
+    "items":"{% set l=[] %}{% for i in range(99999) %}{% set _=l.append({'a':i}.items()|list) %}{% "
+            "endfor %}{% for i in range(99999) %}{% set _=l.append({'a':i}.items()|list) %}{% "
+            "endfor %}",
+    "splitlists":"{% set l=[] %}{% for i in range(20000) %}{% set _=l.append('a b c d e f g h i j "
+                 "k "
+                 "l "
+                 "m "
+                 "n "
+                 "o p'.split()) %}{% endfor %}"*5,
+    "namespaces":"{% set l=[] %}{% for j in range(9) %}{% for i in range(99999) %}{% set "
+                 "_=l.append(namespace(a=i)) %}{% endfor %}{% endfor %}",
+    "floats":"{% set l=[] %}{% for j in range(9) %}{% for i in range(99999) %}{% set "
+             "_=l.append(i/7) "
+             "%}{% endfor %}{% endfor %}",
+    "loops kept":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% set "
+                 "_=l.append(loop) "
+                 "%}{% endfor %}{% endfor %}",
+    "macros kept":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% macro m() "
+                  "%}x{% "
+                  "endmacro %}{% set _=l.append(m) %}{% endfor %}{% endfor %}",
+    "gens":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% set "
+           "_=l.append([i]|map('string')) %}{% endfor %}{% endfor %}",
+    "bound":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% set "
+            "_=l.append('a'.join) %}{% endfor %}{% endfor %}",
+    "undefs":"{% set l=[] %}{% for j in range(99) %}{% for i in range(9999) %}{% set "
+             "_=l.append(nope) "
+             "%}{% endfor %}{% endfor %}",
 }
 # fmt: on
 _ASKED = [{"role": "user", "content": "x"}]
 
 
 def peak_mib() -> float:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) / 1024
 
 

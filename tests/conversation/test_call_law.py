@@ -1,6 +1,7 @@
-"""What a template writes for a call, its grammar accepts whole and then ends, and its reader returns the same call: every
-template that llama.cpp's sources publish (name a source tree in LOCALLLM_LLAMA_CPP_SOURCE), and for everywhere else one
-reduced template of each notation, written here."""
+"""What a template writes for a call, its grammar accepts whole and then ends, and its reader
+returns the same call: every template that llama.cpp's sources publish (name a source tree in
+LOCALLLM_LLAMA_CPP_SOURCE), and for everywhere else one reduced template of each notation, written
+here."""
 
 from __future__ import annotations
 
@@ -28,8 +29,16 @@ UNSAYABLE: dict[str, dict[str, str]] = {
         ("null", "null of an alternative", "empty object", "null in an object", "nested null"),
         "null is written as nothing, and an empty object as an empty text",
     ),
-    "LFM2.5-8B-A1B": {"quotes": "texts stand between ' as they are, so they may hold neither that nor a backslash"},
-    "Reka-Edge": {"lines and letters": "writes letters as escapes of their codes, which llguidance's texts leave out"},
+    "LFM2.5-8B-A1B": {
+        "quotes": "texts stand between ' as they are, so they may hold neither that nor a backslash"
+    },
+    "Reka-Edge": {
+        "lines and letters": "writes letters as escapes of their codes, which "
+        "llguidance's "
+        "texts "
+        "leave "
+        "out"
+    },
 }
 
 

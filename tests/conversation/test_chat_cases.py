@@ -1,7 +1,8 @@
-"""llama.cpp's own cases of reading an answer: how many of them our server's path reads alike, and how the file is read.
+"""llama.cpp's own cases of reading an answer: how many of them our server's path reads alike, and
+how the file is read.
 
-The cases are other people's and are not in this repository: name a llama.cpp source tree in LOCALLLM_LLAMA_CPP_SOURCE.
-`python -m benchmarks.chat_cases` prints each that fails.
+The cases are other people's and are not in this repository: name a llama.cpp source tree in
+LOCALLLM_LLAMA_CPP_SOURCE. `python -m benchmarks.chat_cases` prints each that fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _SOURCE = os.environ.get("LOCALLLM_LLAMA_CPP_SOURCE")
 _OF_CATALOG, _OF_ALL = 0.98, 0.97
 
 
-@pytest.mark.skipif(not _SOURCE, reason="set LOCALLLM_LLAMA_CPP_SOURCE to a llama.cpp source tree to try its cases")
+@pytest.mark.skipif(
+    not _SOURCE, reason="set LOCALLLM_LLAMA_CPP_SOURCE to a llama.cpp source tree to try its cases"
+)
 def test_most_cases_are_read_alike_and_none_shows_half_a_call_or_a_tag() -> None:
     source = Path(_SOURCE or "")
     found = found_in(source)
@@ -86,7 +89,11 @@ def test_a_file_of_cases_is_read(tmp_path: Path) -> None:
     path.write_text(CPP, encoding="utf-8")
     found = read_cases(path)
     first, *others = found.cases
-    assert (first.template, first.said, first.content) == ("a.jinja", 'So: <call>{}{"a": ")"}', "So:")
+    assert (first.template, first.said, first.content) == (
+        "a.jinja",
+        'So: <call>{}{"a": ")"}',
+        "So:",
+    )
     assert list(first.calls) == [("clock", '{"zone": "é"}')]
     assert [m["content"] for m in first.settings["messages"]] == ["When?", "Now?"]
     assert first.settings["tools"][0][0] == "clock"

@@ -1,4 +1,5 @@
-"""Leaving out the oldest turns of a conversation: what stays, what goes with what, and that a cut never moves back."""
+"""Leaving out the oldest turns of a conversation: what stays, what goes with what, and that a cut
+never moves back."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.conversation.compaction import KEEP, NOTE_TOKENS, Compacted, MessageCost, compact, note
+from localllm.conversation.compaction import (
+    KEEP,
+    NOTE_TOKENS,
+    Compacted,
+    MessageCost,
+    compact,
+    note,
+)
 
 
 def _said(role: str, text: str, **more: Any) -> dict[str, Any]:
@@ -22,8 +30,9 @@ def _call(*ids: str) -> list[dict[str, Any]]:
 
 @st.composite
 def conversations(draw: st.DrawFn, late: bool = False) -> list[dict[str, Any]]:
-    """What clients send: system texts anywhere, questions, answers, rounds of calls with their results in any order;
-    `late` results come behind other messages, even behind the next question."""
+    """What clients send: system texts anywhere, questions, answers, rounds of calls with their
+    results in any order; `late` results come behind other messages, even behind the next
+    question."""
     messages: list[dict[str, Any]] = []
     open_calls: list[str] = []
     n = 0
@@ -42,13 +51,18 @@ def conversations(draw: st.DrawFn, late: bool = False) -> list[dict[str, Any]]:
                 answered = open_calls.pop(draw(st.integers(0, len(open_calls) - 1)))
                 messages.append(_said("tool", text, tool_call_id=answered))
         else:
-            thought = {"reasoning_content": "y" * draw(st.integers(0, 60))} if kind == "assistant" else {}
+            thought = (
+                {"reasoning_content": "y" * draw(st.integers(0, 60))} if kind == "assistant" else {}
+            )
             messages.append(_said(kind, text, **thought))
     return messages or [_said("user", "<0>")]
 
 
 def _costs(messages: list[dict[str, Any]]) -> list[MessageCost]:
-    return [MessageCost(len(m["content"]), passing=len(m.get("reasoning_content", ""))) for m in messages]
+    return [
+        MessageCost(len(m["content"]), passing=len(m.get("reasoning_content", "")))
+        for m in messages
+    ]
 
 
 def _compact(messages: list[dict[str, Any]], budget: int, fixed: int = 0) -> Compacted:
@@ -65,9 +79,13 @@ BUDGETS = st.integers(0, 1500)
 
 
 @given(conversations(), BUDGETS)
-def test_system_texts_and_the_newest_question_stay(messages: list[dict[str, Any]], budget: int) -> None:
+def test_system_texts_and_the_newest_question_stay(
+    messages: list[dict[str, Any]], budget: int
+) -> None:
     kept = _compact(messages, budget)
-    assert [m for m in kept.messages if m["role"] == "system"] == [m for m in messages if m["role"] == "system"]
+    assert [m for m in kept.messages if m["role"] == "system"] == [
+        m for m in messages if m["role"] == "system"
+    ]
     questions = [i for i, m in enumerate(messages) if m["role"] == "user"]
     assert not questions or questions[-1] not in kept.dropped
     places = [_place(m) for m in kept.messages if _place(m)]
@@ -89,16 +107,22 @@ def test_whole_turns_go_oldest_first(messages: list[dict[str, Any]], budget: int
     spoken = [i for i, m in enumerate(messages) if m["role"] not in ("system", "tool")]
     questions = [i for i in spoken if messages[i]["role"] == "user"]
     newest = questions[-1] if questions else -1
-    earlier = [i in kept.dropped for i in spoken if i < newest and messages[i]["role"] == "assistant"]
+    earlier = [
+        i in kept.dropped for i in spoken if i < newest and messages[i]["role"] == "assistant"
+    ]
     assert earlier == sorted(earlier, reverse=True)
     rounds = [i in kept.dropped for i in spoken if i > newest]
     assert rounds == sorted(rounds, reverse=True)
     if any(rounds):  # the newest turn is touched only when no other is left
-        assert all(i in kept.dropped for i in spoken if i < newest and messages[i]["role"] == "assistant")
+        assert all(
+            i in kept.dropped for i in spoken if i < newest and messages[i]["role"] == "assistant"
+        )
 
 
 @given(conversations(), BUDGETS, st.integers(0, 100))
-def test_what_is_kept_fits_or_nothing_more_may_go(messages: list[dict[str, Any]], budget: int, fixed: int) -> None:
+def test_what_is_kept_fits_or_nothing_more_may_go(
+    messages: list[dict[str, Any]], budget: int, fixed: int
+) -> None:
     kept = _compact(messages, budget, fixed)
     costs = _costs(messages)
     newest = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
@@ -109,7 +133,9 @@ def test_what_is_kept_fits_or_nothing_more_may_go(messages: list[dict[str, Any]]
 
 
 @given(conversations(late=True), BUDGETS)
-def test_a_longer_conversation_never_cuts_earlier(messages: list[dict[str, Any]], budget: int) -> None:
+def test_a_longer_conversation_never_cuts_earlier(
+    messages: list[dict[str, Any]], budget: int
+) -> None:
     cuts = [_compact(messages[:n], budget).dropped for n in range(1, len(messages) + 1)]
     assert all(before <= after for before, after in pairwise(cuts))
 
@@ -137,13 +163,19 @@ def test_notes_count_what_is_missing(messages: list[dict[str, Any]], budget: int
 
 
 def test_an_untouched_conversation_is_sent_as_it_is() -> None:
-    messages = [_said("system", "s"), _said("user", "<1>"), _said("assistant", "<2>"), _said("user", "<3>")]
+    messages = [
+        _said("system", "s"),
+        _said("user", "<1>"),
+        _said("assistant", "<2>"),
+        _said("user", "<3>"),
+    ]
     kept = _compact(messages, 1000)
     assert (kept.messages, kept.dropped) == (messages, frozenset())
 
 
 def test_the_cut_holds_for_several_turns_and_leaves_room() -> None:
-    """Turns of 20 tokens in a window for 40: each cut leaves 24, and the next comes when the 41st is there."""
+    """Turns of 20 tokens in a window for 40: each cut leaves 24, and the next comes when the 41st
+    is there."""
     messages: list[dict[str, Any]] = []
     cuts = []
     for _ in range(100):
@@ -175,10 +207,14 @@ def test_the_gap_is_named_in_the_question_beside_it() -> None:
 def test_reasoning_that_the_template_forgets_is_forgotten_here() -> None:
     messages = [_said("user", "<0>"), _said("assistant", "<1>"), _said("user", "<2>")]
     costs = [MessageCost(3), MessageCost(3, passing=500), MessageCost(3)]
-    # While the first answer is the newest turn its reasoning counts, and there is nothing to leave out.
+    # While the first answer is the newest turn its reasoning counts, and there is nothing to leave
+    # out.
     assert not compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped
     costs[1] = MessageCost(503)
-    assert compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped == {0, 1}
+    assert compact(messages, costs, fixed_tokens=0, budget_tokens=NOTE_TOKENS + 100).dropped == {
+        0,
+        1,
+    }
 
 
 @pytest.mark.parametrize("budget", [0, NOTE_TOKENS, NOTE_TOKENS + 5])

@@ -1,4 +1,5 @@
-"""A word of one tool's schema that no grammar can keep is left out by name: everything else is held as before."""
+"""A word of one tool's schema that no grammar can keep is left out by name: everything else is held
+as before."""
 
 from __future__ import annotations
 
@@ -15,11 +16,18 @@ from localllm.conversation.tools.schemas import constrainable
 from localllm.errors import UnsupportedError
 from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt
 
-HERMES = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+HERMES = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson "
+    "}}<tool_call>{% endif %}"
+)
 QWEN = HERMES + "{# <function= #}"
 HARD: dict[str, dict[str, Any]] = {
     "uniqueItems": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
-    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}},
+    "propertyNames": {
+        "type": "object",
+        "propertyNames": {"pattern": "^a"},
+        "patternProperties": {"b": {}},
+    },
     "contains": {"type": "array", "contains": {"type": "integer"}},
     "not": {"not": {"type": "integer"}},
     "if": {"if": {"pattern": "a"}, "then": {"minLength": 1}},
@@ -35,13 +43,20 @@ HARD: dict[str, dict[str, Any]] = {
 
 def tool(described: dict[str, Any]) -> dict[str, Any]:
     properties = {"hard": described, "n": {"type": "integer", "maximum": 9}}
-    parameters = {"type": "object", "properties": properties, "required": ["n"], "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 def built(template: str, tools: list[dict[str, Any]], **wishes: Any) -> Prompt:
     asked = [{"role": "user", "content": "Hello"}]
-    return asyncio.run(build_prompt(ChatTemplate(template), asked, ResponseOptions(tools=tools, **wishes)))
+    return asyncio.run(
+        build_prompt(ChatTemplate(template), asked, ResponseOptions(tools=tools, **wishes))
+    )
 
 
 @pytest.mark.parametrize("word", HARD)
@@ -84,7 +99,13 @@ def test_an_answer_in_a_schema_or_a_call_is_held_as_well() -> None:
 def test_what_can_be_held_is_left_alone() -> None:
     kept, left_out = constrainable(TOOLS)
     assert (kept, left_out) == (TOOLS, ())
-    plain = tool({"oneOf": [{"type": "string"}, {"minLength": 2}], "uniqueItems": False, "format": "somebody's"})
+    plain = tool(
+        {
+            "oneOf": [{"type": "string"}, {"minLength": 2}],
+            "uniqueItems": False,
+            "format": "somebody's",
+        }
+    )
     assert constrainable([plain])[1] == ()
 
 

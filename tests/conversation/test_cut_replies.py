@@ -1,5 +1,5 @@
-"""A reply that a limit cut off, in every format and at every letter: no half call passes for a whole one, and nothing of
-a marker is shown."""
+"""A reply that a limit cut off, in every format and at every letter: no half call passes for a
+whole one, and nothing of a marker is shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from conversation.test_tool_formats import CASES, TOOLS, WRITERS, Calls
 from localllm.conversation.reply import ReplyFormat
 from localllm.conversation.tools import FORMATS
 
-TWO: Calls = [("write_file", {"path": "a.c", "text": "int main() {\n  return 0;\n}"}), ("f", {"n": 12, "on": True})]
+TWO: Calls = [
+    ("write_file", {"path": "a.c", "text": "int main() {\n  return 0;\n}"}),
+    ("f", {"n": 12, "on": True}),
+]
 
 
 def reply_format(name: str, thinking: bool = False) -> ReplyFormat:
@@ -47,7 +50,8 @@ def test_cut_at_any_letter_no_half_call_and_no_tag(writer: str, calls: Calls) ->
             text, thought, found = told(style, pieces, cut=True)
             complete = [(n, json.loads(a)) for n, a in found if whole(a)]
             assert complete == calls[: len(complete)], part
-            # What was streamed before the cut is half an object, which no client takes for arguments.
+            # What was streamed before the cut is half an object, which no client takes for
+            # arguments.
             assert len(found) - len(complete) <= 1, part
             assert (len(text) <= 2, thought) == (True, ""), part
 
@@ -60,16 +64,25 @@ def test_a_value_cut_in_the_middle_is_no_value(writer: str) -> None:
     assert told(reply_format(name), [part], cut=True) == ("", "", [])
 
 
-THOUGHT = [w for w, (name, _) in WRITERS.items() if next(f for f in FORMATS if f.name == name).calls_in_reasoning]
+THOUGHT = [
+    w
+    for w, (name, _) in WRITERS.items()
+    if next(f for f in FORMATS if f.name == name).calls_in_reasoning
+]
 
 
 @pytest.mark.parametrize("letters", [False, True])
 @pytest.mark.parametrize("writer", THOUGHT)
 class TestOpenReasoning:
-    """The prompt ends with the reasoning's opening marker, and the model never writes the closing one."""
+    """The prompt ends with the reasoning's opening marker, and the model never writes the closing
+    one."""
 
-    def read(self, writer: str, letters: bool, reply: str, cut: bool = False) -> tuple[str, str, list[str]]:
-        text, thought, calls = told(reply_format(WRITERS[writer][0], True), list(reply) if letters else [reply], cut)
+    def read(
+        self, writer: str, letters: bool, reply: str, cut: bool = False
+    ) -> tuple[str, str, list[str]]:
+        text, thought, calls = told(
+            reply_format(WRITERS[writer][0], True), list(reply) if letters else [reply], cut
+        )
         return text, thought, [n for n, _ in calls]
 
     def test_a_call_at_its_end_is_one(self, writer: str, letters: bool) -> None:
@@ -85,20 +98,34 @@ class TestOpenReasoning:
         call = WRITERS[writer][1](TWO[1:])
         quoted = f"I could write\n{call}\nbut no."
         assert self.read(writer, letters, f"{quoted}</think>Hello.") == ("Hello.", quoted, [])
-        assert self.read(writer, letters, f"So:\n{call}\n</think>\nHello.") == ("Hello.", f"So:\n{call}", [])
+        assert self.read(writer, letters, f"So:\n{call}\n</think>\nHello.") == (
+            "Hello.",
+            f"So:\n{call}",
+            [],
+        )
 
     def test_a_plan_is_not_called_twice(self, writer: str, letters: bool) -> None:
         call = WRITERS[writer][1](TWO[1:])
-        assert self.read(writer, letters, f"Plan:\n{call}\n</think>\n{call}") == ("", f"Plan:\n{call}", ["f"])
+        assert self.read(writer, letters, f"Plan:\n{call}\n</think>\n{call}") == (
+            "",
+            f"Plan:\n{call}",
+            ["f"],
+        )
 
     def test_a_cut_one_is_none(self, writer: str, letters: bool) -> None:
         call = WRITERS[writer][1](TWO[1:])
-        assert self.read(writer, letters, f"So:\n{call[: len(call) // 2]}", cut=True) == ("", "So:", [])
+        assert self.read(writer, letters, f"So:\n{call[: len(call) // 2]}", cut=True) == (
+            "",
+            "So:",
+            [],
+        )
 
 
 def test_markers_that_are_text_may_be_mentioned_in_a_thought() -> None:
     style = reply_format("hermes", thinking=True)
-    assert told(style, ["Then <tool_call> is what I write."], cut=False)[1] == "Then <tool_call> is what I write."
+    assert told(style, ["Then <tool_call> is what I write."], cut=False)[1] == (
+        "Then <tool_call> is what I write."
+    )
 
 
 @pytest.mark.parametrize("thinking", [False, True])

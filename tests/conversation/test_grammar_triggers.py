@@ -1,5 +1,5 @@
-"""Calls a model begins itself: whatever the grammar behind the opening allows reads back as a call that its tool
-accepts; what the tool would refuse, the grammar refuses too."""
+"""Calls a model begins itself: whatever the grammar behind the opening allows reads back as a call
+that its tool accepts; what the tool would refuse, the grammar refuses too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
+from localllm.conversation.reply import (
+    CallArguments,
+    CallStart,
+    Content,
+    ReasoningText,
+    ReplyFormat,
+)
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools import FORMATS
 from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
@@ -34,7 +40,14 @@ TOOLS: list[dict[str, Any]] = [
                 },
                 "required": ["city", "unit"],
                 "additionalProperties": False,
-                "$defs": {"point": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}},
+                "$defs": {
+                    "point": {
+                        "type": "array",
+                        "items": {"type": "boolean"},
+                        "minItems": 2,
+                        "maxItems": 2,
+                    }
+                },
             },
         },
     },
@@ -63,9 +76,12 @@ HEADERS = {
 FINAL = {"harmony": "<|channel|>final<|message|>", "muse": " to=user<|message|>"}
 MARKER = 258
 CONTROL = (
-    "[MARK]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|tool_call_start|>",
-    "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<start_function_call>", "<escape>",
+    "[MARK]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<start_function_call>",
+    "<escape>",
     "<|tool_call>", '<|"|>', "<|open|>", "<|close|>", "<|sep|>",
 )  # fmt: skip
 
@@ -103,7 +119,9 @@ def text_of(ids: list[int]) -> str:
 def matcher(grammar: tuple[str, str]) -> LLMatcher:
     kind, source = grammar
     if kind == "json_schema":
-        compiled = LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": SPACE})
+        compiled = LLMatcher.grammar_from_json_schema(
+            source, defaults={"whitespace_pattern": SPACE}
+        )
     else:
         compiled = LLMatcher.grammar_from_lark(source)
     found = LLMatcher(TOKENIZER, compiled, log_level=0)
@@ -112,10 +130,13 @@ def matcher(grammar: tuple[str, str]) -> LLMatcher:
 
 
 def walk(grammar: tuple[str, str], rng: random.Random) -> str:
-    """Some text the grammar allows: single letters where anything goes, and the way out where there is one."""
+    """Some text the grammar allows: single letters where anything goes, and the way out where there
+    is one."""
     state = matcher(grammar)
     said: list[int] = []
-    texts_end = [json.loads(end).encode() for end in re.findall(r'suffix=("(?:[^"\\]|\\.)*")', grammar[1])]
+    texts_end = [
+        json.loads(end).encode() for end in re.findall(r'suffix=("(?:[^"\\]|\\.)*")', grammar[1])
+    ]
     ways_out = [*texts_end, b'"', b"}", b"]"]
     while not state.is_stopped() and len(said) < 4000:
         if state.is_accepting() and rng.random() < 0.7:
@@ -126,7 +147,9 @@ def walk(grammar: tuple[str, str], rng: random.Random) -> str:
             step = rng.choice(out)
         else:
             allowed = [
-                t for t in [*range(97, 123), *range(32, 127), 10, *range(128, 256)] if state.validate_tokens([t])
+                t
+                for t in [*range(97, 123), *range(32, 127), 10, *range(128, 256)]
+                if state.validate_tokens([t])
             ]
             assert allowed or out, text_of(said)
             step = [rng.choice(allowed)] if allowed else rng.choice(out)
@@ -184,7 +207,8 @@ def test_whatever_the_grammar_allows_reads_back_as_a_valid_call(
             text = opening + start.lead + walk(start.grammar, random.Random(seed)) + start.closing
             header = HEADERS.get(style.name, {}).get(opening, "")
             within = bool(before) and not header and not any(m in opening for m in style.markers)
-            reply = before + text if within else header + text  # an opening of further calls stands behind a call
+            # an opening of further calls stands behind a call
+            reply = before + text if within else header + text
             calls = read(style, [reply])
             assert len(calls) > within, reply
             for call in calls:
@@ -209,7 +233,9 @@ def test_a_held_call_is_the_same_however_its_stream_is_cut(
 
 
 @pytest.mark.parametrize(("style", "template", "starts"), CASES)
-def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]) -> None:
+def test_an_answer_in_a_schema_or_a_call(
+    style: ToolFormat, template: str, starts: dict[str, GrammarTrigger]
+) -> None:
     answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     opening, start = next(iter(starts.items()))
     named = "<" in opening and style.control and style.name not in ("llama3", "phi")
@@ -228,7 +254,13 @@ def test_an_answer_in_a_schema_or_a_call(style: ToolFormat, template: str, start
         assert state.validate_tokens([*final, *b'{"ok": true']) == len(final) + 11
         assert state.validate_tokens([*final, *b'{"ok": 1']) < len(final) + 8
         assert state.validate_tokens(list(b"Hello")) == 0
-        head = [marker_id] if marker_id is not None else ids_of(opening) if named else list(opening.encode())
+        head = (
+            [marker_id]
+            if marker_id is not None
+            else ids_of(opening)
+            if named
+            else list(opening.encode())
+        )
         header = HEADERS.get(style.name, {}).get(opening, "").removeprefix(style.header)
         text = [*ids_of(header), *head, *ids_of(start.lead + walk(start.grammar, random.Random(1)))]
         if style.name == "llama3":
@@ -244,8 +276,14 @@ def test_a_grammar_refuses_what_the_tool_would_refuse(
     for start in starts.values():
         if "unit" not in start.grammar[1]:
             continue  # the opening of the other tool
-        said = next(s for seed in range(200) if (s := walk(start.grammar, random.Random(seed))).count("unit") in (1, 2))
-        wrong = re.sub(r"(unit\W+(?:escape|arg_value|/arg_key|type|string|true|sep|\W)*)[CF]", r"\1K", said)
+        said = next(
+            s
+            for seed in range(200)
+            if (s := walk(start.grammar, random.Random(seed))).count("unit") in (1, 2)
+        )
+        wrong = re.sub(
+            r"(unit\W+(?:escape|arg_value|/arg_key|type|string|true|sep|\W)*)[CF]", r"\1K", said
+        )
         assert wrong != said
         state = matcher(start.grammar)
         assert state.validate_tokens(ids_of(said)) == len(ids_of(said))
@@ -253,17 +291,25 @@ def test_a_grammar_refuses_what_the_tool_would_refuse(
 
 
 # Text, or nothing: as zod's nullish() and Pydantic's Optional[str] have it.
-@pytest.mark.parametrize("kind", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}])
+@pytest.mark.parametrize(
+    "kind", [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": ["string", "null"]}]
+)
 @pytest.mark.parametrize(
     ("name", "template", "written"),
     [
         ("qwen_coder", "", "<function=f>\n<parameter=old>\na heron\n</parameter>\n</function>"),
         ("glm", "", "f<arg_key>old</arg_key><arg_value>a heron</arg_value>"),
-        ("glm", "<arg_key>{{ k }}</arg_key>\n", "f\n<arg_key>old</arg_key>\n<arg_value>a heron</arg_value>\n"),
+        (
+            "glm",
+            "<arg_key>{{ k }}</arg_key>\n",
+            "f\n<arg_key>old</arg_key>\n<arg_value>a heron</arg_value>\n",
+        ),
         ("minimax", "", '<invoke name="f">\n<parameter name="old">a heron</parameter>\n</invoke>'),
     ],
 )
-def test_text_that_may_be_null_is_written_without_quotes(name: str, template: str, written: str, kind: Any) -> None:
+def test_text_that_may_be_null_is_written_without_quotes(
+    name: str, template: str, written: str, kind: Any
+) -> None:
     style = next(f for f in FORMATS if f.name == name)
     tool = {
         "type": "function",
@@ -289,5 +335,8 @@ def test_every_format_has_a_grammar_and_says_what_it_can_not_hold() -> None:
 
 def test_parameters_named_like_words_of_python_are_read() -> None:
     style = next(f for f in FORMATS if f.name == "lfm")
-    reply = '<|tool_call_start|>[go-to(from="a\\/b", class=[true, null], to="\\ud83d\\ude00")]<|tool_call_end|>'
+    reply = (
+        '<|tool_call_start|>[go-to(from="a\\/b", class=[true, null], '
+        'to="\\ud83d\\ude00")]<|tool_call_end|>'
+    )
     assert read(style, [reply]) == [("go-to", {"from": "a/b", "class": [True, None], "to": "😀"})]

@@ -1,5 +1,6 @@
-"""gpt-oss's channels as they come, one token after the other with control tokens rendered: reasoning, answer and calls
-told apart, and nothing of a header is ever shown, wherever the stream is cut."""
+"""gpt-oss's channels as they come, one token after the other with control tokens rendered:
+reasoning, answer and calls told apart, and nothing of a header is ever shown, wherever the stream
+is cut."""
 
 from __future__ import annotations
 
@@ -10,13 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
+from localllm.conversation.reply import (
+    CallArguments,
+    CallStart,
+    Content,
+    ReasoningText,
+    ReplyFormat,
+)
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools import FORMATS
 from localllm.conversation.tools.base import parameters_of
 
 STYLE = next(f for f in FORMATS if f.name == "harmony")
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+]
 assert parameters_of(TOOLS[0])[0] == "get_weather"
 
 TOKEN = re.compile(r"<\|\w+\|>|\s?\w+|.", re.DOTALL)
@@ -24,7 +33,10 @@ TOKEN = re.compile(r"<\|\w+\|>|\s?\w+|.", re.DOTALL)
 MARKER = re.compile(r"<\|\w")
 
 ANALYSIS = "<|channel|>analysis<|message|>We need the weather.<|end|>"
-CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+CALL = (
+    '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": '
+    '"Paris"}<|call|>'
+)
 FINAL = "<|channel|>final<|message|>It rains."
 NEXT = "<|start|>assistant"
 
@@ -36,7 +48,9 @@ def parser(tools: bool = True) -> ReplyParser:
         ReplyFormat(
             think=STYLE.think,
             call_markers=STYLE.markers if tools else (),
-            new_reader=(lambda first, marker: STYLE.reader(first, marker, TOOLS)) if tools else None,
+            new_reader=(lambda first, marker: STYLE.reader(first, marker, TOOLS))
+            if tools
+            else None,
             drops=STYLE.drops,
         )
     )
@@ -60,13 +74,21 @@ def read(pieces: list[str], tools: bool = True) -> Read:
 
 
 def cuts(text: str) -> list[list[str]]:
-    return [[text], TOKEN.findall(text), list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
+    return [
+        [text],
+        TOKEN.findall(text),
+        list(text),
+        *([text[:i], text[i:]] for i in range(1, len(text))),
+    ]
 
 
 WEATHER = ("get_weather", '{"city": "Paris"}')
 REPLIES: dict[str, tuple[str, Read]] = {
     "answer": (FINAL, ("", "It rains.", [])),
-    "thought, answer": (ANALYSIS + NEXT + FINAL + "<|return|>", ("We need the weather.", "It rains.", [])),
+    "thought, answer": (
+        ANALYSIS + NEXT + FINAL + "<|return|>",
+        ("We need the weather.", "It rains.", []),
+    ),
     "thought, call": (ANALYSIS + NEXT + CALL, ("We need the weather.", "", [WEATHER])),
     "two thoughts": (
         ANALYSIS + NEXT + "<|channel|>analysis<|message|> Yes.<|end|>" + NEXT + FINAL,
@@ -76,12 +98,19 @@ REPLIES: dict[str, tuple[str, Read]] = {
         ANALYSIS + NEXT + "<|channel|>commentary<|message|>Let me look.<|end|>" + NEXT + CALL,
         ("We need the weather.", "Let me look.", [WEATHER]),
     ),
-    "call from the analysis channel": (CALL.replace("commentary", "analysis", 1), ("", "", [WEATHER])),
+    "call from the analysis channel": (
+        CALL.replace("commentary", "analysis", 1),
+        ("", "", [WEATHER]),
+    ),
     "call as templates write it": (
-        ANALYSIS + NEXT + ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>',
+        ANALYSIS + NEXT + ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": '
+        '"Paris"}<|call|>',
         ("We need the weather.", "", [WEATHER]),
     ),
-    "call without arguments": (CALL.replace('{"city": "Paris"}', ""), ("", "", [("get_weather", "{}")])),
+    "call without arguments": (
+        CALL.replace('{"city": "Paris"}', ""),
+        ("", "", [("get_weather", "{}")]),
+    ),
     "braces and markers of text in arguments": (
         CALL.replace("Paris", "} <| {"),
         ("", "", [("get_weather", '{"city": "} <| {"}')]),
@@ -99,22 +128,38 @@ REPLIES: dict[str, tuple[str, Read]] = {
         ("We need the weather.", "", [WEATHER]),
     ),
     "a result the model makes up": (
-        "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>{}<|end|>" + NEXT + FINAL,
+        "<|start|>functions.get_weather "
+        "to=assistant<|channel|>commentary<|message|>{}<|end|>" + NEXT + FINAL,
         ("", "It rains.", []),
     ),
-    "a tool of the model's own": (NEXT + " to=python<|channel|>commentary<|message|>1+1", ("", "", [])),
+    "a tool of the model's own": (
+        NEXT + " to=python<|channel|>commentary<|message|>1+1",
+        ("", "", []),
+    ),
     "its call, and the answer": (
         "<|channel|>commentary to=container.exec code<|message|>ls<|end|>" + NEXT + FINAL,
         ("", "It rains.", []),
     ),
     "a header without a message": (
-        "<|channel|>commentary to=assistant" + "<|channel|>analysis<|message|>Weather.<|end|>" + NEXT + FINAL,
+        "<|channel|>commentary to=assistant"
+        + "<|channel|>analysis<|message|>Weather.<|end|>"
+        + NEXT
+        + FINAL,
         ("Weather.", "It rains.", []),
     ),
     "a call that is no JSON": (CALL.replace("{", "Paris, {"), ("", 'Paris, {"city": "Paris"}', [])),
-    "operators in the answer": ("<|channel|>final<|message|>f <| x |> g <|", ("", "f <| x |> g <|", [])),
-    "the turn ends with a call": (ANALYSIS + NEXT + CALL + NEXT + FINAL, ("We need the weather.", "", [WEATHER])),
-    "the turn ends with a return": (FINAL + "<|return|>" + NEXT + CALL + "more", ("", "It rains.", [])),
+    "operators in the answer": (
+        "<|channel|>final<|message|>f <| x |> g <|",
+        ("", "f <| x |> g <|", []),
+    ),
+    "the turn ends with a call": (
+        ANALYSIS + NEXT + CALL + NEXT + FINAL,
+        ("We need the weather.", "", [WEATHER]),
+    ),
+    "the turn ends with a return": (
+        FINAL + "<|return|>" + NEXT + CALL + "more",
+        ("", "It rains.", []),
+    ),
 }
 
 
@@ -129,17 +174,23 @@ def test_channels_are_told_apart_however_the_stream_is_divided(name: str) -> Non
 def test_a_stream_cut_anywhere_shows_no_marker(name: str) -> None:
     text, expected = REPLIES[name]
     tokens = TOKEN.findall(text)
-    for pieces in [*(tokens[:n] for n in range(len(tokens))), *(list(text[:n]) for n in range(len(text)))]:
+    for pieces in [
+        *(tokens[:n] for n in range(len(tokens))),
+        *(list(text[:n]) for n in range(len(text))),
+    ]:
         thought, answer, calls = read(pieces)
         shown = "\n".join([thought, answer, *(n + a for n, a in calls)])
         assert MARKER.search(shown) is None, pieces
-        # "<" and "<|" alone are text: a control token comes whole, and languages have such operators.
+        # "<" and "<|" alone are text: a control token comes whole, and languages have such
+        # operators.
         assert expected[0].startswith(re.sub(r"<\|?$", "", thought))
         assert expected[1].startswith(re.sub(r"<\|?$", "", answer))
         assert [n for n, _ in calls] == [n for n, _ in expected[2]][: len(calls)]
 
 
-@pytest.mark.parametrize("name", ["answer", "thought, answer", "two thoughts", "answer in a schema"])
+@pytest.mark.parametrize(
+    "name", ["answer", "thought, answer", "two thoughts", "answer in a schema"]
+)
 def test_without_tools_the_channels_are_told_apart_too(name: str) -> None:
     text, expected = REPLIES[name]
     for pieces in cuts(text):
@@ -153,7 +204,10 @@ def test_a_call_nobody_offered_shows_no_marker() -> None:
 
 def test_deltas_come_as_the_tokens_do() -> None:
     reader = parser()
-    seen = [(reader.feed(t), reader.thinking, reader.in_call) for t in TOKEN.findall(ANALYSIS + NEXT + CALL)]
+    seen = [
+        (reader.feed(t), reader.thinking, reader.in_call)
+        for t in TOKEN.findall(ANALYSIS + NEXT + CALL)
+    ]
     deltas = [d for out, _, _ in seen for d in out]
     assert deltas[0] == ReasoningText("We")
     at = deltas.index(CallStart(0, "get_weather"))
@@ -166,10 +220,32 @@ def test_deltas_come_as_the_tokens_do() -> None:
     assert not seen[-1][2]
 
 
-CONTROL = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"]
-WORDS = ["assistant", "analysis", "commentary", "final", " to=functions.", "get_weather", " json", "{", '"', "}", " hi"]
+CONTROL = [
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+]
+WORDS = [
+    "assistant",
+    "analysis",
+    "commentary",
+    "final",
+    " to=functions.",
+    "get_weather",
+    " json",
+    "{",
+    '"',
+    "}",
+    " hi",
+]
 
 
 @given(st.lists(st.sampled_from([*CONTROL, *WORDS]), max_size=25))
-def test_tokens_in_any_order_raise_nothing_and_read_the_same_however_divided(tokens: list[str]) -> None:
+def test_tokens_in_any_order_raise_nothing_and_read_the_same_however_divided(
+    tokens: list[str],
+) -> None:
     assert read(tokens) == read(["".join(tokens)]) == read(list("".join(tokens)))

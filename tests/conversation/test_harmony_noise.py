@@ -1,4 +1,5 @@
-"""Whatever a model makes of harmony's control tokens, in any order and cut off anywhere, a client sees none of them."""
+"""Whatever a model makes of harmony's control tokens, in any order and cut off anywhere, a client
+sees none of them."""
 
 from __future__ import annotations
 
@@ -9,14 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText, ReplyFormat
+from localllm.conversation.reply import (
+    CallArguments,
+    CallStart,
+    Content,
+    Delta,
+    ReasoningText,
+    ReplyFormat,
+)
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools.notations import harmony
 from support.examples import examples
 
-CONTROL = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+CONTROL = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
 WORDS = (
-    "assistant", "analysis", "final", "commentary", " to", "=functions", ".f", " ", "json", '{"n": 1}', "{", "\n",
+    "assistant", "analysis", "final", "commentary", " to", "=functions", ".f", " ", "json",
+    '{"n": 1}', "{", "\n",
     "Hello", " a < b", " a <| b", "code", " to=python",
 )  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -40,14 +57,18 @@ def shown(deltas: list[Delta]) -> str:
 
 
 @settings(max_examples=examples(1500))
-@given(st.lists(st.sampled_from(CONTROL + WORDS), max_size=14), st.sampled_from([PLAIN, WITH_TOOLS]))
+@given(
+    st.lists(st.sampled_from(CONTROL + WORDS), max_size=14), st.sampled_from([PLAIN, WITH_TOOLS])
+)
 def test_no_control_token_is_ever_shown(tokens: list[str], format: ReplyFormat) -> None:  # noqa: A002
     assert not re.search(r"<\|[a-z]+\|>", shown(heard(format, tokens))), tokens
 
 
 REPLY = [
-    "<|channel|>", "analysis", "<|message|>", "Think", ".", "<|end|>", "<|start|>", "assistant", "<|channel|>",
-    "commentary", " to", "=functions", ".f", " ", "<|constrain|>", "json", "<|message|>", '{"n"', ": 1}", "<|call|>",
+    "<|channel|>", "analysis", "<|message|>", "Think", ".", "<|end|>", "<|start|>", "assistant",
+    "<|channel|>",
+    "commentary", " to", "=functions", ".f", " ", "<|constrain|>", "json", "<|message|>", '{"n"',
+    ": 1}", "<|call|>",
 ]  # fmt: skip
 
 
@@ -64,4 +85,8 @@ def test_a_call_cut_off_after_any_token_shows_its_thought_and_arguments_alone(en
 def test_nothing_behind_the_end_of_the_turn_is_told(last: str) -> None:
     before = ["<|channel|>", "final", "<|message|>", "Yes."]
     behind = ["<|start|>", "user", "<|message|>", "And now?", "<|end|>", *REPLY]
-    assert heard(WITH_TOOLS, [*before, last, *behind]) == heard(WITH_TOOLS, [*before, last]) == [Content("Yes.")]
+    assert (
+        heard(WITH_TOOLS, [*before, last, *behind])
+        == heard(WITH_TOOLS, [*before, last])
+        == [Content("Yes.")]
+    )

@@ -1,4 +1,5 @@
-"""Harmony on a real vocabulary: llama.cpp makes the tokens of its headers plain ones, and ends the turn at two others."""
+"""Harmony on a real vocabulary: llama.cpp makes the tokens of its headers plain ones, and ends the
+turn at two others."""
 
 from __future__ import annotations
 
@@ -67,18 +68,32 @@ def test_an_answer_in_a_schema_or_a_call(backend: Backend) -> None:
     assert np.flatnonzero(row == 0).tolist() == [CHANNEL]
 
 
-def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thought(backend: Backend) -> None:
+def test_an_answer_in_a_schema_comes_in_the_final_channel_with_or_without_a_thought(
+    backend: Backend,
+) -> None:
     # As gpt-oss's template does: it knows tools, and the reply begins before any channel.
     template = ChatTemplate("{% if tools %}<|channel|>{% endif %}<|start|>assistant<|message|>")
-    built = asyncio.run(build_prompt(template, [], ResponseOptions(grammar=("json_schema", '{"type": "integer"}'))))
+    built = asyncio.run(
+        build_prompt(template, [], ResponseOptions(grammar=("json_schema", '{"type": "integer"}')))
+    )
     assert built.answer.grammar is not None
 
     def ids(text: str) -> list[int]:
         """Without the space that this vocabulary puts before a text."""
-        return backend.tokenize("\x02" + text, special=True)[len(backend.tokenize("\x02", special=False)) :]
+        return backend.tokenize("\x02" + text, special=True)[
+            len(backend.tokenize("\x02", special=False)) :
+        ]
 
     final = [CHANNEL, *ids("final"), MESSAGE, *ids("42")]
-    thought = [CHANNEL, *ids("analysis"), MESSAGE, *ids("So: "), *ids("<|end|>"), START, *ids("assistant")]
+    thought = [
+        CHANNEL,
+        *ids("analysis"),
+        MESSAGE,
+        *ids("So: "),
+        *ids("<|end|>"),
+        START,
+        *ids("assistant"),
+    ]
     for answer in (final, thought + final):
         constraint = GrammarCompiler(backend)(built.answer.grammar)
         assert constraint.acceptable(answer) == len(answer)

@@ -57,7 +57,8 @@ def test_a_streaming_answer_survives_a_killed_process(tmp_path: Path) -> None:
     code = (
         "import os, sys; from localllm.conversation.history import History\n"
         f"h = History({str(path)!r}); c = h.create('t', 'm'); h.append(c, 'user', 'q')\n"
-        "m = h.append(c, 'assistant', '', complete=False); h.update_partial(m, 'half an ans', reasoning='hm')\n"
+        "m = h.append(c, 'assistant', '', complete=False); h.update_partial(m, 'half an ans', "
+        "reasoning='hm')\n"
         "os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9

@@ -1,4 +1,5 @@
-"""The history is a tree of turns: branches stay apart, searches find all of them, and older files lose nothing."""
+"""The history is a tree of turns: branches stay apart, searches find all of them, and older files
+lose nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from localllm.conversation.history import History, HistoryError, StoredMessage, TurnGoneError
 from support.examples import examples
 
-# What the release before this one wrote: versions of answers, files, system prompts, an answer cut by a kill.
+# What the release before this one wrote: versions of answers, files, system prompts, an answer cut
+# by a kill.
 OLD_FILE = Path(__file__).with_name("schema_1.sql")
 
 
@@ -70,17 +72,28 @@ def test_what_is_removed_takes_what_follows_it(history: History) -> None:
     assert history.tree(conv)[1] == question
     history.set_head(conv, kept)
     assert _texts(history.messages(conv)) == ["q", "two"]
-    for follow in (lambda: history.append(conv, "user", "x", parent=gone), lambda: history.set_head(conv, gone)):
+    for follow in (
+        lambda: history.append(conv, "user", "x", parent=gone),
+        lambda: history.set_head(conv, gone),
+    ):
         with pytest.raises(TurnGoneError):
             follow()
 
 
 def test_a_file_of_the_release_before_loses_nothing(tmp_path: Path) -> None:
     db = _old(tmp_path)
-    before = {r[0]: r for r in db.execute("SELECT id, content, reasoning, complete, created_s FROM messages")}
+    before = {
+        r[0]: r
+        for r in db.execute("SELECT id, content, reasoning, complete, created_s FROM messages")
+    }
     conversations = db.execute("SELECT * FROM conversations ORDER BY rowid").fetchall()
     lists = {
-        c[0]: [r[0] for r in db.execute("SELECT content FROM messages WHERE conversation_id = ? ORDER BY id", (c[0],))]
+        c[0]: [
+            r[0]
+            for r in db.execute(
+                "SELECT content FROM messages WHERE conversation_id = ? ORDER BY id", (c[0],)
+            )
+        ]
         for c in conversations
     }
     db.close()
@@ -88,12 +101,15 @@ def test_a_file_of_the_release_before_loses_nothing(tmp_path: Path) -> None:
         with History(tmp_path / "conversations.db") as now:
             found = {c.id: c for c in now.list()}
             assert [
-                (c.id, c.title, c.model, c.created_s, c.updated_s) for c in (found[c[0]] for c in conversations)
+                (c.id, c.title, c.model, c.created_s, c.updated_s)
+                for c in (found[c[0]] for c in conversations)
             ] == (conversations)
             for conv_id, texts in lists.items():
                 assert _texts(now.messages(conv_id)) == texts
                 for m in now.messages(conv_id):
-                    assert (m.id, m.content, m.reasoning, int(m.complete), m.created_s) == before[m.id]
+                    assert (m.id, m.content, m.reasoning, int(m.complete), m.created_s) == before[
+                        m.id
+                    ]
             coin = now.messages(conversations[0][0])
             answer = next(m for m in coin if m.content == "on its edge")
             versions = now.versions(conversations[0][0], answer.parent_id, "assistant")
@@ -106,14 +122,18 @@ def test_a_file_of_the_release_before_loses_nothing(tmp_path: Path) -> None:
             assert now.search("half an answ")  # never finished, so not in the index
 
 
-def test_a_program_of_the_release_before_refuses_the_file_and_one_at_work_writes_nothing(tmp_path: Path) -> None:
+def test_a_program_of_the_release_before_refuses_the_file_and_one_at_work_writes_nothing(
+    tmp_path: Path,
+) -> None:
     open_before = _old(tmp_path)
     with History(tmp_path / "conversations.db") as now:
         conv = now.list()[0].id
-        assert open_before.execute("PRAGMA user_version").fetchone()[0] == 2  # more than 1 is refused there
+        # more than 1 is refused there
+        assert open_before.execute("PRAGMA user_version").fetchone()[0] == 2
         with pytest.raises(sqlite3.IntegrityError):
             open_before.execute(
-                "INSERT INTO messages (conversation_id, role, content, reasoning, meta, complete, created_s)"
+                "INSERT INTO messages (conversation_id, role, content, reasoning, meta, complete, "
+                "created_s)"
                 " VALUES (?, 'user', 'x', NULL, '{}', 1, 0.0)",
                 (conv,),
             )
@@ -181,9 +201,13 @@ def test_ten_thousand_turns_are_searched_by_their_index(history: History) -> Non
     words = ["harbour", "lantern", "copper", "meadow", "signal", "winter", "orchid", "gravel"]
     with closing(sqlite3.connect(history.path)) as db, db:
         db.executemany(
-            "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, complete, created_s)"
+            "INSERT INTO messages (conversation_id, parent_id, role, content, reasoning, meta, "
+            "complete, created_s)"
             " VALUES (?, 0, 'user', ?, NULL, '{}', 1, 0.0)",
-            [(conv, " ".join(words[(i * k) % 8] for k in range(1, 120)) + f" number{i}") for i in range(10_000)],
+            [
+                (conv, " ".join(words[(i * k) % 8] for k in range(1, 120)) + f" number{i}")
+                for i in range(10_000)
+            ],
         )
     for query in ("number4711", "lantern winter", "zebra", "4711", "x9", "number"):
         begun_s = time.thread_time()
@@ -199,7 +223,9 @@ STEPS = st.lists(
         st.tuples(st.just("append"), st.integers(0, 30), st.text("aé日 \n", max_size=6)),
         st.tuples(st.just("remove"), st.integers(0, 30)),
         st.tuples(st.just("head"), st.integers(0, 30)),
-        st.tuples(st.just("update"), st.integers(0, 30), st.text("aé日 \n", max_size=6), st.booleans()),
+        st.tuples(
+            st.just("update"), st.integers(0, 30), st.text("aé日 \n", max_size=6), st.booleans()
+        ),
     ),
     max_size=25,
 )
@@ -207,7 +233,9 @@ STEPS = st.lists(
 
 @settings(max_examples=examples(40))
 @given(steps=STEPS)
-def test_any_history_is_the_tree_that_was_written(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple]) -> None:
+def test_any_history_is_the_tree_that_was_written(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple]
+) -> None:
     """Against a tree of dicts: what is stored, what the head is, what is found."""
     texts: dict[int, str] = {}
     parents: dict[int, int] = {}
@@ -235,7 +263,11 @@ def test_any_history_is_the_tree_that_was_written(tmp_path_factory: pytest.TempP
                     del texts[n], parents[n]
                 head = above if head in gone else head
         stored, stored_head = store.tree(conv)
-        assert {m.id: (m.content, m.parent_id) for m in stored} == {n: (t, parents[n]) for n, t in texts.items()}
+        assert {m.id: (m.content, m.parent_id) for m in stored} == {
+            n: (t, parents[n]) for n, t in texts.items()
+        }
         assert stored_head == head
         for query in ("aaa", "é日", "a", "日aé"):
-            assert {h.message_id for h in store.search(query)} == {n for n, t in texts.items() if query in t}
+            assert {h.message_id for h in store.search(query)} == {
+                n for n, t in texts.items() if query in t
+            }

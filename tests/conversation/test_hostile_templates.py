@@ -1,5 +1,5 @@
-"""Templates come out of downloaded files: none takes more than 64 MiB or 5 s, by the system's measure, or ends in an error that
-is not ours."""
+"""Templates come out of downloaded files: none takes more than 64 MiB or 5 s, by the system's
+measure, or ends in an error that is not ours."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ MOST_MIB, MOST_S = 64.0, 5.0
 )
 def test_no_template_takes_more_than_its_share(names: list[str]) -> None:
     command = [sys.executable, "-m", "conversation.hostile_templates", *names]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True).stdout
+    said = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True
+    ).stdout
     found = dict(line.split("|") for line in said.splitlines())
     assert sorted(found) == names, "one of them was killed"
     for name, line in found.items():
         mib, seconds, end = line.split()
         assert end in ("rendered", "refused"), f"{name}: {line}"
         assert float(mib) <= MOST_MIB, f"{name}: {line}"
-        assert float(seconds) <= MOST_S + 0.5, f"{name}: {line}"  # a turn of 64 steps is seen to its end
+        # a turn of 64 steps is seen to its end
+        assert float(seconds) <= MOST_S + 0.5, f"{name}: {line}"
 
 
 def test_there_are_fifty_and_more() -> None:
@@ -44,7 +47,8 @@ def test_there_are_fifty_and_more() -> None:
 
 def test_a_list_that_grows_by_each_message_is_no_fault() -> None:
     source = (
-        "{% set ns = namespace(kept=[]) %}{% for m in messages %}{% set ns.kept = ns.kept + [{'role': m.role, 'text': m.content}] %}"
+        "{% set ns = namespace(kept=[]) %}{% for m in messages %}{% set ns.kept = ns.kept + "
+        "[{'role': m.role, 'text': m.content}] %}"
         "{% endfor %}{% for m in messages[1:] %}{{ m.content }}{% endfor %}{{ ns.kept | length }}"
     )
     messages = [{"role": "user", "content": "word " * 20}] * 2000

@@ -1,4 +1,5 @@
-"""What strict templates insist on, one reduced shape each, and that a conversation reaches them whole."""
+"""What strict templates insist on, one reduced shape each, and that a conversation reaches them
+whole."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ ONE_CALL = (
 
 def _render(source: str, name: str, **changes: Any) -> str:
     c = _NAMED[name]
-    return ChatTemplate(source).render(normalise(copy.deepcopy(c.messages)), tools=changes.get("tools", c.tools))
+    return ChatTemplate(source).render(
+        normalise(copy.deepcopy(c.messages)), tools=changes.get("tools", c.tools)
+    )
 
 
 def test_call_ids_become_nine_letters_the_same_for_call_and_result() -> None:
@@ -48,7 +51,8 @@ def test_call_ids_become_nine_letters_the_same_for_call_and_result() -> None:
     assert calls == results
     assert len(set(calls)) == 2
     assert all(re.fullmatch(r"[A-Za-z0-9]{9}", c) for c in calls)
-    assert _render(NINE, "parallel calls") == text  # the same prompt every turn, or no prefix is found again
+    # the same prompt every turn, or no prefix is found again
+    assert _render(NINE, "parallel calls") == text
 
 
 def test_an_id_that_is_short_already_stays_and_a_result_without_one_gets_its_calls() -> None:
@@ -73,7 +77,12 @@ def test_ids_stay_where_the_template_does_not_mind() -> None:
 def test_parallel_calls_become_turns_of_one_call_each_followed_by_its_result() -> None:
     text = _render(ONE_CALL, "parallel calls")
     assert re.findall(r"\[(call|result)", text) == ["call", "result", "call", "result"]
-    assert text.index("Paris") < text.index("18 degrees") < text.index("Oslo") < text.index("4 degrees]")
+    assert (
+        text.index("Paris")
+        < text.index("18 degrees")
+        < text.index("Oslo")
+        < text.index("4 degrees]")
+    )
 
 
 def test_results_in_another_order_follow_their_own_call() -> None:
@@ -84,7 +93,11 @@ def test_results_in_another_order_follow_their_own_call() -> None:
 
 
 def test_arguments_are_text_where_the_template_adds_texts() -> None:
-    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '>' + c.function.arguments }}{% endfor %}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '>' + "
+        "c.function.arguments "
+        "}}{% endfor %}{% endfor %}"
+    )
     text = _render(source, "loop with large numbers")
     assert json.loads(text.split(">")[1])["timeout"] == 120000
     assert json.loads(text.split(">")[2])["days"] == LARGEST
@@ -93,9 +106,12 @@ def test_arguments_are_text_where_the_template_adds_texts() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for t in tools %}{{ t.function.name }} {% endfor %}",  # loops without asking: none is no list
-        "{% if tools is not none %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}",
-        "{% if tools is defined and tools is not none %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}",
+        # loops without asking: none is no list
+        "{% for t in tools %}{{ t.function.name }} {% endfor %}",
+        "{% if tools is not none %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif "
+        "%}",
+        "{% if tools is defined and tools is not none %}{% for t in tools %}{{ t.function.name }} "
+        "{% endfor %}{% endif %}",
     ],
 )
 def test_no_tools_is_none_or_undefined_as_the_template_can_bear(source: str) -> None:
@@ -113,7 +129,10 @@ def test_parameters_without_a_description_get_an_empty_one_where_it_is_added() -
 
 def test_a_generator_is_written_as_json() -> None:
     source = "{{ tools | map(attribute='function') | tojson }}"
-    assert [f["name"] for f in json.loads(_render(source, "tools"))] == ["get_weather", "run_command"]
+    assert [f["name"] for f in json.loads(_render(source, "tools"))] == [
+        "get_weather",
+        "run_command",
+    ]
 
 
 def test_older_variables_are_given_where_they_are_missed() -> None:
@@ -126,9 +145,12 @@ def test_older_variables_are_given_where_they_are_missed() -> None:
 def test_a_template_keeps_a_list_of_its_own() -> None:
     source = (
         "{% set ns = namespace(ids=[]) %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
-        "{% set _ = ns.ids.append(c.id) %}{% endfor %}{% if m.role == 'tool' %}{{ ns.ids.pop(0) }} {% endif %}{% endfor %}"
+        "{% set _ = ns.ids.append(c.id) %}{% endfor %}{% if m.role == 'tool' %}{{ ns.ids.pop(0) "
+        "}} {% endif %}{% endfor %}"
     )
-    assert _render(source, "parallel calls") == "call_7f3kQ0aZrWcP5mYtB2nE call_9d1hJ4xUsVbN8kLgT6oR "
+    assert _render(source, "parallel calls") == (
+        "call_7f3kQ0aZrWcP5mYtB2nE call_9d1hJ4xUsVbN8kLgT6oR "
+    )
 
 
 def test_a_template_never_changes_what_it_was_given() -> None:
@@ -137,7 +159,9 @@ def test_a_template_never_changes_what_it_was_given() -> None:
     with pytest.raises(TemplateError):
         ChatTemplate("{{ messages.append(1) }}").render(messages)
     with pytest.raises(TemplateError):
-        ChatTemplate("{{ tools[0].function.parameters.required.append('x') }}").render(messages, tools=tools)
+        ChatTemplate("{{ tools[0].function.parameters.required.append('x') }}").render(
+            messages, tools=tools
+        )
     assert messages == [{"role": "user", "content": "x"}]
     assert tools == TOOLS
 
@@ -169,6 +193,10 @@ def test_a_template_that_takes_everything_gets_it_as_sent(name: str) -> None:
 @pytest.mark.parametrize("source", [NINE, ONE_CALL, THINKING])
 @pytest.mark.parametrize("name", list(_NAMED))
 def test_every_conversation_reaches_every_strict_template(source: str, name: str) -> None:
-    questions = [m["content"] for m in _NAMED[name].messages if m["role"] == "user" and isinstance(m["content"], str)]
+    questions = [
+        m["content"]
+        for m in _NAMED[name].messages
+        if m["role"] == "user" and isinstance(m["content"], str)
+    ]
     text = _render(source, name)
     assert all(q in text for q in questions)

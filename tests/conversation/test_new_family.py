@@ -1,4 +1,5 @@
-"""A model family with its own way of writing calls is one new file: nothing else has to learn of it."""
+"""A model family with its own way of writing calls is one new file: nothing else has to learn of
+it."""
 
 from __future__ import annotations
 
@@ -34,14 +35,18 @@ class Percent(ToolFormat):
 
         def parse(block: str) -> list[Call] | None:
             name, _, pairs = block.partition("\n")
-            values = dict(re.findall(r"^(\w+) = (.*?)\n(?=\w+ = |\Z)", pairs, re.DOTALL | re.MULTILINE))
+            values = dict(
+                re.findall(r"^(\w+) = (.*?)\n(?=\w+ = |\Z)", pairs, re.DOTALL | re.MULTILINE)
+            )
             return [(name, as_json({k: typed(v, k, name, tools) for k, v in values.items()}))]
 
         return BlockReader(first, marker, "%end", parse)
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One call."""
-        tags = TagGrammar(head=lambda n: f"{n}\n", before=lambda k, kind: f"{k} = ", after="\n", end="%end")
+        tags = TagGrammar(
+            head=lambda n: f"{n}\n", before=lambda k, kind: f"{k} = ", after="\n", end="%end"
+        )
         return {"%call ": GrammarTrigger("", tagged_calls(tools, tags))}
 
 
@@ -51,7 +56,9 @@ def percent(monkeypatch: pytest.MonkeyPatch) -> ToolFormat:
     return format_for(TEMPLATE)
 
 
-def test_a_file_among_the_others_is_all_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_among_the_others_is_all_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "percent_family.py").write_text(
         "from conversation.test_new_family import Percent\n\nFORMATS = (Percent(),)\n"
     )
@@ -71,7 +78,9 @@ def test_its_calls_are_held_and_read(percent: ToolFormat) -> None:
     ((opening, start),) = triggers_of(percent, TEMPLATE, TOOLS).items()
     seen = set()
     for seed in range(15):
-        ((name, arguments),) = read(percent, [opening + start.lead + walk(start.grammar, random.Random(seed))])
+        ((name, arguments),) = read(
+            percent, [opening + start.lead + walk(start.grammar, random.Random(seed))]
+        )
         check(name, arguments)
         seen.add(name)
     assert seen == {"get_weather", "stop"}
@@ -99,7 +108,15 @@ def test_names_that_a_schema_leaves_open_are_left_to_the_model(percent: ToolForm
 def test_no_format_is_known_by_name_outside_its_file() -> None:
     names = "|".join(f.name for f in FORMATS)
     folder = Path(tool_formats.__file__).parent
-    shared = {"base.py", "constraints.py", "lark.py", "prompt.py", "readers.py", "schemas.py", "tag_reader.py"}
+    shared = {
+        "base.py",
+        "constraints.py",
+        "lark.py",
+        "prompt.py",
+        "readers.py",
+        "schemas.py",
+        "tag_reader.py",
+    }
     assert {p.name for p in folder.glob("*.py")} >= shared
     for file in shared:
         assert not re.search(rf"[\"']({names})[\"']", (folder / file).read_text()), file

@@ -1,4 +1,5 @@
-"""From a template to what is read of a reply: which notation counts, and what happens where none is known."""
+"""From a template to what is read of a reply: which notation counts, and what happens where none is
+known."""
 
 from __future__ import annotations
 
@@ -21,10 +22,16 @@ FOREIGN = SAY + "{% if tools %}call: ((name, arguments)){% endif %}"
 
 
 def built(template: str, mode: str = "auto") -> Prompt:
-    return asyncio.run(build_prompt(ChatTemplate(template), ASKED, ResponseOptions(tools=TOOLS, choice=Choice(mode))))
+    return asyncio.run(
+        build_prompt(
+            ChatTemplate(template), ASKED, ResponseOptions(tools=TOOLS, choice=Choice(mode))
+        )
+    )
 
 
-def read(prompt: Prompt, reply: str, cut: bool = False) -> tuple[str, str, list[tuple[str, object]]]:
+def read(
+    prompt: Prompt, reply: str, cut: bool = False
+) -> tuple[str, str, list[tuple[str, object]]]:
     style = prompt.answer.reply
     whole, letters = told(style, [reply], cut), told(style, list(reply), cut)
     assert whole == letters
@@ -41,21 +48,35 @@ def test_tools_are_refused_where_the_template_asks_for_a_notation_nobody_reads()
 
 def test_a_template_that_offers_no_tools_is_not_refused() -> None:
     assert not has_unknown_notation(SAY)
-    assert read(built(SAY), '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>')[2] == [("f", {"n": 1})]
+    assert read(built(SAY), '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>')[2] == [
+        ("f", {"n": 1})
+    ]
 
 
 def test_a_model_told_of_the_default_may_still_write_its_own_notation() -> None:
     # As DeepSeek R1's distillates: the template writes calls of a history, and offers none.
     prompt = built(SAY + "{# <｜tool▁calls▁begin｜> #}")
-    own = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"n": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    own = (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"n": '
+        "1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
     assert read(prompt, own) == ("", "", [("f", {"n": 1})])
-    assert read(prompt, '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>')[2] == [("f", {"n": 1})]
+    assert read(prompt, '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>')[2] == [
+        ("f", {"n": 1})
+    ]
     assert prompt.answer.control
 
 
 def test_the_offer_of_lfm_2_is_enough_to_know_its_calls() -> None:
-    prompt = built(SAY + "{% if tools %}List of tools: <|tool_list_start|>[{{ tools }}]<|tool_list_end|>{% endif %}")
-    assert read(prompt, "<|tool_call_start|>[f(n=1, on=True)]<|tool_call_end|>")[2] == [("f", {"n": 1, "on": True})]
+    prompt = built(
+        SAY + "{% if tools %}List of tools: <|tool_list_start|>[{{ tools "
+        "}}]<|tool_list_end|>{% "
+        "endif "
+        "%}"
+    )
+    assert read(prompt, "<|tool_call_start|>[f(n=1, on=True)]<|tool_call_end|>")[2] == [
+        ("f", {"n": 1, "on": True})
+    ]
 
 
 def test_a_header_that_the_prompt_begins_goes_on_in_the_reply() -> None:
@@ -74,8 +95,10 @@ def test_a_header_that_the_prompt_begins_goes_on_in_the_reply() -> None:
 @pytest.mark.parametrize(
     ("template", "markers"),
     [
-        ("<|channel|>analysis", ("<|channel|>analysis<|message|>", "<|end|>")),  # its notation has them
-        ("[TOOL_CALLS] [THINK] [/THINK]", ("[THINK]", "[/THINK]")),  # its notation's, where the template mentions them
+        # its notation has them
+        ("<|channel|>analysis", ("<|channel|>analysis<|message|>", "<|end|>")),
+        # its notation's, where the template mentions them
+        ("[TOOL_CALLS] [THINK] [/THINK]", ("[THINK]", "[/THINK]")),
         ("[TOOL_CALLS]", None),
         ("<tool_call> <think> </think>", ("<think>", "</think>")),
         (

@@ -46,7 +46,9 @@ def test_one_that_takes_too_long_is_left() -> None:
     assert "within 0 seconds" in reading.read(pdf(["x"]), pictures=False, whole_s=0.01).problem
 
 
-@pytest.mark.parametrize("data", [b"%PDF-1.7", b"%PDF-1.4\n" + b"<<" * 100_000, pdf(["x"])[:200], b""])
+@pytest.mark.parametrize(
+    "data", [b"%PDF-1.7", b"%PDF-1.4\n" + b"<<" * 100_000, pdf(["x"])[:200], b""]
+)
 def test_damage_is_said(data: bytes) -> None:
     found = reading.read(data, pictures=True)
     assert found.problem

@@ -1,8 +1,9 @@
 """Every template that llama.cpp's sources publish carries fifteen ordinary conversations of agents.
 
 The templates are other people's and are not in this repository: name a llama.cpp source tree in
-LOCALLLM_LLAMA_CPP_SOURCE (the one inside llama-cpp-python's source distribution is vendor/llama.cpp). The shapes that
-they are made of are in test_message_variants.py, which needs nothing.
+LOCALLLM_LLAMA_CPP_SOURCE (the one inside llama-cpp-python's source distribution is
+vendor/llama.cpp). The shapes that they are made of are in test_message_variants.py, which needs
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from conversation.agent_conversations import BOS, EOS, Conversation, conversations, fixed_day, plain_jinja
+from conversation.agent_conversations import (
+    BOS,
+    EOS,
+    Conversation,
+    conversations,
+    fixed_day,
+    plain_jinja,
+)
 from localllm.conversation.messages import normalise
 from localllm.conversation.template import ChatTemplate
 from localllm.conversation.tools.prompt import with_instruction
@@ -22,7 +30,10 @@ _FOLDER = Path(_SOURCE or "") / "models" / "templates"
 _FILES = sorted(_FOLDER.glob("*.jinja")) if _SOURCE else []
 
 pytestmark = pytest.mark.skipif(
-    not _SOURCE, reason="set LOCALLLM_LLAMA_CPP_SOURCE to a llama.cpp source tree to try its published templates"
+    not _SOURCE,
+    reason="set LOCALLLM_LLAMA_CPP_SOURCE to a llama.cpp source tree to try its "
+    "published "
+    "templates",
 )
 
 
@@ -40,7 +51,9 @@ def test_every_conversation_is_written_down(path: Path) -> None:
         if plain is not None:
             assert ours == plain, conversation.name
         else:
-            questions = [m["content"] for m in conversation.messages if m["role"] == "user" and m["content"]]
+            questions = [
+                m["content"] for m in conversation.messages if m["role"] == "user" and m["content"]
+            ]
             for question in questions:
                 assert all(text in ours for text in _texts(question)), (conversation.name, question)
 
@@ -57,10 +70,14 @@ def _ours(template: ChatTemplate, conversation: Conversation) -> str:
 
 
 def _plain(source: str, conversation: Conversation) -> str | None:
-    """What Jinja makes of it, with reasoning under the name that the template reads; None where Jinja fails."""
+    """What Jinja makes of it, with reasoning under the name that the template reads; None where
+    Jinja fails."""
     messages = normalise(conversation.messages)
     if "reasoning_content" not in source and "thinking" in source:
-        messages = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in messages]
+        messages = [
+            {**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m
+            for m in messages
+        ]
     try:
         return plain_jinja(source, messages, conversation.tools)
     except Exception:

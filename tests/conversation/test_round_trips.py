@@ -1,5 +1,6 @@
-"""Random schemas and arguments that match them, in every notation: what the template writes for the call, the grammar
-accepts whole and the reader returns. LOCALLLM_ROUND_TRIPS is how many of them a template gets (500 before a release)."""
+"""Random schemas and arguments that match them, in every notation: what the template writes for the
+call, the grammar accepts whole and the reader returns. LOCALLLM_ROUND_TRIPS is how many of them a
+template gets (500 before a release)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from conversation.call_templates import TEMPLATES
 from localllm.conversation.template import ChatTemplate
 
 ROUNDS = int(os.environ.get("LOCALLLM_ROUND_TRIPS", "8"))
-# What a text has no way to hold: there the grammar may refuse what the template writes, and does not write it itself.
+# What a text has no way to hold: there the grammar may refuse what the template writes, and does
+# not write it itself.
 ENDS = {
     "qwen_coder": r"</parameter>",
     "seed": r"</parameter>",
@@ -29,14 +31,20 @@ ENDS = {
     "function_gemma": r"<escape>",
     "gemma4": r'<\|"\|>',
 }
-# Texts in which a parameter begins: at a line's start and of a name the tool has, it is read as one whose predecessor was
-# not closed, and behind a closing tag it is written as one.
-OPENS = re.compile(r"\n\s*<(?:parameter|arg_key|invoke|param|atem:|｜DSML｜|\|open)|</\S+>\s*(?:<|\Z)")
+# Texts in which a parameter begins: at a line's start and of a name the tool has, it is read as one
+# whose predecessor was not closed, and behind a closing tag it is written as one.
+OPENS = re.compile(
+    r"\n\s*<(?:parameter|arg_key|invoke|param|atem:|｜DSML｜|\|open)|</\S+>\s*(?:<|\Z)"
+)
 TAGS = [
-    "</tool_call>", "<tool_call>", "</function>", "<function=f>", "</parameter>", "<parameter=a>", "</arg_value>",
-    "<arg_key>a</arg_key>", "</invoke>", "</minimax:tool_call>", '<parameter name="a">', "</seed:tool_call>",
-    "</atem:parameter>", "</atem:function_calls>", "</｜DSML｜parameter>", "</｜DSML｜tool_calls>", "</param>", "]]>",
-    "<![CDATA[", "]<]minimax[>[</a>", "</TOOLCALL>", "</tool_calls>", "</think>", "```", "<end>", '"}}', "']", '<|"|>',
+    "</tool_call>", "<tool_call>", "</function>", "<function=f>", "</parameter>", "<parameter=a>",
+    "</arg_value>",
+    "<arg_key>a</arg_key>", "</invoke>", "</minimax:tool_call>", '<parameter name="a">',
+    "</seed:tool_call>",
+    "</atem:parameter>", "</atem:function_calls>", "</｜DSML｜parameter>", "</｜DSML｜tool_calls>",
+    "</param>", "]]>",
+    "<![CDATA[", "]<]minimax[>[</a>", "</TOOLCALL>", "</tool_calls>", "</think>", "```", "<end>",
+    '"}}', "']", '<|"|>',
     "<escape>", "<|close|>",
 ]  # fmt: skip
 WORDS = [
@@ -73,7 +81,10 @@ class Maker:
         rng = self.rng
         if loose and rng.random() < 0.15:
             return rng.choice([*LOOSE, "", "\n", " x ", "\nx\n"])
-        pieces = [rng.choice(TAGS) if rng.random() < 0.2 else rng.choice(WORDS) for _ in range(rng.randint(1, 6))]
+        pieces = [
+            rng.choice(TAGS) if rng.random() < 0.2 else rng.choice(WORDS)
+            for _ in range(rng.randint(1, 6))
+        ]
         said = "".join(p + rng.choice(["", " ", " ", "\n", "\n  "]) for p in pieces)
         return said if loose else f"it {said}."
 
@@ -111,7 +122,10 @@ class Maker:
 
     def _nullable(self, depth: int) -> tuple[Any, Any]:
         value = None if self.rng.random() < 0.4 else self.text(loose=False)
-        shapes = [{"type": ["string", "null"]}, {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}]
+        shapes = [
+            {"type": ["string", "null"]},
+            {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        ]
         return self.rng.choice(shapes), value
 
     def _either(self, depth: int) -> tuple[Any, Any]:
@@ -120,7 +134,11 @@ class Maker:
 
     def _array(self, depth: int) -> tuple[Any, Any]:
         described, _ = self.pair(depth + 1)
-        made = [value for other, value in (self.pair(depth + 1) for _ in range(12)) if other == described]
+        made = [
+            value
+            for other, value in (self.pair(depth + 1) for _ in range(12))
+            if other == described
+        ]
         return {"type": "array", "items": described}, made[:3] if made or not self.typed else made
 
     def _object(self, depth: int) -> tuple[Any, Any]:
@@ -129,11 +147,15 @@ class Maker:
 
     def _open(self, depth: int) -> tuple[Any, Any]:
         inner = [1, self.text(), None, True, {"z": [self.text(), {}]}, []]
-        return {"type": "object"}, {k: self.rng.choice(inner) for k in ("k", "m") if self.rng.random() < 0.7}
+        return {"type": "object"}, {
+            k: self.rng.choice(inner) for k in ("k", "m") if self.rng.random() < 0.7
+        }
 
     def members(self, depth: int = 0, least: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
         """An object's schema and an object."""
-        names = self.rng.sample(["a", "b", "path", "new_string", "n", "opts"], self.rng.randint(least, 4))
+        names = self.rng.sample(
+            ["a", "b", "path", "new_string", "n", "opts"], self.rng.randint(least, 4)
+        )
         names = sorted(names) if depth else names
         properties: dict[str, Any] = {}
         value: dict[str, Any] = {}
@@ -157,11 +179,15 @@ def texts_of(value: Any) -> list[str]:
 
 
 def round_trip(template: ChatTemplate, style: str, seed: int) -> bool:
-    """One random call; False where the grammar refused a text that the notation can't hold. Raises LawError."""
+    """One random call; False where the grammar refused a text that the notation can't hold. Raises
+    LawError."""
     maker = Maker(seed, typed=style == "minimax_m3")
     schema, arguments = maker.members()
     schema["$defs"] = {"kind": {"enum": ["one", "two"]}}
-    tools = [{"type": "function", "function": {"name": n, "description": "", "parameters": schema}} for n in ("f", "g")]
+    tools = [
+        {"type": "function", "function": {"name": n, "description": "", "parameters": schema}}
+        for n in ("f", "g")
+    ]
     said = texts_of(arguments)
     unsayable = style in ENDS and any(re.search(ENDS[style], t) for t in said)
     ambiguous = style in ENDS and any(OPENS.search(t) for t in said)

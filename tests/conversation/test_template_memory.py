@@ -1,4 +1,5 @@
-"""What a hostile template may take: numbers are only numbers until they multiply, and memory stays within its bound."""
+"""What a hostile template may take: numbers are only numbers until they multiply, and memory stays
+within its bound."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ _PEAK_BYTES = 64 * 2**20
         ("{{ 3000000 * 4 }} {{ 2 ** 10 }}", "12000000 1024"),
         ("{{ [120000, 7] | join(',') }} {{ [120000, 7] | max }}", "120000,7 120000"),
         ("{{ 120000 | default(5) }} {{ 250000.0 | round | int }}", "120000 250000"),
-        ("{{ 'a\nb' | indent(4) }}|{{ 'a' | center(5) }}|{{ 'ab'.ljust(4) }}", "a\n    b|  a  |ab  "),
+        (
+            "{{ 'a\nb' | indent(4) }}|{{ 'a' | center(5) }}|{{ 'ab'.ljust(4) }}",
+            "a\n    b|  a  |ab  ",
+        ),
     ],
 )
 def test_a_number_is_only_a_number(source: str, text: str) -> None:
@@ -95,6 +99,10 @@ def test_a_hostile_template_is_refused_before_it_takes_the_memory(source: str) -
 
 def test_many_large_texts_one_after_another_are_no_fault() -> None:
     """A template that builds its text turn by turn makes much and holds little."""
-    source = "{% set n = namespace(x='') %}{% for m in messages %}{% set n.x = n.x + m.content + '\n' %}{% endfor %}{{ n.x }}"
+    source = (
+        "{% set n = namespace(x='') %}{% for m in messages %}{% set n.x = n.x + m.content + "
+        "'\n' "
+        "%}{% endfor %}{{ n.x }}"
+    )
     messages = [{"role": "user", "content": "word " * 200}] * 2000
     assert len(ChatTemplate(source).render(messages)) == 2000 * 1001

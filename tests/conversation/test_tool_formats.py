@@ -1,4 +1,5 @@
-"""The same calls in every format: read whole, cut at every point, and letter by letter, with one result."""
+"""The same calls in every format: read whole, cut at every point, and letter by letter, with one
+result."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 import pytest
 
 from localllm.conversation import tools as tool_formats
-from localllm.conversation.reply import CallArguments, CallStart, Content, ReasoningText, ReplyFormat
+from localllm.conversation.reply import (
+    CallArguments,
+    CallStart,
+    Content,
+    ReasoningText,
+    ReplyFormat,
+)
 from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools import FORMATS, format_for
 from localllm.conversation.tools.readers import JsonEnd
@@ -54,7 +61,12 @@ CASES: list[Calls] = [
     [("f", {"items": ["a", "b, c", 'd"e']})],
     [("f", {"opts": {}})],
     [("f", {"opts": {"deep": {"deeper": [1, {"x": None}]}}})],
-    [("write_file", {"path": "/tmp/a.py", "text": "def f():\n    return {'a': [1]}\n\n\nprint(f())"})],
+    [
+        (
+            "write_file",
+            {"path": "/tmp/a.py", "text": "def f():\n    return {'a': [1]}\n\n\nprint(f())"},
+        )
+    ],
     [("write_file", {"path": "C:\\dir\\x", "text": 'quote " and \\ backslash'})],
     [("write_file", {"path": "a", "text": "braces } ] { [ and ``` fences"})],
     [("f", {"text": "line one\nline two"})],
@@ -69,7 +81,20 @@ CASES: list[Calls] = [
     [("f", {"text": "x" * 300})],
     [("f", {"n": 1}), ("get_weather", {"text": "Rome"})],
     [("f", {}), ("f", {}), ("f", {"n": 3})],
-    [("write_file", {"path": "a", "text": "b", "n": 1, "x": 0.5, "on": True, "items": [None], "opts": {"k": "v"}})],
+    [
+        (
+            "write_file",
+            {
+                "path": "a",
+                "text": "b",
+                "n": 1,
+                "x": 0.5,
+                "on": True,
+                "items": [None],
+                "opts": {"k": "v"},
+            },
+        )
+    ],
 ]
 
 
@@ -102,8 +127,13 @@ def _read(style: ReplyFormat, pieces: list[str]) -> tuple[str, str, list[list[st
 
 
 def _cuts(text: str) -> list[list[str]]:
-    """Whole, letter by letter, and cut in two: at every letter, or at some two hundred places of a long text."""
-    return [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text), 1 + len(text) // 200))]
+    """Whole, letter by letter, and cut in two: at every letter, or at some two hundred places of a
+    long text."""
+    return [
+        [text],
+        list(text),
+        *([text[:i], text[i:]] for i in range(1, len(text), 1 + len(text) // 200)),
+    ]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -129,11 +159,14 @@ def test_reasoning_and_words_before_the_call_are_kept(writer: str) -> None:
 
 
 SECTIONS = {
-    "cohere": "<|START_THINKING|>Weather.<|END_THINKING|><|START_RESPONSE|>Let me look.<|END_RESPONSE|>",
-    "kimi_k3": "<|open|>think<|sep|>Weather.<|close|>think<|sep|><|open|>response<|sep|>Let me look."
+    "cohere": "<|START_THINKING|>Weather.<|END_THINKING|><|START_RESPONSE|>Let me "
+    "look.<|END_RESPONSE|>",
+    "kimi_k3": "<|open|>think<|sep|>Weather.<|close|>think<|sep|><|open|>response<|sep|>Let me "
+    "look."
     "<|close|>response<|sep|>",
     "minimax_m3": "<mm:think>Weather.</mm:think>Let me look.",
-    "muse": "<|start|>assistant to=self<|message|>Weather.<|eom|><|start|>assistant to=user<|message|>Let me look.<|eom|>",
+    "muse": "<|start|>assistant to=self<|message|>Weather.<|eom|><|start|>assistant "
+    "to=user<|message|>Let me look.<|eom|>",
 }
 
 
@@ -176,7 +209,9 @@ def test_a_call_whose_arguments_can_not_be_read_is_not_one_without_any(name: str
 
 
 def test_arguments_as_json_where_tags_were_asked_for() -> None:
-    assert _read(_format("qwen_coder"), ['<function=f>{"n": 1}</function>'])[2] == [["f", '{"n": 1}']]
+    assert _read(_format("qwen_coder"), ['<function=f>{"n": 1}</function>'])[2] == [
+        ["f", '{"n": 1}']
+    ]
 
 
 @pytest.mark.parametrize(
@@ -193,13 +228,21 @@ def test_arguments_as_json_where_tags_were_asked_for() -> None:
         ({"type": "string"}, "null", "null"),
     ],
 )  # fmt: skip
-def test_text_among_other_types_is_what_reads_as_none_of_them(schema: dict[str, Any], value: str, read: Any) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"v": schema}}}}
+def test_text_among_other_types_is_what_reads_as_none_of_them(
+    schema: dict[str, Any], value: str, read: Any
+) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"v": schema}}},
+    }
     assert typed(value, "v", "f", [tool]) == read
 
 
 def test_gemma_4_thinks_in_a_channel_and_waits_for_results() -> None:
-    reply = '<|channel>thought\nWeather.\n<channel|>Let me look.<|tool_call>call:f{text:<|"|>a, b<|"|>}<tool_call|>'
+    reply = (
+        '<|channel>thought\nWeather.\n<channel|>Let me look.<|tool_call>call:f{text:<|"|>a, '
+        'b<|"|>}<tool_call|>'
+    )
     for pieces in _cuts(reply + "<|tool_response>"):
         text, thought, calls = _read(_format("gemma4"), pieces)
         assert (text, thought) == ("Let me look.", "Weather.")
@@ -209,8 +252,17 @@ def test_gemma_4_thinks_in_a_channel_and_waits_for_results() -> None:
 
 
 MALFORMED = {
-    "hermes": ["<tool_call>not json</tool_call>", '<tool_call>{"nam', "<tool_call>{}</tool_call>", "<tool_call>"],
-    "llama3": ['{"name": "Bob", "age": 3}', '{"name": "unknown", "parameters": {"a": 1}}', '{"name"'],
+    "hermes": [
+        "<tool_call>not json</tool_call>",
+        '<tool_call>{"nam',
+        "<tool_call>{}</tool_call>",
+        "<tool_call>",
+    ],
+    "llama3": [
+        '{"name": "Bob", "age": 3}',
+        '{"name": "unknown", "parameters": {"a": 1}}',
+        '{"name"',
+    ],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] sorry", "[TOOL_CALLS][1, 2]"],
     "phi": ["<|tool_call|>nothing<|/tool_call|>"],
     "deepseek": ["<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"],
@@ -218,7 +270,10 @@ MALFORMED = {
     "qwen_coder": ["<tool_call>\nwords\n</tool_call>", "<tool_call>"],
     "glm": ["<tool_call>not a call, words</tool_call>"],
     "minimax": ["<minimax:tool_call>what</minimax:tool_call>"],
-    "lfm": ["<|tool_call_start|>[f(1 +]<|tool_call_end|>", "<|tool_call_start|>[f(x)]<|tool_call_end|>"],
+    "lfm": [
+        "<|tool_call_start|>[f(1 +]<|tool_call_end|>",
+        "<|tool_call_start|>[f(x)]<|tool_call_end|>",
+    ],
     "function_gemma": [
         "<start_function_call>call f<end_function_call>",
         "<start_function_call>call:f{a:[1}<end_function_call>",
@@ -231,7 +286,9 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize(("name", "reply"), [(n, r) for n, replies in MALFORMED.items() for r in replies])
+@pytest.mark.parametrize(
+    ("name", "reply"), [(n, r) for n, replies in MALFORMED.items() for r in replies]
+)
 def test_a_malformed_call_is_text(name: str, reply: str) -> None:
     for pieces in _cuts(reply):
         assert _read(_format(name), pieces) == (reply, "", [])
@@ -276,7 +333,9 @@ def test_every_format_has_its_own_name_and_a_case_here() -> None:
     assert {name for name, _ in WRITERS.values()} == set(names)
 
 
-@pytest.mark.parametrize("value", ["{}", '{"a": "}"}', "[1, [2]]", '{"a": "\\"}", "b": {"c": "\\\\"}}'])
+@pytest.mark.parametrize(
+    "value", ["{}", '{"a": "}"}', "[1, [2]]", '{"a": "\\"}", "b": {"c": "\\\\"}}']
+)
 def test_the_end_of_a_json_value_is_found_however_it_is_cut(value: str) -> None:
     text = value + " rest } ]"
     for cut in range(len(text)):
@@ -288,10 +347,12 @@ def test_the_end_of_a_json_value_is_found_however_it_is_cut(value: str) -> None:
 
 
 HALF = {
-    "hermes": '<tool_call>{"name": "f", "arguments": "{\\"items\\": [\\"\\\\ud83d\\"]}"}</tool_call>',
+    "hermes": '<tool_call>{"name": "f", "arguments": "{\\"items\\": '
+    '[\\"\\\\ud83d\\"]}"}</tool_call>',
     "qwen_coder": '<tool_call><function=f><parameter=items>["\\ud83d"]</parameter></function></tool_call>',
     "glm": '<tool_call>f\n<arg_key>items</arg_key><arg_value>["\\ud83d"]</arg_value></tool_call>',
-    "minimax": '<minimax:tool_call><invoke name="f"><parameter name="items">["\\ud83d"]</parameter></invoke>'
+    "minimax": '<minimax:tool_call><invoke name="f"><parameter '
+    'name="items">["\\ud83d"]</parameter></invoke>'
     "</minimax:tool_call>",
     "lfm": '<|tool_call_start|>[f(items=["\\ud83d"])]<|tool_call_end|>',
 }

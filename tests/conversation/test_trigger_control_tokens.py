@@ -1,5 +1,5 @@
-"""Calls whose inner markers are control tokens, from end to end: a real model opens one by its own token, and a grammar
-that asks for the others by their names holds the call to its tool's schema."""
+"""Calls whose inner markers are control tokens, from end to end: a real model opens one by its own
+token, and a grammar that asks for the others by their names holds the call to its tool's schema."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from support.http_server import running_server
 # The opening first. Each takes the place of a made-up word.
 MARKERS = {
     "kimi": (
-        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+        "<|tool_call_end|>",
         "<|tool_call_argument_begin|>",
     ),
     "deepseek": (
-        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
     ),
     "lfm": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
@@ -39,7 +41,10 @@ TOOLS = [
             "name": name,
             "parameters": {
                 "type": "object",
-                "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 3}, "unit": {"enum": ["C", "F"]}},
+                "properties": {
+                    "n": {"type": "integer", "minimum": 1, "maximum": 3},
+                    "unit": {"enum": ["C", "F"]},
+                },
                 "required": ["n", "unit"],
                 "additionalProperties": False,
             },
@@ -50,21 +55,32 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module", params=MARKERS)
-def http(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def http(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     path = tmp_path_factory.mktemp("control") / f"{request.param}.gguf"
     write_model(path, MARKERS[request.param])
     host = Supervisor(WorkerOptions(LoadSpec(path=str(path), n_ctx=2048, n_seq_max=2)))
-    with running_server({"m": host}) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        running_server({"m": host}) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield client
 
 
 def write_model(path: Path, markers: tuple[str, ...]) -> None:
     """A tiny model whose vocabulary and template have these markers."""
-    add_tokens, add_types, common = gguf.GGUFWriter.add_token_list, gguf.GGUFWriter.add_token_types, tiny_gguf.common
+    add_tokens, add_types, common = (
+        gguf.GGUFWriter.add_token_list,
+        gguf.GGUFWriter.add_token_types,
+        tiny_gguf.common,
+    )
     there = range(FIRST, FIRST + len(markers))
 
     def tokens(self: Any, given: list[bytes]) -> None:
-        add_tokens(self, [markers[i - FIRST].encode() if i in there else t for i, t in enumerate(given)])
+        add_tokens(
+            self, [markers[i - FIRST].encode() if i in there else t for i, t in enumerate(given)]
+        )
 
     def types(self: Any, given: list[gguf.TokenType]) -> None:
         add_types(self, [gguf.TokenType.CONTROL if i in there else t for i, t in enumerate(given)])

@@ -1,5 +1,6 @@
-"""Formats that write parameters one by one hold a call to its schema where that names them one by one. Where it leaves
-names open, they are the model's: a grammar that could not write what a tool asks for would force calls it refuses."""
+"""Formats that write parameters one by one hold a call to its schema where that names them one by
+one. Where it leaves names open, they are the model's: a grammar that could not write what a tool
+asks for would force calls it refuses."""
 
 from __future__ import annotations
 
@@ -16,8 +17,15 @@ OPEN: list[dict[str, Any]] = [
     {"type": "object"},
     {"type": "object", "additionalProperties": {"type": "integer"}},
     {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a", "b"]},
-    {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {"a": {"type": "string"}}}}},
-    {"type": "object", "properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}, {"minProperties": 1}]},
+    {
+        "$ref": "#/$defs/x",
+        "$defs": {"x": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    },
+    {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "anyOf": [{"required": ["a"]}, {"minProperties": 1}],
+    },
     {"type": "object", "properties": {}, "minProperties": 1},
 ]
 CLOSED: list[dict[str, Any]] = [
@@ -85,7 +93,11 @@ def test_formats_in_json_hold_any_schema(schema: dict[str, Any]) -> None:
     ],
 )
 def test_a_constant_text_is_held_as_one(name: str, before: str, after: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "const": "yes"}}, "required": ["a"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "const": "yes"}},
+        "required": ["a"],
+    }
     start, *_ = triggers_of(style(name), "", [tool(schema)]).values()
     state = matcher(start.grammar)
     said = before + "yes" + after
@@ -101,20 +113,32 @@ TAGS = [
 
 
 def text_held_to(pattern: str) -> dict[str, Any]:
-    return {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    return {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": pattern}},
+        "required": ["a"],
+    }
 
 
 @pytest.mark.parametrize(("name", "before", "after"), TAGS)
 def test_a_text_is_held_to_its_pattern(name: str, before: str, after: str) -> None:
     start, *_ = triggers_of(style(name), "", [tool(text_held_to("^(?:a/b|\\+.*\\n)+$"))]).values()
-    for value, taken in (("+x <b>\n+\n", True), ("a/ba/b", True), ("a/b", True), ("-x\n", False), ("", False)):
+    for value, taken in (
+        ("+x <b>\n+\n", True),
+        ("a/ba/b", True),
+        ("a/b", True),
+        ("-x\n", False),
+        ("", False),
+    ):
         said = (before + value + after).encode()
         assert (matcher(start.grammar).validate_tokens(list(said)) == len(said)) == taken, value
 
 
 @pytest.mark.parametrize("pattern", ["a", "^a", "^a|b$", "^(?=a).$", "^(a)\\1$", "^(?!a)b$"])
 @pytest.mark.parametrize(("name", "before", "after"), TAGS)
-def test_a_pattern_that_can_not_be_held_leaves_the_text_free(name: str, before: str, after: str, pattern: str) -> None:
+def test_a_pattern_that_can_not_be_held_leaves_the_text_free(
+    name: str, before: str, after: str, pattern: str
+) -> None:
     start, *_ = triggers_of(style(name), "", [tool(text_held_to(pattern))]).values()
     said = (before + "whatever" + after).encode()
     assert matcher(start.grammar).validate_tokens(list(said)) == len(said)
@@ -124,7 +148,11 @@ NESTED: dict[str, Any] = {
     "type": "object",
     "properties": {
         "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
-        "point": {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "null"}}, "required": ["x"]},
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}, "y": {"type": "null"}},
+            "required": ["x"],
+        },
         "either": {"anyOf": [{"enum": ["a", 1]}, {"type": "array", "items": {"type": "boolean"}}]},
     },
     "required": ["tags"],
@@ -163,7 +191,9 @@ def test_values_within_values_in_gemmas_notation(said: str, allowed: bool) -> No
     ],
     ids=str,
 )
-def test_values_gemmas_notation_has_no_rules_for_are_left_to_the_model(described: dict[str, Any], value: str) -> None:
+def test_values_gemmas_notation_has_no_rules_for_are_left_to_the_model(
+    described: dict[str, Any], value: str
+) -> None:
     schema = {"type": "object", "properties": {"a": described, "b": {"type": "integer"}}}
     for name, quote in (("function_gemma", "<escape>"), ("gemma4", '<|"|>')):
         start, *_ = triggers_of(style(name), "", [tool(schema)]).values()

@@ -1,4 +1,5 @@
-"""Reads the recorded machines beside it: text files with one section per file or command, and where they came from."""
+"""Reads the recorded machines beside it: text files with one section per file or command, and where
+they came from."""
 
 from __future__ import annotations
 
@@ -28,22 +29,35 @@ def load(name: str, folder: Path = FOLDER) -> Readings:
     system, _, architecture = header(name, folder)["system"].partition(" ")
     files: dict[str, str] = {}
     outputs: dict[str, str] = {}
-    for kind, key, body in re.findall(r"(?ms)^=== (file|output) (.*?)(?: \(supplied\))?\n(.*?)(?=^=== |\Z)", text):
+    for kind, key, body in re.findall(
+        r"(?ms)^=== (file|output) (.*?)(?: "
+        r"\(supplied\))?\n(.*?)(?=^=== "
+        r"|\Z)",
+        text,
+    ):
         (files if kind == "file" else outputs)[key] = body
     assert system in ("linux", "macos", "windows")
     return Readings(system, architecture, files, as_asked(outputs))
 
 
 def as_asked(printed: dict[str, str]) -> dict[str, str]:
-    """What people post of their machines (tables, logs) as the commands print it the way our probes ask."""
+    """What people post of their machines (tables, logs) as the commands print it the way our probes
+    ask."""
     outputs = dict(printed)
     if "nvidia-smi" in outputs:
         outputs["nvidia-smi"] = _smi_csv(outputs["nvidia-smi"])
     units = {"GiB": 1 << 30, "MB": 1_000_000}
-    for said, number, unit in re.findall(r"(WorkingSetSize\s*[=:]\s*([0-9.,]+) (GiB|MB))", outputs.get("metal", "")):
+    for said, number, unit in re.findall(
+        r"(WorkingSetSize\s*[=:]\s*([0-9.,]+) "
+        r"(GiB|MB))",
+        outputs.get("metal", ""),
+    ):
         size = round(float(number.replace(",", ".")) * units[unit])
         outputs["metal"] = outputs["metal"].replace(said, f"WorkingSetSize = {size} bytes")
-    shown = re.search(r"(?s)Chipset Model: (.*?)\n.*Total Number of Cores: (\d+)", outputs.get("system_profiler", ""))
+    shown = re.search(
+        r"(?s)Chipset Model: (.*?)\n.*Total Number of Cores: (\d+)",
+        outputs.get("system_profiler", ""),
+    )
     if shown:
         listed = {"sppci_model": shown[1], "sppci_cores": shown[2]}
         outputs["system_profiler"] = json.dumps({"SPDisplaysDataType": [listed]})

@@ -1,4 +1,5 @@
-"""One account of memory for each place: what recorded machines have free, and the largest model that may be loaded there."""
+"""One account of memory for each place: what recorded machines have free, and the largest model
+that may be loaded there."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Row:
     basis: str = "reported"
 
 
-# By hand from the readings: Macs min(working set, level × RAM − headroom), cards free − margin, carve-outs apart.
+# By hand from the readings: Macs min(working set, level × RAM − headroom), cards free − margin,
+# carve-outs apart.
 TABLE = {
     "card_4090_desktop": Row(22.93, 22.93 - 0.515),
     "card_5090_two_busy": Row(5.80, 5.80 - 2 * 0.684),
@@ -76,7 +78,8 @@ def machine(name: str) -> Device:
 
 
 def _verdict(device: Device, n_bytes: int) -> str:
-    """What somebody who loads `n_bytes` on `device` hears: the plan's word, and on shared memory the guard's."""
+    """What somebody who loads `n_bytes` on `device` hears: the plan's word, and on shared memory
+    the guard's."""
     need = MemoryNeed(n_bytes, 0, 0, 0, 0, 0, device.room_bytes)
     if device.kind != "discrete" and n_bytes > device.memory.loadable_bytes:
         return "no"
@@ -101,7 +104,8 @@ def test_no_recording_is_left_out() -> None:
 
 
 def test_the_rules_that_were_fail_the_table() -> None:
-    """Macs by what is free and inactive less the headroom, cards by their total, a carve-out as system memory."""
+    """Macs by what is free and inactive less the headroom, cards by their total, a carve-out as
+    system memory."""
     wrong = []
     for name, row in TABLE.items():
         readings, memory = recordings.load(name, FOLDER), machine(name).memory
@@ -113,20 +117,30 @@ def test_the_rules_that_were_fail_the_table() -> None:
             old = memory.total_bytes - memory.limit_bytes
         if old / GB != pytest.approx(row.loadable, rel=5e-3):
             wrong.append(name)
-    busy = {"mac_m2_8gb_macos26", "mac_m3pro_36gb", "mac_mac_24gb_vmstat", "mac_macmini_32gb_pressure"}
+    busy = {
+        "mac_m2_8gb_macos26",
+        "mac_m3pro_36gb",
+        "mac_mac_24gb_vmstat",
+        "mac_macmini_32gb_pressure",
+    }
     assert busy | {"card_4090_desktop", "card_5090_two_busy", "halo_96gb"} <= set(wrong)
 
 
-# --- by kind ---------------------------------------------------------------------------------------------------------
+# --- by kind --------------------------------------------------------------------------------------
 
 PAGE = 16384
 
 
-def a_mac(total: int, pages: dict[str, int], level: int | None, working_set: int | None) -> Readings:
+def a_mac(
+    total: int, pages: dict[str, int], level: int | None, working_set: int | None
+) -> Readings:
     sysctl = f"machdep.cpu.brand_string: Apple M4\nhw.memsize: {total}\n"
     sysctl += "" if level is None else f"kern.memorystatus_level: {level}\n"
     listed = "".join(f"Pages {kind}: {n}.\n" for kind, n in pages.items())
-    outputs = {"sysctl": sysctl, "vm_stat": f"Mach Virtual Memory Statistics: (page size of {PAGE} bytes)\n{listed}"}
+    outputs = {
+        "sysctl": sysctl,
+        "vm_stat": f"Mach Virtual Memory Statistics: (page size of {PAGE} bytes)\n{listed}",
+    }
     if working_set is not None:
         outputs["metal"] = f"recommendedMaxWorkingSetSize = {working_set} bytes"
     return Readings("macos", "arm64", {}, outputs)
@@ -143,7 +157,9 @@ def test_a_mac_may_load_what_macos_says_can_be_had_less_the_headroom(
 ) -> None:
     total = gib * GIB
     kinds = ("free", "active", "inactive", "speculative", "wired down")
-    pages = {kind: part * total // PAGE // sum(parts) for kind, part in zip(kinds, parts, strict=True)}
+    pages = {
+        kind: part * total // PAGE // sum(parts) for kind, part in zip(kinds, parts, strict=True)
+    }
     working_set = int(0.7 * total) if asked else None
     told = identify(a_mac(total, pages, level, working_set)).memory
     limit = working_set or usable.mac_default(total)
@@ -172,7 +188,8 @@ def test_a_macs_guard_asks_the_same_account(level: int, loadable: float) -> None
 def test_of_a_card_more_in_use_is_never_more_to_load(gib: int, used: float, more: float) -> None:
     total = gib * GIB
     one, other = (
-        usable.vram(total, int(share * total), 300 * MIB, "t") for share in (min(used, more), max(used, more))
+        usable.vram(total, int(share * total), 300 * MIB, "t")
+        for share in (min(used, more), max(used, more))
     )
     assert one.loadable_bytes >= other.loadable_bytes
     assert other.loadable_bytes <= max(0, other.available_bytes - usable.margin_bytes(total))
@@ -194,36 +211,55 @@ def _build(text: str, name: str, kind: str) -> ggml.GgmlBuild:
     """A build of one device with the memory that its log tells."""
     found = re.search(r"\((\d+) MiB, (\d+) MiB free\)", text)
     assert found is not None
-    device = ggml.GgmlDevice(f"{name}0", "a GPU", name, kind, int(found[2]) * MIB, int(found[1]) * MIB)
+    device = ggml.GgmlDevice(
+        f"{name}0", "a GPU", name, kind, int(found[2]) * MIB, int(found[1]) * MIB
+    )
     return ggml.GgmlBuild(devices=(device,))
 
 
 @pytest.mark.parametrize(
     ("log", "kind", "most_mib"),
     [
-        ("Vulkan0: AMD Radeon 780M Graphics (RADV PHOENIX) (29696 MiB, 28598 MiB free)", "igpu", 28598),
-        ("Vulkan0: NVIDIA GeForce RTX 4060 Laptop GPU (7957 MiB, 7189 MiB free)", "gpu", 7189 - 256),
+        (
+            "Vulkan0: AMD Radeon 780M Graphics (RADV PHOENIX) (29696 MiB, 28598 MiB free)",
+            "igpu",
+            28598,
+        ),
+        (
+            "Vulkan0: NVIDIA GeForce RTX 4060 Laptop GPU (7957 MiB, 7189 MiB free)",
+            "gpu",
+            7189 - 256,
+        ),
         # Unified memory switched on by its variable: ggml says that more is free than there is.
         ("CUDA0: NVIDIA GeForce RTX 5090 (32106 MiB, 55372 MiB free)", "gpu", 32106 - 0.02 * 32106),
         ("CUDA0: NVIDIA GeForce GTX 1080 Ti (11165 MiB, 8720 MiB free)", "gpu", 8720 - 256),
-        # Strix Halo on Windows: the heap that Vulkan is given, of 64 GB set aside and of 96 GB, which come in two.
+        # Strix Halo on Windows: the heap that Vulkan is given, of 64 GB set aside and of 96 GB,
+        # which come in two.
         ("Vulkan0: AMD Radeon(TM) 8060S Graphics (65536 MiB, 62259 MiB free)", "igpu", 62259),
         ("Vulkan0: AMD Radeon(TM) 8060S Graphics (32768 MiB, 31129 MiB free)", "igpu", 31129),
     ],
 )
-def test_a_gpu_that_only_a_build_knows_has_what_the_build_says_is_free(log: str, kind: str, most_mib: float) -> None:
+def test_a_gpu_that_only_a_build_knows_has_what_the_build_says_is_free(
+    log: str, kind: str, most_mib: float
+) -> None:
     files = {"/proc/meminfo": "MemTotal: 65536000 kB\nMemAvailable: 60000000 kB\n"}
     here = identify(Readings("linux", "x86_64", files))
     used = in_use.as_used(here, here, _build(log, log[: log.index("0:")], kind))
     assert used.memory.loadable_bytes / MIB == pytest.approx(most_mib, rel=1e-3)
 
 
-@pytest.mark.parametrize(("backend", "seen_gib", "gib"), [("ROCm", 96.0, 95.66), ("Vulkan", 111.5, 109.7)])
-def test_a_carve_out_is_what_each_build_sees_of_it(backend: str, seen_gib: float, gib: float) -> None:
+@pytest.mark.parametrize(
+    ("backend", "seen_gib", "gib"), [("ROCm", 96.0, 95.66), ("Vulkan", 111.5, 109.7)]
+)
+def test_a_carve_out_is_what_each_build_sees_of_it(
+    backend: str, seen_gib: float, gib: float
+) -> None:
     """A build's own total, less what is in use and what the system keeps of its RAM."""
     readings = recordings.load("halo_96gb", FOLDER)
     processor = identify(in_use.without_gpus(readings))
-    gpu = ggml.GgmlDevice(f"{backend}0", "8060S", backend, "igpu", int(95.8 * GIB), int(seen_gib * GIB))
+    gpu = ggml.GgmlDevice(
+        f"{backend}0", "8060S", backend, "igpu", int(95.8 * GIB), int(seen_gib * GIB)
+    )
     used = in_use.as_used(identify(readings), processor, ggml.GgmlBuild(devices=(gpu,)))
     assert used.memory.limit_bytes <= seen_gib * GIB
     assert used.memory.loadable_bytes / GIB <= gib + 1.9
@@ -235,10 +271,18 @@ def test_the_account_says_its_lines() -> None:
     said = machine("card_4090_desktop").memory.account()
     assert said == "of 25.8 GB the system keeps 1.0 GB and others have 2.4 GB: 22.4 GB for a model"
     mac = replace(machine("mac_macmini_32gb_pressure").memory, source="Metal")
-    assert mac.account().endswith("others have 4.1 GB and Metal allows 22.9 GB: 22.9 GB for a model")
+    assert mac.account().endswith(
+        "others have 4.1 GB and Metal allows 22.9 GB: 22.9 GB for a model"
+    )
 
 
-MACHINES = ["RTX 4090 + 64GB RAM", "2x RTX 3090 + 64GB RAM", "M4 Max 128GB", "DGX Spark", "Strix Halo 128GB"]
+MACHINES = [
+    "RTX 4090 + 64GB RAM",
+    "2x RTX 3090 + 64GB RAM",
+    "M4 Max 128GB",
+    "DGX Spark",
+    "Strix Halo 128GB",
+]
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -246,7 +290,9 @@ def test_what_others_are_to_have_of_the_system_is_said_and_never_more_to_load(na
     device, before = resolve(name), None
     for keep in (0.0, 1.0, 6.0, 20.0, 40.0):
         left = with_memory(device, headroom_gb=keep)
-        pool = (left.host if left.kind == "discrete" else left.memory) or pytest.fail("no system memory")
+        pool = (left.host if left.kind == "discrete" else left.memory) or pytest.fail(
+            "no system memory"
+        )
         assert pool.limit_bytes + keep * GB <= pool.total_bytes
         assert pool.loadable_bytes == pool.limit_bytes
         assert not keep or f"the system keeps {keep:.1f} GB" in pool.account()

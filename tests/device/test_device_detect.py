@@ -1,4 +1,5 @@
-"""This machine: probing is fast and needs no heavy import; bandwidth is measured once and remembered with its date."""
+"""This machine: probing is fast and needs no heavy import; bandwidth is measured once and
+remembered with its date."""
 
 from __future__ import annotations
 
@@ -49,15 +50,20 @@ def test_probing_this_machine_takes_under_300_ms() -> None:
 def test_detecting_imports_nothing_heavy() -> None:
     program = (
         "import sys; from localllm.device.detect import detect; detect(); "
-        "print(sorted(m for m in ('numpy', 'torch', 'llama_cpp', 'mlx', 'textual', 'fastapi') if m in sys.modules))"
+        "print(sorted(m for m in ('numpy', 'torch', 'llama_cpp', 'mlx', 'textual', 'fastapi') if "
+        "m in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_this_machine_has_memory_and_says_how_it_knows() -> None:
     device = detect()
-    assert 0 < device.memory.available_bytes <= device.memory.limit_bytes <= device.memory.total_bytes
+    assert (
+        0 < device.memory.available_bytes <= device.memory.limit_bytes <= device.memory.total_bytes
+    )
     assert device.memory.source
     assert not device.simulated
 
@@ -88,7 +94,9 @@ def test_a_measurement_is_kept_and_used_until_the_machine_changes(
     figure = device.host_bandwidth_gbps if device.kind == "discrete" else device.bandwidth_gbps
     assert figure is not None
     later = detect()
-    assert (later.host_bandwidth_gbps if later.kind == "discrete" else later.bandwidth_gbps) == figure
+    assert (
+        later.host_bandwidth_gbps if later.kind == "discrete" else later.bandwidth_gbps
+    ) == figure
     assert figure.basis == "measured"
     assert (own_cache / "bandwidth.json").exists()
 
@@ -112,7 +120,11 @@ def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_b
     assert asked == list(matrix_rate.TYPES)
     assert [rates.type for rates in first.matrix_rates] == asked[:2]
     for rates in first.matrix_rates:
-        for figure in (rates.stored.prompt_tflops, rates.stored.experts_tflops, rates.usual.token_tflops):
+        for figure in (
+            rates.stored.prompt_tflops,
+            rates.stored.experts_tflops,
+            rates.usual.token_tflops,
+        ):
             assert figure.basis == "measured"
             assert re.search(rf"{rates.type} .*\d{{4}}-\d{{2}}-\d{{2}}", figure.source)
     assert detect().matrix_rates == first.matrix_rates
@@ -120,7 +132,9 @@ def test_what_the_builds_kernels_make_of_a_processor_is_measured_once_for_each_b
     assert detect().matrix_rates == ()
 
 
-def test_only_types_that_nobody_has_timed_are_timed(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_types_that_nobody_has_timed_are_timed(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if detect().accelerator != "cpu":
         pytest.skip("on this machine the processor computes nothing")
     asked: list[list[str]] = []
@@ -178,7 +192,9 @@ def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None
     spin = "print('on', flush=True)\nwhile True: pass"
     with ExitStack() as stack:
         for _ in range(2 * (os.cpu_count() or 1)):
-            other = stack.enter_context(subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE))
+            other = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+            )
             stack.callback(other.kill)
             assert other.stdout is not None
             assert other.stdout.readline() == b"on\n"
@@ -187,7 +203,9 @@ def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None
     assert "while other programs had" in measured.figure.source
 
 
-def test_what_was_measured_on_a_busy_machine_gives_way_to_what_is_measured_later(own_cache: Path) -> None:
+def test_what_was_measured_on_a_busy_machine_gives_way_to_what_is_measured_later(
+    own_cache: Path,
+) -> None:
     assert bandwidth.SHELF.due(own_cache, "m")
     bandwidth.SHELF.keep(own_cache, "m", _taken(7.0, others=0.6))
     assert bandwidth.SHELF.due(own_cache, "m")
@@ -214,7 +232,8 @@ def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(own_cache: Path)
 def test_plans_count_on_no_figure_of_a_busy_moment(
     tmp_path_factory: pytest.TempPathFactory, busy: list[float], quiet: float
 ) -> None:
-    """The answer is the same whatever else runs: until a quiet moment, or so many busy ones that none is to be had."""
+    """The answer is the same whatever else runs: until a quiet moment, or so many busy ones that
+    none is to be had."""
     folder = tmp_path_factory.mktemp("kept")
     for gbps in busy:
         bandwidth.SHELF.keep(folder, "m", _taken(gbps, others=0.6))
@@ -232,7 +251,8 @@ def test_asked_to_measure_anew_a_quiet_figure_replaces_a_quiet_one(own_cache: Pa
 
 
 class FakeNvml:
-    """nvidia-ml-py's functions for one GPU; whatever is not listed raises, as NVML does on parts that lack it."""
+    """nvidia-ml-py's functions for one GPU; whatever is not listed raises, as NVML does on parts
+    that lack it."""
 
     class NVMLError(Exception):
         """NVML's own error."""
@@ -254,15 +274,21 @@ class FakeNvml:
         return call
 
 
-def test_the_nvml_probe_survives_every_call_that_gb10_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml({"nvmlDeviceGetName": b"NVIDIA GB10", "nvmlDeviceGetCudaComputeCapability": (12, 1)})
+def test_the_nvml_probe_survives_every_call_that_gb10_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeNvml(
+        {"nvmlDeviceGetName": b"NVIDIA GB10", "nvmlDeviceGetCudaComputeCapability": (12, 1)}
+    )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     (gpu,) = parsers.nvml(probes.nvml())
     assert (gpu.name, gpu.compute_capability, gpu.total_bytes) == ("NVIDIA GB10", "12.1", None)
 
 
 def test_the_nvml_probe_hands_on_what_a_card_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(total=25757220864, used=531628032, free=25225592832, reserved=400000000)
+    memory = SimpleNamespace(
+        total=25757220864, used=531628032, free=25225592832, reserved=400000000
+    )
     answers = {
         "nvmlDeviceGetName": "NVIDIA GeForce RTX 4090",
         "nvmlDeviceGetMemoryInfo": memory,

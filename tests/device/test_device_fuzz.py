@@ -1,4 +1,5 @@
-"""Any text at all gives a Device or a typed error: no parser and no combination of readings ever raises otherwise."""
+"""Any text at all gives a Device or a typed error: no parser and no combination of readings ever
+raises otherwise."""
 
 from __future__ import annotations
 
@@ -32,22 +33,32 @@ TEXT_PARSERS: list[Any] = [
 
 # Words the parsers look for, so that random text gets past their first condition.
 SEEDS = [
-    "MemTotal: ", "MemAvailable:", "HugePages_Total: 9", " kB\n", "processor\t: 0\n", "model name\t: ",
-    "0::/", "4:memory:/", "MEMORY_DEVICE_0_SIZE=", "MEMORY_DEVICE_1_CONFIGURED_SPEED_MTS=", "CHANNEL A",
+    "MemTotal: ", "MemAvailable:", "HugePages_Total: 9", " kB\n", "processor\t: 0\n",
+    "model name\t: ",
+    "0::/", "4:memory:/", "MEMORY_DEVICE_0_SIZE=", "MEMORY_DEVICE_1_CONFIGURED_SPEED_MTS=",
+    "CHANNEL A",
     "name, memory.total [MiB]\n", "NVIDIA GB10", "GPU 00000000:01:00.0\n", "    Product Name : ",
     "    FB Memory Usage\n", "CPU part : 0xd87",
-    "|   0  NVIDIA GeForce RTX 5090   Off | x | y |\n", "| a | 1MiB / 2MiB |", '[{"name": "x", "total": -1}]', '{"a":',
-    "hw.memsize: ", '"gpu-core-count" = ', "recommendedMaxWorkingSetSize = ", "(page size of 16384 bytes)",
+    "|   0  NVIDIA GeForce RTX 5090   Off | x | y |\n", "| a | 1MiB / 2MiB |",
+    '[{"name": "x", "total": -1}]', '{"a":',
+    "hw.memsize: ", '"gpu-core-count" = ', "recommendedMaxWorkingSetSize = ",
+    "(page size of 16384 bytes)",
     "Pages free: ",
-    "HKEY_LOCAL_MACHINE{4d36e968-e325-11ce-bfc1-08002be10318}\n    DriverDesc    REG_SZ    ", "ullTotalPhys: ",
-    "GPU0:\n", "deviceName = ", "[[[[", "0x", "99999999999999999999", "-5", "1e308", "\x00", "٣", "²",
+    "HKEY_LOCAL_MACHINE{4d36e968-e325-11ce-bfc1-08002be10318}\n    DriverDesc    REG_SZ    ",
+    "ullTotalPhys: ",
+    "GPU0:\n", "deviceName = ", "[[[[", "0x", "99999999999999999999", "-5", "1e308", "\x00", "٣",
+    "²",
 ]  # fmt: skip
 
-hostile = st.lists(st.one_of(st.text(max_size=40), st.sampled_from(SEEDS)), max_size=12).map("".join)
+hostile = st.lists(st.one_of(st.text(max_size=40), st.sampled_from(SEEDS)), max_size=12).map(
+    "".join
+)
 
 
 @pytest.mark.parametrize(
-    "parser", TEXT_PARSERS, ids=lambda parser: f"{parser.__module__.split('.')[-1]}.{parser.__name__}"
+    "parser",
+    TEXT_PARSERS,
+    ids=lambda parser: f"{parser.__module__.split('.')[-1]}.{parser.__name__}",
 )
 @given(text=hostile)
 @settings(max_examples=examples(150))
@@ -57,18 +68,26 @@ def test_a_parser_takes_any_text(parser: Any, text: str) -> None:
 
 
 PATHS = [
-    "/proc/meminfo", "/proc/cpuinfo", "/proc/version", "/proc/self/cgroup", "/proc/device-tree/model", "/.dockerenv",
+    "/proc/meminfo", "/proc/cpuinfo", "/proc/version", "/proc/self/cgroup",
+    "/proc/device-tree/model", "/.dockerenv",
     "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes", "/run/udev/data/+dmi:id", "/sys/class/dmi/id/product_name",
-    "/sys/class/drm/card0/device/vendor", "/sys/class/drm/card0/device/device", "/sys/class/drm/card0/device/revision",
-    "/sys/class/drm/card0/device/mem_info_vram_total", "/sys/class/drm/card0/device/mem_info_vram_used",
-    "/sys/class/drm/card0/device/mem_info_gtt_total", "/sys/class/drm/card0/device/mem_info_gtt_used",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes", "/run/udev/data/+dmi:id",
+    "/sys/class/dmi/id/product_name",
+    "/sys/class/drm/card0/device/vendor", "/sys/class/drm/card0/device/device",
+    "/sys/class/drm/card0/device/revision",
+    "/sys/class/drm/card0/device/mem_info_vram_total",
+    "/sys/class/drm/card0/device/mem_info_vram_used",
+    "/sys/class/drm/card0/device/mem_info_gtt_total",
+    "/sys/class/drm/card0/device/mem_info_gtt_used",
     "/sys/class/drm/card0/device/product_name", "/sys/class/drm/card0/device/lmem_total_bytes",
-    "/sys/class/kfd/kfd/topology/nodes/1/properties", "/usr/share/libdrm/amdgpu.ids", "/var/lib/nvpmodel/status",
+    "/sys/class/kfd/kfd/topology/nodes/1/properties", "/usr/share/libdrm/amdgpu.ids",
+    "/var/lib/nvpmodel/status",
 ]  # fmt: skip
 OUTPUTS = [
-    "nvml", "nvidia-smi", "vulkaninfo", "render-access", "sysctl", "ioreg", "system_profiler", "metal", "vm_stat",
-    "memory-status", "display-class", "processor", "cores", "physical-memory", "native-architecture",
+    "nvml", "nvidia-smi", "vulkaninfo", "render-access", "sysctl", "ioreg", "system_profiler",
+    "metal", "vm_stat",
+    "memory-status", "display-class", "processor", "cores", "physical-memory",
+    "native-architecture",
 ]  # fmt: skip
 
 
@@ -88,7 +107,8 @@ def is_sound(readings: Readings) -> bool:
     system=st.sampled_from(["linux", "macos", "windows"]),
     architecture=st.sampled_from(["x86_64", "aarch64", "AMD64", ""]),
     files=st.dictionaries(
-        st.sampled_from(PATHS), st.one_of(hostile, st.sampled_from(["0x1002", "0x1586", "8589934592"]))
+        st.sampled_from(PATHS),
+        st.one_of(hostile, st.sampled_from(["0x1002", "0x1586", "8589934592"])),
     ),
     outputs=st.dictionaries(st.sampled_from(OUTPUTS), hostile),
 )
@@ -101,7 +121,9 @@ def test_any_readings_give_a_device_or_a_typed_error(
 
 @given(name=st.sampled_from(recordings.names()), data=st.data())
 @settings(max_examples=examples(300))
-def test_a_damaged_recording_gives_a_device_or_a_typed_error(name: str, data: st.DataObject) -> None:
+def test_a_damaged_recording_gives_a_device_or_a_typed_error(
+    name: str, data: st.DataObject
+) -> None:
     readings = recordings.load(name)
     key = data.draw(st.sampled_from(sorted([*readings.files, *readings.outputs])))
     text = readings.files.get(key, readings.outputs.get(key, ""))
@@ -114,7 +136,11 @@ def test_a_damaged_recording_gives_a_device_or_a_typed_error(name: str, data: st
         assert is_sound(replace(readings, outputs={**readings.outputs, key: damaged}))
 
 
-@given(name=st.one_of(hostile, st.text(max_size=30), st.sampled_from(["rtx", "m", "0", "gb", "2x", "m4 max 0gb"])))
+@given(
+    name=st.one_of(
+        hostile, st.text(max_size=30), st.sampled_from(["rtx", "m", "0", "gb", "2x", "m4 max 0gb"])
+    )
+)
 @settings(max_examples=examples(200))
 def test_any_typed_name_gives_a_device_or_an_error_with_a_hint(name: str) -> None:
     try:

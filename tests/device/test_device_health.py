@@ -1,4 +1,5 @@
-"""doctor's judgement: findings with their exact fix, and "not checked" for whatever could not be read."""
+"""doctor's judgement: findings with their exact fix, and "not checked" for whatever could not be
+read."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_a_cpu_build_on_a_cuda_machine_is_an_error_with_the_command_that_rebuild
         ((), "rtx_5090_devicequery", "not checked"),
     ],
 )
-def test_cuda_code_must_be_of_the_gpus_major_version(strings: tuple[str, ...], recording: str, status: str) -> None:
+def test_cuda_code_must_be_of_the_gpus_major_version(
+    strings: tuple[str, ...], recording: str, status: str
+) -> None:
     device = identify(recordings.load(recording))
     build = BuildFacts("0.3.36", CUDA_LIBRARIES, strings)
     (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
@@ -65,7 +68,9 @@ def test_cuda_code_must_be_of_the_gpus_major_version(strings: tuple[str, ...], r
 
 
 def test_no_llama_cpp_at_all_is_an_error() -> None:
-    (check,) = named(judge(identify(recordings.load("cpu_only_vm")), HealthFacts()), "llama.cpp build")
+    (check,) = named(
+        judge(identify(recordings.load("cpu_only_vm")), HealthFacts()), "llama.cpp build"
+    )
     assert (check.status, check.fix) == ("error", "pip install llama-cpp-python")
 
 
@@ -90,7 +95,11 @@ def test_the_devices_own_warnings_appear_with_their_fix() -> None:
         (HealthFacts(swap=(8 << 30, 6 << 30)), "swap", "warning"),
         (HealthFacts(swap=(8 << 30, 0)), "swap", "ok"),
         (HealthFacts(swap=(0, 0)), "swap", "ok"),
-        (HealthFacts(pressure="some avg10=22.00 avg60=1.0 total=1\n"), "memory pressure", "warning"),
+        (
+            HealthFacts(pressure="some avg10=22.00 avg60=1.0 total=1\n"),
+            "memory pressure",
+            "warning",
+        ),
         (HealthFacts(pressure="some avg10=0.00 avg60=0.0 total=1\n"), "memory pressure", "ok"),
         (HealthFacts(platform_profile="low-power\n"), "power", "warning"),
         (HealthFacts(platform_profile="balanced\n"), "power", "ok"),
@@ -105,7 +114,9 @@ def test_the_devices_own_warnings_appear_with_their_fix() -> None:
         (HealthFacts(workers=(WorkerProcess(7, 1 << 30, orphan=True),)), "stale engine", "warning"),
     ],
 )
-def test_each_check_warns_when_it_should_and_only_then(facts: HealthFacts, name: str, status: str) -> None:
+def test_each_check_warns_when_it_should_and_only_then(
+    facts: HealthFacts, name: str, status: str
+) -> None:
     (check,) = named(judge(identify(recordings.load("cpu_only_vm")), facts), name)
     assert check.status == status
     assert status != "warning" or check.fix
@@ -128,7 +139,9 @@ def test_this_installation_is_read_without_loading_the_engine(tmp_path: object) 
         "facts = health.read(Path('.'), Path('.')); "
         "print('llama_cpp' in sys.modules, bool(facts.disk_free_bytes), facts.workers is not None)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "False True True"
 
 
@@ -178,15 +191,26 @@ def test_overrides_apply_to_this_machine(capsys: pytest.CaptureFixture[str]) -> 
     device_command.device(memory=8.0, bandwidth=50.0, as_json=True)
     body = json.loads(capsys.readouterr().out)
     assert body["memory"]["total_bytes"] == 8 << 30
-    assert body["memory"]["limit_bytes"] == body["memory"]["total_bytes"] - body["memory"]["system_bytes"] < 8 << 30
+    assert (
+        body["memory"]["limit_bytes"]
+        == body["memory"]["total_bytes"] - body["memory"]["system_bytes"]
+        < 8 << 30
+    )
     assert body["bandwidth_gbps"]["basis"] == "given"
 
 
-def test_doctor_runs_here_and_its_json_lists_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_runs_here_and_its_json_lists_every_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     doctor_command.doctor(as_json=True)
     body = json.loads(capsys.readouterr().out)
     assert body["device"]["name"]
-    assert {check["status"] for check in body["checks"]} <= {"ok", "warning", "error", "not checked"}
+    assert {check["status"] for check in body["checks"]} <= {
+        "ok",
+        "warning",
+        "error",
+        "not checked",
+    }
 
 
 def test_an_unknown_bandwidth_is_a_finding_of_doctor() -> None:
@@ -195,7 +219,9 @@ def test_an_unknown_bandwidth_is_a_finding_of_doctor() -> None:
     assert (first.status, first.fix) == ("warning", "localllm device --measure")
 
 
-@pytest.mark.parametrize("name", ["RTX 4090 + 64GB RAM", "2x RTX 3090 + 64GB RAM", "M4 Max 128GB", "DGX Spark"])
+@pytest.mark.parametrize(
+    "name", ["RTX 4090 + 64GB RAM", "2x RTX 3090 + 64GB RAM", "M4 Max 128GB", "DGX Spark"]
+)
 def test_doctor_and_device_say_the_account_of_each_place(name: str) -> None:
     device = resolve(name)
     memories = [card.memory for card in device.cards] or [device.memory]

@@ -1,4 +1,5 @@
-"""Any machine by name: the reference list in three spellings each, traps, overrides, nearest suggestions."""
+"""Any machine by name: the reference list in three spellings each, traps, overrides, nearest
+suggestions."""
 
 from __future__ import annotations
 
@@ -18,15 +19,29 @@ from localllm.errors import NotFoundError, UsageError
 GIB = 1 << 30
 
 REFERENCE = {
-    "Jetson Orin Nano Super 8GB": ["Jetson Orin Nano Super", "orin nano super", "jetson orin-nano super 8gb"],
-    "DGX Spark Founders Edition (GB10)": ["DGX Spark (GB10)", "dgx spark", "NVIDIA GB10", "dgxspark"],
+    "Jetson Orin Nano Super 8GB": [
+        "Jetson Orin Nano Super",
+        "orin nano super",
+        "jetson orin-nano super 8gb",
+    ],
+    "DGX Spark Founders Edition (GB10)": [
+        "DGX Spark (GB10)",
+        "dgx spark",
+        "NVIDIA GB10",
+        "dgxspark",
+    ],
     "Ryzen AI Max+ 395 (Strix Halo)": [
         "Strix Halo 395",
         "strix halo",
         "Ryzen AI Max+ 395",
         "AMD RYZEN AI MAX 395 128GB",
     ],
-    "M4 Max (40-core GPU)": ["M4 Max", "M4 Max 128GB", "apple m4max 64", "MacBook Pro M4 Max 40-core"],
+    "M4 Max (40-core GPU)": [
+        "M4 Max",
+        "M4 Max 128GB",
+        "apple m4max 64",
+        "MacBook Pro M4 Max 40-core",
+    ],
     "M3 Ultra (80-core GPU)": ["M3 Ultra", "M3 Ultra 512", "mac studio m3ultra 256gb"],
     "iPhone 17 Pro (A19 Pro)": ["iPhone 17 Pro", "iphone17 pro", "iPhone 17 Pro Max", "A19 Pro"],
     "GeForce RTX 5090": ["RTX 5090", "rtx5090", "nvidia geforce rtx 5090 32gb", "5090"],
@@ -88,7 +103,8 @@ def test_what_was_not_said_is_chosen_and_stated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "near"), [("rtx 5095", "RTX 5090"), ("M9 Max", "Max"), ("strixhallo", "Ryzen AI Max+ 395")]
+    ("typed", "near"),
+    [("rtx 5095", "RTX 5090"), ("M9 Max", "Max"), ("strixhallo", "Ryzen AI Max+ 395")],
 )
 def test_an_unknown_name_suggests_the_nearest(typed: str, near: str) -> None:
     with pytest.raises(DeviceNotFoundError) as caught:
@@ -118,7 +134,9 @@ def test_an_unknown_machine_can_be_described_by_two_figures() -> None:
     assert any("not in the table" in finding.message for finding in device.findings)
 
 
-@pytest.mark.parametrize("options", [{"memory_gb": 0.0}, {"memory_gb": -1.0}, {"bandwidth_gbps": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{"memory_gb": 0.0}, {"memory_gb": -1.0}, {"bandwidth_gbps": float("nan")}]
+)
 def test_impossible_overrides_are_usage_errors(options: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         resolve("M4 Max", **options)
@@ -135,7 +153,9 @@ def test_several_cards_add_memory_and_keep_one_cards_bandwidth() -> None:
         resolve("2x M4 Max")
 
 
-@pytest.mark.parametrize("typed", ["dual RTX 3090", "RTX 3090 x2", "RTX 3090 ×2", "2 x rtx3090", "rtx 3090 + rtx 3090"])
+@pytest.mark.parametrize(
+    "typed", ["dual RTX 3090", "RTX 3090 x2", "RTX 3090 ×2", "2 x rtx3090", "rtx 3090 + rtx 3090"]
+)
 def test_two_cards_can_be_said_in_many_ways(typed: str) -> None:
     device, one = resolve(typed), resolve("rtx 3090")
     assert device.n_gpus == 2
@@ -172,7 +192,9 @@ def test_mixed_cards_keep_what_each_of_them_holds() -> None:
     assert resolve("RTX 4090 + 2x RTX 3090").n_gpus == 3
 
 
-@pytest.mark.parametrize("typed", ["RTX 4090 + M4 Max", "RTX 4090 + RX 7900 XTX", "RTX 4090 + banana"])
+@pytest.mark.parametrize(
+    "typed", ["RTX 4090 + M4 Max", "RTX 4090 + RX 7900 XTX", "RTX 4090 + banana"]
+)
 def test_what_can_not_share_a_model_is_refused(typed: str) -> None:
     with pytest.raises((UsageError, DeviceNotFoundError)):
         resolve(typed)
@@ -211,14 +233,20 @@ def test_the_two_sizes_of_an_a770_have_different_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "typed", ["2x 3090", "2×3090", "dual 3090", "two RTX 3090", "3090x2", "RTX 3090 x2", "rtx 3090 24GB x2"]
+    "typed",
+    ["2x 3090", "2×3090", "dual 3090", "two RTX 3090", "3090x2", "RTX 3090 x2", "rtx 3090 24GB x2"],
 )
 def test_two_cards_however_they_are_counted(typed: str) -> None:
     assert resolve(typed).name == "2 × GeForce RTX 3090 24 GB"
 
 
 @pytest.mark.parametrize(
-    ("typed", "gb"), [("rtx 3060 12gb, 64 gb ram", 64), ("3090 + 64GB", 64), ("RTX 3090 + RTX 3060 12GB + 32GB", 32)]
+    ("typed", "gb"),
+    [
+        ("rtx 3060 12gb, 64 gb ram", 64),
+        ("3090 + 64GB", 64),
+        ("RTX 3090 + RTX 3060 12GB + 32GB", 32),
+    ],
 )
 def test_a_size_behind_a_card_is_the_computers_memory(typed: str, gb: int) -> None:
     host = resolve(typed).host
@@ -226,7 +254,7 @@ def test_a_size_behind_a_card_is_the_computers_memory(typed: str, gb: int) -> No
     assert host.total_bytes == gb << 30
 
 
-# --- names as people type them ---------------------------------------------------------------------------------------
+# --- names as people type them --------------------------------------------------------------------
 
 
 def _typed_names() -> list[list[str]]:
@@ -234,7 +262,9 @@ def _typed_names() -> list[list[str]]:
     return list(csv.reader(text.splitlines()))[1:]
 
 
-@pytest.mark.parametrize(("typed", "named", "gbps", "gib"), _typed_names(), ids=[row[0] for row in _typed_names()])
+@pytest.mark.parametrize(
+    ("typed", "named", "gbps", "gib"), _typed_names(), ids=[row[0] for row in _typed_names()]
+)
 def test_names_people_typed(typed: str, named: str, gbps: str, gib: str) -> None:
     if named.startswith(("ERR", "ask")):
         with pytest.raises((DeviceNotFoundError, UsageError)):
@@ -303,11 +333,16 @@ def test_a_suffix_more_or_less_is_another_part(row: table.DeviceRow) -> None:
             continue
         other = next(r for r in DISCRETE if r.name == found.match)
         said = typed.replace("Mobile", "Laptop")
-        alike = {w.lower() for w in (said.replace("Max-Q", "Laptop") if "GeForce" in said else said).split()}
+        alike = {
+            w.lower()
+            for w in (said.replace("Max-Q", "Laptop") if "GeForce" in said else said).split()
+        }
         more = {w.lower() for w in SUFFIXES}
         # Only one part is called W7900 or R9700, PRO or not.
         lettered = {"pro"} if re.search(r"\b[RW][0-9]{4}\b", typed) else set()
-        assert {w.lower() for w in _bare_name(other).split()} & more - lettered == alike & more - lettered, (
+        assert {
+            w.lower() for w in _bare_name(other).split()
+        } & more - lettered == alike & more - lettered, (
             typed,
             found.match,
         )
@@ -328,7 +363,9 @@ def test_a_suffix_more_or_less_is_another_part(row: table.DeviceRow) -> None:
         ("8GB laptop", 4, "AVX2", 51.2),
     ],
 )
-def test_a_processor_has_cores_vectors_and_channels(typed: str, cores: int, vectors: str, gbps: float) -> None:
+def test_a_processor_has_cores_vectors_and_channels(
+    typed: str, cores: int, vectors: str, gbps: float
+) -> None:
     device = resolve(typed)
     assert (device.kind, device.accelerator) == ("system", "cpu")
     assert (device.n_cpu_cores, device.cpu_vectors) == (cores, vectors)
@@ -354,14 +391,17 @@ def test_the_processor_beside_cards_computes_what_they_do_not_hold() -> None:
         ("AMD Ryzen AI 9 365 w/ Radeon 880M", "Ryzen AI 300", 10),
     ],
 )
-def test_a_processor_is_known_by_the_name_its_system_prints(printed: str, line: str, cores: int) -> None:
+def test_a_processor_is_known_by_the_name_its_system_prints(
+    printed: str, line: str, cores: int
+) -> None:
     found = cpus.of_name(printed)
     assert found is not None
     assert (found.line, found.cores) == (line, cores)
 
 
 @pytest.mark.parametrize(
-    "name", ["AMD Radeon RX 7900 XTX", "NVIDIA GeForce RTX 4090", "QEMU Virtual CPU version 2.5+", ""]
+    "name",
+    ["AMD Radeon RX 7900 XTX", "NVIDIA GeForce RTX 4090", "QEMU Virtual CPU version 2.5+", ""],
 )
 def test_a_number_of_a_card_is_no_processor(name: str) -> None:
     assert cpus.of_name(name) is None

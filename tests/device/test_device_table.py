@@ -19,7 +19,11 @@ def test_every_row_has_a_source_and_sane_figures() -> None:
         assert row.kind in ("unified", "discrete", "system")
         assert row.bandwidth_gbps is None or 15 < row.bandwidth_gbps < 10_000, row.name
         assert all(1 <= size <= 1024 for size in row.memory_gb), row.name
-        precisions = [value for value in (row.fp16_tflops, row.fp8_tflops, row.fp4_tflops) if value is not None]
+        precisions = [
+            value
+            for value in (row.fp16_tflops, row.fp8_tflops, row.fp4_tflops)
+            if value is not None
+        ]
         assert precisions == sorted(precisions), row.name
 
 
@@ -76,7 +80,11 @@ def test_a_reported_name_finds_its_row(reported: str, memory_gib: float, row: st
     "reported",
     [
         "NVIDIA GeForce GTX 960", "NVIDIA RTX 5880 Ada Generation", "NVIDIA RTX A500",
-        "NVIDIA GeForce RTX 2080 with Max-Q Design", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GeForce RTX 3070 ...",
+        "NVIDIA GeForce RTX 2080 with Max-Q Design", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA "
+                                                                                          "GeForce "
+                                                                                          "RTX "
+                                                                                          "3070 "
+                                                                                          "...",
         "Microsoft Basic Render Driver", "",
     ],
 )  # fmt: skip
@@ -113,7 +121,9 @@ def test_two_cards_of_one_name_and_size_are_told_apart_by_their_clocks() -> None
         ("Apple M5 Pro", 16, 24, 307),
     ],
 )
-def test_apple_bins_have_their_own_bandwidth(chip: str, cores: int | None, memory_gib: int, bandwidth: float) -> None:
+def test_apple_bins_have_their_own_bandwidth(
+    chip: str, cores: int | None, memory_gib: int, bandwidth: float
+) -> None:
     row = table.by_chip(chip, cores, memory_gib * GIB)
     assert row is not None
     assert row.bandwidth_gbps == bandwidth
@@ -132,7 +142,9 @@ def test_an_unlisted_bin_of_a_chip_with_two_bandwidths_is_unknown() -> None:
         ("AMD Ryzen 7 5800X 8-Core Processor", None),
     ],
 )
-def test_a_processor_with_shared_memory_is_known_by_name_in_any_case(cpu: str, row: str | None) -> None:
+def test_a_processor_with_shared_memory_is_known_by_name_in_any_case(
+    cpu: str, row: str | None
+) -> None:
     found = table.by_cpu(cpu)
     assert (found.name if found else None) == row
 
@@ -146,25 +158,35 @@ def test_missing_compute_is_derived_within_a_family_and_says_so() -> None:
     assert table.tflops(laptop) == (None, None, None)  # its power limit decides: not derived
 
 
-# What the table holds of the hardware strings users' machines reported; the rest is older or rarer and stays unknown.
+# What the table holds of the hardware strings users' machines reported; the rest is older or rarer
+# and stays unknown.
 COMMUNITY_KNOWN = {
-    "AMD Radeon RX 6800", "AMD Radeon RX 7900 XT", "AMD Radeon RX 9060 XT", "AMD Radeon RX 9070 XT", "NVIDIA GB10",
-    "NVIDIA GeForce RTX 2070 SUPER", "NVIDIA GeForce RTX 2080", "NVIDIA GeForce RTX 3080", "NVIDIA GeForce RTX 3090",
-    "NVIDIA GeForce RTX 4060 Laptop GPU", "NVIDIA GeForce RTX 4060 Ti", "NVIDIA GeForce RTX 4070 Ti",
+    "AMD Radeon RX 6800", "AMD Radeon RX 7900 XT", "AMD Radeon RX 9060 XT", "AMD Radeon RX 9070 XT",
+    "NVIDIA GB10",
+    "NVIDIA GeForce RTX 2070 SUPER", "NVIDIA GeForce RTX 2080", "NVIDIA GeForce RTX 3080",
+    "NVIDIA GeForce RTX 3090",
+    "NVIDIA GeForce RTX 4060 Laptop GPU", "NVIDIA GeForce RTX 4060 Ti",
+    "NVIDIA GeForce RTX 4070 Ti",
     "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5070", "NVIDIA GeForce RTX 5070 Laptop GPU",
-    "NVIDIA GeForce RTX 5070 Ti", "NVIDIA GeForce RTX 5090 Laptop GPU", "Radeon AI PRO R9700", "Radeon RX 9060 XT",
-    "Tesla T4", "AMD Radeon 780M Graphics", "Intel Arc Graphics 130V/140V (integrated)", "Intel(R) Arc(TM) B390 GPU",
-    "Radeon 840M / 860M Graphics", "NVIDIA GeForce GTX 1080 Ti", "NVIDIA GeForce GTX 1070", "NVIDIA GeForce GTX 1050 Ti",
+    "NVIDIA GeForce RTX 5070 Ti", "NVIDIA GeForce RTX 5090 Laptop GPU", "Radeon AI PRO R9700",
+    "Radeon RX 9060 XT",
+    "Tesla T4", "AMD Radeon 780M Graphics", "Intel Arc Graphics 130V/140V (integrated)",
+    "Intel(R) Arc(TM) B390 GPU",
+    "Radeon 840M / 860M Graphics", "NVIDIA GeForce GTX 1080 Ti", "NVIDIA GeForce GTX 1070",
+    "NVIDIA GeForce GTX 1050 Ti",
     "NVIDIA GeForce GTX 1650", "NVIDIA GeForce RTX 3050 Ti Laptop GPU",
 }  # fmt: skip
 
 
 def test_strings_real_machines_reported_find_a_row_of_that_part_or_none() -> None:
-    machines = json.loads((recordings.FOLDER / "community_hardware.json").read_text(encoding="utf-8"))["machines"]
+    machines = json.loads(
+        (recordings.FOLDER / "community_hardware.json").read_text(encoding="utf-8")
+    )["machines"]
     names = {machine["hardwareName"] for machine in machines if machine["os"] != "macos"}
     found = {name for name in names if table.by_gpu_name(name) is not None}
     assert names >= COMMUNITY_KNOWN
-    assert found == COMMUNITY_KNOWN - {"Radeon 840M / 860M Graphics"}  # two parts in one name: neither
+    # two parts in one name: neither
+    assert found == COMMUNITY_KNOWN - {"Radeon 840M / 860M Graphics"}
     for machine in machines:
         if machine["os"] == "macos":
             assert table.by_chip(machine["cpu"], None, int(machine["ramGb"] * GIB)) is not None

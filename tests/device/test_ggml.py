@@ -1,4 +1,5 @@
-"""The installed llama.cpp is asked for its devices in a child; what it says is held beside what the probes found."""
+"""The installed llama.cpp is asked for its devices in a child; what it says is held beside what the
+probes found."""
 
 from __future__ import annotations
 
@@ -16,10 +17,13 @@ from localllm.device.in_use import ask_build
 from localllm.device.machines import identify
 
 VULKAN_LINE = (
-    "ggml_vulkan: 0 = Radeon 8060S Graphics (RADV GFX1151) (radv) | uma: 1 | fp16: 1 | bf16: 0 | fp4: 0 | warp size: 64 "
+    "ggml_vulkan: 0 = Radeon 8060S Graphics (RADV GFX1151) (radv) | uma: 1 | fp16: 1 | bf16: 0 | "
+    "fp4: 0 | warp size: 64 "
     "| shared memory: 65536 | int dot: 1 | matrix cores: KHR_coopmat"
 )
-CUDA_LINE = "  Device 0: NVIDIA GeForce RTX 5090, compute capability 12.0, VMM: yes, VRAM: 32109 MiB"
+CUDA_LINE = (
+    "  Device 0: NVIDIA GeForce RTX 5090, compute capability 12.0, VMM: yes, VRAM: 32109 MiB"
+)
 METAL_LINES = (
     "ggml_metal_device_init: simdgroup matrix mul. = true",
     "ggml_metal_device_init: has bfloat            = true",
@@ -76,10 +80,14 @@ def test_the_installed_build_names_its_processor() -> None:
         ("import os; os.write(1, b'not JSON'); os._exit(0)", "can't be read"),
     ],
 )
-def test_a_build_that_breaks_its_process_costs_a_sentence(tmp_path: Path, program: str, told: str) -> None:
+def test_a_build_that_breaks_its_process_costs_a_sentence(
+    tmp_path: Path, program: str, told: str
+) -> None:
     (tmp_path / "llama_cpp.py").write_text(program)
     search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    build = ask_build({**os.environ, "PYTHONPATH": search}, timeout_s=2.0 if told == "hung" else 60.0)
+    build = ask_build(
+        {**os.environ, "PYTHONPATH": search}, timeout_s=2.0 if told == "hung" else 60.0
+    )
     assert told in build.failure
     (found,) = ggml.differences(identify(recordings.load("cpu_only_vm")), build)
     assert found.level == "error"
@@ -93,9 +101,15 @@ def test_what_a_backend_says_on_standard_error_is_read_too(tmp_path: Path) -> No
     for folder in ("localllm_backends", "localllm_backends/llamacpp"):
         (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "localllm_backends" / "llamacpp" / "devices.py").write_text(
-        f"import sys\nprint({VULKAN_LINE!r}, file=sys.stderr)\nprint('a driver greets')\nprint({json.dumps(answered)!r})\n"
+        f"import sys\nprint({VULKAN_LINE!r}, file=sys.stderr)\nprint('a driver "
+        f"greets')\nprint({json.dumps(answered)!r})\n"
     )
-    build = ask_build({**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
+    build = ask_build(
+        {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        }
+    )
     assert build.failure == ""
     assert "int dot: 1" in build.devices[0].details
 
@@ -138,7 +152,10 @@ def test_agreement_is_silent_and_less_memory_is_a_warning() -> None:
 
 def test_two_cards_of_which_the_build_sees_one_is_a_warning() -> None:
     machine = identify(recordings.load("rtx_4090_two"))
-    levels = {f.level for f in ggml.differences(machine, answer("CUDA0", "CUDA", machine.memory.total_bytes))}
+    levels = {
+        f.level
+        for f in ggml.differences(machine, answer("CUDA0", "CUDA", machine.memory.total_bytes))
+    }
     assert levels == {"warning"}
 
 
@@ -151,9 +168,13 @@ def test_one_allocation_that_must_be_smaller_than_the_memory_is_told() -> None:
 
 def test_doctor_lists_the_devices_and_says_when_nobody_was_asked() -> None:
     machine = identify(recordings.load("rtx_4070_desktop"))
-    asked = judge(machine, HealthFacts(llama_cpp=answer("CUDA0", "CUDA", machine.memory.total_bytes)))
+    asked = judge(
+        machine, HealthFacts(llama_cpp=answer("CUDA0", "CUDA", machine.memory.total_bytes))
+    )
     assert [c.status for c in asked if c.name == "llama.cpp device"] == ["ok"]
-    assert [c.status for c in judge(machine, HealthFacts()) if c.name == "llama.cpp device"] == ["not checked"]
+    assert [c.status for c in judge(machine, HealthFacts()) if c.name == "llama.cpp device"] == [
+        "not checked"
+    ]
 
 
 @pytest.mark.parametrize("name", [n for n in recordings.names() if not n.startswith("mac")])
@@ -184,13 +205,17 @@ def test_no_engine_and_one_that_does_not_answer_change_no_plan() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("gpu", "discrete"), ("igpu", "unified")])
-def test_a_gpu_that_only_the_build_knows_is_what_plans_are_made_for(kind: str, expected: str) -> None:
+def test_a_gpu_that_only_the_build_knows_is_what_plans_are_made_for(
+    kind: str, expected: str
+) -> None:
     machine = identify(recordings.load("cpu_only_ddr4_one_stick"))
     used = in_use.as_used(machine, machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
     assert (used.kind, used.accelerator, used.memory.limit_bytes) == (expected, "vulkan", 2 << 30)
     assert used.host == (machine.memory if expected == "discrete" else None)
     assert used.bandwidth_gbps == (None if expected == "discrete" else machine.bandwidth_gbps)
     (finding,) = [
-        f for f in ggml.differences(machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind)) if f.level == "warning"
+        f
+        for f in ggml.differences(machine, answer("Vulkan0", "Vulkan", 2 << 30, kind=kind))
+        if f.level == "warning"
     ]
     assert "did not show" in finding.message

@@ -1,4 +1,5 @@
-"""How much Metal recommends: which of its functions are asked, in which order, by libraries that note what is called."""
+"""How much Metal recommends: which of its functions are asked, in which order, by libraries that
+note what is called."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Function:
 
 @dataclass
 class Mac:
-    """`load` of its libraries: Metal has a default device only after CoreGraphics, and `n_devices` in its list."""
+    """`load` of its libraries: Metal has a default device only after CoreGraphics, and `n_devices`
+    in its list."""
 
     default: bool = True
     n_devices: int = 1
@@ -65,7 +67,10 @@ class Mac:
             return LISTED if self.n_devices >= 0 else None
 
         library: Any = type("metal", (), {})()
-        library.MTLCreateSystemDefaultDevice, library.MTLCopyAllDevices = Function(default), Function(every)
+        library.MTLCreateSystemDefaultDevice, library.MTLCopyAllDevices = (
+            Function(default),
+            Function(every),
+        )
         return library
 
 

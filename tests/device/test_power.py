@@ -32,7 +32,10 @@ def test_rapl_counts_what_is_beside_each_other_once() -> None:
 
 
 def test_a_counter_that_began_anew_is_understood() -> None:
-    before, after = [EnergyCounter("package-0", 262_000.0, 262_143.3)], [EnergyCounter("package-0", 10.0, 262_143.3)]
+    before, after = (
+        [EnergyCounter("package-0", 262_000.0, 262_143.3)],
+        [EnergyCounter("package-0", 10.0, 262_143.3)],
+    )
     assert used_j(before, after) == pytest.approx(153.3)
     assert used_j(after, [EnergyCounter("package-0", 35.5, 262_143.3)]) == pytest.approx(25.5)
     assert used_j(before, []) is None
@@ -92,7 +95,10 @@ def test_a_macs_battery_and_powermetrics() -> None:
     assert mac_battery_w(IOREG.replace("= No", "= Yes")) is None
     assert mac_battery_w("") is None
     assert (
-        powermetrics_w("CPU Power: 5012 mW\nGPU Power: 9000 mW\nCombined Power (CPU + GPU + ANE): 14012 mW\n") == 14.012
+        powermetrics_w(
+            "CPU Power: 5012 mW\nGPU Power: 9000 mW\nCombined Power (CPU + GPU + ANE): 14012 mW\n"
+        )
+        == 14.012
     )
     assert powermetrics_w("powermetrics must be invoked as the superuser\n") is None
 
@@ -112,7 +118,9 @@ def test_where_nothing_says_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert meter.use.watts == pytest.approx(20.0)
 
 
-def test_metrics_have_what_the_machine_says_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_have_what_the_machine_says_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from fastapi.testclient import TestClient
 
     from localllm.device.probes import power
@@ -129,8 +137,8 @@ def test_metrics_have_what_the_machine_says_and_nothing_else(monkeypatch: pytest
     page = page_of()
     assert "# TYPE localllm_power_watts gauge\nlocalllm_power_watts 14.500\n" in page
     assert (
-        "# TYPE localllm_energy_package_0_0_joules_total counter\nlocalllm_energy_package_0_0_joules_total 53012.346\n"
-        in page
+        "# TYPE localllm_energy_package_0_0_joules_total "
+        "counter\nlocalllm_energy_package_0_0_joules_total 53012.346\n" in page
     )
     monkeypatch.setattr(power, "counters", list)
     monkeypatch.setattr(power, "watts_now", lambda: None)
@@ -149,4 +157,6 @@ def test_bench_prints_power_where_it_is_known() -> None:
     }
     assert not any("power" in line for line in lines(figures))
     power = {"watts": 40.0, "joules_per_token": 2.0, "source": "RAPL: package-0"}
-    assert any("40.0 W" in line and "2.00 J a token" in line for line in lines({**figures, "power": power}))
+    assert any(
+        "40.0 W" in line and "2.00 J a token" in line for line in lines({**figures, "power": power})
+    )

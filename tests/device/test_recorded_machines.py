@@ -1,4 +1,5 @@
-"""Recorded outputs of real machines identify as the machine they came from, with honest memory and bandwidth."""
+"""Recorded outputs of real machines identify as the machine they came from, with honest memory and
+bandwidth."""
 
 from __future__ import annotations
 
@@ -24,19 +25,30 @@ class Expected:
     basis: str = "datasheet"
 
 
-# What is kept free on pools the system lives in is written out: 0.95 × what the kernel calls MemTotal, half a GiB less on those
-# below 10 GiB, and an eighth on those below 4. Of a carve-out ROCm has that or the GTT, not the sum of both.
+# What is kept free on pools the system lives in is written out: 0.95 × what the kernel calls
+# MemTotal, half a GiB less on those below 10 GiB, and an eighth on those below 4. Of a carve-out
+# ROCm has that or the GTT, not the sum of both.
 EXPECTED = {
     "container_v1_128mb": Expected("system", "cpu", "", 0.875 / 8, None),
     "container_v1_nested": Expected("system", "cpu", "", 4 - 0.5, None),
     "container_v2_125mb": Expected("system", "cpu", "", 0.875 * 131072000 / GIB, None),
-    "cpu_only_ddr4_one_stick": Expected("system", "cpu", "", 0.95 * 16384000 * KIB / GIB, 24.0, "derived"),
+    "cpu_only_ddr4_one_stick": Expected(
+        "system", "cpu", "", 0.95 * 16384000 * KIB / GIB, 24.0, "derived"
+    ),
     "cpu_only_vm": Expected("system", "cpu", "", 0.95 * 24684084 * KIB / GIB, None),
-    "gb10_not_supported": Expected("unified", "cuda", "DGX Spark Founders Edition (GB10)", 115.6, 273),
-    "gb10_nvml_success": Expected("unified", "cuda", "DGX Spark Founders Edition (GB10)", 113.7, 273),
+    "gb10_not_supported": Expected(
+        "unified", "cuda", "DGX Spark Founders Edition (GB10)", 115.6, 273
+    ),
+    "gb10_nvml_success": Expected(
+        "unified", "cuda", "DGX Spark Founders Edition (GB10)", 113.7, 273
+    ),
     "gb10_table": Expected("unified", "cuda", "DGX Spark Founders Edition (GB10)", 115.6, 273),
-    "jetson_agx_orin_64gb": Expected("unified", "cuda", "Jetson AGX Orin 64GB", 0.95 * 62840 / 1024, 204.8),
-    "jetson_orin_nano": Expected("unified", "cuda", "Jetson Orin Nano 8GB (15W)", 7.44 - 0.5, 68.22),
+    "jetson_agx_orin_64gb": Expected(
+        "unified", "cuda", "Jetson AGX Orin 64GB", 0.95 * 62840 / 1024, 204.8
+    ),
+    "jetson_orin_nano": Expected(
+        "unified", "cuda", "Jetson Orin Nano 8GB (15W)", 7.44 - 0.5, 68.22
+    ),
     "jetson_orin_nx_16gb": Expected("unified", "cuda", "Jetson Orin NX 16GB", 0.95 * 15.3, 102.4),
     "laptops_truncated_names": Expected("discrete", "cuda", "", 16, None),
     "mac_m1_pro_16gb": Expected("unified", "metal", "M1 Pro (14-core GPU)", 16 * 2 / 3, 200),
@@ -48,12 +60,18 @@ EXPECTED = {
     "rtx_4070_desktop": Expected("discrete", "cuda", "GeForce RTX 4070", 12282 / 1024, 504.2),
     "rtx_4070_laptop_log": Expected("discrete", "cuda", "GeForce RTX 4070 Laptop", 8, 256),
     "rtx_4090_two": Expected("discrete", "cuda", "GeForce RTX 4090", 2 * 24564 / 1024, 1008),
-    "rtx_5090_devicequery": Expected("discrete", "cuda", "GeForce RTX 5090", 33677180928 / GIB, 1792),
+    "rtx_5090_devicequery": Expected(
+        "discrete", "cuda", "GeForce RTX 5090", 33677180928 / GIB, 1792
+    ),
     "rtx_5090_two": Expected("discrete", "cuda", "GeForce RTX 5090", 2 * 32607 / 1024, 1792),
     "rx_7900_xt": Expected("discrete", "rocm", "Radeon RX 7900 XT", 21458059264 / GIB, 800),
     "rx_7900_xtx": Expected("discrete", "rocm", "Radeon RX 7900 XTX", 24560 / 1024, 960),
-    "strix_halo_96gb_carveout": Expected("unified", "rocm", "Ryzen AI Max+ 395 (Strix Halo)", 96, 256),
-    "strix_halo_default": Expected("unified", "rocm", "Ryzen AI Max+ 395 (Strix Halo)", 63968 / 1024, 256),
+    "strix_halo_96gb_carveout": Expected(
+        "unified", "rocm", "Ryzen AI Max+ 395 (Strix Halo)", 96, 256
+    ),
+    "strix_halo_default": Expected(
+        "unified", "rocm", "Ryzen AI Max+ 395 (Strix Halo)", 63968 / 1024, 256
+    ),
     "strix_halo_raised": Expected("unified", "rocm", "Ryzen AI Max+ 395 (Strix Halo)", 96, 256),
     "wsl2_gtx1650_laptop": Expected("discrete", "cuda", "", 4, None),
 }
@@ -63,7 +81,11 @@ EXPECTED = {
 def test_a_recorded_machine_is_recognised(name: str) -> None:
     expected = EXPECTED[name]
     device = identify(recordings.load(name))
-    assert (device.kind, device.accelerator, device.match) == (expected.kind, expected.accelerator, expected.match)
+    assert (device.kind, device.accelerator, device.match) == (
+        expected.kind,
+        expected.accelerator,
+        expected.match,
+    )
     assert device.memory.limit_bytes / GIB == pytest.approx(expected.limit_gib, rel=2e-3)
     if expected.bandwidth_gbps is None:
         assert device.bandwidth_gbps is None
@@ -119,10 +141,17 @@ def test_vram_in_use_by_others_is_not_offered() -> None:
 
 
 def test_small_gtt_gets_the_kernel_setting_that_raises_it_and_a_raised_one_gets_none() -> None:
-    advice = [f.fix for f in identify(recordings.load("strix_halo_default")).findings if "GTT" in f.message]
+    advice = [
+        f.fix
+        for f in identify(recordings.load("strix_halo_default")).findings
+        if "GTT" in f.message
+    ]
     assert len(advice) == 1
-    assert "ttm.pages_limit=32505856" in advice[0]  # 124 GiB: what a 128 GB machine is documented to use
-    assert not [f for f in identify(recordings.load("strix_halo_raised")).findings if "GTT" in f.message]
+    # 124 GiB: what a 128 GB machine is documented to use
+    assert "ttm.pages_limit=32505856" in advice[0]
+    assert not [
+        f for f in identify(recordings.load("strix_halo_raised")).findings if "GTT" in f.message
+    ]
 
 
 def test_a_carve_out_is_memory_the_gpu_has_not_the_whole_of_it() -> None:
@@ -188,7 +217,9 @@ def test_orin_nano_super_mode_has_the_bandwidth_of_its_power_mode() -> None:
 
 
 def test_a_wired_limit_above_physical_memory_is_clamped_and_reported() -> None:
-    sysctl = "machdep.cpu.brand_string: Apple M2\nhw.memsize: 17179869184\niogpu.wired_limit_mb: 20000\n"
+    sysctl = (
+        "machdep.cpu.brand_string: Apple M2\nhw.memsize: 17179869184\niogpu.wired_limit_mb: 20000\n"
+    )
     outputs = {"sysctl": sysctl, "metal": "recommendedMaxWorkingSetSize = 20971520000 bytes"}
     device = identify(Readings("macos", "arm64", {}, outputs))
     assert device.memory.limit_bytes == 16 * GIB
@@ -236,7 +267,9 @@ def test_huge_pages_are_what_an_integrated_cuda_gpu_can_use_where_they_are_reser
     )
     readings = recordings.load("gb10_not_supported")
     device = identify(replace(readings, files={**readings.files, "/proc/meminfo": meminfo}))
-    assert device.memory.available_bytes == pytest.approx(40000 * 2048 * KIB - 0.05 * 127600748 * KIB, rel=1e-6)
+    assert device.memory.available_bytes == pytest.approx(
+        40000 * 2048 * KIB - 0.05 * 127600748 * KIB, rel=1e-6
+    )
 
 
 def test_unlike_cards_read_their_shares_in_turn() -> None:
@@ -252,7 +285,10 @@ def test_unlike_cards_read_their_shares_in_turn() -> None:
 
 
 def test_an_unknown_card_gets_its_bandwidth_from_clock_times_width() -> None:
-    nvml = '[{"name": "NVIDIA GeForce GTX 1650", "total": 4294967296, "bus_bits": 128, "max_memory_mhz": 6001}]'
+    nvml = (
+        '[{"name": "NVIDIA GeForce GTX 1650", "total": 4294967296, "bus_bits": 128, '
+        '"max_memory_mhz": 6001}]'
+    )
     files = {"/proc/meminfo": "MemTotal: 16384000 kB\nMemAvailable: 12000000 kB\n"}
     bandwidth = identify(Readings("linux", "x86_64", files, {"nvml": nvml})).bandwidth_gbps
     assert bandwidth is not None
@@ -260,7 +296,10 @@ def test_an_unknown_card_gets_its_bandwidth_from_clock_times_width() -> None:
 
 
 def test_clocks_that_contradict_the_table_win_and_are_reported() -> None:
-    nvml = '[{"name": "NVIDIA GeForce RTX 4070", "total": 12878610432, "bus_bits": 192, "max_memory_mhz": 7000}]'
+    nvml = (
+        '[{"name": "NVIDIA GeForce RTX 4070", "total": 12878610432, "bus_bits": 192, '
+        '"max_memory_mhz": 7000}]'
+    )
     files = {"/proc/meminfo": "MemTotal: 16384000 kB\nMemAvailable: 12000000 kB\n"}
     device = identify(Readings("linux", "x86_64", files, {"nvml": nvml}))
     assert device.bandwidth_gbps is not None

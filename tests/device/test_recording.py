@@ -1,4 +1,5 @@
-"""`doctor --report`: what one machine's probes read is the same machine wherever it is read again."""
+"""`doctor --report`: what one machine's probes read is the same machine wherever it is read
+again."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from localllm.device.recording import recorded
 from localllm.device.types import Readings
 
 
-@pytest.mark.parametrize("name", ["cpu_only_ddr4_one_stick", "mac_m3_16gb", "rtx_4090_two", "strix_halo_default"])
+@pytest.mark.parametrize(
+    "name", ["cpu_only_ddr4_one_stick", "mac_m3_16gb", "rtx_4090_two", "strix_halo_default"]
+)
 def test_a_recording_is_the_machine_it_was_made_on(name: str, tmp_path: Path) -> None:
     readings = recordings.load(name)
     (tmp_path / "again.txt").write_text(
@@ -27,7 +30,10 @@ def test_a_recording_is_the_machine_it_was_made_on(name: str, tmp_path: Path) ->
 
 def test_numbers_of_one_copy_stay_with_their_owner() -> None:
     said = {"+dmi": "E:MEMORY_DEVICE_0_SERIAL_NUMBER=123ABC\nE:MEMORY_DEVICE_0_TYPE=DDR5"}
-    asked = {"displays": '{"_spdisplays_display-serial-number" : "7c1", "sppci_model": "M3"}', "smi": "UUID: GPU-1f"}
+    asked = {
+        "displays": '{"_spdisplays_display-serial-number" : "7c1", "sppci_model": "M3"}',
+        "smi": "UUID: GPU-1f",
+    }
     text = recorded(Readings("linux", "x86_64", said, asked), "m", "t")
     assert not any(number in text for number in ("123ABC", "7c1", "GPU-1f"))
     assert "TYPE=DDR5" in text

@@ -1,6 +1,8 @@
-"""What owners of cards and boards posted: several cards, hidden ones, slices, other makers' beside them, virtual machines.
+"""What owners of cards and boards posted: several cards, hidden ones, slices, other makers' beside
+them, virtual machines.
 
-Each case is the values of a public report, as the probes would have read them; its name says the report.
+Each case is the values of a public report, as the probes would have read them; its name says the
+report.
 """
 
 from __future__ import annotations
@@ -36,19 +38,26 @@ def card(name: str, gib: float, uuid: str = "", **more: object) -> dict[str, obj
 
 def drm(n: int, vendor: str, device: str, **files: str) -> dict[str, str]:
     folder = f"/sys/class/drm/card{n}/device"
-    return {f"{folder}/vendor": vendor, f"{folder}/device": device} | {f"{folder}/{k}": v for k, v in files.items()}
+    return {f"{folder}/vendor": vendor, f"{folder}/device": device} | {
+        f"{folder}/{k}": v for k, v in files.items()
+    }
 
 
 def amd(n: int, device: str, vram_gib: float, gtt_gib: float, **files: str) -> dict[str, str]:
-    memory = {"mem_info_vram_total": str(int(vram_gib * GIB)), "mem_info_gtt_total": str(int(gtt_gib * GIB))}
-    return drm(n, "0x1002", device, mem_info_vram_used="0", mem_info_gtt_used="0", **memory, **files)
+    memory = {
+        "mem_info_vram_total": str(int(vram_gib * GIB)),
+        "mem_info_gtt_total": str(int(gtt_gib * GIB)),
+    }
+    return drm(
+        n, "0x1002", device, mem_info_vram_used="0", mem_info_gtt_used="0", **memory, **files
+    )
 
 
 def said(device: Device) -> str:
     return "\n".join(f"{finding.message} {finding.fix}" for finding in device.findings)
 
 
-# --- which of several ------------------------------------------------------------------------------------------------
+# --- which of several -----------------------------------------------------------------------------
 
 MIXED = [
     card("NVIDIA GeForce RTX 3080", 10, "GPU-aaaa1111"),
@@ -58,7 +67,8 @@ MIXED = [
 
 
 def test_cards_keep_the_order_of_their_addresses() -> None:
-    """ollama#5239: CUDA counts the fastest first, the driver by address. Plans name cards as the driver does."""
+    """ollama#5239: CUDA counts the fastest first, the driver by address. Plans name cards as the
+    driver does."""
     device = linux(nvml=nvidia(*MIXED))
     assert [(c.number, c.match) for c in device.cards] == [
         (0, "GeForce RTX 3080"), (1, "GeForce RTX 5090"), (2, "GeForce RTX 3080"),
@@ -81,7 +91,9 @@ def test_cards_keep_the_order_of_their_addresses() -> None:
 )
 def test_a_plan_is_for_the_cards_that_are_not_hidden(variable: str, matches: list[str]) -> None:
     device = linux(nvml=nvidia(*MIXED), environment=f"CUDA_VISIBLE_DEVICES={variable}")
-    assert sorted(c.match for c in device.cards or ((device,) if matches else ())) == sorted(matches)
+    assert sorted(c.match for c in device.cards or ((device,) if matches else ())) == sorted(
+        matches
+    )
     assert [c.number for c in device.cards] == list(range(len(device.cards)))
     assert device.n_gpus == max(1, len(matches))
     assert (device.accelerator == "cpu") == (not matches)
@@ -90,7 +102,9 @@ def test_a_plan_is_for_the_cards_that_are_not_hidden(variable: str, matches: lis
 
 
 def test_what_hides_nothing_is_not_mentioned() -> None:
-    assert "VISIBLE" not in said(linux(nvml=nvidia(*MIXED), environment="CUDA_VISIBLE_DEVICES=0,1,2"))
+    assert "VISIBLE" not in said(
+        linux(nvml=nvidia(*MIXED), environment="CUDA_VISIBLE_DEVICES=0,1,2")
+    )
     assert visible(None, ["", ""]) == [0, 1]
 
 
@@ -104,11 +118,13 @@ def test_cards_of_amd_are_hidden_by_its_own_variables() -> None:
 def test_the_probe_notes_what_chooses_gpus() -> None:
     code = "from localllm.device.probes.systems import environment; print(environment())"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert "CUDA_VISIBLE_DEVICES=1" in done.stdout
 
 
-# --- slices ----------------------------------------------------------------------------------------------------------
+# --- slices ---------------------------------------------------------------------------------------
 
 REFUSED = (
     "name, memory.total [MiB], memory.used [MiB], compute_cap\n"
@@ -120,8 +136,13 @@ REFUSED = (
     "outputs",
     [
         {"nvidia-smi": REFUSED},  # StableSwarmUI#388
-        {"nvml": nvidia({"name": "NVIDIA A100-SXM4-80GB", "cc_major": 8, "cc_minor": 0, "bus_bits": 5120})},
-        {"nvml": nvidia(card("NVIDIA H100 80GB HBM3", 80, mig=1))},  # the parent shows all its memory
+        {
+            "nvml": nvidia(
+                {"name": "NVIDIA A100-SXM4-80GB", "cc_major": 8, "cc_minor": 0, "bus_bits": 5120}
+            )
+        },
+        # the parent shows all its memory
+        {"nvml": nvidia(card("NVIDIA H100 80GB HBM3", 80, mig=1))},
     ],
 )
 def test_a_slice_of_unknown_size_is_never_the_whole_card(outputs: dict[str, str]) -> None:
@@ -140,7 +161,9 @@ def test_a_slice_of_unknown_size_is_never_the_whole_card(outputs: dict[str, str]
         (card("NVIDIA A40-12Q", 12), 12),
     ],
 )
-def test_a_slice_of_known_size_has_that_and_no_cards_bandwidth(gpu: dict[str, object], gib: float) -> None:
+def test_a_slice_of_known_size_has_that_and_no_cards_bandwidth(
+    gpu: dict[str, object], gib: float
+) -> None:
     device = linux(nvml=nvidia(gpu))
     assert device.memory.total_bytes == pytest.approx(gib * GIB, rel=1e-6)
     assert (device.match, device.bandwidth_gbps) == ("", None)
@@ -151,17 +174,22 @@ def test_a_desktop_card_that_tells_no_memory_is_still_known() -> None:
     assert (device.match, device.memory.total_bytes) == ("GeForce RTX 4090", 24 * GIB)
 
 
-# --- other makers ----------------------------------------------------------------------------------------------------
+# --- other makers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("files", "name"),
     [
-        (amd(1, "0x744c", 24, 31, revision="0xc8", board_info="type : cem\n"), "Radeon RX 7900 XTX"),
+        (
+            amd(1, "0x744c", 24, 31, revision="0xc8", board_info="type : cem\n"),
+            "Radeon RX 7900 XTX",
+        ),
         (drm(1, "0x8086", "0xe211"), "Arc Pro B60"),  # lmstudio#1216: an A2000 beside a B60
     ],
 )
-def test_a_card_of_another_maker_beside_an_nvidia_one_is_named(files: dict[str, str], name: str) -> None:
+def test_a_card_of_another_maker_beside_an_nvidia_one_is_named(
+    files: dict[str, str], name: str
+) -> None:
     device = linux(files, nvml=nvidia(card("NVIDIA GeForce RTX 5060 Ti", 15.93)))
     assert (device.match, device.n_gpus) == ("GeForce RTX 5060 Ti 16 GB", 1)
     assert name in said(device)
@@ -169,14 +197,21 @@ def test_a_card_of_another_maker_beside_an_nvidia_one_is_named(files: dict[str, 
 
 
 def test_graphics_of_the_processor_are_no_second_card() -> None:
-    """Of a 9800X3D beside a 7900 XTX, with and without its maker's name of "unknown" memory chips."""
-    for more in ({}, {"mem_info_vram_vendor": "unknown"}, {"mem_info_vram_vendor": "unknown", "revision": "0xc1"}):
+    """Of a 9800X3D beside a 7900 XTX, with and without its maker's name of "unknown" memory
+    chips."""
+    for more in (
+        {},
+        {"mem_info_vram_vendor": "unknown"},
+        {"mem_info_vram_vendor": "unknown", "revision": "0xc1"},
+    ):
         files = amd(0, "0x13c0", 0.5, 31, **more) | amd(
             1, "0x744c", 24, 31, revision="0xc8", mem_info_vram_vendor="samsung"
         )
         device = linux(files)
         assert (device.n_gpus, device.match) == (1, "Radeon RX 7900 XTX"), more
-        assert "here too" not in said(linux(amd(0, "0x13c0", 0.5, 31, **more), nvml=nvidia(card("RTX 4090", 24))))
+        assert "here too" not in said(
+            linux(amd(0, "0x13c0", 0.5, 31, **more), nvml=nvidia(card("RTX 4090", 24)))
+        )
 
 
 @pytest.mark.parametrize("device_id", ["0x164c", "0x15e7", "0x1681", "0x13fe", "0xffff"])
@@ -190,8 +225,12 @@ def test_an_apu_is_one_pool_whatever_its_id(device_id: str) -> None:
 @pytest.mark.parametrize(
     ("pci", "row", "gib"),
     [
-        ("0xe20b", "Arc B580", 12), ("0xe20c", "Arc B570", 10), ("0xe211", "Arc Pro B60", 24), ("0xe212", "Arc Pro B50", 16),
-        ("0xe223", "Arc Pro B70", 32), ("0xe222", "Arc Pro B65", 32), ("0x56a2", "Arc A580", 8), ("0x56a5", "Arc A380", 6),
+        ("0xe20b", "Arc B580", 12), ("0xe20c", "Arc B570", 10), ("0xe211", "Arc Pro B60", 24), ("0xe212", "Arc "
+                                                                                                          "Pro "
+                                                                                                          "B50", 16),
+        ("0xe223", "Arc Pro B70", 32), ("0xe222", "Arc Pro B65", 32), ("0x56a2", "Arc "
+                                                                                 "A580", 8), ("0x56a5", "Arc "
+                                                                                                        "A380", 6),
     ],
 )  # fmt: skip
 def test_arcs_are_known_by_their_ids_and_several_count(pci: str, row: str, gib: int) -> None:
@@ -200,7 +239,12 @@ def test_arcs_are_known_by_their_ids_and_several_count(pci: str, row: str, gib: 
     assert (one.match, one.accelerator, one.memory.total_bytes) == (row, "vulkan", gib * GIB)
     two = linux(drm(0, "0x8086", "0x7d67") | drm(1, "0x8086", pci) | drm(2, "0x8086", pci))
     assert (two.n_gpus, two.memory.total_bytes) == (2, 2 * gib * GIB)
-    assert linux(drm(0, "0x8086", pci) | drm(1, "0x8086", pci), environment="GGML_VK_VISIBLE_DEVICES=0").n_gpus == 1
+    assert (
+        linux(
+            drm(0, "0x8086", pci) | drm(1, "0x8086", pci), environment="GGML_VK_VISIBLE_DEVICES=0"
+        ).n_gpus
+        == 1
+    )
 
 
 VULKAN = """GPU0:
@@ -227,7 +271,8 @@ def test_intel_graphics_of_a_processor_are_no_card() -> None:
 @pytest.mark.parametrize(
     ("pci", "row"),
     [
-        ("0x7d55", "Meteor Lake"), ("0x7d51", "Arrow Lake"), ("0x64a0", "Lunar Lake"), ("0xb080", "Arc B390"),
+        ("0x7d55", "Meteor Lake"), ("0x7d51", "Arrow Lake"), ("0x64a0", "Lunar Lake"), ("0xb080", "Arc "
+                                                                                                  "B390"),
         ("0xb086", "Arc B390"), ("0xb083", "Arc B370"),
     ],
 )  # fmt: skip
@@ -237,13 +282,14 @@ def test_arc_graphics_of_a_processor_are_known_by_their_ids(pci: str, row: str) 
     assert row in device.match
 
 
-# --- Windows ---------------------------------------------------------------------------------------------------------
+# --- Windows --------------------------------------------------------------------------------------
 
 
 def windows(processor: str, *adapters: str) -> Device:
     key = r"HKEY_LOCAL_MACHINE\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
     shown = "".join(
-        f"{key}\\{i:04}\n    DriverDesc    REG_SZ    {name}\n    MatchingDeviceId    REG_SZ    PCI\\VEN_8086&DEV_64A0\n"
+        f"{key}\\{i:04}\n    DriverDesc    REG_SZ    {name}\n    MatchingDeviceId    REG_SZ    "
+        "PCI\\VEN_8086&DEV_64A0\n"
         for i, name in enumerate(adapters)
     )
     outputs = {
@@ -257,21 +303,30 @@ def windows(processor: str, *adapters: str) -> Device:
 @pytest.mark.parametrize(
     ("processor", "adapter", "row", "gbps"),
     [
-        ("Intel(R) Core(TM) Ultra 5 238V", "Intel(R) Arc(TM) 130V GPU (16GB)", "Lunar Lake", 136.5),  # ollama#13153
+        # ollama#13153
+        ("Intel(R) Core(TM) Ultra 5 238V", "Intel(R) Arc(TM) 130V GPU (16GB)", "Lunar Lake", 136.5),
         ("Intel(R) Core(TM) Ultra 7 258V", "Intel(R) Arc(TM) 140V GPU (16GB)", "Lunar Lake", 136.5),
-        ("Intel(R) Core(TM) Ultra 9 285H", "Intel(R) Arc(TM) 140T GPU (16GB)", "Arrow Lake", None),  # llmfit#676
-        ("Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R) Oryon(TM) CPU", "Qualcomm(R) Adreno(TM) X2-90 GPU",
+        # llmfit#676
+        ("Intel(R) Core(TM) Ultra 9 285H", "Intel(R) Arc(TM) 140T GPU (16GB)", "Arrow Lake", None),
+        ("Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R) Oryon(TM) CPU", "Qualcomm(R) "
+                                                                                  "Adreno(TM) "
+                                                                                  "X2-90 "
+                                                                                  "GPU",
          "X2E-96-100", 228.0),
-        ("Snapdragon(R) X Elite - X1E78100 - Qualcomm(R) Oryon(TM) CPU", "Qualcomm(R) Adreno(TM) X1-85 GPU", "X1E-80/78", None),
+        ("Snapdragon(R) X Elite - X1E78100 - Qualcomm(R) Oryon(TM) CPU", "Qualcomm(R) Adreno(TM) "
+                                                                         "X1-85 "
+                                                                         "GPU", "X1E-80/78", None),
     ],
 )  # fmt: skip
-def test_what_windows_prints_is_known(processor: str, adapter: str, row: str, gbps: float | None) -> None:
+def test_what_windows_prints_is_known(
+    processor: str, adapter: str, row: str, gbps: float | None
+) -> None:
     device = windows(processor, adapter)
     assert row in device.match
     assert (device.bandwidth_gbps.value if device.bandwidth_gbps else None) == gbps
 
 
-# --- Macs ------------------------------------------------------------------------------------------------------------
+# --- Macs -----------------------------------------------------------------------------------------
 
 
 def mac(sysctl: str, architecture: str = "arm64", **outputs: str) -> Device:
@@ -285,23 +340,41 @@ NO_CORES = '{"SPDisplaysDataType": [{"_name": "Display", "sppci_model": "Apple s
 @pytest.mark.parametrize(
     ("sysctl", "architecture", "outputs", "why"),
     [
-        ("machdep.cpu.brand_string: Apple M1 (Virtual)\nhw.model: VirtualMac2,1\n", "arm64", {}, "a virtual machine"),
-        ("machdep.cpu.brand_string: Apple M4\nhw.model: VirtualMac2,1\n", "arm64", {}, "a virtual machine"),
-        ("machdep.cpu.brand_string: Apple M4\n", "arm64", {"system_profiler": NO_CORES}, "a virtual machine"),
-        ("machdep.cpu.brand_string: VirtualApple @ 2.50GHz processor\nsysctl.proc_translated: 1\n", "x86_64",
+        ("machdep.cpu.brand_string: Apple M1 (Virtual)\nhw.model: VirtualMac2,1\n", "arm64", {}, "a "
+                                                                                                 "virtual "
+                                                                                                 "machine"),
+        ("machdep.cpu.brand_string: Apple M4\nhw.model: VirtualMac2,1\n", "arm64", {}, "a virtual "
+                                                                                       "machine"),
+        ("machdep.cpu.brand_string: Apple M4\n", "arm64", {"system_profiler": NO_CORES}, "a "
+                                                                                         "virtual "
+                                                                                         "machine"),
+        ("machdep.cpu.brand_string: VirtualApple @ 2.50GHz processor\nsysctl.proc_translated: "
+         "1\n", "x86_64",
          {"ioreg": '"gpu-core-count" = 8'}, "Rosetta"),
-        ("machdep.cpu.brand_string: Intel(R) Core(TM) i9-9880H CPU @ 2.30GHz\n", "x86_64", {}, "an Intel Mac"),
+        ("machdep.cpu.brand_string: Intel(R) Core(TM) i9-9880H CPU @ 2.30GHz\n", "x86_64", {}, "an "
+                                                                                               "Intel "
+                                                                                               "Mac"),
     ],
 )  # fmt: skip
-def test_a_mac_without_its_gpu_says_why(sysctl: str, architecture: str, outputs: dict[str, str], why: str) -> None:
-    device = mac(sysctl + SIZE, architecture, metal="recommendedMaxWorkingSetSize = 5010795178 bytes", **outputs)
+def test_a_mac_without_its_gpu_says_why(
+    sysctl: str, architecture: str, outputs: dict[str, str], why: str
+) -> None:
+    device = mac(
+        sysctl + SIZE,
+        architecture,
+        metal="recommendedMaxWorkingSetSize = 5010795178 bytes",
+        **outputs,
+    )
     assert (device.accelerator, device.kind) == ("cpu", "system")
     assert why in said(device)
     assert ("Intel Mac" in said(device)) == (why == "an Intel Mac")
 
 
 def test_the_smaller_m5_pro_has_a_row() -> None:
-    device = mac("machdep.cpu.brand_string: Apple M5 Pro\nhw.memsize: 25769803776\n", ioreg='"gpu-core-count" = 16')
+    device = mac(
+        "machdep.cpu.brand_string: Apple M5 Pro\nhw.memsize: 25769803776\n",
+        ioreg='"gpu-core-count" = 16',
+    )
     assert (device.match, device.compute_units) == ("M5 Pro (16-core GPU)", 16)
 
 
@@ -324,12 +397,14 @@ def test_low_power_mode_by_either_name(pmset: str, status: str) -> None:
         assert pmset.split()[-2] in found.fix
 
 
-# --- what the build sees -----------------------------------------------------------------------------------------------
+# --- what the build sees --------------------------------------------------------------------------
 
 
 def vulkan_build(*gpus: tuple[str, float, str]) -> ggml.GgmlBuild:
     found = [
-        ggml.GgmlDevice(f"Vulkan{i}", name, "Vulkan", "gpu", int(gib * GIB), int(gib * GIB), id=address)
+        ggml.GgmlDevice(
+            f"Vulkan{i}", name, "Vulkan", "gpu", int(gib * GIB), int(gib * GIB), id=address
+        )
         for i, (name, gib, address) in enumerate(gpus)
     ]
     return ggml.GgmlBuild("0.3.36", "/somewhere", tuple(found))
@@ -338,7 +413,9 @@ def vulkan_build(*gpus: tuple[str, float, str]) -> ggml.GgmlBuild:
 def test_a_second_card_of_a_kind_that_the_registry_shows_once_is_counted() -> None:
     one = linux(amd(0, "0x744c", 24, 31, revision="0xc8", board_info="type : cem\n"))
     navi = "AMD Radeon RX 7900 XTX (RADV NAVI31)"
-    used = in_use.as_used(one, one, vulkan_build((navi, 24, "0000:0b:00.0"), (navi, 24, "0000:03:00.0")))
+    used = in_use.as_used(
+        one, one, vulkan_build((navi, 24, "0000:0b:00.0"), (navi, 24, "0000:03:00.0"))
+    )
     assert (used.n_gpus, used.accelerator) == (2, "vulkan")
     assert [card.match for card in used.cards] == ["Radeon RX 7900 XTX"] * 2
     assert used.memory.total_bytes == 48 * GIB
@@ -358,7 +435,9 @@ def test_under_vulkan_cards_of_two_makers_share_a_model_in_the_order_of_their_ad
 
 
 def test_a_build_that_does_not_see_one_of_the_cards_changes_nothing() -> None:
-    two = linux(nvml=nvidia(card("NVIDIA GeForce RTX 5090", 32), card("NVIDIA GeForce RTX 3090", 24)))
+    two = linux(
+        nvml=nvidia(card("NVIDIA GeForce RTX 5090", 32), card("NVIDIA GeForce RTX 3090", 24))
+    )
     for seen in (
         [("NVIDIA GeForce RTX 5090", 32, "")],
         [("NVIDIA GeForce RTX 5090", 32, ""), ("A", 8, ""), ("B", 8, "")],

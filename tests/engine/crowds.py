@@ -1,4 +1,5 @@
-"""Random crowds against isolated runs: what one request answers must not depend on who else is served, or was before."""
+"""Random crowds against isolated runs: what one request answers must not depend on who else is
+served, or was before."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from localllm.engine.core import Engine
 from localllm_backends.contract import Backend, Chunk
 from support.requests import request_for
 
-# Kernels round differently for different batch shapes, so a first divergence is allowed where the two best logits of the
-# isolated run lie within this of each other, relative to the row's spread. The largest gap at which these models were
-# seen to flip is 0.02; an honest mistake is orders above it.
+# Kernels round differently for different batch shapes, so a first divergence is allowed where the
+# two best logits of the isolated run lie within this of each other, relative to the row's spread.
+# The largest gap at which these models were seen to flip is 0.02; an honest mistake is orders above
+# it.
 NEAR_TIE = 0.05
 
 
@@ -30,7 +32,8 @@ class Asked:
 
 @dataclass(slots=True)
 class Tally:
-    """What a run of crowds came to: first divergences at near ties, and others (flips of a router)."""
+    """What a run of crowds came to: first divergences at near ties, and others (flips of a
+    router)."""
 
     requests: int = 0
     ties: int = 0
@@ -38,8 +41,8 @@ class Tally:
 
 
 def isolated(backend: Backend, prompt: list[int], n: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens of one request alone that ignores the end, and how clear each choice was (gap of the best two ÷ the row's
-    spread)."""
+    """Greedy tokens of one request alone that ignores the end, and how clear each choice was (gap
+    of the best two ÷ the row's spread)."""
     ends = list(backend.info.eog_tokens)
     sequence = backend.new_sequence()
     for i in range(0, len(prompt), backend.info.n_batch):
@@ -67,8 +70,11 @@ def divergence(got: list[int], expected: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), None)
 
 
-def crowd(engine: Engine, rng: random.Random, name: str, histories: list[list[int]]) -> tuple[list[Asked], Outcome]:
-    """Up to five requests that go on from some of `histories`, sent at random moments, until all have ended."""
+def crowd(
+    engine: Engine, rng: random.Random, name: str, histories: list[list[int]]
+) -> tuple[list[Asked], Outcome]:
+    """Up to five requests that go on from some of `histories`, sent at random moments, until all
+    have ended."""
     outcome = Outcome()
     asked = []
     for i in range(rng.randint(1, 5)):
@@ -88,9 +94,12 @@ def crowd(engine: Engine, rng: random.Random, name: str, histories: list[list[in
     return asked, outcome
 
 
-def crowds_equal_isolated_runs(engine: Engine, alone: Backend, seed: str, mixes: int, *, router_flips: float) -> Tally:
-    """Serve `mixes` random crowds with `engine` and compare every answer with that of `alone`; `router_flips` is the
-    share of requests that may differ where the choice was clear (0 for a model without a router)."""
+def crowds_equal_isolated_runs(
+    engine: Engine, alone: Backend, seed: str, mixes: int, *, router_flips: float
+) -> Tally:
+    """Serve `mixes` random crowds with `engine` and compare every answer with that of `alone`;
+    `router_flips` is the share of requests that may differ where the choice was clear (0 for a
+    model without a router)."""
     rng = random.Random(seed)
     histories = [message(rng) for _ in range(3)]
     tally = Tally()
@@ -113,5 +122,7 @@ def crowds_equal_isolated_runs(engine: Engine, alone: Backend, seed: str, mixes:
             elif not one.cancelled:
                 histories[rng.randrange(3)] = [*one.prompt, *got][:400]
     assert tally.flips <= router_flips * tally.requests
-    print(f"{seed}: {tally.ties} near ties, {tally.flips} router flips in {tally.requests} requests")
+    print(
+        f"{seed}: {tally.ties} near ties, {tally.flips} router flips in {tally.requests} requests"
+    )
     return tally

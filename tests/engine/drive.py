@@ -13,7 +13,8 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass
 class Outcome:
-    """What each request produced; `ends` holds its Finish or Failure, of which there must be exactly one."""
+    """What each request produced; `ends` holds its Finish or Failure, of which there must be
+    exactly one."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
@@ -42,14 +43,20 @@ class Outcome:
 
 
 def advance(engine: Engine) -> list[Event]:
-    """What the worker's loop does while there is work: a step, or a moment's wait where requests only wait."""
+    """What the worker's loop does while there is work: a step, or a moment's wait where requests
+    only wait."""
     if engine.can_step:
         return engine.step()
     engine.idle()
     return []
 
 
-def run(engine: Engine, *requests: Request, between: Callable[[int], None] | None = None, most: int = 5000) -> Outcome:
+def run(
+    engine: Engine,
+    *requests: Request,
+    between: Callable[[int], None] | None = None,
+    most: int = 5000,
+) -> Outcome:
     """Submit all, step until nothing is left. `between(n)` is called after step n."""
     outcome = Outcome()
     for request in requests:
@@ -63,7 +70,9 @@ def run(engine: Engine, *requests: Request, between: Callable[[int], None] | Non
         assert n < most, "the engine does not come to an end"
     engine.check_integrity()
     for request in requests:
-        assert len(outcome.ends.get(request.id, [])) == 1, f"{request.id} ended {outcome.ends.get(request.id)}"
+        assert len(outcome.ends.get(request.id, [])) == 1, (
+            f"{request.id} ended {outcome.ends.get(request.id)}"
+        )
     return outcome
 
 

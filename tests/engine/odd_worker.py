@@ -1,5 +1,6 @@
-"""A worker over the scripted backend whose third step is odd, as the order says: it hangs, works long, or stops every
-thread of the process; or its housekeeping fails. Run as a program by test_watchdog.py."""
+"""A worker over the scripted backend whose third step is odd, as the order says: it hangs, works
+long, or stops every thread of the process; or its housekeeping fails. Run as a program by
+test_watchdog.py."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Odd(ScriptedBackend):
     def _be_odd(self) -> None:
         match self.what:
             case "hang":
-                ctypes.CDLL(None).pause()  # as native code does: without the lock of Python's threads
+                # as native code does: without the lock of Python's threads
+                ctypes.CDLL(None).pause()
             case "lock":
                 ctypes.PyDLL(None).pause()
             case "stop":

@@ -1,4 +1,5 @@
-"""The definition of sampling: llama.cpp's chain, one step after the other in double precision, over whole rows."""
+"""The definition of sampling: llama.cpp's chain, one step after the other in double precision, over
+whole rows."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def after_penalties(
         out[token] = value - s.presence_penalty - count * s.frequency_penalty
     if s.dry_multiplier and spell is not None:
         for token, length in dry_repetitions(history, s, spell).items():
-            out[token] -= min(s.dry_multiplier * s.dry_base ** min(length - s.dry_allowed_length, 158), 3e38)
+            out[token] -= min(
+                s.dry_multiplier * s.dry_base ** min(length - s.dry_allowed_length, 158), 3e38
+            )
     if allowed is not None:
         out[~allowed] = -np.inf
     open_ = out.copy()
@@ -50,8 +53,11 @@ def after_penalties(
     return open_ if (open_ > -np.inf).any() or np.isnan(open_).any() else out
 
 
-def dry_repetitions(history: Seq[int], s: Sampling, spell: Callable[[int], bytes]) -> dict[int, int]:
-    """DRY: for every token of the window, the longest end of the window that stands right before it too."""
+def dry_repetitions(
+    history: Seq[int], s: Sampling, spell: Callable[[int], bytes]
+) -> dict[int, int]:
+    """DRY: for every token of the window, the longest end of the window that stands right before it
+    too."""
     n = len(history) if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n
     window = list(history[max(0, len(history) - n) :])
     reach = _behind_the_last_breaker(window, [b.encode() for b in s.dry_sequence_breakers], spell)
@@ -64,16 +70,25 @@ def dry_repetitions(history: Seq[int], s: Sampling, spell: Callable[[int], bytes
             same += 1
         if same >= s.dry_allowed_length:
             out[window[at]] = max(out.get(window[at], 0), same)
-    return {t: n for t, n in out.items() if not any(b.encode() in spell(t) for b in s.dry_sequence_breakers)}
+    return {
+        t: n
+        for t, n in out.items()
+        if not any(b.encode() in spell(t) for b in s.dry_sequence_breakers)
+    }
 
 
-def _behind_the_last_breaker(window: Seq[int], breakers: Seq[bytes], spell: Callable[[int], bytes]) -> int:
-    """Whole tokens behind the last breaker: of those that begin in the latest token, the one that ends last."""
+def _behind_the_last_breaker(
+    window: Seq[int], breakers: Seq[bytes], spell: Callable[[int], bytes]
+) -> int:
+    """Whole tokens behind the last breaker: of those that begin in the latest token, the one that
+    ends last."""
     found = []
     for first in range(len(window)):
         text = b"".join(spell(t) for t in window[first:])
         for b in breakers:
-            at = max((i for i in range(len(spell(window[first]))) if text[i:].startswith(b)), default=-1)
+            at = max(
+                (i for i in range(len(spell(window[first]))) if text[i:].startswith(b)), default=-1
+            )
             if at >= 0:
                 last = first
                 while len(b"".join(spell(t) for t in window[first : last + 1])) < at + len(b):
@@ -126,7 +141,8 @@ def tempered(row: Probs, ids: NDArray[np.int64], s: Sampling) -> Probs:
 
 
 def probabilities(logits: Row, s: Sampling) -> Probs:
-    """What each token is drawn with: top_k, typical_p, top_p, min_p, XTC, temperature (> 0), in this order."""
+    """What each token is drawn with: top_k, typical_p, top_p, min_p, XTC, temperature (> 0), in
+    this order."""
     row = readable(logits)
     return tempered(row, kept(row, s), s)
 
@@ -139,7 +155,9 @@ def rows_like_models(n: int, seed: int, kind: str) -> Row:
     if kind not in ("flat", "deep", "forbidden flat", "bf16"):
         row[some] += np.linspace(18, 6, 40).astype(np.float32)
     if kind in ("ties", "bf16"):
-        row = np.round(row * (1 if kind == "ties" else 64)) / np.float32(1 if kind == "ties" else 64)
+        row = np.round(row * (1 if kind == "ties" else 64)) / np.float32(
+            1 if kind == "ties" else 64
+        )
     elif kind == "equal":
         row[:] = 3.0
     elif kind == "spike":
@@ -164,13 +182,26 @@ def rows_like_models(n: int, seed: int, kind: str) -> Row:
 
 
 KINDS = (
-    *("words", "words", "flat", "flat", "ties", "bf16", "equal", "spike", "forbidden", "forbidden flat", "deep"),
+    *(
+        "words",
+        "words",
+        "flat",
+        "flat",
+        "ties",
+        "bf16",
+        "equal",
+        "spike",
+        "forbidden",
+        "forbidden flat",
+        "deep",
+    ),
     *("large", "nan", "infinite", "nothing"),
 )
 
 
 def interval_faults(drawn: Seq[tuple[float, int]], probs: Probs, tolerance: float) -> list[str]:
-    """Of draws as (uniform, token): what contradicts that each token has one interval of uniforms, as long as it is probable."""
+    """Of draws as (uniform, token): what contradicts that each token has one interval of uniforms,
+    as long as it is probable."""
     faults = []
     by_uniform = sorted(drawn)
     at = 0
@@ -185,7 +216,8 @@ def interval_faults(drawn: Seq[tuple[float, int]], probs: Probs, tolerance: floa
             probs[token] <= 0 and math.isfinite(inner)
         ):
             faults.append(
-                f"token {token} of probability {probs[token]} is drawn from {by_uniform[at][0]} on, {inner} long"
+                f"token {token} of probability {probs[token]} is drawn from {by_uniform[at][0]} "
+                f"on, {inner} long"
             )
         at = end + 1
     runs = sum(1 for i, (_, t) in enumerate(by_uniform) if not i or by_uniform[i - 1][1] != t)

@@ -1,4 +1,5 @@
-"""What tests of sliced prefill share: a scripted backend that reads in slices, and streams and prompts to read beside."""
+"""What tests of sliced prefill share: a scripted backend that reads in slices, and streams and
+prompts to read beside."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class ScriptedSlices(PrefillSlices):
 class SlicedBackend(ScriptedBackend):
     """A scripted backend that can read in slices."""
 
-    def __init__(self, *, fails_at: int | None = None, refuses: bool = False, n_ctx: int = 2048) -> None:
+    def __init__(
+        self, *, fails_at: int | None = None, refuses: bool = False, n_ctx: int = 2048
+    ) -> None:
         super().__init__(n_ctx=n_ctx)
         self.capabilities = replace(self.capabilities, sliced_prefill=True)
         self.slices: list[ScriptedSlices] = []
@@ -76,7 +79,9 @@ class SlicedBackend(ScriptedBackend):
         return self.slices[-1]
 
 
-def engine_of(backend: SlicedBackend, available: int = 10**12, clock: Callable[[], float] = time.monotonic) -> Engine:
+def engine_of(
+    backend: SlicedBackend, available: int = 10**12, clock: Callable[[], float] = time.monotonic
+) -> Engine:
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=100 * MB)
     return Engine(backend, settings, available=lambda: available, clock=clock)
 
@@ -86,7 +91,9 @@ def words(n: int, seed: int) -> list[int]:
 
 
 def ask(key: str, prompt: list[int], n: int = 8, prediction: str = "") -> Request:
-    return request_for(key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True, prediction=prediction)
+    return request_for(
+        key, prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True, prediction=prediction
+    )
 
 
 def start(engine: Engine, *requests: Request) -> Outcome:

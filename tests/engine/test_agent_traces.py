@@ -1,4 +1,5 @@
-"""The cache on sessions of real coding agents that take turns: no worse than LRU over memory, disk and context together."""
+"""The cache on sessions of real coding agents that take turns: no worse than LRU over memory, disk
+and context together."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ SESSIONS, REQUESTS = 6, 9
 
 
 def sessions() -> list[Session]:
-    return [session[:REQUESTS] for session in picked([s[:REQUESTS] for s in read_shapes()], N_CTX, 3, SESSIONS)]
+    return [
+        session[:REQUESTS]
+        for session in picked([s[:REQUESTS] for s in read_shapes()], N_CTX, 3, SESSIONS)
+    ]
 
 
 def test_one_agent_reads_nothing_twice() -> None:
@@ -20,7 +24,9 @@ def test_one_agent_reads_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize(("memory_gib", "disk_gib"), [(1, 0), (4, 0), (1, 2), (1, 4), (3, 2)])
-def test_agents_that_take_turns_find_what_lru_over_all_places_would_hold(memory_gib: float, disk_gib: float) -> None:
+def test_agents_that_take_turns_find_what_lru_over_all_places_would_hold(
+    memory_gib: float, disk_gib: float
+) -> None:
     """A disk smaller than the context, or than memory, adds what those do not hold."""
     reuse = compare(interleaved(sessions(), 3), memory_gib, disk_gib, N_CTX)
     assert reuse.ours >= reuse.lru - 0.01

@@ -1,4 +1,5 @@
-"""What a cached prefix is made of: each piece weighed by itself, gaps computed, and nothing read that means another thing."""
+"""What a cached prefix is made of: each piece weighed by itself, gaps computed, and nothing read
+that means another thing."""
 
 from __future__ import annotations
 
@@ -21,11 +22,16 @@ SYSTEM = [40 + i % 91 for i in range(1400)]
 FILE = [50 + i % 77 for i in range(1500)]
 
 
-def engine_on(folder: Path, backend: ScriptedBackend | None = None, cache_bytes: int = 10**8) -> Engine:
+def engine_on(
+    folder: Path, backend: ScriptedBackend | None = None, cache_bytes: int = 10**8
+) -> Engine:
     backend = backend or ScriptedBackend(n_ctx=8192, n_batch=64)
-    settings = EngineSettings(disk_dir=str(folder), disk_bytes=10**9, cache_bytes=cache_bytes, headroom_bytes=0)
+    settings = EngineSettings(
+        disk_dir=str(folder), disk_bytes=10**9, cache_bytes=cache_bytes, headroom_bytes=0
+    )
     engine = Engine(backend, settings)
-    # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of real size would.
+    # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of
+    # real size would.
     engine.pool.kv.speed = SimpleNamespace(prefill_tok_s=1000.0)
     assert engine.pool.kv.disk is not None
     engine.pool.kv.disk.read_bytes_s = 20_000.0
@@ -53,7 +59,8 @@ def test_a_first_line_in_a_large_block_is_computed_and_all_behind_it_taken(tmp_p
     assert cached == len(chat) - 1 - len(FIRST_LINE)
     assert second.snapshot()["recomputed_unread_tokens"] == len(FIRST_LINE)
     assert second.snapshot()["recomputed_evicted_tokens"] == 0
-    # Computed once, the first line has a block of its own: it is never computed again, nor after another restart.
+    # Computed once, the first line has a block of its own: it is never computed again, nor after
+    # another restart.
     _, cached = ask(second, "other", FIRST_LINE + SYSTEM + [TURN, 8, 8])
     assert cached == len(FIRST_LINE + SYSTEM) + 1
     second.close()
@@ -84,7 +91,8 @@ def test_what_is_read_from_disk_is_in_memory_for_the_next(tmp_path: Path) -> Non
 
 
 def test_a_full_memory_goes_on_taking_in_what_is_new(tmp_path: Path) -> None:
-    """One round after the other: what is on disk makes room in memory, wherever it stands in the tree."""
+    """One round after the other: what is on disk makes room in memory, wherever it stands in the
+    tree."""
     engine = engine_on(tmp_path, cache_bytes=6000)
     for n in range(12):
         line = [TURN, 100 + n, *SYSTEM[:700]]
@@ -101,9 +109,14 @@ def test_a_full_memory_goes_on_taking_in_what_is_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disk", [True, False])
-def test_a_line_larger_than_the_cache_stays_while_there_are_cells(tmp_path: Path, disk: bool) -> None:
+def test_a_line_larger_than_the_cache_stays_while_there_are_cells(
+    tmp_path: Path, disk: bool
+) -> None:
     settings = EngineSettings(
-        disk_dir=str(tmp_path) if disk else None, disk_bytes=10**9, cache_bytes=8_000, headroom_bytes=0
+        disk_dir=str(tmp_path) if disk else None,
+        disk_bytes=10**9,
+        cache_bytes=8_000,
+        headroom_bytes=0,
     )
     engine = Engine(ScriptedBackend(n_ctx=20_000, n_batch=64), settings)
     big = [TURN, *[40 + i % 83 for i in range(5000)]]
@@ -115,7 +128,9 @@ def test_a_line_larger_than_the_cache_stays_while_there_are_cells(tmp_path: Path
 
 
 def test_a_line_that_was_evicted_after_its_export_stays_while_there_are_cells() -> None:
-    engine = Engine(ScriptedBackend(n_ctx=4000, n_batch=64), EngineSettings(cache_bytes=10**6, headroom_bytes=0))
+    engine = Engine(
+        ScriptedBackend(n_ctx=4000, n_batch=64), EngineSettings(cache_bytes=10**6, headroom_bytes=0)
+    )
     line = [TURN, *SYSTEM[:500]]
     ask(engine, "first", line)
     assert engine.pool.cache.budget.shrink(10**6) > 0
@@ -126,7 +141,9 @@ def test_a_line_that_was_evicted_after_its_export_stays_while_there_are_cells() 
 
 
 def test_tokens_computed_again_are_counted_by_their_reason() -> None:
-    engine = Engine(ScriptedBackend(n_ctx=600, n_batch=64), EngineSettings(cache_bytes=3000, headroom_bytes=0))
+    engine = Engine(
+        ScriptedBackend(n_ctx=600, n_batch=64), EngineSettings(cache_bytes=3000, headroom_bytes=0)
+    )
     lines = [[TURN, 100 + n, *SYSTEM[:500]] for n in range(3)]
     for n, line in enumerate(lines):
         ask(engine, f"a{n}", line)
@@ -134,15 +151,24 @@ def test_tokens_computed_again_are_counted_by_their_reason() -> None:
     snapshot = engine.snapshot()
     assert cached < 16
     assert 500 - 64 <= snapshot["recomputed_evicted_tokens"] <= 502  # type: ignore[operator]
-    assert sum(v for k, v in snapshot.items() if k.startswith("recomputed_")) == snapshot["recomputed_evicted_tokens"]  # type: ignore[misc]
-    usage = run(engine, request_for("why", lines[1], max_tokens=2, sampling=GREEDY)).finish("why").usage
+    assert (
+        sum(v for k, v in snapshot.items() if k.startswith("recomputed_"))
+        == snapshot["recomputed_evicted_tokens"]
+    )  # type: ignore[misc]
+    usage = (
+        run(engine, request_for("why", lines[1], max_tokens=2, sampling=GREEDY)).finish("why").usage
+    )
     assert "evicted" in usage.cache_miss
 
 
 def test_a_parked_request_counts_what_it_computes_twice() -> None:
-    engine = Engine(ScriptedBackend(n_ctx=512, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0))
+    engine = Engine(
+        ScriptedBackend(n_ctx=512, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0)
+    )
     asked = [
-        request_for(f"r{i}", [TURN, 9 + i, *[40] * 30], max_tokens=300, sampling=GREEDY, ignore_eos=True)
+        request_for(
+            f"r{i}", [TURN, 9 + i, *[40] * 30], max_tokens=300, sampling=GREEDY, ignore_eos=True
+        )
         for i in range(3)
     ]
     run(engine, *asked)
@@ -152,7 +178,9 @@ def test_a_parked_request_counts_what_it_computes_twice() -> None:
 
 def test_what_was_not_computed_before_is_not_computed_twice() -> None:
     """Parked in the middle of its prompt: the rest of that is new."""
-    engine = Engine(ScriptedBackend(n_ctx=1024, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0))
+    engine = Engine(
+        ScriptedBackend(n_ctx=1024, n_batch=64), EngineSettings(cache_bytes=0, headroom_bytes=0)
+    )
     asked = request_for("a", [TURN, *[40] * 500], max_tokens=1, sampling=GREEDY, ignore_eos=True)
     engine.submit(asked, list(asked.prompt))  # type: ignore[arg-type]
     for _ in range(3):
@@ -168,7 +196,7 @@ def test_what_was_not_computed_before_is_not_computed_twice() -> None:
     assert snapshot["recomputed_parked_tokens"] == read
 
 
-# --- what gives KV its meaning ---------------------------------------------------------------------------------------
+# --- what gives KV its meaning --------------------------------------------------------------------
 
 
 def test_kv_that_something_else_wrote_is_never_read_and_swept(tmp_path: Path) -> None:
@@ -182,7 +210,9 @@ def test_kv_that_something_else_wrote_is_never_read_and_swept(tmp_path: Path) ->
     again, cached = ask(second, "a", SYSTEM)
     assert (again, cached) == (answer, 0)
     second.close()
-    assert len(list(tmp_path.iterdir())) == 2, "what the other build wrote is gone, another model's is not"
+    assert len(list(tmp_path.iterdir())) == 2, (
+        "what the other build wrote is gone, another model's is not"
+    )
     _, cached = ask(engine_on(tmp_path), "a", SYSTEM)
     assert cached == 0
 
@@ -190,7 +220,8 @@ def test_kv_that_something_else_wrote_is_never_read_and_swept(tmp_path: Path) ->
 def test_rotated_and_plain_kv_are_not_taken_for_each_other(
     few_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llama.cpp rotates quantised KV unless the environment says no; one read as the other gives garbage."""
+    """llama.cpp rotates quantised KV unless the environment says no; one read as the other gives
+    garbage."""
     prompt = (
         "<|im_start|>user\nThe capital of France is Paris, of Italy Rome, of Spain Madrid. "
         "What is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n"
@@ -203,12 +234,17 @@ def test_rotated_and_plain_kv_are_not_taken_for_each_other(
         else:
             monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", value)
         backend = llamacpp.load(spec)
-        engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path) if disk else None, headroom_bytes=0))
-        outcome = run(engine, request_for("a", prompt, max_tokens=12, sampling=GREEDY, ignore_eos=True))
+        engine = Engine(
+            backend, EngineSettings(disk_dir=str(tmp_path) if disk else None, headroom_bytes=0)
+        )
+        outcome = run(
+            engine, request_for("a", prompt, max_tokens=12, sampling=GREEDY, ignore_eos=True)
+        )
         said.append((outcome.text["a"], outcome.finish("a").usage.cached_tokens))
         settle(engine)
         assert engine.pool.kv.disk is None or all(
-            isinstance(p.block, DiskBlock) for p in engine.pool.cache.peek(backend.tokenize(prompt)).parts
+            isinstance(p.block, DiskBlock)
+            for p in engine.pool.cache.peek(backend.tokenize(prompt)).parts
         )
         engine.close()
     assert said[1] == said[2] == (said[2][0], 0)
@@ -222,6 +258,8 @@ def test_every_backend_says_what_gives_its_kv_its_meaning(few_layers: Path) -> N
 
     assert llama_cpp.__version__ in backend.info.kv_meaning
     assert "libllama" in backend.info.kv_meaning or "llama" in backend.info.kv_meaning
-    assert plain.info.kv_meaning != backend.info.kv_meaning, "without flash attention V is laid out in another way"
+    assert plain.info.kv_meaning != backend.info.kv_meaning, (
+        "without flash attention V is laid out in another way"
+    )
     backend.close()
     plain.close()

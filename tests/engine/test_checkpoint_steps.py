@@ -1,4 +1,5 @@
-"""A point where a state is kept ends a step before its prompt does: the end of a short turn is not cut for one."""
+"""A point where a state is kept ends a step before its prompt does: the end of a short turn is not
+cut for one."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Paragraphs(ScriptedBackend):
 
 @pytest.mark.parametrize("head", [300, 900])
 def test_a_second_question_about_a_document_reads_the_question_alone(head: int) -> None:
-    """A template without a turn of its own for instructions (Gemma's) has a blank line between them and the question."""
+    """A template without a turn of its own for instructions (Gemma's) has a blank line between them
+    and the question."""
     engine = Engine(Paragraphs(n_ctx=2048, n_batch=256, rewind="none", states=True))
     document = [*words(head, 1), BLANK]
     for key, question in (("first", words(30, 2)), ("second", words(30, 3))):
@@ -60,13 +62,16 @@ def test_a_second_question_about_a_document_reads_the_question_alone(head: int) 
 
 @settings(max_examples=examples(500))
 @given(
-    n=st.integers(20, 3000), behind=st.integers(1, 400), known=st.integers(0, 3000), opening=st.sampled_from([0, 3, 6])
+    n=st.integers(20, 3000),
+    behind=st.integers(1, 400),
+    known=st.integers(0, 3000),
+    opening=st.sampled_from([0, 3, 6]),
 )
 def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
     n: int, behind: int, known: int, opening: int
 ) -> None:
-    """A turn without paragraphs, and perhaps a few tokens that open the answer's; the next prompt leaves this one `behind`
-    tokens before the turn's end."""
+    """A turn without paragraphs, and perhaps a few tokens that open the answer's; the next prompt
+    leaves this one `behind` tokens before the turn's end."""
     signs = Signs(is_control=lambda token: token == TURN, ends_paragraph=lambda token: False)
     prompt = [TURN, *range(1000, 1000 + n), *[TURN, *range(2, opening + 1)][:opening]]
     branch = max(1 + n - behind, 0)
@@ -76,8 +81,11 @@ def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
 
 
 @given(known=st.integers(0, 15), n=st.integers(34, 60))
-def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with(known: int, n: int) -> None:
-    """A template's first tokens are everybody's. No state is kept there, so they spare none at the prompt's end."""
+def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with(
+    known: int, n: int
+) -> None:
+    """A template's first tokens are everybody's. No state is kept there, so they spare none at the
+    prompt's end."""
     points = checkpoints(range(n), n_kv=known, known=known, signs=NO_SIGNS, interval=512)
     assert points
     assert points[-1] >= n - 36
@@ -86,14 +94,17 @@ def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with
 @pytest.mark.parametrize(
     ("export_s", "tok_s", "apart"),
     [
-        (0.6, 500.0, 4096),  # a device that has a fence for each tensor: at most a tenth of a prompt's time
+        # a device that has a fence for each tensor: at most a tenth of a prompt's time
+        (0.6, 500.0, 4096),
         (0.6, 2000.0, 16384),
         (0.6, None, 512),  # nothing was read yet
         (0.005, 500.0, 512),
         (0.04, 50000.0, 512),
     ],
 )
-def test_states_are_as_rare_as_their_copies_are_dear(export_s: float, tok_s: float | None, apart: int) -> None:
+def test_states_are_as_rare_as_their_copies_are_dear(
+    export_s: float, tok_s: float | None, apart: int
+) -> None:
     ticks = iter([0.0, export_s, 10.0, 10.0 + 3 * export_s])  # a later one may be disturbed
     backend = ScriptedBackend(n_ctx=2048, rewind="none", states=True)
     store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))

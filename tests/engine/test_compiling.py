@@ -1,4 +1,5 @@
-"""A grammar is compiled beside the streams: they go on while it takes its time, and its request waits alone."""
+"""A grammar is compiled beside the streams: they go on while it takes its time, and its request
+waits alone."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ def test_streams_go_on_while_a_grammar_is_compiled(held_back: tuple[Engine, Held
     assert set(json.loads(outcome.text["tied"])) == {"name", "legs"}
 
 
-def test_others_overtake_the_one_that_waits_for_its_grammar(held_back: tuple[Engine, HeldBack]) -> None:
+def test_others_overtake_the_one_that_waits_for_its_grammar(
+    held_back: tuple[Engine, HeldBack],
+) -> None:
     engine, compiler = held_back
     outcome = Outcome()
     submit(engine, outcome, request_for("tied", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
@@ -97,7 +100,9 @@ def test_others_overtake_the_one_that_waits_for_its_grammar(held_back: tuple[Eng
     assert outcome.finish("tied").reason == "stop"
 
 
-def test_a_cancelled_request_stops_waiting_for_its_grammar(held_back: tuple[Engine, HeldBack]) -> None:
+def test_a_cancelled_request_stops_waiting_for_its_grammar(
+    held_back: tuple[Engine, HeldBack],
+) -> None:
     engine, compiler = held_back
     outcome = Outcome()
     submit(engine, outcome, request_for("tied", "A cat in JSON: ", 60, GREEDY, grammar=GRAMMAR))
@@ -129,7 +134,9 @@ def test_one_that_takes_too_long_is_refused(
     assert set(json.loads(outcome.text["next"])) == {"name", "legs"}
 
 
-def test_it_is_queued_once_its_grammar_is_known_to_be_one(held_back: tuple[Engine, HeldBack]) -> None:
+def test_it_is_queued_once_its_grammar_is_known_to_be_one(
+    held_back: tuple[Engine, HeldBack],
+) -> None:
     engine, compiler = held_back
     compiler.let.set()
     for key, grammar in (("good", GRAMMAR), ("bad", ("regex", "("))):
@@ -146,7 +153,9 @@ def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> N
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
     engine = Engine(backend, EngineSettings(make_constraint=GrammarCompiler(backend)))
     begun = '{"name": "To'
-    ask = request_for("tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, answer_start=begun)
+    ask = request_for(
+        "tied", "A cat in JSON: " + begun, 60, GREEDY, grammar=GRAMMAR, answer_start=begun
+    )
     outcome = run(engine, ask)
     assert outcome.finish("tied").reason == "stop"
     assert not outcome.text["tied"].startswith("{")
@@ -154,11 +163,17 @@ def test_a_grammar_goes_on_where_the_given_beginning_ends(few_layers: Path) -> N
     assert re.fullmatch("To.{0,10}", value["name"], re.DOTALL)
     assert isinstance(value["legs"], int)
     whole = '{"name": "Tom", "legs": 4}'
-    outcome = run(engine, request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, answer_start=whole))
+    outcome = run(
+        engine,
+        request_for("whole", "A cat: " + whole, 60, GREEDY, grammar=GRAMMAR, answer_start=whole),
+    )
     assert outcome.text.get("whole", "") == ""
     assert outcome.finish("whole").reason == "stop"
     # Words before the form are none of it: the form begins behind them.
     said = "Here it is: "
-    outcome = run(engine, request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, answer_start=said))
+    outcome = run(
+        engine,
+        request_for("behind", "A cat. " + said, 60, GREEDY, grammar=GRAMMAR, answer_start=said),
+    )
     assert set(json.loads(outcome.text["behind"])) == {"name", "legs"}
     engine.close()

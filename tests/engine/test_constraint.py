@@ -22,8 +22,8 @@ from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
 PROMPT = "<|im_start|>user\nDescribe a cat.<|im_end|>\n<|im_start|>assistant\n"
-# Kernels round differently for different batches, so two texts may part where the best two tokens were this close (in
-# nats): that is so at one of the thirty below.
+# Kernels round differently for different batches, so two texts may part where the best two tokens
+# were this close (in nats): that is so at one of the thirty below.
 NEAR_TIE = 0.1
 SCHEMA = {
     "type": "object",
@@ -45,9 +45,13 @@ def engine(few_layers: Path) -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5, top_p=1.0, min_p=0.0, top_k=0, seed=3)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1.5, top_p=1.0, min_p=0.0, top_k=0, seed=3)]
+)
 def test_a_schema_is_obeyed(engine: Engine, sampling: Sampling) -> None:
-    request = request_for("a", PROMPT, max_tokens=120, sampling=sampling, grammar=("json_schema", json.dumps(SCHEMA)))
+    request = request_for(
+        "a", PROMPT, max_tokens=120, sampling=sampling, grammar=("json_schema", json.dumps(SCHEMA))
+    )
     outcome = run(engine, request)
     value = json.loads(outcome.text["a"])
     assert set(value) == {"name", "legs", "soft"}
@@ -70,21 +74,26 @@ def test_other_grammars_are_obeyed(engine: Engine, grammar: tuple[str, str], pat
 
 def _rules(name: str, n: int, sign: str) -> str:
     """A chain: each rule leads to the next."""
-    return "".join(f'{name}{i}{sign} "a" {name}{i + 1}\n' for i in range(n)) + f'{name}{n}{sign} "b"\n'
+    return "".join(f'{name}{i}{sign} "a" {name}{i + 1}\n' for i in range(n)) + (
+        f'{name}{n}{sign} "b"\n'
+    )
 
 
 @pytest.mark.parametrize("name", ["r", "T"])
 def test_a_chain_of_rules_ends_no_process(engine: Engine, name: str) -> None:
     """Of 8,000 the grammar engine's own recursion took more than a thread's stack has."""
     source = f"start: {name}0\n{_rules(name, 8000, ':')}"
-    outcome = run(engine, request_for("a", PROMPT, max_tokens=8, sampling=GREEDY, grammar=("lark", source)))
+    outcome = run(
+        engine, request_for("a", PROMPT, max_tokens=8, sampling=GREEDY, grammar=("lark", source))
+    )
     assert set(outcome.text["a"]) == {"a"}
 
 
 @pytest.mark.parametrize(
     ("grammar", "why"),
     [
-        (("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(45_000)}})), "at most"),
+        (("json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(45_000)}})), "at "
+                                                                                                              "most"),
         (("lark", f"start: r0\n{_rules('r', 60_000, ':')}"), "at most"),
         (("gbnf", f"root ::= r0\n{_rules('r', 5_000, ' ::=')}"), "too often"),
     ],
@@ -92,20 +101,26 @@ def test_a_chain_of_rules_ends_no_process(engine: Engine, name: str) -> None:
 def test_a_grammar_that_is_too_large_is_refused_with_the_reason(
     engine: Engine, grammar: tuple[str, str], why: str
 ) -> None:
-    failed = run(engine, request_for("a", PROMPT, max_tokens=8, sampling=GREEDY, grammar=grammar)).failure("a")
+    failed = run(
+        engine, request_for("a", PROMPT, max_tokens=8, sampling=GREEDY, grammar=grammar)
+    ).failure("a")
     assert why in failed.message
     assert failed.code == "unsupported_parameter"
 
 
 def test_an_object_of_too_many_ways_says_so(engine: Engine) -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(900)}}
-    request = request_for("a", PROMPT, max_tokens=20, sampling=GREEDY, grammar=("json_schema", json.dumps(schema)))
+    request = request_for(
+        "a", PROMPT, max_tokens=20, sampling=GREEDY, grammar=("json_schema", json.dumps(schema))
+    )
     failed = run(engine, request).failure("a")
     assert failed.code == "constraint_stuck"
     assert "500 optional properties" in failed.message
 
 
-@pytest.mark.parametrize("grammar", [("json_schema", "{"), ("lark", "start: ("), ("regex", "("), ("poem", "x")])
+@pytest.mark.parametrize(
+    "grammar", [("json_schema", "{"), ("lark", "start: ("), ("regex", "("), ("poem", "x")]
+)
 def test_what_cant_be_enforced_is_refused(engine: Engine, grammar: tuple[str, str]) -> None:
     outcome = run(engine, request_for("a", PROMPT, max_tokens=5, grammar=grammar))
     assert outcome.failure("a").code == "unsupported_parameter"
@@ -115,7 +130,9 @@ def test_constrained_and_free_requests_share_a_batch(engine: Engine) -> None:
     free = request_for("free", PROMPT, max_tokens=30, sampling=GREEDY, logprobs=2)
     alone = run(engine, free).logprobs["free"]
     assert len(alone) == 30
-    tied = request_for("tied", PROMPT, max_tokens=60, sampling=GREEDY, grammar=("json_schema", json.dumps(SCHEMA)))
+    tied = request_for(
+        "tied", PROMPT, max_tokens=60, sampling=GREEDY, grammar=("json_schema", json.dumps(SCHEMA))
+    )
     outcome = run(engine, free, tied)
     assert set(json.loads(outcome.text["tied"])) == {"name", "legs", "soft"}
     together = outcome.logprobs["free"]
@@ -152,18 +169,29 @@ DEAD_ENDS: dict[str, tuple[tuple[str, str], dict[int, float]]] = {
 
 @pytest.mark.parametrize("name", DEAD_ENDS)
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, seed=1)])
-def test_a_dead_end_is_an_error_and_no_answer(engine: Engine, name: str, sampling: Sampling) -> None:
+def test_a_dead_end_is_an_error_and_no_answer(
+    engine: Engine, name: str, sampling: Sampling
+) -> None:
     grammar, _ = DEAD_ENDS[name]
-    failure = run(engine, request_for("a", PROMPT, max_tokens=40, sampling=sampling, grammar=grammar)).failure("a")
+    failure = run(
+        engine, request_for("a", PROMPT, max_tokens=40, sampling=sampling, grammar=grammar)
+    ).failure("a")
     assert failure.code in ("constraint_stuck", "unsupported_parameter")
-    assert run(engine, request_for("b", PROMPT, max_tokens=3, sampling=sampling)).finish("b").reason == "length"
+    assert (
+        run(engine, request_for("b", PROMPT, max_tokens=3, sampling=sampling)).finish("b").reason
+        == "length"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_everything_allowed_is_banned(engine: Engine, temperature: float) -> None:
     banned = {
-        t: -math.inf for t in range(engine.backend.info.n_vocab) if engine.backend.token_bytes(t)[:1] in (b"y", b"n")
+        t: -math.inf
+        for t in range(engine.backend.info.n_vocab)
+        if engine.backend.token_bytes(t)[:1] in (b"y", b"n")
     }
     sampling = Sampling(temperature=temperature, seed=1, logit_bias=banned)
-    request = request_for("a", PROMPT, max_tokens=10, sampling=sampling, grammar=("regex", "yes|no"))
+    request = request_for(
+        "a", PROMPT, max_tokens=10, sampling=sampling, grammar=("regex", "yes|no")
+    )
     assert run(engine, request).failure("a").code == "constraint_stuck"

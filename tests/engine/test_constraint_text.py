@@ -1,5 +1,6 @@
-"""Constrained output on a SentencePiece vocabulary, which puts a space before every text it takes for a beginning: what
-must come next is spelled without one; and space between JSON's parts has an end."""
+"""Constrained output on a SentencePiece vocabulary, which puts a space before every text it takes
+for a beginning: what must come next is spelled without one; and space between JSON's parts has an
+end."""
 
 from __future__ import annotations
 
@@ -24,9 +25,12 @@ def backend(tiny_model: Path) -> Iterator[Backend]:
     loaded.close()
 
 
-@pytest.mark.parametrize("text", ["{", '{"name": "f", "arguments": ', "Ünïcode ✓", " w300", "a\n\tb", "\x02x", "\x02"])
+@pytest.mark.parametrize(
+    "text", ["{", '{"name": "f", "arguments": ', "Ünïcode ✓", " w300", "a\n\tb", "\x02x", "\x02"]
+)
 def test_tokens_spell_exactly_the_text(backend: Backend, text: str) -> None:
-    assert backend.tokenize("{", special=False)[0] != backend.tokenize(" {", special=False)[-1]  # the space it adds
+    # the space it adds
+    assert backend.tokenize("{", special=False)[0] != backend.tokenize(" {", special=False)[-1]
     vocabulary = Vocabulary(backend)
     tokens = vocabulary(text)
     assert b"".join(vocabulary.tokens[t] for t in tokens) == text.encode()
@@ -41,7 +45,8 @@ def test_half_a_character_is_not_spelled_as_another(backend: Backend) -> None:
 @pytest.mark.parametrize("kind", ["json_schema", "lark"])
 def test_a_schema_ends_though_the_model_prefers_space(backend: Backend, kind: str) -> None:
     schema = (
-        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+        '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
+        '"additionalProperties": false}'
     )
     source = schema if kind == "json_schema" else f"start: {json_value(json.loads(schema))}\n"
     constraint = GrammarCompiler(backend)((kind, source))
@@ -64,7 +69,16 @@ def test_a_schema_ends_though_the_model_prefers_space(backend: Backend, kind: st
 
 
 @pytest.mark.parametrize(
-    "source", ["", "root", "root ::= (", 'root ::= "\\', 'root ::= "a', "root ::= missing", "root ::= " + "(" * 3_000]
+    "source",
+    [
+        "",
+        "root",
+        "root ::= (",
+        'root ::= "\\',
+        'root ::= "a',
+        "root ::= missing",
+        "root ::= " + "(" * 3_000,
+    ],
 )
 def test_a_gbnf_that_cant_be_read_is_refused_in_our_words(backend: Backend, source: str) -> None:
     with pytest.raises(UnsupportedError, match=r"the gbnf can't be (read|enforced): .+"):

@@ -42,7 +42,10 @@ def test_requests_share_steps_and_do_not_disturb_each_other() -> None:
     prompts = {f"r{i}": f"prompt number {i} " * (i + 1) for i in range(4)}
     outcome = run(
         Engine(backend),
-        *(request_for(k, p, max_tokens=20, sampling=GREEDY, ignore_eos=True) for k, p in prompts.items()),
+        *(
+            request_for(k, p, max_tokens=20, sampling=GREEDY, ignore_eos=True)
+            for k, p in prompts.items()
+        ),
     )
     assert any(len(step) == 4 for step in backend.steps)
     for key, prompt in prompts.items():
@@ -55,14 +58,18 @@ def test_requests_share_steps_and_do_not_disturb_each_other() -> None:
 
 def test_more_requests_than_sequences_all_end() -> None:
     backend = ScriptedBackend(n_ctx=2048)
-    requests = [request_for(f"r{i}", f"question {i}", max_tokens=10, sampling=GREEDY) for i in range(20)]
+    requests = [
+        request_for(f"r{i}", f"question {i}", max_tokens=10, sampling=GREEDY) for i in range(20)
+    ]
     outcome = run(Engine(backend), *requests)
     assert all(outcome.finish(r.id).usage.prompt_tokens == len(f"{r.prompt}") for r in requests)
 
 
 def test_max_tokens_and_context_end_with_length() -> None:
     engine = Engine(ScriptedBackend(n_ctx=64))
-    outcome = run(engine, request_for("a", "x" * 10, max_tokens=5, sampling=GREEDY, ignore_eos=True))
+    outcome = run(
+        engine, request_for("a", "x" * 10, max_tokens=5, sampling=GREEDY, ignore_eos=True)
+    )
     assert outcome.finish("a").reason == "length"
     assert outcome.finish("a").usage.completion_tokens == 5
     outcome = run(engine, request_for("b", "y" * 10, sampling=GREEDY, ignore_eos=True))
@@ -71,7 +78,9 @@ def test_max_tokens_and_context_end_with_length() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [("x" * 64, None), ("x" * 65, 1), ("x" * 60, 5)])
-def test_what_does_not_fit_is_refused_at_once_with_the_counts(prompt: str, max_tokens: int | None) -> None:
+def test_what_does_not_fit_is_refused_at_once_with_the_counts(
+    prompt: str, max_tokens: int | None
+) -> None:
     backend = ScriptedBackend(n_ctx=64)
     outcome = run(Engine(backend), request_for("a", prompt, max_tokens=max_tokens))
     assert outcome.failure("a").code == "context_length_exceeded"
@@ -92,7 +101,9 @@ def test_stop_strings_are_cut_and_named() -> None:
     backend = ScriptedBackend()
     text = backend.detokenize(reference(backend, backend.tokenize("go"), 60))
     stop = text[8:11]
-    outcome = run(Engine(backend), request_for("a", "go", max_tokens=60, sampling=GREEDY, stop=(stop,)))
+    outcome = run(
+        Engine(backend), request_for("a", "go", max_tokens=60, sampling=GREEDY, stop=(stop,))
+    )
     assert outcome.text["a"] == text[: text.index(stop)]
     assert outcome.finish("a").reason == "stop"
     assert outcome.finish("a").stop == stop
@@ -100,8 +111,14 @@ def test_stop_strings_are_cut_and_named() -> None:
 
 def test_the_same_seed_gives_the_same_text_whatever_shares_the_batch() -> None:
     sampling = Sampling(temperature=1.0, seed=7)
-    alone = run(Engine(ScriptedBackend()), request_for("a", "story", max_tokens=30, sampling=sampling, ignore_eos=True))
-    crowd = [request_for(f"x{i}", f"other {i}", max_tokens=25, sampling=Sampling(seed=i)) for i in range(3)]
+    alone = run(
+        Engine(ScriptedBackend()),
+        request_for("a", "story", max_tokens=30, sampling=sampling, ignore_eos=True),
+    )
+    crowd = [
+        request_for(f"x{i}", f"other {i}", max_tokens=25, sampling=Sampling(seed=i))
+        for i in range(3)
+    ]
     together = run(
         Engine(ScriptedBackend(n_ctx=1024)),
         *crowd,
@@ -115,7 +132,10 @@ def test_cancel_ends_within_the_step_and_frees_everything() -> None:
     engine = Engine(backend)
     outcome = Outcome()
     outcome.take(
-        engine.submit(request_for("a", "long story", sampling=GREEDY, ignore_eos=True, cache_prompt=False), [40] * 12)
+        engine.submit(
+            request_for("a", "long story", sampling=GREEDY, ignore_eos=True, cache_prompt=False),
+            [40] * 12,
+        )
     )
     for _ in range(3):
         outcome.take(engine.step())
@@ -149,7 +169,11 @@ def test_a_time_limit_ends_a_request() -> None:
     def tick(_: int) -> None:
         now[0] += 1.0
 
-    outcome = run(engine, request_for("a", "x", sampling=GREEDY, ignore_eos=True, time_limit_s=3.5), between=tick)
+    outcome = run(
+        engine,
+        request_for("a", "x", sampling=GREEDY, ignore_eos=True, time_limit_s=3.5),
+        between=tick,
+    )
     assert outcome.finish("a").reason == "length"
     assert outcome.finish("a").usage.completion_tokens == 5
 
@@ -157,7 +181,9 @@ def test_a_time_limit_ends_a_request() -> None:
 def test_events_tell_the_story_in_order() -> None:
     seconds = count()
     engine = Engine(ScriptedBackend(n_batch=8), clock=lambda: float(next(seconds)))
-    events = engine.submit(request_for("a", "z" * 30, max_tokens=2, sampling=GREEDY, ignore_eos=True), [70] * 30)
+    events = engine.submit(
+        request_for("a", "z" * 30, max_tokens=2, sampling=GREEDY, ignore_eos=True), [70] * 30
+    )
     while engine.has_work:
         events += engine.step()
     assert [e.kind for e in events] == ["queued", *["prefill"] * 4, "text", "text", "finish"]
@@ -169,7 +195,9 @@ def test_events_tell_the_story_in_order() -> None:
 def test_logprobs_are_the_models_distribution() -> None:
     backend = ScriptedBackend()
     engine = Engine(backend)
-    events = engine.submit(request_for("a", "q", max_tokens=3, sampling=GREEDY, logprobs=2, ignore_eos=True), [80])
+    events = engine.submit(
+        request_for("a", "q", max_tokens=3, sampling=GREEDY, logprobs=2, ignore_eos=True), [80]
+    )
     while engine.has_work:
         events += engine.step()
     (first, *_) = [e.logprobs[0] for e in events if e.kind == "text" and e.logprobs]
@@ -183,7 +211,8 @@ def test_logprobs_are_the_models_distribution() -> None:
 
 
 def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
-    """While one stream decodes, every step also carries its token, and prefill comes in bounded chunks."""
+    """While one stream decodes, every step also carries its token, and prefill comes in bounded
+    chunks."""
     now = [0.0]
     backend = ScriptedBackend(n_ctx=4096, n_batch=512)
     engine = Engine(backend, clock=lambda: now[0])
@@ -204,7 +233,11 @@ def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
     gaps: list[float] = []
     last = [0.0]
     outcome = Outcome()
-    outcome.take(engine.submit(request_for("s", "stream", max_tokens=300, sampling=GREEDY, ignore_eos=True), [60] * 6))
+    outcome.take(
+        engine.submit(
+            request_for("s", "stream", max_tokens=300, sampling=GREEDY, ignore_eos=True), [60] * 6
+        )
+    )
     sent = False
     while engine.has_work:
         events = engine.step()
@@ -214,7 +247,9 @@ def test_a_long_prompt_does_not_freeze_a_running_stream() -> None:
             last[0] = now[0]
         if not sent and len(outcome.tokens.get("s", [])) == 20:
             sent = True
-            outcome.take(engine.submit(request_for("l", "long", max_tokens=1, sampling=GREEDY), [61] * 3000))
+            outcome.take(
+                engine.submit(request_for("l", "long", max_tokens=1, sampling=GREEDY), [61] * 3000)
+            )
     assert outcome.finish("l").usage.prompt_tokens == 3000
     assert max(gaps[5:]) <= 12 * 0.007
 
@@ -237,7 +272,9 @@ def test_a_line_nobody_asks_for_has_left_before_the_next_one_begins() -> None:
     run(engine, request_for("short", "hello", max_tokens=4, sampling=GREEDY, ignore_eos=True))
     assert free[0] == 4096
     settle(engine)
-    again = run(engine, request_for("again", "x" * 3000 + "y", max_tokens=4, sampling=GREEDY)).finish("again")
+    again = run(
+        engine, request_for("again", "x" * 3000 + "y", max_tokens=4, sampling=GREEDY)
+    ).finish("again")
     assert again.usage.cached_tokens >= 3000
 
 
@@ -252,16 +289,27 @@ def test_an_answer_made_in_parts_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_who_waits_is_served_by_priority_whatever_the_order_they_came_in(order: tuple[int, ...]) -> None:
+def test_who_waits_is_served_by_priority_whatever_the_order_they_came_in(
+    order: tuple[int, ...],
+) -> None:
     """Within half a minute of each other; the one that runs is not stopped."""
     tick = count()
     engine = Engine(ScriptedBackend(n_seq_max=1, n_ctx=512), clock=lambda: next(tick) / 1000)
     tiers = [0, 1, -1, 0]
     asked = [
-        request_for(str(i), f"question {i}", max_tokens=3, sampling=GREEDY, ignore_eos=True, priority=tiers[i])
+        request_for(
+            str(i),
+            f"question {i}",
+            max_tokens=3,
+            sampling=GREEDY,
+            ignore_eos=True,
+            priority=tiers[i],
+        )
         for i in order
     ]
-    first = request_for("first", "question x", max_tokens=30, sampling=GREEDY, ignore_eos=True, priority=-1)
+    first = request_for(
+        "first", "question x", max_tokens=30, sampling=GREEDY, ignore_eos=True, priority=-1
+    )
     outcome = Outcome()
     outcome.take(engine.submit(first, engine.backend.tokenize("question x")))
     outcome.take(engine.step())

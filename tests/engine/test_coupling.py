@@ -1,4 +1,5 @@
-"""Maximal coupling: what is emitted follows the target's distribution exactly, and as many drafts pass as can."""
+"""Maximal coupling: what is emitted follows the target's distribution exactly, and as many drafts
+pass as can."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ def dist(weights: list[int]) -> Distribution:
     """A sparse distribution: tokens of weight 0 are filtered out, the most probable come first."""
     total = sum(weights)
     ids = [i for i in sorted(range(len(weights)), key=lambda i: -weights[i]) if weights[i]]
-    return Distribution(np.asarray(ids, dtype=np.int64), np.asarray([weights[i] / total for i in ids]))
+    return Distribution(
+        np.asarray(ids, dtype=np.int64), np.asarray([weights[i] / total for i in ids])
+    )
 
 
 def emitted_exactly(p: Distribution, q: Distribution, n: int) -> np.ndarray:
-    """The distribution of the emitted token, by enumeration: q(x)·min(1, p(x)/q(x)) + P(rejected)·residual(x)."""
+    """The distribution of the emitted token, by enumeration: q(x)·min(1, p(x)/q(x)) +
+    P(rejected)·residual(x)."""
     out = np.zeros(n)
     rejected = 0.0
     for token, probability in zip(q.ids, q.probs, strict=True):
@@ -34,7 +38,9 @@ def emitted_exactly(p: Distribution, q: Distribution, n: int) -> np.ndarray:
         if accept > 0:
             assert rejection_sample(p, q, int(token), accept * 0.999, 0.5) == (int(token), True)
         if accept < 1:
-            assert not rejection_sample(p, q, int(token), min(accept * 1.001 + 1e-9, 0.999999), 0.5)[1]
+            assert not rejection_sample(
+                p, q, int(token), min(accept * 1.001 + 1e-9, 0.999999), 0.5
+            )[1]
         out[token] += probability * accept
         rejected += probability * (1 - accept)
     left = residual(p, q)
@@ -68,7 +74,11 @@ def test_many_draws_fit_the_target(draws: int, a: list[int], b: list[int], seed:
     p, q = dist(a), dist(b)
     rng = np.random.default_rng(seed)
     uniforms = rng.random((draws, 3))
-    drafted = q.ids[np.minimum(np.searchsorted(np.cumsum(q.probs), uniforms[:, 0], side="right"), len(q.ids) - 1)]
+    drafted = q.ids[
+        np.minimum(
+            np.searchsorted(np.cumsum(q.probs), uniforms[:, 0], side="right"), len(q.ids) - 1
+        )
+    ]
     counts = np.zeros(max(len(a), len(b)))
     accepted = 0
     for token, (_, accept, draw) in zip(drafted.tolist(), uniforms.tolist(), strict=True):
@@ -86,8 +96,15 @@ def test_many_draws_fit_the_target(draws: int, a: list[int], b: list[int], seed:
 
 
 @settings(max_examples=examples(16))
-@given(st.integers(0, 2**32), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.8]), st.sampled_from([0.0, 0.1]))
-def test_verify_couples_with_what_choose_draws_from(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0, 3]),
+    st.sampled_from([1.0, 0.8]),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_verify_couples_with_what_choose_draws_from(
+    seed: int, top_k: int, top_p: float, min_p: float
+) -> None:
     """The sampler's own filters and temperature stand between logits and p."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=12).astype(np.float32) * 2

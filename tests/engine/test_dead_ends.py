@@ -1,4 +1,5 @@
-"""A constrained answer that ends by itself is whole: whatever the grammar, the schema and what is banned beside it."""
+"""A constrained answer that ends by itself is whole: whatever the grammar, the schema and what is
+banned beside it."""
 
 from __future__ import annotations
 
@@ -51,10 +52,23 @@ def a_dead_end(rng: random.Random) -> Any:
             "patternProperties": {"^b": False, "^a": {"type": "string"}},
             "required": [rng.choice("ab")],
         },
-        {"type": "object", "patternProperties": {".*": {"$ref": "#/$defs/e"}}, "additionalProperties": False},
-        {"type": "string", "minLength": 3, "pattern": rng.choice(["^ab?$", "^[0-9]{2,}$", r"^[^\\]{2,4}$"])},
+        {
+            "type": "object",
+            "patternProperties": {".*": {"$ref": "#/$defs/e"}},
+            "additionalProperties": False,
+        },
+        {
+            "type": "string",
+            "minLength": 3,
+            "pattern": rng.choice(["^ab?$", "^[0-9]{2,}$", r"^[^\\]{2,4}$"]),
+        },
         {"type": "number", "minimum": 3, "maximum": rng.choice([2, 3, 3.5])},
-        {"type": "array", "items": {"$ref": "#/$defs/e"}, "minItems": rng.choice([0, 1]), "maxItems": 2},
+        {
+            "type": "array",
+            "items": {"$ref": "#/$defs/e"},
+            "minItems": rng.choice([0, 1]),
+            "maxItems": 2,
+        },
     ]
     inner = rng.choice(parts)
     schema = {
@@ -62,7 +76,11 @@ def a_dead_end(rng: random.Random) -> Any:
         "properties": {"x": inner, "y": some_schema(rng, 1)},
         "required": rng.sample(["x", "y"], 1),
     }
-    return {**rng.choice([schema, {"anyOf": [schema, inner]}]), "additionalProperties": False, "$defs": {"e": endless}}
+    return {
+        **rng.choice([schema, {"anyOf": [schema, inner]}]),
+        "additionalProperties": False,
+        "$defs": {"e": endless},
+    }
 
 
 def banned(engine: Engine, rng: random.Random) -> dict[int, float]:
@@ -79,10 +97,18 @@ def test_what_ends_by_itself_is_whole(engine: Engine) -> None:
         kind = ("json_schema", "gbnf", "json_schema")[seed % 3]
         schema: Any = a_dead_end(rng) if seed % 3 else some_schema(rng, 2)
         source = some_grammar(rng) if kind == "gbnf" else json.dumps(schema)
-        sampling = Sampling(temperature=rng.choice([0.0, 1.0, 3.0]), seed=seed, logit_bias=banned(engine, rng))
-        outcome = run(engine, request_for("a", PROMPT, max_tokens=30, sampling=sampling, grammar=(kind, source)))
+        sampling = Sampling(
+            temperature=rng.choice([0.0, 1.0, 3.0]), seed=seed, logit_bias=banned(engine, rng)
+        )
+        outcome = run(
+            engine,
+            request_for("a", PROMPT, max_tokens=30, sampling=sampling, grammar=(kind, source)),
+        )
         if not hasattr(outcome.ends["a"][0], "reason"):
-            assert outcome.failure("a").code in ("unsupported_parameter", "constraint_stuck"), (seed, source)
+            assert outcome.failure("a").code in ("unsupported_parameter", "constraint_stuck"), (
+                seed,
+                source,
+            )
             ends[outcome.failure("a").code] += 1
             continue
         reason, text = outcome.finish("a").reason, outcome.text.get("a", "")
@@ -91,7 +117,17 @@ def test_what_ends_by_itself_is_whole(engine: Engine) -> None:
             continue
         assert reason == "stop", (seed, source, text)
         if kind == "gbnf":
-            assert allows(matcher_of(LLMatcher.grammar_from_lark(lark_of(source))), text), (seed, source, text)
+            assert allows(matcher_of(LLMatcher.grammar_from_lark(lark_of(source))), text), (
+                seed,
+                source,
+                text,
+            )
         else:
-            assert jsonschema.Draft201909Validator(schema).is_valid(json.loads(text)), (seed, source, text)
-    assert min(ends["stop"], ends["unsupported_parameter"] + ends["constraint_stuck"]) > CASES / 10, ends
+            assert jsonschema.Draft201909Validator(schema).is_valid(json.loads(text)), (
+                seed,
+                source,
+                text,
+            )
+    assert (
+        min(ends["stop"], ends["unsupported_parameter"] + ends["constraint_stuck"]) > CASES / 10
+    ), ends

@@ -1,4 +1,5 @@
-"""Prefixes are written in the pauses of the work, so that writing costs nobody a token, and after a while regardless."""
+"""Prefixes are written in the pauses of the work, so that writing costs nobody a token, and after a
+while regardless."""
 
 from __future__ import annotations
 
@@ -106,8 +107,11 @@ class Watched(Told):
         return self.is_set()
 
 
-def test_what_is_written_beside_work_is_written_in_short_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that hashes and writes a line in one go takes a processor from those who compute, for as long as that takes."""
+def test_what_is_written_beside_work_is_written_in_short_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that hashes and writes a line in one go takes a processor from those who compute,
+    for as long as that takes."""
     monkeypatch.setattr(tunables, "WRITE_PATIENCE_S", 0.0)
     watched = Watched()
     tier, _ = opened(tmp_path, watched)
@@ -116,7 +120,9 @@ def test_what_is_written_beside_work_is_written_in_short_turns(tmp_path: Path, m
     block = kept(tier, n_bytes // 2)
     assert written(block.path)
     # One wait was for a pause before it began.
-    assert len(watched.rests) - 1 >= n_bytes // 2**20, "a turn is never longer than a megabyte takes"
+    assert len(watched.rests) - 1 >= n_bytes // 2**20, (
+        "a turn is never longer than a megabyte takes"
+    )
     tier.close()
     assert bytes(tier.load(block) or b"") == b"kv" * (n_bytes // 2)
 

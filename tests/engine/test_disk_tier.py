@@ -22,7 +22,9 @@ from support.scripted_backend import ScriptedBackend
 PROMPT = [259, *[40 + i % 50 for i in range(700)], 259, 60]
 
 
-def on_disk(directory: Path, backend: ScriptedBackend | None = None, disk_bytes: int = 10**9) -> Engine:
+def on_disk(
+    directory: Path, backend: ScriptedBackend | None = None, disk_bytes: int = 10**9
+) -> Engine:
     return Engine(
         backend or ScriptedBackend(n_ctx=2048, n_batch=64),
         EngineSettings(disk_dir=str(directory), disk_bytes=disk_bytes),
@@ -52,7 +54,9 @@ def test_a_prefix_survives_a_restart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("segments", [True, False])
 def test_every_memory_shape_survives(tmp_path: Path, segments: bool) -> None:
     def make() -> ScriptedBackend:
-        return ScriptedBackend(n_ctx=2048, n_batch=64, rewind="any" if segments else "none", segments=segments)
+        return ScriptedBackend(
+            n_ctx=2048, n_batch=64, rewind="any" if segments else "none", segments=segments
+        )
 
     first = on_disk(tmp_path, make())
     answer, _ = ask(first)
@@ -121,7 +125,8 @@ def test_what_memory_alone_holds_is_written_at_the_end_the_newest_first(tmp_path
 def test_killed_at_any_moment_it_starts_again_and_knows_what_was_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """What a process leaves that is killed are its files of that moment: they are copied, and another starts on them."""
+    """What a process leaves that is killed are its files of that moment: they are copied, and
+    another starts on them."""
     folder, left = tmp_path / "folder", tmp_path / "left"
     engine, rename = on_disk(folder), Path.replace
     answer, _ = ask(engine)
@@ -138,7 +143,9 @@ def test_killed_at_any_moment_it_starts_again_and_knows_what_was_answered(
     if moment == "writing":
         monkeypatch.setattr(Path, "replace", killed_in_a_write)
     other = [259, 77, *PROMPT]
-    told = engine.submit(request_for("b", other, max_tokens=8, sampling=GREEDY, ignore_eos=True), other)
+    told = engine.submit(
+        request_for("b", other, max_tokens=8, sampling=GREEDY, ignore_eos=True), other
+    )
     seen = {"queued": "queued", "prefill": "prefill", "decode": "text"}.get(moment, "finish")
     while seen not in [event.kind for event in told]:
         told += engine.step()
@@ -157,7 +164,9 @@ def test_killed_at_any_moment_it_starts_again_and_knows_what_was_answered(
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_damage_is_a_miss_never_a_wrong_answer(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damage_is_a_miss_never_a_wrong_answer(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     directory = tmp_path_factory.mktemp("kv")
     first = on_disk(directory)
     answer, _ = ask(first)
@@ -195,11 +204,14 @@ def test_a_real_model_continues_from_disk(smollm2: Path, tmp_path: Path) -> None
     for i in range(2):
         backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024))
         engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path)))
-        outcome = run(engine, request_for("a", prompt, max_tokens=24, sampling=GREEDY, ignore_eos=True))
+        outcome = run(
+            engine, request_for("a", prompt, max_tokens=24, sampling=GREEDY, ignore_eos=True)
+        )
         answers.append(outcome.tokens["a"])
         usage = outcome.finish("a").usage
         assert usage.cached_tokens == (usage.prompt_tokens - 1 if i else 0)
         engine.close()
-    # A device reads a prompt's last token with other kernels alone than behind the rest, which moves quantised weights' logits
-    # by up to 0.4 of their spread: there this text's near ties may fall otherwise. Tiny models hold such devices to it.
+    # A device reads a prompt's last token with other kernels alone than behind the rest, which
+    # moves quantised weights' logits by up to 0.4 of their spread: there this text's near ties may
+    # fall otherwise. Tiny models hold such devices to it.
     assert native.has_gpu() or answers[0] == answers[1]

@@ -121,7 +121,9 @@ def test_room_in_memory_costs_no_file_of_what_the_context_holds(tmp_path: Path) 
     tier.close()
 
 
-def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_of_a_disk_is_left_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free_bytes = 10**12
     monkeypatch.setattr(
         "localllm.engine.cache.disk.shutil.disk_usage",
@@ -131,7 +133,8 @@ def test_the_last_of_a_disk_is_left_to_others(tmp_path: Path, monkeypatch: pytes
     store(tier, cache, [1] * 24)
     tier.flush()
     assert len(list(tmp_path.glob("*/*.kv"))) == 3
-    # Somebody else has filled it: what is kept makes room for what is new, and then it gives back what it has.
+    # Somebody else has filled it: what is kept makes room for what is new, and then it gives back
+    # what it has.
     free_bytes = 2 * 10**9
     store(tier, cache, [2] * 8)
     tier.flush()

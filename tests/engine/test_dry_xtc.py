@@ -39,13 +39,23 @@ def spell(token: int) -> bytes:
     st.integers(0, 4),
     st.lists(st.sampled_from(["\n", ":", "*", "b\n", "a\nb", "cc"]), max_size=3),
 )
-def test_dry_finds_what_its_definition_says(history: list[int], last: int, allowed: int, breakers: list[str]) -> None:
-    sampling = replace(DRY, dry_penalty_last_n=last, dry_allowed_length=allowed, dry_sequence_breakers=tuple(breakers))
-    assert dry_repetitions(sampling, history, spell) == sampling_reference.dry_repetitions(history, sampling, spell)
+def test_dry_finds_what_its_definition_says(
+    history: list[int], last: int, allowed: int, breakers: list[str]
+) -> None:
+    sampling = replace(
+        DRY,
+        dry_penalty_last_n=last,
+        dry_allowed_length=allowed,
+        dry_sequence_breakers=tuple(breakers),
+    )
+    assert dry_repetitions(sampling, history, spell) == sampling_reference.dry_repetitions(
+        history, sampling, spell
+    )
 
 
 def test_llama_cpps_own_example() -> None:
-    """a b c c b c y a b c: c would be the fourth token of a repetition, y the third, b the second."""
+    """a b c c b c y a b c: c would be the fourth token of a repetition, y the third, b the
+    second."""
     a, b, c, y = 0, 1, 2, 7
     sampling = replace(DRY, dry_allowed_length=1, dry_sequence_breakers=())
     found = dry_repetitions(sampling, [a, b, c, c, b, c, y, a, b, c], spell)
@@ -65,7 +75,9 @@ def test_a_very_long_repetition_is_a_number_still() -> None:
     history = [0, 1] * 3000
     (length,) = dry_repetitions(replace(DRY, dry_sequence_breakers=()), history, spell).values()
     assert 150 < length < 170
-    out = Sampler(DRY, None, TokenRules(text=spell)).prepared(np.zeros(8, dtype=np.float32), history)
+    out = Sampler(DRY, None, TokenRules(text=spell)).prepared(
+        np.zeros(8, dtype=np.float32), history
+    )
     assert np.isfinite(out).all()
     assert out[0] < -1e30
 
@@ -78,7 +90,10 @@ def xtc_slowly(row: list[float], s: Sampling) -> dict[int, float]:
     top = [t for t in ranked if share[t] >= s.xtc_threshold]
     cases = [(1.0, ranked)]
     if len(top) > 1 and s.xtc_threshold <= 0.5:
-        cases = [(1 - s.xtc_probability, ranked), (s.xtc_probability, [t for t in ranked if t not in top[:-1]])]
+        cases = [
+            (1 - s.xtc_probability, ranked),
+            (s.xtc_probability, [t for t in ranked if t not in top[:-1]]),
+        ]
     out = dict.fromkeys(ranked, 0.0)
     for chance, ids in cases:
         hot = {t: math.exp((row[t] - max(row)) / s.temperature) for t in ids}
@@ -95,26 +110,39 @@ def xtc_slowly(row: list[float], s: Sampling) -> dict[int, float]:
     st.sampled_from([0.01, 0.1, 0.3, 0.6]),
     st.sampled_from([0.5, 1.0, 2.0]),
 )
-def test_xtc_is_what_its_definition_says(row: list[int], chance: float, threshold: float, temperature: float) -> None:
+def test_xtc_is_what_its_definition_says(
+    row: list[int], chance: float, threshold: float, temperature: float
+) -> None:
     values = [v / 10 for v in row]
     sampling = Sampling(
-        temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, xtc_probability=chance, xtc_threshold=threshold
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        xtc_probability=chance,
+        xtc_threshold=threshold,
     )
     logits = np.asarray(values, dtype=np.float32)
     found = distribution(logits, sampling)
     expected = xtc_slowly(logits.astype(float).tolist(), sampling)
-    assert {int(t): float(p) for t, p in zip(found.ids, found.probs, strict=True)} == pytest.approx(expected, abs=1e-9)
+    assert {int(t): float(p) for t, p in zip(found.ids, found.probs, strict=True)} == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 def test_xtc_works_on_what_the_filters_leave() -> None:
     logits = np.log(np.asarray([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
-    found = distribution(logits, Sampling(temperature=1.0, top_k=2, top_p=1, min_p=0, xtc_probability=1.0))
+    found = distribution(
+        logits, Sampling(temperature=1.0, top_k=2, top_p=1, min_p=0, xtc_probability=1.0)
+    )
     assert (found.prob(0), found.prob(1)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("n", [8_000, pytest.param(20_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "change", [{"xtc_probability": 0.5}, {"dry_multiplier": 2.0, "dry_sequence_breakers": ()}, {}], ids=str
+    "change",
+    [{"xtc_probability": 0.5}, {"dry_multiplier": 2.0, "dry_sequence_breakers": ()}, {}],
+    ids=str,
 )
 def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, object], n: int) -> None:
     rng = np.random.default_rng(5)
@@ -137,7 +165,9 @@ def generated(draft: str, sampling: Sampling, **more: object) -> tuple[list[int]
     """Tokens, text, and how many of the tokens were drafted."""
     engine = Engine(ScriptedBackend(n_ctx=1024), EngineSettings(draft=draft))
     engine.speculator.cost.set({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0, 32: 1.0})
-    outcome = run(engine, request_for("r", "abcabcabc " * 12, 150, sampling, ignore_eos=True, **more))
+    outcome = run(
+        engine, request_for("r", "abcabcabc " * 12, 150, sampling, ignore_eos=True, **more)
+    )
     drafted = outcome.finish("r").usage.accepted_draft_tokens
     engine.close()
     return outcome.tokens["r"], outcome.text["r"], drafted
@@ -145,7 +175,13 @@ def generated(draft: str, sampling: Sampling, **more: object) -> tuple[list[int]
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_answer_is_the_same_with_and_without_drafts_under_dry(temperature: float) -> None:
-    dry = Sampling(temperature=temperature, seed=2, dry_multiplier=5.0, dry_allowed_length=0, dry_sequence_breakers=())
+    dry = Sampling(
+        temperature=temperature,
+        seed=2,
+        dry_multiplier=5.0,
+        dry_allowed_length=0,
+        dry_sequence_breakers=(),
+    )
     plain, text, _ = generated("off", dry)
     drafted, _, accepted = generated("ngram", dry, prediction=text)
     assert drafted == plain

@@ -1,5 +1,5 @@
-"""The embedding worker: a process that embeds, refuses in words, and is started again after it died, but not for ever
-at once."""
+"""The embedding worker: a process that embeds, refuses in words, and is started again after it
+died, but not for ever at once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_one_that_dies_of_every_request_is_refused_for_a_while(bert: Path) -> No
         host = Supervisor(EmbeddingOptions(str(bert)))
         for _ in range(4):
             await die_of_a_request(await host.engine())
-        with pytest.raises(BusyError, match=r"4 times in a row; it is loaded again in \d+ s") as refused:
+        with pytest.raises(
+            BusyError, match=r"4 times in a row; it is loaded again in \d+ s"
+        ) as refused:
             await asyncio.wait_for(host.engine(), 5)
         assert 1 <= refused.value.retry_after_s <= 8
         await host.close()
@@ -120,7 +122,9 @@ def test_one_that_embedded_something_is_loaded_again_at_once(bert: Path) -> None
     asyncio.run(story())
 
 
-def test_one_that_dies_of_every_load_is_refused_for_a_while(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_dies_of_every_load_is_refused_for_a_while(
+    bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "false")
 
     async def story() -> None:
@@ -157,7 +161,9 @@ def test_a_question_it_can_not_read_is_answered_all_the_same(bert: Path) -> None
     asyncio.run(story())
 
 
-def test_what_is_no_embedding_model_is_refused_by_its_own_reason(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_is_no_embedding_model_is_refused_by_its_own_reason(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     async def story() -> None:
         with pytest.raises(ModelFileError, match="generates text"):
             await Supervisor(EmbeddingOptions(str(tiny_model))).engine()

@@ -1,4 +1,5 @@
-"""When an answer may end, and when its reasoning must: min_tokens, stop_token_ids, a thinking budget."""
+"""When an answer may end, and when its reasoning must: min_tokens, stop_token_ids, a thinking
+budget."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ PROMPT = "say something "
 DRAFTS = pytest.mark.parametrize("draft", ["off", "ngram"])
 
 
-def answer(draft: str = "off", sampling: Sampling = GREEDY, max_tokens: int = 80, **more: object) -> Outcome:
+def answer(
+    draft: str = "off", sampling: Sampling = GREEDY, max_tokens: int = 80, **more: object
+) -> Outcome:
     """With drafts, they are what the answer without any says: nearly all of them pass."""
     if draft != "off":
         more["prediction"] = answer("off", sampling, max_tokens, **more).text["r"] + " "
@@ -45,7 +48,8 @@ def test_an_answer_does_not_end_before_min_tokens(draft: str) -> None:
 @DRAFTS
 @pytest.mark.parametrize("hot", [False, True], ids=["greedy", "drawn"])
 def test_where_the_end_is_ignored_it_is_never_written(draft: str, hot: bool) -> None:
-    """As llama.cpp's server has it: tokens that end a turn have no text, and what follows them is another turn."""
+    """As llama.cpp's server has it: tokens that end a turn have no text, and what follows them is
+    another turn."""
     sampling = a_seed_that_ends_soon() if hot else GREEDY
     outcome = answer(draft, sampling, max_tokens=300, ignore_eos=True)
     assert END not in outcome.tokens["r"]
@@ -66,7 +70,10 @@ def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(draft: str) -> None:
     at = said.index(said[5])
     outcome = answer(draft, stop_token_ids=(said[5], 10**9), ignore_eos=True)
     assert outcome.tokens.get("r", []) == said[:at]
-    assert (outcome.finish("r").reason, outcome.finish("r").usage.completion_tokens) == ("stop", at + 1)
+    assert (outcome.finish("r").reason, outcome.finish("r").usage.completion_tokens) == (
+        "stop",
+        at + 1,
+    )
 
 
 THINKS = ThinkingLimit(tokens=25, opening="<think>", closing="</think>", after="\n\n", opened=True)
@@ -74,7 +81,9 @@ THINKS = ThinkingLimit(tokens=25, opening="<think>", closing="</think>", after="
 
 @DRAFTS
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=4)], ids=["greedy", "drawn"])
-def test_at_the_end_of_the_budget_the_end_of_thought_is_forced(draft: str, sampling: Sampling) -> None:
+def test_at_the_end_of_the_budget_the_end_of_thought_is_forced(
+    draft: str, sampling: Sampling
+) -> None:
     free = answer(draft, sampling, ignore_eos=True)
     held = answer(draft, sampling, ignore_eos=True, thinking=THINKS)
     assert "</think>" not in free.text["r"]
@@ -90,7 +99,8 @@ def test_a_budget_of_nothing_ends_it_at_once() -> None:
 
 
 class Saying(ScriptedBackend):
-    """Writes `words`, token by token, wherever the prompt ends; then what the scripted backend says."""
+    """Writes `words`, token by token, wherever the prompt ends; then what the scripted backend
+    says."""
 
     words = ""
 
@@ -109,7 +119,9 @@ def saying(words: str, limit: ThinkingLimit) -> str:
     backend = Saying(n_ctx=1024)
     backend.words = words
     engine = Engine(backend)
-    text = run(engine, request_for("r", PROMPT, 120, GREEDY, ignore_eos=True, thinking=limit)).text["r"]
+    text = run(engine, request_for("r", PROMPT, 120, GREEDY, ignore_eos=True, thinking=limit)).text[
+        "r"
+    ]
     engine.close()
     return text
 

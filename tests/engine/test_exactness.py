@@ -1,7 +1,9 @@
-"""Batching, caching, parking and disk change no greedy answer of a real model, whatever its memory's shape.
+"""Batching, caching, parking and disk change no greedy answer of a real model, whatever its
+memory's shape.
 
-A first divergence is allowed at a near tie (crowds.py), and counted. In a mixture of experts the tie may lie in the
-router, unseen, and send the token to another expert: such flips are bounded by number instead.
+A first divergence is allowed at a near tie (crowds.py), and counted. In a mixture of experts the
+tie may lie in the router, unseen, and send the token to another expert: such flips are bounded by
+number instead.
 """
 
 from __future__ import annotations
@@ -40,17 +42,25 @@ def test_random_mixes_equal_isolated_runs(shape: str, mixes: int, tmp_path: Path
     alone = llamacpp.load(spec)
     # A few kilobytes of cache force evictions; the disk tier brings some of it back.
     settings = EngineSettings(
-        cache_bytes=150_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8, sliced_prefill_tokens=40
+        cache_bytes=150_000,
+        disk_dir=str(tmp_path / "kv"),
+        disk_bytes=10**8,
+        sliced_prefill_tokens=40,
     )
     engine = Engine(llamacpp.load(spec), settings)
-    crowds_equal_isolated_runs(engine, alone, shape, mixes, router_flips=ROUTER_FLIPS.get(shape, 0.0))
-    assert (engine.snapshot()["sliced_prefill_tokens"] == 0) == (not engine.backend.capabilities.sliced_prefill)
+    crowds_equal_isolated_runs(
+        engine, alone, shape, mixes, router_flips=ROUTER_FLIPS.get(shape, 0.0)
+    )
+    assert (engine.snapshot()["sliced_prefill_tokens"] == 0) == (
+        not engine.backend.capabilities.sliced_prefill
+    )
     engine.close()
     alone.close()
 
 
 def test_an_end_that_is_forbidden_is_not_taken_from_a_device_that_sorts(tiny_model: Path) -> None:
-    """Several greedy streams at once, whose best logit is the end; what the device found best may be forbidden."""
+    """Several greedy streams at once, whose best logit is the end; what the device found best may
+    be forbidden."""
     spec, rng = LoadSpec(str(tiny_model), n_ctx=1024, n_seq_max=8), random.Random(1)
     alone, sorting = llamacpp.load(spec), llamacpp.load(spec)
     ends = set(alone.info.eog_tokens)
@@ -78,16 +88,25 @@ def test_an_end_that_is_forbidden_is_not_taken_from_a_device_that_sorts(tiny_mod
 def test_real_weights_say_the_same_in_a_crowd_as_alone(few_layers: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=4096))
     engine = Engine(backend)
-    questions = ["Name three colours.", "What is a lighthouse?", "Count to five.", "Who was Ada Lovelace?"]
+    questions = [
+        "Name three colours.",
+        "What is a lighthouse?",
+        "Count to five.",
+        "Who was Ada Lovelace?",
+    ]
     prompts = {q: f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions}
-    together = run(engine, *(request_for(q, p, max_tokens=24, sampling=GREEDY) for q, p in prompts.items()))
+    together = run(
+        engine, *(request_for(q, p, max_tokens=24, sampling=GREEDY) for q, p in prompts.items())
+    )
     ties = 0
     for question, prompt in prompts.items():
         expected, gaps = isolated(backend, backend.tokenize(prompt), 24)
         got = together.tokens[question]
         at = divergence(got, expected)
         if at is not None:
-            assert gaps[at] <= 0.3, f"{question}: diverged at {at} where the choice was clear ({gaps[at]:.3f})"
+            assert gaps[at] <= 0.3, (
+                f"{question}: diverged at {at} where the choice was clear ({gaps[at]:.3f})"
+            )
             ties += 1
     assert ties <= 2
     engine.close()

@@ -1,5 +1,5 @@
-"""A backend that fails where nobody waits for it costs no process; one that fails in a step costs that step's requests
-one clear error each, wherever in the step it is."""
+"""A backend that fails where nobody waits for it costs no process; one that fails in a step costs
+that step's requests one clear error each, wherever in the step it is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Faulty(ScriptedBackend):
 @pytest.mark.parametrize("what", ["step", "argmax"])
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_a_probe_that_fails_ends_drafting_and_nothing_else(what: str, rows: int) -> None:
-    backend = Faulty(lambda at, n: BackendFailure("no kernel") if at == what and n == rows and idle else None)
+    backend = Faulty(
+        lambda at, n: BackendFailure("no kernel") if at == what and n == rows and idle else None
+    )
     engine = Engine(backend, EngineSettings(draft="auto"))
     idle = True
     for _ in range(200):
@@ -53,7 +55,9 @@ def test_a_probe_that_fails_ends_drafting_and_nothing_else(what: str, rows: int)
     said = engine.snapshot()["speculation"]
     assert "no kernel" in str(said)
     assert str(rows) in str(said)
-    outcome = run(engine, request_for("a", "hello " * 5, max_tokens=20, sampling=GREEDY, ignore_eos=True))
+    outcome = run(
+        engine, request_for("a", "hello " * 5, max_tokens=20, sampling=GREEDY, ignore_eos=True)
+    )
     assert len(outcome.tokens["a"]) == 20
     assert engine.snapshot()["drafted_tokens"] == 0
     engine.check_integrity()
@@ -71,7 +75,9 @@ def test_a_probe_without_room_is_made_later() -> None:
     assert engine.speculator.cost.known
 
 
-@pytest.mark.parametrize(("what", "sampling"), [("argmax", {"temperature": 0.0}), ("logits", {"temperature": 1.0})])
+@pytest.mark.parametrize(
+    ("what", "sampling"), [("argmax", {"temperature": 0.0}), ("logits", {"temperature": 1.0})]
+)
 def test_outputs_that_can_not_be_read_end_the_step_s_requests_with_one_error_each(
     what: str, sampling: dict[str, float]
 ) -> None:
@@ -88,7 +94,9 @@ def test_outputs_that_can_not_be_read_end_the_step_s_requests_with_one_error_eac
     backend = Faulty(when)
     engine = Engine(backend)
     wish = Sampling(**sampling, seed=1)
-    both = [request_for(k, f"hello {k}", max_tokens=30, sampling=wish, ignore_eos=True) for k in "ab"]
+    both = [
+        request_for(k, f"hello {k}", max_tokens=30, sampling=wish, ignore_eos=True) for k in "ab"
+    ]
     outcome = run(engine, *both)
     for key in "ab":
         failure = outcome.failure(key)

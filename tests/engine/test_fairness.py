@@ -1,4 +1,5 @@
-"""Tenants share an engine evenly: who has 200 long requests queued does not delay a neighbour's short chat."""
+"""Tenants share an engine evenly: who has 200 long requests queued does not delay a neighbour's
+short chat."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ LONG = "a long text that goes on and on " * 8
 
 
 def asked(id_: str, prompt: str, tenant: str, n_tokens: int, **more: int) -> Request:
-    generation = Generation(sampling=GREEDY, max_tokens=n_tokens, tenant=tenant, ignore_eos=True, **more)
+    generation = Generation(
+        sampling=GREEDY, max_tokens=n_tokens, tenant=tenant, ignore_eos=True, **more
+    )
     return Request(id_, prompt, generation)
 
 
@@ -36,7 +39,9 @@ def crowded(engine: Engine, n: int, n_tokens: int = 400, n_steps: int = 40) -> O
     return outcome
 
 
-def steps_to_first_token(engine: Engine, outcome: Outcome, request: Request, most: int = 400) -> int:
+def steps_to_first_token(
+    engine: Engine, outcome: Outcome, request: Request, most: int = 400
+) -> int:
     outcome.take(engine.submit(request, prompt_tokens(engine, request)))
     for n in range(1, most):
         events = engine.step()
@@ -60,7 +65,8 @@ def scripted(**settings_: int) -> Engine:
 
 
 def test_a_short_chat_waits_one_step_behind_two_hundred_long_requests() -> None:
-    """All places are taken and 192 wait: the newcomer is in the next step. Alone it needs as many steps but one."""
+    """All places are taken and 192 wait: the newcomer is in the next step. Alone it needs as many
+    steps but one."""
     prompt = "a short question?"
     alone = steps_to_first_token(scripted(), Outcome(), asked("b", prompt, "other", 8))
     engine = scripted()
@@ -104,7 +110,10 @@ def test_two_with_much_to_do_get_as_much() -> None:
         outcome.take(engine.submit(request, prompt_tokens(engine, request)))
     for _ in range(160):
         outcome.take(engine.step())
-    said = {t: sum(len(x) for i, x in outcome.tokens.items() if i.startswith(t)) for t in ("greedy", "other")}
+    said = {
+        t: sum(len(x) for i, x in outcome.tokens.items() if i.startswith(t))
+        for t in ("greedy", "other")
+    }
     assert min(said.values()) >= 0.6 * max(said.values()), said
     assert engine.metrics.parked <= 12
 
@@ -127,7 +136,9 @@ def test_batch_waits_behind_others_whoever_sent_it() -> None:
     assert "b" not in outcome.text
 
 
-Events = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5000), st.booleans()), max_size=60)
+Events = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 5000), st.booleans()), max_size=60
+)
 
 
 @given(Events)

@@ -1,4 +1,5 @@
-"""A backend whose forks copy: the cells a fork takes are counted before somebody is let in, so that nobody is parked for it."""
+"""A backend whose forks copy: the cells a fork takes are counted before somebody is let in, so that
+nobody is parked for it."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
 from support.requests import request_for
 
-pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available())),
+]
 
 
 def test_nobody_is_parked_for_a_fork_that_takes_cells(tmp_path: Path) -> None:
     path = tiny_mlx.SHAPES["llama"](tmp_path / "model")
-    # Room for the first request (190 tokens) or for two prompts (300), but not for what the two go on to write.
+    # Room for the first request (190 tokens) or for two prompts (300), but not for what the two go
+    # on to write.
     engine = Engine(mlx.load(LoadSpec(str(path), n_ctx=310, n_seq_max=4, n_batch=64)))
     assert not engine.backend.capabilities.shares_cells
     prompt = [5 + i % 200 for i in range(150)]

@@ -1,4 +1,5 @@
-"""Decode takes the processors that others leave: a thread for each, and all of them again once they are free."""
+"""Decode takes the processors that others leave: a thread for each, and all of them again once they
+are free."""
 
 from __future__ import annotations
 
@@ -58,8 +59,12 @@ class Machine:
         return min(self.backend.most, self.cores)
 
 
-@given(cores=st.integers(1, 64), busy=st.integers(0, 80), step_s=st.sampled_from([0.005, 0.05, 3.0]))
-def test_each_processor_that_others_keep_is_a_thread_less_and_comes_back(cores: int, busy: int, step_s: float) -> None:
+@given(
+    cores=st.integers(1, 64), busy=st.integers(0, 80), step_s=st.sampled_from([0.005, 0.05, 3.0])
+)
+def test_each_processor_that_others_keep_is_a_thread_less_and_comes_back(
+    cores: int, busy: int, step_s: float
+) -> None:
     machine = Machine(cores)
     busy = min(busy, cores)
     assert machine.steps(12.0, busy, step_s) == max(1, cores - busy)
@@ -105,7 +110,9 @@ def test_a_short_step_takes_fewer_threads_and_says_the_same(few_layers: Path) ->
     """With far fewer tokens than attention is split among threads for (512, ops.cpp)."""
     backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=256))
     assert backend.capabilities.threaded
-    tokens = backend.tokenize("The tide turned before dawn, and the boats went out in a long line. " * 4)
+    tokens = backend.tokenize(
+        "The tide turned before dawn, and the boats went out in a long line. " * 4
+    )
     rows = []
     loaded, _ = backend.threads_in_use
     for most in (1000, 1):
@@ -134,16 +141,22 @@ def busy_neighbours(n: int) -> Iterator[None]:
             process.wait()
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="with one processor there is nothing to leave")
+@pytest.mark.skipif(
+    (os.cpu_count() or 1) < 2, reason="with one processor there is nothing to leave"
+)
 def test_a_worker_beside_busy_programs_takes_one_thread(few_layers: Path) -> None:
     async def main() -> list[float]:
-        client = await WorkerOptions(LoadSpec(str(few_layers), n_ctx=4096), engine={"yields_threads": True}).start()
+        client = await WorkerOptions(
+            LoadSpec(str(few_layers), n_ctx=4096), engine={"yields_threads": True}
+        ).start()
         seen = []
         try:
             with busy_neighbours(os.cpu_count() or 1):
                 for i in range(40):
                     prompt = await client.tokenize(f"Tell a story about number {i}.", add_bos=True)
-                    request = request_for(f"r{i}", prompt, 400, Sampling(temperature=0.0), ignore_eos=True)
+                    request = request_for(
+                        f"r{i}", prompt, 400, Sampling(temperature=0.0), ignore_eos=True
+                    )
                     async for _ in client.submit(request):
                         pass
                     seen.append((await client.snapshot())["decode_threads_most"])

@@ -17,14 +17,17 @@ from localllm_backends.contract import LoadSpec
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 needs_huge_pages = pytest.mark.skipif(
-    not MODES.exists() or "[never]" in MODES.read_text(encoding="utf-8") or os.sysconf("SC_PAGE_SIZE") != 4096,
+    not MODES.exists()
+    or "[never]" in MODES.read_text(encoding="utf-8")
+    or os.sysconf("SC_PAGE_SIZE") != 4096,
     reason="this system gives nobody huge pages, or its usual ones aren't of 4 KiB",
 )
 
 
 @needs_huge_pages
 def test_the_kv_of_a_worker_asks_for_huge_pages(few_layers: Path) -> None:
-    """In /proc/PID/smaps the mappings of more than a few MiB that are no file's carry the flag `hg`."""
+    """In /proc/PID/smaps the mappings of more than a few MiB that are no file's carry the flag
+    `hg`."""
 
     async def story() -> list[str]:
         supervisor = Supervisor(WorkerOptions(LoadSpec(str(few_layers), n_ctx=8192)))
@@ -46,7 +49,9 @@ def test_the_kv_of_a_worker_asks_for_huge_pages(few_layers: Path) -> None:
     assert asked_bytes > 8 * 2**20
 
 
-def test_a_choice_of_tunables_stays_and_pages_of_64_kib_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_of_tunables_stays_and_pages_of_64_kib_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.get, raising=False)

@@ -1,4 +1,5 @@
-"""Image files from anybody: read, or refused with the reason, and never a crash, a hang or gigabytes."""
+"""Image files from anybody: read, or refused with the reason, and never a crash, a hang or
+gigabytes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def mutated(rng: random.Random) -> bytes:
         if action == 0:
             data[at] = rng.randrange(256)
         elif action == 1:
-            data[at : at + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\0", b"\0\0\x75\x30"))
+            data[at : at + 4] = rng.choice(
+                (b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\0\0\0\0", b"\0\0\x75\x30")
+            )
         elif action == 2:
             del data[at : at + rng.randrange(1, 200)]
         elif action == 3:

@@ -30,13 +30,21 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def load(model: VisionModel, settings: EngineSettings | None = None, **spec: Any) -> Engine:
-    shape = {"n_ctx": 1024, "n_seq_max": 4, "n_batch": 64, "n_threads": 1, "placement": Placement(gpu_layers=0), **spec}
+    shape = {
+        "n_ctx": 1024,
+        "n_seq_max": 4,
+        "n_batch": 64,
+        "n_threads": 1,
+        "placement": Placement(gpu_layers=0),
+        **spec,
+    }
     backend = backend_type.load(LoadSpec(str(model.text), projector=str(model.projector), **shape))
     return Engine(backend, settings or EngineSettings())
 
 
 def ask(engine: Engine, *requests: Request, cancel: dict[str, int] | None = None) -> Outcome:
-    """Submit all, as the worker does, and step until nothing is left; `cancel`: ids, and behind how many steps."""
+    """Submit all, as the worker does, and step until nothing is left; `cancel`: ids, and behind how
+    many steps."""
     outcome = Outcome()
     reader = ImageReader(engine.backend)  # type: ignore[arg-type]
     for request in requests:
@@ -58,7 +66,9 @@ def ask(engine: Engine, *requests: Request, cancel: dict[str, int] | None = None
 def prompt(text: str, request_id: str = "r", most: int = 12) -> Request:
     """`text`, in which A, B and C in braces are the images."""
     images = {name: base64.b64encode(data).decode() for name, data in FILES.items()}
-    return Request(request_id, text, Generation(GREEDY, max_tokens=most, ignore_eos=True), images=images)
+    return Request(
+        request_id, text, Generation(GREEDY, max_tokens=most, ignore_eos=True), images=images
+    )
 
 
 def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
@@ -79,7 +89,9 @@ def plain(engine: Engine, request: Request, most: int = 12) -> list[int]:
             at = min(placed.start, at + 64)
         embeddings = backend.encode_image(placed.run)
         n = placed.run.n_tokens
-        part = Chunk(sequence, tokens[placed.start : placed.stop], 1, image=ImagePart(placed.run, embeddings))
+        part = Chunk(
+            sequence, tokens[placed.start : placed.stop], 1, image=ImagePart(placed.run, embeddings)
+        )
         best = best_of(part)
         at = placed.start + n
     while len(tokens) - at > 64:
@@ -96,7 +108,9 @@ def encodes(engine: Engine) -> int:
     return int(engine.snapshot()["image_encodes"])
 
 
-def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(model: VisionModel, tmp_path: Path) -> None:
+def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(
+    model: VisionModel, tmp_path: Path
+) -> None:
     settings = EngineSettings(disk_dir=str(tmp_path / "kv"), disk_free_bytes=0)
     engine = load(model, settings)
     first = prompt("look: {A} and {B} what do they show")
@@ -142,7 +156,9 @@ def test_images_in_another_order_and_edits_compute_what_follows(model: VisionMod
         assert outcome.tokens["r"] == plain(engine, prompt(text)), text
         reader = ImageReader(engine.backend)  # type: ignore[arg-type]
         common = (
-            len(reader.read(str(prompt(shared or "q").prompt), prompt("").images, add_bos=False)[0]) if shared else 0
+            len(reader.read(str(prompt(shared or "q").prompt), prompt("").images, add_bos=False)[0])
+            if shared
+            else 0
         )
         rewinds = engine.backend.capabilities.rewind == "any"
         assert usage.cached_tokens >= (common - 2 if rewinds else 0), text
@@ -153,7 +169,12 @@ def test_images_in_another_order_and_edits_compute_what_follows(model: VisionMod
 
 def test_many_requests_with_and_without_images_answer_as_each_alone(model: VisionModel) -> None:
     engine = load(model)
-    texts = ["see {A} now", "only text here and more of it", "{B} and {C} are two", "see {A} then {C} so"]
+    texts = [
+        "see {A} now",
+        "only text here and more of it",
+        "{B} and {C} are two",
+        "see {A} then {C} so",
+    ]
     expected = {f"r{i}": plain(engine, prompt(t)) for i, t in enumerate(texts)}
     outcome = ask(engine, *[prompt(t, f"r{i}") for i, t in enumerate(texts)])
     assert outcome.tokens == expected
@@ -190,8 +211,12 @@ def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
 
     engine = load(model, EngineSettings(draft="ngram"))
     request = prompt("{A} w270 w271 w272 {A} w270 w271", most=30)
-    sampling = replace(GREEDY, repeat_penalty=1.3, repeat_last_n=-1, dry_multiplier=0.8, dry_penalty_last_n=-1)
-    outcome = ask(engine, replace(request, generation=replace(request.generation, sampling=sampling)))
+    sampling = replace(
+        GREEDY, repeat_penalty=1.3, repeat_last_n=-1, dry_multiplier=0.8, dry_penalty_last_n=-1
+    )
+    outcome = ask(
+        engine, replace(request, generation=replace(request.generation, sampling=sampling))
+    )
     assert len(outcome.tokens["r"]) == 30
     assert ask(engine, request).tokens["r"] == plain(engine, request, 30)
     assert run(engine, Request("t", "plain text", Generation(GREEDY, max_tokens=3))).finish("t")
@@ -200,7 +225,8 @@ def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
 def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path) -> None:
-    """Positions in a row, and in two dimensions with a state: text behind an image is drafted by heads that begin anew there."""
+    """Positions in a row, and in two dimensions with a state: text behind an image is drafted by
+    heads that begin anew there."""
     write, n_rewind = (tiny_mtp.write_mtp, 0) if kind == "llava" else (tiny_mtp.write_hybrid_mtp, 4)
     text = write(tmp_path / "heads.gguf", likeness=0.35)
     seeing = VisionModel(text, write_vision(tmp_path / kind, kind).projector)
@@ -211,7 +237,9 @@ def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path)
     engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
     drafter.took = lambda seconds: None  # type: ignore[method-assign]
     drafter.token_s = 1e-9
-    for i, words in enumerate(("{A} see {B} x", "{A} see {B} x and y {C}", "no picture", "w270 {C} {A}")):
+    for i, words in enumerate(
+        ("{A} see {B} x", "{A} see {B} x and y {C}", "no picture", "w270 {C} {A}")
+    ):
         request = prompt(words, f"r{i}", most=40)
         before = int(engine.snapshot()["accepted_mtp_tokens"])
         assert ask(engine, request).tokens[f"r{i}"] == plain(engine, request, 40)
@@ -230,8 +258,13 @@ def test_an_image_that_can_t_be_encoded_fails_its_request_alone(model: VisionMod
         return right(run)
 
     backend.encode_image = fails
-    outcome = ask(engine, prompt("see {A} now", "good"), prompt("see {B} now", "bad"), prompt("words", "text"))
-    assert (outcome.failure("bad").code, outcome.failure("bad").message) == ("invalid_request", "no memory for it")
+    outcome = ask(
+        engine, prompt("see {A} now", "good"), prompt("see {B} now", "bad"), prompt("words", "text")
+    )
+    assert (outcome.failure("bad").code, outcome.failure("bad").message) == (
+        "invalid_request",
+        "no memory for it",
+    )
     assert len(outcome.tokens["good"]) == len(outcome.tokens["text"]) == 12
     backend.encode_image = right
     assert len(ask(engine, prompt("see {B} now")).tokens["r"]) == 12

@@ -1,4 +1,5 @@
-"""What is cancelled in the middle of a step does not hold the processor to its end: nothing of it is kept, nothing is lost."""
+"""What is cancelled in the middle of a step does not hold the processor to its end: nothing of it
+is kept, nothing is lost."""
 
 from __future__ import annotations
 
@@ -61,14 +62,19 @@ def test_a_prompt_that_is_read_alone_ends_in_the_middle_of_its_step() -> None:
     events = engine.step()
     assert backend.interrupted == 1
     assert len(backend.steps) == 1
-    assert all(isinstance(e, Prefill) for e in events), "it has not ended yet: that is for its cancel to say"
+    assert all(isinstance(e, Prefill) for e in events), (
+        "it has not ended yet: that is for its cancel to say"
+    )
     outcome = Outcome()
     outcome.take(engine.cancel("a"))
     assert outcome.finish("a").reason == "cancelled"
     engine.check_integrity()
     backend.meanwhile = lambda: None
     again = run(engine, request_for("again", words(300, 1), 8, GREEDY, ignore_eos=True))
-    plain = run(Engine(ScriptedBackend(n_ctx=1024)), request_for("x", words(300, 1), 8, GREEDY, ignore_eos=True))
+    plain = run(
+        Engine(ScriptedBackend(n_ctx=1024)),
+        request_for("x", words(300, 1), 8, GREEDY, ignore_eos=True),
+    )
     assert again.tokens["again"] == plain.tokens["x"]
     assert again.finish("again").usage.cached_tokens == 64, "what the steps before had read"
 
@@ -102,8 +108,11 @@ def test_a_step_that_others_share_goes_on() -> None:
 
 
 def an_interrupted_step_changes_nothing(path: Path, layers: int) -> float:
-    """Of the model in `path`, with so many layers on a device: how far its logits are from an undisturbed line's, as a share."""
-    backend = llamacpp.load(LoadSpec(str(path), n_ctx=1024, n_batch=256, placement=Placement(gpu_layers=layers)))
+    """Of the model in `path`, with so many layers on a device: how far its logits are from an
+    undisturbed line's, as a share."""
+    backend = llamacpp.load(
+        LoadSpec(str(path), n_ctx=1024, n_batch=256, placement=Placement(gpu_layers=layers))
+    )
     assert backend.capabilities.interruptible
     line, other = backend.new_sequence(), backend.new_sequence()
     for sequence in (line, other):
@@ -143,14 +152,22 @@ def an_interrupted_step_changes_nothing(path: Path, layers: int) -> float:
     return float(np.abs(rows[0] - rows[1]).max() / np.abs(rows[1]).max())
 
 
-@pytest.mark.parametrize("write", [tiny_gguf.write_llama, tiny_gguf.write_moe, tiny_gguf.write_sliding])
-def test_an_interrupted_step_of_llama_cpp_changes_nothing(write: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "write", [tiny_gguf.write_llama, tiny_gguf.write_moe, tiny_gguf.write_sliding]
+)
+def test_an_interrupted_step_of_llama_cpp_changes_nothing(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
     assert an_interrupted_step_changes_nothing(write(tmp_path / "m.gguf"), 0) <= 1e-3
 
 
 def test_a_recurrent_state_can_not_be_taken_back_and_says_so(tmp_path: Path) -> None:
     backend = llamacpp.load(
-        LoadSpec(str(tiny_gguf.write_hybrid(tmp_path / "m.gguf")), n_ctx=256, placement=Placement(gpu_layers=0))
+        LoadSpec(
+            str(tiny_gguf.write_hybrid(tmp_path / "m.gguf")),
+            n_ctx=256,
+            placement=Placement(gpu_layers=0),
+        )
     )
     assert not backend.capabilities.interruptible
     backend.close()
@@ -159,7 +176,9 @@ def test_a_recurrent_state_can_not_be_taken_back_and_says_so(tmp_path: Path) -> 
 def test_a_worker_does_not_read_on_for_somebody_who_left(smollm2: Path) -> None:
     async def main() -> None:
         supervisor = Supervisor(
-            WorkerOptions(LoadSpec(str(smollm2), n_ctx=2048, n_batch=2048, placement=Placement(gpu_layers=0)))
+            WorkerOptions(
+                LoadSpec(str(smollm2), n_ctx=2048, n_batch=2048, placement=Placement(gpu_layers=0))
+            )
         )
         try:
             engine = await supervisor.engine()
@@ -181,7 +200,8 @@ def test_a_worker_does_not_read_on_for_somebody_who_left(smollm2: Path) -> None:
 
 
 def largest_steps(interruptible: bool, others: int) -> int:
-    """Tokens in the largest step of a prompt on a machine that reads 700 tokens a second, with so many other prompts."""
+    """Tokens in the largest step of a prompt on a machine that reads 700 tokens a second, with so
+    many other prompts."""
     backend = Interruptible()
     backend.capabilities = replace(backend.capabilities, interruptible=interruptible)
     backend.info = replace(backend.info, n_batch=512)
@@ -196,7 +216,13 @@ def largest_steps(interruptible: bool, others: int) -> int:
     engine = Engine(backend, clock=lambda: now[0])
     run(engine, request_for("before", words(200, 9), 1, GREEDY))
     before = len(backend.steps)
-    run(engine, *(request_for(f"{i}", words(450, i), 1, GREEDY, ignore_eos=True) for i in range(1 + others)))
+    run(
+        engine,
+        *(
+            request_for(f"{i}", words(450, i), 1, GREEDY, ignore_eos=True)
+            for i in range(1 + others)
+        ),
+    )
     return max(sum(n for _, n in s) for s in backend.steps[before:])
 
 

@@ -1,4 +1,5 @@
-"""What KV types cost in precision is measured on the real model where a plan uses quantised KV, kept, and decides what plans use."""
+"""What KV types cost in precision is measured on the real model where a plan uses quantised KV,
+kept, and decides what plans use."""
 
 from __future__ import annotations
 
@@ -48,9 +49,12 @@ def test_a_model_is_measured_once_after_its_first_answer_and_remembered(
     run(engine, request_for("a", "Hello", max_tokens=2, sampling=GREEDY))
     settle(engine)
     found = engine.snapshot()
-    # Seen: 0.004, 0.011 and 0.07 nats, 3, 5 and 13 % of best tokens; with three layers 0.001, 0.002, 0.011 and 3, 5, 9 %.
+    # Seen: 0.004, 0.011 and 0.07 nats, 3, 5 and 13 % of best tokens; with three layers 0.001,
+    # 0.002, 0.011 and 3, 5, 9 %.
     assert 0 < found["kv_divergence_q8_0"] < 0.01  # type: ignore[operator]
-    assert found["kv_divergence_q8_0"] < found["kv_divergence_q8_0_q4_0"] < found["kv_divergence_q4_0"]  # type: ignore[operator]
+    assert (
+        found["kv_divergence_q8_0"] < found["kv_divergence_q8_0_q4_0"] < found["kv_divergence_q4_0"]
+    )  # type: ignore[operator]
     assert found["kv_flips_q8_0"] < 0.06 < found["kv_flips_q4_0"]  # type: ignore[operator]
     file = kv_evidence.file_for(tmp_path, engine.backend.info.fingerprint)
     meaning = engine.backend.info.kv_meaning
@@ -72,18 +76,24 @@ def test_a_request_is_answered_between_two_pieces(
     between = 0
     while engine.idle():
         between += "kv_flips_q8_0" not in engine.snapshot()
-        outcome = run(engine, request_for("b", "hello", max_tokens=3, sampling=GREEDY, ignore_eos=True))
+        outcome = run(
+            engine, request_for("b", "hello", max_tokens=3, sampling=GREEDY, ignore_eos=True)
+        )
         assert len(outcome.tokens["b"]) == 3
     assert between > 5
     assert engine.snapshot()["kv_flips_q8_0"] >= 0
     engine.close()
 
 
-def test_nothing_is_measured_before_a_rest(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_before_a_rest(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_evidence, "REST_S", 10.0)
     monkeypatch.setattr(kv_evidence, "TEXT", kv_evidence.TEXT[:100])
     now = 0.0
-    engine = Engine(quantised(tiny_model), EngineSettings(kv_evidence_dir=str(tmp_path)), clock=lambda: now)
+    engine = Engine(
+        quantised(tiny_model), EngineSettings(kv_evidence_dir=str(tmp_path)), clock=lambda: now
+    )
     run(engine, request_for("a", "hello", max_tokens=2, sampling=GREEDY))
     settle(engine)
     now = 9.0
@@ -98,7 +108,9 @@ def test_nothing_is_measured_before_a_rest(tiny_model: Path, tmp_path: Path, mon
     engine.close()
 
 
-@pytest.mark.parametrize("body", ["", "{", "[]", '{"build": 1, "found": [{"k": 1}]}', '{"found": 3}'])
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", '{"build": 1, "found": [{"k": 1}]}', '{"found": 3}']
+)
 def test_a_damaged_file_is_no_evidence(body: str, tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text(body)
     assert kv_evidence.read(tmp_path / "m.json").found == ()
@@ -118,7 +130,9 @@ def test_a_pair_that_the_engine_can_not_have_is_asked_for_once(
     monkeypatch.setattr(kv_evidence, "TEXT", kv_evidence.TEXT[:100])
     asked: list[object] = []
     compare = LlamaCppBackend.compare_kv
-    monkeypatch.setattr(LlamaCppBackend, "compare_kv", lambda *given: (asked.append(given), compare(*given))[1])
+    monkeypatch.setattr(
+        LlamaCppBackend, "compare_kv", lambda *given: (asked.append(given), compare(*given))[1]
+    )
     for _ in range(2):
         engine = engine_for(tiny_model, tmp_path)
         run(engine, request_for("a", "hello", max_tokens=2, sampling=GREEDY))
@@ -138,7 +152,8 @@ def test_nothing_is_measured_where_the_plan_has_f16(
 ) -> None:
     monkeypatch.setattr(kv_evidence, "TEXT", kv_evidence.TEXT[:100])
     engine = Engine(
-        backend_type.load(LoadSpec(str(tiny_model), n_ctx=512)), EngineSettings(kv_evidence_dir=str(tmp_path))
+        backend_type.load(LoadSpec(str(tiny_model), n_ctx=512)),
+        EngineSettings(kv_evidence_dir=str(tmp_path)),
     )
     run(engine, request_for("a", "hello", max_tokens=2, sampling=GREEDY))
     settle(engine)
@@ -147,7 +162,10 @@ def test_nothing_is_measured_where_the_plan_has_f16(
 
 
 def test_doctor_measures_when_it_is_asked(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(kv_evidence, "TEXT", kv_evidence.TEXT[:100])
     monkeypatch.setattr(paths, "kv_evidence_dir", lambda: tmp_path)
@@ -175,18 +193,24 @@ def test_a_type_llamacpp_does_not_know_is_refused_by_name(tiny_model: Path) -> N
     backend.close()
 
 
-# --- what follows from it --------------------------------------------------------------------------------------------
+# --- what follows from it -------------------------------------------------------------------------
 
 GOOD, BAD = (0.001, 0.01), (0.2, 0.2)
 
 
 def known(**types: tuple[float, float]) -> tuple[KvPrecision, ...]:
-    return tuple(KvPrecision(name.replace("__", "/"), kl, flips) for name, (kl, flips) in types.items())
+    return tuple(
+        KvPrecision(name.replace("__", "/"), kl, flips) for name, (kl, flips) in types.items()
+    )
 
 
 def test_four_bits_are_never_for_an_agent_unless_they_pass() -> None:
     assert ladder("coding", (), mixed=True) == ("f16", "q8_0")
-    assert ladder("coding", known(q4_0=BAD, q8_0__q4_0=GOOD), mixed=True) == ("f16", "q8_0", "q8_0/q4_0")
+    assert ladder("coding", known(q4_0=BAD, q8_0__q4_0=GOOD), mixed=True) == (
+        "f16",
+        "q8_0",
+        "q8_0/q4_0",
+    )
     assert ladder("coding", known(q4_0=GOOD), mixed=True) == ("f16", "q8_0", "q4_0")
 
 

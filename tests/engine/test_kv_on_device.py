@@ -1,5 +1,6 @@
-"""Where KV lies on a device, reading it out costs a round trip for each run of cells: lines stay in the context while there is
-room, and leave it between requests, a bounded number of copies at a time."""
+"""Where KV lies on a device, reading it out costs a round trip for each run of cells: lines stay in
+the context while there is room, and leave it between requests, a bounded number of copies at a
+time."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ LAYERS = 30
 
 
 class OnDevice(ScriptedBackend):
-    """Every step's tokens take the next cells, as llama.cpp gives them out; counts the copies that exports make of them."""
+    """Every step's tokens take the next cells, as llama.cpp gives them out; counts the copies that
+    exports make of them."""
 
     def __init__(self, n_ctx: int = 8192, n_seq_max: int = 16, *, on_device: bool = True) -> None:
         super().__init__(n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=64)
@@ -70,7 +72,10 @@ def prompt(i: int, n: int = 200) -> list[int]:
 
 def eight(engine: Engine, n: int = 90) -> Outcome:
     """Eight answers, written together."""
-    asked = [request_for(f"r{i}", prompt(i), max_tokens=n, sampling=GREEDY, ignore_eos=True) for i in range(8)]
+    asked = [
+        request_for(f"r{i}", prompt(i), max_tokens=n, sampling=GREEDY, ignore_eos=True)
+        for i in range(8)
+    ]
     return run(engine, *asked)
 
 
@@ -82,12 +87,16 @@ def test_nothing_is_copied_while_others_run_and_all_of_it_between_requests() -> 
     assert engine.snapshot()["residents"] == 8
     settle(engine)
     engine.check_integrity()
-    assert max(backend.copies) <= 64 * 2 * LAYERS, "of tokens decoded together no more than 64 at a time"
+    assert max(backend.copies) <= 64 * 2 * LAYERS, (
+        "of tokens decoded together no more than 64 at a time"
+    )
     assert len(backend.copies) > 8
     assert engine.snapshot()["residents"] == 8, "they stay while there is room"
     for i in range(8):
         line = [*prompt(i), *answers.tokens[f"r{i}"], TURN]
-        end = run(engine, request_for(f"next{i}", line, 4, GREEDY, ignore_eos=True)).finish(f"next{i}")
+        end = run(engine, request_for(f"next{i}", line, 4, GREEDY, ignore_eos=True)).finish(
+            f"next{i}"
+        )
         assert end.usage.cached_tokens >= len(line) - 2
 
 
@@ -118,7 +127,10 @@ def test_where_cells_run_short_lines_leave_bit_by_bit_beside_the_others() -> Non
     run(engine, request_for("new", prompt(10, 400), 4, GREEDY, ignore_eos=True))
     assert len(backend.copies) <= n + 2
     line = prompt(0)
-    assert run(engine, request_for("old", line, 4, GREEDY)).finish("old").usage.cached_tokens >= len(line) - 1
+    assert (
+        run(engine, request_for("old", line, 4, GREEDY)).finish("old").usage.cached_tokens
+        >= len(line) - 1
+    )
 
 
 def test_on_a_cpu_lines_are_exported_at_once_and_leave() -> None:
@@ -137,11 +149,16 @@ def test_closing_exports_what_is_resident(tmp_path: Path) -> None:
     engine.close()
     engine = Engine(OnDevice(), options)
     line = prompt(3)
-    assert run(engine, request_for("a", line, 4, GREEDY)).finish("a").usage.cached_tokens >= len(line) - 1
+    assert (
+        run(engine, request_for("a", line, 4, GREEDY)).finish("a").usage.cached_tokens
+        >= len(line) - 1
+    )
     engine.close()
 
 
-@given(steps=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), max_size=30))
+@given(
+    steps=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), max_size=30)
+)
 def test_runs_are_those_of_tokens_taken_one_after_the_other(steps: list[list[int]]) -> None:
     ledger = CellLedger(200)
     order: dict[int, list[int]] = {i: [] for i in range(4)}

@@ -1,4 +1,5 @@
-"""KV types: the memory they take is what llama.cpp says, their answers stay near f16's, and a slow one is replaced."""
+"""KV types: the memory they take is what llama.cpp says, their answers stay near f16's, and a slow
+one is replaced."""
 
 from __future__ import annotations
 
@@ -19,12 +20,16 @@ from support.plan_probe import ProbeSettings, plan
 CONTEXT = 1024
 POSITIONS = 200
 TEXT = (
-    "The lighthouse keeper wrote in his diary every evening about the ships, the weather and the birds that passed. "
+    "The lighthouse keeper wrote in his diary every evening about the ships, the weather and the "
+    "birds that passed. "
     "He counted 14 gulls on Monday and 23 on Tuesday; nobody knew why. "
 ) * 8
-# Measured with SmolLM2-135M over these 200 positions, KL(f16 || type) in nats: q8_0 mean 0.0007, worst 0.014, same best
-# token at 98.8 %; q4_0 0.014, 0.18, 95 %. The bounds are three times that.
-BOUNDS: dict[KvType, tuple[float, float, float]] = {"q8_0": (0.002, 0.05, 0.96), "q4_0": (0.05, 0.6, 0.88)}
+# Measured with SmolLM2-135M over these 200 positions, KL(f16 || type) in nats: q8_0 mean 0.0007,
+# worst 0.014, same best token at 98.8 %; q4_0 0.014, 0.18, 95 %. The bounds are three times that.
+BOUNDS: dict[KvType, tuple[float, float, float]] = {
+    "q8_0": (0.002, 0.05, 0.96),
+    "q4_0": (0.05, 0.6, 0.88),
+}
 
 Logits = NDArray[np.float64]
 
@@ -51,7 +56,12 @@ def log_probabilities(backend: Backend) -> Logits:
     tokens = backend.tokenize(TEXT)[:POSITIONS]
     rows = []
     for at in range(0, POSITIONS, 50):
-        rows.append(np.array(backend.step([Chunk(sequence, tokens[at : at + 50], 50)]).logits(0), dtype=np.float64))
+        rows.append(
+            np.array(
+                backend.step([Chunk(sequence, tokens[at : at + 50], 50)]).logits(0),
+                dtype=np.float64,
+            )
+        )
     backend.drop(sequence)
     values: Logits = np.concatenate(rows)
     values -= values.max(axis=1, keepdims=True)
@@ -60,11 +70,19 @@ def log_probabilities(backend: Backend) -> Logits:
 
 
 @pytest.mark.parametrize("loaded", ["f16", "q8_0", "q4_0"], indirect=True)
-def test_kv_memory_is_what_llamacpp_plans_and_the_shapes_say(loaded: Backend, smollm2: Path) -> None:
+def test_kv_memory_is_what_llamacpp_plans_and_the_shapes_say(
+    loaded: Backend, smollm2: Path
+) -> None:
     kind = loaded.info.kv_type_k
-    # A second opinion from llama.cpp: the cache's own line, of a context planned elsewhere and never allocated.
+    # A second opinion from llama.cpp: the cache's own line, of a context planned elsewhere and
+    # never allocated.
     said = plan(
-        smollm2, [ProbeSettings(n_ctx=CONTEXT, n_seq_max=loaded.info.n_seq_max + 1, kv_type_k=kind, kv_type_v=kind)]
+        smollm2,
+        [
+            ProbeSettings(
+                n_ctx=CONTEXT, n_seq_max=loaded.info.n_seq_max + 1, kv_type_k=kind, kv_type_v=kind
+            )
+        ],
     )
     # SmolLM2-135M: 30 layers, 3 KV heads of 64; blocks of 32 take 34 bytes as q8_0 and 18 as q4_0.
     shapes = 2 * 30 * CONTEXT * 3 * 64 * {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}[kind]
@@ -98,14 +116,18 @@ def test_quantised_logits_stay_near_f16(smollm2: Path, exact: Logits, kind: KvTy
 
 @pytest.mark.parametrize("pair", [("q8_0", "q4_0"), ("q8_0", "f16"), ("f16", "q8_0")])
 def test_k_and_v_may_differ(few_layers: Path, pair: Pair) -> None:
-    backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=CONTEXT, kv_type_k=pair[0], kv_type_v=pair[1]))
+    backend = backend_type.load(
+        LoadSpec(str(few_layers), n_ctx=CONTEXT, kv_type_k=pair[0], kv_type_v=pair[1])
+    )
     assert (backend.info.kv_type_k, backend.info.kv_type_v) == pair
     assert KV_FALLBACK not in backend.info.metadata
     backend.close()
 
 
 def test_without_flash_attention_v_stays_f16_and_the_load_says_so(few_layers: Path) -> None:
-    spec = LoadSpec(str(few_layers), n_ctx=CONTEXT, kv_type_k="q8_0", kv_type_v="q8_0", flash_attention=False)
+    spec = LoadSpec(
+        str(few_layers), n_ctx=CONTEXT, kv_type_k="q8_0", kv_type_v="q8_0", flash_attention=False
+    )
     backend = backend_type.load(spec)
     assert (backend.info.kv_type_k, backend.info.kv_type_v) == ("q8_0", "f16")
     assert "flash attention" in backend.info.metadata[KV_FALLBACK]
@@ -130,17 +152,23 @@ def test_a_real_probe_times_both_types_and_deeper_beside_a_card(
     assert len(timings) == 1
     assert timings[0].wanted_s > 0
     assert timings[0].f16_s > 0
-    # Near the start: a prompt of 64 tokens and 8 to 64 decoded ones. A card is asked at half of the context, if it is quick.
+    # Near the start: a prompt of 64 tokens and 8 to 64 decoded ones. A card is asked at half of the
+    # context, if it is quick.
     assert timings[0].depth <= (CONTEXT // 2 if cards else 128)
 
 
-# --- the decision ----------------------------------------------------------------------------------------------------
+# --- the decision ---------------------------------------------------------------------------------
 
 
 def decide(
-    monkeypatch: pytest.MonkeyPatch, spec: LoadSpec, speeds: dict[Pair, float | str], *, room: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    spec: LoadSpec,
+    speeds: dict[Pair, float | str],
+    *,
+    room: bool = True,
 ) -> tuple[Pair, str]:
-    """Settle `spec` where pairs decode `speeds` times as fast as f16, or fail to be made with a message."""
+    """Settle `spec` where pairs decode `speeds` times as fast as f16, or fail to be made with a
+    message."""
 
     def measure(_model: object, _spec: LoadSpec, pair: Pair) -> Timing:
         speed = speeds[pair]
@@ -158,25 +186,38 @@ def asked(k: KvType, v: KvType) -> LoadSpec:
 
 
 def test_a_fast_type_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decide(monkeypatch, asked("q8_0", "q8_0"), {("q8_0", "q8_0"): 0.9}) == (("q8_0", "q8_0"), "")
+    assert decide(monkeypatch, asked("q8_0", "q8_0"), {("q8_0", "q8_0"): 0.9}) == (
+        ("q8_0", "q8_0"),
+        "",
+    )
 
 
-def test_a_slow_type_becomes_f16_with_both_speeds_in_the_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, note = decide(monkeypatch, asked("q4_0", "q4_0"), {("q4_0", "q4_0"): 0.25, ("q4_0", "f16"): 0.3})
+def test_a_slow_type_becomes_f16_with_both_speeds_in_the_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, note = decide(
+        monkeypatch, asked("q4_0", "q4_0"), {("q4_0", "q4_0"): 0.25, ("q4_0", "f16"): 0.3}
+    )
     assert pair == ("f16", "f16")
     assert "25 tok/s" in note
     assert "f16 at 100" in note
 
 
 def test_a_slow_mixed_pair_falls_back_to_ks_type_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, note = decide(monkeypatch, asked("q8_0", "q4_0"), {("q8_0", "q4_0"): 0.2, ("q8_0", "q8_0"): 1.0})
+    pair, note = decide(
+        monkeypatch, asked("q8_0", "q4_0"), {("q8_0", "q4_0"): 0.2, ("q8_0", "q8_0"): 1.0}
+    )
     assert pair == ("q8_0", "q8_0")
     assert note.startswith("KV type q8_0 K with q4_0 V was replaced by q8_0")
 
 
-def test_a_type_llamacpp_refuses_is_replaced_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_llamacpp_refuses_is_replaced_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = "block size 32 does not divide the head"
-    pair, note = decide(monkeypatch, asked("q8_0", "q8_0"), {("q8_0", "q8_0"): said, ("q8_0", "f16"): said})
+    pair, note = decide(
+        monkeypatch, asked("q8_0", "q8_0"), {("q8_0", "q8_0"): said, ("q8_0", "f16"): said}
+    )
     assert pair == ("f16", "f16")
     assert said in note
 
@@ -189,7 +230,8 @@ def test_a_slow_type_is_kept_where_f16_does_not_fit(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cost_at_depth_is_carried_on_to_what_people_fill() -> None:
-    """An RTX 3080's 8B: at 128 and at 4,096 tokens the types differ by noise's size, at 52k q8_0 has 0.6 of f16's speed."""
+    """An RTX 3080's 8B: at 128 and at 4,096 tokens the types differ by noise's size, at 52k q8_0
+    has 0.6 of f16's speed."""
     near, deep = Timing(0.0120, 0.0120, 128), Timing(0.0132, 0.0124, 4096)
     assert not near.slow
     assert not deep.slow

@@ -1,7 +1,8 @@
-"""A finished line leaves the live context once it is in the cache's memory: whatever was cached before it, in this start or another.
+"""A finished line leaves the live context once it is in the cache's memory: whatever was cached
+before it, in this start or another.
 
-Every token resident in a unified KV cache slows every other sequence, so a server in use for days must be as quick as a fresh
-one.
+Every token resident in a unified KV cache slows every other sequence, so a server in use for days
+must be as quick as a fresh one.
 """
 
 from __future__ import annotations
@@ -33,15 +34,21 @@ def ask(engine: Engine, key: str, prompt: list[int]) -> None:
 
 
 def prompt_of(head: int, tail: int, key: int) -> list[int]:
-    """`head` tokens that others begin with too, and `tail` of its own, of which the first may happen to be another's."""
-    return [*HEAD[:head], 95 + key % 3, *(100 + (key * 7919 + i * 104_729) % 151 for i in range(tail - 1))]
+    """`head` tokens that others begin with too, and `tail` of its own, of which the first may
+    happen to be another's."""
+    return [
+        *HEAD[:head],
+        95 + key % 3,
+        *(100 + (key * 7919 + i * 104_729) % 151 for i in range(tail - 1)),
+    ]
 
 
 # How much is shared is as often a sentence, which is not worth reading from a file, as a document.
 ASKED = st.tuples(st.one_of(st.integers(0, 40), st.integers(0, 1200)), st.integers(20, 700))
 
 
-# A file of a scripted line is read in no time; never quicker than it is computed; quicker where hundreds of tokens are wanted.
+# A file of a scripted line is read in no time; never quicker than it is computed; quicker where
+# hundreds of tokens are wanted.
 READ_MB_S = (1000.0, 0.0001, 0.007)
 SHAPES = {
     "lines": {},
@@ -77,9 +84,12 @@ def test_at_most_the_last_line_is_resident_in_every_start(
             engine.close()
 
 
-def test_a_real_model_is_as_empty_after_a_restart_as_before(few_layers: Path, tmp_path: Path) -> None:
-    """SmolLM2, after a start one of whose lines had a token more in common with what is asked now than the system prompt: that
-    token is on disk, nobody reads a file for it, and the line that has it must leave all the same once another comes."""
+def test_a_real_model_is_as_empty_after_a_restart_as_before(
+    few_layers: Path, tmp_path: Path
+) -> None:
+    """SmolLM2, after a start one of whose lines had a token more in common with what is asked now
+    than the system prompt: that token is on disk, nobody reads a file for it, and the line that has
+    it must leave all the same once another comes."""
     system = list(range(300, 331))
 
     def line(first: int, key: int) -> list[int]:
@@ -111,9 +121,15 @@ def test_in_a_memory_of_any_size_it_comes_to_rest(
         key = 0
         for requests in starts:
             backend = ScriptedBackend(n_ctx=8192, n_batch=64, **SHAPES[shape])  # type: ignore[arg-type]
-            n_bytes = len(backend.export_range(sequence := filled(backend, 100), 0, 100)) // 100 * cache_tokens
+            n_bytes = (
+                len(backend.export_range(sequence := filled(backend, 100), 0, 100))
+                // 100
+                * cache_tokens
+            )
             backend.drop(sequence)
-            engine = Engine(backend, EngineSettings(disk_dir=folder, disk_bytes=10**9, cache_bytes=n_bytes))
+            engine = Engine(
+                backend, EngineSettings(disk_dir=folder, disk_bytes=10**9, cache_bytes=n_bytes)
+            )
             for head, tail in requests:
                 key += 1
                 # `settle` gives up after ten thousand pieces.
@@ -123,7 +139,8 @@ def test_in_a_memory_of_any_size_it_comes_to_rest(
 
 
 class Clocked(ScriptedBackend):
-    """A token takes a millisecond. `before`: cells held by then, and tokens computed, of each step."""
+    """A token takes a millisecond. `before`: cells held by then, and tokens computed, of each
+    step."""
 
     def __init__(self, **shape: object) -> None:
         super().__init__(n_ctx=8192, n_batch=64, **shape)  # type: ignore[arg-type]
@@ -142,13 +159,15 @@ class Clocked(ScriptedBackend):
 def test_a_prompt_is_not_read_beside_lines_that_nobody_runs(
     shape: str, asked: list[tuple[tuple[int, int], bool]]
 ) -> None:
-    """Whether it comes at once behind an answer, as an agent's does, or after a rest: all that is in the context before its first
-    step is what it has of others itself."""
+    """Whether it comes at once behind an answer, as an agent's does, or after a rest: all that is
+    in the context before its first step is what it has of others itself."""
     backend = Clocked(**SHAPES[shape])
     engine = Engine(backend, EngineSettings(), clock=lambda: backend.now)
     for key, ((head, tail), rests) in enumerate(asked):
         backend.before.clear()
-        request = request_for(str(key), prompt_of(head, tail, key), max_tokens=4, sampling=GREEDY, ignore_eos=True)
+        request = request_for(
+            str(key), prompt_of(head, tail, key), max_tokens=4, sampling=GREEDY, ignore_eos=True
+        )
         outcome = run(engine, request)
         cached = outcome.finish(str(key)).usage.cached_tokens
         if len(prompt_tokens(engine, request)) - cached >= 128:
@@ -161,18 +180,30 @@ def test_a_short_question_does_not_wait_for_others_lines_to_be_copied() -> None:
     """They leave beside it, a piece a step."""
     backend = Clocked()
     engine = Engine(backend, EngineSettings(), clock=lambda: backend.now)
-    run(engine, request_for("long", prompt_of(1200, 700, 1), max_tokens=2, sampling=GREEDY, ignore_eos=True))
+    run(
+        engine,
+        request_for(
+            "long", prompt_of(1200, 700, 1), max_tokens=2, sampling=GREEDY, ignore_eos=True
+        ),
+    )
     backend.before.clear()
-    run(engine, request_for("short", prompt_of(0, 60, 2), max_tokens=20, sampling=GREEDY, ignore_eos=True))
+    run(
+        engine,
+        request_for("short", prompt_of(0, 60, 2), max_tokens=20, sampling=GREEDY, ignore_eos=True),
+    )
     assert backend.before[0][0] > 1000
     assert engine.pool.n_idle == 1
 
 
 def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(few_layers: Path) -> None:
-    """By the cells that llama.cpp's attention goes over: those behind which the prompt's own lie count too."""
+    """By the cells that llama.cpp's attention goes over: those behind which the prompt's own lie
+    count too."""
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=2048, n_seq_max=4, n_batch=256))
     engine = Engine(backend, EngineSettings())
-    run(engine, request_for("long", list(range(300, 1500)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
+    run(
+        engine,
+        request_for("long", list(range(300, 1500)), max_tokens=2, sampling=GREEDY, ignore_eos=True),
+    )
     held: list[int] = []
     step = backend.step
 
@@ -181,12 +212,20 @@ def test_a_new_prompt_is_as_quick_behind_a_long_one_as_alone(few_layers: Path) -
         return step(chunks)
 
     backend.step = looked_at  # type: ignore[method-assign, assignment]
-    run(engine, request_for("new", list(range(2000, 2400)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
+    run(
+        engine,
+        request_for("new", list(range(2000, 2400)), max_tokens=2, sampling=GREEDY, ignore_eos=True),
+    )
     # How large its pieces are is a matter of speed; what is held beside them is none of another's.
     assert held[0] == 0
     assert held[1] <= 256
     backend.step = step  # type: ignore[method-assign]
-    outcome = run(engine, request_for("again", list(range(300, 1500)), max_tokens=2, sampling=GREEDY, ignore_eos=True))
+    outcome = run(
+        engine,
+        request_for(
+            "again", list(range(300, 1500)), max_tokens=2, sampling=GREEDY, ignore_eos=True
+        ),
+    )
     assert outcome.finish("again").usage.cached_tokens == 1199
     engine.close()
 

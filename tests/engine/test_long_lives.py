@@ -1,5 +1,6 @@
-"""The law of long use: whatever is asked, cancelled, taken from memory and restarted, in whatever little room, every request
-ends once, with the answer it has alone; budgets hold; and housekeeping and closing come to an end."""
+"""The law of long use: whatever is asked, cancelled, taken from memory and restarted, in whatever
+little room, every request ends once, with the answer it has alone; budgets hold; and housekeeping
+and closing come to an end."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from support.scripted_backend import TURN
 
 MOST_STEPS = 5000
 ACTIONS = (
-    *["ask"] * 6, *["step"] * 4, *["drain"] * 3, "cancel", "pause", "pause", "short pause", "restart", "kill", "shrink",
+    *["ask"] * 6, *["step"] * 4, *["drain"] * 3, "cancel", "pause", "pause", "short pause",
+    "restart", "kill", "shrink",
 )  # fmt: skip
 
 
@@ -96,7 +98,11 @@ class Life:
             base = base[: rng.randrange(1, len(base) + 1)]
         if len(base) > 0.6 * n_ctx:
             base = base[: int(0.3 * n_ctx)]
-        prompt = [*base, TURN, *self.words(rng.randrange(1, 40)), TURN] if rng.random() < 0.8 else list(base)
+        prompt = (
+            [*base, TURN, *self.words(rng.randrange(1, 40)), TURN]
+            if rng.random() < 0.8
+            else list(base)
+        )
         key = f"r{len(self.prompts)}"
         self.prompts[key] = prompt
         self.live.append(key)
@@ -173,7 +179,9 @@ class Life:
             (end,), written = self.outcome.ends[key], self.outcome.tokens.get(key, [])
             if isinstance(end, Finish) and written:
                 alone = Engine(Packed(n_ctx=8192, n_batch=256), EngineSettings(headroom_bytes=0))
-                request = request_for("alone", self.prompts[key], len(written), GREEDY, ignore_eos=True)
+                request = request_for(
+                    "alone", self.prompts[key], len(written), GREEDY, ignore_eos=True
+                )
                 assert written == run(alone, request).tokens["alone"], f"{key} ({self.shape})"
 
 

@@ -27,7 +27,10 @@ def read_slowly(tokens: list[int], limits: LoopLimits) -> int | None:
     for end in range(1, len(tokens) + 1):
         for size in range(limits.min_pattern_size, limits.max_pattern_size + 1):
             whole = size * limits.min_count
-            if whole <= end and tokens[end - whole : end] == tokens[end - size : end] * limits.min_count:
+            if (
+                whole <= end
+                and tokens[end - whole : end] == tokens[end - size : end] * limits.min_count
+            ):
                 return end - 1
     return None
 
@@ -48,15 +51,20 @@ def url(few_layers: Path):
         yield running.url
 
 
-LOOPING = {"prompt": "Once upon a time there was", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+LOOPING = {
+    "prompt": "Once upon a time there was",
+    "temperature": 0,
+    "max_tokens": 400,
+    "ignore_eos": True,
+}
 LIMITS = {"repetition_detection": {"max_pattern_size": 64, "min_pattern_size": 4, "min_count": 3}}
 
 
 def test_a_models_loop_ends_with_its_name(url: str) -> None:
     def ask(**more: object) -> dict[str, object]:
-        return httpx.post(url + "/v1/completions", json={**LOOPING, **more}, timeout=120, trust_env=False).json()[
-            "choices"
-        ][0]
+        return httpx.post(
+            url + "/v1/completions", json={**LOOPING, **more}, timeout=120, trust_env=False
+        ).json()["choices"][0]
 
     loose, held = ask(), ask(**LIMITS)
     assert (loose["finish_reason"], held["finish_reason"]) == ("length", "repetition")

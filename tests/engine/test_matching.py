@@ -1,4 +1,5 @@
-"""What waiting requests were compared with is remembered, and what is remembered is always what a new look would find."""
+"""What waiting requests were compared with is remembered, and what is remembered is always what a
+new look would find."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def prompt_of(i: int, n: int) -> list[int]:
 
 
 def test_a_step_compares_no_waiting_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four requests run, eight of 1,200 tokens wait: what a step looks at is the new tokens, not the old ones."""
+    """Four requests run, eight of 1,200 tokens wait: what a step looks at is the new tokens, not
+    the old ones."""
     looked_at = 0
 
     def counting(module: object, name: str) -> None:
@@ -49,11 +51,15 @@ def test_a_step_compares_no_waiting_prompt_again(monkeypatch: pytest.MonkeyPatch
         for name in ("as_tokens", "common_prefix"):
             if hasattr(module, name):
                 counting(module, name)
-    engine = Engine(ScriptedBackend(n_ctx=4800, n_batch=512, n_seq_max=16), EngineSettings(cache_bytes=2**20))
+    engine = Engine(
+        ScriptedBackend(n_ctx=4800, n_batch=512, n_seq_max=16), EngineSettings(cache_bytes=2**20)
+    )
     for i in range(12):
         prompt = prompt_of(i, 900)
         engine.submit(request_for(f"r{i}", prompt, 400, GREEDY, ignore_eos=True), prompt)
-    while len(engine.jobs.running) < 4 or any(job.prefilling for job in engine.jobs.running.values()):
+    while len(engine.jobs.running) < 4 or any(
+        job.prefilling for job in engine.jobs.running.values()
+    ):
         engine.step()
     assert len(engine.jobs.waiting) == 8
     engine.step()
@@ -64,16 +70,18 @@ def test_a_step_compares_no_waiting_prompt_again(monkeypatch: pytest.MonkeyPatch
     assert looked_at <= 10 * 4 * 8, "more than every waiting prompt with every new token"
 
 
-# --- what is remembered ----------------------------------------------------------------------------------------------
+# --- what is remembered ---------------------------------------------------------------------------
 
 
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on every lookup is made a second time by somebody who remembers nothing. Returns how often both agreed
-    on something to reuse, so far."""
+    """From now on every lookup is made a second time by somebody who remembers nothing. Returns how
+    often both agreed on something to reuse, so far."""
     plain = SequencePool.lookup
     agreed = [0]
 
-    def twice(pool: SequencePool, prompt: PromptMatch, live: Iterable[RunningRequest]) -> PrefixSource:
+    def twice(
+        pool: SequencePool, prompt: PromptMatch, live: Iterable[RunningRequest]
+    ) -> PrefixSource:
         running = list(live)
         found = plain(pool, prompt, running)
         assert found == plain(pool, PromptMatch(prompt.tokens), running)
@@ -92,14 +100,21 @@ PARTS = st.sampled_from([turn(40, 40), turn(41, 9), turn(42, 25), turn(43, 3)])
 
 
 @pytest.mark.parametrize("segments", [True, False])
-def test_what_is_remembered_is_what_a_new_look_finds(monkeypatch: pytest.MonkeyPatch, segments: bool) -> None:
+def test_what_is_remembered_is_what_a_new_look_finds(
+    monkeypatch: pytest.MonkeyPatch, segments: bool
+) -> None:
     agreed = checked(monkeypatch)
     rewind = "any" if segments else "none"
 
     @settings(max_examples=examples(40))
     @given(
         mix=st.lists(
-            st.tuples(st.lists(PARTS, min_size=1, max_size=5), st.integers(1, 25), st.integers(0, 8), st.booleans()),
+            st.tuples(
+                st.lists(PARTS, min_size=1, max_size=5),
+                st.integers(1, 25),
+                st.integers(0, 8),
+                st.booleans(),
+            ),
             min_size=2,
             max_size=10,
         ),
@@ -107,7 +122,9 @@ def test_what_is_remembered_is_what_a_new_look_finds(monkeypatch: pytest.MonkeyP
         n_ctx=st.sampled_from([192, 300, 1024]),
         disk=st.booleans(),
     )
-    def histories(mix: list[tuple[list[list[int]], int, int, bool]], cache_bytes: int, n_ctx: int, disk: bool) -> None:
+    def histories(
+        mix: list[tuple[list[list[int]], int, int, bool]], cache_bytes: int, n_ctx: int, disk: bool
+    ) -> None:
         with TemporaryDirectory() as folder:
             backend = ScriptedBackend(n_ctx=n_ctx, n_batch=32, segments=segments, rewind=rewind)  # type: ignore[arg-type]
             where = str(Path(folder)) if disk else None
@@ -129,7 +146,8 @@ def test_what_is_remembered_is_what_a_new_look_finds(monkeypatch: pytest.MonkeyP
             engine.close()
 
     histories()
-    # Otherwise the histories reuse too little to say anything; whole snapshots are taken over seldom.
+    # Otherwise the histories reuse too little to say anything; whole snapshots are taken over
+    # seldom.
     assert agreed[0] > (20 if segments else 5)
 
 

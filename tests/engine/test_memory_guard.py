@@ -1,4 +1,5 @@
-"""The system keeps its headroom: no load that would take it, a cache that gives back, and nobody waits for ever."""
+"""The system keeps its headroom: no load that would take it, a cache that gives back, and nobody
+waits for ever."""
 
 from __future__ import annotations
 
@@ -21,14 +22,22 @@ GIB = 2**30
 HEADROOM = 100 * MB
 
 
-# --- the rules -------------------------------------------------------------------------------------------------------
+# --- the rules ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("total", "kept"),
-    [(None, 0), (GIB, GIB // 8), (8 * GIB, GIB // 2), (24 * GIB, 24 * GIB // 20), (128 * GIB, 128 * GIB // 20)],
+    [
+        (None, 0),
+        (GIB, GIB // 8),
+        (8 * GIB, GIB // 2),
+        (24 * GIB, 24 * GIB // 20),
+        (128 * GIB, 128 * GIB // 20),
+    ],
 )
-def test_the_system_keeps_5_percent_at_least_half_a_gib_and_never_over_an_eighth(total: int | None, kept: int) -> None:
+def test_the_system_keeps_5_percent_at_least_half_a_gib_and_never_over_an_eighth(
+    total: int | None, kept: int
+) -> None:
     assert headroom_bytes(total) == pytest.approx(kept, abs=1)
 
 
@@ -37,7 +46,8 @@ def test_levels_start_at_their_marks_and_end_a_quarter_above() -> None:
     level: Pressure = "none"
     levels = [level := judge(now, 100, level) for now in story]
     assert levels == [
-        "none", "shrink", "shrink", "shrink", "none", "shrink", "shrink", "hold", "hold", "hold", "shrink", "shrink",
+        "none", "shrink", "shrink", "shrink", "none", "shrink", "shrink", "hold", "hold", "hold",
+        "shrink", "shrink",
         "none", "none",
     ]  # fmt: skip
 
@@ -46,7 +56,9 @@ def test_levels_start_at_their_marks_and_end_a_quarter_above() -> None:
 def test_more_memory_is_never_more_pressure(available: int, more: int, before: Any) -> None:
     order = ["hold", "shrink", "none"]
     headroom = 10**11
-    assert order.index(judge(available, headroom, before)) <= order.index(judge(available + more, headroom, before))
+    assert order.index(judge(available, headroom, before)) <= order.index(
+        judge(available + more, headroom, before)
+    )
 
 
 def test_unknown_memory_is_no_pressure_and_no_headroom_is_no_guard() -> None:
@@ -75,13 +87,14 @@ def test_a_load_must_leave_the_headroom_and_the_refusal_has_all_figures() -> Non
     with pytest.raises(DoesNotFitError) as refused:
         check_load("m.gguf", 901 * MB, account)
     assert refused.value.message == (
-        "m.gguf needs 0.90 GB, and 0.90 GB are free for it now: 1.00 GB available, of which 0.10 GB stay with the "
+        "m.gguf needs 0.90 GB, and 0.90 GB are free for it now: 1.00 GB available, of which 0.10 "
+        "GB stay with the "
         "system; others have 0.50 GB of 1.50 GB"
     )
     assert "close other programs" in refused.value.hint
 
 
-# --- reading the system ----------------------------------------------------------------------------------------------
+# --- reading the system ---------------------------------------------------------------------------
 
 MEMINFO = "MemTotal:       16000 kB\nMemFree:          100 kB\nMemAvailable:   12000 kB\n"
 KIB = 1024
@@ -96,7 +109,9 @@ def test_page_cache_is_available_but_not_the_weights_that_a_worker_has_mapped() 
     assert system({}).total_bytes == 16000 * KIB
     assert system({}).available_bytes() == 12000 * KIB
     page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-    loaded = system({"/proc/7/statm": "900 500 100 1 0 300 0", "/proc/8/statm": "9 5 10 1 0 3 0"}, (7, 8, 9))
+    loaded = system(
+        {"/proc/7/statm": "900 500 100 1 0 300 0", "/proc/8/statm": "9 5 10 1 0 3 0"}, (7, 8, 9)
+    )
     assert loaded.available_bytes() == 12000 * KIB - 110 * page  # 9 has ended
 
 
@@ -107,7 +122,9 @@ def test_a_containers_limit_counts_and_its_page_cache_is_available() -> None:
             "/proc/self/cgroup": "0::/box/inner\n",
             f"{group}/memory.max": "8000000\n",
             f"{group}/memory.current": "7000000\n",
-            f"{group}/memory.stat": "anon 1000000\ninactive_file 2000000\nactive_file 4000000\nslab 7\n",
+            f"{group}/memory.stat": "anon 1000000\ninactive_file 2000000\nactive_file "
+            "4000000\nslab "
+            "7\n",
             "/sys/fs/cgroup/box/inner/memory.max": "max\n",
         }
     )
@@ -130,20 +147,30 @@ def test_the_older_cgroups_are_read_too_and_no_limit_is_none() -> None:
 
 
 def test_huge_pages_that_somebody_reserved_take_nothing_from_what_is_available() -> None:
-    huge = {"/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 60 kB\nHugePages_Total: 9\nHugePages_Free: 0\n"}
+    huge = {
+        "/proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 60 kB\nHugePages_Total: "
+        "9\nHugePages_Free: "
+        "0\n"
+    }
     assert system(huge).available_bytes() == 60 * KIB
 
 
 def test_a_kernel_without_mem_available_has_what_is_free_and_cached_but_for_shared_memory() -> None:
     """Kernels before 3.14 and WSL 1: tmpfs counts as cached, and can't be dropped."""
-    old = {"/proc/meminfo": "MemTotal: 100 kB\nMemFree: 10 kB\nBuffers: 1 kB\nCached: 50 kB\nShmem: 30 kB\n"}
+    old = {
+        "/proc/meminfo": "MemTotal: 100 kB\nMemFree: 10 kB\nBuffers: 1 kB\nCached: 50 "
+        "kB\nShmem: "
+        "30 "
+        "kB\n"
+    }
     assert system(old).available_bytes() == 31 * KIB
 
 
 @pytest.mark.parametrize(("level", "means"), [(1, "none"), (2, "shrink"), (4, "hold")])
 @pytest.mark.parametrize("percent", [1, 50, 99])
 def test_macos_says_itself_how_short_memory_is(level: int, means: str, percent: int) -> None:
-    """Whatever is available: macOS compresses and swaps long before a Mac has nothing left, and then says so."""
+    """Whatever is available: macOS compresses and swaps long before a Mac has nothing left, and
+    then says so."""
     said = {
         "hw.memsize": 16 * GIB,
         "kern.memorystatus_level": percent,
@@ -189,7 +216,8 @@ def test_freed_blocks_go_back_to_the_system() -> None:
     keepers, blocks = [], []
     for _ in range(600):
         blocks.append(os.urandom(100_000))
-        keepers.append(os.urandom(5_000))  # between them, so that freeing alone can't shrink the heap
+        # between them, so that freeing alone can't shrink the heap
+        keepers.append(os.urandom(5_000))
     full = resident()
     blocks.clear()
     return_to_system()

@@ -1,4 +1,5 @@
-"""The memory guard around a real model: the same answers while the cache shrinks, and loads that are refused or not."""
+"""The memory guard around a real model: the same answers while the cache shrinks, and loads that
+are refused or not."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from localllm_backends.llamacpp import backend_type as llamacpp
 from support.machine_memory import HEADROOM, MB, Machine
 from support.requests import request_for
 
-SYSTEM = "<|im_start|>system\nYou are a lighthouse keeper who answers in short sentences about the sea.<|im_end|>\n"
+SYSTEM = (
+    "<|im_start|>system\nYou are a lighthouse keeper who answers in short sentences about "
+    "the "
+    "sea.<|im_end|>\n"
+)
 
 
 def turn(name: str, n: int = 24) -> Request:
@@ -35,9 +40,13 @@ NEAR_TIE = 0.3
 
 
 @pytest.mark.parametrize("n", [12, pytest.param(24, marks=pytest.mark.long)])
-def test_smollm2_answers_the_same_tokens_while_its_cache_shrinks(smollm2: Path, tmp_path: Path, n: int) -> None:
+def test_smollm2_answers_the_same_tokens_while_its_cache_shrinks(
+    smollm2: Path, tmp_path: Path, n: int
+) -> None:
     backend = llamacpp.load(LoadSpec(str(smollm2), n_ctx=1024, n_seq_max=2))
-    expected = {name: isolated(backend, backend.tokenize(str(turn(name).prompt)), n) for name in NAMES}
+    expected = {
+        name: isolated(backend, backend.tokenize(str(turn(name).prompt)), n) for name in NAMES
+    }
     machine = Machine()
     engine = machine.engine(backend, disk_dir=str(tmp_path), disk_bytes=10**9)
     held: list[int] = []
@@ -50,7 +59,9 @@ def test_smollm2_answers_the_same_tokens_while_its_cache_shrinks(smollm2: Path, 
         tokens, gaps = expected[name]
         at = next((i for i, (a, b) in enumerate(zip(got, tokens, strict=True)) if a != b), None)
         if at is not None:
-            assert gaps[at] <= NEAR_TIE, f"{name}: another token at {at}, where {gaps[at]:.3f} was clear"
+            assert gaps[at] <= NEAR_TIE, (
+                f"{name}: another token at {at}, where {gaps[at]:.3f} was clear"
+            )
             ties += 1
     assert ties <= 2
     # More than the few megabytes held were missing each time; in between it grew.
@@ -79,10 +90,18 @@ def test_a_load_that_would_take_the_headroom_never_starts_a_process_and_one_that
     async def story() -> None:
         free = 100 * MB
         supervisor = Supervisor(
-            worker_options(smollm2, planned_bytes=150 * MB, headroom_bytes=HEADROOM), available=lambda: free
+            worker_options(smollm2, planned_bytes=150 * MB, headroom_bytes=HEADROOM),
+            available=lambda: free,
         )
         try:
-            with pytest.raises(DoesNotFitError, match=r"SmolLM2.* needs 0\.15 GB, and 0\.00 GB are free for it now"):
+            with pytest.raises(
+                DoesNotFitError,
+                match=r"SmolLM2.* needs 0\.15 GB, and 0\.00 GB are "
+                r"free "
+                r"for "
+                r"it "
+                r"now",
+            ):
                 await supervisor.engine()
             assert supervisor.client is None
             assert supervisor.loads == 0
@@ -93,7 +112,13 @@ def test_a_load_that_would_take_the_headroom_never_starts_a_process_and_one_that
             assert await supervisor.engine() is engine
             os.kill(engine.pid, signal.SIGKILL)
             await engine.ended()
-            with pytest.raises(DoesNotFitError, match=r"0\.20 GB available, of which 0\.10 GB stay with the system"):
+            with pytest.raises(
+                DoesNotFitError,
+                match=r"0\.20 GB available, of which 0\.10 GB stay "
+                r"with "
+                r"the "
+                r"system",
+            ):
                 await supervisor.engine()
             free = 251 * MB
             assert await (await supervisor.engine()).tokenize("back again")
@@ -103,13 +128,17 @@ def test_a_load_that_would_take_the_headroom_never_starts_a_process_and_one_that
     asyncio.run(story())
 
 
-def test_a_real_worker_looks_at_this_machine_and_serves_even_when_it_is_full(few_layers: Path) -> None:
+def test_a_real_worker_looks_at_this_machine_and_serves_even_when_it_is_full(
+    few_layers: Path,
+) -> None:
     async def story(**engine_settings: Any) -> tuple[list[list[int]], dict[str, Any]]:
         supervisor = Supervisor(worker_options(few_layers, **engine_settings))
         try:
             engine = await supervisor.engine()
             tokens = [await say(engine, turn(name)) for name in NAMES[:3]]
-            tokens += await asyncio.gather(*(say(engine, turn(f"{name} tomorrow")) for name in NAMES[:3]))
+            tokens += await asyncio.gather(
+                *(say(engine, turn(f"{name} tomorrow")) for name in NAMES[:3])
+            )
             return tokens, await engine.snapshot()
         finally:
             await supervisor.close()

@@ -1,4 +1,5 @@
-"""When memory runs short the prefix cache gives back first, and the engine admits what can be served."""
+"""When memory runs short the prefix cache gives back first, and the engine admits what can be
+served."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from support.machine_memory import HEADROOM, MB, Machine
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
 
-# --- the cache gives back --------------------------------------------------------------------------------------------
+# --- the cache gives back -------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -41,7 +42,9 @@ class FiledBlock(Block):
 
 def put(cache: PrefixCache, line: list[int], *, filed: bool = False, size: int = 10) -> bool:
     start = 0 if cache.indivisible else cache.peek(line).length
-    return start < len(line) and cache.insert(line, (FiledBlock if filed else Block)(bytes(size), start, len(line)))
+    return start < len(line) and cache.insert(
+        line, (FiledBlock if filed else Block)(bytes(size), start, len(line))
+    )
 
 
 def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
@@ -52,7 +55,8 @@ def test_the_longest_unused_goes_first_and_what_is_used_stays() -> None:
     assert cache.budget.shrink(15) == 20
     assert [cache.peek(line).length for line in ([1, 2, 3], [5, 6], [7, 8])] == [3, 0, 0]
     assert cache.budget.shrink(10) == 10
-    assert cache.peek([1, 2, 3]).length == 2  # from the end: a beginning is of use alone, an end is not
+    # from the end: a beginning is of use alone, an end is not
+    assert cache.peek([1, 2, 3]).length == 2
     cache.check_integrity()
 
 
@@ -76,7 +80,9 @@ def test_what_hangs_on_a_beginning_without_a_copy_stays_behind_a_gap() -> None:
     cache.check_integrity()
 
 
-line_lists = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=10), st.booleans()), max_size=20)
+line_lists = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=10), st.booleans()), max_size=20
+)
 
 
 @given(line_lists, st.booleans(), st.integers(0, 300), st.lists(st.integers(0, 2), max_size=10))
@@ -103,11 +109,12 @@ def test_shrinking_gives_what_is_asked_for_or_all_but_what_is_held(
     cache.check_integrity()
 
 
-# --- the engine under pressure ---------------------------------------------------------------------------------------
+# --- the engine under pressure --------------------------------------------------------------------
 
 
 class KvAtLoad(ScriptedBackend):
-    """Its KV is allocated with the model, as llama.cpp's is; the plain scripted one's grows, as MLX's does."""
+    """Its KV is allocated with the model, as llama.cpp's is; the plain scripted one's grows, as
+    MLX's does."""
 
     def memory(self) -> MemoryReport:
         return MemoryReport(0, 1000, 0, 0, 0)
@@ -115,7 +122,11 @@ class KvAtLoad(ScriptedBackend):
 
 def ask(name: str, text: str = "", n: int = 8) -> Request:
     return request_for(
-        name, text or f"a story about {name} and the sea", max_tokens=n, sampling=GREEDY, ignore_eos=True
+        name,
+        text or f"a story about {name} and the sea",
+        max_tokens=n,
+        sampling=GREEDY,
+        ignore_eos=True,
     )
 
 
@@ -158,7 +169,9 @@ def most_at_once(engine: Engine, *requests: Request) -> tuple[int, Outcome]:
 
 
 def test_where_kv_is_there_after_loading_joining_takes_no_memory_and_is_never_refused() -> None:
-    most, outcome = most_at_once(Machine(40).engine(KvAtLoad(n_ctx=1024)), *(ask(str(i)) for i in range(4)))
+    most, outcome = most_at_once(
+        Machine(40).engine(KvAtLoad(n_ctx=1024)), *(ask(str(i)) for i in range(4))
+    )
     assert most == 4
     assert all(isinstance(outcome.finish(str(i)), Finish) for i in range(4))
 
@@ -179,7 +192,9 @@ def test_where_kv_grows_nobody_joins_when_memory_is_nearly_gone_but_everybody_is
     machine.free_mb = 1000
     while engine.has_work:
         outcome.take(engine.step())
-    plain, expected = most_at_once(Machine().engine(ScriptedBackend(n_ctx=1024)), *(ask(str(i)) for i in range(4)))
+    plain, expected = most_at_once(
+        Machine().engine(ScriptedBackend(n_ctx=1024)), *(ask(str(i)) for i in range(4))
+    )
     assert plain == 4
     assert outcome.tokens == expected.tokens
     assert all(isinstance(outcome.finish(str(i)), Finish) for i in range(4))
@@ -199,7 +214,9 @@ def test_those_who_run_go_on_when_memory_goes() -> None:
     assert [outcome.finish(str(i)).reason for i in range(3)] == ["length"] * 3
 
 
-def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refused_as_busy() -> None:
+def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refused_as_busy() -> (
+    None
+):
     machine = Machine()
     engine = machine.engine(ScriptedBackend(n_ctx=1024))
     run(engine, ask("before"))
@@ -209,7 +226,9 @@ def test_where_kv_grows_a_request_that_nothing_of_ours_can_make_room_for_is_refu
     for name in ("a", "b"):
         failure = outcome.failure(name)
         assert failure.code == "server_busy"
-        assert failure.message == "this machine has 0.04 GB of memory left and 0.10 GB are kept for the system"
+        assert failure.message == (
+            "this machine has 0.04 GB of memory left and 0.10 GB are kept for the system"
+        )
         assert "close other programs" in failure.hint
     assert engine.pool.cache.held_bytes == 0
     assert engine.pool.n_idle == 0
@@ -244,7 +263,9 @@ def test_one_parked_in_mid_answer_is_never_refused() -> None:
 
 
 def test_unknown_memory_changes_nothing_and_cancelling_the_queue_under_pressure_ends_it() -> None:
-    most, _ = most_at_once(Machine(None).engine(ScriptedBackend(n_ctx=1024)), *(ask(str(i)) for i in range(4)))
+    most, _ = most_at_once(
+        Machine(None).engine(ScriptedBackend(n_ctx=1024)), *(ask(str(i)) for i in range(4))
+    )
     assert most == 4
     engine = Machine(40).engine(KvAtLoad(n_ctx=1024))
     outcome = Outcome()
@@ -277,7 +298,9 @@ def test_whatever_memory_does_every_request_ends_once_and_exactly(
             machine.free_mb = next(script)
         engine.check_integrity()
 
-    asked = [ask(str(i), "shared beginning " + "xyz"[kind], n) for i, (kind, n) in enumerate(requests)]
+    asked = [
+        ask(str(i), "shared beginning " + "xyz"[kind], n) for i, (kind, n) in enumerate(requests)
+    ]
     outcome = run(engine, *asked, between=between)
     for request in asked:
         (end,) = outcome.ends[request.id]

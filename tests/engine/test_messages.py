@@ -16,7 +16,24 @@ from localllm.engine.messages import (
 )
 
 SAMPLING = Sampling(
-    0.1, 2, 0.3, 0.4, 0.5, 1.6, 7, 0.8, 0.9, 10, {11: -1.5, 12: 2.0}, 0.2, 1.5, 3, 99, ("x", "yz"), 0.3, 0.4
+    0.1,
+    2,
+    0.3,
+    0.4,
+    0.5,
+    1.6,
+    7,
+    0.8,
+    0.9,
+    10,
+    {11: -1.5, 12: 2.0},
+    0.2,
+    1.5,
+    3,
+    99,
+    ("x", "yz"),
+    0.3,
+    0.4,
 )
 GENERATION = Generation(
     SAMPLING,
@@ -60,4 +77,6 @@ def test_every_field_of_a_request_crosses_the_pipe() -> None:
 
 
 def test_a_request_of_defaults_crosses_it_too() -> None:
-    assert request_from_json(json.loads(json.dumps(request_to_json(Request("id", "text"))))) == Request("id", "text")
+    assert request_from_json(
+        json.loads(json.dumps(request_to_json(Request("id", "text"))))
+    ) == Request("id", "text")

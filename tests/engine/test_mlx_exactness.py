@@ -1,6 +1,8 @@
-"""The same promise on MLX: batching, caching, parking and disk change no greedy answer, whatever the memory's shape.
+"""The same promise on MLX: batching, caching, parking and disk change no greedy answer, whatever
+the memory's shape.
 
-MLX's kernels for one row and for several round differently too, so the bounds are the same (crowds.py).
+MLX's kernels for one row and for several round differently too, so the bounds are the same
+(crowds.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
 
-pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available())),
+]
 
 ROUTER_FLIPS = {"moe": 0.05, "recurrent": 0.05}
 MIXES = 12
@@ -32,23 +37,34 @@ def test_random_mixes_equal_isolated_runs(shape: str, kv_type: str, tmp_path: Pa
     if kv_type == "q8_0" and shape != "llama":
         pytest.skip("one shape shows quantised rows in batches")
     path = tiny_mlx.SHAPES[shape](tmp_path / "model")
-    spec = LoadSpec(str(path), n_ctx=768, n_seq_max=4, n_batch=64, kv_type_k=kv_type, kv_type_v=kv_type)  # type: ignore[arg-type]
+    spec = LoadSpec(
+        str(path), n_ctx=768, n_seq_max=4, n_batch=64, kv_type_k=kv_type, kv_type_v=kv_type
+    )  # type: ignore[arg-type]
     alone = mlx.load(spec)
     settings = EngineSettings(cache_bytes=600_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8)
     engine = Engine(mlx.load(spec), settings)
-    crowds_equal_isolated_runs(engine, alone, shape, MIXES, router_flips=ROUTER_FLIPS.get(shape, 0.0))
+    crowds_equal_isolated_runs(
+        engine, alone, shape, MIXES, router_flips=ROUTER_FLIPS.get(shape, 0.0)
+    )
     engine.close()
     alone.close()
 
 
 @pytest.mark.parametrize("shape", ["mimo", "qwen"])
-def test_random_mixes_with_draft_heads_equal_isolated_runs_without(shape: str, tmp_path: Path) -> None:
-    """Heads that are right about every third time, asked whenever they have any chance: through caching, parking and disk."""
+def test_random_mixes_with_draft_heads_equal_isolated_runs_without(
+    shape: str, tmp_path: Path
+) -> None:
+    """Heads that are right about every third time, asked whenever they have any chance: through
+    caching, parking and disk."""
     path = tiny_mlx.write_mtp(tmp_path / "model", shape, likeness=0.35)
     spec = LoadSpec(str(path), n_ctx=768, n_seq_max=4, n_batch=64)
     alone = mlx.load(spec)
     settings = EngineSettings(
-        draft="mtp", cache_bytes=600_000, disk_dir=str(tmp_path / "kv"), disk_bytes=10**8, headroom_bytes=0
+        draft="mtp",
+        cache_bytes=600_000,
+        disk_dir=str(tmp_path / "kv"),
+        disk_bytes=10**8,
+        headroom_bytes=0,
     )
     restored = 0
     # The second engine finds the first one's prefixes on disk, with what the head had read of them.

@@ -1,6 +1,8 @@
-"""One MLX model on several machines: the same tokens, the whole contract, and one clear error where a machine vanishes.
+"""One MLX model on several machines: the same tokens, the whole contract, and one clear error where
+a machine vanishes.
 
-The machines are processes here, over MLX's ring on loopback; JACCL needs Thunderbolt 5 and is only written down.
+The machines are processes here, over MLX's ring on loopback; JACCL needs Thunderbolt 5 and is only
+written down.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
 from models.mlx_from_gguf import convert
 
-pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available())),
+]
 
 ROOT = Path(__file__).parent.parent
 HERE = "127.0.0.1"
@@ -46,16 +51,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec(folder: Path, others: int, **more: Any) -> LoadSpec:
     return LoadSpec(
-        str(folder), **{"n_ctx": 1024, "n_seq_max": 4, **more}, placement=Placement(workers=(HERE,) * others)
+        str(folder),
+        **{"n_ctx": 1024, "n_seq_max": 4, **more},
+        placement=Placement(workers=(HERE,) * others),
     )
 
 
-async def answer(host: Supervisor, id_: str, prompt: str, n_tokens: int = 16) -> tuple[list[int], int]:
+async def answer(
+    host: Supervisor, id_: str, prompt: str, n_tokens: int = 16
+) -> tuple[list[int], int]:
     """The tokens of a greedy answer, and how many of its prompt's came from the cache."""
     engine = await host.engine()
     found: list[int] = []
     cached = 0
-    async for event in engine.submit(Request(id_, prompt, Generation(GREEDY, n_tokens, ignore_eos=True))):
+    async for event in engine.submit(
+        Request(id_, prompt, Generation(GREEDY, n_tokens, ignore_eos=True))
+    ):
         assert not isinstance(event, Failure), event
         if isinstance(event, Text):
             found += event.tokens
@@ -114,12 +125,26 @@ def test_the_contract_holds_for_a_shared_model(tmp_path: Path, shape: str) -> No
     config = (
         HALVED
         if shape == "plain"
-        else {**HALVED, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+        else {
+            **HALVED,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
     )
     folder = tiny_mlx.write(tmp_path / shape, config)
-    told = {"path": str(folder), "n_ctx": 512, "n_seq_max": 4, "n_batch": 32, "placement": {"workers": [HERE]}}
+    told = {
+        "path": str(folder),
+        "n_ctx": 512,
+        "n_seq_max": 4,
+        "n_batch": 32,
+        "placement": {"workers": [HERE]},
+    }
     ran = subprocess.run(
-        [sys.executable, "-c", CONFORMANCE, json.dumps(told)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", CONFORMANCE, json.dumps(told)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.count("holds:") >= 14, ran.stdout
@@ -130,7 +155,9 @@ def test_what_was_read_is_found_again_after_a_restart(folder: Path, tmp_path: Pa
     prompt = "the man in the hat and the man in the rain " * 12
 
     async def main() -> tuple[list[int], list[int], int]:
-        options = WorkerOptions(spec(folder, 1), engine={"disk_dir": str(tmp_path), "disk_bytes": 10**9})
+        options = WorkerOptions(
+            spec(folder, 1), engine={"disk_dir": str(tmp_path), "disk_bytes": 10**9}
+        )
         host = Supervisor(options)
         first, _ = await answer(host, "a", prompt)
         await host.close()
@@ -161,7 +188,9 @@ def test_a_machine_that_vanishes_is_one_error_and_is_used_again(folder: Path, wh
             engine = await host.engine()
             prompt = "some words of a long text " * (100 if when == "prefill" else 4)
             ends: list[Finish | Failure] = []
-            async for event in engine.submit(Request("a", prompt, Generation(GREEDY, 400, ignore_eos=True))):
+            async for event in engine.submit(
+                Request("a", prompt, Generation(GREEDY, 400, ignore_eos=True))
+            ):
                 if isinstance(event, Prefill if when == "prefill" else Text):
                     for process in followers():
                         process.kill()
@@ -201,7 +230,9 @@ def test_a_machine_that_is_killed_takes_its_followers_along(folder: Path) -> Non
 
 
 def refused(named: Sequence[str], folder: Path) -> str:
-    options = WorkerOptions(LoadSpec(str(folder), n_ctx=256, placement=Placement(workers=tuple(named))))
+    options = WorkerOptions(
+        LoadSpec(str(folder), n_ctx=256, placement=Placement(workers=tuple(named)))
+    )
     with pytest.raises(LocalLLMError) as refusal:
         asyncio.run(Supervisor(options).engine())
     assert "download" not in refusal.value.hint
@@ -222,8 +253,14 @@ def test_a_machine_that_can_not_be_reached_is_named(
     ssh.write_text("#!/bin/sh\nexit 255\n")
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    options = WorkerOptions(LoadSpec(str(folder), n_ctx=256, placement=Placement(workers=("anna@127.0.0.9",))))
-    with pytest.raises(OtherMachineGoneError, match=r"anna@127\.0\.0\.9 .*ssh could not reach it") as refusal:
+    options = WorkerOptions(
+        LoadSpec(str(folder), n_ctx=256, placement=Placement(workers=("anna@127.0.0.9",)))
+    )
+    with pytest.raises(
+        OtherMachineGoneError,
+        match=r"anna@127\.0\.0\.9 .*ssh could not reach "
+        r"it",
+    ) as refusal:
         asyncio.run(Supervisor(options).engine())
     assert "without a password" in refusal.value.hint
 
@@ -234,15 +271,22 @@ def test_over_ssh_the_same_program_is_started_from_the_same_place(
     """With an ssh that runs what it is given here, the whole of it works."""
     ssh, log = tmp_path / "ssh", tmp_path / "log"
     ssh.write_text(
-        f'#!/bin/sh\nprintf "%s\\n" "$*" >> {shlex.quote(str(log))}\nfor last; do :; done\nexec sh -c "$last"\n'
+        f'#!/bin/sh\nprintf "%s\\n" "$*" >> {shlex.quote(str(log))}\nfor last; do :; done\nexec '
+        'sh -c "$last"\n'
     )
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([{"ssh": "here", "ips": [HERE]}, {"ssh": "anna@studio", "ips": [HERE]}]))
+    hosts.write_text(
+        json.dumps([{"ssh": "here", "ips": [HERE]}, {"ssh": "anna@studio", "ips": [HERE]}])
+    )
 
     async def main() -> list[int]:
-        host = Supervisor(WorkerOptions(LoadSpec(str(folder), n_ctx=256, placement=Placement(workers=(str(hosts),)))))
+        host = Supervisor(
+            WorkerOptions(
+                LoadSpec(str(folder), n_ctx=256, placement=Placement(workers=(str(hosts),)))
+            )
+        )
         try:
             return (await answer(host, "a", "the man", 8))[0]
         finally:
@@ -258,11 +302,19 @@ def test_over_ssh_the_same_program_is_started_from_the_same_place(
     [
         ("nothing", "no hostfile"),
         ("[]", "at least two machines"),
-        ('[{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "-oProxyCommand=x", "ips": ["10.0.0.2"]}]', "no SSH destination"),
-        ('[{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": ["studio"]}]', "no hostfile"),
-        ('{"backend": "mpi", "hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": ["10.0.0.2"]}]}', "mpi"),
         (
-            '{"backend": "jaccl", "hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": ["10.0.0.2"]}]}',
+            '[{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "-oProxyCommand=x", "ips": ["10.0.0.2"]}]',
+            "no SSH destination",
+        ),
+        ('[{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": ["studio"]}]', "no hostfile"),
+        (
+            '{"backend": "mpi", "hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": '
+            '["10.0.0.2"]}]}',
+            "mpi",
+        ),
+        (
+            '{"backend": "jaccl", "hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", '
+            '"ips": ["10.0.0.2"]}]}',
             "RDMA",
         ),
     ],
@@ -276,7 +328,8 @@ def test_a_hostfile_that_is_none_is_refused(tmp_path: Path, text: str, says: str
 
 
 def test_a_hostfile_of_thunderbolt_machines_is_what_jaccl_reads(tmp_path: Path) -> None:
-    """As `mlx.distributed_config` writes it, and as mlx/_distributed_utils/launch.py hands it on."""
+    """As `mlx.distributed_config` writes it, and as mlx/_distributed_utils/launch.py hands it
+    on."""
     from localllm_backends.mlx.machines import ring_of
 
     said = {
@@ -289,7 +342,10 @@ def test_a_hostfile_of_thunderbolt_machines_is_what_jaccl_reads(tmp_path: Path) 
     (tmp_path / "hosts.json").write_text(json.dumps(said))
     ring = ring_of([str(tmp_path / "hosts.json")])
     assert [m.ssh for m in ring.machines] == ["", "two"]
-    assert json.loads(ring.files([32323, 32324])["MLX_IBV_DEVICES"]) == [[None, "rdma_en2"], ["rdma_en2", None]]
+    assert json.loads(ring.files([32323, 32324])["MLX_IBV_DEVICES"]) == [
+        [None, "rdma_en2"],
+        ["rdma_en2", None],
+    ]
     assert ring.variables([32323, 32324]) == {
         "MLX_METAL_FAST_SYNCH": "1", "MLX_JACCL_COORDINATOR": "10.0.0.1:32323",
     }  # fmt: skip

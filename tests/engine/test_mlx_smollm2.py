@@ -1,7 +1,8 @@
-"""A real model on MLX: greedy text is mlx-lm's own, logits are llama.cpp's on the same values, a crowd changes nothing.
+"""A real model on MLX: greedy text is mlx-lm's own, logits are llama.cpp's on the same values, a
+crowd changes nothing.
 
-MLX's Linux wheel multiplies matrices on one core without vector instructions, so these are short; docs/mlx.md has the
-figures of the long runs.
+MLX's Linux wheel multiplies matrices on one core without vector instructions, so these are short;
+docs/mlx.md has the figures of the long runs.
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ from localllm_backends.mlx import backend_type as mlx
 from models.mlx_from_gguf import convert, dequantised
 from support.requests import request_for
 
-pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available())),
+]
 
 CACHE = Path(__file__).parent.parent.parent / ".cache" / "models"
 NAME = "smollm2-135m-instruct-f32"
 QUESTION = "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n"
 TEXT = (
-    "A lighthouse is a tower with a bright light at the top, built where ships come near the land. Before there were "
+    "A lighthouse is a tower with a bright light at the top, built where ships come near the "
+    "land. Before there were "
     "maps and radios, sailors trusted it to tell them where the rocks were."
 )
 
 
-@pytest.fixture(scope="module", params=["few layers", pytest.param("smollm2", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["few layers", pytest.param("smollm2", marks=pytest.mark.long)]
+)
 def source(request: pytest.FixtureRequest, smollm2: Path, few_layers: Path) -> Path:
     return smollm2 if request.param == "smollm2" else few_layers
 
@@ -58,16 +65,24 @@ def test_greedy_text_is_mlx_lms_token_for_token(backend: Any, n: int) -> None:
 
     prompt = backend.tokenize(QUESTION)
     outcome = run(Engine(backend), request_for("q", prompt, max_tokens=n, sampling=GREEDY))
-    made = (int(token) for token, _ in generate_step(mx.array(prompt), backend.stepper.model, max_tokens=n))
-    # Up to the answer's end, which is theirs to say too: the longer run gets there, and mlx-lm goes on behind it.
+    made = (
+        int(token)
+        for token, _ in generate_step(mx.array(prompt), backend.stepper.model, max_tokens=n)
+    )
+    # Up to the answer's end, which is theirs to say too: the longer run gets there, and mlx-lm goes
+    # on behind it.
     theirs = list(takewhile(lambda token: token not in backend.info.eog_tokens, made))
     ours = [token for token in outcome.tokens["q"] if token not in backend.info.eog_tokens]
     assert ours == theirs
 
 
-def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(backend: Any, source: Path, folder: Path) -> None:
+def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(
+    backend: Any, source: Path, folder: Path
+) -> None:
     plain = dequantised(source, folder / f"{NAME}.gguf")
-    other = llamacpp.load(LoadSpec(str(plain), n_ctx=512, kv_type_k="f32", kv_type_v="f32", n_outputs=64))
+    other = llamacpp.load(
+        LoadSpec(str(plain), n_ctx=512, kv_type_k="f32", kv_type_v="f32", n_outputs=64)
+    )
     tokens = backend.tokenize(QUESTION + TEXT)
     assert tokens == other.tokenize(QUESTION + TEXT)
     for token in range(0, backend.info.n_vocab, 7):
@@ -87,11 +102,19 @@ def test_words_and_logits_agree_with_llama_cpp_on_the_same_values(backend: Any, 
 
 
 def test_a_crowd_gets_the_answers_it_would_get_alone(backend: Any) -> None:
-    questions = {q: backend.tokenize(f"<|im_start|>user\n{q}<|im_end|>\n") for q in ("Count to five.", "Who was Ada?")}
+    questions = {
+        q: backend.tokenize(f"<|im_start|>user\n{q}<|im_end|>\n")
+        for q in ("Count to five.", "Who was Ada?")
+    }
     alone = {
-        q: run(Engine(backend), request_for(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True)).tokens[q]
+        q: run(
+            Engine(backend), request_for(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True)
+        ).tokens[q]
         for q, p in questions.items()
     }
-    requests = [request_for(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True) for q, p in questions.items()]
+    requests = [
+        request_for(q, p, max_tokens=4, sampling=GREEDY, ignore_eos=True)
+        for q, p in questions.items()
+    ]
     together = run(Engine(backend), *requests)
     assert together.tokens == alone

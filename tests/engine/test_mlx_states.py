@@ -1,5 +1,5 @@
-"""MLX models with windows or recurrent layers keep KV in pieces and their state at points: a prefix is stored once, and comes back
-from disk where an answer ended."""
+"""MLX models with windows or recurrent layers keep KV in pieces and their state at points: a prefix
+is stored once, and comes back from disk where an answer ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
 from support.requests import request_for
 
-pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available())),
+]
 
 
 def line(n: int, seed: int) -> list[int]:
@@ -23,8 +26,12 @@ def line(n: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", ["sliding", "hybrid"])
-def test_branches_of_a_prompt_store_it_once_and_come_back_after_a_restart(shape: str, tmp_path: Path) -> None:
-    spec = LoadSpec(str(tiny_mlx.SHAPES[shape](tmp_path / "model")), n_ctx=2048, n_seq_max=4, n_batch=64)
+def test_branches_of_a_prompt_store_it_once_and_come_back_after_a_restart(
+    shape: str, tmp_path: Path
+) -> None:
+    spec = LoadSpec(
+        str(tiny_mlx.SHAPES[shape](tmp_path / "model")), n_ctx=2048, n_seq_max=4, n_batch=64
+    )
     options = EngineSettings(headroom_bytes=0, disk_dir=str(tmp_path / "kv"), disk_bytes=10**9)
     engine = Engine(mlx.load(spec), options)
     assert engine.backend.capabilities.states

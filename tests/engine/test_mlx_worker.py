@@ -17,7 +17,10 @@ from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
 from support.requests import request_for
 
-pytestmark = [pytest.mark.mlx, pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available()))]
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(mlx.available() is not None, reason=str(mlx.available())),
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_mlx.write_llama(tmp_path_factory.mktemp("mlx") / "tiny-llama")
 
 
-def test_a_checkpoint_folder_is_run_by_mlx_and_a_gguf_is_not(folder: Path, tiny_model: Path) -> None:
+def test_a_checkpoint_folder_is_run_by_mlx_and_a_gguf_is_not(
+    folder: Path, tiny_model: Path
+) -> None:
     assert backends.for_path(str(folder)).name == "mlx"
     assert backends.for_path(str(folder), "mlx").name == "mlx"
     assert backends.for_path(str(tiny_model)).name == "llamacpp"
@@ -42,7 +47,11 @@ def test_a_worker_serves_a_checkpoint_to_several_at_once(folder: Path) -> None:
 
             async def one(i: int) -> list[int]:
                 request = request_for(
-                    str(i), "the man in the hat", max_tokens=12, sampling=Sampling(temperature=0.0), ignore_eos=True
+                    str(i),
+                    "the man in the hat",
+                    max_tokens=12,
+                    sampling=Sampling(temperature=0.0),
+                    ignore_eos=True,
                 )
                 tokens: list[int] = []
                 async for event in engine.submit(request):

@@ -1,4 +1,5 @@
-"""Where a device computes by itself, what step n has to say is said while step n + 1 runs; tokens are the same as ever."""
+"""Where a device computes by itself, what step n has to say is said while step n + 1 runs; tokens
+are the same as ever."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ WORDS = ("and ", "é", "stop", " it", "\n", "漢", "x", "op")
 def rows(seed: int, n: int = 24) -> Rows:
     rng = np.random.default_rng(seed)
     made = rng.normal(0.0, 1.0, (n, N_VOCAB)).astype(np.float32)
-    made[np.arange(n)[:, None], rng.integers(0, N_VOCAB, (n, 12))] += np.linspace(9, 3, 12, dtype=np.float32)
+    made[np.arange(n)[:, None], rng.integers(0, N_VOCAB, (n, 12))] += np.linspace(
+        9, 3, 12, dtype=np.float32
+    )
     return made
 
 
@@ -35,9 +38,13 @@ def spell(token: int) -> bytes:
     return "".join(WORDS).encode()[token % 20 : token % 20 + 1 + token % 3]
 
 
-def device(seed: int = 0, *, asynchronous: bool = True, top: int = 128, equals: bool = False) -> EmulatedDevice:
+def device(
+    seed: int = 0, *, asynchronous: bool = True, top: int = 128, equals: bool = False
+) -> EmulatedDevice:
     made = rows(seed).round(1) if equals else rows(seed)
-    return EmulatedDevice(made, Speeds(), n_ctx=4000, top=top, asynchronous=asynchronous, spell=spell)
+    return EmulatedDevice(
+        made, Speeds(), n_ctx=4000, top=top, asynchronous=asynchronous, spell=spell
+    )
 
 
 def engine_on(backend: EmulatedDevice) -> Engine:
@@ -71,11 +78,16 @@ generations = st.builds(
 
 
 @settings(max_examples=examples(25))
-@given(wanted=st.lists(generations, min_size=1, max_size=5), seed=st.integers(0, 9), equals=st.booleans())
+@given(
+    wanted=st.lists(generations, min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+    equals=st.booleans(),
+)
 def test_answers_are_those_of_a_backend_that_computes_at_once_and_gives_whole_rows(
     wanted: list[Generation], seed: int, equals: bool
 ) -> None:
-    """Tokens, text, ends and log-probabilities, whoever chooses and whenever it is said; equal logits among them."""
+    """Tokens, text, ends and log-probabilities, whoever chooses and whenever it is said; equal
+    logits among them."""
 
     def answers(backend: EmulatedDevice) -> Outcome:
         return run(engine_on(backend), *(asked(i, g) for i, g in enumerate(wanted)))
@@ -84,7 +96,11 @@ def test_answers_are_those_of_a_backend_that_computes_at_once_and_gives_whole_ro
     for kind in ({}, {"top": 0}, {"asynchronous": False}):
         backend = device(seed, equals=equals, **kind)  # type: ignore[arg-type]
         other = answers(backend)
-        assert (other.tokens, other.text, other.logprobs) == (plain.tokens, plain.text, plain.logprobs)
+        assert (other.tokens, other.text, other.logprobs) == (
+            plain.tokens,
+            plain.text,
+            plain.logprobs,
+        )
         for name in plain.ends:
             assert other.finish(name).reason == plain.finish(name).reason
             assert other.finish(name).usage == plain.finish(name).usage
@@ -101,7 +117,10 @@ def test_answers_are_those_of_a_backend_that_computes_at_once_and_gives_whole_ro
 def test_what_hangs_on_all_tokens_is_mostly_drawn_from_few(sampling: Sampling) -> None:
     """The device says what all weigh together; whole rows cross for draws beyond the few alone."""
     backend = device(top=256)
-    run(engine_on(backend), *(asked(i, Generation(replace(sampling, seed=i), max_tokens=50)) for i in range(8)))
+    run(
+        engine_on(backend),
+        *(asked(i, Generation(replace(sampling, seed=i), max_tokens=50)) for i in range(8)),
+    )
     assert backend.copied_bytes < 0.15 * 8 * 50 * N_VOCAB * 4
 
 
@@ -159,7 +178,9 @@ def test_who_is_cancelled_has_had_what_was_chosen() -> None:
     events += engine.cancel("r0")
     mine = [e for e in events if e.id == "r0"]
     assert isinstance(mine[-1], Finish)
-    assert sum(len(e.tokens) for e in mine if isinstance(e, Text)) == mine[-1].usage.completion_tokens
+    assert (
+        sum(len(e.tokens) for e in mine if isinstance(e, Text)) == mine[-1].usage.completion_tokens
+    )
     engine.check_integrity()
     assert run(engine, asked(7, Generation(GREEDY, max_tokens=3))).finish("r7").reason == "length"
 
@@ -203,7 +224,10 @@ def test_rows_of_equal_logits_are_left_to_whoever_sees_them_whole(k: int) -> Non
     backend = EmulatedDevice(np.zeros((4, N_VOCAB), dtype=np.float32), spell=spell)
     whole = EmulatedDevice(np.zeros((4, N_VOCAB), dtype=np.float32), top=0, spell=spell)
     generation = Generation(replace(Sampling(), top_k=k, seed=4), max_tokens=8)
-    assert run(engine_on(backend), asked(0, generation)).tokens == run(engine_on(whole), asked(0, generation)).tokens
+    assert (
+        run(engine_on(backend), asked(0, generation)).tokens
+        == run(engine_on(whole), asked(0, generation)).tokens
+    )
 
 
 def steps_of(engine: Engine, backend: EmulatedDevice, request: Request) -> list[float]:
@@ -218,13 +242,18 @@ def steps_of(engine: Engine, backend: EmulatedDevice, request: Request) -> list[
 
 
 @pytest.mark.parametrize("pause", [False, True])
-def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_that(pause: bool) -> None:
-    """32,000 idle tokens of an 8B model make a step of 7 ms 4 ms longer: a newcomer has that for no more than a second."""
+def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_that(
+    pause: bool,
+) -> None:
+    """32,000 idle tokens of an 8B model make a step of 7 ms 4 ms longer: a newcomer has that for no
+    more than a second."""
 
     def made() -> tuple[EmulatedDevice, Engine]:
         speeds = Speeds(step_s=7e-3, kv_token_bytes=131_072, bytes_s=1e12)
         backend = EmulatedDevice(rows(1), speeds, spell=spell)
-        return backend, Engine(backend, EngineSettings(headroom_bytes=0, cache_bytes=2**30), clock=backend.clock.now)
+        return backend, Engine(
+            backend, EngineSettings(headroom_bytes=0, cache_bytes=2**30), clock=backend.clock.now
+        )
 
     backend, engine = made()
     alone = steps_of(engine, backend, asked(0, Generation(GREEDY, max_tokens=400)))
@@ -244,8 +273,12 @@ def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.02, 0.05])
 @pytest.mark.parametrize("step_s", [2.5e-3, 7e-3, 25e-3])
-def test_beside_a_long_prompt_no_gap_is_longer_than_two_steps_or_the_bound(step_s: float, gap_s: float) -> None:
-    backend = EmulatedDevice(rows(1), Speeds(step_s=step_s, prefill_tok_s=8e3), spell=spell, n_batch=512)
+def test_beside_a_long_prompt_no_gap_is_longer_than_two_steps_or_the_bound(
+    step_s: float, gap_s: float
+) -> None:
+    backend = EmulatedDevice(
+        rows(1), Speeds(step_s=step_s, prefill_tok_s=8e3), spell=spell, n_batch=512
+    )
     engine = Engine(backend, EngineSettings(headroom_bytes=0, gap_s=gap_s), clock=backend.clock.now)
     for i in range(4):
         request = asked(i, Generation(GREEDY, max_tokens=700))
@@ -260,5 +293,7 @@ def test_beside_a_long_prompt_no_gap_is_longer_than_two_steps_or_the_bound(step_
     reading = [step_s + n / 8e3 for n in beside if n]
     assert sum(beside) >= len(long.prompt) - 1
     assert max(reading) <= 1.1 * max(2 * step_s, gap_s) + 1e-3
-    assert statistics.median(reading) >= 0.6 * max(2 * step_s, gap_s), "and is no shorter for nothing"
+    assert statistics.median(reading) >= 0.6 * max(2 * step_s, gap_s), (
+        "and is no shorter for nothing"
+    )
     assert sum(n % 64 != 0 for n in beside[12:] if n > 64) <= 1, "whole tiles, but for the last"

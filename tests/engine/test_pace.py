@@ -1,4 +1,5 @@
-"""What a start's steps say of its speed: plain steps only, and none while others had the processors."""
+"""What a start's steps say of its speed: plain steps only, and none while others had the
+processors."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ class Machine:
         self.others_s: float | None = 0.0
 
     def pace(self, cores: int = 2) -> DecodeSpeedTracker:
-        return DecodeSpeedTracker(CpuContention(lambda: self.others_s, cores, lambda: self.now_s), lambda: self.now_s)
+        return DecodeSpeedTracker(
+            CpuContention(lambda: self.others_s, cores, lambda: self.now_s), lambda: self.now_s
+        )
 
-    def step(self, pace: DecodeSpeedTracker, depth: int, seconds: float, others: float = 0.0) -> None:
+    def step(
+        self, pace: DecodeSpeedTracker, depth: int, seconds: float, others: float = 0.0
+    ) -> None:
         self.now_s += seconds
         if self.others_s is not None:
             self.others_s += others * seconds
@@ -32,7 +37,9 @@ def test_steps_behind_each_other_become_spans_with_their_median() -> None:
     for i in range(300):
         machine.step(pace, i, 0.5 if i == 70 else 0.01)
     assert len(pace.spans) >= 4
-    assert {round(span.step_s, 6) for span in pace.spans} == {0.01}, "one slow step changes no median"
+    assert {round(span.step_s, 6) for span in pace.spans} == {0.01}, (
+        "one slow step changes no median"
+    )
     assert pace.spans[0].depth >= 25, "the first span read the weights in"
 
 
@@ -40,7 +47,8 @@ def test_steps_while_others_compute_do_not_count() -> None:
     machine = Machine()
     pace = machine.pace()
     for i in range(200):
-        machine.step(pace, i, 0.02, others=0.5)  # half a core of two: a quarter of what this process may use
+        # half a core of two: a quarter of what this process may use
+        machine.step(pace, i, 0.02, others=0.5)
     assert not pace.spans
     assert pace.disturbed > 5
     for i in range(1000):
@@ -79,5 +87,7 @@ def test_others_time_on_this_machine_only_grows() -> None:
     again = others.mark()
     assert others.cores >= 1
     # Ticks of a hundredth of a second against a fine clock: a little may be missing.
-    assert first.taken_s is None or (again.taken_s is not None and again.taken_s >= first.taken_s - 0.2)
+    assert first.taken_s is None or (
+        again.taken_s is not None and again.taken_s >= first.taken_s - 0.2
+    )
     assert others.share(first) == 0.0, "over a moment nothing can be said"

@@ -25,7 +25,8 @@ from support.scripted_backend import ScriptedBackend
     sizes=st.lists(st.tuples(st.integers(5, 40), st.integers(3, 60)), min_size=2, max_size=4),
     draft=st.sampled_from(["off", "ngram"]),
 )
-# One with few tokens left was parked, let in again at once, found no cell for its next token, was parked …
+# One with few tokens left was parked, let in again at once, found no cell for its next token, was
+# parked …
 @example(n_ctx=96, sizes=[(23, 14), (22, 17), (28, 8)], draft="off")
 @example(n_ctx=128, sizes=[(13, 32), (29, 22), (5, 52), (34, 12)], draft="off")
 def test_requests_that_outgrow_the_context_together_take_turns_and_end(
@@ -33,7 +34,13 @@ def test_requests_that_outgrow_the_context_together_take_turns_and_end(
 ) -> None:
     engine = Engine(ScriptedBackend(n_ctx=n_ctx), EngineSettings(headroom_bytes=0, draft=draft))
     requests = [
-        request_for(str(i), "abcd"[i] * prompt, max_tokens=min(n, n_ctx - prompt), sampling=GREEDY, ignore_eos=True)
+        request_for(
+            str(i),
+            "abcd"[i] * prompt,
+            max_tokens=min(n, n_ctx - prompt),
+            sampling=GREEDY,
+            ignore_eos=True,
+        )
         for i, (prompt, n) in enumerate(sizes)
     ]
     outcome = run(engine, *requests, most=600)
@@ -59,7 +66,10 @@ def test_one_that_was_parked_comes_back_with_its_tokens() -> None:
 def test_one_that_shares_nothing_is_parked_without_a_trace() -> None:
     engine = Engine(ScriptedBackend(n_ctx=400), EngineSettings(headroom_bytes=0))
     requests = [
-        request_for(key, key * 20, max_tokens=250, sampling=GREEDY, ignore_eos=True, cache_prompt=False) for key in "xy"
+        request_for(
+            key, key * 20, max_tokens=250, sampling=GREEDY, ignore_eos=True, cache_prompt=False
+        )
+        for key in "xy"
     ]
     together = run(engine, *requests)
     assert engine.metrics.parked
@@ -69,10 +79,15 @@ def test_one_that_shares_nothing_is_parked_without_a_trace() -> None:
         assert together.tokens[request.id] == alone.tokens[request.id]
 
 
-def test_cells_of_a_sliding_window_that_sequences_share_are_freed_when_a_step_finds_none(tmp_path: Path) -> None:
-    # llama.cpp writes over the cells behind a window unless two sequences hold them: forks of one long line fill its small
-    # cache while the ledger counts free cells. The step was tried again for ever, and nothing given back for it.
-    spec = LoadSpec(str(write_sliding(tmp_path / "model.gguf")), n_ctx=1024, n_seq_max=4, n_batch=64)
+def test_cells_of_a_sliding_window_that_sequences_share_are_freed_when_a_step_finds_none(
+    tmp_path: Path,
+) -> None:
+    # llama.cpp writes over the cells behind a window unless two sequences hold them: forks of one
+    # long line fill its small cache while the ledger counts free cells. The step was tried again
+    # for ever, and nothing given back for it.
+    spec = LoadSpec(
+        str(write_sliding(tmp_path / "model.gguf")), n_ctx=1024, n_seq_max=4, n_batch=64
+    )
     engine = Engine(llamacpp.load(spec), EngineSettings(cache_bytes=1))
     rng = random.Random(5)
     line = [510, *(rng.randrange(3, 250) for _ in range(252))]

@@ -1,5 +1,5 @@
-"""The pipe to a worker process: whole messages in order however the bytes arrive, to every question one answer or one
-error, and one end, after the last."""
+"""The pipe to a worker process: whole messages in order however the bytes arrive, to every question
+one answer or one error, and one end, after the last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from localllm.engine.worker import pipe
 from localllm.engine.worker.pipe import JsonProcess
 
 _ECHO = (
-    "import sys; print('{\"ready\": 1}', flush=True)\nfor line in sys.stdin: sys.stdout.write(line); sys.stdout.flush()"
+    "import sys; print('{\"ready\": 1}', flush=True)\nfor line in sys.stdin: "
+    "sys.stdout.write(line); sys.stdout.flush()"
 )
 
 
@@ -39,7 +40,9 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
         process, ready = await JsonProcess.start(_child(_ECHO), {"n": 0}, loads="it")
         heard: list[dict[str, Any]] = []
         process.listen(heard.append, lambda: None)
-        sent = [{"n": 0}] + [{"n": i, "text": "é" * size} for i, size in enumerate([1, 3_000_000, 0, 70_000, 5], 1)]
+        sent = [{"n": 0}] + [
+            {"n": i, "text": "é" * size} for i, size in enumerate([1, 3_000_000, 0, 70_000, 5], 1)
+        ]
         for message in sent[1:]:
             assert process.send(message)
         process.close_input()
@@ -53,7 +56,10 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
 
 
 def test_the_end_comes_once_after_the_last_message() -> None:
-    program = "print('{\"ready\": 1}', flush=True); input(); [print('{\"n\": %d}' % i) for i in range(5000)]"
+    program = (
+        "print('{\"ready\": 1}', flush=True); input(); [print('{\"n\": %d}' % i) for i in "
+        "range(5000)]"
+    )
 
     async def talk() -> None:
         process, _ = await JsonProcess.start(_child(program), {"n": 0}, loads="it")
@@ -65,7 +71,9 @@ def test_the_end_comes_once_after_the_last_message() -> None:
     asyncio.run(talk())
 
 
-@pytest.mark.parametrize("nonsense", ["not json", '{"n": 1} {"n": 2}', "", '{"n": ', "1", '"re"', "[]"])
+@pytest.mark.parametrize(
+    "nonsense", ["not json", '{"n": 1} {"n": 2}', "", '{"n": ', "1", '"re"', "[]"]
+)
 def test_a_process_that_writes_nonsense_is_ended(nonsense: str) -> None:
     says = f"print('{{\"ready\": 1}}', {nonsense!r}, sep='\\n', flush=True)"
     program = f"{says}; import time; time.sleep(600)"
@@ -80,7 +88,9 @@ def test_a_process_that_writes_nonsense_is_ended(nonsense: str) -> None:
 
 
 def test_half_a_line_before_death_is_no_message() -> None:
-    program = 'print(\'{"ready": 1}\\n{"n": 1}\\n{"n": \', end=\'\', flush=True); import os; os.abort()'
+    program = (
+        'print(\'{"ready": 1}\\n{"n": 1}\\n{"n": \', end=\'\', flush=True); import os; os.abort()'
+    )
 
     async def talk() -> None:
         process, _ = await JsonProcess.start(_child(program), {}, loads="it")
@@ -93,12 +103,22 @@ def test_half_a_line_before_death_is_no_message() -> None:
 @pytest.mark.parametrize(
     ("program", "error", "words"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", errors.WorkerDiedError, "signal SIGKILL"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            errors.WorkerDiedError,
+            "signal SIGKILL",
+        ),
         ("raise SystemExit(7)", errors.WorkerDiedError, "exit code 7"),
-        ('print(\'{"fatal": {"code": "does_not_fit", "message": "too large"}}\')', errors.DoesNotFitError, "too large"),
+        (
+            'print(\'{"fatal": {"code": "does_not_fit", "message": "too large"}}\')',
+            errors.DoesNotFitError,
+            "too large",
+        ),
     ],
 )
-def test_a_process_that_never_gets_ready_says_why(program: str, error: type[Exception], words: str) -> None:
+def test_a_process_that_never_gets_ready_says_why(
+    program: str, error: type[Exception], words: str
+) -> None:
     async def talk() -> None:
         with pytest.raises(error, match=words):
             await JsonProcess.start(_child(program), {}, loads="it")
@@ -115,8 +135,12 @@ def test_giving_up_while_it_loads_ends_the_process() -> None:
             process.append(message["pid"])
             said.set()
 
-        program = "import os, time; print('{\"pid\": %d}' % os.getpid(), flush=True); time.sleep(600)"
-        start = asyncio.create_task(JsonProcess.start(_child(program), {}, loads="it", on_progress=progress))
+        program = (
+            "import os, time; print('{\"pid\": %d}' % os.getpid(), flush=True); time.sleep(600)"
+        )
+        start = asyncio.create_task(
+            JsonProcess.start(_child(program), {}, loads="it", on_progress=progress)
+        )
         await said.wait()
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -195,7 +219,11 @@ def test_everybody_who_waits_when_it_dies_gets_one_error_that_says_how() -> None
         waiting = [asyncio.create_task(process.ask({"op": "x"})) for _ in range(3)]
         waiting[1].cancel()
         ends = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(e) for e in ends] == [errors.WorkerDiedError, asyncio.CancelledError, errors.WorkerDiedError]
+        assert [type(e) for e in ends] == [
+            errors.WorkerDiedError,
+            asyncio.CancelledError,
+            errors.WorkerDiedError,
+        ]
         assert "signal SIGABRT" in str(ends[0])
         with pytest.raises(errors.WorkerDiedError, match="signal SIGABRT"):
             await process.ask({"op": "too late"})
@@ -204,7 +232,8 @@ def test_everybody_who_waits_when_it_dies_gets_one_error_that_says_how() -> None
 
 
 def test_a_question_that_can_not_be_sent_any_more_fails_once_and_for_all() -> None:
-    """Its input is closed while it still runs: what is said now is the error, and its end adds none."""
+    """Its input is closed while it still runs: what is said now is the error, and its end adds
+    none."""
 
     async def story() -> None:
         process, _ = await JsonProcess.start(_child(_DEAF), {}, loads="it")
@@ -216,7 +245,9 @@ def test_a_question_that_can_not_be_sent_any_more_fails_once_and_for_all() -> No
     _loses_nothing(story)
 
 
-def test_closing_ends_what_waits_and_a_process_that_goes_on_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_what_waits_and_a_process_that_goes_on_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def story() -> None:
         polite, _ = await JsonProcess.start(_child(_DEAF), {}, loads="it")
         waiting = asyncio.create_task(polite.ask({"op": "x"}))
@@ -225,7 +256,9 @@ def test_closing_ends_what_waits_and_a_process_that_goes_on_is_killed(monkeypatc
         assert polite.returncode == 0
         with pytest.raises(errors.WorkerDiedError, match="the model was unloaded"):
             await waiting
-        stubborn, _ = await JsonProcess.start(_child(f"{_DEAF}; import time; time.sleep(600)"), {}, loads="it")
+        stubborn, _ = await JsonProcess.start(
+            _child(f"{_DEAF}; import time; time.sleep(600)"), {}, loads="it"
+        )
         monkeypatch.setattr(pipe, "STOP_GRACE_S", 0.1)
         await stubborn.close()
         assert stubborn.returncode == -9

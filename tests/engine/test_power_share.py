@@ -1,4 +1,5 @@
-"""Steps paced by a duty cycle: what is computed in, and rested for, by a clock of the test's own."""
+"""Steps paced by a duty cycle: what is computed in, and rested for, by a clock of the test's
+own."""
 
 from __future__ import annotations
 
@@ -34,11 +35,15 @@ class Paced:
 
     def __init__(self, power: float) -> None:
         self.machine = Machine()
-        self.engine = Engine(self.machine, EngineSettings(power=power), clock=lambda: self.machine.now_s)
+        self.engine = Engine(
+            self.machine, EngineSettings(power=power), clock=lambda: self.machine.now_s
+        )
         self.outcome, self.rests, self.rested_s = Outcome(), 0, 0.0
 
     def submit(self, key: str, words: int, max_tokens: int = 20) -> None:
-        request = request_for(key, "word " * words, max_tokens=max_tokens, sampling=GREEDY, ignore_eos=True)
+        request = request_for(
+            key, "word " * words, max_tokens=max_tokens, sampling=GREEDY, ignore_eos=True
+        )
         self.outcome.take(self.engine.submit(request, prompt_tokens(self.engine, request)))
 
     def turn(self) -> None:
@@ -66,9 +71,9 @@ def test_steps_take_their_share_of_the_time(power: float) -> None:
     while plain.engine.has_work:
         plain.turn()
     assert paced.outcome.tokens == plain.outcome.tokens
-    assert paced.engine.metrics.decode_speed.value == pytest.approx(plain.engine.metrics.decode_speed.value), (
-        "what steps take is measured"
-    )
+    assert paced.engine.metrics.decode_speed.value == pytest.approx(
+        plain.engine.metrics.decode_speed.value
+    ), "what steps take is measured"
 
 
 def test_a_token_is_told_before_the_rest_behind_it() -> None:

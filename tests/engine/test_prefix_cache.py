@@ -1,4 +1,5 @@
-"""The radix tree keeps its laws under any history, and answers what a plain list of lines would answer."""
+"""The radix tree keeps its laws under any history, and answers what a plain list of lines would
+answer."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
 
 
 @given(st.lists(lines, max_size=20), lines)
-def test_a_segment_tree_finds_the_longest_stored_prefix(stored: list[list[int]], prompt: list[int]) -> None:
+def test_a_segment_tree_finds_the_longest_stored_prefix(
+    stored: list[list[int]], prompt: list[int]
+) -> None:
     cache = PrefixCache(capacity_bytes=10**9)
     for line in stored:
         start = cache.peek(line).length
@@ -39,7 +42,10 @@ def test_a_segment_tree_finds_the_longest_stored_prefix(stored: list[list[int]],
         cache.check_integrity()
     best = 0
     for line in stored:
-        n = next((i for i, (x, y) in enumerate(zip(line, prompt, strict=False)) if x != y), min(len(line), len(prompt)))
+        n = next(
+            (i for i, (x, y) in enumerate(zip(line, prompt, strict=False)) if x != y),
+            min(len(line), len(prompt)),
+        )
         best = max(best, n)
     match = cache.match(prompt)
     assert match.length == match.saved == match.known == best
@@ -53,7 +59,9 @@ def test_a_segment_tree_finds_the_longest_stored_prefix(stored: list[list[int]],
 
 
 @given(st.lists(lines, max_size=20), lines)
-def test_a_whole_tree_finds_the_longest_stored_line(stored: list[list[int]], prompt: list[int]) -> None:
+def test_a_whole_tree_finds_the_longest_stored_line(
+    stored: list[list[int]], prompt: list[int]
+) -> None:
     cache = PrefixCache("snapshot", capacity_bytes=10**9)
     for line in stored:
         put(cache, line)
@@ -139,7 +147,9 @@ def test_a_beginning_that_is_on_disk_makes_room_for_what_is_new() -> None:
     cache = PrefixCache(capacity_bytes=30)
     line = list(range(10))
     for n in range(1, 11):
-        assert cache.insert(line[:n], Filed(bytes(10), n - 1, n)), "a cache that is full takes in what is new"
+        assert cache.insert(line[:n], Filed(bytes(10), n - 1, n)), (
+            "a cache that is full takes in what is new"
+        )
         cache.check_integrity()
     assert cache.peek(line).length == 10, "demoted, not evicted"
     assert cache.held_bytes == 30
@@ -168,7 +178,8 @@ def test_once_all_is_written_that_was_being_written_nothing_is_waited_for() -> N
 
     class Disk(OtherPlaces):
         def wait_for_writing(self) -> bool:
-            """Written the first time; after that a wait would be in vain, and last as long as it may."""
+            """Written the first time; after that a wait would be in vain, and last as long as it
+            may."""
             waited.append(True)
             blocks[0].pending = False
             return True
@@ -187,7 +198,10 @@ def test_a_wide_block_that_is_only_on_disk_gives_its_beginning_to_a_narrow_one()
     assert not put(cache, line[:3]), "it has its tokens in memory"
     cache.budget.shrink(50)
     assert put(cache, line[:3])
-    assert [(p.start, p.stop, p.block.stop) for p in cache.peek(line).parts] == [(0, 3, 3), (3, 10, 10)]
+    assert [(p.start, p.stop, p.block.stop) for p in cache.peek(line).parts] == [
+        (0, 3, 3),
+        (3, 10, 10),
+    ]
     cache.check_integrity()
 
 
@@ -245,4 +259,6 @@ class WholeHistory(History):
 
 TestHistory = History.TestCase
 TestWholeHistory = WholeHistory.TestCase
-TestHistory.settings = TestWholeHistory.settings = settings(max_examples=examples(60), stateful_step_count=40)
+TestHistory.settings = TestWholeHistory.settings = settings(
+    max_examples=examples(60), stateful_step_count=40
+)

@@ -1,4 +1,5 @@
-"""Streams go on while the disk is slow: what it holds is read beside them, and a disk that hangs costs computing, no more."""
+"""Streams go on while the disk is slow: what it holds is read beside them, and a disk that hangs
+costs computing, no more."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def alone(prompt: list[int], n: int = 6) -> list[int]:
     return run(Engine(SHAPES["plain"]()), ask("a", prompt, n)).tokens["a"]
 
 
-def started(folder: Path, shape: str, disk: SlowDisk, clock: Callable[[], float] = lambda: 0.0) -> Engine:
+def started(
+    folder: Path, shape: str, disk: SlowDisk, clock: Callable[[], float] = lambda: 0.0
+) -> Engine:
     """An engine that finds LONG on a slow disk, with a stream under way."""
     options = EngineSettings(disk_dir=str(folder), disk_bytes=10**9, headroom_bytes=0)
     first = Engine(SHAPES[shape](), options)
@@ -102,7 +105,9 @@ def finish(engine: Engine, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_stream_has_every_token_while_the_disk_is_asked(tmp_path: Path, shape: str, disk: SlowDisk) -> None:
+def test_a_stream_has_every_token_while_the_disk_is_asked(
+    tmp_path: Path, shape: str, disk: SlowDisk
+) -> None:
     engine = started(tmp_path, shape, disk)
     prompt = [*LONG, 5, 6]
     outcome = Outcome()
@@ -115,7 +120,9 @@ def test_a_stream_has_every_token_while_the_disk_is_asked(tmp_path: Path, shape:
     disk.let.set()
     finish(engine, outcome)
     assert outcome.tokens["again"] == alone(prompt)
-    assert outcome.finish("again").usage.cached_tokens >= len(LONG) - 4, "a state is kept a few tokens before the end"
+    assert outcome.finish("again").usage.cached_tokens >= len(LONG) - 4, (
+        "a state is kept a few tokens before the end"
+    )
     assert disk.threads == {"kv-reader"}
 
 
@@ -169,7 +176,9 @@ def test_one_that_leaves_meanwhile_wants_nothing_more(tmp_path: Path, disk: Slow
     finish(engine, outcome)
 
 
-def test_a_running_line_is_gone_on_from_once_its_state_is_read(tmp_path: Path, disk: SlowDisk) -> None:
+def test_a_running_line_is_gone_on_from_once_its_state_is_read(
+    tmp_path: Path, disk: SlowDisk
+) -> None:
     """Two requests part from a line that runs, at a point whose state is on disk only."""
     engine = started(tmp_path, "states", disk)
     prompt = [*LONG, 5, 6]
@@ -202,7 +211,10 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(tmp_path: Path, d
 
 def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> None:
     tier = DiskTier(tmp_path, "model", 10**9)
-    blocks = [DiskBlock(None, 0, 8, 100, path=tmp_path / str(i), tier=tier, written=True) for i in range(9)]
+    blocks = [
+        DiskBlock(None, 0, 8, 100, path=tmp_path / str(i), tier=tier, written=True)
+        for i in range(9)
+    ]
     reads = ReadAhead(lambda block: memoryview(disk(path_of(block)).read()), ahead_bytes=250)
     assert [reads.want(b, due=False) for b in blocks[:4]] == [True, True, False, False]
     assert reads.want(blocks[4], due=True), "what is needed next is always read"
@@ -211,7 +223,9 @@ def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> No
     reads.close()
 
 
-OPERATIONS = st.lists(st.tuples(st.sampled_from(["want", "due", "release", "wait"]), st.integers(0, 4)), max_size=40)
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["want", "due", "release", "wait"]), st.integers(0, 4)), max_size=40
+)
 
 
 @settings(max_examples=examples(60))
@@ -220,7 +234,9 @@ def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_r
     operations: list[tuple[str, int]],
 ) -> None:
     tier = DiskTier(Path("nowhere"), "model", 10**9)
-    blocks = [DiskBlock(None, 0, 8, 100 + i, path=Path(str(i)), tier=tier, written=True) for i in range(5)]
+    blocks = [
+        DiskBlock(None, 0, 8, 100 + i, path=Path(str(i)), tier=tier, written=True) for i in range(5)
+    ]
     reads = ReadAhead(lambda block: memoryview(str(path_of(block)).encode()), ahead_bytes=220)
     users = [0] * 5
     for what, i in operations:
@@ -236,7 +252,9 @@ def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_r
         if reads.ready(block):
             assert users[i]
             assert bytes(reads.get(block) or b"") == str(i).encode()
-        assert reads.wanted_bytes == sum(b.size_bytes for b, n in zip(blocks, users, strict=True) if n)
+        assert reads.wanted_bytes == sum(
+            b.size_bytes for b, n in zip(blocks, users, strict=True) if n
+        )
     reads.close()
     assert reads.wanted_bytes == 0
 

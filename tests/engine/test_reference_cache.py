@@ -1,4 +1,5 @@
-"""The reference the real cache is measured against: right by itself, on examples worked out by hand and on its laws."""
+"""The reference the real cache is measured against: right by itself, on examples worked out by hand
+and on its laws."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ def test_a_shared_beginning_is_as_recent_as_the_latest_line_through_it() -> None
     assert held.reuse([*a[:4], *line("b", 4), 1]) == 8
 
 
-@pytest.mark.parametrize(("memory", "disk", "found"), [(8, 100, 12), (100, 8, 12), (8, 8, 8), (8, 0, 8), (0, 8, 8)])
+@pytest.mark.parametrize(
+    ("memory", "disk", "found"), [(8, 100, 12), (100, 8, 12), (8, 8, 8), (8, 0, 8), (0, 8, 8)]
+)
 def test_what_memory_or_disk_holds_counts(memory: int, disk: int, found: int) -> None:
     held = cache(memory, disk)
     a = line("a", 12)
@@ -171,7 +174,9 @@ def test_it_finds_no_more_than_was_ever_told_and_no_less_than_the_line_just_told
 
 @settings(max_examples=examples(200))
 @given(lines=st.lists(tokens, max_size=20), piece=st.integers(1, 5))
-def test_with_room_for_everything_nothing_is_ever_computed_twice(lines: list[list[int]], piece: int) -> None:
+def test_with_room_for_everything_nothing_is_ever_computed_twice(
+    lines: list[list[int]], piece: int
+) -> None:
     held = cache(10**6, 0, piece)
     told: list[list[int]] = []
     for one in lines:

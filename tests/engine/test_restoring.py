@@ -1,4 +1,5 @@
-"""A long cached prefix comes back block by block between the steps of others, and whatever interrupts it loses nothing."""
+"""A long cached prefix comes back block by block between the steps of others, and whatever
+interrupts it loses nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def ask(key: str, prompt: list[int], n: int = 6) -> Request:
 
 
 def cached(n_ctx: int = 8192) -> tuple[Engine, Noting]:
-    """An engine that knows LONG from an earlier request, not as its newest line, with a stream under way."""
+    """An engine that knows LONG from an earlier request, not as its newest line, with a stream
+    under way."""
     backend = Noting(n_ctx)
     engine = Engine(backend, EngineSettings(headroom_bytes=0))
     run(engine, ask("earlier", LONG))
@@ -115,7 +117,9 @@ def test_a_block_that_is_lost_on_the_way_is_computed(monkeypatch: pytest.MonkeyP
     outcome = Outcome()
     outcome.take(engine.submit(ask("again", prompt), prompt))
     finish(engine, outcome)
-    assert reads == [True, False, True, True], "what is lost is computed, and the rest is still taken"
+    assert reads == [True, False, True, True], (
+        "what is lost is computed, and the rest is still taken"
+    )
     assert outcome.tokens["again"] == alone(prompt)
     assert len(LONG) - 600 <= outcome.finish("again").usage.cached_tokens < len(LONG) - 500
     snapshot = engine.snapshot()

@@ -1,4 +1,5 @@
-"""No token is prefilled twice, and reuse never changes an answer: every memory shape, random histories, tiny caches."""
+"""No token is prefilled twice, and reuse never changes an answer: every memory shape, random
+histories, tiny caches."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_the_same_prompt_again_costs_next_to_nothing(make: Callable[..., Scripte
     assert cached >= len(prompt) - len(turn("bot"))
 
 
-def test_a_changed_last_turn_keeps_everything_before_it(make: Callable[..., ScriptedBackend]) -> None:
+def test_a_changed_last_turn_keeps_everything_before_it(
+    make: Callable[..., ScriptedBackend],
+) -> None:
     engine = Engine(make(n_ctx=2048))
     head = turn("system", 200) + turn("one", 40) + turn("bot", 30)
     ask(engine, "1", head + turn("question", 20) + turn("bot"))
@@ -82,12 +85,17 @@ def test_interleaved_chats_sharing_a_system_prompt_prefill_nothing_twice() -> No
         for key, line in lines.items():
             before = backend.computed_tokens
             grown, _ = ask(engine, f"{key}{i}", line)
-            new += 8 + len(turn(key, 20) + turn("bot")) if i == 0 else 8 + len(turn("more", 20) + turn("bot"))
+            new += (
+                8 + len(turn(key, 20) + turn("bot"))
+                if i == 0
+                else 8 + len(turn("more", 20) + turn("bot"))
+            )
             assert backend.computed_tokens - before < 600
             ask(engine, f"title-{key}{i}", turn("make a title", 5) + turn("bot"))
             new += 8 + len(turn("make a title", 5) + turn("bot")) if (key, i) == ("a", 0) else 9
             lines[key] = grown + turn("more", 20) + turn("bot")
-    # At most a token or two per request beyond what is new (an answer's last token is read in the next turn).
+    # At most a token or two per request beyond what is new (an answer's last token is read in the
+    # next turn).
     assert backend.computed_tokens <= new + 3 * 4 * 2
 
 
@@ -97,7 +105,12 @@ def test_two_requests_with_one_long_prefix_compute_it_once() -> None:
     system = turn("system", 2000)
     run(
         engine,
-        *(request_for(f"r{i}", system + turn(f"q{i}") + turn("bot"), max_tokens=4, sampling=GREEDY) for i in range(4)),
+        *(
+            request_for(
+                f"r{i}", system + turn(f"q{i}") + turn("bot"), max_tokens=4, sampling=GREEDY
+            )
+            for i in range(4)
+        ),
     )
     assert backend.computed_tokens < len(system) + 4 * 40
 
@@ -156,14 +169,17 @@ def test_nobody_waits_for_a_prefix_that_will_not_be_shared(first: bool, second: 
     engine.step()
     engine.submit(request_for("b", prompt, 2, GREEDY, cache_prompt=second), prompt)
     begun = any(isinstance(event, Prefill) and event.id == "b" for event in engine.step())
-    assert begun != (first and second), "two that share compute the prefix once, others begin at once"
+    assert begun != (first and second), (
+        "two that share compute the prefix once, others begin at once"
+    )
 
 
 def test_when_the_context_runs_out_the_youngest_steps_aside_and_still_gets_its_answer() -> None:
     backend = ScriptedBackend(n_ctx=512, n_batch=64)
     engine = Engine(backend)
     requests = [
-        request_for(f"r{i}", turn(f"q{i}", 30), max_tokens=300, sampling=GREEDY, ignore_eos=True) for i in range(3)
+        request_for(f"r{i}", turn(f"q{i}", 30), max_tokens=300, sampling=GREEDY, ignore_eos=True)
+        for i in range(3)
     ]
     outcome = run(engine, *requests)
     assert engine.metrics.parked > 0
@@ -176,20 +192,29 @@ def test_when_the_context_runs_out_the_youngest_steps_aside_and_still_gets_its_a
         assert outcome.tokens[request.id] == alone.tokens["x"]
 
 
-prompts = st.lists(st.sampled_from([turn("s", 30), turn("a", 9), turn("b", 17), turn("c", 3)]), min_size=1, max_size=5)
+prompts = st.lists(
+    st.sampled_from([turn("s", 30), turn("a", 9), turn("b", 17), turn("c", 3)]),
+    min_size=1,
+    max_size=5,
+)
 
 
 @settings(max_examples=examples(60))
 @given(
     shape=st.sampled_from(sorted(SHAPES)),
-    mix=st.lists(st.tuples(prompts, st.integers(1, 25), st.integers(0, 12), st.booleans()), min_size=1, max_size=10),
+    mix=st.lists(
+        st.tuples(prompts, st.integers(1, 25), st.integers(0, 12), st.booleans()),
+        min_size=1,
+        max_size=10,
+    ),
     cache_bytes=st.sampled_from([200, 2000, 10**7]),
     n_ctx=st.sampled_from([256, 1024]),
 )
 def test_random_histories_change_no_answer(
     shape: str, mix: list[tuple[list[list[int]], int, int, bool]], cache_bytes: int, n_ctx: int
 ) -> None:
-    """Arrivals at random steps, cancellations, branches, evictions: each answer equals the isolated one."""
+    """Arrivals at random steps, cancellations, branches, evictions: each answer equals the isolated
+    one."""
     engine = Engine(SHAPES[shape](n_ctx=n_ctx, n_batch=32), EngineSettings(cache_bytes=cache_bytes))
     outcome = Outcome()
     asked: dict[str, tuple[list[int], int, bool]] = {}
@@ -197,7 +222,9 @@ def test_random_histories_change_no_answer(
         prompt = [t for part in parts for t in part]
         asked[f"r{i}"] = (prompt, n, cancel)
         outcome.take(
-            engine.submit(request_for(f"r{i}", prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True), prompt)
+            engine.submit(
+                request_for(f"r{i}", prompt, max_tokens=n, sampling=GREEDY, ignore_eos=True), prompt
+            )
         )
         for _ in range(wait):
             outcome.take(engine.step())

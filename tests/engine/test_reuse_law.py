@@ -1,5 +1,6 @@
-"""The law of reuse: whatever conversations, branches, edits, title requests and restarts come, and however small memory
-and disk are, what is reused is at least 95 % of what a cache with perfect knowledge and the same budgets would reuse."""
+"""The law of reuse: whatever conversations, branches, edits, title requests and restarts come, and
+however small memory and disk are, what is reused is at least 95 % of what a cache with perfect
+knowledge and the same budgets would reuse."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ TOKEN_BYTES = 2048
 ANSWER = 6
 # About what one conversation of a history has at its end.
 LINE_TOKENS = 300
-# A beginning too short to be copied is nobody's loss; nor, in a plain line, is so short a gap at its end.
+# A beginning too short to be copied is nobody's loss; nor, in a plain line, is so short a gap at
+# its end.
 _TOO_SHORT = tunables.MIN_TOKENS
 Shape = Literal["plain", "states", "whole"]
-# What a single history may fall short of 95 % by: one line that was lost, where it can be taken up at points only. In little room
-# the engine may keep points of another line where the reference keeps those of the newest: it keeps some where lines part, and
-# of whole snapshots not always the same. Over many histories there is no slack.
+# What a single history may fall short of 95 % by: one line that was lost, where it can be taken up
+# at points only. In little room the engine may keep points of another line where the reference
+# keeps those of the newest: it keeps some where lines part, and of whole snapshots not always the
+# same. Over many histories there is no slack.
 _SLACK_TOKENS: dict[Shape, int] = {"plain": 0, "states": LINE_TOKENS, "whole": LINE_TOKENS}
 
 
@@ -52,8 +55,12 @@ class Packed(ScriptedBackend):
     def import_range(self, sequence: int, data: bytes | memoryview, start: int, stop: int) -> None:
         (first,) = struct.unpack_from("<i", data)
         # The first token's first copy made room for `first`.
-        tokens = [struct.unpack_from("<i", data, i + 4)[0] for i in range(0, len(data) - 4, TOKEN_BYTES)]
-        super().import_range(sequence, json.dumps({"start": first, "tokens": tokens}).encode(), start, stop)
+        tokens = [
+            struct.unpack_from("<i", data, i + 4)[0] for i in range(0, len(data) - 4, TOKEN_BYTES)
+        ]
+        super().import_range(
+            sequence, json.dumps({"start": first, "tokens": tokens}).encode(), start, stop
+        )
 
 
 class PackedStates(Packed):
@@ -94,7 +101,12 @@ class World:
     def __post_init__(self) -> None:
         state_tokens = STATE_TOKENS if self.shape == "states" else 0
         self.reference = ReferenceCache(
-            self.memory_bytes, self.disk_bytes, TOKEN_BYTES, PIECE, state_tokens, whole=self.shape == "whole"
+            self.memory_bytes,
+            self.disk_bytes,
+            TOKEN_BYTES,
+            PIECE,
+            state_tokens,
+            whole=self.shape == "whole",
         )
         self.engine = self.start()
 
@@ -114,14 +126,19 @@ class World:
         size: dict[str, Any] = {"n_ctx": self.n_ctx, "n_batch": 64, "n_seq_max": 4}
         if self.shape == "whole":
             return Packed(rewind="none", segments=False, **size)
-        return PackedStates(rewind="none", states=True, **size) if self.shape == "states" else Packed(**size)
+        return (
+            PackedStates(rewind="none", states=True, **size)
+            if self.shape == "states"
+            else Packed(**size)
+        )
 
     def restart(self, *, clean: bool) -> None:
         self.idle()
         if clean:
             self.engine.close()
         elif self.engine.pool.kv.disk is not None:
-            # All that was queued has been written by the pause before; what is only resident is lost.
+            # All that was queued has been written by the pause before; what is only resident is
+            # lost.
             self.engine.pool.kv.disk.close()
         self.reference.restart(clean)
         self.newest = []
@@ -146,7 +163,11 @@ class World:
         for prompt in prompts:
             self.asked += 1
             keys.append(f"r{self.asked}")
-            outcome.take(self.engine.submit(request_for(keys[-1], prompt, ANSWER, GREEDY, ignore_eos=True), prompt))
+            outcome.take(
+                self.engine.submit(
+                    request_for(keys[-1], prompt, ANSWER, GREEDY, ignore_eos=True), prompt
+                )
+            )
         for _ in range(3000):
             if not self.engine.has_work:
                 break
@@ -160,8 +181,9 @@ class World:
             line = prompt + outcome.tokens[key]
             turns = [i for i, token in enumerate(prompt) if token == TURN]
             self.reference.finished(line[:-1], [*turns[-2:], len(line) - 1])
-            # With states and little room there is a choice no history is right for: the reference keeps the beginnings of
-            # lines, the engine the states near their ends. So what one finds makes up for what the other does.
+            # With states and little room there is a choice no history is right for: the reference
+            # keeps the beginnings of lines, the engine the states near their ends. So what one
+            # finds makes up for what the other does.
             self.reused += cached if self.shape != "plain" else min(cached, expected)
             self.matched += min(cached, expected) if expected >= _TOO_SHORT else 0
             if self.shape == "plain":
@@ -174,7 +196,9 @@ class World:
                 and prompt[: len(self.newest)] == self.newest
                 and (len(self.newest) + PIECE) * TOKEN_BYTES < self.memory_bytes
             ):
-                assert cached >= len(self.newest) - 1, "a line that was just used, and fits, is not there"
+                assert cached >= len(self.newest) - 1, (
+                    "a line that was just used, and fits, is not there"
+                )
             found.append((line, cached))
         self.newest = found[-1][0] if len(found) == 1 else []
         return found
@@ -209,9 +233,15 @@ class Chats:
 
 
 ACTION = st.one_of(
-    st.tuples(st.sampled_from(["turn", "turn", "turn", "edit", "branch"]), st.integers(0, 5), st.integers(2, 50)),
     st.tuples(
-        st.sampled_from(["together", "title", "pause", "restart", "kill"]), st.integers(0, 5), st.integers(2, 50)
+        st.sampled_from(["turn", "turn", "turn", "edit", "branch"]),
+        st.integers(0, 5),
+        st.integers(2, 50),
+    ),
+    st.tuples(
+        st.sampled_from(["together", "title", "pause", "restart", "kill"]),
+        st.integers(0, 5),
+        st.integers(2, 50),
     ),
 )
 
@@ -281,15 +311,35 @@ def test_reuse_is_that_of_perfect_knowledge(
         patch.setattr(tunables, "PIECE_TOKENS", PIECE)
         folder = tmp_path_factory.mktemp("kv")
         memory_bytes, disk_bytes = int(memory_lines * LINE_BYTES), disk_lines * LINE_BYTES
-        assert missed_tokens(World(folder, memory_bytes, disk_bytes, n_ctx, shape), seed, actions) == 0
+        assert (
+            missed_tokens(World(folder, memory_bytes, disk_bytes, n_ctx, shape), seed, actions) == 0
+        )
 
 
 def drawn(seed: int) -> tuple[list[tuple[str, int, int]], int, int, int]:
     """(actions, bytes of memory, bytes of disk, n_ctx) of a random history."""
-    kinds = ["turn", "turn", "turn", "edit", "branch", "together", "title", "pause", "restart", "kill"]
+    kinds = [
+        "turn",
+        "turn",
+        "turn",
+        "edit",
+        "branch",
+        "together",
+        "title",
+        "pause",
+        "restart",
+        "kill",
+    ]
     rng = random.Random(seed)
-    actions = [(rng.choice(kinds), rng.randrange(6), rng.randrange(2, 50)) for _ in range(rng.randrange(4, 40))]
-    memory, disk, n_ctx = rng.choice([0.5, 1, 2, 4, 10]), rng.choice([0, 3, 8, 40]), rng.choice([1024, 8192])
+    actions = [
+        (rng.choice(kinds), rng.randrange(6), rng.randrange(2, 50))
+        for _ in range(rng.randrange(4, 40))
+    ]
+    memory, disk, n_ctx = (
+        rng.choice([0.5, 1, 2, 4, 10]),
+        rng.choice([0, 3, 8, 40]),
+        rng.choice([1024, 8192]),
+    )
     return actions, int(memory * LINE_BYTES), disk * LINE_BYTES, n_ctx
 
 
@@ -300,7 +350,10 @@ def test_lines_that_are_on_disk_alone_do_not_take_turns_in_memory(
     """Each of these histories ended in housekeeping that never did."""
     monkeypatch.setattr(tunables, "PIECE_TOKENS", PIECE)
     actions, memory_bytes, disk_bytes, n_ctx = drawn(seed)
-    assert missed_tokens(World(tmp_path, memory_bytes, disk_bytes, n_ctx, "states"), seed, actions) == 0
+    assert (
+        missed_tokens(World(tmp_path, memory_bytes, disk_bytes, n_ctx, "states"), seed, actions)
+        == 0
+    )
 
 
 @pytest.mark.parametrize("disk_lines", [0.5, 1, 2])

@@ -1,4 +1,5 @@
-"""Nothing is prefilled twice by a real worker: after restarts and kills, with a full cache, beside a line larger than it."""
+"""Nothing is prefilled twice by a real worker: after restarts and kills, with a full cache, beside
+a line larger than it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from localllm_backends.contract import LoadSpec
 from models.gemma import gemma_path
 from support.requests import request_for
 
-# Per start or round. Copying back fewer than 16 tokens is no faster than computing them, and neither is reading a large
-# block for a template's first line (24 tokens): each may happen once.
+# Per start or round. Copying back fewer than 16 tokens is no faster than computing them, and
+# neither is reading a large block for a template's first line (24 tokens): each may happen once.
 MOST_TWICE = 50
 ANSWER_TOKENS = 8
 RULES = "Rule: answer shortly, plainly and only about what was asked, whoever asks it. "
@@ -28,8 +29,10 @@ RULES = "Rule: answer shortly, plainly and only about what was asked, whoever as
 
 @dataclass(frozen=True)
 class Model:
-    """A model's file, and how its turns are written. `round_bytes`: what one round of three chats leaves in the cache;
-    `small_bytes`: less than a line of 1,500 tokens takes. `whole`: its state can't be cut (sliding windows)."""
+    """A model's file, and how its turns are written. `round_bytes`: what one round of three chats
+    leaves in the cache;
+    `small_bytes`: less than a line of 1,500 tokens takes. `whole`: its state can't be cut (sliding
+    windows)."""
 
     path: Path
     round_bytes: int
@@ -59,20 +62,38 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
 
 
 @pytest.fixture(params=["few layers", pytest.param("smollm2", marks=pytest.mark.long), "gemma"])
-def model(request: pytest.FixtureRequest, smollm2: Path, few_layers: Path, gemma: Path | None) -> Model:
+def model(
+    request: pytest.FixtureRequest, smollm2: Path, few_layers: Path, gemma: Path | None
+) -> Model:
     if request.param != "gemma":
-        path, most = (smollm2, 19_000_000) if request.param == "smollm2" else (few_layers, 1_900_000)
-        first = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        path, most = (
+            (smollm2, 19_000_000) if request.param == "smollm2" else (few_layers, 1_900_000)
+        )
+        first = (
+            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
+            "Hugging "
+            "Face<|im_end|>\n"
+        )
         return Model(path, most, most, first, "<|im_start|>", "<|im_end|>\n", "assistant")
     if gemma is None:
         pytest.skip("gemma-3-270m is not installed")
-    return Model(gemma, 247_000_000, 10_000_000, "", "<start_of_turn>", "<end_of_turn>\n", "model", whole=True)
+    return Model(
+        gemma,
+        247_000_000,
+        10_000_000,
+        "",
+        "<start_of_turn>",
+        "<end_of_turn>\n",
+        "model",
+        whole=True,
+    )
 
 
 @dataclass
 class Known:
-    """What a worker and those before it on the same folder have computed; `places`: where a line may be taken up again
-    (None: anywhere). Of a model whose state can't be cut those are the last two turns of its prompt and its end."""
+    """What a worker and those before it on the same folder have computed; `places`: where a line
+    may be taken up again (None: anywhere). Of a model whose state can't be cut those are the last
+    two turns of its prompt and its end."""
 
     model: Model
     lines: list[tuple[list[int], set[int] | None]] = field(default_factory=list)
@@ -89,7 +110,10 @@ class Known:
         most = 0
         for line, places in self.lines:
             shared = min(common(prompt, line), len(prompt) - 1)
-            most = max(most, shared if places is None else max((p for p in places if p <= shared), default=0))
+            most = max(
+                most,
+                shared if places is None else max((p for p in places if p <= shared), default=0),
+            )
         return most
 
 
@@ -108,7 +132,9 @@ class Life:
     async def ask(self, prompt: list[int], n: int = ANSWER_TOKENS) -> tuple[list[int], int]:
         """(prompt and answer, tokens of the prompt that were cached)"""
         self.known.n += 1
-        request = request_for(f"r{self.known.n}", prompt, n, Sampling(temperature=0.0), ignore_eos=True)
+        request = request_for(
+            f"r{self.known.n}", prompt, n, Sampling(temperature=0.0), ignore_eos=True
+        )
         answer: list[int] = []
         reusable = self.known.reusable(prompt)
         async for event in self.client.submit(request):
@@ -138,10 +164,15 @@ class Life:
         return begin + rules + await self.tokens(model.ends)
 
     async def edit(self, name: str, n: int) -> None:
-        """A request with a file of `n` tokens that nobody has seen; it begins with the template's first line."""
+        """A request with a file of `n` tokens that nobody has seen; it begins with the template's
+        first line."""
         model = self.known.model
-        file = (await self.tokens("".join(f"{name}_{i} = {i * 7919 % 997}\n" for i in range(n))))[:n]
-        begin = await self.tokens(f"{model.first_line}{model.begins}user\nRename one of these:\n", first=True)
+        file = (await self.tokens("".join(f"{name}_{i} = {i * 7919 % 997}\n" for i in range(n))))[
+            :n
+        ]
+        begin = await self.tokens(
+            f"{model.first_line}{model.begins}user\nRename one of these:\n", first=True
+        )
         await self.ask(begin + file + await self.tokens(f"{model.ends}{model.opening}"))
 
     async def written(self) -> None:
@@ -171,7 +202,8 @@ async def life(known: Known, n_ctx: int, **engine: object) -> AsyncIterator[Life
 
 
 def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path) -> None:
-    """Each start: a file is edited, then three chats over the system prompt of the starts before."""
+    """Each start: a file is edited, then three chats over the system prompt of the starts
+    before."""
     twice: list[int] = []
 
     async def main() -> None:
@@ -180,7 +212,9 @@ def test_restarts_cost_nothing_whether_clean_or_not(model: Model, tmp_path: Path
             async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
                 await worker.edit(f"value{start}", 700)
                 head = await worker.system("Answer carefully. ", 600)
-                await worker.chats(head, [f"I am person {i} of start {start}. Hello!" for i in range(3)], 3)
+                await worker.chats(
+                    head, [f"I am person {i} of start {start}. Hello!" for i in range(3)], 3
+                )
                 twice.append(worker.twice)
                 if start == 1:
                     await worker.written()
@@ -197,7 +231,9 @@ def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path:
 
     async def main() -> None:
         known = Known(model)
-        async with life(known, 4096, cache_bytes=model.round_bytes * 3 // 2, disk_dir=str(tmp_path)) as worker:
+        async with life(
+            known, 4096, cache_bytes=model.round_bytes * 3 // 2, disk_dir=str(tmp_path)
+        ) as worker:
             for n in range(6):
                 before = worker.twice
                 head = await worker.system(f"Answer as number {n}. ", 600)
@@ -208,9 +244,14 @@ def test_a_full_cache_serves_the_next_chats_as_the_first(model: Model, tmp_path:
     assert max(twice) <= MOST_TWICE, f"tokens computed twice in each round: {twice}"
 
 
-@pytest.mark.parametrize("disk", [True, pytest.param(False, marks=pytest.mark.long)], ids=["disk", "no disk"])
-def test_a_line_larger_than_the_cache_survives_a_short_request(model: Model, disk: bool, tmp_path: Path) -> None:
-    """There are cells for both, so at most its last block (512 tokens) is computed again, or no turn of a whole model."""
+@pytest.mark.parametrize(
+    "disk", [True, pytest.param(False, marks=pytest.mark.long)], ids=["disk", "no disk"]
+)
+def test_a_line_larger_than_the_cache_survives_a_short_request(
+    model: Model, disk: bool, tmp_path: Path
+) -> None:
+    """There are cells for both, so at most its last block (512 tokens) is computed again, or no
+    turn of a whole model."""
     found: list[tuple[int, int]] = []
 
     async def main() -> None:
@@ -242,19 +283,25 @@ def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: P
         known = Known(model)
         for _ in range(2):
             async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
-                text = await worker.tokens("".join(f"line {i}: {i * 7919 % 997}\n" for i in range(400)), first=True)
+                text = await worker.tokens(
+                    "".join(f"line {i}: {i * 7919 % 997}\n" for i in range(400)), first=True
+                )
                 prompt = text[:1864]
                 _, cached = await worker.ask(prompt)
                 found.append((cached, len(prompt)))
                 # One of its last lines is changed.
-                _, cached = await worker.ask(prompt[:1700] + await worker.tokens("something else is here now"))
+                _, cached = await worker.ask(
+                    prompt[:1700] + await worker.tokens("something else is here now")
+                )
                 found.append((cached, 1700))
 
     asyncio.run(main())
     print(found)
     assert found[0][0] == 0
     assert found[1][0] >= 0.95 * found[1][1]
-    assert found[2][0] >= 0.95 * found[2][1], f"{found[2][0]} of {found[2][1]} tokens after the restart"
+    assert found[2][0] >= 0.95 * found[2][1], (
+        f"{found[2][0]} of {found[2][1]} tokens after the restart"
+    )
     assert found[3][0] >= 0.95 * found[3][1]
 
 
@@ -262,8 +309,8 @@ def test_a_text_without_turns_is_found_after_a_restart(model: Model, tmp_path: P
 def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(
     model: Model, rules: int, titles: bool, tmp_path: Path
 ) -> None:
-    """No state was kept where they leave each other, but a window is still there, and then there is one; where a title was
-    asked for meanwhile the window is gone."""
+    """No state was kept where they leave each other, but a window is still there, and then there is
+    one; where a title was asked for meanwhile the window is gone."""
     twice: list[int] = []
 
     async def main() -> None:
@@ -272,11 +319,14 @@ def test_chats_that_branch_in_the_middle_of_a_turn_compute_only_their_own_part(
             async with life(known, 4096, disk_dir=str(tmp_path)) as worker:
                 for i in range(3):
                     head = await worker.tokens(f"{model.begins}user\n{RULES * rules}", first=True)
-                    mine = await worker.tokens(f"I am person {i} of start {start}.{model.ends}{model.opening}")
+                    mine = await worker.tokens(
+                        f"I am person {i} of start {start}.{model.ends}{model.opening}"
+                    )
                     await worker.ask(head + mine)
                     if titles:
                         title = (
-                            f"{model.begins}user\nA title of three words for a chat, please.{model.ends}{model.opening}"
+                            f"{model.begins}user\nA title of three words for a chat, "
+                            f"please.{model.ends}{model.opening}"
                         )
                         await worker.ask(await worker.tokens(title, first=True))
                 twice.append(worker.twice)

@@ -1,4 +1,5 @@
-"""Layers on other machines, by llama.cpp's RPC: the same tokens, and one clear error where a machine vanishes.
+"""Layers on other machines, by llama.cpp's RPC: the same tokens, and one clear error where a
+machine vanishes.
 
 Needs a build of llama.cpp with RPC (`localllm setup --rpc`); what needs none comes first.
 """
@@ -60,14 +61,27 @@ def test_without_rpc_it_says_how_to_have_it(tiny_model: Path) -> None:
 
 
 @contextmanager
-def workers(n: int, ports: list[int] | None = None) -> Iterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
+def workers(
+    n: int, ports: list[int] | None = None
+) -> Iterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
     """`n` of `localllm worker`, each with one thread."""
     ports = ports or [free_port() for _ in range(n)]
     with ExitStack() as stack:
         processes = []
         for port in ports:
-            command = [sys.executable, "-m", "localllm", "worker", "--port", str(port), "--threads", "1"]
-            process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True))
+            command = [
+                sys.executable,
+                "-m",
+                "localllm",
+                "worker",
+                "--port",
+                str(port),
+                "--threads",
+                "1",
+            ]
+            process = stack.enter_context(
+                subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+            )
             stack.callback(gone, process)
             processes.append(process)
         for port in ports:
@@ -123,7 +137,10 @@ def test_twenty_prompts_say_the_same_over_workers(smollm2: Path, split: tuple[fl
     async def all_of(at: list[str], shares: tuple[float, ...]) -> list[list[int]]:
         host = Supervisor(options(smollm2, at, shares))
         try:
-            return [await tokens(host, greedy(str(i), f"The number {i} is special because", 16)) for i in range(20)]
+            return [
+                await tokens(host, greedy(str(i), f"The number {i} is special because", 16))
+                for i in range(20)
+            ]
         finally:
             await host.close()
 

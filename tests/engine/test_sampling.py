@@ -18,7 +18,9 @@ from localllm.engine.sampling.sampler import Sampler
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=0), Sampling(top_k=0, typical_p=0.9), OPEN])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(top_k=0), Sampling(top_k=0, typical_p=0.9), OPEN]
+)
 def test_ties_keep_their_order_whatever_lies_far_below(sampling: Sampling) -> None:
     rng = np.random.default_rng(3)
     tied = rng.choice(50_000, 60, replace=False)
@@ -85,7 +87,9 @@ def test_a_grammars_bits_forbid_what_they_do_not_name(n_vocab: int, share: float
 def test_no_row_is_allocated_for_a_token(kind: str, change: dict[str, float]) -> None:
     """A fresh megabyte costs as much as a pass over it."""
     row, history = rows_like_models(262_144, 1, kind), list(range(5_000))
-    sampler = Sampler(replace(OPEN, repeat_penalty=1.1, repeat_last_n=-1, logit_bias={5: 1.0}, **change))  # type: ignore[arg-type]
+    sampler = Sampler(
+        replace(OPEN, repeat_penalty=1.1, repeat_last_n=-1, logit_bias={5: 1.0}, **change)
+    )  # type: ignore[arg-type]
     sampler.choose(row, history)
     tracemalloc.start()
     sampler.choose(row, history)

@@ -1,7 +1,9 @@
-"""The law of sampling: what is drawn follows the definition in double precision, within `TOLERANCE`; greedy is the same token.
+"""The law of sampling: what is drawn follows the definition in double precision, within
+`TOLERANCE`; greedy is the same token.
 
-The filters keep the tokens that are defined, but for some of no more than `TOLERANCE` of the probability together, or limits that
-are off by a rounding error. What is kept has the defined probabilities: the distance in total variation is below `TOLERANCE`.
+The filters keep the tokens that are defined, but for some of no more than `TOLERANCE` of the
+probability together, or limits that are off by a rounding error. What is kept has the defined
+probabilities: the distance in total variation is below `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ TOLERANCE = 2e-5
 OPEN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 
 rows = st.builds(
-    rows_like_models, st.sampled_from([1, 2, 70, 5_000, 9_001, 40_000]), st.integers(0, 2**32), st.sampled_from(KINDS)
+    rows_like_models,
+    st.sampled_from([1, 2, 70, 5_000, 9_001, 40_000]),
+    st.integers(0, 2**32),
+    st.sampled_from(KINDS),
 )
 samplings = st.builds(
     Sampling,
@@ -84,7 +89,9 @@ def history_of(row: Row, seed: int, length: int) -> list[int]:
     """Tokens that came: the likely ones above all, and again and again."""
     rng = np.random.default_rng(seed)
     likely = np.argsort(-row)[:20]
-    some = np.where(rng.random(length) < 0.7, rng.choice(likely, length), rng.integers(0, len(row), length))
+    some = np.where(
+        rng.random(length) < 0.7, rng.choice(likely, length), rng.integers(0, len(row), length)
+    )
     return [int(t) for t in np.concatenate([some, some[-5:]])]
 
 
@@ -110,10 +117,16 @@ def distributed(row: Row, sampling: Sampling) -> NDArray[np.float64]:
 
 
 def at_the_limits(sampling: Sampling) -> Iterator[Sampling]:
-    """The same filters with each limit moved by so little as rounding may, one up and another down."""
-    limits = [n for n in ("top_p", "typical_p", "min_p", "xtc_threshold") if 0 < getattr(sampling, n) < 1]
+    """The same filters with each limit moved by so little as rounding may, one up and another
+    down."""
+    limits = [
+        n for n in ("top_p", "typical_p", "min_p", "xtc_threshold") if 0 < getattr(sampling, n) < 1
+    ]
     for signs in itertools.product((-1.0, 0.0, 1.0), repeat=len(limits)):
-        moved = {n: getattr(sampling, n) * (1 + sign * 2e-6) for n, sign in zip(limits, signs, strict=True)}
+        moved = {
+            n: getattr(sampling, n) * (1 + sign * 2e-6)
+            for n, sign in zip(limits, signs, strict=True)
+        }
         yield replace(sampling, **moved)
 
 
@@ -154,25 +167,36 @@ def test_a_draw_follows_the_distribution(row: Row, sampling: Sampling) -> None:
 
 @settings(max_examples=examples(150))
 @given(
-    rows, samplings, changes, st.integers(0, 2**32), st.sampled_from([1.0, 0.5, 0.01, 0.0]), st.sampled_from([0, 3, 80])
+    rows,
+    samplings,
+    changes,
+    st.integers(0, 2**32),
+    st.sampled_from([1.0, 0.5, 0.01, 0.0]),
+    st.sampled_from([0, 3, 80]),
 )
 def test_what_a_request_changes_is_in_the_distribution(
     row: Row, sampling: Sampling, change: dict[str, float], seed: int, share: float, length: int
 ) -> None:
-    """Bias, penalties, DRY, a grammar's mask and banned ends, and a token drawn from what they leave."""
+    """Bias, penalties, DRY, a grammar's mask and banned ends, and a token drawn from what they
+    leave."""
     sampling = replace(sampling, **change, seed=seed)  # type: ignore[arg-type]
     history = history_of(row, seed, length)
     allowed = np.random.default_rng(seed).random(len(row)) < share if share < 1.0 else None
     constraint = Allows(allowed) if allowed is not None else None
-    rules = TokenRules(min_length=len(history) + 1, end_tokens=tuple({0, len(row) // 2}), text=spell)
+    rules = TokenRules(
+        min_length=len(history) + 1, end_tokens=tuple({0, len(row) // 2}), text=spell
+    )
     sampler = Sampler(sampling, constraint, rules)  # type: ignore[arg-type]
-    wanted = after_penalties(row, sampling, history, spell=spell, allowed=allowed, banned=rules.banned(len(history)))
+    wanted = after_penalties(
+        row, sampling, history, spell=spell, allowed=allowed, banned=rules.banned(len(history))
+    )
     prepared = sampler.prepared(row, history)
     numbers = np.isfinite(row) & np.isfinite(wanted)
     if not np.isinf(row).any() and not np.isnan(row).any():
         np.testing.assert_allclose(prepared[numbers], wanted[numbers], rtol=1e-5, atol=1e-5)
         assert (prepared == -np.inf).tolist() == (wanted.astype(np.float32) == -np.inf).tolist()
-    # Once a logit is rounded to single precision, two may be equal that were not: the order among those is the product's.
+    # Once a logit is rounded to single precision, two may be equal that were not: the order among
+    # those is the product's.
     assert follows(distributed(prepared, sampling), prepared, sampling)
     token = sampler.choose(row, history)
     assert distributed(prepared, sampling)[token] > 0
@@ -193,7 +217,9 @@ FILTERS = {
     "min_p 1e-4, T 0.8": replace(OPEN, min_p=1e-4, temperature=0.8),
     "top_p, min_p 1e-5": replace(OPEN, min_p=1e-5, top_p=0.99),
     "typical": replace(OPEN, typical_p=0.9),
-    "typical, top_p, min_p, T 0.8": replace(OPEN, typical_p=0.9, top_p=0.95, min_p=1e-4, temperature=0.8),
+    "typical, top_p, min_p, T 0.8": replace(
+        OPEN, typical_p=0.9, top_p=0.95, min_p=1e-4, temperature=0.8
+    ),
     "XTC": replace(OPEN, xtc_probability=0.5),
     "XTC 1e-4, T 0.8": replace(OPEN, xtc_probability=0.5, xtc_threshold=1e-4, temperature=0.8),
     "top_k 40": replace(OPEN, top_k=40, top_p=0.95, min_p=0.05),
@@ -203,7 +229,9 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
-@pytest.mark.parametrize("kind", ["words", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("flat", "bf16"))])
+@pytest.mark.parametrize(
+    "kind", ["words", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("flat", "bf16"))]
+)
 def test_rows_of_262144_tokens_follow_it_too(kind: str, name: str) -> None:
     sampling = FILTERS[name]
     row = rows_like_models(262_144, 7, kind)

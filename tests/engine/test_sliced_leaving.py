@@ -1,4 +1,5 @@
-"""Who leaves while a prompt is read in slices: what was read of it is kept, and nothing else of it stays."""
+"""Who leaves while a prompt is read in slices: what was read of it is kept, and nothing else of it
+stays."""
 
 from __future__ import annotations
 
@@ -133,8 +134,12 @@ def test_nothing_is_joined_that_nobody_will_use() -> None:
     assert [(s.joined, s.closed) for s in backend.slices] == [(0, True)]
 
 
-def test_what_was_read_when_the_worker_is_told_to_leave_is_there_after_a_restart(tmp_path: Path) -> None:
-    settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0, disk_dir=str(tmp_path), disk_bytes=10**8)
+def test_what_was_read_when_the_worker_is_told_to_leave_is_there_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    settings = EngineSettings(
+        sliced_prefill_tokens=50, headroom_bytes=0, disk_dir=str(tmp_path), disk_bytes=10**8
+    )
     engine = Engine(SlicedBackend(), settings)
     outcome = beside_a_stream(engine, 12)
     for request_id in [*engine.jobs.running]:
@@ -152,8 +157,11 @@ def counting(backend: Backend, what: str, stop: int) -> list[int]:
 
 
 def test_a_real_model_goes_on_from_what_was_read_of_a_cancelled_prompt(smollm2: Path) -> None:
-    """Cancelled in the middle of a micro-batch: what came before it is found, and the answer is the undisturbed one."""
-    spec = LoadSpec(str(smollm2), n_ctx=1024, n_seq_max=4, n_threads=1, placement=Placement(gpu_layers=0))
+    """Cancelled in the middle of a micro-batch: what came before it is found, and the answer is the
+    undisturbed one."""
+    spec = LoadSpec(
+        str(smollm2), n_ctx=1024, n_seq_max=4, n_threads=1, placement=Placement(gpu_layers=0)
+    )
     alone = llamacpp.load(spec)
     stream, prompt = counting(alone, "Numbers", 8), counting(alone, "Count on", 55)
     undisturbed, gaps = isolated(alone, prompt, 8)

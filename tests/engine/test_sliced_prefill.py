@@ -1,4 +1,5 @@
-"""Long prompts are read beside the streams: who is, who waits meanwhile, and that every answer stays what it was."""
+"""Long prompts are read beside the streams: who is, who waits meanwhile, and that every answer
+stays what it was."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 
 
-def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_token_every_slice() -> None:
+def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_token_every_slice() -> (
+    None
+):
     backend = SlicedBackend()
     engine = engine_of(backend)
     outcome = start(engine, ask("stream", words(5, 1), 100))
@@ -31,7 +34,8 @@ def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_tok
     (sliced,) = backend.slices
     assert sliced.closed
     assert sliced.tokens == words(205, 2)[:-1]
-    # One step made it, and each slice but the last pieces' was followed by a step with the stream's token.
+    # One step made it, and each slice but the last pieces' was followed by a step with the stream's
+    # token.
     assert len(outcome.tokens["stream"]) - before >= len(sliced.slices)
     prefills = [n for step in backend.steps for _, n in step if n > 1]
     assert sum(prefills) == 5, "nothing else of it was prefilled in steps"
@@ -43,7 +47,9 @@ def test_a_long_prompt_beside_a_stream_is_read_in_slices_and_a_stream_gets_a_tok
 
 
 @pytest.mark.parametrize(
-    ("stream", "tokens"), [(False, 205), (True, 50)], ids=["nobody decodes", "the prompt is not long"]
+    ("stream", "tokens"),
+    [(False, 205), (True, 50)],
+    ids=["nobody decodes", "the prompt is not long"],
 )
 def test_otherwise_a_prompt_is_read_in_steps(stream: bool, tokens: int) -> None:
     backend = SlicedBackend()
@@ -90,7 +96,8 @@ def test_a_short_prompt_does_not_wait_for_the_long_one_nor_starve_it() -> None:
     outcome.take(engine.step())
     outcome.take(engine.step())
     (sliced,) = backend.slices
-    # A new short prompt every step: each gets its answer soon, and the long one gets every second slice.
+    # A new short prompt every step: each gets its answer soon, and the long one gets every second
+    # slice.
     slices = []
     for i in range(40):
         outcome.take(engine.submit(ask(f"short{i}", words(9, 3 + i), 1), words(9, 3 + i)))
@@ -133,8 +140,9 @@ def test_two_long_prompts_are_read_one_after_the_other() -> None:
 
 
 def behind_a_huge_one(n: int, read: int) -> tuple[SlicedBackend, Engine, Outcome]:
-    """A stream, a prompt of 1,505 tokens of which `read` are read in slices, and a newcomer with `n` to read. No step's
-    time is measured: chunks fill the batch of 32 beside the stream's token."""
+    """A stream, a prompt of 1,505 tokens of which `read` are read in slices, and a newcomer with
+    `n` to read. No step's time is measured: chunks fill the batch of 32 beside the stream's
+    token."""
     backend = SlicedBackend(n_ctx=4096)
     settings = EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0)
     engine = Engine(backend, settings, clock=lambda: 0.0)
@@ -153,7 +161,8 @@ def test_one_with_much_less_to_read_waits_for_as_long_as_its_own_takes(n: int, r
     before = len(sliced.slices)
     while "new" not in outcome.tokens:
         outcome.take(engine.step())
-    # Every second turn is its own, in which 31 of its tokens are read, and the huge one goes on in the others.
+    # Every second turn is its own, in which 31 of its tokens are read, and the huge one goes on in
+    # the others.
     assert abs(len(sliced.slices) - before - n / 31) <= 1
     finish(engine, outcome)
     assert len(backend.slices) == 1
@@ -162,7 +171,9 @@ def test_one_with_much_less_to_read_waits_for_as_long_as_its_own_takes(n: int, r
 
 
 @pytest.mark.parametrize(("n", "read"), [(780, 10), (1505, 10), (120, 1300)])
-def test_one_with_half_as_much_to_read_or_more_waits_until_the_first_is_read(n: int, read: int) -> None:
+def test_one_with_half_as_much_to_read_or_more_waits_until_the_first_is_read(
+    n: int, read: int
+) -> None:
     backend, engine, outcome = behind_a_huge_one(n, read)
     steps = len(backend.steps)
     while not backend.slices[0].closed:
@@ -197,7 +208,9 @@ def test_progress_is_told_while_it_is_read() -> None:
         now[0] += 0.2
         return now[0]
 
-    engine = Engine(backend, EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0), clock=clock)
+    engine = Engine(
+        backend, EngineSettings(sliced_prefill_tokens=50, headroom_bytes=0), clock=clock
+    )
     outcome = start(engine, ask("stream", words(5, 1), 100))
     events: list[Event] = engine.submit(ask("long", words(205, 2)), words(205, 2))
     while not any(isinstance(e, Text) and e.id == "long" for e in events):
@@ -226,7 +239,11 @@ def test_real_prompts_read_in_slices_get_the_answers_they_get_alone(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     spec = LoadSpec(
-        str(write(tmp_path / "m.gguf")), n_ctx=4096, n_seq_max=4, n_batch=64, placement=Placement(gpu_layers=0)
+        str(write(tmp_path / "m.gguf")),
+        n_ctx=4096,
+        n_seq_max=4,
+        n_batch=64,
+        placement=Placement(gpu_layers=0),
     )
     alone = llamacpp.load(spec)
     engine = Engine(llamacpp.load(spec), EngineSettings(sliced_prefill_tokens=50))
@@ -238,7 +255,10 @@ def test_real_prompts_read_in_slices_get_the_answers_they_get_alone(
     assert engine.snapshot()["sliced_prefill_tokens"] == sum(len(p) - 1 for p in prompts.values())
     for key, prompt in prompts.items():
         tokens, gaps = isolated(alone, prompt, 12)
-        at = next((j for j, (a, b) in enumerate(zip(outcome.tokens[key], tokens, strict=True)) if a != b), None)
+        at = next(
+            (j for j, (a, b) in enumerate(zip(outcome.tokens[key], tokens, strict=True)) if a != b),
+            None,
+        )
         assert at is None or gaps[at] <= NEAR_TIE or write is tiny_gguf.write_moe
     engine.close()
     alone.close()
@@ -266,7 +286,8 @@ def test_nobody_drafts_between_two_slices() -> None:
 
 
 def test_a_gap_in_a_cached_prefix_is_computed_between_the_slices_of_another() -> None:
-    """A request whose prefix comes back with a gap is as impatient as any short one: it does not wait for a long prompt."""
+    """A request whose prefix comes back with a gap is as impatient as any short one: it does not
+    wait for a long prompt."""
     backend = SlicedBackend()
     engine = engine_of(backend)
     head, known = words(24, 9), words(30, 5)

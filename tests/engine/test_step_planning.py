@@ -46,7 +46,9 @@ def limits(draw: st.DrawFn) -> Limits:
 
 
 @given(wants(), limits())
-def test_a_step_keeps_its_limits_and_grants_only_what_is_wanted(asked: list[Want], within: Limits) -> None:
+def test_a_step_keeps_its_limits_and_grants_only_what_is_wanted(
+    asked: list[Want], within: Limits
+) -> None:
     by_key = {w.key: w for w in asked}
     grants = plan_step(asked, within)
     assert len({g.key for g in grants}) == len(grants)
@@ -61,7 +63,9 @@ def test_a_step_keeps_its_limits_and_grants_only_what_is_wanted(asked: list[Want
 
 
 @given(wants(), limits())
-def test_everybody_who_decodes_gets_a_token_and_something_always_moves(asked: list[Want], within: Limits) -> None:
+def test_everybody_who_decodes_gets_a_token_and_something_always_moves(
+    asked: list[Want], within: Limits
+) -> None:
     grants = plan_step(asked, within)
     decoding = [w for w in asked if not w.prefill]
     assert {g.key for g in grants} >= {w.key for w in decoding}
@@ -86,12 +90,19 @@ def test_age_beats_length() -> None:
     within = Limits(128, 8, 128, 128)
     assert plan_step(fresh, within)[0] == Grant("short", 100, prefill=True)
     assert plan_step(aged, within) == [Grant("long", 128, prefill=True)]
-    assert admission_order([Want("long", 2000, 0, 1.0), Want("short", 100, 0, 0.0)]) == ["short", "long"]
-    assert admission_order([Want("long", 2000, 0, 30.0), Want("short", 100, 0, 0.0)]) == ["long", "short"]
+    assert admission_order([Want("long", 2000, 0, 1.0), Want("short", 100, 0, 0.0)]) == [
+        "short",
+        "long",
+    ]
+    assert admission_order([Want("long", 2000, 0, 30.0), Want("short", 100, 0, 0.0)]) == [
+        "long",
+        "short",
+    ]
 
 
 def test_a_lone_prefill_takes_the_whole_batch_only_where_that_is_quick() -> None:
-    """A machine that reads 2,000 tokens a second gets full batches; one that reads 100 never blocks for seconds."""
+    """A machine that reads 2,000 tokens a second gets full batches; one that reads 100 never blocks
+    for seconds."""
     fast, slow = ChunkSizer(512), ChunkSizer(512)
     assert fast.prompt_tokens(0.35) == slow.prompt_tokens(1.0) == 128  # nothing is known yet
     fast.observe(decoded=0, prefilled=128, seconds=128 / 2000)
@@ -112,7 +123,8 @@ def test_beside_decoding_a_step_takes_seven_plain_ones_at_most() -> None:
 
 
 def test_a_prompt_that_gets_dearer_with_depth_stays_within_its_steps() -> None:
-    """Each token costs more the deeper it is read (attention); what was learned from cheaper ones is soon forgotten."""
+    """Each token costs more the deeper it is read (attention); what was learned from cheaper ones
+    is soon forgotten."""
     sizer, depth, worst = ChunkSizer(512), 0, 0.0
     sizer.observe(decoded=1, prefilled=0, seconds=0.08)
     while depth < 3000:
@@ -148,7 +160,9 @@ def test_slower_decoding_that_lasts_is_learned() -> None:
 
 
 @given(st.floats(0.001, 1.0), st.floats(0.0, 20.0))
-def test_a_slice_leaves_the_step_behind_it_its_time_but_is_never_a_sliver(decode_s: float, last_steps: float) -> None:
+def test_a_slice_leaves_the_step_behind_it_its_time_but_is_never_a_sliver(
+    decode_s: float, last_steps: float
+) -> None:
     sizer = ChunkSizer(512)
     assert 0.0 < sizer.slice_s(0.0) < 0.1, "before anything is known: a moment"
     sizer.observe(decoded=1, prefilled=0, seconds=decode_s)
@@ -164,11 +178,17 @@ Asked = tuple[float, int, float]
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 20), st.integers(-1, 1), st.floats(0.1, 20)), min_size=1, max_size=30), st.randoms()
+    st.lists(
+        st.tuples(st.floats(0, 20), st.integers(-1, 1), st.floats(0.1, 20)), min_size=1, max_size=30
+    ),
+    st.randoms(),
 )
-def test_priority_goes_first_and_nobody_is_passed_for_ever(asked: list[Asked], chance: random.Random) -> None:
-    """One server, requests of equal work: of those that wait the next one is who came first, a step of priority being
-    30 seconds; so nobody is passed by one who came more than 30 seconds per step later."""
+def test_priority_goes_first_and_nobody_is_passed_for_ever(
+    asked: list[Asked], chance: random.Random
+) -> None:
+    """One server, requests of equal work: of those that wait the next one is who came first, a step
+    of priority being 30 seconds; so nobody is passed by one who came more than 30 seconds per step
+    later."""
     came: list[tuple[float, int, float]] = []
     now = 0.0
     for gap, priority, takes in asked:
@@ -181,7 +201,9 @@ def test_priority_goes_first_and_nobody_is_passed_for_ever(asked: list[Asked], c
             now = min(came[i][0] for i in pending)
             continue
         chance.shuffle(waiting)
-        first, *_ = admission_order([Want(str(i), 100, 0, now - arrival(came[i][0], came[i][1])) for i in waiting])
+        first, *_ = admission_order(
+            [Want(str(i), 100, 0, now - arrival(came[i][0], came[i][1])) for i in waiting]
+        )
         assert came[int(first)][0] - 30 * came[int(first)][1] == pytest.approx(
             min(came[i][0] - 30 * came[i][1] for i in waiting), abs=1e-6
         )
@@ -208,7 +230,8 @@ def test_a_device_reads_prompts_in_steps_as_large_as_it_is_fast_when_nobody_deco
 
 
 def test_what_a_prompt_costs_beside_streams_and_alone_is_learnt_apart() -> None:
-    """A device that reads weights anyway has room for some tokens: a prompt alone pays for its own sweep."""
+    """A device that reads weights anyway has room for some tokens: a prompt alone pays for its own
+    sweep."""
     sizer = ChunkSizer(2048, on_device=True, gap_s=0.02)
     for _ in range(20):
         sizer.observe(decoded=4, prefilled=0, seconds=0.008)

@@ -23,7 +23,9 @@ from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
 from support.requests import request_for
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the odd worker stops itself by POSIX's means")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="the odd worker stops itself by POSIX's means"
+)
 
 
 class Clock:
@@ -36,7 +38,9 @@ class Clock:
         return self.now
 
 
-def verdicts(looks: list[tuple[Pulse, float]], every_s: float = 15.0, patience_s: float = 300.0) -> str:
+def verdicts(
+    looks: list[tuple[Pulse, float]], every_s: float = 15.0, patience_s: float = 300.0
+) -> str:
     """The first verdict that is one, of looks with a pause between them, or the empty one."""
     clock = Clock()
     dog = Watchdog(patience_s, clock)
@@ -47,7 +51,9 @@ def verdicts(looks: list[tuple[Pulse, float]], every_s: float = 15.0, patience_s
     return ""
 
 
-def still(n: int, *, steps: int = 0, longest_s: float = 0.0, effort_s: float = 0.0) -> list[tuple[Pulse, float]]:
+def still(
+    n: int, *, steps: int = 0, longest_s: float = 0.0, effort_s: float = 0.0
+) -> list[tuple[Pulse, float]]:
     """`n` looks at one call that never ends; each time `effort_s` more was done."""
     return [(Pulse(15.0 * (i + 1), steps, longest_s), 50.0 + effort_s * i) for i in range(n)]
 
@@ -61,7 +67,9 @@ def test_threads_that_wait_for_pythons_lock_do_no_work() -> None:
     """They ask for it 200 times a second; a silent process that reads or computes shows more."""
 
     def silent(effort_s: float) -> list[tuple[Pulse, float]]:
-        return [(replace(pulse, silent=True), effort) for pulse, effort in still(60, effort_s=effort_s)]
+        return [
+            (replace(pulse, silent=True), effort) for pulse, effort in still(60, effort_s=effort_s)
+        ]
 
     assert "without any work" in verdicts(silent(0.3))
     assert verdicts(silent(1.5)) == ""
@@ -78,7 +86,9 @@ def test_reading_a_model_from_a_slow_disk_is_work(tmp_path: Path) -> None:
     file = tmp_path / "pages"
     file.write_bytes(os.urandom(8_000_000))
     before = effort_of(os.getpid())
-    counters = psutil.Process().io_counters().read_bytes if hasattr(psutil.Process, "io_counters") else 0
+    counters = (
+        psutil.Process().io_counters().read_bytes if hasattr(psutil.Process, "io_counters") else 0
+    )
     os.sync()
     fd = os.open(file, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -90,7 +100,9 @@ def test_reading_a_model_from_a_slow_disk_is_work(tmp_path: Path) -> None:
     assert effort_of(os.getpid()) - before > 4
 
 
-def test_one_that_spins_is_condemned_when_it_takes_a_hundred_times_as_long_as_any_step_did() -> None:
+def test_one_that_spins_is_condemned_when_it_takes_a_hundred_times_as_long_as_any_step_did() -> (
+    None
+):
     spinning = still(60, steps=500, longest_s=2.0, effort_s=15.0)
     assert "none before it more than 2.0 s" in verdicts(spinning)
     assert verdicts(spinning[:39]) == ""
@@ -119,12 +131,15 @@ class OddOptions:
     async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
         command = (sys.executable, "-m", "engine.odd_worker")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        process, ready = await JsonProcess.start(command, {"what": self.what}, loads="odd", environment=environment)
+        process, ready = await JsonProcess.start(
+            command, {"what": self.what}, loads="odd", environment=environment
+        )
         return WorkerClient(process, ready)
 
 
 def story(what: str, hang_s: float = 1.5) -> tuple[Event, int, int]:
-    """One request to an odd worker, then one more: (the first one's end, the two workers' process ids)."""
+    """One request to an odd worker, then one more: (the first one's end, the two workers' process
+    ids)."""
 
     async def main() -> tuple[Event, int, int]:
         supervisor = Supervisor(OddOptions(what, hang_s))

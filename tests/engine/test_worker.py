@@ -1,4 +1,5 @@
-"""The worker process with a model: exact text, clear errors, and a crash that costs one clear message."""
+"""The worker process with a model: exact text, clear errors, and a crash that costs one clear
+message."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ import pytest
 from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
-from localllm.errors import BackendError, BusyError, ModelFileError, ModelNotFoundError, WorkerDiedError
+from localllm.errors import (
+    BackendError,
+    BusyError,
+    ModelFileError,
+    ModelNotFoundError,
+    WorkerDiedError,
+)
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
 from support.requests import request_for
@@ -37,7 +44,9 @@ def with_model(path: Path, use: Callable[[Supervisor, WorkerClient], Awaitable[N
     asyncio.run(main())
 
 
-async def generate(engine: WorkerClient, request: Request) -> tuple[str, list[int], Finish | Failure]:
+async def generate(
+    engine: WorkerClient, request: Request
+) -> tuple[str, list[int], Finish | Failure]:
     text, tokens, end = "", [], None
     async for event in engine.submit(request):
         if isinstance(event, Text):
@@ -60,7 +69,9 @@ def bare_loop(path: Path, prompt: str, n: int) -> list[int]:
     from localllm_backends.llamacpp.native import start_native
 
     start_native()
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    model = llama_cpp.llama_model_load_from_file(
+        str(path).encode(), llama_cpp.llama_model_default_params()
+    )
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch = 2048, 2, 2
     context = llama_cpp.llama_init_from_model(model, params)
@@ -74,7 +85,11 @@ def bare_loop(path: Path, prompt: str, n: int) -> list[int]:
     for _ in range(n):
         assert llama_cpp.llama_decode(context, batch) == 0
         row = llama_cpp.llama_get_logits_ith(context, -1)
-        token = int(np.ctypeslib.as_array(ctypes.cast(row, ctypes.POINTER(ctypes.c_float)), (n_vocab,)).argmax())
+        token = int(
+            np.ctypeslib.as_array(
+                ctypes.cast(row, ctypes.POINTER(ctypes.c_float)), (n_vocab,)
+            ).argmax()
+        )
         if llama_cpp.llama_vocab_is_eog(vocab, token):
             break
         out.append(token)
@@ -91,7 +106,9 @@ def test_greedy_text_is_llamacpps_own_token_for_token(few_layers: Path, n: int) 
     assert len(expected) >= min(n, 128)
 
     async def use(_: Supervisor, engine: WorkerClient) -> None:
-        _, tokens, end = await generate(engine, request_for("a", PROMPT, max_tokens=n, sampling=GREEDY))
+        _, tokens, end = await generate(
+            engine, request_for("a", PROMPT, max_tokens=n, sampling=GREEDY)
+        )
         assert tokens == expected
         assert isinstance(end, Finish)
         again = (await generate(engine, request_for("b", PROMPT, max_tokens=n, sampling=GREEDY)))[1]
@@ -100,7 +117,9 @@ def test_greedy_text_is_llamacpps_own_token_for_token(few_layers: Path, n: int) 
     with_model(few_layers, use)
 
 
-def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(few_layers: Path) -> None:
+def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(
+    few_layers: Path,
+) -> None:
     async def use(supervisor: Supervisor, engine: WorkerClient) -> None:
         ends: list[Finish | Failure] = []
         seen = 0
@@ -123,7 +142,9 @@ def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(
             await engine.snapshot()
         revived = await supervisor.engine()
         assert revived.pid != engine.pid
-        text, _, end = await generate(revived, request_for("a", PROMPT, max_tokens=5, sampling=GREEDY))
+        text, _, end = await generate(
+            revived, request_for("a", PROMPT, max_tokens=5, sampling=GREEDY)
+        )
         assert isinstance(end, Finish)
         assert text
 
@@ -153,7 +174,10 @@ def test_listening_hears_what_submitting_yields(few_layers: Path) -> None:
         assert isinstance(end, Finish)
         assert end.usage.completion_tokens == 20
         said = [e for e in heard if isinstance(e, Text)]
-        assert ("".join(e.text for e in said), [t for e in said for t in e.tokens]) == (text, tokens)
+        assert ("".join(e.text for e in said), [t for e in said for t in e.tokens]) == (
+            text,
+            tokens,
+        )
         assert not any(isinstance(e, Finish | Failure) for e in heard)
         refused = await engine.listen(request_for("b", "word " * 3000, 1), heard.append)
         assert isinstance(refused, Failure)
@@ -198,7 +222,9 @@ def test_a_listener_is_told_when_the_worker_dies(few_layers: Path) -> None:
                 os.kill(engine.pid, signal.SIGKILL)
 
         async with asyncio.timeout(60):
-            end = await engine.listen(request_for("a", PROMPT, sampling=GREEDY, ignore_eos=True), kill)
+            end = await engine.listen(
+                request_for("a", PROMPT, sampling=GREEDY, ignore_eos=True), kill
+            )
             assert isinstance(end, Failure)
             assert end.code == "worker_died"
             late = await engine.listen(request_for("b", PROMPT), kill)
@@ -229,7 +255,8 @@ def test_closing_gives_the_memory_back(few_layers: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["not gguf", "truncated", "header only", "missing", "a folder", "garbage behind a magic"]
+    "kind",
+    ["not gguf", "truncated", "header only", "missing", "a folder", "garbage behind a magic"],
 )
 def test_bad_files_get_one_clear_message(kind: str, smollm2: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
@@ -265,7 +292,9 @@ def test_a_model_that_crashes_again_and_again_is_refused_for_a_while(few_layers:
             client = await supervisor.engine()
         os.kill(client.pid, signal.SIGKILL)
         await client.ended()
-        with pytest.raises(BusyError, match=r"4 times in a row; it is loaded again in \d+ s") as refused:
+        with pytest.raises(
+            BusyError, match=r"4 times in a row; it is loaded again in \d+ s"
+        ) as refused:
             await asyncio.wait_for(supervisor.engine(), 5)
         assert refused.value.retry_after_s is not None
         assert 1 <= refused.value.retry_after_s <= 8
@@ -347,7 +376,9 @@ def test_others_are_answered_before_a_long_text_is_tokenised(few_layers: Path) -
         short = await asked("short", message)
         assert await long == short * 40_000
         assert done == ["short", "long"]
-        _, _, end = await generate(engine, request_for("a", message * 40_000, max_tokens=4, sampling=GREEDY))
+        _, _, end = await generate(
+            engine, request_for("a", message * 40_000, max_tokens=4, sampling=GREEDY)
+        )
         assert isinstance(end, Failure)
         assert end.counts == (40_000 * len(short), 2048)
 

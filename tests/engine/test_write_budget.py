@@ -1,4 +1,5 @@
-"""A day's writing is bounded, across restarts and programs; what is not written stays in memory and loses nobody an answer."""
+"""A day's writing is bounded, across restarts and programs; what is not written stays in memory and
+loses nobody an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ BLOCK_BYTES = 1000
 PROMPT = [259, *[40 + i % 50 for i in range(700)], 259, 60]
 
 
-def opened(directory: Path, *, daily_bytes: int, day: str = "2026-05-01") -> tuple[DiskTier, PrefixCache]:
+def opened(
+    directory: Path, *, daily_bytes: int, day: str = "2026-05-01"
+) -> tuple[DiskTier, PrefixCache]:
     cache = PrefixCache(capacity_bytes=10**6)
     tier = DiskTier(directory / "model", "model", 10**9, daily_bytes=daily_bytes)
     tier.budget.day = lambda: day
@@ -130,7 +133,9 @@ def test_damage_to_the_count_is_no_more_than_a_wrong_count(tmp_path: Path) -> No
 
 def test_the_floor_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        disk_tier.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 * 10**9, "total": 10**12, "used": 0})
+        disk_tier.shutil,
+        "disk_usage",
+        lambda _: type("Usage", (), {"free": 5 * 10**9, "total": 10**12, "used": 0}),
     )
     kept = {}
     for free_bytes in (2 * 10**9, 6 * 10**9):
@@ -143,7 +148,9 @@ def test_the_floor_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert kept == {2 * 10**9: 1, 6 * 10**9: 0}
 
 
-def engine_on(directory: Path, *, daily_bytes: int, cache_bytes: int = 2**30) -> tuple[Engine, DiskTier]:
+def engine_on(
+    directory: Path, *, daily_bytes: int, cache_bytes: int = 2**30
+) -> tuple[Engine, DiskTier]:
     settings = EngineSettings(
         cache_bytes=cache_bytes,
         disk_dir=str(directory),
@@ -168,7 +175,9 @@ def ask(engine: Engine, key: str, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("daily_bytes", [0, 1])
-def test_an_engine_reuses_from_memory_what_it_may_not_write(tmp_path: Path, daily_bytes: int) -> None:
+def test_an_engine_reuses_from_memory_what_it_may_not_write(
+    tmp_path: Path, daily_bytes: int
+) -> None:
     first, tier = engine_on(tmp_path, daily_bytes=daily_bytes)
     tier.budget.count(tier.directory, 1)
     ask(first, "a", PROMPT)
@@ -178,7 +187,9 @@ def test_an_engine_reuses_from_memory_what_it_may_not_write(tmp_path: Path, dail
     assert snapshot["disk_budget_used_up"] == daily_bytes
     assert snapshot["disk_daily_limit_bytes"] == daily_bytes
     first.close()
-    assert bool(ask(engine_on(tmp_path, daily_bytes=daily_bytes)[0], "b", PROMPT)) == (daily_bytes == 0)
+    assert bool(ask(engine_on(tmp_path, daily_bytes=daily_bytes)[0], "b", PROMPT)) == (
+        daily_bytes == 0
+    )
 
 
 def test_on_the_next_day_what_could_not_be_written_is(tmp_path: Path) -> None:

@@ -23,10 +23,14 @@ def of_schema(schema: Any, *, any_order: bool = False) -> LLMatcher:
     """A matcher of `schema` as the engine makes its grammar. Raises UnsupportedError."""
     if any_order:
         schema = {**schema, ANY_ORDER: True}
-    return matcher_of(LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(schema)}\n")))
+    return matcher_of(
+        LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(schema)}\n"))
+    )
 
 
 def allows(matcher: LLMatcher, text: str) -> bool:
     """True where all of `text` is allowed, and may be the end."""
     state = matcher.deep_copy()
-    return state.try_consume_tokens(list(text.encode())) == len(text.encode()) and state.is_accepting()
+    return (
+        state.try_consume_tokens(list(text.encode())) == len(text.encode()) and state.is_accepting()
+    )

@@ -1,4 +1,5 @@
-"""GBNF means here what it means to llama.cpp: random grammars and texts, letter by letter beside its own grammar sampler."""
+"""GBNF means here what it means to llama.cpp: random grammars and texts, letter by letter beside
+its own grammar sampler."""
 
 from __future__ import annotations
 
@@ -79,7 +80,20 @@ CLASSES = (
     r"[\\-]",
     "[^b-a]",
 )
-TEXTS = ('"a"', '"ab"', '"&&"', '""', r'"\x61"', r'"\u0062\U00000061"', r'"\"\\"', '"{0}"', '"[a]"', "r", "R-1", ".")
+TEXTS = (
+    '"a"',
+    '"ab"',
+    '"&&"',
+    '""',
+    r'"\x61"',
+    r'"\u0062\U00000061"',
+    r'"\"\\"',
+    '"{0}"',
+    '"[a]"',
+    "r",
+    "R-1",
+    ".",
+)
 
 
 RECURSIVE = ('| "x" R-1 "x"', '"[" (R-1 | r)? "]" | "0"', '"0" | "1"')
@@ -98,7 +112,10 @@ def some_expression(rng: random.Random, depth: int) -> str:
 
 
 def some_grammar(rng: random.Random) -> str:
-    rules = [f"root ::= {some_expression(rng, 3)}", f"r ::= {some_expression(rng, 2)}".replace(" r ", " . ")]
+    rules = [
+        f"root ::= {some_expression(rng, 3)}",
+        f"r ::= {some_expression(rng, 2)}".replace(" r ", " . "),
+    ]
     rules.append("R-1 ::= " + rng.choice(RECURSIVE))
     rng.shuffle(rules)
     return "\n".join(rules) + "\n"
@@ -109,7 +126,9 @@ def test_random_grammars_mean_the_same(reference: Reference) -> None:
     for seed in range(250):
         rng = random.Random(seed)
         grammar = some_grammar(rng)
-        texts = {"".join(rng.choice(LETTERS) for _ in range(rng.randrange(5))) for _ in range(25)} | {
+        texts = {
+            "".join(rng.choice(LETTERS) for _ in range(rng.randrange(5))) for _ in range(25)
+        } | {
             "",
             "a",
             "ab",
@@ -133,9 +152,11 @@ def test_random_grammars_mean_the_same(reference: Reference) -> None:
 
 ACCEPTED = {
     "names": ('root ::= start Foo-bar foo_bar 1a\nstart ::= "1"\nFoo-bar ::= "2"\nfoo_bar ::= "3"\n1a ::= "4"', "1234"),
-    "Lark's own words": ('root ::= lazy json regex\nlazy ::= "a"\njson ::= "b"\nregex ::= "c"', "abc"),
+    "Lark's own words": ('root ::= lazy json regex\nlazy ::= "a"\njson ::= "b"\nregex ::= "c"',
+    "abc"),
     "escapes": (r'root ::= "\x41\u00e9\U0001F600" [\u3041-\u3096]', "Aé😀あ"),
-    "comments and line ends": ('# a\r\nroot ::= a # b\r\n  | b\r\n\r\na ::= "1"\r\nb ::= "2"', None),
+    "comments and line ends": ('# a\r\nroot ::= a # b\r\n  | b\r\n\r\na ::= "1"\r\nb ::= "2"',
+    None),
     "over lines": ('root ::= (\n "a" |\n "b" # or\n)\n', "b"),
     "a quantifier of a quantifier": ('root ::= ("a"+)? "b"+?', "aab"),
     "the last of two": ('root ::= "a"\nroot ::= "b"', "b"),
@@ -157,9 +178,16 @@ def test_what_is_written_in_other_ways(name: str) -> None:
 @pytest.mark.parametrize(
     "grammar",
     [
-        "", "   ", "root", "root ::= (", 'root ::= "\\', 'root ::= "a', "root ::= missing", 'a ::= "x"', r'root ::= [\w]',
-        r'root ::= "\d"', "root ::= []", 'root ::= "a"{5,0}', 'root ::= "a"{1,9999999}', "root ::= *", r'root ::= "\ud800"',
-        "root ::= [z-a]", "root ::= " + "(" * 3000, "root ::= <|im_end|>", 'root ::= "a" [^]', 'root ::= "a" )',
+        "", "   ", "root", "root ::= (", 'root ::= "\\', 'root ::= "a', "root ::= "
+                                                                        "missing", 'a ::= '
+                                                                                   '"x"', r'root '
+                                                                                          r'::= '
+                                                                                          r'[\w]',
+        r'root ::= "\d"', "root ::= []", 'root ::= "a"{5,0}', 'root ::= "a"{1,9999999}', "root ::= *", r'root '
+                                                                                                       r'::= '
+                                                                                                       r'"\ud800"',
+        "root ::= [z-a]", "root ::= " + "(" * 3000, "root ::= <|im_end|>", 'root ::= "a" '
+                                                                           '[^]', 'root ::= "a" )',
     ],
 )  # fmt: skip
 def test_what_is_no_grammar_is_refused_with_its_place(grammar: str) -> None:

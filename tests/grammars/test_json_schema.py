@@ -1,4 +1,5 @@
-"""JSON schemas in the engine's words: what is allowed matches the schema as it was sent, whatever words it is in."""
+"""JSON schemas in the engine's words: what is allowed matches the schema as it was sent, whatever
+words it is in."""
 
 from __future__ import annotations
 
@@ -74,7 +75,11 @@ def some_schema(rng: random.Random, depth: int) -> Any:
             {"if": inner(), "then": inner(), "else": inner()},
             {"type": "object", "dependentRequired": {"a": ["b"]}, "properties": {"a": inner()}},
             {"type": "object", "dependentSchemas": {"a": part(), "b": {"required": ["a"]}}},
-            {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": inner()},
+            {
+                "type": "object",
+                "propertyNames": {"enum": ["a", "b"]},
+                "additionalProperties": inner(),
+            },
             {"type": "object", "propertyNames": {"maxLength": 1}, "properties": {"ab": inner()}},
             {
                 "type": "object",
@@ -82,7 +87,11 @@ def some_schema(rng: random.Random, depth: int) -> Any:
                 "additionalProperties": False,
             },
             {"type": "object", "patternProperties": {"^a": inner(), "b$": inner()}},
-            {"type": "object", "patternProperties": {"^a.": inner(), "^b": inner()}, "additionalProperties": inner()},
+            {
+                "type": "object",
+                "patternProperties": {"^a.": inner(), "^b": inner()},
+                "additionalProperties": inner(),
+            },
             {"type": "object", "properties": {"a": inner(), "b": inner()}, "minProperties": 1},
             {"type": "object", "required": ["a"], "additionalProperties": inner()},
             {"type": "array", "items": [inner(), inner()], "additionalItems": False},
@@ -136,7 +145,10 @@ def test_a_pattern_means_the_same_whatever_json_escapes() -> None:
     for seed in range(60):
         rng = random.Random(seed)
         some = "".join(re.escape(sign) for sign in rng.sample(SIGNS, rng.randrange(1, 5)))
-        low, high = sorted(rng.sample(["\\x00", "\\x1f", " ", "!", "Z", "~"], 2), key=lambda sign: eval(f'"{sign}"'))
+        low, high = sorted(
+            rng.sample(["\\x00", "\\x1f", " ", "!", "Z", "~"], 2),
+            key=lambda sign: eval(f'"{sign}"'),
+        )
         classes = [
             f"[^{some}]",
             f"[{some}]",
@@ -157,12 +169,25 @@ def test_a_pattern_means_the_same_whatever_json_escapes() -> None:
 
 
 def test_parts_that_lead_back_to_the_whole_end() -> None:
-    part = {"type": "object", "properties": {"a": {"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]}}}
-    defs = {"x": part, "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"type": "null"}}}}
+    part = {
+        "type": "object",
+        "properties": {"a": {"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]}},
+    }
+    defs = {
+        "x": part,
+        "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"type": "null"}}},
+    }
     matcher = of_schema({"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": defs})
-    for text, right in (('{"a": {"a": {"b": null}}}', True), ('{"a": {"a": {"b": 1}}}', False), ('{"a": 1}', False)):
+    for text, right in (
+        ('{"a": {"a": {"b": null}}}', True),
+        ('{"a": {"a": {"b": 1}}}', False),
+        ('{"a": 1}', False),
+    ):
         assert allows(matcher, text) == right
-    schema = {"$ref": "#/$defs/z", "$defs": {**defs, "z": {**part, "required": ["a"]}, "x": {"$ref": "#/$defs/z"}}}
+    schema = {
+        "$ref": "#/$defs/z",
+        "$defs": {**defs, "z": {**part, "required": ["a"]}, "x": {"$ref": "#/$defs/z"}},
+    }
     with pytest.raises(UnsupportedError, match="nothing matches"):
         of_schema(schema)
 
@@ -172,7 +197,10 @@ STATES = {"type": "string", "enum": [f"s{i}" for i in range(60)]}
 
 def test_values_that_are_named_are_picked_and_cost_nothing() -> None:
     other = {"type": "string", "enum": [f"s{i}" for i in range(40, 90)]}
-    schema = {"type": "array", "items": {"oneOf": [STATES, other, {"enum": ["s7", "z", 1, True]}, {"const": 1.0}]}}
+    schema = {
+        "type": "array",
+        "items": {"oneOf": [STATES, other, {"enum": ["s7", "z", 1, True]}, {"const": 1.0}]},
+    }
     matcher = of_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     for value in ("s1", "s7", "s45", "s89", "z", 1, True, "s90"):
@@ -187,9 +215,21 @@ REFERRED = {"type": "array", "items": {"enum": [7]}, "maxItems": 1}
     [
         {"$ref": "#here", "$defs": {"x": {"$anchor": "here", **REFERRED}}},
         {"$ref": "#here", "definitions": {"x": {"$id": "#here", **REFERRED}}},
-        {"id": "http://e.x/s#", "$ref": "http://e.x/s#/definitions/x", "definitions": {"x": REFERRED}},
-        {"$id": "https://e.x/dir/s.json", "$ref": "other.json", "$defs": {"x": {"$id": "other.json", **REFERRED}}},
-        {"$id": "https://e.x/s", "$ref": "t#/$defs/y", "$defs": {"x": {"$id": "t", "$defs": {"y": REFERRED}}}},
+        {
+            "id": "http://e.x/s#",
+            "$ref": "http://e.x/s#/definitions/x",
+            "definitions": {"x": REFERRED},
+        },
+        {
+            "$id": "https://e.x/dir/s.json",
+            "$ref": "other.json",
+            "$defs": {"x": {"$id": "other.json", **REFERRED}},
+        },
+        {
+            "$id": "https://e.x/s",
+            "$ref": "t#/$defs/y",
+            "$defs": {"x": {"$id": "t", "$defs": {"y": REFERRED}}},
+        },
         {"$id": "urn:x:y", "$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": REFERRED}},
         {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": REFERRED}},
         {
@@ -203,7 +243,13 @@ REFERRED = {"type": "array", "items": {"enum": [7]}, "maxItems": 1}
 )
 def test_references_lead_where_the_author_means(schema: dict[str, Any]) -> None:
     matcher = of_schema(schema)
-    assert [allows(matcher, text) for text in ("[]", "[7]", "[8]", "[7,7]", '"x"')] == [True, True, False, False, False]
+    assert [allows(matcher, text) for text in ("[]", "[7]", "[8]", "[7,7]", '"x"')] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +264,11 @@ def test_references_lead_where_the_author_means(schema: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_what_cant_be_said_is_named_and_the_rest_is_held(word: str, schema: dict[str, Any]) -> None:
-    whole = {"type": "object", "properties": {"hard": schema, "n": {"enum": [1]}}, "required": ["n"]}
+    whole = {
+        "type": "object",
+        "properties": {"hard": schema, "n": {"enum": [1]}},
+        "required": ["n"],
+    }
     with pytest.raises(UnsupportedError, match=word.replace("$", r"\$")):
         translated(whole)
     with pytest.raises(UnsupportedError, match=word.replace("$", r"\$")):
@@ -238,9 +288,12 @@ def test_what_cant_be_said_is_named_and_the_rest_is_held(word: str, schema: dict
 
 
 @pytest.mark.parametrize(
-    "bounds", [(-(2**71), 2**71), (-1e300, 1e300), (-(2**63), 2**63 - 1), (0, 2**63 - 1), (-(2**80), 5)]
+    "bounds",
+    [(-(2**71), 2**71), (-1e300, 1e300), (-(2**63), 2**63 - 1), (0, 2**63 - 1), (-(2**80), 5)],
 )
-def test_bounds_beyond_64_bits_are_those_of_what_can_be_written(bounds: tuple[float, float]) -> None:
+def test_bounds_beyond_64_bits_are_those_of_what_can_be_written(
+    bounds: tuple[float, float],
+) -> None:
     for word in ("integer", "number"):
         matcher = of_schema(translated({"type": word, "minimum": bounds[0], "maximum": bounds[1]}))
         assert allows(matcher, "3")

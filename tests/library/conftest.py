@@ -12,8 +12,10 @@ from localllm.library import app_folders, store
 from localllm.library.hub import Patience
 
 _ELSEWHERE = (
-    "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OLLAMA_MODELS", "OLLAMA_HOME", "LLAMA_CACHE",
-    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_HUB_ETAG_TIMEOUT",
+    "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OLLAMA_MODELS",
+    "OLLAMA_HOME", "LLAMA_CACHE",
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy",
+    "HF_HUB_ETAG_TIMEOUT",
     "HF_HUB_DOWNLOAD_TIMEOUT", "LOCALAPPDATA",
 )  # fmt: skip
 
@@ -41,7 +43,8 @@ def nothing_packaged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lift the suite's offline rule for the loopback hub, in huggingface-hub too (it reads the variable on import)."""
+    """Lift the suite's offline rule for the loopback hub, in huggingface-hub too (it reads the
+    variable on import)."""
     import huggingface_hub.constants
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -74,4 +77,11 @@ def waits() -> list[float]:
 @pytest.fixture
 def patience(waits: list[float]) -> Patience:
     """Short timeouts, and waits that are noted instead of waited."""
-    return Patience(failures=6, connect_s=5.0, read_s=1.0, slow_window_s=0.2, least_bytes_s=5_000, sleep=waits.append)
+    return Patience(
+        failures=6,
+        connect_s=5.0,
+        read_s=1.0,
+        slow_window_s=0.2,
+        least_bytes_s=5_000,
+        sleep=waits.append,
+    )

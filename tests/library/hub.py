@@ -1,7 +1,8 @@
-"""A loopback model hub with the endpoints huggingface-hub uses, and a schedule of the faults real ones have.
+"""A loopback model hub with the endpoints huggingface-hub uses, and a schedule of the faults real
+ones have.
 
-Speaks `GET /api/models/REPO[/revision/REV]`, `HEAD|GET /REPO/resolve/REV/FILE` (small files at once; large ones by a
-redirect to `/cdn/DIGEST?sig=N`, whose signature can expire) and byte ranges.
+Speaks `GET /api/models/REPO[/revision/REV]`, `HEAD|GET /REPO/resolve/REV/FILE` (small files at
+once; large ones by a redirect to `/cdn/DIGEST?sig=N`, whose signature can expire) and byte ranges.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 CONTENT_FAULTS = (
-    "truncated", "short length", "429", "500", "503", "wrong range", "range ignored", "corrupt", "drip", "hang", "reset",
+    "truncated", "short length", "429", "500", "503", "wrong range", "range ignored", "corrupt",
+    "drip", "hang", "reset",
     "expired", "garbage", "too long", "416", "disk full",
 )  # fmt: skip
 API_FAULTS = ("429", "500", "reset", "garbage", "hang", "truncated")
@@ -38,7 +40,9 @@ def sha256(content: bytes) -> str:
 
 def git_sha1(content: bytes) -> str:
     """Git's name of a blob."""
-    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
+    return hashlib.sha1(
+        f"blob {len(content)}\0".encode() + content, usedforsecurity=False
+    ).hexdigest()
 
 
 @dataclass
@@ -63,7 +67,11 @@ class Repo:
         """The files as the API lists them with blobs=true."""
         rows = []
         for name, content in self.files.items():
-            row: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": git_sha1(content)}
+            row: dict[str, Any] = {
+                "rfilename": name,
+                "size": len(content),
+                "blobId": git_sha1(content),
+            }
             if len(content) >= _LFS_BYTES:
                 row["lfs"] = {"sha256": sha256(content), "size": len(content), "pointerSize": 135}
             rows.append(row)
@@ -72,7 +80,8 @@ class Repo:
 
 @dataclass
 class Schedule:
-    """Which requests fail and how: `once` one request each, in order and by kind ("api", "content"); then `always`."""
+    """Which requests fail and how: `once` one request each, in order and by kind ("api",
+    "content"); then `always`."""
 
     seed: int = 0
     once: list[tuple[str, str]] = field(default_factory=list)
@@ -125,10 +134,12 @@ class Seen:
 
 @dataclass
 class Hub:
-    """What the server holds and does. `pause_after` bytes of content it stops, sets `paused`, and waits for `resume`.
+    """What the server holds and does. `pause_after` bytes of content it stops, sets `paused`, and
+    waits for `resume`.
 
-    `fill_disk` is called by the fault "disk full" while content is on its way. `api_location` is where it says the API
-    has moved (to be asked under the same path). `scripted` answers in its place (None: as the hub would).
+    `fill_disk` is called by the fault "disk full" while content is on its way. `api_location` is
+    where it says the API has moved (to be asked under the same path). `scripted` answers in its
+    place (None: as the hub would).
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
@@ -179,15 +190,29 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         hub = self.server.hub
         path = unquote(urlsplit(self.path).path)
-        kind = "api" if path.startswith("/api/") else "content" if path.startswith("/cdn/") else "resolve"
-        seen = Seen(kind, self.command, path, self.headers.get("Range", ""), self.headers.get("Authorization", ""))
+        kind = (
+            "api"
+            if path.startswith("/api/")
+            else "content"
+            if path.startswith("/cdn/")
+            else "resolve"
+        )
+        seen = Seen(
+            kind,
+            self.command,
+            path,
+            self.headers.get("Range", ""),
+            self.headers.get("Authorization", ""),
+        )
         hub.seen.append(seen)
         try:
             scripted = hub.scripted(seen) if hub.scripted is not None else None
             if scripted is not None:
                 status, body, headers = scripted
                 self._plain(status, body, headers.pop("Content-Type", "application/json"), headers)
-            elif kind == "api" and hub.api_location and self.headers["Host"] not in hub.api_location:
+            elif (
+                kind == "api" and hub.api_location and self.headers["Host"] not in hub.api_location
+            ):
                 self._plain(307, b"", headers={"Location": hub.api_location + self.path})
             elif path.startswith("/api/models/"):
                 self._listing(hub, path.removeprefix("/api/models/"), seen)
@@ -200,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (ConnectionError, TimeoutError):
             self.close_connection = True
 
-    # --- pages --------------------------------------------------------------------------------------------------
+    # --- pages ------------------------------------------------------------------------------------
 
     def _listing(self, hub: Hub, rest: str, seen: Seen) -> None:
         name, _, revision = rest.partition("/revision/")
@@ -214,16 +239,25 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if repo is None:
             self._plain(
-                401, b"{}", "application/json", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Not found"}
+                401,
+                b"{}",
+                "application/json",
+                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Not found"},
             )
             return
         if name in hub.gated and not seen.authorization:
-            self._plain(403, b"{}", "application/json", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Gated"})
+            self._plain(
+                403,
+                b"{}",
+                "application/json",
+                {"X-Error-Code": "GatedRepo", "X-Error-Message": "Gated"},
+            )
             return
         if revision not in ("", "main", repo.commit):
             self._plain(404, b"{}", "application/json", {"X-Error-Code": "RevisionNotFound"})
             return
-        body = {"_id": "1", "id": name, "modelId": name, "sha": repo.commit, "private": False, "tags": [],
+        body = {"_id": "1", "id": name, "modelId": name, "sha": repo.commit, "private": False,
+            "tags": [],
                 "downloads": 0, "likes": 0, "siblings": repo.siblings()}  # fmt: skip
         body.update(hub.api_override)
         self._plain(200, json.dumps(body).encode(), "application/json")
@@ -239,7 +273,13 @@ class _Handler(BaseHTTPRequestHandler):
             about |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
             signature = hub.schedule.rng.randrange(10**9)
             self._plain(
-                302, b"", headers={**about, "ETag": '"pointer"', "Location": f"{hub.cdn}/cdn/{digest}?sig={signature}"}
+                302,
+                b"",
+                headers={
+                    **about,
+                    "ETag": '"pointer"',
+                    "Location": f"{hub.cdn}/cdn/{digest}?sig={signature}",
+                },
             )
             return
         about["ETag"] = f'"{digest}"'
@@ -248,17 +288,25 @@ class _Handler(BaseHTTPRequestHandler):
     def _cdn(self, hub: Hub, digest: str, seen: Seen) -> None:
         assert parse_qs(urlsplit(self.path).query)["sig"]
         content = next(
-            (r.files[name] for r in hub.repos.values() for name in r.files if r.digest(name) == digest), None
+            (
+                r.files[name]
+                for r in hub.repos.values()
+                for name in r.files
+                if r.digest(name) == digest
+            ),
+            None,
         )
         if content is None:
             self._plain(404, b"")
         else:
             self._content(hub, content, seen, {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"})
 
-    # --- bytes --------------------------------------------------------------------------------------------------
+    # --- bytes ------------------------------------------------------------------------------------
 
     def _content(self, hub: Hub, content: bytes, seen: Seen, headers: dict[str, str]) -> None:
-        fault = hub.schedule.next("content") if seen.kind == "content" and self.command == "GET" else ""
+        fault = (
+            hub.schedule.next("content") if seen.kind == "content" and self.command == "GET" else ""
+        )
         if fault in ("429", "500", "503", "expired", "garbage", "416"):
             self._fail(hub, fault)
             return
@@ -266,7 +314,10 @@ class _Handler(BaseHTTPRequestHandler):
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", seen.range)
         partial = asked is not None and fault != "range ignored"
         if asked is not None and partial:
-            start, end = int(asked[1]), min(len(content), int(asked[2]) + 1 if asked[2] else len(content))
+            start, end = (
+                int(asked[1]),
+                min(len(content), int(asked[2]) + 1 if asked[2] else len(content)),
+            )
             if start >= len(content):
                 self._plain(416, b"", headers={"Content-Range": f"bytes */{len(content)}"})
                 return
@@ -289,7 +340,9 @@ class _Handler(BaseHTTPRequestHandler):
             length = len(body)
         self.send_response(206 if partial else 200)
         if partial:
-            self.send_header("Content-Range", f"bytes {said_start}-{said_start + length - 1}/{len(content)}")
+            self.send_header(
+                "Content-Range", f"bytes {said_start}-{said_start + length - 1}/{len(content)}"
+            )
         for key, value in {**headers, "Content-Length": str(length)}.items():
             self.send_header(key, value)
         self.send_header("Connection", "close")
@@ -330,7 +383,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "503":
             self._plain(503, b"later", headers={"Retry-After": hub.retry_after})
         elif fault == "expired":
-            self._plain(403, b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>")
+            self._plain(
+                403,
+                b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>",
+            )
         elif fault == "garbage":
             self._plain(200, b"<html>Welcome to the hotel's network</html>", "text/html")
         elif fault == "416":
@@ -340,9 +396,19 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "hang":
             hub.wait(2)
 
-    def _plain(self, status: int, body: bytes, kind: str = "text/plain", headers: dict[str, str] | None = None) -> None:
+    def _plain(
+        self,
+        status: int,
+        body: bytes,
+        kind: str = "text/plain",
+        headers: dict[str, str] | None = None,
+    ) -> None:
         self.send_response(status)
-        for key, value in {"Content-Type": kind, **(headers or {}), "Content-Length": str(len(body))}.items():
+        for key, value in {
+            "Content-Type": kind,
+            **(headers or {}),
+            "Content-Length": str(len(body)),
+        }.items():
             self.send_header(key, value)
         self.send_header("Connection", "close")
         self.end_headers()

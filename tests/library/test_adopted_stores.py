@@ -1,4 +1,5 @@
-"""Stores laid out as LM Studio, Ollama and llama.cpp lay theirs out are found, and their files run where they lie."""
+"""Stores laid out as LM Studio, Ollama and llama.cpp lay theirs out are found, and their files run
+where they lie."""
 
 from __future__ import annotations
 
@@ -41,15 +42,22 @@ def run_in_place(model: LocalModel) -> None:
     assert sorted(os.listdir(model.path.parent)) == before
 
 
-# --- LM Studio ------------------------------------------------------------------------------------------------------
+# --- LM Studio ------------------------------------------------------------------------------------
 # https://lmstudio.ai/docs/basics/import-model: ~/.lmstudio/models/publisher/model/model-file.gguf
 
 
 def test_an_lmstudio_folder_is_found_and_runs_in_place(home: Path, tiny_model: Path) -> None:
-    file = put(home / ".lmstudio/models/maker/Tiny-1B-GGUF/Tiny-1B-Q4_K_M.gguf", tiny_model.read_bytes())
+    file = put(
+        home / ".lmstudio/models/maker/Tiny-1B-GGUF/Tiny-1B-Q4_K_M.gguf", tiny_model.read_bytes()
+    )
     put(home / ".lmstudio/models/maker/Tiny-1B-GGUF/mmproj-Tiny-1B-F16.gguf", b"GGUFprojector")
     (model,) = found("lmstudio")
-    assert (model.name, model.quant, model.repo, model.path) == ("Tiny-1B-Q4_K_M", "Q4_K_M", "maker/Tiny-1B-GGUF", file)
+    assert (model.name, model.quant, model.repo, model.path) == (
+        "Tiny-1B-Q4_K_M",
+        "Q4_K_M",
+        "maker/Tiny-1B-GGUF",
+        file,
+    )
     assert model.mmproj == file.with_name("mmproj-Tiny-1B-F16.gguf")
     for ref in ("tiny-1b", "Tiny-1B-Q4_K_M", "maker/Tiny-1B-GGUF", "maker/Tiny-1B-GGUF:q4_k_m"):
         assert resolve(ref).path == file, ref
@@ -57,7 +65,9 @@ def test_an_lmstudio_folder_is_found_and_runs_in_place(home: Path, tiny_model: P
 
 
 @pytest.mark.parametrize("where", ["pointer", "older home", "settings"])
-def test_an_lmstudio_folder_is_found_wherever_it_was_moved(home: Path, tmp_path: Path, where: str) -> None:
+def test_an_lmstudio_folder_is_found_wherever_it_was_moved(
+    home: Path, tmp_path: Path, where: str
+) -> None:
     models = {
         "pointer": tmp_path / "lm/models",
         "older home": home / ".cache/lm-studio/models",
@@ -76,7 +86,12 @@ def test_an_lmstudio_mlx_folder_is_found(home: Path) -> None:
     put(folder / "config.json", b'{"quantization": {"group_size": 64, "bits": 4}}')
     put(folder / "model.safetensors", b"weights")
     (model,) = found("lmstudio")
-    assert (model.name, model.format, model.quant, model.path) == ("Tiny-4bit", "mlx", "4bit", folder)
+    assert (model.name, model.format, model.quant, model.path) == (
+        "Tiny-4bit",
+        "mlx",
+        "4bit",
+        folder,
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,27 +103,39 @@ def test_damaged_lmstudio_settings_hide_nothing(home: Path, settings: bytes) -> 
     assert len(found("lmstudio")) == 1
 
 
-# --- Ollama ---------------------------------------------------------------------------------------------------------
+# --- Ollama ---------------------------------------------------------------------------------------
 # https://github.com/ollama/ollama: manifest/manifest.go, manifest/paths.go, manifest/layer.go
 
 
-def ollama_model(models: Path, weights: bytes, *name: str, config: dict[str, str] | None = None, **more: bytes) -> Path:
-    """A manifest as Ollama writes it, with blobs named by their hash; `more` layers by the end of their media type."""
+def ollama_model(
+    models: Path, weights: bytes, *name: str, config: dict[str, str] | None = None, **more: bytes
+) -> Path:
+    """A manifest as Ollama writes it, with blobs named by their hash; `more` layers by the end of
+    their media type."""
 
     def blob(content: bytes, kind: str) -> dict[str, object]:
         digest = hashlib.sha256(content).hexdigest()
         put(models / "blobs" / f"sha256-{digest}", content)
         return {"mediaType": kind, "digest": f"sha256:{digest}", "size": len(content)}
 
-    facts = {"model_format": "gguf", "model_family": "llama", "file_type": "Q4_K_M"} if config is None else config
+    facts = (
+        {"model_format": "gguf", "model_family": "llama", "file_type": "Q4_K_M"}
+        if config is None
+        else config
+    )
     manifest = {
         "schemaVersion": 2,
         "mediaType": "application/vnd.docker.distribution.manifest.v2+json",
-        "config": blob(json.dumps(facts).encode(), "application/vnd.docker.container.image.v1+json"),
+        "config": blob(
+            json.dumps(facts).encode(), "application/vnd.docker.container.image.v1+json"
+        ),
         "layers": [
             blob(weights, "application/vnd.ollama.image.model"),
             blob(b"{{ .Prompt }}", "application/vnd.ollama.image.template"),
-            *(blob(content, f"application/vnd.ollama.image.{kind}") for kind, content in more.items()),
+            *(
+                blob(content, f"application/vnd.ollama.image.{kind}")
+                for kind, content in more.items()
+            ),
         ],
     }
     return put(models.joinpath("manifests", *name), json.dumps(manifest).encode())
@@ -119,7 +146,11 @@ def test_an_ollama_store_is_found_and_runs_in_place(home: Path, tiny_model: Path
     ollama_model(models, tiny_model.read_bytes(), "registry.ollama.ai", "library", "tiny", "1b")
     (model,) = found("ollama")
     digest = hashlib.sha256(tiny_model.read_bytes()).hexdigest()
-    assert (model.name, model.quant, model.path) == ("tiny:1b", "Q4_K_M", models / "blobs" / f"sha256-{digest}")
+    assert (model.name, model.quant, model.path) == (
+        "tiny:1b",
+        "Q4_K_M",
+        models / "blobs" / f"sha256-{digest}",
+    )
     assert resolve("tiny:1b").path == model.path
     assert store.verify(model).result == "ok"
     run_in_place(model)
@@ -130,7 +161,9 @@ def test_an_ollama_store_is_found_and_runs_in_place(home: Path, tiny_model: Path
     (("registry.ollama.ai", "somebody", "tiny", "q8"), "somebody/tiny:q8", ""),
     (("hf.co", "maker", "Tiny-1B-GGUF", "Q8_0"), "hf.co/maker/Tiny-1B-GGUF:Q8_0", "maker/Tiny-1B-GGUF"),
 ])  # fmt: skip
-def test_ollama_names_are_those_ollama_prints(home: Path, parts: tuple[str, ...], name: str, repo: str) -> None:
+def test_ollama_names_are_those_ollama_prints(
+    home: Path, parts: tuple[str, ...], name: str, repo: str
+) -> None:
     ollama_model(home / ".ollama/models", b"GGUF weights", *parts)
     (model,) = found("ollama")
     assert (model.name, model.repo) == (name, repo)
@@ -152,7 +185,15 @@ def test_an_ollama_store_elsewhere_and_several_names_of_one_file(
 
 
 def test_an_ollama_projector_comes_along(home: Path) -> None:
-    ollama_model(home / ".ollama/models", b"GGUF w", "registry.ollama.ai", "library", "eye", "1b", projector=b"GGUF p")
+    ollama_model(
+        home / ".ollama/models",
+        b"GGUF w",
+        "registry.ollama.ai",
+        "library",
+        "eye",
+        "1b",
+        projector=b"GGUF p",
+    )
     (model,) = found("ollama")
     assert model.mmproj is not None
     assert model.mmproj.read_bytes() == b"GGUF p"
@@ -160,7 +201,15 @@ def test_an_ollama_projector_comes_along(home: Path) -> None:
 
 def test_what_ollama_holds_but_we_cannot_run_as_it_does_is_left_out(home: Path) -> None:
     models = home / ".ollama/models"
-    ollama_model(models, b"GGUF a", "registry.ollama.ai", "library", "with-adapter", "1b", adapter=b"GGUF lora")
+    ollama_model(
+        models,
+        b"GGUF a",
+        "registry.ollama.ai",
+        "library",
+        "with-adapter",
+        "1b",
+        adapter=b"GGUF lora",
+    )
     ollama_model(models, b"safetensors", "registry.ollama.ai", "library", "not-gguf", "1b")
     partial = ollama_model(models, b"GGUF partial", "registry.ollama.ai", "library", "cut", "1b")
     digest = json.loads(partial.read_text())["layers"][0]["digest"].removeprefix("sha256:")
@@ -169,8 +218,10 @@ def test_what_ollama_holds_but_we_cannot_run_as_it_does_is_left_out(home: Path) 
 
 
 @pytest.mark.parametrize("manifest", [
-    b"", b"[]", b"{}", b'{"layers": 3}', b'{"layers": [null, {"mediaType": "application/vnd.ollama.image.model"}]}',
-    b'{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../x", "size": 4}]}',
+    b"", b"[]", b"{}", b'{"layers": 3}', b'{"layers": [null, {"mediaType": '
+                                         b'"application/vnd.ollama.image.model"}]}',
+    b'{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": '
+    b'"sha256:../../../x", "size": 4}]}',
     b"[" * 100_000,
 ])  # fmt: skip
 def test_damaged_ollama_manifests_are_passed_over(home: Path, manifest: bytes) -> None:
@@ -180,8 +231,9 @@ def test_damaged_ollama_manifests_are_passed_over(home: Path, manifest: bytes) -
     assert [m.name for m in found("ollama")] == ["good:latest"]
 
 
-# --- llama.cpp ------------------------------------------------------------------------------------------------------
-# https://github.com/ggml-org/llama.cpp: common/common.cpp (flat files), common/hf-cache.cpp (the hub's layout)
+# --- llama.cpp ------------------------------------------------------------------------------------
+# https://github.com/ggml-org/llama.cpp: common/common.cpp (flat files), common/hf-cache.cpp (the
+# hub's layout)
 
 
 def test_a_llamacpp_cache_is_found_and_runs_in_place(
@@ -195,14 +247,21 @@ def test_a_llamacpp_cache_is_found_and_runs_in_place(
     put(cache / "manifest=maker=Tiny-1B-GGUF=Q4_K_M.json", b"{}")
     put(cache / "other_Half-GGUF_Half-Q4_K_M.gguf.downloadInProgress", b"GGUF")
     (model,) = found("llama.cpp")
-    assert (model.name, model.repo, model.quant, model.path) == ("Tiny-1B-Q4_K_M", "maker/Tiny-1B-GGUF", "Q4_K_M", file)
+    assert (model.name, model.repo, model.quant, model.path) == (
+        "Tiny-1B-Q4_K_M",
+        "maker/Tiny-1B-GGUF",
+        "Q4_K_M",
+        file,
+    )
     assert model.mmproj is not None
     for ref in ("tiny-1b", "maker/Tiny-1B-GGUF:Q4_K_M"):
         assert resolve(ref).path == file, ref
     run_in_place(model)
 
 
-def test_llamacpps_default_place_and_split_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpps_default_place_and_split_files(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     cache = home / ".cache/llama.cpp"
     for n in (1, 2):
@@ -213,7 +272,9 @@ def test_llamacpps_default_place_and_split_files(home: Path, monkeypatch: pytest
     assert resolve("big").path == model.path
 
 
-def test_llamacpps_newer_cache_is_the_hubs_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpps_newer_cache_is_the_hubs_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "llama-cache"
     monkeypatch.setenv("LLAMA_CACHE", str(cache))
     repo = cache / "models--maker--Tiny-1B-GGUF"
@@ -225,10 +286,12 @@ def test_llamacpps_newer_cache_is_the_hubs_layout(tmp_path: Path, monkeypatch: p
     assert (model.path, model.repo) == (pointer, "maker/Tiny-1B-GGUF")
 
 
-# --- folders adopted by name ----------------------------------------------------------------------------------------
+# --- folders adopted by name ----------------------------------------------------------------------
 
 
-def test_an_adopted_folder_is_listed_until_it_is_forgotten(tmp_path: Path, tiny_model: Path) -> None:
+def test_an_adopted_folder_is_listed_until_it_is_forgotten(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     folder = tmp_path / "my models"
     file = put(folder / "sub/Mine-Q8_0.gguf", tiny_model.read_bytes())
     assert [m.path for m in store.adopt(folder)] == [file]

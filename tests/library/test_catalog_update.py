@@ -1,4 +1,5 @@
-"""`localllm catalog update`: what the hub holds goes over what was constructed; nothing it says is believed unread."""
+"""`localllm catalog update`: what the hub holds goes over what was constructed; nothing it says is
+believed unread."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from localllm.cli.recommend.view import table
 from localllm.device.named import resolve
 from localllm.errors import DownloadError, UsageError
 from localllm.library import catalog_update
-from localllm.library.catalog import OLD_DAYS, SHIPPED, UPDATE_FILE, age_days, load_catalog, user_folder
+from localllm.library.catalog import (
+    OLD_DAYS,
+    SHIPPED,
+    UPDATE_FILE,
+    age_days,
+    load_catalog,
+    user_folder,
+)
 from localllm.library.hub import HubUnreachableError, Patience, list_files
 from localllm.planner import kv_sizes
 from localllm.planner.recommend import recommend
@@ -125,7 +133,9 @@ def test_a_hub_that_is_down_changes_nothing(hub: Hub) -> None:
     waits: list[float] = []
     patience = Patience(listing_failures=2, sleep=waits.append)
     with pytest.raises(HubUnreachableError):
-        catalog_update.read([load_catalog().by_id[MODEL]], lambda repo: list_files(repo, patience=patience))
+        catalog_update.read(
+            [load_catalog().by_id[MODEL]], lambda repo: list_files(repo, patience=patience)
+        )
     assert not (user_folder() / UPDATE_FILE).exists()
 
 
@@ -154,7 +164,9 @@ def test_old_listings_are_said_to_be_old() -> None:
     assert "listings read" in run()
 
 
-def test_a_model_nobody_knows_is_added_from_the_header_of_its_file(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_nobody_knows_is_added_from_the_header_of_its_file(
+    hub: Hub, tmp_path: Path
+) -> None:
     file = tiny_gguf.write_hybrid(tmp_path / "model.gguf")
     hub.add("somebody/Newest-1B-GGUF", {"Newest-1B-Q8_0.gguf": file.read_bytes()})
     read = from_gguf.model_from_gguf(gguf.read(file))
@@ -195,8 +207,12 @@ UNREAD = (
 )
 
 
-@pytest.mark.parametrize("template", [*UNREAD, "{% if tools %}<tool_call>{% endif %}", "{{ messages }}"])
-def test_a_model_whose_calls_the_server_refuses_is_none_for_coding(hub: Hub, tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    "template", [*UNREAD, "{% if tools %}<tool_call>{% endif %}", "{{ messages }}"]
+)
+def test_a_model_whose_calls_the_server_refuses_is_none_for_coding(
+    hub: Hub, tmp_path: Path, template: str
+) -> None:
     file = tiny_gguf.write_llama(tmp_path / "model.gguf", template=template)
     hub.add("somebody/Calling-GGUF", {"Calling-Q8_0.gguf": file.read_bytes()})
     run("update", "somebody/Calling-GGUF")

@@ -1,4 +1,5 @@
-"""A file that can't be run says why and which one would do; "download it again" is for a damaged one alone."""
+"""A file that can't be run says why and which one would do; "download it again" is for a damaged
+one alone."""
 
 from __future__ import annotations
 
@@ -39,7 +40,11 @@ def model(path: Path, arch: str = "llama", tensors: tuple[str, ...] = (), **keys
     writer.add_uint32(f"{arch}.attention.head_count", 4)
     for name, value in keys.items():
         key = name.replace("__", ".")
-        _ = writer.add_array(key, value) if isinstance(value, list) else writer.add_string(key, value)
+        _ = (
+            writer.add_array(key, value)
+            if isinstance(value, list)
+            else writer.add_string(key, value)
+        )
     for name in ("token_embd.weight", "blk.0.attn_q.weight", *tensors):
         writer.add_tensor(name, np.zeros((64, 64), dtype=np.float32))
     writer.write_header_to_file()
@@ -69,18 +74,26 @@ def test_ollamas_own_layouts_are_called_so(tmp_path: Path, made: dict[str, Any])
 
 
 def test_four_rope_sections_are_llama_cpps(tmp_path: Path) -> None:
-    read_model(model(tmp_path / "m.gguf", "qwen3vl", qwen3vl__rope__dimension_sections=[24, 20, 20, 0]))
+    read_model(
+        model(tmp_path / "m.gguf", "qwen3vl", qwen3vl__rope__dimension_sections=[24, 20, 20, 0])
+    )
 
 
 @pytest.mark.parametrize("size", [5 << 20, 9 << 20, 30 << 20])
 def test_a_long_string_that_nobody_reads_is_stepped_over(tmp_path: Path, size: int) -> None:
-    path = model(tmp_path / "m.gguf", tokenizer__huggingface__json="x" * size, tokenizer__after="here")
+    path = model(
+        tmp_path / "m.gguf", tokenizer__huggingface__json="x" * size, tokenizer__after="here"
+    )
     assert read_header(path).text("tokenizer.after") == "here"
     assert len(read_model(path).layers) == 2
 
 
 PLACES: list[tuple[bytes, str, str]] = [
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "Git LFS pointer", "git lfs pull"),
+    (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n",
+        "Git LFS pointer",
+        "git lfs pull",
+    ),
     (b"<!doctype html><title>Sign in</title>", "web page", "download the file again"),
     (b"\n<html></html>", "web page", "download the file again"),
     (bytes(4096), "empty space", "download the file again"),
@@ -89,7 +102,9 @@ PLACES: list[tuple[bytes, str, str]] = [
 
 
 @pytest.mark.parametrize(("content", "said", "hint"), PLACES)
-def test_what_lies_in_a_files_place_is_named(tmp_path: Path, content: bytes, said: str, hint: str) -> None:
+def test_what_lies_in_a_files_place_is_named(
+    tmp_path: Path, content: bytes, said: str, hint: str
+) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(ModelFileError, match=said) as e:
         read_model(tmp_path / "m.gguf")
@@ -100,27 +115,36 @@ def test_what_lies_in_a_files_place_is_named(tmp_path: Path, content: bytes, sai
 def test_formats_of_another_program_name_it(tmp_path: Path, number: int) -> None:
     content = model(tmp_path / "m.gguf").read_bytes()
     at = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
-    (tmp_path / "m.gguf").write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4 :])
+    (tmp_path / "m.gguf").write_bytes(
+        content[:at] + number.to_bytes(4, "little") + content[at + 4 :]
+    )
     with pytest.raises(ModelFileError, match=r"ik_llama\.cpp"):
         read_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length"])
-def test_a_whole_file_that_lacks_something_is_not_to_be_fetched_again(tmp_path: Path, key: str) -> None:
+def test_a_whole_file_that_lacks_something_is_not_to_be_fetched_again(
+    tmp_path: Path, key: str
+) -> None:
     content = model(tmp_path / "m.gguf").read_bytes()
-    (tmp_path / "m.gguf").write_bytes(content.replace(f"llama.{key}".encode(), f"llama.{key[::-1]}".encode()))
+    (tmp_path / "m.gguf").write_bytes(
+        content.replace(f"llama.{key}".encode(), f"llama.{key[::-1]}".encode())
+    )
     with pytest.raises(ModelFileError, match=key) as e:
         read_model(tmp_path / "m.gguf")
     assert "download" not in e.value.hint
     assert "another file" in e.value.hint
 
 
-# --- llama.cpp's own refusals -------------------------------------------------------------------------------------------
+# --- llama.cpp's own refusals ---------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "unknown architecture": (lambda b: b.replace(b"\5" + bytes(7) + b"llama", b"\5" + bytes(7) + b"zzzzz", 1), "newer llama.cpp"),
-    "missing key": (lambda b: b.replace(b"layer_norm_rms_epsilon", b"layer_norm_rms_nolispe", 1), "laid out otherwise"),
-    "missing tensor": (lambda b: b.replace(b"blk.1.attn_norm.weight", b"blk.1.morn_ntta.weight", 1), "laid out otherwise"),
+    "unknown architecture": (lambda b: b.replace(b"\5" + bytes(7) + b"llama",
+    b"\5" + bytes(7) + b"zzzzz", 1), "newer llama.cpp"),
+    "missing key": (lambda b: b.replace(b"layer_norm_rms_epsilon", b"layer_norm_rms_nolispe", 1),
+    "laid out otherwise"),
+    "missing tensor": (lambda b: b.replace(b"blk.1.attn_norm.weight", b"blk.1.morn_ntta.weight", 1),
+    "laid out otherwise"),
     "further tensor": (lambda b: b.replace(b"blk.1.", b"v.blk.", 2), "laid out otherwise"),
     "cut short": (lambda b: b[: len(b) - len(b) // 4], ""),
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""What people call a model, and what is planned then: a quant is honoured or refused in every form, and the hub is asked last."""
+"""What people call a model, and what is planned then: a quant is honoured or refused in every form,
+and the hub is asked last."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def mlx_folder(folder: Path) -> Path:
     """An MLX folder that says what a model is and holds no weights worth the name."""
     folder.mkdir()
     config = {
-        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4,
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 4096,
         "quantization": {"group_size": 64, "bits": 4},
     }  # fmt: skip
@@ -41,8 +43,12 @@ def quants(model: Model) -> list[tuple[str, str, int]]:
     return [(v.quant, v.repo, v.file_bytes) for v in model.variants]
 
 
-@pytest.mark.parametrize("form", [REPO, f"hf.co/{REPO}", f"https://huggingface.co/{REPO}", "qwen/qwen3-8b-gguf"])
-def test_a_repository_of_the_catalog_is_its_files_there_and_nobody_is_asked(form: str, known: Catalog) -> None:
+@pytest.mark.parametrize(
+    "form", [REPO, f"hf.co/{REPO}", f"https://huggingface.co/{REPO}", "qwen/qwen3-8b-gguf"]
+)
+def test_a_repository_of_the_catalog_is_its_files_there_and_nobody_is_asked(
+    form: str, known: Catalog
+) -> None:
     model, quant = describe(form, known, offline=True)
     assert (model.id, quant) == ("qwen3-8b", "")
     assert {repo for _, repo, _ in quants(model)} == {REPO}
@@ -57,7 +63,9 @@ def test_a_models_own_repository_means_all_of_its_files(known: Catalog) -> None:
 
 def test_the_address_of_a_file_is_that_file(known: Catalog) -> None:
     file = next(v for v in known.by_id["qwen3-8b"].variants if v.repo == REPO and v.files)
-    model, _ = describe(f"https://huggingface.co/{REPO}/blob/main/{file.files[0]}", known, offline=True)
+    model, _ = describe(
+        f"https://huggingface.co/{REPO}/blob/main/{file.files[0]}", known, offline=True
+    )
     assert model.variants == (file,)
 
 
@@ -98,10 +106,15 @@ def test_an_installed_model_goes_by_its_name(
     assert model.layers == read_model(file).layers
 
 
-def test_an_unknown_repository_is_read_from_one_header(hub: Hub, tmp_path: Path, known: Catalog) -> None:
+def test_an_unknown_repository_is_read_from_one_header(
+    hub: Hub, tmp_path: Path, known: Catalog
+) -> None:
     file = tiny_gguf.write_hybrid(tmp_path / "model.gguf")
     larger = file.read_bytes() + bytes(5_000)
-    hub.add("somebody/Newest-1B-GGUF", {"Newest-1B-Q4_K_M.gguf": file.read_bytes(), "Newest-1B-Q8_0.gguf": larger})
+    hub.add(
+        "somebody/Newest-1B-GGUF",
+        {"Newest-1B-Q4_K_M.gguf": file.read_bytes(), "Newest-1B-Q8_0.gguf": larger},
+    )
     model, _ = describe("somebody/Newest-1B-GGUF", known)
     assert model.layers == read_model(file).layers
     assert quants(model) == [
@@ -110,25 +123,36 @@ def test_an_unknown_repository_is_read_from_one_header(hub: Hub, tmp_path: Path,
     ]
     model, _ = describe("somebody/Newest-1B-GGUF:q8_0", known)
     assert [q for q, _, _ in quants(model)] == ["Q8_0"]
-    model, _ = describe(f"{hub.url}/somebody/Newest-1B-GGUF/resolve/main/Newest-1B-Q8_0.gguf", known)
+    model, _ = describe(
+        f"{hub.url}/somebody/Newest-1B-GGUF/resolve/main/Newest-1B-Q8_0.gguf", known
+    )
     assert [q for q, _, _ in quants(model)] == ["Q8_0"]
     with pytest.raises(DownloadError, match="no variant Q99"):
         describe("somebody/Newest-1B-GGUF:Q99", known)
 
 
-def test_a_repository_that_the_catalog_does_not_list_of_a_model_it_knows(hub: Hub, known: Catalog) -> None:
-    """Sizes are the listing's, shapes the catalog's; what is no file of the model (a draft head) is left out."""
+def test_a_repository_that_the_catalog_does_not_list_of_a_model_it_knows(
+    hub: Hub, known: Catalog
+) -> None:
+    """Sizes are the listing's, shapes the catalog's; what is no file of the model (a draft head) is
+    left out."""
     hub.add("somebody/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q8_0.gguf": bytes(400)})
     with pytest.raises(DownloadError, match=r"no files of Qwen3 0\.6B"):
         describe("somebody/Qwen3-0.6B-GGUF", known)
 
 
-def test_an_mlx_repository_is_read_from_its_config(hub: Hub, tmp_path: Path, known: Catalog) -> None:
+def test_an_mlx_repository_is_read_from_its_config(
+    hub: Hub, tmp_path: Path, known: Catalog
+) -> None:
     folder = mlx_folder(tmp_path / "tiny-4bit")
     files = {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()}
     hub.add("somebody/tiny-4bit", files)
     model, _ = describe("somebody/tiny-4bit", known)
     assert model.layers == read_model(folder).layers
     assert quants(model) == [
-        ("4bit", "somebody/tiny-4bit", sum(len(c) for n, c in files.items() if n.endswith(".safetensors")))
+        (
+            "4bit",
+            "somebody/tiny-4bit",
+            sum(len(c) for n, c in files.items() if n.endswith(".safetensors")),
+        )
     ]

@@ -14,7 +14,9 @@ from localllm.library.types import LocalModel
 
 
 def _local(*files: Path, origin: str = "path") -> LocalModel:
-    return LocalModel("m", files[0], "gguf", sum(f.stat().st_size for f in files), "Q4_K_M", origin, files=files)  # type: ignore[arg-type]
+    return LocalModel(
+        "m", files[0], "gguf", sum(f.stat().st_size for f in files), "Q4_K_M", origin, files=files
+    )  # type: ignore[arg-type]
 
 
 def _sha256(text: bytes) -> str:
@@ -35,7 +37,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return seen
 
 
-def test_an_unpublished_file_is_read_once_in_the_background(tmp_path: Path, reads: list[Path]) -> None:
+def test_an_unpublished_file_is_read_once_in_the_background(
+    tmp_path: Path, reads: list[Path]
+) -> None:
     file = tmp_path / "own.gguf"
     file.write_bytes(b"weights")
     digest = ModelDigest(_local(file))

@@ -1,8 +1,10 @@
-"""Randomised runs against a misbehaving hub: every one ends in a file whose hash matches, or in a clear error.
+"""Randomised runs against a misbehaving hub: every one ends in a file whose hash matches, or in a
+clear error.
 
-24 seeds run in the suite, 200 as `-m long` (LOCALLLM_TEST_SEEDS changes how many). Each run publishes random files,
-may find something an earlier run or another program left, meets one to six passing faults and in one run of four a
-lasting one, and is then repeated against a healthy hub, where it must succeed.
+24 seeds run in the suite, 200 as `-m long` (LOCALLLM_TEST_SEEDS changes how many). Each run
+publishes random files, may find something an earlier run or another program left, meets one to six
+passing faults and in one run of four a lasting one, and is then repeated against a healthy hub,
+where it must succeed.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None
 
 
 class Ballast:
-    """Another program that takes every byte left on a disk. Once removed it takes nothing more: an answer of the hub may
-    still be on its way when its client has long given up on it."""
+    """Another program that takes every byte left on a disk. Once removed it takes nothing more: an
+    answer of the hub may still be on its way when its client has long given up on it."""
 
     def __init__(self, disk: Path) -> None:
         self._file, self._lock, self._removed = disk / "ballast", threading.Lock(), False
@@ -82,12 +84,17 @@ def publish(hub: Hub, rng: random.Random) -> Repo:
         count = rng.randint(2, 3)
         parts = [f"Model-Q4_K_M-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1)]
         return hub.add("org/Model-GGUF", {part: weights() for part in parts})
-    return hub.add("org/Model-4bit", {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": weights()})
+    return hub.add(
+        "org/Model-4bit",
+        {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": weights()},
+    )
 
 
 def leave_something(cache: Path, repo: Repo, rng: random.Random) -> str:
     """What an earlier run, or another program, may have left of one file."""
-    name, content = rng.choice([(n, c) for n, c in sorted(repo.files.items()) if not n.endswith(".md")])
+    name, content = rng.choice(
+        [(n, c) for n, c in sorted(repo.files.items()) if not n.endswith(".md")]
+    )
     digest = repo.digest(name)
     blobs = hf_cache.repo_folder(cache, repo.name) / "blobs"
     cut = rng.randrange(len(content))
@@ -108,7 +115,8 @@ def leave_something(cache: Path, repo: Repo, rng: random.Random) -> str:
 
 
 def assert_files_are_right(local: LocalModel, repo: Repo, cache: Path) -> None:
-    """Every file of the model has the published content, and huggingface-hub finds the same without the network."""
+    """Every file of the model has the published content, and huggingface-hub finds the same without
+    the network."""
     from huggingface_hub import hf_hub_download, scan_cache_dir
 
     snapshot = local.path if local.format == "mlx" else local.path.parent
@@ -120,7 +128,8 @@ def assert_files_are_right(local: LocalModel, repo: Repo, cache: Path) -> None:
 
 
 def assert_nothing_wrong_is_offered(cache: Path, repo: Repo) -> None:
-    """Whatever a failed run left: no name in a snapshot leads to a wrong content, for us or for huggingface-hub."""
+    """Whatever a failed run left: no name in a snapshot leads to a wrong content, for us or for
+    huggingface-hub."""
     from huggingface_hub import try_to_load_from_cache
 
     for name, content in repo.files.items():
@@ -128,7 +137,9 @@ def assert_nothing_wrong_is_offered(cache: Path, repo: Repo) -> None:
         assert theirs is None or Path(str(theirs)).read_bytes() == content, name
     for snapshot in hf_cache.snapshots(hf_cache.repo_folder(cache, repo.name)):
         for pointer in snapshot.rglob("*"):
-            assert pointer.is_dir() or pointer.read_bytes() == repo.files[pointer.name], pointer.name
+            assert pointer.is_dir() or pointer.read_bytes() == repo.files[pointer.name], (
+                pointer.name
+            )
 
 
 def run_one(seed: int, hub: Hub, cache: Path, disk: Path | None) -> tuple[str, Schedule]:
@@ -141,7 +152,12 @@ def run_one(seed: int, hub: Hub, cache: Path, disk: Path | None) -> tuple[str, S
     hub.fill_disk = ballast.fill if ballast is not None else None
     left = leave_something(cache, repo, rng)
     hurried = Patience(
-        failures=5, read_s=0.15, connect_s=0.2, slow_window_s=0.03, least_bytes_s=100_000, sleep=lambda _: None
+        failures=5,
+        read_s=0.15,
+        connect_s=0.2,
+        slow_window_s=0.03,
+        least_bytes_s=100_000,
+        sleep=lambda _: None,
     )
     local, error = None, None
     try:
@@ -191,12 +207,16 @@ def met_and_survived(runs: tuple[Counter[str], Counter[str]]) -> bool:
     return sum(faults.values()) > n_runs and ends["whole"] > n_runs / 2 and ends["error"] > 0
 
 
-def test_24_faulty_runs(hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_24_faulty_runs(
+    hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert met_and_survived(run_all(range(24), hub, cache, small_disk, monkeypatch))
 
 
 @pytest.mark.long
-def test_200_faulty_runs(hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_200_faulty_runs(
+    hub: Hub, cache: Path, small_disk: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert met_and_survived(run_all(range(1000, 1000 + _RUNS), hub, cache, small_disk, monkeypatch))
 
 

@@ -1,4 +1,5 @@
-"""A file is what its header and its place say: companions are no models, whatever a listing or a folder is made of."""
+"""A file is what its header and its place say: companions are no models, whatever a listing or a
+folder is made of."""
 
 from __future__ import annotations
 
@@ -24,14 +25,28 @@ from models import tiny_gguf
 from support.examples import examples
 
 GB = 10**9
-QUANTS = {"Q4_K_M": 4.9, "Q8_0": 8.5, "Q6_K": 6.6, "F16": 16.0, "BF16": 16.0, "IQ2_M": 2.9, "UD-Q4_K_XL": 5.2}
-# What lies beside models, as published: {} is a model's name, {q} a quant. In shares of the model's own weights at 16 bits.
+QUANTS = {
+    "Q4_K_M": 4.9,
+    "Q8_0": 8.5,
+    "Q6_K": 6.6,
+    "F16": 16.0,
+    "BF16": 16.0,
+    "IQ2_M": 2.9,
+    "UD-Q4_K_XL": 5.2,
+}
+# What lies beside models, as published: {} is a model's name, {q} a quant. In shares of the model's
+# own weights at 16 bits.
 COMPANIONS = {
-    "imatrix_unsloth.gguf": 0.001, "{}-imatrix.gguf": 0.01, "{}.imatrix.gguf": 0.01, "imatrix.gguf": 0.01,
-    "mmproj-{q}.gguf": 0.1, "mmproj-{}-{q}.gguf": 0.1, "{}.mmproj-{q}.gguf": 0.1, "clip-model-{q}.gguf": 0.08,
-    "{}-vision-{q}.gguf": 0.1, "mtp-{}-{q}.gguf": 0.1, "mtp-{}.gguf": 0.1, "MTP/{}-{q}-MTP.gguf": 0.03,
-    "draft/{}-draft-0.5B-{q}.gguf": 0.1, "eagle3-{}-{q}.gguf": 0.05, "{}-EAGLE3-{q}.gguf": 0.05, "{}-draft-{q}.gguf": 0.1,
-    "{}-lora-{q}.gguf": 0.02, "lora-adapter-{q}.gguf": 0.02, "adapter-{q}.gguf": 0.02, "WavTokenizer-Large-75-{q}.gguf": 0.02,
+    "imatrix_unsloth.gguf": 0.001, "{}-imatrix.gguf": 0.01, "{}.imatrix.gguf": 0.01,
+    "imatrix.gguf": 0.01,
+    "mmproj-{q}.gguf": 0.1, "mmproj-{}-{q}.gguf": 0.1, "{}.mmproj-{q}.gguf": 0.1,
+    "clip-model-{q}.gguf": 0.08,
+    "{}-vision-{q}.gguf": 0.1, "mtp-{}-{q}.gguf": 0.1, "mtp-{}.gguf": 0.1,
+    "MTP/{}-{q}-MTP.gguf": 0.03,
+    "draft/{}-draft-0.5B-{q}.gguf": 0.1, "eagle3-{}-{q}.gguf": 0.05, "{}-EAGLE3-{q}.gguf": 0.05,
+    "{}-draft-{q}.gguf": 0.1,
+    "{}-lora-{q}.gguf": 0.02, "lora-adapter-{q}.gguf": 0.02, "adapter-{q}.gguf": 0.02,
+    "WavTokenizer-Large-75-{q}.gguf": 0.02,
     "vocoder-{q}.gguf": 0.02, "ggml-vocab-{}.gguf": 0.001, "._{}-{q}.gguf": 0.0001,
 }  # fmt: skip
 NAMES = (
@@ -55,7 +70,8 @@ def model_files(model: str, params: float, quants: list[str], split: int) -> lis
         size = params * QUANTS[quant] / 8
         if split > 1 and number == 0:
             found += [
-                file(f"{quant}/{model}-{quant}-{n:05d}-of-{split:05d}.gguf", size / split) for n in range(1, split + 1)
+                file(f"{quant}/{model}-{quant}-{n:05d}-of-{split:05d}.gguf", size / split)
+                for n in range(1, split + 1)
             ]
         else:
             found.append(file(f"{model}-{quant}.gguf", size))
@@ -66,16 +82,26 @@ def model_files(model: str, params: float, quants: list[str], split: int) -> lis
     model=st.sampled_from(NAMES),
     params=st.floats(0.6e9, 400e9),
     quants=st.lists(st.sampled_from(sorted(QUANTS)), min_size=1, unique=True),
-    beside=st.lists(st.tuples(st.sampled_from(sorted(COMPANIONS)), st.sampled_from(sorted(QUANTS)))),
+    beside=st.lists(
+        st.tuples(st.sampled_from(sorted(COMPANIONS)), st.sampled_from(sorted(QUANTS)))
+    ),
     split=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=examples(300))
 def test_a_quants_label_selects_a_whole_model_of_that_quant_or_says_what_there_is(
-    model: str, params: float, quants: list[str], beside: list[tuple[str, str]], split: int, seed: int
+    model: str,
+    params: float,
+    quants: list[str],
+    beside: list[tuple[str, str]],
+    split: int,
+    seed: int,
 ) -> None:
     models = model_files(model, params, quants, split)
-    others = [file(name.format(model, q=q), params * COMPANIONS[name] * QUANTS[q] / 8) for name, q in beside]
+    others = [
+        file(name.format(model, q=q), params * COMPANIONS[name] * QUANTS[q] / 8)
+        for name, q in beside
+    ]
     files = list({f.name: f for f in [*models, *others]}.values())
     random.Random(seed).shuffle(files)
     there = Listing("org/name", "a" * 40, tuple(files))
@@ -95,23 +121,36 @@ def test_a_quants_label_selects_a_whole_model_of_that_quant_or_says_what_there_i
 
 def test_two_models_of_one_quant_are_never_chosen_between() -> None:
     there = Listing("org/name", "a" * 40, (
-        file("Deck-Q6_K-MTP.gguf", 34 * GB), file("Deck-Q6_K-PT-MTP.gguf", 34 * GB), file("Deck-Q4_K_M-MTP.gguf", 25 * GB),
+        file("Deck-Q6_K-MTP.gguf", 34 * GB), file("Deck-Q6_K-PT-MTP.gguf", 34 * GB),
+        file("Deck-Q4_K_M-MTP.gguf", 25 * GB),
     ))  # fmt: skip
-    with pytest.raises(DownloadError, match=r"2 models in Q6_K: .*Q6_K-MTP.gguf.*Q6_K-PT-MTP.gguf") as e:
+    with pytest.raises(
+        DownloadError,
+        match=r"2 models in Q6_K: "
+        r".*Q6_K-MTP.gguf.*Q6_K-PT-MTP.gguf",
+    ) as e:
         variants.pick(there, quant="Q6_K", described=None, choose=None)
     assert "blob/main/Deck-Q6_K" in e.value.hint
-    assert variants.pick(there, quant="Q4_K_M", described=None, choose=None).files[0].name == "Deck-Q4_K_M-MTP.gguf"
+    assert (
+        variants.pick(there, quant="Q4_K_M", described=None, choose=None).files[0].name
+        == "Deck-Q4_K_M-MTP.gguf"
+    )
 
 
 def test_a_draft_model_is_a_model_where_nothing_else_lies_beside_it() -> None:
     there = Listing(
-        "org/name", "a" * 40, (file("Qwen-DRAFT-0.6B-Q4_0.gguf", GB), file("Qwen-DRAFT-0.6B-Q8_0.gguf", GB))
+        "org/name",
+        "a" * 40,
+        (file("Qwen-DRAFT-0.6B-Q4_0.gguf", GB), file("Qwen-DRAFT-0.6B-Q8_0.gguf", GB)),
     )
     assert len(variants.selections(there)) == 2
 
 
 def test_a_projector_goes_with_the_model_it_is_named_for() -> None:
-    files = [file(n, GB) for n in ("Alpha-9B-Q4_K_M.gguf", "beta-26B-it-Q4_K_M.gguf", "beta-26B-it.mmproj-q8_0.gguf")]
+    files = [
+        file(n, GB)
+        for n in ("Alpha-9B-Q4_K_M.gguf", "beta-26B-it-Q4_K_M.gguf", "beta-26B-it.mmproj-q8_0.gguf")
+    ]
     there = Listing("org/name", "a" * 40, tuple(files))
     assert variants.projector_of(there, "Alpha-9B-Q4_K_M.gguf") is None
     found = variants.projector_of(there, "beta-26B-it-Q4_K_M.gguf")
@@ -119,7 +158,7 @@ def test_a_projector_goes_with_the_model_it_is_named_for() -> None:
     assert found.name == "beta-26B-it.mmproj-q8_0.gguf"
 
 
-# --- headers ----------------------------------------------------------------------------------------------------------
+# --- headers --------------------------------------------------------------------------------------
 
 
 def companion(path: Path, arch: str = "", tensors: int = 1, **keys: str | int) -> Path:
@@ -129,7 +168,11 @@ def companion(path: Path, arch: str = "", tensors: int = 1, **keys: str | int) -
         writer.kv_data[0].pop("general.architecture")
     for key, value in keys.items():
         name = key.replace("__", ".")
-        _ = writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
+        _ = (
+            writer.add_string(name, value)
+            if isinstance(value, str)
+            else writer.add_uint32(name, value)
+        )
     if arch == "llama" and not tensors:
         writer.add_token_list([b"a", b"b"])
     for i in range(tensors):
@@ -170,7 +213,9 @@ def test_a_folders_companions_are_named_and_not_listed(folder: Path) -> None:
     (model,) = store.adopt(folder)
     assert model.name == "Good-1B-Q4_K_M"
     assert model.mmproj == folder / "x2-Q8_0.gguf"
-    assert {f.name for _, f in model.companions} == {f"x{n}-Q8_0.gguf" for n in range(len(HEADERS)) if n != 2}
+    assert {f.name for _, f in model.companions} == {
+        f"x{n}-Q8_0.gguf" for n in range(len(HEADERS)) if n != 2
+    }
     assert resolve(str(folder)).path == model.path
     said = listing([model])
     for what in set(HEADERS) - {"projector", "draft model"}:
@@ -198,11 +243,14 @@ def test_projectors_in_a_folder_of_several_models_go_to_their_own(tmp_path: Path
     _rename(tmp_path / "Gamma-2B-Q8_0.gguf", "Gamma 2B")
     found = {m.name: m.mmproj.name if m.mmproj else "" for m in store.adopt(tmp_path)}
     assert found == {
-        "Alpha-9B-Q4_K_M": "", "Alpha-9B-Q8_0": "", "beta-26B-it-Q4_K_M": "beta-26B-it.mmproj-f16.gguf", "Gamma-2B-Q8_0": "p.gguf",
+        "Alpha-9B-Q4_K_M": "", "Alpha-9B-Q8_0": "",
+        "beta-26B-it-Q4_K_M": "beta-26B-it.mmproj-f16.gguf", "Gamma-2B-Q8_0": "p.gguf",
     }  # fmt: skip
 
 
-def test_a_projector_named_for_another_model_is_nobodys_even_beside_one_model(tmp_path: Path) -> None:
+def test_a_projector_named_for_another_model_is_nobodys_even_beside_one_model(
+    tmp_path: Path,
+) -> None:
     tiny_gguf.write_llama(tmp_path / "Qwen3-VL-8B-Q4_K_M.gguf")
     companion(tmp_path / "mmproj-gemma-3-4b-it-f16.gguf", "clip")
     assert [m.mmproj for m in store.adopt(tmp_path)] == [None]
@@ -225,11 +273,12 @@ def test_what_git_leaves_where_lfs_did_not_run_is_no_model(tmp_path: Path) -> No
 
 
 def _rename(path: Path, name: str) -> None:
-    """Give the tiny model's header another name of the same length in bytes as its own padding allows."""
+    """Give the tiny model's header another name of the same length in bytes as its own padding
+    allows."""
     companion(path, "llama", general__name=name, llama__block_count=2)
 
 
-# --- from a hub -------------------------------------------------------------------------------------------------------
+# --- from a hub -----------------------------------------------------------------------------------
 
 
 def test_what_turns_out_to_be_no_model_is_passed_over_for_the_next(
@@ -237,7 +286,10 @@ def test_what_turns_out_to_be_no_model_is_passed_over_for_the_next(
 ) -> None:
     model = tiny_gguf.write_llama(tmp_path / "m.gguf").read_bytes()
     other = companion(tmp_path / "c.gguf", "gemma4-assistant", pad="x" * 12_000).read_bytes()
-    hub.add("org/Some-GGUF", {"Some-Q8_0.gguf": model, "alpha-Q8_0-new.gguf": other[:-16], "small-Q4_K_M.gguf": other})
+    hub.add(
+        "org/Some-GGUF",
+        {"Some-Q8_0.gguf": model, "alpha-Q8_0-new.gguf": other[:-16], "small-Q4_K_M.gguf": other},
+    )
     with pytest.raises(DownloadError, match="2 models in Q8_0"):
         pull("org/Some-GGUF:Q8_0", patience=patience)
     assert pull("org/Some-GGUF", patience=patience).path.name == "Some-Q8_0.gguf"

@@ -25,7 +25,11 @@ def ollama_store(folder: Path, gguf: Path) -> Path:
     def blob(content: bytes, kind: str) -> dict[str, object]:
         digest = hashlib.sha256(content).hexdigest()
         (blobs / f"sha256-{digest}").write_bytes(content)
-        return {"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{digest}", "size": len(content)}
+        return {
+            "mediaType": f"application/vnd.ollama.image.{kind}",
+            "digest": f"sha256:{digest}",
+            "size": len(content),
+        }
 
     config = blob(json.dumps({"model_format": "gguf", "file_type": "Q4_K_M"}).encode(), "config")
     config["mediaType"] = "application/vnd.docker.container.image.v1+json"
@@ -38,9 +42,17 @@ def ollama_store(folder: Path, gguf: Path) -> Path:
 
 @pytest.mark.parametrize("app", ["ollama", "lmstudio", "llama.cpp"])
 def test_pull_uses_what_another_application_holds_instead_of_fetching_it(
-    hub: Hub, home: Path, tiny_model: Path, patience: Patience, app: str, monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    home: Path,
+    tiny_model: Path,
+    patience: Patience,
+    app: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hub.add("maker/Tiny-1B-GGUF", {"Tiny-1B-Q4_K_M.gguf": tiny_model.read_bytes(), "Tiny-1B-Q8_0.gguf": b"y" * 50_000})
+    hub.add(
+        "maker/Tiny-1B-GGUF",
+        {"Tiny-1B-Q4_K_M.gguf": tiny_model.read_bytes(), "Tiny-1B-Q8_0.gguf": b"y" * 50_000},
+    )
     if app == "ollama":
         ollama_store(home / ".ollama" / "models", tiny_model)
     elif app == "lmstudio":
@@ -58,7 +70,9 @@ def test_pull_uses_what_another_application_holds_instead_of_fetching_it(
     assert pull("maker/Tiny-1B-GGUF:Q8_0", patience=patience).origin == "hf-cache"
 
 
-def test_a_drive_that_is_unplugged_keeps_its_place_on_the_list(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_drive_that_is_unplugged_keeps_its_place_on_the_list(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     folder = tmp_path / "drive"
     folder.mkdir()
     shutil.copy(tiny_model, folder / "Mine-Q6_K.gguf")

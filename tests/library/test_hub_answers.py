@@ -1,4 +1,5 @@
-"""What a hub, or whoever stands between us and it, answers: each refusal is named by its cause, and its way out."""
+"""What a hub, or whoever stands between us and it, answers: each refusal is named by its cause, and
+its way out."""
 
 from __future__ import annotations
 
@@ -47,10 +48,17 @@ def test_a_token_that_is_refused_does_not_close_what_is_public(
     monkeypatch.setenv("HF_TOKEN", "hf_expired")
 
     def refuse(seen: Seen) -> Answer | None:
-        return (401, b"{}", dict(headers)) if seen.authorization and refuses in (seen.kind, "everything") else None
+        return (
+            (401, b"{}", dict(headers))
+            if seen.authorization and refuses in (seen.kind, "everything")
+            else None
+        )
 
     stocked.scripted = refuse
-    assert pull(REPO, patience=patience).path.read_bytes() == stocked.repos[REPO].files["Tiny-Q4_K_M.gguf"]
+    assert (
+        pull(REPO, patience=patience).path.read_bytes()
+        == stocked.repos[REPO].files["Tiny-Q4_K_M.gguf"]
+    )
     if refuses != "resolve":
         assert "HF_TOKEN" in caplog.text
         assert "expired" in caplog.text
@@ -69,12 +77,16 @@ def test_a_token_that_is_refused_is_named_where_nothing_is_public(
 
 HTML = b"<!doctype html><html><title>Access denied</title>"
 FORBIDDEN: list[tuple[Answer, str, str]] = [
-    ((403, b"{}", {"X-Error-Code": "DisabledRepo", "X-Error-Message": "Access to this resource is disabled."}), "is disabled", "gated"),
-    ((403, b"{}", {"X-Error-Message": "Please enable access to it in your fine-grained token settings"}), "fine-grained token", "is gated"),
+    ((403, b"{}", {"X-Error-Code": "DisabledRepo",
+    "X-Error-Message": "Access to this resource is disabled."}), "is disabled", "gated"),
+    ((403, b"{}",
+    {"X-Error-Message": "Please enable access to it in your fine-grained token settings"}),
+    "fine-grained token", "is gated"),
     ((403, b"{}", {"X-Error-Message": "no\x1b[2J entry"}), r"no\?\[2J entry", "gated"),
     ((403, HTML, {"Content-Type": "text/html"}), "blocked on the way", "gated"),
     ((403, b"", {}), "blocked on the way", "gated"),
-    ((403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to it is restricted."}), "is gated", "blocked"),
+    ((403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to it is restricted."}),
+    "is gated", "blocked"),
     ((451, b"{}", {"X-Error-Message": "Unavailable For Legal Reasons"}), "451", "gated"),
 ]  # fmt: skip
 
@@ -95,19 +107,27 @@ def test_a_file_that_is_refused_says_the_same(
     stocked: Hub, patience: Patience, answer: tuple[Answer, str, str]
 ) -> None:
     status, body, headers = answer[0]
-    stocked.scripted = lambda seen: (status, body, dict(headers)) if seen.kind == "resolve" else None
+    stocked.scripted = lambda seen: (
+        (status, body, dict(headers)) if seen.kind == "resolve" else None
+    )
     with pytest.raises(DownloadError, match=answer[1]):
         pull(REPO, patience=patience)
 
 
-@pytest.mark.parametrize("body", [HTML, b"\n  <html>Welcome to the hotel</html>", b"<?xml version='1.0'?><x/>"])
+@pytest.mark.parametrize(
+    "body", [HTML, b"\n  <html>Welcome to the hotel</html>", b"<?xml version='1.0'?><x/>"]
+)
 @pytest.mark.parametrize("via", ["200", "302"])
 def test_a_page_in_the_hubs_place_is_called_one(
     stocked: Hub, patience: Patience, waits: list[float], body: bytes, via: str
 ) -> None:
     def page(seen: Seen) -> Answer:
         moved = via == "302" and seen.kind == "api"
-        return (302, b"", {"Location": f"{stocked.url}/login"}) if moved else (200, body, {"Content-Type": "text/html"})
+        return (
+            (302, b"", {"Location": f"{stocked.url}/login"})
+            if moved
+            else (200, body, {"Content-Type": "text/html"})
+        )
 
     stocked.scripted = page
     with pytest.raises(HubUnreachableError, match="a web page came instead") as e:
@@ -166,14 +186,18 @@ def test_a_folder_that_is_a_file_is_named(
 
 
 ODD = (
-    "模型-Q4_K_M.gguf", "Model, v2 [Q5_K_M].gguf", "Modèle-Q6_K.gguf", "model@Q8_0.gguf", "model'Q3_K_M.gguf", "#1-Q2_K.gguf",
-    "a/b/c/d/e/deep-IQ4_XS.gguf", "CAPS-F16.GGUF", 'quo"te-BF16.gguf', "Ελληνικά-IQ2_M.gguf", "हिन्दी-Q5_0.gguf",
+    "模型-Q4_K_M.gguf", "Model, v2 [Q5_K_M].gguf", "Modèle-Q6_K.gguf", "model@Q8_0.gguf",
+    "model'Q3_K_M.gguf", "#1-Q2_K.gguf",
+    "a/b/c/d/e/deep-IQ4_XS.gguf", "CAPS-F16.GGUF", 'quo"te-BF16.gguf', "Ελληνικά-IQ2_M.gguf",
+    "हिन्दी-Q5_0.gguf",
     "per%20cent-Q4_0.gguf",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_names_in_any_script_are_brought_and_found(hub: Hub, patience: Patience, tmp_path: Path, name: str) -> None:
+def test_names_in_any_script_are_brought_and_found(
+    hub: Hub, patience: Patience, tmp_path: Path, name: str
+) -> None:
     from localllm.library.names import quant_of
     from localllm.library.resolve import resolve
 
@@ -185,8 +209,12 @@ def test_names_in_any_script_are_brought_and_found(hub: Hub, patience: Patience,
     assert resolve(brought.name).path == brought.path
 
 
-@pytest.mark.parametrize("name", ["bad\x1b[2J-Q8_0.gguf", "rl\u202eo-Q8_0.gguf", f"{'x' * 260}.gguf", "-rf-Q8_0.gguf"])
-def test_names_that_can_be_no_file_are_refused_by_name(hub: Hub, patience: Patience, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["bad\x1b[2J-Q8_0.gguf", "rl\u202eo-Q8_0.gguf", f"{'x' * 260}.gguf", "-rf-Q8_0.gguf"]
+)
+def test_names_that_can_be_no_file_are_refused_by_name(
+    hub: Hub, patience: Patience, name: str
+) -> None:
     hub.add(REPO, {name: b"GGUF" * 4000})
     with pytest.raises(DownloadError, match=r"not a name to keep a file under") as e:
         pull(REPO, patience=patience)
@@ -196,7 +224,9 @@ def test_names_that_can_be_no_file_are_refused_by_name(hub: Hub, patience: Patie
 @pytest.mark.parametrize("ending", [
     ("-split-a", "-split-b"), (".part1of2", ".part2of2"), ("-part-a", "-part-b"), (".part-00001", ".part-00002"), (".001", ".002"),
 ])  # fmt: skip
-def test_raw_parts_are_to_be_joined(hub: Hub, patience: Patience, tmp_path: Path, ending: tuple[str, str]) -> None:
+def test_raw_parts_are_to_be_joined(
+    hub: Hub, patience: Patience, tmp_path: Path, ending: tuple[str, str]
+) -> None:
     from localllm.library import store
     from localllm.library.resolve import resolve
 
@@ -205,7 +235,10 @@ def test_raw_parts_are_to_be_joined(hub: Hub, patience: Patience, tmp_path: Path
     for name, content in parts.items():
         (tmp_path / name).write_bytes(content)
     asked = [lambda: pull(REPO, patience=patience), lambda: store.adopt(tmp_path)]
-    asked += [lambda: pull(f"{REPO}:Q4_K_M", patience=patience), lambda: resolve(str(tmp_path / next(iter(parts))))]
+    asked += [
+        lambda: pull(f"{REPO}:Q4_K_M", patience=patience),
+        lambda: resolve(str(tmp_path / next(iter(parts)))),
+    ]
     for ask in asked:
         with pytest.raises(LocalLLMError, match=r"Big\.Q4_K_M\.gguf") as e:
             ask()
@@ -217,15 +250,21 @@ def test_raw_parts_are_to_be_joined(hub: Hub, patience: Patience, tmp_path: Path
 
 
 CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 4, "vocab_size": 512,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors", "bitsandbytes"])
-def test_weights_in_a_format_of_other_programs_do_not_travel(hub: Hub, patience: Patience, method: str) -> None:
+def test_weights_in_a_format_of_other_programs_do_not_travel(
+    hub: Hub, patience: Patience, method: str
+) -> None:
     config = {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}}
-    hub.add("org/Other", {"config.json": json.dumps(config).encode(), "model.safetensors": bytes(40_000)})
+    hub.add(
+        "org/Other",
+        {"config.json": json.dumps(config).encode(), "model.safetensors": bytes(40_000)},
+    )
     with pytest.raises(DownloadError, match="which neither MLX nor") as e:
         pull("org/Other", patience=patience)
     assert "GGUF" in e.value.hint
@@ -244,5 +283,7 @@ def test_the_same_weights_in_two_forms_are_fetched_once(hub: Hub, patience: Pati
     brought = pull("mistralai/Both", patience=patience)
     assert brought.size_bytes == 40_000
     assert [f.name for f in brought.files] == list(shards)
-    assert [(m.name, m.size_bytes) for m in store.scan() if m.origin != "starter"] == [("Both", 40_000)]
+    assert [(m.name, m.size_bytes) for m in store.scan() if m.origin != "starter"] == [
+        ("Both", 40_000)
+    ]
     assert len(hub.contents()) == 2

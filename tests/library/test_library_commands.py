@@ -1,4 +1,5 @@
-"""`localllm pull` and `localllm models` as a person or a script meets them: data on stdout, the rest on stderr."""
+"""`localllm pull` and `localllm models` as a person or a script meets them: data on stdout, the
+rest on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from typer.testing import CliRunner, Result
 
 from library.hub import Hub, Schedule
 from localllm.cli.commands import models, pull
-from localllm.errors import DownloadError, LocalLLMError, ModelFileError, ModelNotFoundError, UsageError
+from localllm.errors import (
+    DownloadError,
+    LocalLLMError,
+    ModelFileError,
+    ModelNotFoundError,
+    UsageError,
+)
 from localllm.library import hf_cache, store
 from localllm.library.names import check_readable
 from localllm.library.pull import pull as fetch
@@ -49,12 +56,16 @@ def run_json(*arguments: str) -> Any:
 def published(hub: Hub, tiny_model: Path) -> Hub:
     """A hub with one repository of two variants."""
     hub.add(
-        REPO, {"Tiny-1B-Q4_K_M.gguf": tiny_model.read_bytes(), "Tiny-1B-Q8_0.gguf": random.Random(1).randbytes(90_000)}
+        REPO,
+        {
+            "Tiny-1B-Q4_K_M.gguf": tiny_model.read_bytes(),
+            "Tiny-1B-Q8_0.gguf": random.Random(1).randbytes(90_000),
+        },
     )
     return hub
 
 
-# --- pull -----------------------------------------------------------------------------------------------------------
+# --- pull -----------------------------------------------------------------------------------------
 
 
 def test_pull_prints_the_path_and_nothing_else_to_stdout(published: Hub) -> None:
@@ -96,7 +107,9 @@ def lines_of(moments: list[tuple[float, DownloadProgress]], *, tty: bool, column
 
 
 def download(at: float, done: int, total: int = 4_700_000_000) -> tuple[float, DownloadProgress]:
-    return at, DownloadProgress("downloading", "Qwen3-8B-Q4_K_M.gguf", done, total, 85e6, (total - done) / 85e6)
+    return at, DownloadProgress(
+        "downloading", "Qwen3-8B-Q4_K_M.gguf", done, total, 85e6, (total - done) / 85e6
+    )
 
 
 def test_a_terminal_sees_size_speed_and_time_left() -> None:
@@ -132,20 +145,29 @@ def test_the_speed_is_that_of_the_last_seconds_and_the_waits_do_not_count() -> N
     for second in range(30):
         now[0] = float(second)
         # Fast at first, then 1,000 bytes a second.
-        meter.report("downloading", "f", second * 10_000 if second < 10 else 90_000 + second * 1_000)
+        meter.report(
+            "downloading", "f", second * 10_000 if second < 10 else 90_000 + second * 1_000
+        )
     assert told[-1].speed_bytes_s == pytest.approx(1_000, rel=0.01)
     assert told[-1].eta_s == pytest.approx((1_000_000 - told[-1].done_bytes) / 1_000, rel=0.01)
     meter.report("waiting", "f", 119_000)
     assert told[-1].speed_bytes_s == 0
 
 
-# --- models ---------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def test_the_list_names_every_model_and_where_it_is(published: Hub) -> None:
     assert "no model" in run("models").stderr
     run("pull", REPO)
-    assert run("models").stdout.splitlines()[1].split() == ["Tiny-1B-Q4_K_M", "Q4_K_M", "670", "kB", "gguf", "hf-cache"]
+    assert run("models").stdout.splitlines()[1].split() == [
+        "Tiny-1B-Q4_K_M",
+        "Q4_K_M",
+        "670",
+        "kB",
+        "gguf",
+        "hf-cache",
+    ]
     (row,) = run_json("models", "list")["models"]
     assert (row["repo"], row["origin"], row["files"]) == (REPO, "hf-cache", [row["path"]])
 
@@ -205,7 +227,9 @@ def test_verify_finds_a_flipped_bit_and_says_so_with_its_exit_code(published: Hu
     assert run("models", "verify").exit_code == 0
 
 
-def test_verify_of_a_file_without_a_published_hash_reads_its_header(tmp_path: Path, tiny_model: Path) -> None:
+def test_verify_of_a_file_without_a_published_hash_reads_its_header(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     shutil.copy(tiny_model, folder / "whole-F32.gguf")
@@ -216,7 +240,9 @@ def test_verify_of_a_file_without_a_published_hash_reads_its_header(tmp_path: Pa
     }  # fmt: skip
 
 
-def test_prune_removes_partials_and_orphans_but_nothing_that_may_be_in_use(published: Hub, cache: Path) -> None:
+def test_prune_removes_partials_and_orphans_but_nothing_that_may_be_in_use(
+    published: Hub, cache: Path
+) -> None:
     run("pull", REPO)
     blobs = hf_cache.repo_folder(cache, REPO) / "blobs"
     old, fresh = blobs / ("a" * 64 + ".incomplete"), blobs / ("b" * 64 + ".incomplete")
@@ -226,7 +252,11 @@ def test_prune_removes_partials_and_orphans_but_nothing_that_may_be_in_use(publi
     hour_ago = time.time() - 3600
     for file in (old, theirs, orphan):
         os.utime(file, (hour_ago, hour_ago))
-    assert run_json("models", "du")["usage"][-1] == {"origin": "partial", "n_models": 3, "size_bytes": 3000}
+    assert run_json("models", "du")["usage"][-1] == {
+        "origin": "partial",
+        "n_models": 3,
+        "size_bytes": 3000,
+    }
     assert run_json("models", "prune", "--dry-run")["freed_bytes"] == 0
     assert old.exists()
     body = run_json("models", "prune", "--yes")
@@ -248,7 +278,9 @@ def test_adopt_and_forget(tmp_path: Path, tiny_model: Path) -> None:
         run("models", "adopt", "--forget")
 
 
-def test_a_long_download_times_the_processor_meanwhile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_download_times_the_processor_meanwhile_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from localllm.device import detect
 
     asked: list[bool] = []
@@ -269,25 +301,35 @@ def test_a_long_download_times_the_processor_meanwhile_once(monkeypatch: pytest.
 def test_pulling_a_model_names_the_drafters_that_are_published_for_it() -> None:
     (found,) = pull.companions_of("qwen3.8-27b:Q8_0")
     assert (found.kind, found.file) == ("mtp", "mtp-Qwen3.8-27B-Q4_0.gguf")
-    assert found.url == "https://huggingface.co/ggml-org/Qwen3.8-27B-GGUF/blob/main/mtp-Qwen3.8-27B-Q4_0.gguf"
+    assert (
+        found.url
+        == "https://huggingface.co/ggml-org/Qwen3.8-27B-GGUF/blob/main/mtp-Qwen3.8-27B-Q4_0.gguf"
+    )
     assert pull.companions_of("org/name") == ()
     said = pull.offered("qwen3.8-27b", found, None)
     assert said.startswith(
-        "a drafter for it (mtp, ggml-org/Qwen3.8-27B-GGUF, mtp-Qwen3.8-27B-Q4_0.gguf): its own heads in a file apart"
+        "a drafter for it (mtp, ggml-org/Qwen3.8-27B-GGUF, mtp-Qwen3.8-27B-Q4_0.gguf): its own "
+        "heads in a file apart"
     )
     trained = Companion("dflash", "org/heads", "d.gguf")
     assert "`localllm pull qwen3.8-27b --drafter`" in pull.offered("qwen3.8-27b", trained, None)
     assert "`--draft /kept/d.gguf`" in pull.offered("qwen3.8-27b", trained, Path("/kept/d.gguf"))
 
 
-def test_a_script_is_told_where_the_drafter_lies(published: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_told_where_the_drafter_lies(
+    published: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     published.add("org/heads", {"d.gguf": b"heads"})
-    monkeypatch.setattr(pull, "companions_of", lambda ref: (Companion("eagle3", "org/heads", "d.gguf"),))
+    monkeypatch.setattr(
+        pull, "companions_of", lambda ref: (Companion("eagle3", "org/heads", "d.gguf"),)
+    )
     assert run_json("pull", REPO)["drafter"] is None
     assert Path(run_json("pull", REPO, "--drafter")["drafter"]).read_bytes() == b"heads"
 
 
-@pytest.mark.parametrize("ref", ["prism-ml/Ternary-Bonsai-2-27B-gguf:Q2_0", "Bonsai2-4B.gguf", "bonsai_2_27b"])
+@pytest.mark.parametrize(
+    "ref", ["prism-ml/Ternary-Bonsai-2-27B-gguf:Q2_0", "Bonsai2-4B.gguf", "bonsai_2_27b"]
+)
 def test_what_the_engine_reads_wrong_without_saying_so_is_refused_by_name(ref: str) -> None:
     with pytest.raises(ModelFileError, match="Bonsai 2"):
         fetch(ref)
@@ -302,7 +344,13 @@ def test_a_file_of_that_name_is_refused_too(smollm2: Path, tmp_path: Path) -> No
 
 def test_its_older_sisters_are_not() -> None:
     refused = []
-    for name in ("Bonsai-27B-Q1_0", "Ternary-Bonsai-27B-Q2_0", "bonsai-8b", "bonsai-2.5b", "Bonsai-2-27B"):
+    for name in (
+        "Bonsai-27B-Q1_0",
+        "Ternary-Bonsai-27B-Q2_0",
+        "bonsai-8b",
+        "bonsai-2.5b",
+        "Bonsai-2-27B",
+    ):
         try:
             check_readable(name)
         except ModelFileError:

@@ -1,4 +1,5 @@
-"""Each fault by itself: one that passes is survived, one that lasts ends in a clear error and in no wrong file."""
+"""Each fault by itself: one that passes is survived, one that lasts ends in a clear error and in no
+wrong file."""
 
 from __future__ import annotations
 
@@ -18,10 +19,25 @@ REPO = "maker/Some-Model-GGUF"
 BODY = random.Random(7).randbytes(150_000)
 FILES = {"Some-Model-Q4_K_M.gguf": BODY}
 HURRIED = Patience(
-    failures=6, connect_s=0.3, read_s=0.15, slow_window_s=0.05, least_bytes_s=5_000, sleep=lambda seconds: None
+    failures=6,
+    connect_s=0.3,
+    read_s=0.15,
+    slow_window_s=0.05,
+    least_bytes_s=5_000,
+    sleep=lambda seconds: None,
 )
-# Faults of which each try still brings some more of the file, or which need a Range to bite: patience wins.
-_OVERCOME = {"truncated", "short length", "hang", "reset", "drip", "range ignored", "wrong range", "disk full"}
+# Faults of which each try still brings some more of the file, or which need a Range to bite:
+# patience wins.
+_OVERCOME = {
+    "truncated",
+    "short length",
+    "hang",
+    "reset",
+    "drip",
+    "range ignored",
+    "wrong range",
+    "disk full",
+}
 
 
 @pytest.mark.parametrize("fault", CONTENT_FAULTS)
@@ -41,7 +57,9 @@ def test_one_fault_while_listing_is_survived(fault: str, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("fault", CONTENT_FAULTS)
-def test_a_fault_that_never_ends_is_a_clear_error_or_is_overcome(fault: str, hub: Hub, cache: Path) -> None:
+def test_a_fault_that_never_ends_is_a_clear_error_or_is_overcome(
+    fault: str, hub: Hub, cache: Path
+) -> None:
     hub.add(REPO, FILES)
     hub.schedule = Schedule(seed=2, always=("content", fault))
     if fault not in _OVERCOME:
@@ -77,12 +95,16 @@ def test_a_file_longer_than_a_server_gives_at_once_comes_in_spans(hub: Hub, tmp_
     hub.schedule = Schedule(seed=3, once=[("content", "truncated"), ("content", "range ignored")])
     with transfer.new_client({}, HURRIED, hub.url) as client:
         url = file_url(listing, file.name)
-        transfer.Fetch(client, url, file, partial, HURRIED, lambda *_: None, span_bytes=40_000).run()
+        transfer.Fetch(
+            client, url, file, partial, HURRIED, lambda *_: None, span_bytes=40_000
+        ).run()
     assert partial.read_bytes() == BODY
     assert hub.contents()[0].range == "bytes=0-39999"
 
 
-def test_a_dead_hub_is_said_to_be_dead_soon(online: None, monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> None:
+def test_a_dead_hub_is_said_to_be_dead_soon(
+    online: None, monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
     with running(Hub()) as gone:
         monkeypatch.setenv("HF_ENDPOINT", gone.url)
     with pytest.raises(DownloadError, match="can't be asked") as caught:
@@ -97,7 +119,9 @@ def test_an_encrypted_hub_never_leads_to_an_unencrypted_address() -> None:
 
     with transfer.new_client({}, HURRIED, "https://hub.example") as client:
         hooks = client.event_hooks
-    through = httpx.Client(transport=httpx.MockTransport(redirect), event_hooks=hooks, follow_redirects=True)
+    through = httpx.Client(
+        transport=httpx.MockTransport(redirect), event_hooks=hooks, follow_redirects=True
+    )
     with through, pytest.raises(DownloadError, match="unencrypted"):
         through.get("https://hub.example/x")
 
@@ -109,7 +133,10 @@ def test_a_proxy_of_the_environment_is_used(hub: Hub, monkeypatch: pytest.Monkey
     assert file is not None
     with running(Hub()) as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
-        with transfer.new_client({}, HURRIED, "http://mirror.example") as client, pytest.raises(httpx.HTTPStatusError):
+        with (
+            transfer.new_client({}, HURRIED, "http://mirror.example") as client,
+            pytest.raises(httpx.HTTPStatusError),
+        ):
             client.get("http://mirror.example/x/y").raise_for_status()
         assert [s.path for s in proxy.seen] == ["/x/y"]
 
@@ -122,4 +149,6 @@ def test_two_pulls_at_once_fetch_it_once(hub: Hub, cache: Path) -> None:
         found = [f.result() for f in [pool.submit(pull, REPO, reserve_bytes=0) for _ in range(2)]]
     assert found[0].path == found[1].path
     assert sum(s.sent_bytes for s in hub.contents()) == len(BODY)
-    assert [c.result for c in map(store.verify, hf_cache.scan(cache))] == ["bad"], "random bytes are no GGUF"
+    assert [c.result for c in map(store.verify, hf_cache.scan(cache))] == ["bad"], (
+        "random bytes are no GGUF"
+    )

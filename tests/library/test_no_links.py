@@ -1,4 +1,5 @@
-"""A disk without symbolic links (Windows, exFAT): the cache works there too, as huggingface-hub's does."""
+"""A disk without symbolic links (Windows, exFAT): the cache works there too, as huggingface-hub's
+does."""
 
 from __future__ import annotations
 
@@ -25,8 +26,13 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "symlink_to", refuse)
 
 
-def test_files_lie_in_the_snapshot_are_found_verified_and_removed(hub: Hub, patience: Patience) -> None:
-    files = {f"Tiny-{quant}.gguf": random.Random(quant).randbytes(200_000) for quant in ("Q4_K_M", "Q8_0")}
+def test_files_lie_in_the_snapshot_are_found_verified_and_removed(
+    hub: Hub, patience: Patience
+) -> None:
+    files = {
+        f"Tiny-{quant}.gguf": random.Random(quant).randbytes(200_000)
+        for quant in ("Q4_K_M", "Q8_0")
+    }
     hub.add(REPO, files)
     for quant in ("Q4_K_M", "Q8_0"):
         local = pull(f"{REPO}:{quant}", patience=patience)

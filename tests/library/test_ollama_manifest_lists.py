@@ -1,4 +1,5 @@
-"""Ollama's newer layout: manifests-v2/, one tag for several runners, manifests that lie among the blobs.
+"""Ollama's newer layout: manifests-v2/, one tag for several runners, manifests that lie among the
+blobs.
 
 https://github.com/ollama/ollama: manifest/paths.go, manifest/manifest.go (MediaTypeManifestList).
 """
@@ -33,7 +34,9 @@ def blob(models: Path, content: bytes, kind: str) -> dict[str, Any]:
 
 def manifest(models: Path, weights: bytes, **more: str) -> dict[str, Any]:
     config = blob(
-        models, json.dumps({"file_type": "Q4_K_M"}).encode(), "application/vnd.docker.container.image.v1+json"
+        models,
+        json.dumps({"file_type": "Q4_K_M"}).encode(),
+        "application/vnd.docker.container.image.v1+json",
     )
     layers = [blob(models, weights, "application/vnd.ollama.image.model")]
     media_type = "application/vnd.docker.distribution.manifest.v2+json"
@@ -53,7 +56,15 @@ def put(models: Path, content: bytes, *name: str) -> Path:
 
 
 def test_a_store_of_the_newer_layout_alone_is_found(models: Path) -> None:
-    put(models, json.dumps(manifest(models, b"GGUF a")).encode(), "manifests-v2", "ollama.com", "library", "tiny", "1b")
+    put(
+        models,
+        json.dumps(manifest(models, b"GGUF a")).encode(),
+        "manifests-v2",
+        "ollama.com",
+        "library",
+        "tiny",
+        "1b",
+    )
     (model,) = store.scan()
     assert (model.name, model.quant, model.path.read_bytes()) == ("tiny:1b", "Q4_K_M", b"GGUF a")
 
@@ -78,7 +89,15 @@ def test_a_name_in_both_layouts_is_one_model_and_the_newer_says_which(models: Pa
         "t",
         "1b",
     )
-    put(models, json.dumps(manifest(models, b"GGUF new")).encode(), "manifests-v2", "ollama.com", "library", "t", "1b")
+    put(
+        models,
+        json.dumps(manifest(models, b"GGUF new")).encode(),
+        "manifests-v2",
+        "ollama.com",
+        "library",
+        "t",
+        "1b",
+    )
     (model,) = store.scan()
     assert model.path.read_bytes() == b"GGUF new"
 
@@ -109,6 +128,8 @@ def test_of_a_list_the_manifest_for_llamacpp_is_run(models: Path, as_reference: 
 @pytest.mark.parametrize("children", [
     [], [{"digest": "sha256:../../x", "runner": "llamacpp"}], [{"digest": "sha256:" + "0" * 64, "runner": "ollama"}], [{}],
 ])  # fmt: skip
-def test_lists_that_name_nothing_are_passed_over(models: Path, children: list[dict[str, Any]]) -> None:
+def test_lists_that_name_nothing_are_passed_over(
+    models: Path, children: list[dict[str, Any]]
+) -> None:
     put(models, listed(*children), "manifests-v2", "ollama.com", "library", "t", "1b")
     assert store.scan() == []

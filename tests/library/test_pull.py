@@ -40,7 +40,12 @@ def test_the_usual_variant_is_fetched_verified_and_seen_by_huggingface_hub(
     repo = hub.add(REPO, files("Q4_K_M", "Q8_0"))
     local = pull(REPO, patience=patience)
     assert local.path.read_bytes() == repo.files["Tiny-1B-Q4_K_M.gguf"]
-    assert (local.name, local.quant, local.repo, local.origin) == ("Tiny-1B-Q4_K_M", "Q4_K_M", REPO, "hf-cache")
+    assert (local.name, local.quant, local.repo, local.origin) == (
+        "Tiny-1B-Q4_K_M",
+        "Q4_K_M",
+        REPO,
+        "hf-cache",
+    )
 
     from huggingface_hub import hf_hub_download, scan_cache_dir
 
@@ -77,7 +82,9 @@ def test_an_unknown_quant_says_which_there_are(hub: Hub, patience: Patience) -> 
     assert "Q4_K_M, Q8_0" in e.value.hint
 
 
-def test_a_split_gguf_comes_whole_and_its_first_part_is_the_path(hub: Hub, patience: Patience) -> None:
+def test_a_split_gguf_comes_whole_and_its_first_part_is_the_path(
+    hub: Hub, patience: Patience
+) -> None:
     parts = {f"Q4_K_M/Tiny-1B-Q4_K_M-{n:05d}-of-00003.gguf": content(n) for n in (1, 2, 3)}
     hub.add(REPO, parts | {"Q8_0/Tiny-1B-Q8_0-00001-of-00002.gguf": content(9)})
     local = pull(REPO, patience=patience)
@@ -90,7 +97,10 @@ def test_a_split_gguf_comes_whole_and_its_first_part_is_the_path(hub: Hub, patie
 
 
 def test_the_projector_comes_only_when_asked_for(hub: Hub, patience: Patience) -> None:
-    hub.add(REPO, files("Q4_K_M") | {"mmproj-F16.gguf": content(7), "mmproj-F32.gguf": content(8, 500_000)})
+    hub.add(
+        REPO,
+        files("Q4_K_M") | {"mmproj-F16.gguf": content(7), "mmproj-F32.gguf": content(8, 500_000)},
+    )
     assert pull(REPO, patience=patience).mmproj is None
     local = pull(REPO, mmproj=True, patience=patience)
     assert local.mmproj is not None
@@ -101,9 +111,12 @@ def test_the_projector_comes_only_when_asked_for(hub: Hub, patience: Patience) -
 def test_an_mlx_folder_comes_with_its_small_files_checked_by_gits_hash(
     hub: Hub, cache: Path, patience: Patience
 ) -> None:
-    config = json.dumps({"quantization": {"bits": 4, "group_size": 64}, "model_type": "tiny"}).encode()
+    config = json.dumps(
+        {"quantization": {"bits": 4, "group_size": 64}, "model_type": "tiny"}
+    ).encode()
     hub.add("mlx-community/Tiny-1B-4bit", {
-        "config.json": config, "tokenizer.json": b"{}", "model.safetensors": content(1), "README.md": b"read me",
+        "config.json": config, "tokenizer.json": b"{}", "model.safetensors": content(1),
+        "README.md": b"read me",
     })  # fmt: skip
     local = pull("mlx-community/Tiny-1B-4bit", patience=patience)
     assert local.format == "mlx"
@@ -115,7 +128,9 @@ def test_an_mlx_folder_comes_with_its_small_files_checked_by_gits_hash(
     ]
 
 
-def test_the_chooser_sees_what_is_there_with_real_sizes(hub: Hub, patience: Patience, tiny_model: Path) -> None:
+def test_the_chooser_sees_what_is_there_with_real_sizes(
+    hub: Hub, patience: Patience, tiny_model: Path
+) -> None:
     gguf = tiny_model.read_bytes()
     hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": gguf, "Tiny-1B-Q8_0.gguf": gguf + b"\0" * 1000})
     offered: list[tuple[str, int]] = []
@@ -132,7 +147,11 @@ def test_the_chooser_sees_what_is_there_with_real_sizes(hub: Hub, patience: Pati
 def test_a_catalog_id_gets_the_variant_the_chooser_names(hub: Hub, patience: Patience) -> None:
     hub.add("unsloth/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q4_K_M.gguf": content(1)})
     hub.add("Qwen/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q8_0.gguf": content(2)})
-    local = pull("qwen3-0.6b", choose=lambda m: next(v for v in m.variants if v.quant == "Q8_0"), patience=patience)
+    local = pull(
+        "qwen3-0.6b",
+        choose=lambda m: next(v for v in m.variants if v.quant == "Q8_0"),
+        patience=patience,
+    )
     assert local.path.read_bytes() == content(2)
     assert local.name == "qwen3-0.6b"
     assert resolve("qwen3-0.6b").path == local.path
@@ -140,7 +159,7 @@ def test_a_catalog_id_gets_the_variant_the_chooser_names(hub: Hub, patience: Pat
     assert pull("qwen3-0.6b:Q4_K_M", patience=patience).path.read_bytes() == content(1)
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ref", ["../../etc/passwd:Q4", "org/../etc", "org/name/../../x", "a/b\\c", "https://evil.example/a/b",
@@ -153,7 +172,9 @@ def test_references_that_hide_a_path_are_refused_before_the_hub_is_asked(
     assert not hub.seen
 
 
-@pytest.mark.parametrize("name", ["../../../.bashrc.gguf", "/etc/cron.d/x.gguf", "a\\..\\b.gguf", "C:evil.gguf"])
+@pytest.mark.parametrize(
+    "name", ["../../../.bashrc.gguf", "/etc/cron.d/x.gguf", "a\\..\\b.gguf", "C:evil.gguf"]
+)
 def test_a_hub_that_lists_a_path_outside_the_repository_is_refused(
     hub: Hub, home: Path, patience: Patience, name: str
 ) -> None:
@@ -193,13 +214,17 @@ def test_a_gated_repository_is_explained_and_opened_by_the_token(
     assert any(s.authorization == "Bearer hf_secret" for s in hub.seen if s.kind == "resolve")
 
 
-def test_an_unknown_repository_is_not_retried(hub: Hub, patience: Patience, waits: list[float]) -> None:
+def test_an_unknown_repository_is_not_retried(
+    hub: Hub, patience: Patience, waits: list[float]
+) -> None:
     with pytest.raises(ModelNotFoundError):
         pull("nobody/nothing", patience=patience)
     assert not waits
 
 
-def test_what_does_not_fit_on_the_disk_is_refused_before_the_first_byte(hub: Hub, patience: Patience) -> None:
+def test_what_does_not_fit_on_the_disk_is_refused_before_the_first_byte(
+    hub: Hub, patience: Patience
+) -> None:
     hub.add(REPO, files("Q4_K_M"))
     with pytest.raises(DownloadError) as e:
         pull(REPO, patience=patience, reserve_bytes=10**16)
@@ -207,10 +232,12 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_the_first_byte(hub: Hub
     assert not hub.contents()
 
 
-# --- the network away -----------------------------------------------------------------------------------------------
+# --- the network away -----------------------------------------------------------------------------
 
 
-def test_offline_uses_what_is_here_and_says_so_where_nothing_is(hub: Hub, patience: Patience) -> None:
+def test_offline_uses_what_is_here_and_says_so_where_nothing_is(
+    hub: Hub, patience: Patience
+) -> None:
     hub.add(REPO, files("Q4_K_M"))
     with pytest.raises(DownloadError) as e:
         pull(REPO, offline=True, patience=patience)
@@ -222,7 +249,9 @@ def test_offline_uses_what_is_here_and_says_so_where_nothing_is(hub: Hub, patien
 
 
 @pytest.mark.parametrize("fault", ["500", "429", "reset", "hang", "garbage"])
-def test_a_model_that_is_here_works_while_the_hub_does_not(hub: Hub, patience: Patience, fault: str) -> None:
+def test_a_model_that_is_here_works_while_the_hub_does_not(
+    hub: Hub, patience: Patience, fault: str
+) -> None:
     hub.add(REPO, files("Q4_K_M"))
     local = pull(REPO, patience=patience)
     hub.schedule = Schedule(always=("api", fault))
@@ -233,7 +262,9 @@ def test_a_model_that_is_here_works_while_the_hub_does_not(hub: Hub, patience: P
     assert e.value.hint
 
 
-def test_retry_after_is_honoured_and_a_long_one_ends_it(hub: Hub, patience: Patience, waits: list[float]) -> None:
+def test_retry_after_is_honoured_and_a_long_one_ends_it(
+    hub: Hub, patience: Patience, waits: list[float]
+) -> None:
     hub.add(REPO, files("Q4_K_M"))
     hub.retry_after = "17"
     hub.schedule = Schedule(seed=1, once=[("api", "429"), ("content", "429")] * 3)
@@ -246,10 +277,12 @@ def test_retry_after_is_honoured_and_a_long_one_ends_it(hub: Hub, patience: Pati
         pull("tiny-org/other", patience=patience)
 
 
-# --- interruptions --------------------------------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
-def test_kill_9_during_a_download_then_again_resumes(hub: Hub, cache: Path, home: Path, patience: Patience) -> None:
+def test_kill_9_during_a_download_then_again_resumes(
+    hub: Hub, cache: Path, home: Path, patience: Patience
+) -> None:
     body = content(5, 4_000_000)
     hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": body})
     hub.pause_after = 2_500_000
@@ -278,7 +311,9 @@ def test_kill_9_during_a_download_then_again_resumes(hub: Hub, cache: Path, home
     assert not partial.exists()
 
 
-def test_an_interrupt_keeps_the_partial_and_the_next_pull_goes_on(hub: Hub, cache: Path, patience: Patience) -> None:
+def test_an_interrupt_keeps_the_partial_and_the_next_pull_goes_on(
+    hub: Hub, cache: Path, patience: Patience
+) -> None:
     body = content(6, 3_000_000)
     hub.add(REPO, {"Tiny-1B-Q4_K_M.gguf": body})
 
@@ -292,7 +327,9 @@ def test_an_interrupt_keeps_the_partial_and_the_next_pull_goes_on(hub: Hub, cach
     assert hub.contents()[-1].range.startswith("bytes=1")
 
 
-@pytest.mark.parametrize("left", ["prefix", "garbage of the same length", "too long", "wrong prefix"])
+@pytest.mark.parametrize(
+    "left", ["prefix", "garbage of the same length", "too long", "wrong prefix"]
+)
 def test_whatever_an_earlier_run_left_ends_in_the_right_file(
     hub: Hub, cache: Path, patience: Patience, left: str
 ) -> None:
@@ -301,7 +338,8 @@ def test_whatever_an_earlier_run_left_ends_in_the_right_file(
     blobs = cache / "models--tiny-org--Tiny-1B-GGUF" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / f"{sha256(body)}.incomplete").write_bytes({
-        "prefix": body[:100_000], "garbage of the same length": content(9), "too long": body + b"x", "wrong prefix": content(9)[:1000],
+        "prefix": body[:100_000], "garbage of the same length": content(9), "too long": body + b"x",
+        "wrong prefix": content(9)[:1000],
     }[left])  # fmt: skip
     assert pull(REPO, patience=patience).path.read_bytes() == body
 
@@ -342,21 +380,31 @@ def test_a_newer_commit_brings_only_what_changed(hub: Hub, patience: Patience) -
     assert resolve(REPO).path == second.path
 
 
-def test_progress_counts_up_to_the_total_and_says_what_it_does(hub: Hub, patience: Patience) -> None:
+def test_progress_counts_up_to_the_total_and_says_what_it_does(
+    hub: Hub, patience: Patience
+) -> None:
     hub.add(REPO, {f"Tiny-1B-Q4_K_M-{n:05d}-of-00002.gguf": content(n, 2_500_000) for n in (1, 2)})
     heard: list[DownloadProgress] = []
     pull(REPO, on_progress=heard.append, patience=patience)
     counted = [p.done_bytes for p in heard]
     assert counted == sorted(counted)
     assert heard[0].state == "listing"
-    assert (heard[-1].state, heard[-1].done_bytes, heard[-1].total_bytes) == ("done", 5_000_000, 5_000_000)
+    assert (heard[-1].state, heard[-1].done_bytes, heard[-1].total_bytes) == (
+        "done",
+        5_000_000,
+        5_000_000,
+    )
     moving = [p for p in heard if p.state == "downloading" and p.eta_s is not None]
     assert moving
     assert all(p.speed_bytes_s > 0 for p in moving)
 
 
-def test_a_drafter_of_the_catalog_is_brought_once_and_found_for_its_model(hub: Hub, patience: Patience) -> None:
-    model = next(m for m in load_catalog().models if any(c.kind == "dflash" and c.file for c in m.companions))
+def test_a_drafter_of_the_catalog_is_brought_once_and_found_for_its_model(
+    hub: Hub, patience: Patience
+) -> None:
+    model = next(
+        m for m in load_catalog().models if any(c.kind == "dflash" and c.file for c in m.companions)
+    )
     companion = next(c for c in model.companions if c.kind == "dflash")
     repo = hub.add(companion.repo, {companion.file: content(3), "other.gguf": content(4, 90)})
     assert drafters_here((model.id,)) == []
@@ -371,7 +419,10 @@ def test_a_drafter_of_the_catalog_is_brought_once_and_found_for_its_model(hub: H
 
 def test_of_a_repository_of_drafters_the_smallest_is_brought(hub: Hub, patience: Patience) -> None:
     several = Companion("eagle3", "tiny-org/Tiny-EAGLE3-GGUF")
-    hub.add(several.repo, {"a-f16.gguf": content(1, 900), "a-q8.gguf": content(2, 500), "README.md": b"-"})
+    hub.add(
+        several.repo,
+        {"a-f16.gguf": content(1, 900), "a-q8.gguf": content(2, 500), "README.md": b"-"},
+    )
     assert pull_drafter(several, patience=patience).name == "a-q8.gguf"
     with pytest.raises(DownloadError, match=r"holds no gone\.gguf") as e:
         pull_drafter(Companion("eagle3", several.repo, "gone.gguf"), patience=patience)

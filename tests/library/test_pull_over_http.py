@@ -27,21 +27,34 @@ def http():
 
 def test_a_model_comes_and_goes(hub: Hub, cache: Path, http: httpx.Client) -> None:
     content = hub.add(REPO, files("Q4_K_M")).files["Tiny-1B-Q4_K_M.gguf"]
-    lines = [json.loads(line) for line in http.post("/api/pull", json={"model": f"{REPO}:Q4_K_M"}).text.splitlines()]
+    lines = [
+        json.loads(line)
+        for line in http.post("/api/pull", json={"model": f"{REPO}:Q4_K_M"}).text.splitlines()
+    ]
     assert lines[0] == {"status": "pulling manifest"}
     assert lines[-1] == {"status": "success"}
     assert {line["digest"] for line in lines if "digest" in line} == {f"sha256:{sha256(content)}"}
     (local,) = [m for m in store.scan() if m.origin == "hf-cache"]
     assert local.path.read_bytes() == content
-    assert http.request("DELETE", "/api/delete", json={"model": f"{REPO}:Q4_K_M"}).status_code == 200
+    assert (
+        http.request("DELETE", "/api/delete", json={"model": f"{REPO}:Q4_K_M"}).status_code == 200
+    )
     assert not [m for m in store.scan() if m.origin == "hf-cache"]
-    assert http.request("DELETE", "/api/delete", json={"model": f"{REPO}:Q4_K_M"}).status_code == 404
+    assert (
+        http.request("DELETE", "/api/delete", json={"model": f"{REPO}:Q4_K_M"}).status_code == 404
+    )
 
 
 def test_no_path_is_pulled_or_removed(hub: Hub, http: httpx.Client, tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     file.write_bytes(b"GGUF")
-    for ref in (str(file), "../mine.gguf", "~/mine.gguf", "file:///etc/passwd", "https://evil.example/a/b"):
+    for ref in (
+        str(file),
+        "../mine.gguf",
+        "~/mine.gguf",
+        "file:///etc/passwd",
+        "https://evil.example/a/b",
+    ):
         for reply in (
             http.post("/api/pull", json={"model": ref, "stream": False}),
             http.request("DELETE", "/api/delete", json={"model": ref}),

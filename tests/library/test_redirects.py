@@ -1,4 +1,5 @@
-"""Where a hub's redirect is followed to, and where not: no other scheme, nothing inside our network, and no token."""
+"""Where a hub's redirect is followed to, and where not: no other scheme, nothing inside our
+network, and no token."""
 
 from __future__ import annotations
 
@@ -67,7 +68,13 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.mark.parametrize(("there", "word"), ELSEWHERE)
 def test_content_is_never_fetched_from_another_kind_of_network(
-    hub: Hub, cache: Path, patience: Patience, waits: list[float], connected: list[str], there: str, word: str
+    hub: Hub,
+    cache: Path,
+    patience: Patience,
+    waits: list[float],
+    connected: list[str],
+    there: str,
+    word: str,
 ) -> None:
     hub.add(REPO, FILES)
     hub.cdn = there
@@ -93,14 +100,23 @@ def test_the_list_of_files_is_never_asked_of_another_kind_of_network(
 def test_a_public_hub_leads_nobody_to_loopback(
     hub: Hub, patience: Patience, names: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub is reached through a proxy, as a public one may be; what it points at listens on this machine."""
+    """The hub is reached through a proxy, as a public one may be; what it points at listens on this
+    machine."""
     hub.add(REPO, FILES)
     names["hub.example"], names["inside.example"] = "93.184.216.34", "127.0.0.1"
     with running(Hub()) as inside:
         monkeypatch.setenv("HTTP_PROXY", hub.url)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost,inside.example")
         port = inside.url.rpartition(":")[2]
-        for host in ("127.0.0.1", "localhost", "0.0.0.0", "[::1]", "2130706433", "127.1", "inside.example"):
+        for host in (
+            "127.0.0.1",
+            "localhost",
+            "0.0.0.0",
+            "[::1]",
+            "2130706433",
+            "127.1",
+            "inside.example",
+        ):
             hub.cdn = f"http://{host}:{port}"
             with transfer.new_client({}, patience, "http://hub.example") as client:
                 url = f"http://hub.example/{REPO}/resolve/main/Tiny-1B-Q4_K_M.gguf"
@@ -111,7 +127,13 @@ def test_a_public_hub_leads_nobody_to_loopback(
 
 
 def test_every_hop_is_checked(patience: Patience, names: dict[str, str]) -> None:
-    names.update({"hub.example": "93.184.216.34", "cdn.example": "93.184.216.35", "inside.example": "10.1.2.3"})
+    names.update(
+        {
+            "hub.example": "93.184.216.34",
+            "cdn.example": "93.184.216.35",
+            "inside.example": "10.1.2.3",
+        }
+    )
     hops = {"hub.example": "https://cdn.example/a", "cdn.example": "https://inside.example/b"}
     asked = []
 
@@ -121,16 +143,24 @@ def test_every_hop_is_checked(patience: Patience, names: dict[str, str]) -> None
 
     with transfer.new_client({}, patience, "https://hub.example") as client:
         hooks = client.event_hooks
-    through = httpx.Client(transport=httpx.MockTransport(answer), event_hooks=hooks, follow_redirects=True)
+    through = httpx.Client(
+        transport=httpx.MockTransport(answer), event_hooks=hooks, follow_redirects=True
+    )
     with through, pytest.raises(DownloadError, match="private"):
         through.get("https://hub.example/x")
     assert asked == ["hub.example", "cdn.example"]
 
 
 def test_a_hub_stays_among_the_addresses_it_was_configured_on(names: dict[str, str]) -> None:
-    names.update({"mirror.example": "10.0.0.5", "store.example": "10.0.0.6", "cdn.example": "93.184.216.35"})
+    names.update(
+        {"mirror.example": "10.0.0.5", "store.example": "10.0.0.6", "cdn.example": "93.184.216.35"}
+    )
     rule = RedirectRule("https://mirror.example/hub")
-    for url in ("https://mirror.example:8443/x", "https://store.example/x", "https://cdn.example/x"):
+    for url in (
+        "https://mirror.example:8443/x",
+        "https://store.example/x",
+        "https://cdn.example/x",
+    ):
         rule.check(url)
     for url in ("https://127.0.0.1/x", "https://169.254.169.254/latest/meta-data"):
         with pytest.raises(DownloadError):
@@ -144,7 +174,9 @@ def test_a_name_only_the_proxy_knows_is_left_to_it(names: dict[str, str]) -> Non
         rule.check("http://cdn.invalid/x")
 
 
-@pytest.mark.parametrize("url", ["https://[::1/x", "https:///x", "https://hub.example:99999/x", "nowhere"])
+@pytest.mark.parametrize(
+    "url", ["https://[::1/x", "https:///x", "https://hub.example:99999/x", "nowhere"]
+)
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(DownloadError, match="no usable address"):
         RedirectRule("https://hub.example").check(url)
@@ -170,7 +202,9 @@ def test_the_rule_leaves_the_borrowed_client_as_it_was() -> None:
         assert client.event_hooks["request"] == []
 
 
-def test_the_client_of_an_older_huggingface_hub_is_held_to_it_too(hub: Hub, connected: list[str]) -> None:
+def test_the_client_of_an_older_huggingface_hub_is_held_to_it_too(
+    hub: Hub, connected: list[str]
+) -> None:
     requests = pytest.importorskip("requests")
     hub.add(REPO, FILES)
     rule = RedirectRule(hub.url)

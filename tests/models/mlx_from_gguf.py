@@ -1,4 +1,5 @@
-"""Makes a float32 mlx-lm checkpoint with exactly the values a llama GGUF dequantises to: two engines, one model.
+"""Makes a float32 mlx-lm checkpoint with exactly the values a llama GGUF dequantises to: two
+engines, one model.
 
 python tests/models/mlx_from_gguf.py FILE.gguf FOLDER
 """
@@ -16,7 +17,8 @@ import numpy as np
 from gguf.quants import dequantize
 
 _NAMES = {
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
@@ -35,10 +37,15 @@ def convert(source: Path, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     reader = gguf.GGUFReader(str(source))
-    fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    fields = {
+        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
+    }
     if fields["general.architecture"] != "llama":
         raise SystemExit("only llama GGUFs are converted")
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    heads = {
+        "attn_q": fields["llama.attention.head_count"],
+        "attn_k": fields["llama.attention.head_count_kv"],
+    }
     weights = {}
     for tensor in reader.tensors:
         values = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
@@ -54,20 +61,25 @@ def convert(source: Path, folder: Path) -> Path:
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32",
         "hidden_size": fields["llama.embedding_length"],
-        "num_hidden_layers": fields["llama.block_count"], "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "intermediate_size": fields["llama.feed_forward_length"],
         "num_attention_heads": heads["attn_q"], "num_key_value_heads": heads["attn_k"],
-        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"], "vocab_size": fields["llama.vocab_size"],
-        "rope_theta": fields["llama.rope.freq_base"], "max_position_embeddings": fields["llama.context_length"],
+        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
+        "vocab_size": fields["llama.vocab_size"],
+        "rope_theta": fields["llama.rope.freq_base"],
+        "max_position_embeddings": fields["llama.context_length"],
         "tie_word_embeddings": "lm_head.weight" not in weights,
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"], "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
     return folder
 
 
 def dequantised(source: Path, path: Path) -> Path:
-    """`source` again with every weight as the float32 it stands for: llama.cpp multiplies quantised weights with
-    activations it rounds to 8 bits, and only computes with the same values as another engine when nothing is quantised."""
+    """`source` again with every weight as the float32 it stands for: llama.cpp multiplies quantised
+    weights with activations it rounds to 8 bits, and only computes with the same values as another
+    engine when nothing is quantised."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +92,9 @@ def dequantised(source: Path, path: Path) -> Path:
             inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), kind, sub_type=inner)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        writer.add_tensor(
+            tensor.name, np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -90,10 +104,14 @@ def dequantised(source: Path, path: Path) -> Path:
 
 
 def _unpermuted(values: np.ndarray, n_heads: int) -> np.ndarray:
-    """llama.cpp's converter interleaves the halves of each head for its rope (convert_hf_to_gguf.py,
-    LlamaModel.permute); this is the way back."""
+    """llama.cpp's converter interleaves the halves of each head for its rope
+    (convert_hf_to_gguf.py, LlamaModel.permute); this is the way back."""
     rows, columns = values.shape
-    return values.reshape(n_heads, rows // n_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        values.reshape(n_heads, rows // n_heads // 2, 2, columns)
+        .swapaxes(1, 2)
+        .reshape(rows, columns)
+    )
 
 
 def _write_weights(weights: dict[str, np.ndarray], folder: Path) -> None:
@@ -104,7 +122,8 @@ def _write_weights(weights: dict[str, np.ndarray], folder: Path) -> None:
 
 
 def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """A byte-level BPE as SmolLM2's tokenizer.json has it: digits one by one, then GPT-2's pattern."""
+    """A byte-level BPE as SmolLM2's tokenizer.json has it: digits one by one, then GPT-2's
+    pattern."""
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     added = [
         {
@@ -113,16 +132,24 @@ def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
         }
         for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _CONTROL
     ]  # fmt: skip
-    pieces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    pieces = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": None,
         "pre_tokenizer": {
-            "type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, pieces]
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, pieces]
         },
         "post_processor": None, "decoder": pieces,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": False,
             "vocab": {text: i for i, text in enumerate(tokens)},
             "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
         },

@@ -1,5 +1,6 @@
-"""Gemma 4's shapes as sparse GGUF files: heads of two sizes, keys that are values too, shared KV, tables per layer, experts
-beside a dense feed-forward. (Tensors and keys as llama.cpp's gemma4 loader reads them; dimensions from the catalog.)"""
+"""Gemma 4's shapes as sparse GGUF files: heads of two sizes, keys that are values too, shared KV,
+tables per layer, experts beside a dense feed-forward. (Tensors and keys as llama.cpp's gemma4
+loader reads them; dimensions from the catalog.)"""
 
 from __future__ import annotations
 
@@ -56,12 +57,19 @@ def _attention(s: Shape, i: int) -> Iterator[Tensor]:
     if i < s.n_layers - int(s.extra["attention.shared_kv_layers"]):
         yield p + "attn_k.weight", (s.hidden, kv)
         yield p + "attn_k_norm.weight", (size,)
-        if not (_is_full(i) and s.n_kv_heads != s.kv_heads_per_layer[i]):  # the larger ones' keys are their values
+        # the larger ones' keys are their values
+        if not (_is_full(i) and s.n_kv_heads != s.kv_heads_per_layer[i]):
             yield p + "attn_v.weight", (s.hidden, kv)
 
 
 def _shape(
-    name: str, n_layers: int, hidden: int, ff: int, heads: tuple[int, int, int], window: int, **more: Any
+    name: str,
+    n_layers: int,
+    hidden: int,
+    ff: int,
+    heads: tuple[int, int, int],
+    window: int,
+    **more: Any,
 ) -> Shape:
     """`heads`: of queries, and of keys within the window and where all is attended to."""
     n_heads, sliding, full = heads
@@ -74,15 +82,27 @@ def _shape(
         "rope.freq_base_swa": 1e4, "final_logit_softcapping": 30.0,
     }  # fmt: skip
     return Shape(
-        name, "gemma4", n_layers, hidden, ff, n_heads, sliding, _FULL, 262144, tied=True, n_ctx_train=131072, window=window,
-        kv_heads_per_layer=tuple(full if _is_full(i) else sliding for i in range(n_layers)), extra=extra, layers=_layers, **more,
+        name, "gemma4", n_layers, hidden, ff, n_heads, sliding, _FULL, 262144, tied=True,
+        n_ctx_train=131072, window=window,
+        kv_heads_per_layer=tuple(full if _is_full(i) else sliding for i in range(n_layers)),
+        extra=extra, layers=_layers, **more,
     )  # fmt: skip
 
 
 SHAPES: dict[str, Shape] = {
     s.name: s
     for s in (
-        _shape("gemma-4-26b-a4b", 30, 2816, 2112, (16, 8, 2), 1024, experts=128, experts_used=8, expert_ff=704),
+        _shape(
+            "gemma-4-26b-a4b",
+            30,
+            2816,
+            2112,
+            (16, 8, 2),
+            1024,
+            experts=128,
+            experts_used=8,
+            expert_ff=704,
+        ),
         _shape("gemma-4-12b", 48, 3840, 15360, (16, 8, 1), 1024),
         _shape("gemma-4-e4b", 42, 2560, 10240, (8, 2, 2), 512, shared=18, table=256),
     )

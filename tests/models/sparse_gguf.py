@@ -1,7 +1,9 @@
-"""Writes GGUF files that hold a real model's metadata and tensor table but no weights: holes the size of the model.
+"""Writes GGUF files that hold a real model's metadata and tensor table but no weights: holes the
+size of the model.
 
-llama.cpp plans every buffer from the header alone (`no_alloc`), so a file like this answers "what would a 70B need?"
-in milliseconds and takes a few kilobytes of disk. Shapes are the real models'; the sources are in localllm_catalog.
+llama.cpp plans every buffer from the header alone (`no_alloc`), so a file like this answers "what
+would a 70B need?" in milliseconds and takes a few kilobytes of disk. Shapes are the real models';
+the sources are in localllm_catalog.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _SMALL = gguf.GGMLQuantizationType.F32
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of one model as a GGUF header states them. `extra` are keys written under the architecture's name."""
+    """The dimensions of one model as a GGUF header states them. `extra` are keys written under the
+    architecture's name."""
 
     name: str
     arch: str
@@ -40,7 +43,8 @@ class Shape:
     kv_heads_per_layer: tuple[int, ...] = ()
     quant: str = "Q4_K"
     expert_quant: str = ""  # where the experts have another
-    layers: Callable[[Shape], Iterator[Tensor]] | None = None  # where _LAYERS does not know the architecture
+    # where _LAYERS does not know the architecture
+    layers: Callable[[Shape], Iterator[Tensor]] | None = None
 
 
 def _qkv(s: Shape, i: int, *, norms: bool = False, bias: bool = False) -> Iterator[Tensor]:
@@ -153,10 +157,13 @@ def _deepseek2(s: Shape) -> Iterator[Tensor]:
 
 
 def _qwen35(s: Shape) -> Iterator[Tensor]:
-    """Three gated-delta-net layers, then one of gated attention (every `full_attention_interval`-th)."""
+    """Three gated-delta-net layers, then one of gated attention (every
+    `full_attention_interval`-th)."""
     every = int(s.extra["full_attention_interval"])
     inner, state = int(s.extra["ssm.inner_size"]), int(s.extra["ssm.state_size"])
-    groups, ranks, conv = (int(s.extra[f"ssm.{k}"]) for k in ("group_count", "time_step_rank", "conv_kernel"))
+    groups, ranks, conv = (
+        int(s.extra[f"ssm.{k}"]) for k in ("group_count", "time_step_rank", "conv_kernel")
+    )
     for i in range(s.n_layers):
         p = f"blk.{i}."
         yield p + "attn_norm.weight", (s.hidden,)
@@ -190,7 +197,8 @@ def _qwen35(s: Shape) -> Iterator[Tensor]:
 
 
 def _qwen4exp(s: Shape) -> Iterator[Tensor]:
-    """Qwen3.5's layers with four residual streams, an indexer beside full attention, and a table of n-grams in layer 2."""
+    """Qwen3.5's layers with four residual streams, an indexer beside full attention, and a table of
+    n-grams in layer 2."""
     extra = s.extra
     rank, streams = int(extra["hyper_connection.low_rank"]), int(extra["hyper_connection.count"])
     wide, index = streams * s.hidden, int(extra["attention.indexer.key_length"])
@@ -202,7 +210,11 @@ def _qwen4exp(s: Shape) -> Iterator[Tensor]:
         (int(extra["embedding_length_per_layer_input"]), sum(extra["ple.head_vocab_sizes"])),
     )
     for name, dims in _qwen35(s):
-        if "norm.weight" not in name or name.split(".")[2] in ("attn_q_norm", "attn_k_norm", "ssm_norm"):
+        if "norm.weight" not in name or name.split(".")[2] in (
+            "attn_q_norm",
+            "attn_k_norm",
+            "ssm_norm",
+        ):
             yield name, dims
     for i in range(s.n_layers):
         p = f"blk.{i}."
@@ -212,7 +224,10 @@ def _qwen4exp(s: Shape) -> Iterator[Tensor]:
             yield p + f"hc_{part}_up.weight", (rank, wide)
             yield p + f"hc_{part}_inject.weight", (wide, streams)
         if (i + 1) % int(extra["full_attention_interval"]) == 0:
-            yield p + "indexer.q_proj.weight", (s.hidden, int(extra["attention.indexer.head_count"]) * index)
+            yield (
+                p + "indexer.q_proj.weight",
+                (s.hidden, int(extra["attention.indexer.head_count"]) * index),
+            )
             yield p + "indexer.k_proj.weight", (s.hidden, index)
             yield p + "indexer.q_norm.weight", (index,)
             yield p + "indexer.k_norm.weight", (index,)
@@ -257,23 +272,36 @@ def tensors(s: Shape) -> list[Tensor]:
     """Every tensor of `s` with its ggml dimensions (fastest first)."""
     out: list[Tensor] = [("token_embd.weight", (s.hidden, s.vocab))]
     if s.arch != "qwen4exp":
-        out.append(("token_embd_norm.weight" if s.arch == "lfm2" else "output_norm.weight", (s.hidden,)))
+        out.append(
+            ("token_embd_norm.weight" if s.arch == "lfm2" else "output_norm.weight", (s.hidden,))
+        )
     if not s.tied:
         out.append(("output.weight", (s.hidden, s.vocab)))
     return out + list((s.layers or _LAYERS[s.arch])(s))
 
 
 def _type_of(s: Shape, name: str, dims: tuple[int, ...]) -> gguf.GGMLQuantizationType:
-    if len(dims) == 1 or "_inp" in name or "conv1d" in name or "shortconv.conv" in name or name.endswith("bias"):
+    if (
+        len(dims) == 1
+        or "_inp" in name
+        or "conv1d" in name
+        or "shortconv.conv" in name
+        or name.endswith("bias")
+    ):
         return _SMALL
-    wanted = gguf.GGMLQuantizationType[s.expert_quant if s.expert_quant and "_exps." in name else s.quant]
+    wanted = gguf.GGMLQuantizationType[
+        s.expert_quant if s.expert_quant and "_exps." in name else s.quant
+    ]
     block = gguf.GGML_QUANT_SIZES[wanted][0]
     return wanted if dims[0] % block == 0 else gguf.GGMLQuantizationType.Q8_0
 
 
-def write(s: Shape, folder: Path, vocabulary: Callable[[gguf.GGUFWriter, int], None] | None = None) -> Path:
-    """Write `s` as a sparse GGUF under `folder` and return its path (reused when it is already there). `vocabulary` adds a
-    tokenizer of so many tokens, without which the file can be planned and not served."""
+def write(
+    s: Shape, folder: Path, vocabulary: Callable[[gguf.GGUFWriter, int], None] | None = None
+) -> Path:
+    """Write `s` as a sparse GGUF under `folder` and return its path (reused when it is already
+    there). `vocabulary` adds a tokenizer of so many tokens, without which the file can be planned
+    and not served."""
     path = folder / f"{s.name}.gguf"
     if path.exists():
         return path
@@ -309,7 +337,9 @@ def write(s: Shape, folder: Path, vocabulary: Callable[[gguf.GGUFWriter, int], N
         elif isinstance(value, list):
             w.add_array(name, value)
         elif isinstance(value, tuple):
-            w.add_key_value(name, list(value), gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT64)
+            w.add_key_value(
+                name, list(value), gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT64
+            )
         else:
             w.add_uint32(name, value)
     end = 0
@@ -326,7 +356,9 @@ def write(s: Shape, folder: Path, vocabulary: Callable[[gguf.GGUFWriter, int], N
         dtype: Any = "uint8" if block > 1 else "float32"
         import numpy as np
 
-        w.add_tensor_info(name, byte_rows, np.dtype(dtype), n_bytes, raw_dtype=kind if block > 1 else None)
+        w.add_tensor_info(
+            name, byte_rows, np.dtype(dtype), n_bytes, raw_dtype=kind if block > 1 else None
+        )
         end += -(-n_bytes // 32) * 32
     w.write_header_to_file()
     w.write_kv_data_to_file()
@@ -379,15 +411,20 @@ _GLM_FLASH = {
 _LFM2_KV = tuple(8 if i in (2, 5, 8, 10, 12, 14) else 0 for i in range(16))
 
 _TABLE_ROWS = 2_000_003
-# As wide as Qwen3.8-Flash-Next, with fewer layers and experts, and a table of 5.4 GB (Q8_0) where that has 28.8.
+# As wide as Qwen3.8-Flash-Next, with fewer layers and experts, and a table of 5.4 GB (Q8_0) where
+# that has 28.8.
 FLASH_NEXT = Shape(
-    "qwen4exp", "qwen4exp", 8, 2560, 640, 24, 2, 256, 248320, n_ctx_train=262144, experts=32, experts_used=10, expert_ff=640,
+    "qwen4exp", "qwen4exp", 8, 2560, 640, 24, 2, 256, 248320, n_ctx_train=262144, experts=32,
+    experts_used=10, expert_ff=640,
     extra={
         **_QWEN35_27B, "expert_shared_feed_forward_length": 640, "hyper_connection.count": 4,
-        "hyper_connection.low_rank": 320, "attention.indexer.head_count": 4, "attention.indexer.key_length": 128,
-        "attention.indexer.top_k": 512, "ple.layers": [1], "ple.ngram_size": 3, "ple.heads_per_ngram": 8,
+        "hyper_connection.low_rank": 320, "attention.indexer.head_count": 4,
+        "attention.indexer.key_length": 128,
+        "attention.indexer.top_k": 512, "ple.layers": [1], "ple.ngram_size": 3,
+        "ple.heads_per_ngram": 8,
         "ple.conv_kernel": 4, "ple.eos_token_id": 2, "embedding_length_per_layer_input": 160,
-        "ple.layer_multipliers": (3, 5, 7), "ple.head_offsets": tuple(i * _TABLE_ROWS for i in range(16)),
+        "ple.layer_multipliers": (3, 5, 7),
+        "ple.head_offsets": tuple(i * _TABLE_ROWS for i in range(16)),
         "ple.head_vocab_sizes": (_TABLE_ROWS,) * 16,
     },
 )  # fmt: skip
@@ -404,24 +441,30 @@ SHAPES: dict[str, Shape] = {
         Shape("qwen3-0.6b", "qwen3", 28, 1024, 3072, 16, 8, 128, 151936, tied=True),
         Shape("qwen3-8b", "qwen3", 36, 4096, 12288, 32, 8, 128, 151936),
         Shape("qwen3-32b", "qwen3", 64, 5120, 25600, 64, 8, 128, 151936),
-        Shape("qwen3-30b-a3b", "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, experts=128, experts_used=8, expert_ff=768),
+        Shape("qwen3-30b-a3b", "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, experts=128,
+        experts_used=8, expert_ff=768),
         Shape(
             "qwen3-235b-a22b", "qwen3moe", 94, 4096, 12288, 64, 4, 128, 151936,
             experts=128, experts_used=8, expert_ff=1536,
         ),
-        Shape("gemma-3-270m", "gemma3", 18, 640, 2048, 4, 1, 256, 262144, tied=True, window=512, n_ctx_train=32768),
-        Shape("gemma-3-27b", "gemma3", 62, 5376, 21504, 32, 16, 128, 262144, tied=True, window=1024),
+        Shape("gemma-3-270m", "gemma3", 18, 640, 2048, 4, 1, 256, 262144, tied=True, window=512,
+        n_ctx_train=32768),
+        Shape("gemma-3-27b", "gemma3", 62, 5376, 21504, 32, 16, 128, 262144, tied=True,
+        window=1024),
         Shape(
             "gemma-2-9b", "gemma2", 42, 3584, 14336, 16, 8, 256, 256000, tied=True, window=4096,
-            n_ctx_train=8192, extra={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            n_ctx_train=8192, extra={"attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0},
         ),
         Shape(
             "gpt-oss-20b", "gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088,
-            experts=32, experts_used=4, expert_ff=2880, window=128, quant="Q8_0", expert_quant="MXFP4",
+            experts=32, experts_used=4, expert_ff=2880, window=128, quant="Q8_0",
+            expert_quant="MXFP4",
         ),
         Shape(
             "gpt-oss-120b", "gpt-oss", 36, 2880, 2880, 64, 8, 64, 201088,
-            experts=128, experts_used=4, expert_ff=2880, window=128, quant="Q8_0", expert_quant="MXFP4",
+            experts=128, experts_used=4, expert_ff=2880, window=128, quant="Q8_0",
+            expert_quant="MXFP4",
         ),
         Shape(
             "deepseek-v2-lite", "deepseek2", 27, 2048, 10944, 16, 1, 192, 102400,
@@ -431,7 +474,8 @@ SHAPES: dict[str, Shape] = {
             "glm-4.7-flash", "deepseek2", 47, 2048, 10240, 20, 1, 256, 154880,
             experts=64, experts_used=4, expert_ff=1536, extra=_GLM_FLASH,
         ),
-        Shape("qwen3.5-27b", "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, n_ctx_train=262144, extra=_QWEN35_27B),
+        Shape("qwen3.5-27b", "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, n_ctx_train=262144,
+        extra=_QWEN35_27B),
         Shape(
             "qwen3.5-35b-a3b", "qwen35moe", 40, 2048, 512, 16, 2, 256, 248320, n_ctx_train=262144,
             experts=256, experts_used=8, expert_ff=512, extra=_QWEN35_35B,

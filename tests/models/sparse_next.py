@@ -1,4 +1,5 @@
-"""Headers of two mixtures that keep more, or less, than a latent row per token: GLM-5.3-Flash and DeepSeek V4 Flash.
+"""Headers of two mixtures that keep more, or less, than a latent row per token: GLM-5.3-Flash and
+DeepSeek V4 Flash.
 
 As wide as the models, with fewer layers and experts. Tensors: https://github.com/ggml-org/llama.cpp
 src/models/{glm5-next,deepseek4}.cpp.
@@ -117,22 +118,31 @@ _SHARED: dict[str, Any] = {
 }
 _KV = (0, 0, 0, 1) * 2
 GLM_FLASH_NEXT = Shape(
-    "glm-5.3-flash", "glm5-next", 8, 4096, 12288, 64, 1, 512, 154880, n_ctx_train=1048576, experts=32, experts_used=8,
+    "glm-5.3-flash", "glm5-next", 8, 4096, 12288, 64, 1, 512, 154880, n_ctx_train=1048576,
+    experts=32, experts_used=8,
     expert_ff=2048, kv_heads_per_layer=_KV, layers=glm5_next,
     extra={
-        **_SHARED, "attention.q_lora_rank": 1536, "attention.kv_lora_rank": 512, "attention.key_length_mla": 256,
-        "attention.value_length_mla": 256, "rope.dimension_count": 0, "ssm.conv_kernel": 4, "kda.head_dim": 128,
-        "kda.gate_lower_bound": -5.0, "attention.indexer.head_count": 32, "attention.indexer.top_k": 2048,
+        **_SHARED, "attention.q_lora_rank": 1536, "attention.kv_lora_rank": 512,
+        "attention.key_length_mla": 256,
+        "attention.value_length_mla": 256, "rope.dimension_count": 0, "ssm.conv_kernel": 4,
+        "kda.head_dim": 128,
+        "kda.gate_lower_bound": -5.0, "attention.indexer.head_count": 32,
+        "attention.indexer.top_k": 2048,
         "attention.indexer.kpool": 4, "expert_gating_func": 2, "expert_weights_scale": 2.5,
     },
 )  # fmt: skip
 DEEPSEEK_FLASH = Shape(
-    "deepseek-v4-flash", "deepseek4", 6, 4096, 0, 64, 1, 512, 129280, n_ctx_train=1048576, experts=32, experts_used=6,
+    "deepseek-v4-flash", "deepseek4", 6, 4096, 0, 64, 1, 512, 129280, n_ctx_train=1048576,
+    experts=32, experts_used=6,
     expert_ff=2048, window=128, layers=deepseek4,
     extra={
-        **_SHARED, "attention.q_lora_rank": 1024, "attention.output_lora_rank": 1024, "attention.output_group_count": 8,
-        "attention.compress_ratios": [0, 0, 4, 128, 4, 128], "attention.compress_rope_freq_base": 160000.0,
-        "rope.dimension_count": 64, "attention.indexer.head_count": 64, "attention.indexer.top_k": 512,
-        "hash_layer_count": 0, "expert_gating_func": 4, "expert_weights_scale": 1.5, "swiglu_clamp_exp": 10.0,
+        **_SHARED, "attention.q_lora_rank": 1024, "attention.output_lora_rank": 1024,
+        "attention.output_group_count": 8,
+        "attention.compress_ratios": [0, 0, 4, 128, 4, 128],
+        "attention.compress_rope_freq_base": 160000.0,
+        "rope.dimension_count": 64, "attention.indexer.head_count": 64,
+        "attention.indexer.top_k": 512,
+        "hash_layer_count": 0, "expert_gating_func": 4, "expert_weights_scale": 1.5,
+        "swiglu_clamp_exp": 10.0,
     },
 )  # fmt: skip

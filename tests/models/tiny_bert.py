@@ -1,4 +1,5 @@
-"""A BERT of random weights with a few hundred word pieces: an embedding model that loads in milliseconds."""
+"""A BERT of random weights with a few hundred word pieces: an embedding model that loads in
+milliseconds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?"
 
 
 def write_bert(path: Path, *, pooling: int = 1, seed: int = 5, template: str | None = None) -> Path:
-    """Write the model; `pooling` as in llama.h (1 mean, 2 CLS, 4 rank: with a head that scores), `template` for pairs."""
+    """Write the model; `pooling` as in llama.h (1 mean, 2 CLS, 4 rank: with a head that scores),
+    `template` for pairs."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "bert")
     w.add_name("tiny-bert")
@@ -24,7 +26,8 @@ def write_bert(path: Path, *, pooling: int = 1, seed: int = 5, template: str | N
     w.add_layer_norm_eps(1e-12)
     w.add_causal_attention(False)
     w.add_pooling_type(gguf.PoolingType(pooling))
-    # Word pieces as llama.cpp keeps them: a word's beginning carries U+2581, what goes on carries nothing.
+    # Word pieces as llama.cpp keeps them: a word's beginning carries U+2581, what goes on carries
+    # nothing.
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{c}" for c in LETTERS), *LETTERS]
     kinds = [gguf.TokenType.CONTROL] * 5 + [gguf.TokenType.NORMAL] * (len(tokens) - 5)
     if template:

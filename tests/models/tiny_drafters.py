@@ -1,4 +1,5 @@
-"""Writes tiny drafters (EAGLE-3 heads, DFlash and DSpark blocks), and a tiny model that they can be right about."""
+"""Writes tiny drafters (EAGLE-3 heads, DFlash and DSpark blocks), and a tiny model that they can be
+right about."""
 
 from __future__ import annotations
 
@@ -38,9 +39,13 @@ def write_eagle3(
     path: Path, *, layers: tuple[int, ...] = (0, 1, 2), n_draft_vocab: int = 0, width: int = E, own: bool = True,
     knowing: bool = False, without: str = "", seed: int = 11,
 ) -> Path:  # fmt: skip
-    """One layer behind the features of three. `n_draft_vocab`: it knows so many tokens only (d2t); `width` of the model it is
-    for; `own` embeddings and output, else the model's. `knowing`: its attention sees the newest token alone and passes it on, as
-    `write_target` leans on it; else every weight is random. `without`: tensors left out."""
+    """One layer behind the features of three.
+    `n_draft_vocab`: it knows so many tokens only (d2t);
+    `width` of the model it is for;
+    `own` embeddings and output, else the model's.
+    `knowing`: its attention sees the newest token alone and passes it on, as `write_target` leans
+    on it; else every weight is random.
+    `without`: tensors left out."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "eagle3")
     common(w, layers=1, e=E, ff=FF, heads=HEADS, kv=KV, d=D, n_ctx=4096)
@@ -53,7 +58,9 @@ def write_eagle3(
         w.add_tensor("token_embd.weight", _random(rng, VOCAB, E) * 8)
         w.add_tensor("output.weight", _random(rng, n, E) * 16)
     if n_draft_vocab:
-        w.add_tensor("d2t", np.sort(rng.choice(np.arange(3, VOCAB), n, replace=False)).astype(np.int64))
+        w.add_tensor(
+            "d2t", np.sort(rng.choice(np.arange(3, VOCAB), n, replace=False)).astype(np.int64)
+        )
     w.add_tensor("fc.weight", _random(rng, E, len(layers) * width))
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.attn_norm_2"):
         if name != without:
@@ -76,8 +83,10 @@ def write_dflash(
     path: Path, *, block: int = 4, layers: tuple[int, ...] = (0, 1), markov: bool = False, confidence: bool = False,
     window: int = 0, knowing: float | None = None, own: bool = True, seed: int = 12,
 ) -> Path:  # fmt: skip
-    """Two layers that fill in blocks. `markov`, `confidence`: DSpark's heads; `window`: a sliding one in its first layer.
-    `knowing`: a likeness of `write_target`, whose newest token the Markov head knows the next one of."""
+    """Two layers that fill in blocks. `markov`, `confidence`: DSpark's heads; `window`: a sliding
+    one in its first layer.
+    `knowing`: a likeness of `write_target`, whose newest token the Markov head knows the next one
+    of."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "dflash")
     common(w, layers=2, e=E, ff=FF, heads=HEADS, kv=KV, d=D, n_ctx=4096)
@@ -119,7 +128,11 @@ def _gemma4(w: gguf.GGUFWriter, name: str, windows: list[bool], e: int) -> None:
     common(w, layers=len(windows), e=e, ff=FF, heads=HEADS, kv=KV, d=_WIDTHS[False], n_ctx=4096)
     w.add_sliding_window(GEMMA_WINDOW)
     w.add_array(f"{name}.attention.sliding_window_pattern", windows)
-    for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+    for key in (
+        "attention.key_length_swa",
+        "attention.value_length_swa",
+        "rope.dimension_count_swa",
+    ):
         w.add_uint32(f"{name}.{key}", _WIDTHS[True])
     w.add_float32(f"{name}.rope.freq_base_swa", 1e4)
     w.add_uint32(f"{name}.embedding_length_per_layer_input", 0)
@@ -129,10 +142,19 @@ def _gemma4(w: gguf.GGUFWriter, name: str, windows: list[bool], e: int) -> None:
 
 
 def _gemma4_layer(
-    w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, width: int, *, keeps: bool, scale: float
+    w: gguf.GGUFWriter,
+    rng: np.random.Generator,
+    i: int,
+    e: int,
+    width: int,
+    *,
+    keeps: bool,
+    scale: float,
 ) -> None:
     for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
-        w.add_tensor(f"blk.{i}.{norm}.weight", np.full(e, scale if "post" in norm else 1.0, dtype=np.float32))
+        w.add_tensor(
+            f"blk.{i}.{norm}.weight", np.full(e, scale if "post" in norm else 1.0, dtype=np.float32)
+        )
     w.add_tensor(f"blk.{i}.attn_q.weight", _random(rng, HEADS * width, e))
     w.add_tensor(f"blk.{i}.attn_q_norm.weight", np.full(width, 0.25, dtype=np.float32))
     w.add_tensor(f"blk.{i}.attn_output.weight", _random(rng, e, HEADS * width))
@@ -146,7 +168,8 @@ def _gemma4_layer(
 
 
 def write_gemma4(path: Path, *, likeness: float = 0.0, seed: int = 21) -> Path:
-    """Gemma-4-shaped: windows with heads of another width than those of the last layer, which attends to all."""
+    """Gemma-4-shaped: windows with heads of another width than those of the last layer, which
+    attends to all."""
     rng, windows = np.random.default_rng(seed), [True, False, True, False]
     w = gguf.GGUFWriter(str(path), "gemma4")
     _gemma4(w, "gemma4", windows, E)
@@ -161,8 +184,9 @@ def write_gemma4(path: Path, *, likeness: float = 0.0, seed: int = 21) -> Path:
 def write_assistant(
     path: Path, *, knowing: bool = False, width: int = E, window: int = GEMMA_WINDOW, seed: int = 22
 ) -> Path:
-    """A Gemma 4 assistant of two layers, which keep nothing: one reads within the window, one all. `knowing`: it passes on its
-    newest token, as `write_gemma4` leans on it. `width` of the model that it is for."""
+    """A Gemma 4 assistant of two layers, which keep nothing: one reads within the window, one all.
+    `knowing`: it passes on its newest token, as `write_gemma4` leans on it. `width` of the model
+    that it is for."""
     rng, e, name = np.random.default_rng(seed), 2 * E, "gemma4-assistant"
     w = gguf.GGUFWriter(str(path), name)
     _gemma4(w, name, [True, False], e)
@@ -171,7 +195,11 @@ def write_assistant(
     w.add_uint32(f"{name}.embedding_length_out", width)
     w.add_uint32(f"{name}.nextn_predict_layers", 2)
     output = _tables(0)[1]
-    table = np.concatenate([output, np.zeros((VOCAB, e - E))], axis=1) if knowing else _random(rng, VOCAB, e) * 16
+    table = (
+        np.concatenate([output, np.zeros((VOCAB, e - E))], axis=1)
+        if knowing
+        else _random(rng, VOCAB, e) * 16
+    )
     w.add_tensor("token_embd.weight", table.astype(np.float32))
     before = np.eye(e, 2 * width, dtype=np.float32) if knowing else _random(rng, e, 2 * width)
     if knowing:

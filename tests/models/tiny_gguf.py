@@ -1,4 +1,5 @@
-"""Writes tiny random-weight GGUF models of every memory shape the engine must handle: real files, real kernels."""
+"""Writes tiny random-weight GGUF models of every memory shape the engine must handle: real files,
+real kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ VOCAB = 512
 
 
 def vocabulary(writer: gguf.GGUFWriter) -> None:
-    """A SentencePiece-style vocabulary: unk, bos, eos, 256 bytes, then made-up words and two control tokens."""
+    """A SentencePiece-style vocabulary: unk, bos, eos, 256 bytes, then made-up words and two
+    control tokens."""
     tokens = [b"<unk>", b"<s>", b"</s>"]
     types = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
     for i in range(256):
@@ -37,7 +39,9 @@ def _random(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
 
 
-def _attention(w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, heads: int, kv: int, d: int) -> None:
+def _attention(
+    w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, heads: int, kv: int, d: int
+) -> None:
     w.add_tensor(f"blk.{i}.attn_norm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor(f"blk.{i}.attn_q.weight", _random(rng, heads * d, e))
     w.add_tensor(f"blk.{i}.attn_k.weight", _random(rng, kv * d, e))
@@ -53,7 +57,15 @@ def _ffn(w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, ff: int) 
 
 
 def common(
-    w: gguf.GGUFWriter, *, layers: int, e: int, ff: int, heads: int, kv: int | list[int], d: int, n_ctx: int
+    w: gguf.GGUFWriter,
+    *,
+    layers: int,
+    e: int,
+    ff: int,
+    heads: int,
+    kv: int | list[int],
+    d: int,
+    n_ctx: int,
 ) -> None:
     w.add_name("tiny")
     w.add_context_length(n_ctx)
@@ -87,7 +99,8 @@ def write_llama(
     sampling: dict[str, float] | None = None,
     template: str | None = None,
 ) -> Path:
-    """Plain attention: 4 heads, 2 KV heads of 32. `sampling`: what its header states under general.sampling."""
+    """Plain attention: 4 heads, 2 KV heads of 32. `sampling`: what its header states under
+    general.sampling."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "llama")
     common(w, layers=layers, e=e, ff=128, heads=4, kv=2, d=32, n_ctx=n_ctx)
@@ -106,7 +119,9 @@ def write_llama(
     return finish(w, path)
 
 
-def write_sliding(path: Path, *, window: int = 32, seed: int = 1, template: str | None = None) -> Path:
+def write_sliding(
+    path: Path, *, window: int = 32, seed: int = 1, template: str | None = None
+) -> Path:
     """Gemma-3-shaped: every sixth layer full, the others a sliding window."""
     rng = np.random.default_rng(seed)
     e, d, layers = 64, 32, 6
@@ -135,7 +150,16 @@ def write_hybrid(path: Path, *, seed: int = 2) -> Path:
     e, d, kv, l_cache = 64, 16, 2, 3
     attention = [False, False, True, False]
     w = gguf.GGUFWriter(str(path), "lfm2")
-    common(w, layers=len(attention), e=e, ff=128, heads=4, kv=[kv if a else 0 for a in attention], d=d, n_ctx=4096)
+    common(
+        w,
+        layers=len(attention),
+        e=e,
+        ff=128,
+        heads=4,
+        kv=[kv if a else 0 for a in attention],
+        d=d,
+        n_ctx=4096,
+    )
     w.add_shortconv_l_cache(l_cache)
     vocabulary(w)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * 8)

@@ -1,4 +1,5 @@
-"""Writes tiny random-weight MLX checkpoints of every memory shape the engine must handle: real files, real kernels."""
+"""Writes tiny random-weight MLX checkpoints of every memory shape the engine must handle: real
+files, real kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ import numpy as np
 
 VOCAB = 512
 TURN, END = 510, 511
-TEMPLATE = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|turn|>assistant\n"
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor "
+    "%}<|turn|>assistant\n"
+)
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE: 256 bytes, a few merges, made-up words nothing merges to, two special tokens at the end."""
+    """A byte-level BPE: 256 bytes, a few merges, made-up words nothing merges to, two special
+    tokens at the end."""
     from localllm_backends.mlx.vocabulary import byte_of_char
 
     chars = sorted(byte_of_char(), key=lambda c: byte_of_char()[c])
@@ -34,13 +39,20 @@ def write_tokenizer(folder: Path) -> None:
         }
         for token, text in ((TURN, "<|turn|>"), (END, "<|end|>"))
     ]  # fmt: skip
-    pieces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    pieces = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": None,
         "pre_tokenizer": pieces, "post_processor": None, "decoder": pieces,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": False,
             "vocab": vocab, "merges": merges,
         },
     }  # fmt: skip
@@ -52,8 +64,11 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
 
 
-def write(folder: Path, config: dict[str, Any], *, seed: int = 0, quantise: dict[str, Any] | None = None) -> Path:
-    """A checkpoint folder of the architecture `config["model_type"]` with random weights, as mlx-lm itself saves it."""
+def write(
+    folder: Path, config: dict[str, Any], *, seed: int = 0, quantise: dict[str, Any] | None = None
+) -> Path:
+    """A checkpoint folder of the architecture `config["model_type"]` with random weights, as mlx-lm
+    itself saves it."""
     import mlx.core as mx
     from mlx.utils import tree_map_with_path
     from mlx_lm.utils import _get_classes, quantize_model, save_config, save_model
@@ -71,7 +86,12 @@ def write(folder: Path, config: dict[str, Any], *, seed: int = 0, quantise: dict
         return mx.array((rng.standard_normal(old.shape) * scale).astype(np.float32))
 
     model.update(tree_map_with_path(random, model.parameters()))
-    config = {**config, "eos_token_id": END, "architectures": ["TinyForCausalLM"], "torch_dtype": "float32"}
+    config = {
+        **config,
+        "eos_token_id": END,
+        "architectures": ["TinyForCausalLM"],
+        "torch_dtype": "float32",
+    }
     if quantise is not None:
         model, config = quantize_model(model, config, **quantise)
     save_model(folder, model)
@@ -82,7 +102,8 @@ def write(folder: Path, config: dict[str, Any], *, seed: int = 0, quantise: dict
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "rms_norm_eps": 1e-5, "vocab_size": VOCAB,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
     "rope_theta": 10000.0, "tie_word_embeddings": False, "max_position_embeddings": 4096,
 }  # fmt: skip
 
@@ -110,9 +131,11 @@ def write_mxfp4(folder: Path) -> Path:
 def write_sliding(folder: Path, *, window: int = 32) -> Path:
     """Gemma-3-shaped: every third layer full, the others a sliding window."""
     config = {
-        "model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128,
+        "model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 3,
+        "intermediate_size": 128,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6,
-        "vocab_size": VOCAB, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 32,
+        "vocab_size": VOCAB, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 32,
         "sliding_window": window, "sliding_window_pattern": 3, "max_position_embeddings": 4096,
     }  # fmt: skip
     return write(folder, config, seed=1)
@@ -121,21 +144,27 @@ def write_sliding(folder: Path, *, window: int = 32) -> Path:
 def write_moe(folder: Path) -> Path:
     """Qwen3-MoE-shaped: every layer routes each token to 2 of 8 experts."""
     config = {
-        "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
+        "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2,
+        "intermediate_size": 128,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
         "vocab_size": VOCAB, "rope_theta": 1e4, "num_experts": 8, "num_experts_per_tok": 2,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 64, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
         "tie_word_embeddings": False, "max_position_embeddings": 4096,
     }  # fmt: skip
     return write(folder, config, seed=3)
 
 
 def write_mla(folder: Path) -> Path:
-    """MiniCPM3-shaped: latent attention (keys and values from one low-rank projection, of different widths)."""
+    """MiniCPM3-shaped: latent attention (keys and values from one low-rank projection, of different
+    widths)."""
     config = {
-        "model_type": "minicpm3", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "vocab_size": VOCAB,
-        "dim_model_base": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "kv_lora_rank": 32,
+        "model_type": "minicpm3", "hidden_size": 64, "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+        "vocab_size": VOCAB,
+        "dim_model_base": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+        "kv_lora_rank": 32,
         "scale_depth": 1.4, "scale_emb": 1.0, "max_position_embeddings": 4096, "rope_theta": 1e4,
         "tie_word_embeddings": False,
         "rope_scaling": {
@@ -150,7 +179,8 @@ def write_hybrid(folder: Path) -> Path:
     """LFM2-shaped: short-convolution layers (fixed state) with attention layers between them."""
     config = {
         "model_type": "lfm2", "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "norm_eps": 1e-5,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "norm_eps": 1e-5,
         "conv_bias": False, "conv_L_cache": 3, "block_dim": 64, "block_multiple_of": 32,
         "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False, "block_ff_dim": 128,
         "full_attn_idxs": [2],
@@ -161,10 +191,13 @@ def write_hybrid(folder: Path) -> Path:
 def write_recurrent(folder: Path) -> Path:
     """Qwen3-Next-shaped: gated delta-net layers with an attention layer and routed experts."""
     config = {
-        "model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_value_heads": 2,
+        "model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "linear_num_value_heads": 2,
         "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+        "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
         "shared_expert_intermediate_size": 64, "mlp_only_layers": [], "moe_intermediate_size": 64,
         "rms_norm_eps": 1e-6, "vocab_size": VOCAB, "rope_theta": 1e4, "partial_rotary_factor": 0.5,
         "max_position_embeddings": 4096, "full_attention_interval": 2, "norm_topk_prob": True,
@@ -178,9 +211,12 @@ MIMO: dict[str, Any] = {
     "rope_theta": 10000.0, "num_nextn_predict_layers": 1, "max_position_embeddings": 4096,
 }  # fmt: skip
 QWEN35: dict[str, Any] = {
-    "model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6, "vocab_size": VOCAB,
-    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 3, "max_position_embeddings": 4096,
     "mtp_num_hidden_layers": 1,
 }  # fmt: skip
@@ -188,17 +224,24 @@ QWEN35_MOE: dict[str, Any] = {
     **QWEN35, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }  # fmt: skip
-# A head's weights as its makers name them: the layer's begin with the first, and norms and projection of embedding and
-# hidden state, in the order in which they are joined.
+# A head's weights as its makers name them: the layer's begin with the first, and norms and
+# projection of embedding and hidden state, in the order in which they are joined.
 MTP_NAMES = {
-    "mimo": ("model.mtp_layers.0.", "hidden_layernorm", "token_layernorm", "final_layernorm", "input_proj"),
+    "mimo": (
+        "model.mtp_layers.0.",
+        "hidden_layernorm",
+        "token_layernorm",
+        "final_layernorm",
+        "input_proj",
+    ),
     "qwen": ("mtp.layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"),
 }
 
 
 def write_mtp(folder: Path, family: str = "mimo", *, likeness: float = 0.0) -> Path:
-    """A model with one draft head, whose layer is `folder`/head as a model of its own: MiMo-shaped (plain attention), or
-    Qwen3.5-shaped ("qwen": gated delta nets; "qwen-moe": with routed experts). `likeness` as in tiny_mtp.write_mtp."""
+    """A model with one draft head, whose layer is `folder`/head as a model of its own: MiMo-shaped
+    (plain attention), or Qwen3.5-shaped ("qwen": gated delta nets; "qwen-moe": with routed
+    experts). `likeness` as in tiny_mtp.write_mtp."""
     import mlx.core as mx
 
     one = {"num_hidden_layers": 1, "full_attention_interval": 1}
@@ -214,28 +257,36 @@ def write_mtp(folder: Path, family: str = "mimo", *, likeness: float = 0.0) -> P
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     layer = mx.load(str(write(folder / "head", single, seed=7) / "model.safetensors"))
     prefix, first, second, norm, join = MTP_NAMES[family.removesuffix("-moe")]
-    head = {n.replace(f"{root}layers.0.", prefix): a for n, a in layer.items() if f"{root}layers.0." in n}
+    head = {
+        n.replace(f"{root}layers.0.", prefix): a
+        for n, a in layer.items()
+        if f"{root}layers.0." in n
+    }
     rng, e = np.random.default_rng(8), 64
     prefix = prefix.replace("mtp.layers.0.", "mtp.")
     for name in (first, second, norm):
-        head[f"{prefix}{name}.weight"] = mx.array((1 + 0.1 * rng.standard_normal(e)).astype(np.float32))
+        head[f"{prefix}{name}.weight"] = mx.array(
+            (1 + 0.1 * rng.standard_normal(e)).astype(np.float32)
+        )
     halves = [np.zeros((e, e)), np.eye(e)] if family == "mimo" else [np.eye(e), np.zeros((e, e))]
-    mixed = (1 - likeness) * rng.standard_normal((e, 2 * e)) / np.sqrt(2 * e) + 8 * likeness * np.concatenate(
-        halves, axis=1
-    )
+    mixed = (1 - likeness) * rng.standard_normal((e, 2 * e)) / np.sqrt(
+        2 * e
+    ) + 8 * likeness * np.concatenate(halves, axis=1)
     head[f"{prefix}{join}.weight"] = mx.array(mixed.astype(np.float32))
     mx.save_safetensors(str(folder / "model-mtp.safetensors"), head, {"format": "mlx"})
     return folder
 
 
 def as_published(folder: Path, to: Path) -> Path:
-    """The Qwen3.5-shaped checkpoint in `folder` as its makers would have saved it: other names, norms less one, convolutions laid out
-    otherwise."""
+    """The Qwen3.5-shaped checkpoint in `folder` as its makers would have saved it: other names,
+    norms less one, convolutions laid out otherwise."""
     import shutil
 
     import mlx.core as mx
 
-    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors", "head", "*.index.json"))
+    shutil.copytree(
+        folder, to, ignore=shutil.ignore_patterns("*.safetensors", "head", "*.index.json")
+    )
     raw = {}
     for file in folder.glob("*.safetensors"):
         for name, value in mx.load(str(file)).items():

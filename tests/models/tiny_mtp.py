@@ -1,4 +1,5 @@
-"""Writes tiny models with draft heads (MTP): a HY-V3-shaped dense trunk and one or more NextN blocks behind it."""
+"""Writes tiny models with draft heads (MTP): a HY-V3-shaped dense trunk and one or more NextN
+blocks behind it."""
 
 from __future__ import annotations
 
@@ -12,17 +13,23 @@ from models.tiny_gguf import VOCAB, _attention, _ffn, _random, common, finish, v
 
 def _head(w: gguf.GGUFWriter, rng: np.random.Generator, i: int, e: int, likeness: float) -> None:
     passing = np.concatenate([np.eye(e), np.zeros((e, e))], axis=1).astype(np.float32)
-    w.add_tensor(f"blk.{i}.nextn.eh_proj.weight", (1 - likeness) * _random(rng, e, 2 * e) + 8 * likeness * passing)
+    w.add_tensor(
+        f"blk.{i}.nextn.eh_proj.weight",
+        (1 - likeness) * _random(rng, e, 2 * e) + 8 * likeness * passing,
+    )
     w.add_tensor(f"blk.{i}.nextn.enorm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor(f"blk.{i}.nextn.hnorm.weight", np.ones(e, dtype=np.float32))
     w.add_tensor(f"blk.{i}.nextn.shared_head_norm.weight", np.ones(e, dtype=np.float32))
 
 
-def write_mtp(path: Path, *, heads: int = 1, layers: int = 2, likeness: float = 0.0, seed: int = 5) -> Path:
+def write_mtp(
+    path: Path, *, heads: int = 1, layers: int = 2, likeness: float = 0.0, seed: int = 5
+) -> Path:
     """4 heads, 2 KV heads of 32, and `heads` draft heads, sure of all they say.
 
-    `likeness` 0: every weight is random, and so is what the heads guess, from all they have read. Towards 1 the trunk
-    leans on its newest token and the heads pass it on as it is: they guess what the model says, most of the time.
+    `likeness` 0: every weight is random, and so is what the heads guess, from all they have read.
+    Towards 1 the trunk leans on its newest token and the heads pass it on as it is: they guess what
+    the model says, most of the time.
     """
     rng = np.random.default_rng(seed)
     e, d, ff = 64, 32, 128
@@ -45,7 +52,8 @@ def write_mtp(path: Path, *, heads: int = 1, layers: int = 2, likeness: float = 
 
 
 def write_hybrid_mtp(path: Path, *, likeness: float = 0.0, seed: int = 6) -> Path:
-    """Qwen3.5-shaped: gated delta nets (a recurrent state) with one attention layer behind them, and one draft head."""
+    """Qwen3.5-shaped: gated delta nets (a recurrent state) with one attention layer behind them,
+    and one draft head."""
     rng = np.random.default_rng(seed)
     e, d, ff, trunk, state, groups, heads = 64, 32, 128, 4, 32, 2, 4
     w = gguf.GGUFWriter(str(path), "qwen35")
@@ -88,8 +96,11 @@ def write_hybrid_mtp(path: Path, *, likeness: float = 0.0, seed: int = 6) -> Pat
     return finish(w, path)
 
 
-def write_sliding_mtp(path: Path, *, likeness: float = 0.0, window: int = 32, seed: int = 7) -> Path:
-    """MiMo-V2-shaped: sliding windows, in the draft head too, around one layer of full attention."""
+def write_sliding_mtp(
+    path: Path, *, likeness: float = 0.0, window: int = 32, seed: int = 7
+) -> Path:
+    """MiMo-V2-shaped: sliding windows, in the draft head too, around one layer of full
+    attention."""
     rng = np.random.default_rng(seed)
     e, d, ff, pattern = 64, 32, 128, [True, False, True, True]
     w = gguf.GGUFWriter(str(path), "mimo2")

@@ -1,4 +1,5 @@
-"""Writes tiny random-weight vision models: a text GGUF and its image projector, one pair per way llama.cpp reads images.
+"""Writes tiny random-weight vision models: a text GGUF and its image projector, one pair per way
+llama.cpp reads images.
 
 llava   a fixed square, 16 causal tokens an image
 gemma3  a fixed square, 16 tokens that see each other (not causal), behind a sliding window
@@ -13,7 +14,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from models.tiny_gguf import VOCAB, _attention, _ffn, _random, common, finish, vocabulary, write_llama, write_sliding
+from models.tiny_gguf import (
+    VOCAB,
+    _attention,
+    _ffn,
+    _random,
+    common,
+    finish,
+    vocabulary,
+    write_llama,
+    write_sliding,
+)
 
 _E, _VIT, _FF, _LAYERS = 64, 32, 64, 3
 TEMPLATE = (
@@ -70,7 +81,8 @@ def _write_qwen2vl(path: Path, seed: int, template: str | None) -> None:
 
 
 def _projector(path: Path, kind: str, seed: int, *, image: int, patch: int) -> None:
-    """A ViT of three layers, 2 heads of 16, and what makes its patches the text model's embeddings."""
+    """A ViT of three layers, 2 heads of 16, and what makes its patches the text model's
+    embeddings."""
     rng = np.random.default_rng(seed + 1)
     w = gguf.GGUFWriter(str(path), "clip")
     w.add_name(f"tiny {kind}")

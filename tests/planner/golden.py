@@ -1,4 +1,5 @@
-"""The golden table's machines, models and cells. `python tests/planner/golden.py` prints it anew, to be reviewed in the diff."""
+"""The golden table's machines, models and cells. `python tests/planner/golden.py` prints it anew,
+to be reviewed in the diff."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def plan(machine: str, model_id: str, workload: Workload | None = None, **fixed:
 
 
 def cell(found: Plan) -> str:
-    """yes / tight / split / no, and how it decodes: fast (20 tok/s and more), ok (5 and more), slow."""
+    """yes / tight / split / no, and how it decodes: fast (20 tok/s and more), ok (5 and more),
+    slow."""
     if found.fits == "no":
         return "no"
     speed = found.decode_tok_s.value

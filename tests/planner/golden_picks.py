@@ -1,6 +1,7 @@
 """The first pick on 25 machines for four purposes, each judged: `golden_picks.txt`.
 
-`python tests/planner/golden_picks.py` writes it anew: a pick that moved loses its reason, and has to be judged again."""
+`python tests/planner/golden_picks.py` writes it anew: a pick that moved loses its reason, and has
+to be judged again."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def picked(plan: Plan) -> str:
     made = "~" if plan.variant.is_estimate else ""
     kv = "" if plan.settings.kv_type == "f16" else f" {plan.settings.kv_type} KV"
     return (
-        f"{plan.model.id} {made}{plan.variant.quant} {plan.backend}{kv}{'' if plan.fits == 'yes' else f' {plan.fits}'}"
+        f"{plan.model.id} {made}{plan.variant.quant} "
+        f"{plan.backend}{kv}{'' if plan.fits == 'yes' else f' {plan.fits}'}"
     )
 
 
@@ -76,7 +78,8 @@ def table() -> str:
     models = catalog.load().models
     known = judged()
     lines = [
-        "# The first pick, and why whoever knows machine and models would make it too. What moves is judged again."
+        "# The first pick, and why whoever knows machine and models would make it too. What moves "
+        "is judged again."
     ]
     for machine in MACHINES:
         device = resolve(machine)

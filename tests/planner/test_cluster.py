@@ -1,4 +1,5 @@
-"""A model over several machines: what lies where, what the way between them costs, and when one machine is faster."""
+"""A model over several machines: what lies where, what the way between them costs, and when one
+machine is faster."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_two_equal_machines_share_evenly_and_every_byte_is_on_one() -> None:
 def test_what_fits_on_one_is_said_to_be_faster_there() -> None:
     small = model("gpt-oss-120b")
     spark = resolve("dgx spark")
-    plan = cluster.plan(small, variant(small, "MXFP4"), SETTINGS, [spark, spark], cluster.LINKS["10gbe"])
+    plan = cluster.plan(
+        small, variant(small, "MXFP4"), SETTINGS, [spark, spark], cluster.LINKS["10gbe"]
+    )
     assert plan is not None
     assert plan.alone is spark
     assert "alone runs it at least as fast" in plan.advice
@@ -56,7 +59,11 @@ def test_what_fits_on_one_is_said_to_be_faster_there() -> None:
 def test_the_faster_machine_is_filled_first() -> None:
     big = model("qwen3-235b-a22b-instruct-2507")
     plan = cluster.plan(
-        big, variant(big, "Q4_K_M"), SETTINGS, machines("m3 ultra 512 + rtx 5090"), cluster.LINKS["10gbe"]
+        big,
+        variant(big, "Q4_K_M"),
+        SETTINGS,
+        machines("m3 ultra 512 + rtx 5090"),
+        cluster.LINKS["10gbe"],
     )
     assert plan is not None
     assert "5090" in plan.shares[0].device.name
@@ -66,11 +73,19 @@ def test_the_faster_machine_is_filled_first() -> None:
 def test_a_slower_link_costs_more_and_too_little_memory_is_no_plan() -> None:
     big = model("qwen3-235b-a22b-instruct-2507")
     boxes = machines("2x dgx spark")
-    plans = [cluster.plan(big, variant(big, "Q6_K"), SETTINGS, boxes, link) for link in cluster.LINKS.values()]
+    plans = [
+        cluster.plan(big, variant(big, "Q6_K"), SETTINGS, boxes, link)
+        for link in cluster.LINKS.values()
+    ]
     assert all(p is not None for p in plans)
     waits = {p.link.name: p.transfer_s for p in plans if p is not None}
     assert waits["10 Gbit/s Ethernet"][1] > waits["ConnectX-7, 200 Gbit/s"][1]
-    assert cluster.plan(big, variant(big, "Q8_0"), SETTINGS, machines("2x rtx 5090"), cluster.LINKS["10gbe"]) is None
+    assert (
+        cluster.plan(
+            big, variant(big, "Q8_0"), SETTINGS, machines("2x rtx 5090"), cluster.LINKS["10gbe"]
+        )
+        is None
+    )
 
 
 def test_the_command_says_it_and_asks_whole_questions() -> None:
@@ -93,19 +108,24 @@ def test_the_command_says_it_and_asks_whole_questions() -> None:
 
 
 def test_published_speeds_of_two_machines_are_met() -> None:
-    """Rows and sources: benchmarks/data/clusters.csv. Prompts are met worse than writing: the bar is over both."""
+    """Rows and sources: benchmarks/data/clusters.csv. Prompts are met worse than writing: the bar
+    is over both."""
     rows = [r for r in compared() if r.n_machines == 2]
     writing = [r for r in rows if r.decoding and not r.shared]
     assert len(rows) >= 20
     assert statistics.median(abs(r.error) for r in rows) <= 0.2
     assert statistics.median(abs(r.error) for r in writing) <= 0.15
     assert statistics.median(abs(r.error) for r in writing if not r.seen) <= 0.15
-    assert sum(r.predicted.low <= r.measured <= r.predicted.high for r in writing) >= 0.8 * len(writing)
+    assert sum(r.predicted.low <= r.measured <= r.predicted.high for r in writing) >= 0.8 * len(
+        writing
+    )
 
 
 def test_rpc_costs_each_token_time_on_the_fastest_link_too() -> None:
     big = model("qwen3-235b-a22b-instruct-2507")
-    plan = cluster.plan(big, variant(big, "Q6_K"), SETTINGS, machines("2x dgx spark"), cluster.LINKS["connectx7"])
+    plan = cluster.plan(
+        big, variant(big, "Q6_K"), SETTINGS, machines("2x dgx spark"), cluster.LINKS["connectx7"]
+    )
     assert plan is not None
     assert plan.rpc_s == cluster.RPC_S[1]
     assert 1 / plan.decode_tok_s.value > plan.rpc_s + plan.transfer_s[0]

@@ -1,4 +1,5 @@
-"""Processors by name: cores and vectors of each, speeds by the law, and never what the asker's own was timed at."""
+"""Processors by name: cores and vectors of each, speeds by the law, and never what the asker's own
+was timed at."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def test_more_cores_read_prompts_faster_and_decode_no_slower() -> None:
 
 def test_a_server_of_768_gb_is_given_a_large_model() -> None:
     first = recommend(
-        resolve("EPYC 9005 12-channel DDR5-6000", memory_gb=768), CATALOG.models, Workload(), limit=1
+        resolve("EPYC 9005 12-channel DDR5-6000", memory_gb=768),
+        CATALOG.models,
+        Workload(),
+        limit=1,
     ).plans[0]
     assert first.model.params_total > 10e9
 
@@ -62,9 +66,14 @@ def test_what_another_processor_was_timed_at_says_nothing_of_a_described_one() -
 
 
 @pytest.mark.parametrize(
-    ("vectors", "cores", "gbps"), [("AVX2", 8, 38.4), ("AVX-512", 1, 20.0), ("AVX", 4, 19.2), ("", 2, 38.4)]
+    ("vectors", "cores", "gbps"),
+    [("AVX2", 8, 38.4), ("AVX-512", 1, 20.0), ("AVX", 4, 19.2), ("", 2, 38.4)],
 )
-def test_a_memory_that_nobody_knows_goes_by_the_cores_and_their_vectors(vectors: str, cores: int, gbps: float) -> None:
-    device = replace(resolve("EPYC 9554 192GB"), bandwidth_gbps=None, n_cpu_cores=cores, cpu_vectors=vectors)
+def test_a_memory_that_nobody_knows_goes_by_the_cores_and_their_vectors(
+    vectors: str, cores: int, gbps: float
+) -> None:
+    device = replace(
+        resolve("EPYC 9554 192GB"), bandwidth_gbps=None, n_cpu_cores=cores, cpu_vectors=vectors
+    )
     said = speed.decode(device, *file_of("phi-4", "Q4_K_M"))
     assert said.basis == f"assumed {gbps:.0f} GB/s"

@@ -1,5 +1,5 @@
-"""What drafting is predicted to bring, held against what was published; that it counts for the purpose; that what is
-planned for it is what the engine loads."""
+"""What drafting is predicted to bring, held against what was published; that it counts for the
+purpose; that what is planned for it is what the engine loads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from localllm_catalog import catalog
 from models import tiny_gguf
 
 MODELS = {m.id: m for m in catalog.load().models}
-# Decode with the model's own heads ÷ without: ggml-org/llama.cpp#22673, github.com/sudoingX/qwen38-mtp (pull requests 31,
-# 33, 42, 43, 62), of the RTX 4090 as the makers' 44.8 to 104 tok/s.
+# Decode with the model's own heads ÷ without: ggml-org/llama.cpp#22673,
+# github.com/sudoingX/qwen38-mtp (pull requests 31, 33, 42, 43, 62), of the RTX 4090 as the makers'
+# 44.8 to 104 tok/s.
 PUBLISHED = [
     ("RTX 4090", "qwen3.6-27b", 104 / 44.8),
     ("RTX 5090", "qwen3.8-27b", 171.7 / 76.3),
@@ -38,11 +39,15 @@ PUBLISHED = [
 def planned(machine: str, model: str, purpose: str = "chat", draft: str = "") -> Plan:
     files = [v for v in MODELS[model].variants if v.format == "gguf"]
     workload = Workload(purpose)  # type: ignore[arg-type]
-    return plan_for(resolve(machine), MODELS[model], typical(files), workload, overrides=Overrides(draft=draft))
+    return plan_for(
+        resolve(machine), MODELS[model], typical(files), workload, overrides=Overrides(draft=draft)
+    )
 
 
 @pytest.mark.parametrize(("machine", "model", "published"), PUBLISHED)
-def test_published_gains_of_a_models_own_heads_are_in_the_range(machine: str, model: str, published: float) -> None:
+def test_published_gains_of_a_models_own_heads_are_in_the_range(
+    machine: str, model: str, published: float
+) -> None:
     gain = drafting.heads_gain(resolve(machine), planned(machine, model))
     assert gain is not None
     assert gain.low <= published <= gain.high
@@ -53,7 +58,10 @@ def test_only_a_model_with_heads_on_an_engine_that_runs_them_is_told_so() -> Non
     device = resolve("M4 Max 128GB")
     assert drafting.heads_gain(device, planned("M4 Max 128GB", "qwen3-8b")) is None
     files = next(v for v in MODELS["qwen3.6-27b"].variants if v.format == "mlx")
-    assert drafting.heads_gain(device, plan_for(device, MODELS["qwen3.6-27b"], files, Workload())) is None
+    assert (
+        drafting.heads_gain(device, plan_for(device, MODELS["qwen3.6-27b"], files, Workload()))
+        is None
+    )
     said = recommend(resolve("RTX 4090"), [MODELS["qwen3.6-27b"]], Workload(), limit=1).plans[0]
     if said.backend == "llamacpp":
         assert any(r.startswith("with --draft mtp (its own heads") for r in said.reasons)
@@ -68,7 +76,10 @@ def test_apples_gpus_are_promised_no_more_of_heads_than_they_were_measured_at(ma
 
 
 def test_heads_that_are_loaded_count_in_the_rank_and_are_explained() -> None:
-    plain, drafted = planned("RTX 4090", "qwen3.6-27b"), planned("RTX 4090", "qwen3.6-27b", draft="mtp")
+    plain, drafted = (
+        planned("RTX 4090", "qwen3.6-27b"),
+        planned("RTX 4090", "qwen3.6-27b", draft="mtp"),
+    )
     assert plain.drafting is None
     assert drafted.drafting is not None
     assert drafted.drafting.value > 1.5
@@ -88,10 +99,13 @@ def test_edits_count_for_an_agent_and_not_for_a_chat() -> None:
     assert coding.score > off.score
 
 
-def test_lookups_asked_for_by_name_are_planned_for_a_recurrent_model_and_loaded(tmp_path: Path) -> None:
+def test_lookups_asked_for_by_name_are_planned_for_a_recurrent_model_and_loaded(
+    tmp_path: Path,
+) -> None:
     path = tiny_gguf.write_hybrid(tmp_path / "model.gguf")
     plans = {
-        draft: load_plan_named(str(path), Settings({"draft": draft, "context": 512})) for draft in ("auto", "ngram")
+        draft: load_plan_named(str(path), Settings({"draft": draft, "context": 512}))
+        for draft in ("auto", "ngram")
     }
     auto, named = plans["auto"].plan, plans["ngram"].plan
     assert auto is not None
@@ -116,5 +130,7 @@ def test_an_edit_of_a_recurrent_model_is_predicted_with_the_snapshots_it_needs()
     gain = drafting.edit_gain(device, named)
     assert gain is not None
     assert 1.1 < gain <= 4
-    off = replace(auto, settings=replace(auto.settings, drafter=replace(auto.settings.drafter, name="off")))
+    off = replace(
+        auto, settings=replace(auto.settings, drafter=replace(auto.settings.drafter, name="off"))
+    )
     assert drafting.edit_sentence(device, off) is None

@@ -1,4 +1,5 @@
-"""MLX beside llama.cpp on Macs, and drafts in the search: only what the machine can run, counted by that engine's rules."""
+"""MLX beside llama.cpp on Macs, and drafts in the search: only what the machine can run, counted by
+that engine's rules."""
 
 from __future__ import annotations
 
@@ -27,22 +28,29 @@ def plan(machine: str, model_id: str, quant: str, *, fmt: str, **fixed: str) -> 
     model = CATALOG.by_id[model_id]
     variant = next(v for v in model.variants if v.quant == quant and v.format == fmt)
     draft = fixed.get("draft", "")
-    overrides = Overrides(kv_type=fixed.get("kv_type", ""), draft=draft, draft_model=CATALOG.by_id.get(draft))
+    overrides = Overrides(
+        kv_type=fixed.get("kv_type", ""), draft=draft, draft_model=CATALOG.by_id.get(draft)
+    )
     return plan_for(resolve(machine), model, variant, Workload(), overrides=overrides)
 
 
-# --- memory by MLX's rules ------------------------------------------------------------------------------------------
+# --- memory by MLX's rules ------------------------------------------------------------------------
 
 
 def test_mlx_memory_of_qwen3_8b_by_hand() -> None:
-    """36 layers × 8 heads × (128 + 128) × 2 bytes = 147,456 bytes a token; the files' bytes once; no mask, no host."""
+    """36 layers × 8 heads × (128 + 128) × 2 bytes = 147,456 bytes a token; the files' bytes once;
+    no mask, no host."""
     found = plan("M4 Max 128GB", "qwen3-8b", "4bit", fmt="mlx")
     need = found.memory
     assert need.weights_bytes == found.variant.file_bytes
     assert need.kv_bytes == 147_456 * 16_384
     assert (need.host_bytes, need.recurrent_bytes) == (0, 0)
-    longer = memory.need(found.model, found.variant, RunSettings(n_ctx=131_072), resolve("M4 Max 128GB"))
-    shorter = memory.need(found.model, found.variant, RunSettings(n_ctx=1024), resolve("M4 Max 128GB"))
+    longer = memory.need(
+        found.model, found.variant, RunSettings(n_ctx=131_072), resolve("M4 Max 128GB")
+    )
+    shorter = memory.need(
+        found.model, found.variant, RunSettings(n_ctx=1024), resolve("M4 Max 128GB")
+    )
     assert longer.compute_bytes == shorter.compute_bytes
 
 
@@ -50,7 +58,8 @@ def test_mlx_memory_of_qwen3_8b_by_hand() -> None:
     ("model_id", "kv_type", "bytes_per_element"),
     [
         ("qwen3-8b", "f16", Fraction(2)),
-        ("qwen3-8b", "q8_0", Fraction(68, 64)),  # 64 values of 8 bits, a 16-bit scale and a 16-bit bias
+        # 64 values of 8 bits, a 16-bit scale and a 16-bit bias
+        ("qwen3-8b", "q8_0", Fraction(68, 64)),
         ("qwen3-8b", "q4_0", Fraction(36, 64)),
     ],
 )
@@ -58,20 +67,27 @@ def test_mlx_kv_elements(model_id: str, kv_type: str, bytes_per_element: Fractio
     model = CATALOG.by_id[model_id]
     assert kv_sizes.mlx_element_bytes(model, kv_type) == bytes_per_element
     assert (
-        kv_sizes.mlx_kv_bytes(model, RunSettings(4096).with_kv_type(kv_type)) == 36 * 8 * 256 * 4096 * bytes_per_element
+        kv_sizes.mlx_kv_bytes(model, RunSettings(4096).with_kv_type(kv_type))
+        == 36 * 8 * 256 * 4096 * bytes_per_element
     )
 
 
 def test_heads_that_64_does_not_divide_are_stored_in_groups_of_32() -> None:
     model = CATALOG.by_id["qwen3-8b"]
-    narrow = replace(model, layers=tuple(replace(x, head_dim_k=96, head_dim_v=96) for x in model.layers))
+    narrow = replace(
+        model, layers=tuple(replace(x, head_dim_k=96, head_dim_v=96) for x in model.layers)
+    )
     assert kv_sizes.mlx_element_bytes(narrow, "q8_0") == Fraction(36, 32)
-    odd = replace(model, layers=tuple(replace(x, head_dim_k=80, head_dim_v=80) for x in model.layers))
+    odd = replace(
+        model, layers=tuple(replace(x, head_dim_k=80, head_dim_v=80) for x in model.layers)
+    )
     assert not kv_sizes.kv_type_allowed(odd, "q8_0", registry.declared("mlx"))
 
 
 def test_a_sliding_window_cache_is_never_quantised_on_mlx() -> None:
-    assert not kv_sizes.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0", registry.declared("mlx"))
+    assert not kv_sizes.kv_type_allowed(
+        CATALOG.by_id["gemma-3-27b-it"], "q8_0", registry.declared("mlx")
+    )
     assert kv_sizes.kv_type_allowed(CATALOG.by_id["gemma-3-27b-it"], "q8_0")
     assert plan("M2 16GB", "gemma-3-27b-it", "4bit", fmt="mlx").settings.kv_type == "f16"
 
@@ -80,11 +96,13 @@ def test_a_plan_names_kv_types_in_the_words_the_backends_take() -> None:
     words = set(get_args(KvType))
     for machine in MACS:
         for purpose in PURPOSES:
-            answer = recommend.recommend(resolve(machine), CATALOG.models, Workload(purpose), limit=0)
+            answer = recommend.recommend(
+                resolve(machine), CATALOG.models, Workload(purpose), limit=0
+            )
             assert {p.settings.kv_type for p in answer.plans} <= words
 
 
-# --- which engine ---------------------------------------------------------------------------------------------------
+# --- which engine ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine", MACS)
@@ -109,16 +127,24 @@ def test_the_sentence_follows_the_predicted_speeds() -> None:
     assert picks.compare(device, gguf, mlx).startswith(
         f"MLX (4bit) is predicted {'faster' if faster else 'slower'}: {mlx.decode_tok_s.value:.3g}"
     )
-    assert "predicted as fast as" in picks.compare(device, gguf, replace(mlx, decode_tok_s=gguf.decode_tok_s))
+    assert "predicted as fast as" in picks.compare(
+        device, gguf, replace(mlx, decode_tok_s=gguf.decode_tok_s)
+    )
 
 
 @pytest.mark.parametrize("machine", ["RTX 5090", "DGX Spark", "Strix Halo 128GB"])
 def test_elsewhere_neither_mlx_nor_a_word_of_it(machine: str) -> None:
     answer = recommend.recommend(
-        resolve(machine), CATALOG.models, Workload(), overrides=Overrides(backends=("llamacpp", "mlx")), limit=0
+        resolve(machine),
+        CATALOG.models,
+        Workload(),
+        overrides=Overrides(backends=("llamacpp", "mlx")),
+        limit=0,
     )
     assert answer.plans
-    assert all(p.variant.format == "gguf" and not any("MLX" in r for r in p.reasons) for p in answer.plans)
+    assert all(
+        p.variant.format == "gguf" and not any("MLX" in r for r in p.reasons) for p in answer.plans
+    )
 
 
 def test_files_of_another_size_are_not_compared() -> None:
@@ -127,7 +153,7 @@ def test_files_of_another_size_are_not_compared() -> None:
     assert picks.nearest_of_other(big, small) is None
 
 
-# --- drafts ---------------------------------------------------------------------------------------------------------
+# --- drafts ---------------------------------------------------------------------------------------
 
 
 def test_a_named_draft_is_in_the_plans_memory_and_gain() -> None:
@@ -145,7 +171,8 @@ def test_a_draft_model_is_offered_with_its_gain_its_bytes_and_what_was_assumed()
     said = [r for p in answer.plans for r in p.reasons if r.startswith("with --draft ")]
     assert said
     assert all(
-        f"{drafting.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed" in r and "GB more" in r for r in said
+        f"{drafting.ASSUMED_ACCEPTANCE:.0%} of its tokens accepted, assumed" in r and "GB more" in r
+        for r in said
     )
 
 
@@ -172,7 +199,10 @@ def test_edits_gain_only_where_tokens_can_be_taken_back() -> None:
     assert gain is not None
     assert 1.1 <= gain <= (1 - drafting.EDIT_ACCEPTANCE**17) / (1 - drafting.EDIT_ACCEPTANCE)
     assert (
-        drafting.edit_gain(device, replace(dense, settings=replace(dense.settings, drafter=DraftChoice("off")))) is None
+        drafting.edit_gain(
+            device, replace(dense, settings=replace(dense.settings, drafter=DraftChoice("off")))
+        )
+        is None
     )
     hybrid = plan("M4 Max 128GB", "qwen3.8-27b", "Q4_K_M", fmt="gguf")
     assert drafting.edit_gain(device, hybrid) is None

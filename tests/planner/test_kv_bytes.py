@@ -1,4 +1,5 @@
-"""KV bytes from shapes: what llama.cpp allocated for them, and the laws between context and bytes."""
+"""KV bytes from shapes: what llama.cpp allocated for them, and the laws between context and
+bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def shaped(*layers: Layer) -> Model:
     return replace(known("qwen3-8b"), layers=layers, variants=())
 
 
-# Measured with llama.cpp's own allocator (no_alloc, llama-cpp-python 0.3.36), in MiB, all layers full-length.
+# Measured with llama.cpp's own allocator (no_alloc, llama-cpp-python 0.3.36), in MiB, all layers
+# full-length.
 @pytest.mark.parametrize(
     ("model_id", "tokens", "kv_type", "mib"),
     [
@@ -46,16 +48,24 @@ def shaped(*layers: Layer) -> Model:
         ("qwen3.6-27b", 262_144, "f16", 16_384),
     ],
 )
-def test_kv_bytes_are_those_llama_cpp_allocates(model_id: str, tokens: int, kv_type: str, mib: int) -> None:
-    assert kv_sizes.kv_bytes(known(model_id), RunSettings(tokens).with_kv_type(kv_type)) == mib * MIB
+def test_kv_bytes_are_those_llama_cpp_allocates(
+    model_id: str, tokens: int, kv_type: str, mib: int
+) -> None:
+    assert (
+        kv_sizes.kv_bytes(known(model_id), RunSettings(tokens).with_kv_type(kv_type)) == mib * MIB
+    )
 
 
 def test_deepseek_v2_lite_as_measured() -> None:
-    layer = Layer("mla", n_kv_heads=1, head_dim_k=192, head_dim_v=128, mla_rank=512, mla_rope_dim=64)
+    layer = Layer(
+        "mla", n_kv_heads=1, head_dim_k=192, head_dim_v=128, mla_rank=512, mla_rope_dim=64
+    )
     lite = shaped(*[layer] * 27)
     assert kv_sizes.kv_bytes(lite, RunSettings(4096)) / MIB == 121.5
     assert kv_sizes.kv_bytes(lite, RunSettings(32_768)) / MIB == 972
-    assert kv_sizes.kv_bytes(lite, RunSettings(32_768).with_kv_type("q8_0")) / MIB == pytest.approx(516.38, abs=0.01)
+    assert kv_sizes.kv_bytes(lite, RunSettings(32_768).with_kv_type("q8_0")) / MIB == pytest.approx(
+        516.38, abs=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,13 +107,18 @@ def layers(draw: st.DrawFn) -> Layer:
     )
 
 
-@given(st.lists(layers(), min_size=1, max_size=12), st.integers(1, 1000), st.sampled_from(sorted(quants.KV_TYPES)))
+@given(
+    st.lists(layers(), min_size=1, max_size=12),
+    st.integers(1, 1000),
+    st.sampled_from(sorted(quants.KV_TYPES)),
+)
 def test_kv_grows_with_the_context_and_never_faster_than_its_slope(
     stack: list[Layer], n_steps: int, kv_type: str
 ) -> None:
     model, n_ctx = shaped(*stack), kv_sizes.CONTEXT_STEP * n_steps
     here, further = (
-        kv_sizes.kv_bytes(model, RunSettings(n).with_kv_type(kv_type)) for n in (n_ctx, n_ctx + kv_sizes.CONTEXT_STEP)
+        kv_sizes.kv_bytes(model, RunSettings(n).with_kv_type(kv_type))
+        for n in (n_ctx, n_ctx + kv_sizes.CONTEXT_STEP)
     )
     slope = shapes.kv_bytes_per_token(model, kv_type)
     floor = kv_sizes.kv_bytes_per_1k_tokens(model, kv_type) * kv_sizes.CONTEXT_STEP // 1024

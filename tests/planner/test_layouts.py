@@ -1,4 +1,5 @@
-"""Weights are held in the layout in which a purpose's prompts and answers take least, by what was measured."""
+"""Weights are held in the layout in which a purpose's prompts and answers take least, by what was
+measured."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ ZEN = (TypeRates("Q4_K", STORED, LAID_OUT),)
 
 def cpu(matrix_rates: tuple[TypeRates, ...] = ZEN) -> Device:
     pool = Memory(24 * GIB, 23 * GIB, 20 * GIB, "measured")
-    plain = Device("a small server", "system", "cpu", "server", pool, Figure(56.7, "measured"), n_cpu_cores=2)
+    plain = Device(
+        "a small server", "system", "cpu", "server", pool, Figure(56.7, "measured"), n_cpu_cores=2
+    )
     return replace(plain, matrix_rates=matrix_rates)
 
 
@@ -39,9 +42,12 @@ def of_quant(quant: str) -> tuple[Model, Variant]:
 
 
 @pytest.mark.parametrize(
-    ("purpose", "wanted"), [("coding", "stored"), ("long", "stored"), ("chat", "stored"), ("embedding", "stored")]
+    ("purpose", "wanted"),
+    [("coding", "stored"), ("long", "stored"), ("chat", "stored"), ("embedding", "stored")],
 )
-def test_where_prompts_are_much_of_the_work_weights_stay_as_stored(purpose: Purpose, wanted: str) -> None:
+def test_where_prompts_are_much_of_the_work_weights_stay_as_stored(
+    purpose: Purpose, wanted: str
+) -> None:
     m, file = of_quant("Q4_K_M")
     assert kernels.layout(cpu(), m, file, Workload(purpose)) == wanted
 

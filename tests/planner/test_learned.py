@@ -1,4 +1,5 @@
-"""What one measurement teaches about the next model: the right cause moves, and only it; figures of two real models."""
+"""What one measurement teaches about the next model: the right cause moves, and only it; figures of
+two real models."""
 
 from __future__ import annotations
 
@@ -33,15 +34,27 @@ FILES = {
     GEMMA.id: (GEMMA, Variant("gguf", "Q4_K_M", "", (), 253_113_024)),
 }
 PAIRS = [(SMALL.id, GEMMA.id), (GEMMA.id, SMALL.id)]
-# Two Zen 4 cores, llama.cpp 0.3.36, both models in turn step by step, 48 steps at each depth: milliseconds a token that
-# one step in ten stays below (the median is 3-8 % above; other programs ran). A copy of memory measured 27.7 GB/s.
+# Two Zen 4 cores, llama.cpp 0.3.36, both models in turn step by step, 48 steps at each depth:
+# milliseconds a token that one step in ten stays below (the median is 3-8 % above; other programs
+# ran). A copy of memory measured 27.7 GB/s.
 DEPTHS = (29, 269, 525, 1037, 2061)
-MILLISECONDS = {SMALL.id: (7.11, 8.47, 9.14, 10.32, 13.03), GEMMA.id: (11.43, 13.24, 13.48, 13.65, 14.64)}
+MILLISECONDS = {
+    SMALL.id: (7.11, 8.47, 9.14, 10.32, 13.03),
+    GEMMA.id: (11.43, 13.24, 13.48, 13.65, 14.64),
+}
 
 
 def cpu(bandwidth_gbps: float = 27.7) -> Device:
     pool = Memory(24 * GIB, 23 * GIB, 20 * GIB, "measured")
-    return Device("two cores", "system", "cpu", "server", pool, Figure(bandwidth_gbps, "measured"), n_cpu_cores=2)
+    return Device(
+        "two cores",
+        "system",
+        "cpu",
+        "server",
+        pool,
+        Figure(bandwidth_gbps, "measured"),
+        n_cpu_cores=2,
+    )
 
 
 def bench(name: str, *, short: bool = True) -> Measured:
@@ -51,14 +64,18 @@ def bench(name: str, *, short: bool = True) -> Measured:
     return replace(run, short_tok_s=1e3 / times[0], short_depth=DEPTHS[0]) if short else run
 
 
-# --- recorded figures -----------------------------------------------------------------------------------------------
+# --- recorded figures -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("known", "other"), PAIRS)
 @pytest.mark.parametrize("short", [True, False], ids=["two depths", "an older record"])
-def test_each_model_predicts_the_other_within_15_percent_at_every_depth(known: str, other: str, short: bool) -> None:
+def test_each_model_predicts_the_other_within_15_percent_at_every_depth(
+    known: str, other: str, short: bool
+) -> None:
     for depth, milliseconds in zip(DEPTHS, MILLISECONDS[other], strict=True):
-        found = speed.decode(cpu(), *FILES[other], depth=depth, measured=[bench(known, short=short)])
+        found = speed.decode(
+            cpu(), *FILES[other], depth=depth, measured=[bench(known, short=short)]
+        )
         assert found.value == pytest.approx(1e3 / milliseconds, rel=0.15), depth
         assert found.low < 1e3 / milliseconds < found.high
 
@@ -74,10 +91,12 @@ def test_a_gpu_only_reads_its_cache() -> None:
     m = model("qwen3-8b")
     v = next(v for v in m.variants if v.quant == "Q4_K_M")
     device = resolve("RTX 4090")
-    assert speed.decode(replace(device, n_cpu_cores=2), m, v, depth=8192) == speed.decode(device, m, v, depth=8192)
+    assert speed.decode(replace(device, n_cpu_cores=2), m, v, depth=8192) == speed.decode(
+        device, m, v, depth=8192
+    )
 
 
-# --- a model's own figures ------------------------------------------------------------------------------------------
+# --- a model's own figures ------------------------------------------------------------------------
 
 
 @given(
@@ -102,17 +121,21 @@ def test_both_its_depths_are_predicted_from_both(name: str, slower: float) -> No
     run = bench(name)
     run = replace(run, decode_tok_s=run.decode_tok_s / slower, short_tok_s=run.short_tok_s / slower)
     for depth, rate in run.decoded:
-        assert speed.decode(cpu(), *FILES[name], depth=depth, measured=[run]).value == pytest.approx(rate, rel=0.03)
+        assert speed.decode(
+            cpu(), *FILES[name], depth=depth, measured=[run]
+        ).value == pytest.approx(rate, rel=0.03)
 
 
 def test_a_short_answer_slower_than_a_long_one_is_noise_and_breaks_nothing() -> None:
     run = replace(bench(SMALL.id), short_tok_s=30.0)
-    rates = [speed.decode(cpu(), *FILES[GEMMA.id], depth=d, measured=[run]).value for d in (0, 512, 4096)]
+    rates = [
+        speed.decode(cpu(), *FILES[GEMMA.id], depth=d, measured=[run]).value for d in (0, 512, 4096)
+    ]
     assert rates == sorted(rates, reverse=True)
     assert all(math.isfinite(r) and r > 0 for r in rates)
 
 
-# --- causes ---------------------------------------------------------------------------------------------------------
+# --- causes ---------------------------------------------------------------------------------------
 
 STEP = (5e-3, 3e-3, 2e-3)
 EMPTY = (5e-3, 3e-3, 0.1e-3)
@@ -155,7 +178,9 @@ def test_a_figure_only_ever_makes_surer_and_nothing_seen_changes_nothing(
 ) -> None:
     nothing = learned.learn([], learned.CPU)
     assert nothing.seconds(step) == pytest.approx(sum(step))
-    assert learned.learn([Observation(step, sum(step), 0.05)], learned.CPU).seconds(other) == pytest.approx(sum(other))
+    assert learned.learn([Observation(step, sum(step), 0.05)], learned.CPU).seconds(
+        other
+    ) == pytest.approx(sum(other))
     seen = learned.learn([Observation(step, sum(step) * slower, 0.05)], learned.CPU)
     assert seen.seconds(step) == pytest.approx(sum(step) * slower, rel=0.05)
     assert seen.uncertainty(step) < nothing.uncertainty(step)

@@ -1,4 +1,5 @@
-"""The closed form of planner.memory against llama.cpp's own plan (no_alloc) on header-only files of real shapes."""
+"""The closed form of planner.memory against llama.cpp's own plan (no_alloc) on header-only files of
+real shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ CONTEXTS = (4096, 32768, 131072)
 KV_TYPES = ("f16", "q8_0", "q4_0")
 SLOTS = (1, 4)
 GRID = [
-    ProbeSettings(n_ctx=c, n_seq_max=s, kv_type_k=k, kv_type_v=k) for c in CONTEXTS for k in KV_TYPES for s in SLOTS
+    ProbeSettings(n_ctx=c, n_seq_max=s, kv_type_k=k, kv_type_v=k)
+    for c in CONTEXTS
+    for k in KV_TYPES
+    for s in SLOTS
 ]
 # llama.cpp's graph of this hybrid takes it a second to plan, eighteen times.
 LONG = {"qwen3.5-27b"}
@@ -101,12 +105,20 @@ def test_closed_form_follows_the_settings_our_backend_uses(files: Path) -> None:
     ("n_ctx", "n_batch", "slots", "kv"),
     [(8192, 0, 8, "f16"), (4096, 512, 2, "f16"), (8192, 128, 4, "q8_0"), (8192, 2048, 4, "f16")],
 )
-def test_a_real_load_allocates_what_was_predicted(smollm2: Path, n_ctx: int, n_batch: int, slots: int, kv: str) -> None:
+def test_a_real_load_allocates_what_was_predicted(
+    smollm2: Path, n_ctx: int, n_batch: int, slots: int, kv: str
+) -> None:
     model = from_gguf.model_from_gguf(gguf.read(smollm2))
     kv_types: Any = {"kv_type_k": kv, "kv_type_v": kv}
-    # One pool, as a plan without a device has: a card's host keeps a copy of the mask (tests/backends/test_placement.py).
+    # One pool, as a plan without a device has: a card's host keeps a copy of the mask
+    # (tests/backends/test_placement.py).
     spec = LoadSpec(
-        str(smollm2), n_ctx=n_ctx, n_batch=n_batch, n_seq_max=slots, placement=Placement(gpu_layers=0), **kv_types
+        str(smollm2),
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_seq_max=slots,
+        placement=Placement(gpu_layers=0),
+        **kv_types,
     )
     backend = backend_type.load(spec)
     try:
@@ -125,21 +137,30 @@ def test_a_real_load_allocates_what_was_predicted(smollm2: Path, n_ctx: int, n_b
 
 
 @pytest.mark.parametrize("write", [tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
-def test_the_sequence_a_backend_keeps_for_itself_is_counted(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Where each sequence has a window or a state of its own, one more than are served costs memory."""
+def test_the_sequence_a_backend_keeps_for_itself_is_counted(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """Where each sequence has a window or a state of its own, one more than are served costs
+    memory."""
     path = write(tmp_path / "model.gguf")
     model = from_gguf.model_from_gguf(gguf.read(path))
     for slots in (1, 4):
         spare = memory.spare_sequences(model, model.variants[0], heads=False)
         ran = RunSettings(n_ctx=512, slots=slots, spare=spare, n_batch=64, n_outputs=slots)
-        backend = backend_type.load(LoadSpec(str(path), n_ctx=512, n_batch=64, n_seq_max=slots, n_outputs=slots))
+        backend = backend_type.load(
+            LoadSpec(str(path), n_ctx=512, n_batch=64, n_seq_max=slots, n_outputs=slots)
+        )
         try:
             real = backend.memory()
         finally:
             backend.close()
         need = memory.need(model, model.variants[0], ran)
         assert abs(need.kv_bytes - real.kv_bytes) <= 4 * _LOG_ROUNDING, (slots, need, real)
-        assert abs(need.recurrent_bytes - real.recurrent_bytes) <= _LOG_ROUNDING, (slots, need, real)
+        assert abs(need.recurrent_bytes - real.recurrent_bytes) <= _LOG_ROUNDING, (
+            slots,
+            need,
+            real,
+        )
 
 
 def test_a_file_llamacpp_refuses_is_an_error_not_a_crash(tmp_path: Path) -> None:
@@ -156,7 +177,9 @@ def test_settings_that_abort_llamacpp_are_an_error_too(files: Path) -> None:
 
 
 def test_figures_the_log_does_not_give_are_unknown() -> None:
-    planned = plan_probe.parse(["llama_kv_cache: size =  720.00 MiB ( 32768 cells,  30 layers,  1/1 seqs)"], 5)
+    planned = plan_probe.parse(
+        ["llama_kv_cache: size =  720.00 MiB ( 32768 cells,  30 layers,  1/1 seqs)"], 5
+    )
     assert planned.kv_bytes == 720 * memory.MIB
     assert planned.compute_bytes is None
     assert planned.output_bytes is None

@@ -1,4 +1,5 @@
-"""The micro-batch is a part of the plan: larger where that pays and there is room, loaded so, explained, predicted."""
+"""The micro-batch is a part of the plan: larger where that pays and there is room, loaded so,
+explained, predicted."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def planned(machine: str, model: str, workload: Workload | None = None) -> Plan:
 
 
 def test_a_mixture_on_a_wide_machine_is_read_in_large_steps() -> None:
-    """GB10 publishes 2,444 prompt tokens/s of gpt-oss-120b in micro-batches of 2,048, where 512 are half as fast."""
+    """GB10 publishes 2,444 prompt tokens/s of gpt-oss-120b in micro-batches of 2,048, where 512 are
+    half as fast."""
     plan = planned("DGX Spark", "gpt-oss-120b")
     assert plan.settings.n_batch == 2048
     assert plan.prefill_tok_s.low <= 2444 <= plan.prefill_tok_s.high
@@ -42,7 +44,9 @@ def test_larger_steps_are_planned_to_the_byte_loaded_and_explained() -> None:
     assert any("micro-batch 2,048" in line for line in explain(plan, device))
 
 
-@pytest.mark.parametrize("machine", ["Arc Pro B60", "2x Arc Pro B60", "Arc B580 + 64GB RAM", "Arc A770 16GB"])
+@pytest.mark.parametrize(
+    "machine", ["Arc Pro B60", "2x Arc Pro B60", "Arc B580 + 64GB RAM", "Arc A770 16GB"]
+)
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3-30b-a3b", "qwen3-8b"])
 def test_an_arc_is_not_given_steps_that_its_driver_loses_it_in(machine: str, model: str) -> None:
     """ggml-org/llama.cpp#27638: device lost at 2,048 tokens, not at 1,024."""
@@ -61,7 +65,8 @@ def test_an_arc_is_not_given_steps_that_its_driver_loses_it_in(machine: str, mod
     ],
 )
 def test_rocm_reads_its_weights_where_others_map_them(machine: str, weights: str) -> None:
-    """27 MB/s through a mapped file on an RX 9070 (sdnext#5028), hangs above 20 GB on a Strix Halo (ROCm#6182)."""
+    """27 MB/s through a mapped file on an RX 9070 (sdnext#5028), hangs above 20 GB on a Strix Halo
+    (ROCm#6182)."""
     plan = planned(machine, "qwen3-8b")
     assert plan.settings.placement.weights == weights
     assert load_spec("x.gguf", plan.settings).placement.weights == weights
@@ -101,12 +106,16 @@ def test_larger_steps_never_cost_the_fit() -> None:
 
 
 def test_experts_make_room_for_larger_steps_beside_system_memory() -> None:
-    """Every step copies what lies in system memory over the bus: few large steps are several times as fast."""
+    """Every step copies what lies in system memory over the bus: few large steps are several times
+    as fast."""
     plan = planned("RTX 4090 + 64GB RAM", "gpt-oss-120b")
     assert plan.fits == "split"
     assert plan.settings.n_batch == 2048
     small = speed.prefill(
-        resolve("RTX 4090 + 64GB RAM"), plan.model, plan.variant, RunSettings(16384, placement=plan.settings.placement)
+        resolve("RTX 4090 + 64GB RAM"),
+        plan.model,
+        plan.variant,
+        RunSettings(16384, placement=plan.settings.placement),
     )
     assert plan.prefill_tok_s.value > 2.5 * small.value
 
@@ -115,7 +124,19 @@ def test_a_prompt_measured_in_small_steps_is_held_against_small_steps() -> None:
     device, plan = resolve("DGX Spark"), planned("DGX Spark", "gpt-oss-120b")
     small, large = RunSettings(16384, n_batch=512), RunSettings(16384, n_batch=2048)
     said = speed.prefill(device, plan.model, plan.variant, small).value
-    run = Measured(plan.model, plan.variant, "llamacpp", 50.0, prefill_tok_s=said, prompt_tokens=2048, n_batch=512)
-    assert speed.prefill(device, plan.model, plan.variant, small, measured=[run]).value == pytest.approx(said)
+    run = Measured(
+        plan.model,
+        plan.variant,
+        "llamacpp",
+        50.0,
+        prefill_tok_s=said,
+        prompt_tokens=2048,
+        n_batch=512,
+    )
+    assert speed.prefill(
+        device, plan.model, plan.variant, small, measured=[run]
+    ).value == pytest.approx(said)
     predicted = speed.prefill(device, plan.model, plan.variant, large).value
-    assert speed.prefill(device, plan.model, plan.variant, large, measured=[run]).value == pytest.approx(predicted)
+    assert speed.prefill(
+        device, plan.model, plan.variant, large, measured=[run]
+    ).value == pytest.approx(predicted)

@@ -1,5 +1,5 @@
-"""More memory, in all or free, more bandwidth or another card is never worse: what may be loaded, which models fit, and the
-first pick, on all devices."""
+"""More memory, in all or free, more bandwidth or another card is never worse: what may be loaded,
+which models fit, and the first pick, on all devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ ROUGH_POINTS = 0.05
 
 
 def ladder(name: str, seed: str, steps: int) -> list[Device]:
-    """The device in sizes from half of what is sold to beyond it, each up to 8 % above the one before."""
+    """The device in sizes from half of what is sold to beyond it, each up to 8 % above the one
+    before."""
     draw = random.Random(f"{name} {seed}")
     sold = next(row.memory_gb for row in table.rows() if row.name == name) or (32.0,)
     size = min(sold) * 2 ** draw.uniform(-1, 1.5)
@@ -58,7 +59,12 @@ def faster(name: str, seed: str) -> list[Device]:
     if device.bandwidth_gbps is None:
         return []
     return [
-        replace(device, bandwidth_gbps=replace(device.bandwidth_gbps, value=device.bandwidth_gbps.value * times))
+        replace(
+            device,
+            bandwidth_gbps=replace(
+                device.bandwidth_gbps, value=device.bandwidth_gbps.value * times
+            ),
+        )
         for times in (rate, rate * draw.uniform(1.02, 1.3))
     ]
 
@@ -70,7 +76,8 @@ def doubts(plan: Plan) -> tuple[bool, bool, bool, bool]:
 
 
 def refused(device: Device, purpose: Purpose) -> tuple[Plan | None, dict[str, str]]:
-    """The first pick, and why each model is refused that does not fit in any format, or is too slow in all that do."""
+    """The first pick, and why each model is refused that does not fit in any format, or is too slow
+    in all that do."""
     answer = recommend(device, CATALOG.models, Workload(purpose), limit=1)
     left = {r.model.id: r.reason for r in answer.rejected if r.kind in ("memory", "speed")}
     left = {model: reason for model, reason in left.items() if not reason.endswith("would fit")}
@@ -86,7 +93,10 @@ def holds(devices: list[Device], purpose: Purpose) -> None:
             continue
         assert more is not None
         fallen = less.score - more.score
-        assert fallen <= ROUGH_POINTS or (doubts(more) < doubts(less) and fallen <= NEAR_POINTS), (less, more)
+        assert fallen <= ROUGH_POINTS or (doubts(more) < doubts(less) and fallen <= NEAR_POINTS), (
+            less,
+            more,
+        )
 
 
 @pytest.mark.parametrize(("name", "purpose"), SAMPLED)
@@ -118,7 +128,9 @@ def test_another_card_is_never_worse_sampled(name: str, purpose: Purpose) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "purpose"), [case for case in CASES if resolve(case[0]).kind == "discrete"])
+@pytest.mark.parametrize(
+    ("name", "purpose"), [case for case in CASES if resolve(case[0]).kind == "discrete"]
+)
 def test_another_card_is_never_worse(name: str, purpose: Purpose) -> None:
     holds([resolve(name), resolve(f"2x {name}")], purpose)
 
@@ -128,7 +140,9 @@ def test_a_processor_nobody_knows_is_not_given_a_smaller_model_for_a_faster_memo
     sizes = []
     for gbps in (15, 22, 45, 90):
         device = resolve("a computer of mine 7", memory_gb=16, bandwidth_gbps=gbps)
-        sizes.append(recommend(device, CATALOG.models, Workload(), limit=1).plans[0].model.params_total)
+        sizes.append(
+            recommend(device, CATALOG.models, Workload(), limit=1).plans[0].model.params_total
+        )
     assert sizes == sorted(sizes)
     assert sizes[-1] > 1e9
 
@@ -144,12 +158,19 @@ def test_more_memory_of_any_device_never_makes_less_loadable() -> None:
 
 
 def test_a_model_that_fits_with_room_still_does_where_a_larger_cache_fits_tightly() -> None:
-    """An Orin Nano had qwen3-8b with an 8-bit cache at 6.94 GB, and tightly, with a 16-bit one, at 7.07."""
+    """An Orin Nano had qwen3-8b with an 8-bit cache at 6.94 GB, and tightly, with a 16-bit one, at
+    7.07."""
     device, model = resolve("Jetson Orin Nano 8GB"), CATALOG.by_id["qwen3-8b"]
     variant = next(v for v in model.variants if v.quant == "Q4_K_M" and v.format == "gguf")
     verdicts = []
     for limit in range(4_000_000_000, 10_000_000_000, 50_000_000):
-        memory = replace(device.memory, total_bytes=limit, limit_bytes=limit, available_bytes=limit, system_bytes=0)
+        memory = replace(
+            device.memory,
+            total_bytes=limit,
+            limit_bytes=limit,
+            available_bytes=limit,
+            system_bytes=0,
+        )
         verdicts.append(plan_for(replace(device, memory=memory), model, variant, Workload()).fits)
     assert verdicts == sorted(verdicts, key=["no", "tight", "yes"].index)
     assert {"no", "tight", "yes"} == set(verdicts)

@@ -1,4 +1,5 @@
-"""GLM-5.3-Flash's pooled indexer and DeepSeek V4's compressed rows against llama.cpp's own plan, and the catalog's entries."""
+"""GLM-5.3-Flash's pooled indexer and DeepSeek V4's compressed rows against llama.cpp's own plan,
+and the catalog's entries."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def read(shape: sparse_gguf.Shape, folder: Path) -> tuple[Model, Path]:
 
 
 def settings(asked: ProbeSettings) -> RunSettings:
-    return RunSettings(n_ctx=asked.n_ctx, slots=asked.n_seq_max, n_batch=asked.n_ubatch, n_outputs=asked.n_seq_max)
+    return RunSettings(
+        n_ctx=asked.n_ctx, slots=asked.n_seq_max, n_batch=asked.n_ubatch, n_outputs=asked.n_seq_max
+    )
 
 
 def test_an_indexer_that_pools_keeps_three_keys_a_token(tmp_path: Path) -> None:
@@ -37,23 +40,35 @@ def test_an_indexer_that_pools_keeps_three_keys_a_token(tmp_path: Path) -> None:
 
 
 def test_compressed_rows_are_every_sequences_own(tmp_path: Path) -> None:
-    """What is not counted: the last tokens' rows of the layers that compress, 768 cells of 512 f16 a layer and sequence."""
+    """What is not counted: the last tokens' rows of the layers that compress, 768 cells of 512 f16
+    a layer and sequence."""
     model, path = read(sparse_next.DEEPSEEK_FLASH, tmp_path)
     compressing = sum(layer.kind == "full" for layer in model.layers)
     for asked, planned in zip(GRID, plan_probe.plan(path, GRID), strict=True):
         need = memory.need(model, model.variants[0], settings(asked))
         left_out = asked.n_seq_max * compressing * 768 * 512 * 2
         assert need.weights_bytes == planned.weights_bytes
-        assert abs(need.kv_bytes + left_out - planned.kv_bytes) <= asked.n_seq_max * 0.6 * memory.MIB, asked
+        assert (
+            abs(need.kv_bytes + left_out - planned.kv_bytes) <= asked.n_seq_max * 0.6 * memory.MIB
+        ), asked
 
 
 @pytest.mark.parametrize(
     ("model_id", "shape"),
-    [("glm-5.3-flash", sparse_next.GLM_FLASH_NEXT), ("deepseek-v4-flash", sparse_next.DEEPSEEK_FLASH)],
+    [
+        ("glm-5.3-flash", sparse_next.GLM_FLASH_NEXT),
+        ("deepseek-v4-flash", sparse_next.DEEPSEEK_FLASH),
+    ],
 )
-def test_the_catalogs_layers_are_those_of_a_file(model_id: str, shape: sparse_gguf.Shape, tmp_path: Path) -> None:
+def test_the_catalogs_layers_are_those_of_a_file(
+    model_id: str, shape: sparse_gguf.Shape, tmp_path: Path
+) -> None:
     read_layers, listed = read(shape, tmp_path)[0].layers[:6], KNOWN[model_id].layers
     for mine, its in zip(listed, read_layers, strict=False):
-        assert (mine.kind, mine.state_elements, mine.per_sequence) == (its.kind, its.state_elements, its.per_sequence)
+        assert (mine.kind, mine.state_elements, mine.per_sequence) == (
+            its.kind,
+            its.state_elements,
+            its.per_sequence,
+        )
         assert shapes.layer_kv_elements(mine) == shapes.layer_kv_elements(its)
         assert mine.mixer_params == pytest.approx(its.mixer_params, rel=0.01)

@@ -1,4 +1,5 @@
-"""What is shown of all that fits, and what is said of it: evidence, listed files, nothing that another pick matches."""
+"""What is shown of all that fits, and what is said of it: evidence, listed files, nothing that
+another pick matches."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def answers(machine: str, what: str) -> Recommendation:
 
 @pytest.mark.parametrize("machine", golden_picks.MACHINES)
 def test_first_picks_are_those_that_were_judged(machine: str) -> None:
-    """`python tests/planner/golden_picks.py` writes the file anew; what moved is judged again, in the file."""
+    """`python tests/planner/golden_picks.py` writes the file anew; what moved is judged again, in
+    the file."""
     known = golden_picks.judged()
     for what in golden_picks.WORKLOADS:
         pick, reason = known[machine, what]
@@ -42,7 +44,8 @@ def test_first_picks_are_those_that_were_judged(machine: str) -> None:
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
 def test_first_is_rated_listed_and_sound(machine: str, what: str) -> None:
-    """On every machine of the table something is that meets the purpose, so nothing else stands first."""
+    """On every machine of the table something is that meets the purpose, so nothing else stands
+    first."""
     first = answers(machine, what).plans[0]
     assert first.is_rated
     assert not first.variant.is_estimate
@@ -50,33 +53,44 @@ def test_first_is_rated_listed_and_sound(machine: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_what_its_maker_alone_has_rated_is_not_first_where_others_rated_something(machine: str, what: str) -> None:
+def test_what_its_maker_alone_has_rated_is_not_first_where_others_rated_something(
+    machine: str, what: str
+) -> None:
     purpose = golden_picks.WORKLOADS[what].purpose
     assert not quality.rate(answers(machine, what).plans[0].model, purpose).makers_own
 
 
 def test_completions_are_rated_by_how_well_holes_are_filled() -> None:
-    """A StarCoder2 of 3 billion weights fills 9.9 % of the lines that hang on other files, a Qwen2.5-Coder of 3 44.9 %; a
-    chat model's index says nothing of it."""
-    coder, star, granite = (BY_ID[m] for m in ("qwen2.5-coder-3b-instruct", "starcoder2-3b", "granite-4.2-30b"))
-    assert quality.rate(coder, "autocomplete").points > quality.rate(star, "autocomplete").points + 5
+    """A StarCoder2 of 3 billion weights fills 9.9 % of the lines that hang on other files, a
+    Qwen2.5-Coder of 3 44.9 %; a chat model's index says nothing of it."""
+    coder, star, granite = (
+        BY_ID[m] for m in ("qwen2.5-coder-3b-instruct", "starcoder2-3b", "granite-4.2-30b")
+    )
+    assert (
+        quality.rate(coder, "autocomplete").points > quality.rate(star, "autocomplete").points + 5
+    )
     assert not quality.rate(granite, "autocomplete").is_evidence
     for purpose in ("chat", "coding"):
         without = replace(coder, quality=tuple(q for q in coder.quality if "EM" not in q.benchmark))
-        assert quality.rate(coder, cast(Purpose, purpose)) == quality.rate(without, cast(Purpose, purpose))
+        assert quality.rate(coder, cast(Purpose, purpose)) == quality.rate(
+            without, cast(Purpose, purpose)
+        )
 
 
 def test_a_makers_own_claim_says_less_than_the_same_of_others() -> None:
     model = BY_ID["qwen3.6-35b-a3b"]
     claim = next(q for q in model.quality if q.benchmark == "SWE-bench Verified")
-    own, others = (replace(model, quality=(replace(claim, kind=k),)) for k in ("self-reported", "measured"))
+    own, others = (
+        replace(model, quality=(replace(claim, kind=k),)) for k in ("self-reported", "measured")
+    )
     assert quality.rate(own, "coding").spread > 1.5 * quality.rate(others, "coding").spread
     assert quality.rate(own, "coding").makers_own
     assert not quality.rate(others, "coding").makers_own
 
 
 def test_more_room_is_used_for_a_larger_file_while_the_speed_is_kept() -> None:
-    """Two 3090s, a 5090 and an H100 hold more of the same model than one card of 24 GB, and all of them keep 20 tok/s."""
+    """Two 3090s, a 5090 and an H100 hold more of the same model than one card of 24 GB, and all of
+    them keep 20 tok/s."""
     lost = []
     for machine in ("RTX 4070 Ti SUPER", "RTX 3090", "2x RTX 3090", "RTX 5090"):
         first = answers(machine, "chat").plans[0]
@@ -121,7 +135,9 @@ def no_worse(one: Plan, other: Plan) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_no_pick_is_matched_by_another_and_every_reason_says_something(machine: str, what: str) -> None:
+def test_no_pick_is_matched_by_another_and_every_reason_says_something(
+    machine: str, what: str
+) -> None:
     plans = answers(machine, what).plans
     assert plans
     for plan in plans:
@@ -130,7 +146,10 @@ def test_no_pick_is_matched_by_another_and_every_reason_says_something(machine: 
         assert "no better than" not in plan.why
         for other in plans:
             both = no_worse(other, plan)
-            assert not (all(a >= b for a, b in both) and any(a > b for a, b in both)), (other.model.id, plan.model.id)
+            assert not (all(a >= b for a, b in both) and any(a > b for a, b in both)), (
+                other.model.id,
+                plan.model.id,
+            )
     lines = [line_of(p.model.family) for p in plans]
     assert all(lines.count(line) <= 2 for line in lines)
     sizes = [
@@ -171,7 +190,9 @@ def test_behind_the_first_what_is_sound_stands_in_the_order_of_its_score(machine
 def test_a_constructed_file_gives_way_to_a_listed_one_of_the_same_size() -> None:
     model = BY_ID["qwen3-8b"]
     listed = next(v for v in model.variants if v.quant == "Q4_K_M")
-    constructed = replace(listed, quant="Q4_K_L", file_bytes=int(listed.file_bytes * 0.99), source=ESTIMATED)
+    constructed = replace(
+        listed, quant="Q4_K_L", file_bytes=int(listed.file_bytes * 0.99), source=ESTIMATED
+    )
     assert constructed.is_estimate
     assert not listed.is_estimate
     both = replace(model, variants=(constructed, listed))
@@ -188,7 +209,10 @@ def test_what_nobody_has_rated_says_so_and_is_never_the_best() -> None:
     unrated = 0
     for machine in ("RTX 4090", "M4 Max 128GB", "RTX 3060 12GB"):
         for plan in answers(machine, "chat").plans:
-            rated = any(quality.rate(replace(plan.model, quality=(q,))).is_evidence for q in plan.model.quality)
+            rated = any(
+                quality.rate(replace(plan.model, quality=(q,))).is_evidence
+                for q in plan.model.quality
+            )
             assert ("no public score" in plan.why) == (not rated), plan.model.id
             if not rated:
                 unrated += 1
@@ -196,7 +220,9 @@ def test_what_nobody_has_rated_says_so_and_is_never_the_best() -> None:
     assert unrated
 
 
-@pytest.mark.parametrize(("purpose", "better"), [("chat", "gemma-4-26b-a4b-it"), ("coding", "qwen3.6-35b-a3b")])
+@pytest.mark.parametrize(
+    ("purpose", "better"), [("chat", "gemma-4-26b-a4b-it"), ("coding", "qwen3.6-35b-a3b")]
+)
 def test_coding_is_judged_by_evidence_about_coding(purpose: Purpose, better: str) -> None:
     """SWE-bench Verified: 17.4 % of the one, 73.4 % of the other."""
     pair = ("gemma-4-26b-a4b-it", "qwen3.6-35b-a3b")
@@ -208,7 +234,9 @@ def test_coding_is_judged_by_evidence_about_coding(purpose: Purpose, better: str
 
 def test_scores_of_different_versions_of_a_benchmark_are_not_compared() -> None:
     model = BY_ID["qwen3.8-27b"]
-    without = replace(model, quality=tuple(q for q in model.quality if q.benchmark != "Terminal-Bench 2.1"))
+    without = replace(
+        model, quality=tuple(q for q in model.quality if q.benchmark != "Terminal-Bench 2.1")
+    )
     assert quality.rate(model, "coding") == quality.rate(without, "coding")
 
 
@@ -219,11 +247,15 @@ def test_an_index_of_an_older_version_says_less_and_nothing_beside_a_newer_one()
     assert "older version" in quality.rate(gemma).basis
     alone, newer = replace(gemma, quality=(index,)), replace(index, date="2026-09-14", score=20.0)
     assert quality.rate(alone).spread > 2 * quality.rate(replace(gemma, quality=(newer,))).spread
-    assert quality.rate(replace(gemma, quality=(index, newer))) == quality.rate(replace(gemma, quality=(newer,)))
+    assert quality.rate(replace(gemma, quality=(index, newer))) == quality.rate(
+        replace(gemma, quality=(newer,))
+    )
 
 
 @pytest.mark.parametrize(("machine", "what"), ASKED)
-def test_a_file_that_lost_much_to_its_format_is_behind_every_sound_one(machine: str, what: str) -> None:
+def test_a_file_that_lost_much_to_its_format_is_behind_every_sound_one(
+    machine: str, what: str
+) -> None:
     """Two bits of a 27B before five of a 9B is not what anybody who uses both would run."""
     plans = answers(machine, what).plans
     poor = [quality.format_cost(p.model, p.variant) > 3.0 for p in plans]
@@ -232,10 +264,14 @@ def test_a_file_that_lost_much_to_its_format_is_behind_every_sound_one(machine: 
 
 
 def test_a_published_loss_of_a_format_goes_before_a_curve_through_its_bits() -> None:
-    """Llama-3-8B: 6.2316 at 16 bits, 9.7516 at Q2_K (ln 0.448); 6.2316 + 1.6321 at Q3_K_S. The curve says 0.26 and 0.14."""
+    """Llama-3-8B: 6.2316 at 16 bits, 9.7516 at Q2_K (ln 0.448); 6.2316 + 1.6321 at Q3_K_S. The
+    curve says 0.26 and 0.14."""
     model = BY_ID["llama-3.1-8b-instruct"]
     like = model.variants[0]
-    lost = {q: quality.format_cost(model, replace(like, quant=q)) / 20 for q in ("Q2_K", "Q3_K_S", "Q4_K_M")}
+    lost = {
+        q: quality.format_cost(model, replace(like, quant=q)) / 20
+        for q in ("Q2_K", "Q3_K_S", "Q4_K_M")
+    }
     assert lost["Q2_K"] == pytest.approx(0.4478, abs=1e-3)
     assert lost["Q3_K_S"] == pytest.approx(0.2326, abs=1e-3)
     assert lost["Q4_K_M"] == pytest.approx(0.0311)
@@ -244,19 +280,29 @@ def test_a_published_loss_of_a_format_goes_before_a_curve_through_its_bits() -> 
 def test_what_fits_only_tightly_is_not_first_where_a_plan_with_room_is_near() -> None:
     for machine in golden_picks.MACHINES:
         plans = answers(machine, "chat").plans
-        first, surer = plans[0], [p for p in plans if p.fits == "yes" and p.is_rated and not p.variant.is_estimate]
-        assert first.fits != "tight" or all(p.score < max(q.score for q in plans) - 2.0 for p in surer), machine
+        first, surer = (
+            plans[0],
+            [p for p in plans if p.fits == "yes" and p.is_rated and not p.variant.is_estimate],
+        )
+        assert first.fits != "tight" or all(
+            p.score < max(q.score for q in plans) - 2.0 for p in surer
+        ), machine
 
 
 def test_speed_beyond_what_feels_good_does_not_outrank_quality() -> None:
-    """On a 12 GB card a 9B that answers at 44 tokens/s goes before a 4B that does at 66, which the index places lower."""
+    """On a 12 GB card a 9B that answers at 44 tokens/s goes before a 4B that does at 66, which the
+    index places lower."""
     plans = answers("RTX 3060 12GB", "chat").plans
     assert plans[0].model.id == "qwen3.5-9b"
 
 
 def test_a_guess_by_hand_is_no_rating() -> None:
     model = BY_ID["qwen3-8b"]
-    guess = replace(model.quality[0], benchmark="Artificial Analysis scale, estimated", kind="estimate")
+    guess = replace(
+        model.quality[0], benchmark="Artificial Analysis scale, estimated", kind="estimate"
+    )
     assert not quality.rate(replace(model, quality=(guess,))).is_evidence
     assert not quality.rate(replace(model, quality=())).is_evidence
-    assert quality.rate(replace(model, quality=(guess, replace(guess, kind="measured")))).is_evidence
+    assert quality.rate(
+        replace(model, quality=(guess, replace(guess, kind="measured")))
+    ).is_evidence

@@ -1,5 +1,5 @@
-"""Models divided between cards and system memory: exact bytes of each place, as few experts off the card as must, and
-speeds held against runs that were published."""
+"""Models divided between cards and system memory: exact bytes of each place, as few experts off the
+card as must, and speeds held against runs that were published."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def variant(m: Model, quant: str = "") -> Variant:
     return next(v for v in m.variants if v.format == "gguf" and quant in ("", v.quant))
 
 
-# --- where it goes --------------------------------------------------------------------------------------------------
+# --- where it goes --------------------------------------------------------------------------------
 
 
 def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
@@ -55,7 +55,11 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
     assert plan.memory.kv_bytes == kv_sizes.kv_bytes(m, plan.settings)
     # Whole layers instead would be far slower: attention would be read from system memory too.
     layers = placing.best_split(
-        device, m, variant(m), plan.settings.placed(experts_on_host=0), OffloadOptions(experts_on_host=0)
+        device,
+        m,
+        variant(m),
+        plan.settings.placed(experts_on_host=0),
+        OffloadOptions(experts_on_host=0),
     )
     assert layers is not None
     assert 0 < layers.n_gpu_layers < len(m.layers)
@@ -64,7 +68,11 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
 
 @pytest.mark.parametrize(
     ("machine", "weights"),
-    [("RTX 4090 + 64GB RAM", "read"), ("Arc B580 + 128GB RAM", "auto"), ("RTX PRO 6000 + 64GB RAM", "auto")],
+    [
+        ("RTX 4090 + 64GB RAM", "read"),
+        ("Arc B580 + 128GB RAM", "auto"),
+        ("RTX PRO 6000 + 64GB RAM", "auto"),
+    ],
 )
 def test_what_cuda_has_in_system_memory_is_pinned(machine: str, weights: str) -> None:
     device, m = resolve(machine), model(MIXTURE)
@@ -88,7 +96,9 @@ def test_a_dense_model_leaves_whole_layers_behind() -> None:
     assert plan.fits == "split"
     assert 0 < placed.gpu_layers <= len(m.layers)
     assert placed.experts_on_host == 0
-    assert plan.memory.weights_bytes + plan.memory.host_bytes >= 0.99 * variant(m, "Q4_K_M").file_bytes
+    assert (
+        plan.memory.weights_bytes + plan.memory.host_bytes >= 0.99 * variant(m, "Q4_K_M").file_bytes
+    )
 
 
 def test_what_neither_memory_holds_is_refused_with_both_named() -> None:
@@ -101,7 +111,9 @@ def test_what_neither_memory_holds_is_refused_with_both_named() -> None:
     assert "11.8 GB and 14.2 GB of system memory usable" in said
 
 
-@pytest.mark.parametrize("name", ["RTX 3090 x2 + 64GB RAM", "RTX 3090 + RTX 3060 12GB + 64GB RAM", "4x RTX 3090"])
+@pytest.mark.parametrize(
+    "name", ["RTX 3090 x2 + 64GB RAM", "RTX 3090 + RTX 3060 12GB + 64GB RAM", "4x RTX 3090"]
+)
 def test_no_card_of_several_is_given_more_than_it_has(name: str) -> None:
     device = resolve(name)
     for m in (model(MIXTURE), model(DENSE), model("qwen3-32b")):
@@ -126,12 +138,17 @@ def test_the_faster_of_two_cards_that_are_needed_is_filled_first() -> None:
     assert plan.fits in ("yes", "tight")
     assert plan.settings.placement.cards == ()
     assert large > 0.85 * device.cards[0].memory.limit_bytes
-    by_memory = replace(plan.settings, placement=replace(plan.settings.placement, tensor_split=(2.0, 1.0)))
-    assert plan.decode_tok_s.value > 1.05 * speed.decode(device, m, variant(m, "Q2_K"), by_memory).value
+    by_memory = replace(
+        plan.settings, placement=replace(plan.settings.placement, tensor_split=(2.0, 1.0))
+    )
+    assert (
+        plan.decode_tok_s.value
+        > 1.05 * speed.decode(device, m, variant(m, "Q2_K"), by_memory).value
+    )
     assert small / large < 12 / 24
 
 
-# --- which cards ----------------------------------------------------------------------------------------------------
+# --- which cards ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +161,9 @@ def test_the_faster_of_two_cards_that_are_needed_is_filled_first() -> None:
         ("RTX 3090 + RTX 4090", DENSE, ()),  # both are needed
     ],
 )
-def test_the_cards_that_answer_fastest_are_used(machine: str, name: str, cards: tuple[int, ...]) -> None:
+def test_the_cards_that_answer_fastest_are_used(
+    machine: str, name: str, cards: tuple[int, ...]
+) -> None:
     device, m = resolve(machine), model(name)
     plan = plan_for(device, m, variant(m, "Q4_K_M"), Workload())
     assert plan.fits in ("yes", "tight")
@@ -170,13 +189,21 @@ def test_a_longer_context_is_promised_with_all_the_cards() -> None:
     assert max_context(device, plan) > max_context(one, alone)
 
 
-CARDS = sorted({r.name for r in table.rows() if r.kind == "discrete" and r.accelerator == "cuda" and r.memory_gb})
+CARDS = sorted(
+    {
+        r.name
+        for r in table.rows()
+        if r.kind == "discrete" and r.accelerator == "cuda" and r.memory_gb
+    }
+)
 SOME = [m for m in CATALOG.models if any(v.format == "gguf" for v in m.variants)]
 
 
 @settings(max_examples=examples(120))
 @given(st.sampled_from(CARDS), st.sampled_from(CARDS), st.sampled_from(SOME), st.data())
-def test_two_cards_are_never_slower_than_one_that_holds_it(a: str, b: str, m: Model, data: st.DataObject) -> None:
+def test_two_cards_are_never_slower_than_one_that_holds_it(
+    a: str, b: str, m: Model, data: st.DataObject
+) -> None:
     """The system memory beside them, if any, helps one card as well as two."""
     host = data.draw(st.sampled_from(["", " + 64GB DDR5"]))
     v = data.draw(st.sampled_from([v for v in m.variants if v.format == "gguf"]))
@@ -209,11 +236,17 @@ def test_what_somebody_insists_on_is_done() -> None:
         OffloadOptions(gpu_layers=10),
         OffloadOptions(gpu_layers=0),
     ):
-        placed = plan_for(device, m, v, Workload(), overrides=Overrides(offload=options)).settings.placement
+        placed = plan_for(
+            device, m, v, Workload(), overrides=Overrides(offload=options)
+        ).settings.placement
         assert options.experts_on_host in (None, placed.experts_on_host)
         assert options.gpu_layers in (None, placed.gpu_layers)
     all_there = plan_for(
-        device, m, v, Workload(), overrides=Overrides(offload=OffloadOptions(gpu_layers=-1, experts_on_host=0))
+        device,
+        m,
+        v,
+        Workload(),
+        overrides=Overrides(offload=OffloadOptions(gpu_layers=-1, experts_on_host=0)),
     )
     assert all_there.fits == "no"
 
@@ -233,7 +266,10 @@ def test_headroom_is_left_and_the_host_is_counted() -> None:
     left = with_memory(plain, vram_headroom_gb=4)
     assert left.memory.limit_bytes == plain.memory.limit_bytes - 4_000_000_000
     m = model(MIXTURE)
-    kept = [plan_for(d, m, variant(m), Workload()).settings.placement.experts_on_host for d in (plain, left)]
+    kept = [
+        plan_for(d, m, variant(m), Workload()).settings.placement.experts_on_host
+        for d in (plain, left)
+    ]
     assert kept[0] < kept[1]
 
 
@@ -245,11 +281,12 @@ def test_the_plan_says_what_lies_where() -> None:
     assert f"routed experts of the first {kept} layers are in system memory" in text
     assert "51 GB/s (assumed: two channels of DDR4-3200)" in text
     assert plan_to_json(plan)["placement"] == {
-        "gpu_layers": -1, "experts_on_host": kept, "cards": [], "tensor_split": [], "kv_on_host": False, "tables": "auto", "layout": "auto",
+        "gpu_layers": -1, "experts_on_host": kept, "cards": [], "tensor_split": [],
+        "kv_on_host": False, "tables": "auto", "layout": "auto",
     }  # fmt: skip
 
 
-# --- bytes ----------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 @given(
@@ -259,7 +296,9 @@ def test_the_plan_says_what_lies_where() -> None:
     st.booleans(),
 )
 @settings(max_examples=examples(60))
-def test_nothing_is_lost_or_counted_twice(name: str, gpu_layers: int, experts: int, kv_on_host: bool) -> None:
+def test_nothing_is_lost_or_counted_twice(
+    name: str, gpu_layers: int, experts: int, kv_on_host: bool
+) -> None:
     m = model(name)
     v = variant(m)
     run = RunSettings(8192, placement=Placement(gpu_layers, experts, kv_on_host=kv_on_host))
@@ -270,7 +309,11 @@ def test_nothing_is_lost_or_counted_twice(name: str, gpu_layers: int, experts: i
     host_kv, host_state = book.host_kv_bytes(placed)
     kv = sum(kv_sizes.layer_kv_bytes(m, run))
     # The output of a tied model is a second copy of one of the tables.
-    copied = book.output_bytes - book.own_output_bytes if placed.first_gpu_layer(len(m.layers)) <= len(m.layers) else 0
+    copied = (
+        book.output_bytes - book.own_output_bytes
+        if placed.first_gpu_layer(len(m.layers)) <= len(m.layers)
+        else 0
+    )
     total = memory.weights_bytes(v) + kv + sum(kv_sizes.layer_state_bytes(m, run)) + copied
     assert sum(on_device) + host + host_kv + host_state == total
     assert kv == pytest.approx(kv_sizes.kv_bytes(m, run), abs=len(m.layers))
@@ -279,10 +322,13 @@ def test_nothing_is_lost_or_counted_twice(name: str, gpu_layers: int, experts: i
 
 
 @given(
-    st.lists(st.integers(1, 1000), min_size=1, max_size=120), st.lists(st.integers(1, 10**6), min_size=1, max_size=6)
+    st.lists(st.integers(1, 1000), min_size=1, max_size=120),
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=6),
 )
 @settings(max_examples=examples(100))
-def test_a_count_of_layers_is_followed_as_llamacpp_follows_it(layers: list[int], limits: list[int]) -> None:
+def test_a_count_of_layers_is_followed_as_llamacpp_follows_it(
+    layers: list[int], limits: list[int]
+) -> None:
     counts, held = places.over_cards(layers, limits)
     assert sum(counts) == len(layers)
     assert sum(held) == sum(layers)
@@ -298,23 +344,33 @@ def test_more_on_the_host_is_never_more_on_the_card(low: int, gpu_layers: int) -
     assert book.device_bytes(fewer) <= book.device_bytes(more)
 
 
-@pytest.mark.parametrize("write", [tiny_gguf.write_moe, tiny_gguf.write_sliding, tiny_gguf.write_hybrid])
-def test_a_files_header_says_what_every_layer_weighs(write: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "write", [tiny_gguf.write_moe, tiny_gguf.write_sliding, tiny_gguf.write_hybrid]
+)
+def test_a_files_header_says_what_every_layer_weighs(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
     header = gguf.read(write(tmp_path / "model.gguf"))
     m = from_gguf.model_from_gguf(header)
     found = places.parts(m, m.variants[0])
     of_layer = [
         [t.n_bytes for t in header.tensors if t.name.startswith(f"blk.{i}.")] for i in range(len(m.layers))
     ]  # fmt: skip
-    assert [dense + experts for dense, experts in found.layers] == [sum(sizes) for sizes in of_layer]
-    assert found.input_bytes == next(t.n_bytes for t in header.tensors if t.name == "token_embd.weight")
+    assert [dense + experts for dense, experts in found.layers] == [
+        sum(sizes) for sizes in of_layer
+    ]
+    assert found.input_bytes == next(
+        t.n_bytes for t in header.tensors if t.name == "token_embd.weight"
+    )
     stored = found.input_bytes + found.own_output_bytes + found.dense_bytes + found.expert_bytes
     assert stored == m.variants[0].weights_bytes
-    assert found.output_bytes - found.own_output_bytes == (found.input_bytes if m.tied_embeddings else 0)
+    assert found.output_bytes - found.own_output_bytes == (
+        found.input_bytes if m.tied_embeddings else 0
+    )
     assert (found.expert_bytes > 0) == (m.experts is not None)
 
 
-# --- speed ----------------------------------------------------------------------------------------------------------
+# --- speed ----------------------------------------------------------------------------------------
 
 _I9 = "RTX 2080 + 64GB RAM"  # with an i9-10900X, whose four channels of DDR4-3200 make 102 GB/s
 _LLMFIT = "https://github.com/AlexsJones/llmfit/pull/"
@@ -349,7 +405,9 @@ def test_published_runs_are_inside_the_stated_range(
 def test_every_expert_that_leaves_costs_speed_and_the_time_is_that_of_its_bytes() -> None:
     device, m = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE)
     rates = [
-        speed.decode(device, m, variant(m), RunSettings(4096, placement=Placement(experts_on_host=k))).value
+        speed.decode(
+            device, m, variant(m), RunSettings(4096, placement=Placement(experts_on_host=k))
+        ).value
         for k in (0, 9, 18, 36)
     ]
     assert rates == sorted(rates, reverse=True)
@@ -369,23 +427,29 @@ def test_faster_memory_is_worth_its_rate() -> None:
 
 
 def test_a_divided_run_teaches_nothing_wrong_about_whole_ones() -> None:
-    """A run that is as fast as predicted for where it lay leaves other predictions where they were."""
+    """A run that is as fast as predicted for where it lay leaves other predictions where they
+    were."""
     device, m, other = resolve("RTX 4090 + 128GB RAM"), model(MIXTURE), model("qwen3-8b")
     v, placed = variant(m), Placement(experts_on_host=30)
     as_run = RunSettings(4096, placement=placed)
     decoded = speed.decode(device, m, v, as_run).value
     prefilled = speed.prefill(device, m, v, as_run).value
-    ran = Measured(m, v, "llamacpp", decoded, prefill_tok_s=prefilled, prompt_tokens=2048, placement=placed)
+    ran = Measured(
+        m, v, "llamacpp", decoded, prefill_tok_s=prefilled, prompt_tokens=2048, placement=placed
+    )
     for said in (speed.decode, speed.prefill):
-        before, after = (said(device, other, variant(other), measured=known).value for known in ((), (ran,)))  # type: ignore[operator]
+        before, after = (
+            said(device, other, variant(other), measured=known).value for known in ((), (ran,))
+        )  # type: ignore[operator]
         assert after == pytest.approx(before, rel=0.02)
     again = speed.decode(device, m, v, as_run, measured=(ran,))
     assert again.value == pytest.approx(decoded, rel=0.02)
 
 
 def test_cards_that_work_at_once_hold_more_copies_of_a_steps_inputs() -> None:
-    """llama.cpp with two devices, 6 layers as wide as Qwen3-30B-A3B's, 16,384 cells, steps of 512: 164.4 MiB of scratch on
-    a card where one device alone has 104, and 60 MiB more on the host; with experts placed apart no more."""
+    """llama.cpp with two devices, 6 layers as wide as Qwen3-30B-A3B's, 16,384 cells, steps of 512:
+    164.4 MiB of scratch on a card where one device alone has 104, and 60 MiB more on the host; with
+    experts placed apart no more."""
     m = model("qwen3-30b-a3b")
     run = RunSettings(16384, n_batch=512)
     assert memory.pipeline_bytes(m, run, 2) / 2**20 == pytest.approx(60, abs=0.5)

@@ -37,8 +37,11 @@ def _unseen_error(monkeypatch: pytest.MonkeyPatch, freedom: float | None) -> flo
     return abs(float(fit.Fit(design, range(len(seen))).errors([len(seen)])[0]))
 
 
-def test_one_odd_machine_moves_its_kin_less_under_the_heavy_tailed_prior(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three machines agree and one is three times slower: the fourth of the kind is predicted like the three."""
+def test_one_odd_machine_moves_its_kin_less_under_the_heavy_tailed_prior(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three machines agree and one is three times slower: the fourth of the kind is predicted like
+    the three."""
     shipped = fit.PART_FREEDOM["decode"]
     normal = _unseen_error(monkeypatch, None)
     robust = _unseen_error(monkeypatch, shipped)
@@ -47,7 +50,8 @@ def test_one_odd_machine_moves_its_kin_less_under_the_heavy_tailed_prior(monkeyp
 
 
 def test_what_is_left_out_is_never_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every device is predicted by a fit without it: one that is three times slower than its kin is missed threefold."""
+    """Every device is predicted by a fit without it: one that is three times slower than its kin is
+    missed threefold."""
     rows = [row for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)] + _rows("RTX 4090", 3.0)
     errors = fit.leave_out(fit.Design("decode", rows), lambda r: r.device)
     assert all(abs(e) < 0.15 for e in errors[:12])
@@ -55,11 +59,18 @@ def test_what_is_left_out_is_never_learnt(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_older_engine_is_learnt_as_older() -> None:
-    """Half of the rows are of an engine that was a fifth slower: today's is predicted as it is today."""
-    old = [replace(row, era="2023", seconds=row.seconds * 1.2) for i in range(3) for row in _rows(f"RTX 40{i}0", 1.0)]
+    """Half of the rows are of an engine that was a fifth slower: today's is predicted as it is
+    today."""
+    old = [
+        replace(row, era="2023", seconds=row.seconds * 1.2)
+        for i in range(3)
+        for row in _rows(f"RTX 40{i}0", 1.0)
+    ]
     new = [row for i in range(3) for row in _rows(f"RTX 41{i}0", 1.0)]
     design = fit.Design("decode", [*old, *new, *_rows("RTX 4200", 1.0)])
-    errors = fit.Fit(design, range(len(old) + len(new))).errors(range(len(old) + len(new), len(design.data)))
+    errors = fit.Fit(design, range(len(old) + len(new))).errors(
+        range(len(old) + len(new), len(design.data))
+    )
     assert np.abs(errors).max() < 0.06
 
 
@@ -77,7 +88,8 @@ def _age(device: str, engine: str, **what: object) -> ages.Age:
 
 
 def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
-    """Dense tiles on AMD under Vulkan, the search for experts' tokens, K formats under ROCm, unpacked heads on Volta."""
+    """Dense tiles on AMD under Vulkan, the search for experts' tokens, K formats under ROCm,
+    unpacked heads on Volta."""
     part = decode_cost.CostTerm(1.0, ())
     prompt = {"matmul": part, "padding": part, "attention": part}
 
@@ -88,20 +100,34 @@ def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
         return found["matmul"].value
 
     halo = "AMD Ryzen AI Max+ 395 (Strix Halo)"
-    assert [tokens(_age(halo, "vulkan", quant=q)) for q in ("q4_0", "k", "q8")] == [1.36, 1.50, 1.76]
+    assert [tokens(_age(halo, "vulkan", quant=q)) for q in ("q4_0", "k", "q8")] == [
+        1.36,
+        1.50,
+        1.76,
+    ]
     assert tokens(_age(halo, "vulkan", era="2026")) == tokens(_age(halo, "rocm")) == 1.0
     assert tokens(_age("AMD Radeon RX 6800", "vulkan")) == 1.0
     assert tokens(_age(halo, "vulkan", moe=True, build=6111)) == 1.58
-    assert tokens(_age(halo, "vulkan", moe=True, build=6400)) == tokens(_age(halo, "vulkan", moe=True)) == 1.0
+    assert (
+        tokens(_age(halo, "vulkan", moe=True, build=6400))
+        == tokens(_age(halo, "vulkan", moe=True))
+        == 1.0
+    )
 
     def step(age: ages.Age) -> tuple[float, float]:
         found = ages.decode(age, {"kv": part}, 8e9, 40e12)
         return found["kv"].value, found["older"].value
 
     assert step(_age(halo, "rocm")) == pytest.approx((1.0, 22.5 * 8e9 / 40e12))
-    assert step(_age(halo, "rocm", era="2026")) == step(_age(halo, "rocm", quant="q8")) == (1.0, 0.0)
+    assert (
+        step(_age(halo, "rocm", era="2026")) == step(_age(halo, "rocm", quant="q8")) == (1.0, 0.0)
+    )
     assert step(_age("NVIDIA Tesla V100", "cuda")) == (4.0, 0.0)
-    assert step(_age("NVIDIA Tesla V100", "cuda", era="2026")) == step(_age("NVIDIA A100", "cuda")) == (1.0, 0.0)
+    assert (
+        step(_age("NVIDIA Tesla V100", "cuda", era="2026"))
+        == step(_age("NVIDIA A100", "cuda"))
+        == (1.0, 0.0)
+    )
 
 
 def test_several_sequences_are_learnt_by_what_each_adds_to_the_step() -> None:
@@ -126,7 +152,8 @@ def test_repeated_rows_that_disagree_are_the_noise() -> None:
 
 
 def test_a_measured_prompt_is_read_whole_and_in_steps_no_longer_than_itself() -> None:
-    """mlx-lm's 512-token prompts begin at nothing: their weights are read once for 512 tokens, not for 2,048."""
+    """mlx-lm's 512-token prompts begin at nothing: their weights are read once for 512 tokens, not
+    for 2,048."""
     short = [r for r in planner_rows.rows("prefill") if "john-rocky" in r.source and r.depth == 512]
     assert short
     for row in short:
@@ -135,11 +162,13 @@ def test_a_measured_prompt_is_read_whole_and_in_steps_no_longer_than_itself() ->
 
 
 def test_no_row_that_counts_has_more_arithmetic_than_the_chip_can_do() -> None:
-    """Apple GPUs before M5 multiply at their nominal rate at most: a row above it is filed with wrong units, or wrong."""
+    """Apple GPUs before M5 multiply at their nominal rate at most: a row above it is filed with
+    wrong units, or wrong."""
     counted = [
         row
         for row in planner_rows.rows("prefill")
-        if row.device.startswith(("Apple M1", "Apple M2", "Apple M3", "Apple M4")) and not row.suspect
+        if row.device.startswith(("Apple M1", "Apple M2", "Apple M3", "Apple M4"))
+        and not row.suspect
     ]
     assert len(counted) > 60
     assert max(row.token_s / row.seconds for row in counted) < 1.0
@@ -148,12 +177,16 @@ def test_no_row_that_counts_has_more_arithmetic_than_the_chip_can_do() -> None:
 def test_a_doubt_about_prompts_leaves_the_answers_of_the_same_runs() -> None:
     def runs(law: str) -> list[Row]:
         found = planner_rows.rows(law)
-        return [row for row in found if row.engine == "rocm" and "strix-halo-testing/tree" in row.source]
+        return [
+            row for row in found if row.engine == "rocm" and "strix-halo-testing/tree" in row.source
+        ]
 
     assert runs("prefill")
     assert all(row.suspect for row in runs("prefill"))
     assert not any(row.suspect for row in runs("decode"))
-    table = [row for row in planner_rows.rows("prefill") if row.source.endswith("llm-bench/README.md")]
+    table = [
+        row for row in planner_rows.rows("prefill") if row.source.endswith("llm-bench/README.md")
+    ]
     assert len(table) == 6
     assert not any(row.suspect for row in table)
     assert all(doubt.why in report.INTRODUCTION for doubt in planner_rows.SUSPECTS)
@@ -178,11 +211,14 @@ def test_mlx_multiplies_on_the_matrix_units_of_m5_and_llamacpp_does_not() -> Non
     assert mlx == pytest.approx(4 * efficiency.part_tflops("M4 Max", 40)[0])
     assert mlx > 3 * plain
     assert basis == "derived"
-    assert efficiency.part_tflops("M4 Max", 40, engine="mlx") == efficiency.part_tflops("M4 Max", 40)
+    assert efficiency.part_tflops("M4 Max", 40, engine="mlx") == efficiency.part_tflops(
+        "M4 Max", 40
+    )
 
 
 def test_ranges_hold_what_they_say_of_sources_they_have_not_seen() -> None:
-    """Errors of a known spread, twice as wide for several cards: four in five are inside, in both strata."""
+    """Errors of a known spread, twice as wide for several cards: four in five are inside, in both
+    strata."""
     draw = np.random.default_rng(3)
     one = _rows("RTX 4090", 1.0)[0]
     found = []

@@ -1,4 +1,5 @@
-"""A board's power: prompts run at its limit, answers below it; what nobody states changes nothing."""
+"""A board's power: prompts run at its limit, answers below it; what nobody states changes
+nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ VARIANT = next(v for v in MODEL.variants if v.quant == "Q4_K_M")
 
 
 def test_a_third_of_the_power_is_two_thirds_of_the_prompt() -> None:
-    """llama.cpp's scoreboard for CUDA, Llama 2 7B of Q4_0: an L40 (142 SMs, 300 W) 0.67 of its units' nominal rate, an
-    RTX 4090 (128, 450 W) 0.94, an RTX 4080 (76, 320 W) 1.14."""
+    """llama.cpp's scoreboard for CUDA, Llama 2 7B of Q4_0: an L40 (142 SMs, 300 W) 0.67 of its
+    units' nominal rate, an RTX 4090 (128, 450 W) 0.94, an RTX 4080 (76, 320 W) 1.14."""
     l40, card, small = (
-        efficiency.share(part, units) for part, units in (("l40", 142), ("rtx 4090", 128), ("rtx 4080", 76))
+        efficiency.share(part, units)
+        for part, units in (("l40", 142), ("rtx 4090", 128), ("rtx 4080", 76))
     )
     assert l40 / card == pytest.approx(0.67 / 0.94, rel=0.1)
     assert small / card == pytest.approx(1.14 / 0.94, rel=0.1)
@@ -34,7 +36,9 @@ def test_matrices_alone_wait_for_power() -> None:
         b.seconds["weights"],
         b.seconds["layers"],
     )
-    assert decode_cost.decode_terms(MODEL, VARIANT, limited) == decode_cost.decode_terms(MODEL, VARIANT, free)
+    assert decode_cost.decode_terms(MODEL, VARIANT, limited) == decode_cost.decode_terms(
+        MODEL, VARIANT, free
+    )
 
 
 @pytest.mark.parametrize("name", ["M4 Max 128GB", "RTX 4090 Laptop GPU", "Strix Halo 128GB"])
@@ -43,9 +47,11 @@ def test_where_no_one_figure_is_stated_nothing_is_taken_off(name: str) -> None:
 
 
 def test_large_steps_skip_what_the_mask_hides() -> None:
-    """CUDA's attention runs over all of a small micro-batch, masked or not, and of a large one up to each tile's last token."""
+    """CUDA's attention runs over all of a small micro-batch, masked or not, and of a large one up
+    to each tile's last token."""
     hardware = decode_cost.hardware_of(resolve("DGX Spark"), "llamacpp")
     small, large = (
-        prefill_cost.prefill_terms(MODEL, VARIANT, hardware, prompt_tokens=2048, n_batch=n) for n in (512, 2048)
+        prefill_cost.prefill_terms(MODEL, VARIANT, hardware, prompt_tokens=2048, n_batch=n)
+        for n in (512, 2048)
     )
     assert large.seconds["attention"] == pytest.approx(small.seconds["attention"] * 1024 / 1280)

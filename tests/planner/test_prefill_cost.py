@@ -1,4 +1,5 @@
-"""What a prompt's tokens cost beside their matrices: activations, masks, half-filled tiles, launches, emulated types."""
+"""What a prompt's tokens cost beside their matrices: activations, masks, half-filled tiles,
+launches, emulated types."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def file_of(model: Model, quant: str) -> Variant:
 
 
 def terms(
-    name: str, hardware: decode_cost.Hardware, *, tokens: int = 2048, depth: int = 0, n_batch: int = 512
+    name: str,
+    hardware: decode_cost.Hardware,
+    *,
+    tokens: int = 2048,
+    depth: int = 0,
+    n_batch: int = 512,
 ) -> PrefillTerms:
     m = MODELS[name]
     return prefill_cost.prefill_terms(
@@ -30,9 +36,14 @@ def terms(
     )  # fmt: skip
 
 
-def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_small_models() -> None:
-    """Llama 3.1 8B: 32 layers of 4 bytes x (12 x 4,096 + 6 x 4,096 + 6 x 14,336) are 20.4 MB a token."""
-    assert prefill_cost.activation_bytes(MODELS["llama-3.1-8b-instruct"]) == pytest.approx(20.4e6, rel=0.01)
+def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_small_models() -> (
+    None
+):
+    """Llama 3.1 8B: 32 layers of 4 bytes x (12 x 4,096 + 6 x 4,096 + 6 x 14,336) are 20.4 MB a
+    token."""
+    assert prefill_cost.activation_bytes(MODELS["llama-3.1-8b-instruct"]) == pytest.approx(
+        20.4e6, rel=0.01
+    )
     small, large = (terms(name, SPARK) for name in ("qwen3-0.6b", "qwen3-32b"))
     assert (
         small.seconds["activations"] / small.seconds["matmul"]
@@ -44,7 +55,8 @@ def test_activations_are_read_and_written_at_the_memorys_rate_and_weigh_more_in_
 
 
 def test_experts_that_get_few_tokens_waste_a_part_of_every_tile() -> None:
-    """512 tokens are 32 for each of 128 experts, 2,048 are 128: in larger steps the same matrices take less time."""
+    """512 tokens are 32 for each of 128 experts, 2,048 are 128: in larger steps the same matrices
+    take less time."""
     small, large = (terms("qwen3-30b-a3b", SPARK, n_batch=n) for n in (512, 2048))
     assert 1.05 < small.seconds["matmul"] / large.seconds["matmul"] < 1.5
     dense = [terms("qwen3-8b", SPARK, n_batch=n).seconds["matmul"] for n in (512, 2048)]
@@ -63,7 +75,9 @@ def test_the_mask_is_written_by_the_processor_and_grows_with_the_context() -> No
 
 
 def test_launches_of_prompts_go_by_the_clock() -> None:
-    slow, fast = (terms("qwen3-8b", replace(SPARK, clock_ghz=ghz)) for ghz in (1.4, efficiency.REFERENCE_GHZ))
+    slow, fast = (
+        terms("qwen3-8b", replace(SPARK, clock_ghz=ghz)) for ghz in (1.4, efficiency.REFERENCE_GHZ)
+    )
     assert slow.seconds["layers"] > 1.1 * fast.seconds["layers"]
     assert slow.seconds["matmul"] == fast.seconds["matmul"]
 
@@ -73,13 +87,18 @@ def test_what_has_no_kernels_for_a_type_multiplies_it_at_half_the_rate() -> None
     bf16 = Variant("gguf", "BF16", "", (), 16_400_000_000)
     halo, r9700, geforce = (
         decode_cost.Hardware(efficiency.hardware_keys(name, "vulkan"), 256, 37)
-        for name in ("AMD Ryzen AI Max+ 395 (Strix Halo)", "AMD Radeon AI PRO R9700", "NVIDIA GeForce RTX 4090")
+        for name in (
+            "AMD Ryzen AI Max+ 395 (Strix Halo)",
+            "AMD Radeon AI PRO R9700",
+            "NVIDIA GeForce RTX 4090",
+        )
     )
     shares = [kernels.matrix_share(bf16, hardware.keys) for hardware in (halo, r9700, geforce)]
     assert shares == [0.5, 1.0, 1.0]
     assert kernels.matrix_share(file_of(m, "Q4_K_M"), halo.keys) == 1.0
     p100, p40 = (
-        decode_cost.Hardware(efficiency.hardware_keys(n, "cuda"), 700, 20) for n in ("Tesla P100", "Tesla P40")
+        decode_cost.Hardware(efficiency.hardware_keys(n, "cuda"), 700, 20)
+        for n in ("Tesla P100", "Tesla P40")
     )
     assert [kernels.matrix_share(file_of(m, "Q4_K_M"), h.keys) for h in (p100, p40)] == [0.5, 1.0]
 
@@ -92,7 +111,8 @@ def test_m1_and_m2_emulate_what_mlx_computes_in() -> None:
 
 
 def test_a_window_costs_what_is_computed_beside_it() -> None:
-    """A sliding layer's attention: its window, and of the micro-batch what the kernel does not skip."""
+    """A sliding layer's attention: its window, and of the micro-batch what the kernel does not
+    skip."""
     layer = Layer("sliding", n_kv_heads=8, head_dim_k=64, head_dim_v=64, window=128)
     alone, beside = (decode_cost.attention_flops(layer, 64, 4096, beside=b) for b in (0, 1024))
     assert beside == alone * (128 + 1024) / 128

@@ -1,4 +1,5 @@
-"""What runs of other people were seen to take, beside what is planned for the same files, context and step."""
+"""What runs of other people were seen to take, beside what is planned for the same files, context
+and step."""
 
 from __future__ import annotations
 
@@ -25,13 +26,21 @@ OTHERS = {
     ("ling-3.0-flash", "131072"): "the process's whole address space, flash attention off",
     ("qwen3.5-9b", "2048"): "a program that keeps the token embedding on the card",
     ("qwen3.5-9b", "34816"): "a program that keeps the token embedding on the card",
-    ("qwen3.8-27b", "131072 Q8_0"): "sequences and micro-batch are not stated: 8 and 2,048 come within 2 %",
-    ("qwen3.8-27b", "32768 UD-Q2_K_XL"): "sequences and micro-batch are not stated: 8 and 2,048 come within 1 %",
+    (
+        "qwen3.8-27b",
+        "131072 Q8_0",
+    ): "sequences and micro-batch are not stated: 8 and 2,048 come within 2 %",
+    (
+        "qwen3.8-27b",
+        "32768 UD-Q2_K_XL",
+    ): "sequences and micro-batch are not stated: 8 and 2,048 come within 1 %",
 }
 
 
 def variant(row: dict[str, str]) -> Variant | None:
-    return next((v for v in MODELS[row["model"]].variants if v.quant.lower() == row["quant"].lower()), None)
+    return next(
+        (v for v in MODELS[row["model"]].variants if v.quant.lower() == row["quant"].lower()), None
+    )
 
 
 def rows(kind: str) -> list[dict[str, str]]:
@@ -41,7 +50,8 @@ def rows(kind: str) -> list[dict[str, str]]:
 
 
 def share(row: dict[str, str], **settings: Any) -> float:
-    """Planned ÷ measured − 1. mlx-lm reads 2,048 tokens a step, llama-server 512, which had four sequences where several."""
+    """Planned ÷ measured − 1. mlx-lm reads 2,048 tokens a step, llama-server 512, which had four
+    sequences where several."""
     files = variant(row)
     assert files is not None
     run = RunSettings(int(row["n_ctx"]), **settings).with_kv_type(row["kv_type"])
@@ -51,7 +61,8 @@ def share(row: dict[str, str], **settings: Any) -> float:
 
 def named(row: dict[str, str]) -> bool:
     return any(
-        key in OTHERS for key in ((row["model"], row["n_ctx"]), (row["model"], f"{row['n_ctx']} {row['quant']}"))
+        key in OTHERS
+        for key in ((row["model"], row["n_ctx"]), (row["model"], f"{row['n_ctx']} {row['quant']}"))
     )
 
 
@@ -68,14 +79,17 @@ def test_the_scores_are_what_was_missing() -> None:
     assert all(share(row, slots=1, n_batch=512) < -0.10 for row in deep)
 
 
-@pytest.mark.parametrize("row", rows("gguf"), ids=lambda row: f"{row['device']}-{row['model']}-{row['n_ctx']}")
+@pytest.mark.parametrize(
+    "row", rows("gguf"), ids=lambda row: f"{row['device']}-{row['model']}-{row['n_ctx']}"
+)
 def test_llama_cpp_is_planned_no_more_than_a_twentieth_short(row: dict[str, str]) -> None:
     slots = 4 if row["source"] != "P100 repo (llama-bench)" else 1
     assert share(row, slots=slots, n_outputs=slots) >= (-0.14 if named(row) else -0.05)
 
 
 def test_quantised_kv_is_widened_for_one_layer_on_cuda_and_nowhere_else() -> None:
-    """qwen3.8-27b: 4 heads of 256 for keys and as many for values, so 512 MiB for 131,072 tokens."""
+    """qwen3.8-27b: 4 heads of 256 for keys and as many for values, so 512 MiB for 131,072
+    tokens."""
     model = MODELS["qwen3.8-27b"]
     files = next(v for v in model.variants if v.quant == "Q4_K_M")
 
@@ -89,7 +103,9 @@ def test_quantised_kv_is_widened_for_one_layer_on_cuda_and_nowhere_else() -> Non
 
 
 @pytest.mark.parametrize("context", [16_384, 65_536, 131_072])
-def test_a_plan_for_mlx_holds_no_more_scores_than_its_backend_computes_at_once(context: int) -> None:
+def test_a_plan_for_mlx_holds_no_more_scores_than_its_backend_computes_at_once(
+    context: int,
+) -> None:
     model = MODELS["qwen3.6-35b-a3b"]
     files = next(v for v in model.variants if v.quant == "4bit")
     plan = plan_for(resolve("M5 Max 128GB"), model, files, Workload(context=context))
@@ -102,5 +118,7 @@ def test_a_plan_for_mlx_holds_no_more_scores_than_its_backend_computes_at_once(c
 def test_heads_that_a_kernel_computes_at_once_hold_no_scores() -> None:
     device, fused = resolve("M3 Max 128GB"), MODELS["qwen3-8b"]
     files = next(v for v in fused.variants if v.format == "mlx")
-    short, deep = (memory.need(fused, files, RunSettings(n), device).compute_bytes for n in (4096, 131_072))
+    short, deep = (
+        memory.need(fused, files, RunSettings(n), device).compute_bytes for n in (4096, 131_072)
+    )
     assert short == deep

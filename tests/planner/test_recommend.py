@@ -1,4 +1,5 @@
-"""What `recommend` offers and refuses: golden verdicts, the promises of the issue, properties over every machine."""
+"""What `recommend` offers and refuses: golden verdicts, the promises of the issue, properties over
+every machine."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import pytest
 from localllm.device.named import resolve
 from localllm.device.table import rows
 from localllm.device.types import Device, Figure, Memory
-from localllm.planner import explain, kv_sizes, memory, needs, quality, recommend, roofline, serialise, verify
+from localllm.planner import (
+    explain,
+    kv_sizes,
+    memory,
+    needs,
+    quality,
+    recommend,
+    roofline,
+    serialise,
+    verify,
+)
 from localllm.planner.plan import max_context, plan_for
 from localllm.planner.speed import Measured
 from localllm.planner.starting_settings import Overrides
@@ -27,14 +38,17 @@ SCHEMA = json.loads((Path(recommend.__file__).parent / "recommend.schema.json").
 
 
 def test_golden_verdicts() -> None:
-    """Reviewed in every diff: 12 machines × 20 models. Print it anew with `python tests/planner/golden.py`."""
+    """Reviewed in every diff: 12 machines × 20 models. Print it anew with `python
+    tests/planner/golden.py`."""
     assert golden.table() == golden.FILE.read_text(encoding="utf-8")
 
 
-# --- named promises -------------------------------------------------------------------------------------------------
+# --- named promises -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("machine", ["DGX Spark", "Strix Halo 128GB", "M4 Max 128GB", "M3 Ultra 512GB"])
+@pytest.mark.parametrize(
+    "machine", ["DGX Spark", "Strix Halo 128GB", "M4 Max 128GB", "M3 Ultra 512GB"]
+)
 def test_a_70b_fits_the_big_machines(machine: str) -> None:
     assert golden.plan(machine, "llama-3.3-70b-instruct").fits == "yes"
 
@@ -60,7 +74,9 @@ def test_small_machines_get_something_sensible(machine: str) -> None:
     device = resolve(machine)
     picks = recommend.recommend(device, MODELS, Workload()).plans
     assert len(picks) == recommend.MAX_PICKS
-    assert all(p.decode_tok_s.value >= 5 and p.memory.total_bytes <= device.room_bytes for p in picks)
+    assert all(
+        p.decode_tok_s.value >= 5 and p.memory.total_bytes <= device.room_bytes for p in picks
+    )
     assert max(p.model.params_total for p in picks) >= 4e9
 
 
@@ -76,7 +92,8 @@ def test_the_kv_type_changes_the_verdict_at_128k() -> None:
 
 def test_a_crawling_plan_is_refused_with_its_speed() -> None:
     slow = Device(
-        "old office PC", "system", "cpu", "desktop", Memory(128 << 30, 126 << 30, 120 << 30, "given"),
+        "old office PC", "system", "cpu", "desktop",
+        Memory(128 << 30, 126 << 30, 120 << 30, "given"),
         Figure(20.0, "given"), n_cpu_cores=4,
     )  # fmt: skip
     answer = recommend.recommend(slow, MODELS, Workload())
@@ -94,7 +111,10 @@ def test_formats_the_machine_cannot_run_never_appear() -> None:
     assert {p.variant.format for p in both.plans} == {"gguf", "mlx"}
     only = Overrides(backends=("llamacpp",))
     assert {
-        p.backend for p in recommend.recommend(resolve("M4 Max 128GB"), MODELS, Workload(), overrides=only).plans
+        p.backend
+        for p in recommend.recommend(
+            resolve("M4 Max 128GB"), MODELS, Workload(), overrides=only
+        ).plans
     } == {"llamacpp"}
 
 
@@ -107,11 +127,15 @@ def test_purposes_ask_for_different_models() -> None:
     assert all(m.model.fim or "autocomplete" in m.model.purposes for m in first["autocomplete"])
     assert all(m.decode_tok_s.value >= 30 for m in first["autocomplete"])
     assert all(
-        m.settings.n_ctx >= 65536 or m.settings.n_ctx == kv_sizes.padded_context(m.model.native_context)
+        m.settings.n_ctx >= 65536
+        or m.settings.n_ctx == kv_sizes.padded_context(m.model.native_context)
         for m in first["coding"]
     )
     assert first["chat"][0].settings.n_ctx == 16384
-    assert all(p.ttft_cached_s is not None and p.ttft_cached_s.value < p.ttft_s.value for p in first["coding"])
+    assert all(
+        p.ttft_cached_s is not None and p.ttft_cached_s.value < p.ttft_s.value
+        for p in first["coding"]
+    )
 
 
 def test_the_speed_asked_for_is_kept() -> None:
@@ -153,7 +177,8 @@ def test_free_memory_is_a_soft_limit() -> None:
 
 
 def test_a_state_beside_full_attention_is_counted_too() -> None:
-    """Falcon-H1's layers have both: attention over everything, and a recurrent state per sequence."""
+    """Falcon-H1's layers have both: attention over everything, and a recurrent state per
+    sequence."""
     plain = BY_ID["qwen3-8b"]
     both = replace(plain, layers=tuple(replace(x, state_elements=1000) for x in plain.layers))
     settings = RunSettings(4096, slots=3)
@@ -188,7 +213,9 @@ def test_the_longest_context_is_that_beside_the_drafter() -> None:
     device, model = resolve("RTX 4090"), BY_ID["qwen3-32b"]
     variant = next(v for v in model.variants if v.quant == "Q4_K_M")
     plain = plan_for(device, model, variant, Workload(context=4096))
-    drafted = plan_for(device, model, variant, Workload(context=4096), overrides=drafted_by("qwen3-0.6b"))
+    drafted = plan_for(
+        device, model, variant, Workload(context=4096), overrides=drafted_by("qwen3-0.6b")
+    )
     longest = max_context(device, drafted)
     assert 0 < longest < max_context(device, plain)
     at_longest = replace(drafted.settings, n_ctx=longest)
@@ -208,7 +235,7 @@ def test_layers_give_way_to_a_drafter_on_a_card_with_host_memory(name: str) -> N
     assert drafted.memory.total_bytes <= device.room_bytes
 
 
-# --- properties -----------------------------------------------------------------------------------------------------
+# --- properties -----------------------------------------------------------------------------------
 
 
 def test_every_known_machine_gets_an_answer_that_keeps_its_word() -> None:
@@ -231,7 +258,9 @@ def test_every_known_machine_gets_an_answer_that_keeps_its_word() -> None:
 
 def test_the_same_question_has_the_same_answer() -> None:
     device = resolve("Strix Halo 128GB")
-    forward, backward = (recommend.recommend(device, order, Workload()) for order in (MODELS, MODELS[::-1]))
+    forward, backward = (
+        recommend.recommend(device, order, Workload()) for order in (MODELS, MODELS[::-1])
+    )
     one, two = (json.dumps(serialise.recommendation_to_json(a, {})) for a in (forward, backward))
     assert one == two
 
@@ -266,7 +295,7 @@ def test_an_unrated_newcomer_does_not_outrank_on_its_date_alone() -> None:
     assert order[0] == rated.id or quality.rate(unrated).points > quality.rate(rated).points + 5
 
 
-# --- the verify loop ------------------------------------------------------------------------------------------------
+# --- the verify loop ------------------------------------------------------------------------------
 
 
 def test_reality_a_third_below_the_prediction_names_likely_causes() -> None:
@@ -281,7 +310,9 @@ def test_reality_a_third_below_the_prediction_names_likely_causes() -> None:
     assert any("power" in c for c in slow.causes)
     assert "CPU" in crawling.causes[0]
     full = replace(device, memory=replace(device.memory, available_bytes=1 << 30))
-    assert any("swap" in c for c in verify.compare(full, Measured(model, variant, "llamacpp", 1.0)).causes)
+    assert any(
+        "swap" in c for c in verify.compare(full, Measured(model, variant, "llamacpp", 1.0)).causes
+    )
 
 
 def test_faster_than_the_memory_means_the_bandwidth_is_wrong() -> None:
@@ -291,7 +322,7 @@ def test_faster_than_the_memory_means_the_bandwidth_is_wrong() -> None:
     assert "bandwidth" in cause
 
 
-# --- pictures and JSON ----------------------------------------------------------------------------------------------
+# --- pictures and JSON ----------------------------------------------------------------------------
 
 
 def picks(machine: str = "M4 Max 128GB") -> tuple[Device, list[Plan]]:

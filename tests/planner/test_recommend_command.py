@@ -1,4 +1,5 @@
-"""`localllm recommend` as a person and a script meet it: width, JSON, refusals, speed, what it remembers."""
+"""`localllm recommend` as a person and a script meet it: width, JSON, refusals, speed, what it
+remembers."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_what_nobody_lists_is_marked_and_the_mark_explained() -> None:
     body = json.loads(run("--device", "RTX 3060 12GB", "--all", "--json"))
     constructed = [p["variant"]["listed"] for p in body["plans"]]
     assert {True, False} == set(constructed)
-    assert text.partition("\nabout the first")[0].count("~") == constructed.count(False) + 1  # and the footnote
+    # and the footnote
+    assert text.partition("\nabout the first")[0].count("~") == constructed.count(False) + 1
 
 
 def test_what_is_installed_is_marked(smollm2: Path) -> None:
@@ -90,9 +92,12 @@ def test_what_is_installed_is_marked(smollm2: Path) -> None:
 
 def test_a_machine_one_does_not_have_is_not_told_what_to_run() -> None:
     assert "localllm pull" not in run("--device", "M4 Max 128GB")
-    text = run()  # asked once: this machine's free memory and measured bandwidth may differ a second later
+    # asked once: this machine's free memory and measured bandwidth may differ a second later
+    text = run()
     quant = re.search(r"^  1 .*? ~?(\S+) +[\d.]+ GB ", text, re.MULTILINE)
-    told = re.fullmatch(r"localllm pull (\S+) && localllm chat -m (\S+):(\S+)", text.splitlines()[-1])
+    told = re.fullmatch(
+        r"localllm pull (\S+) && localllm chat -m (\S+):(\S+)", text.splitlines()[-1]
+    )
     assert quant
     assert told, "the last line is what to type"
     assert told[1] == f"{told[2]}:{told[3]}"
@@ -131,7 +136,8 @@ def test_what_nearly_fits_is_named_first_of_what_is_not_offered() -> None:
 
 
 def test_an_answer_waits_for_no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels take some seconds to time, and the memory one: `pull` and `device --measure` do that."""
+    """The kernels take some seconds to time, and the memory one: `pull` and `device --measure` do
+    that."""
     from localllm.device import bandwidth
     from localllm.device.probes import matrix_rate
 
@@ -178,12 +184,16 @@ def test_a_file_on_this_disk_can_be_asked_about(smollm2: Path) -> None:
     assert plan["fits"] == "yes"
 
 
-def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(smollm2: Path, tmp_path: Path) -> None:
+def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(
+    smollm2: Path, tmp_path: Path
+) -> None:
     with smollm2.open("rb") as file:
         beginning = file.read(8 << 20)
     foreign = tmp_path / "foreign.gguf"
     foreign.write_bytes(
-        beginning.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0other").replace(b"llama.", b"other.")
+        beginning.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0other").replace(
+            b"llama.", b"other."
+        )
     )
     os.truncate(foreign, smollm2.stat().st_size)
     said = "the architecture 'other' is not known here"
@@ -223,12 +233,18 @@ def test_the_quant_asked_for_is_the_one_explained() -> None:
     text = run("--device", "M4 Max 128GB", "-m", "llama-3.3-70b-instruct:Q4_K_M", "--explain")
     assert "about Q4_K_M" in text
     assert "4bit " not in text.partition("memory at")[0]
-    body = json.loads(run("--device", "M4 Max 128GB", "-m", "llama-3.3-70b-instruct:q4_k_m", "--json"))
+    body = json.loads(
+        run("--device", "M4 Max 128GB", "-m", "llama-3.3-70b-instruct:q4_k_m", "--json")
+    )
     assert [p["variant"]["quant"] for p in body["plans"]] == ["Q4_K_M"]
 
 
-@pytest.mark.parametrize(("reference", "device"), [("qwen3-8b:Q99", "M4 Max 128GB"), ("qwen3-8b:4bit", "RTX 4090")])
-def test_a_quant_that_is_not_there_is_answered_with_those_that_are(reference: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("reference", "device"), [("qwen3-8b:Q99", "M4 Max 128GB"), ("qwen3-8b:4bit", "RTX 4090")]
+)
+def test_a_quant_that_is_not_there_is_answered_with_those_that_are(
+    reference: str, device: str
+) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         run("--device", device, "-m", reference)
     assert reference.partition(":")[2] in caught.value.message
@@ -239,7 +255,8 @@ def test_what_was_measured_here_is_remembered_and_shown(monkeypatch: pytest.Monk
     before = json.loads(run("-m", "qwen3-8b", "--json"))
     machine = before["device"]["name"]
     record = measurements.Record(
-        machine, "smollm2-135m-instruct", "Q4_1", "llamacpp", 150.0, 64, n_ctx=4096, memory_bytes=10**9,
+        machine, "smollm2-135m-instruct", "Q4_1", "llamacpp", 150.0, 64, n_ctx=4096,
+        memory_bytes=10**9,
         predicted_memory_bytes=10**9,
     )  # fmt: skip
     measurements.keep(record)
@@ -267,7 +284,8 @@ def test_loading_the_command_loads_no_heavy_library() -> None:
     code = (
         "import sys, localllm.cli.commands.recommend, localllm.load.measurements;"
         "import localllm.cli.recommend.answers, localllm.cli.recommend.measured_view;"
-        "heavy = {'numpy', 'llama_cpp', 'fastapi', 'textual', 'httpx', 'huggingface_hub', 'mlx'} & set(sys.modules);"
+        "heavy = {'numpy', 'llama_cpp', 'fastapi', 'textual', 'httpx', 'huggingface_hub', 'mlx'} "
+        "& set(sys.modules);"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -285,17 +303,24 @@ def test_machines_are_compared_for_one_purpose() -> None:
     assert [text.count(f"Best on {resolve(name).name}") for name in names] == [1, 1, 1]
     assert "tok/s of each on all" in text
     body = json.loads(run("--compare", *names, "--json"))
-    assert [machine["device"]["name"] for machine in body["machines"]] == [resolve(name).name for name in names]
+    assert [machine["device"]["name"] for machine in body["machines"]] == [
+        resolve(name).name for name in names
+    ]
 
 
 def test_the_machines_that_reach_a_speed_are_named_and_those_that_do_not_are_not() -> None:
     body = json.loads(run("-m", "llama-3.3-70b-instruct:Q4_K_M", "--at", "20", "--json"))
     found = {machine["device"]: machine for machine in body["machines"]}
-    assert all(m["decode_tok_s"] >= 20 and m["quant"] == "Q4_K_M" and m["fits"] != "no" for m in found.values())
+    assert all(
+        m["decode_tok_s"] >= 20 and m["quant"] == "Q4_K_M" and m["fits"] != "no"
+        for m in found.values()
+    )
     assert any(name.startswith("H100") for name in found)
     assert not any("3060" in name or "DGX Spark" in name for name in found)  # too small, too slow
     assert "does not: " in run("-m", "llama-3.3-70b-instruct:Q4_K_M", "--at", "20")
-    assert "no machine of the table reaches that" in run("-m", "llama-3.3-70b-instruct:Q8_0", "--at", "900")
+    assert "no machine of the table reaches that" in run(
+        "-m", "llama-3.3-70b-instruct:Q8_0", "--at", "900"
+    )
 
 
 def test_the_arithmetic_comes_before_the_table() -> None:
@@ -329,12 +354,25 @@ def test_what_a_person_reads_is_in_the_unit_of_device(asked: list[str]) -> None:
 
 
 def test_the_parts_of_the_memory_add_up_as_they_are_printed() -> None:
-    shown = CliRunner().invoke(app, ["--explain", "--device", "RTX 4090"], env={"COLUMNS": "120"}).output
+    shown = (
+        CliRunner()
+        .invoke(app, ["--explain", "--device", "RTX 4090"], env={"COLUMNS": "120"})
+        .output
+    )
     memory = shown.partition("memory\n")[2].partition("decode, one token")[0]
     figures = {
-        m[1].strip(): float(m[2].replace(",", "")) for m in re.finditer(r"^  (\S.{11}) +([\d,.]+) GB", memory, re.M)
+        m[1].strip(): float(m[2].replace(",", ""))
+        for m in re.finditer(
+            r"^  (\S.{11}) +([\d,.]+) "
+            r"GB",
+            memory,
+            re.M,
+        )
     }
-    parts = sum(figures.get(name, 0.0) for name in ("weights", "KV cache", "state", "compute", "runtime", "draft"))
+    parts = sum(
+        figures.get(name, 0.0)
+        for name in ("weights", "KV cache", "state", "compute", "runtime", "draft")
+    )
     assert figures["total"] == pytest.approx(parts, abs=0.0035)
 
 

@@ -1,4 +1,5 @@
-"""A share of every layer on each machine: what lies on each, how fast it is, and who can share what."""
+"""A share of every layer on each machine: what lies on each, how fast it is, and who can share
+what."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ def found(name: str, quant: str = "4bit") -> tuple[Model, Variant]:
 
 
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b-instruct-2507", "llama-3.3-70b-instruct"])
-def test_more_machines_hold_less_each_and_are_faster_but_never_as_much_as_they_are_more(name: str) -> None:
+def test_more_machines_hold_less_each_and_are_faster_but_never_as_much_as_they_are_more(
+    name: str,
+) -> None:
     model, variant = found(name)
     needs, speeds = [], []
     for n in (1, 2, 4):
-        plan = cluster.tensor_parallel_plan(model, variant, SETTINGS, machines(f"{n}x m3 ultra 512gb"), LINK)
+        plan = cluster.tensor_parallel_plan(
+            model, variant, SETTINGS, machines(f"{n}x m3 ultra 512gb"), LINK
+        )
         assert plan is not None
         needs.append(plan.needs_bytes)
         speeds.append(plan.decode_tok_s.value)
@@ -48,18 +53,29 @@ def test_over_ethernet_the_sums_cost_more_than_sharing_gains() -> None:
     plan = cluster.tensor_parallel_plan(model, variant, SETTINGS, boxes, cluster.LINKS["10gbe"])
     assert plan is not None
     assert plan.decode_tok_s.value < plan.alone_tok_s
-    assert plan.decode_tok_s.value < cluster.tensor_parallel_decode(model, variant, SETTINGS, boxes, LINK).value
+    assert (
+        plan.decode_tok_s.value
+        < cluster.tensor_parallel_decode(model, variant, SETTINGS, boxes, LINK).value
+    )
 
 
 def test_what_does_not_fit_on_each_is_no_plan() -> None:
     model, variant = found("qwen3-235b-a22b-instruct-2507")
-    assert cluster.tensor_parallel_plan(model, variant, SETTINGS, machines("2x m4 max 64gb"), LINK) is None
+    assert (
+        cluster.tensor_parallel_plan(model, variant, SETTINGS, machines("2x m4 max 64gb"), LINK)
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "quant", "boxes", "says"),
     [
-        ("qwen3-235b-a22b-instruct-2507", "4bit", "3x m3 ultra 512gb", "3 machines can't share 4 heads evenly"),
+        (
+            "qwen3-235b-a22b-instruct-2507",
+            "4bit",
+            "3x m3 ultra 512gb",
+            "3 machines can't share 4 heads evenly",
+        ),
         ("gemma-3-27b-it", "4bit", "2x m3 ultra 512gb", "no form of gemma-3"),
         ("llama-3.3-70b-instruct", "4bit", "2x dgx spark", "among Macs"),
         ("llama-3.3-70b-instruct", "4bit", "2x m3 ultra 512gb", ""),
@@ -72,7 +88,15 @@ def test_who_can_share_what_is_said(name: str, quant: str, boxes: str, says: str
 
 
 def test_the_command_shows_both_ways_to_use_two_macs() -> None:
-    asked = ["recommend", "--device", "2x m3 ultra 512gb", "-m", "llama-3.3-70b-instruct", "--link", "thunderbolt5"]
+    asked = [
+        "recommend",
+        "--device",
+        "2x m3 ultra 512gb",
+        "-m",
+        "llama-3.3-70b-instruct",
+        "--link",
+        "thunderbolt5",
+    ]
     said = CliRunner().invoke(app, asked)
     assert said.exit_code == 0, said.output
     assert "a half of every layer on each" in said.output

@@ -1,4 +1,5 @@
-"""Predicted speeds: textbook bounds, the shipped table against the rows it was fitted to, and what a measurement changes."""
+"""Predicted speeds: textbook bounds, the shipped table against the rows it was fitted to, and what
+a measurement changes."""
 
 from __future__ import annotations
 
@@ -42,20 +43,34 @@ def bf16(m: Model) -> Variant:
 
 def cpu(bandwidth: float = 34.0, cores: int = 2) -> Device:
     pool = Memory(24 * GIB, 23 * GIB, 20 * GIB, "measured")
-    return Device("a small server", "system", "cpu", "server", pool, Figure(bandwidth, "measured"), n_cpu_cores=cores)
+    return Device(
+        "a small server",
+        "system",
+        "cpu",
+        "server",
+        pool,
+        Figure(bandwidth, "measured"),
+        n_cpu_cores=cores,
+    )
 
 
-# --- textbook -------------------------------------------------------------------------------------------------------
+# --- textbook -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("machine", "tok_s"), [("H100", 150), ("RTX 5090", 81)])
 def test_qwen3_8b_in_bf16_at_40k_is_bound_by_weights_and_kv(machine: str, tok_s: float) -> None:
     m = model("qwen3-8b")
-    assert speed.decode_bound(resolve(machine), m, bf16(m), depth=40_000) == pytest.approx(tok_s, rel=0.07)
+    assert speed.decode_bound(resolve(machine), m, bf16(m), depth=40_000) == pytest.approx(
+        tok_s, rel=0.07
+    )
 
 
-@pytest.mark.parametrize(("machine", "tflops", "seconds"), [("H100", 989, 0.76), ("RTX 5090", 210, 3.6)])
-def test_qwen3_8b_prompt_of_40k_is_bound_by_its_matrices(machine: str, tflops: float, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("machine", "tflops", "seconds"), [("H100", 989, 0.76), ("RTX 5090", 210, 3.6)]
+)
+def test_qwen3_8b_prompt_of_40k_is_bound_by_its_matrices(
+    machine: str, tflops: float, seconds: float
+) -> None:
     m = model("qwen3-8b")
     matrices = 2 * m.params_active * 40_000 / (tflops * 1e12)
     assert matrices == pytest.approx(seconds, rel=0.15)
@@ -74,7 +89,9 @@ def test_an_8b_at_q4_is_bound_by_bandwidth_over_4_and_a_half_gigabytes(machine: 
 
 
 def test_a_million_tokens_of_qwen3_8b_take_147_gb() -> None:
-    assert kv_sizes.kv_bytes(model("qwen3-8b"), RunSettings(1_000_000 // 256 * 256)) == pytest.approx(147e9, rel=0.005)
+    assert kv_sizes.kv_bytes(
+        model("qwen3-8b"), RunSettings(1_000_000 // 256 * 256)
+    ) == pytest.approx(147e9, rel=0.005)
 
 
 def test_30b_a3b_at_four_and_a_half_bits_stores_17_gb_and_streams_under_2() -> None:
@@ -86,7 +103,7 @@ def test_30b_a3b_at_four_and_a_half_bits_stores_17_gb_and_streams_under_2() -> N
     assert streamed(m, variant(m, "Q4_K_M")).total_bytes == pytest.approx(1.9e9, rel=0.1)
 
 
-# --- the table ------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def _predicted(row: dict[str, str], m: Model, v: Variant) -> float:
@@ -95,7 +112,10 @@ def _predicted(row: dict[str, str], m: Model, v: Variant) -> float:
     depth = int(float(row["depth"] or 0) + generated / 2)
     tflops = efficiency.part_tflops(row["device"], int(float(row["units"] or 0)))[0]
     machine = decode_cost.Hardware(
-        hardware, float(row["bandwidth_gbps"]), tflops, clock_ghz=efficiency.clock_ghz(row["device"])
+        hardware,
+        float(row["bandwidth_gbps"]),
+        tflops,
+        clock_ghz=efficiency.clock_ghz(row["device"]),
     )
     return 1 / decode_cost.decode_terms(m, v, machine, depth=depth).total_s
 
@@ -108,16 +128,26 @@ def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
             decoding = row["test"].startswith("tg") or row["test"] == "decode"
             if m is None or not row["file_bytes"] or not decoding or float(row["batch"]) != 1:
                 continue
-            # The table is for today's engines; of one M2 Max nothing is learnt (benchmarks/planner_fit/rows.py).
-            if row["era"] != "2026" or (row["device"] == "Apple M2 Max" and "mac-llm-bench" in row["source"]):
+            # The table is for today's engines; of one M2 Max nothing is learnt
+            # (benchmarks/planner_fit/rows.py).
+            if row["era"] != "2026" or (
+                row["device"] == "Apple M2 Max" and "mac-llm-bench" in row["source"]
+            ):
                 continue
-            v = Variant("mlx" if row["engine"] == "mlx" else "gguf", row["quant"], "", (), int(row["file_bytes"]))
+            v = Variant(
+                "mlx" if row["engine"] == "mlx" else "gguf",
+                row["quant"],
+                "",
+                (),
+                int(row["file_bytes"]),
+            )
             error = abs(_predicted(row, m, v) / float(row["tok_s"]) - 1)
             (deep if float(row["depth"] or 0) >= 8192 else short).append(error)
     assert len(short) > 200
     assert len(deep) > 80
-    # Rows the table was learnt from. Coefficients are chosen by rows left out (benchmarks/planner_fit.md): three times as
-    # many fit these to 3 %, and the left-out ones no better.
+    # Rows the table was learnt from. Coefficients are chosen by rows left out
+    # (benchmarks/planner_fit.md): three times as many fit these to 3 %, and the left-out ones no
+    # better.
     assert statistics.median(short) <= 0.06
     assert statistics.median(deep) <= 0.07
     assert statistics.quantiles(short, n=10)[-1] <= 0.18
@@ -145,7 +175,9 @@ def test_unpacking_is_arithmetic_that_full_precision_and_processors_spare() -> N
     terms = decode_cost.decode_terms(m, variant(m, "Q4_K_M"), machine)
     assert terms.seconds["unpacked"] > 0
     assert terms.seconds["routed_unpacked"] > 0
-    twice = decode_cost.decode_terms(m, variant(m, "Q4_K_M"), replace(machine, plain_tflops=2 * machine.plain_tflops))
+    twice = decode_cost.decode_terms(
+        m, variant(m, "Q4_K_M"), replace(machine, plain_tflops=2 * machine.plain_tflops)
+    )
     assert twice.seconds["unpacked"] == pytest.approx(terms.seconds["unpacked"] / 2)
     assert twice.seconds["weights"] == terms.seconds["weights"]
     for v, hardware in ((Variant("gguf", "BF16", "", (), 61_000_000_000), machine),
@@ -173,9 +205,12 @@ def test_nothing_known_is_a_wide_range_not_a_refusal() -> None:
     assert found.high / found.low > 3
 
 
-def rates(prompt_tflops: float, token_tflops: float = 0.1, experts_tflops: float | None = None) -> MatrixRates:
+def rates(
+    prompt_tflops: float, token_tflops: float = 0.1, experts_tflops: float | None = None
+) -> MatrixRates:
     prompt, experts, token = (
-        Figure(tflops, "measured") for tflops in (prompt_tflops, experts_tflops or prompt_tflops, token_tflops)
+        Figure(tflops, "measured")
+        for tflops in (prompt_tflops, experts_tflops or prompt_tflops, token_tflops)
     )
     return MatrixRates(prompt, experts, token)
 
@@ -192,7 +227,9 @@ ZEN = (
 def test_a_processors_prompts_are_as_fast_as_its_kernels_were_measured() -> None:
     m = model("qwen3-8b")
     file, assumed = variant(m, "Q4_K_M"), cpu()
-    slow, fast = (replace(assumed, matrix_rates=(TypeRates("Q4_K", rates(tflops)),)) for tflops in (0.02, 0.3))
+    slow, fast = (
+        replace(assumed, matrix_rates=(TypeRates("Q4_K", rates(tflops)),)) for tflops in (0.02, 0.3)
+    )
     a, b, c = (speed.prefill(device, m, file) for device in (slow, assumed, fast))
     assert a.value < b.value < c.value
     assert c.value > 8 * a.value
@@ -203,8 +240,9 @@ def test_a_processors_prompts_are_as_fast_as_its_kernels_were_measured() -> None
 
 
 def test_a_real_processors_prompts_and_tokens_in_both_layouts() -> None:
-    """Qwen3-8B Q4_K_M by llama-bench on two Zen cores with AVX-512 (512 tokens): 18.3 tok/s of prompt and 7.8 of answer laid
-    out anew, 34.8 and 7.1 as stored; the kernels and the memory as measured on that machine."""
+    """Qwen3-8B Q4_K_M by llama-bench on two Zen cores with AVX-512 (512 tokens): 18.3 tok/s of
+    prompt and 7.8 of answer laid out anew, 34.8 and 7.1 as stored; the kernels and the memory as
+    measured on that machine."""
     m = model("qwen3-8b")
     device = replace(cpu(56.7), matrix_rates=ZEN)
     stored = replace(speed.USUAL, placement=Placement(layout="stored"))
@@ -216,8 +254,9 @@ def test_a_real_processors_prompts_and_tokens_in_both_layouts() -> None:
 
 
 def test_several_streams_of_a_processor_are_no_faster_than_its_kernels() -> None:
-    """Four streams behind 256 tokens each on the same two Zen cores, of files of true size as stored: Qwen3-8B writes 7.9 tok/s in
-    all where one stream has 6.7, Qwen3.5-35B-A3B 13.9 where one has 11.7."""
+    """Four streams behind 256 tokens each on the same two Zen cores, of files of true size as
+    stored: Qwen3-8B writes 7.9 tok/s in all where one stream has 6.7, Qwen3.5-35B-A3B 13.9 where
+    one has 11.7."""
     device = replace(cpu(56.7), matrix_rates=ZEN)
     stored = replace(speed.USUAL, placement=Placement(layout="stored"))
     for name, four in (("qwen3-8b", 7.9), ("qwen3.5-35b-a3b", 13.9)):
@@ -239,7 +278,8 @@ def test_a_row_more_never_makes_a_step_of_a_processor_faster(
     rates_of: tuple[float, float, float], n: int, name: str
 ) -> None:
     device = replace(
-        cpu(56.7), matrix_rates=(TypeRates("Q4_K", rates(*rates_of)), TypeRates("MXFP4", rates(*rates_of)))
+        cpu(56.7),
+        matrix_rates=(TypeRates("Q4_K", rates(*rates_of)), TypeRates("MXFP4", rates(*rates_of))),
     )
     m = model(name)
     v = variant(m, "Q4_K_M" if name == "qwen3-8b" else "MXFP4")
@@ -247,7 +287,9 @@ def test_a_row_more_never_makes_a_step_of_a_processor_faster(
     assert more <= one * 1.0001
 
 
-@pytest.mark.parametrize("name", ["RTX 5090", "DGX Spark", "M5 Max 128GB", "Strix Halo 128GB", "M3 Ultra 512GB"])
+@pytest.mark.parametrize(
+    "name", ["RTX 5090", "DGX Spark", "M5 Max 128GB", "Strix Halo 128GB", "M3 Ultra 512GB"]
+)
 def test_no_prediction_exceeds_what_the_memory_delivers(name: str) -> None:
     device = resolve(name)
     for m in CATALOG.models:
@@ -258,7 +300,9 @@ def test_no_prediction_exceeds_what_the_memory_delivers(name: str) -> None:
 
 
 @given(depth=st.integers(0, 200_000), more=st.integers(1, 60_000), n=st.integers(1, 32))
-def test_more_context_and_more_sequences_never_make_a_step_faster(depth: int, more: int, n: int) -> None:
+def test_more_context_and_more_sequences_never_make_a_step_faster(
+    depth: int, more: int, n: int
+) -> None:
     device, m = resolve("RTX 4090"), model("gemma-3-12b-it")
     v = variant(m, "Q4_K_M")
     at = speed.decode(device, m, v, depth=depth, n_sequences=n).value
@@ -287,7 +331,7 @@ def test_layers_in_system_memory_add_their_own_time() -> None:
     assert 2.0 < whole / most < 4.0  # a tenth at 60 GB/s beside 1,008
 
 
-# --- this machine's own figures -------------------------------------------------------------------------------------
+# --- this machine's own figures -------------------------------------------------------------------
 
 
 def test_a_measurement_replaces_the_table_and_says_so() -> None:
@@ -308,7 +352,11 @@ def test_one_small_bench_predicts_another_model_on_the_same_machine(known_first:
     runs = {
         small.id: Measured(small, variant(small, "Q4_1"), "llamacpp", 149.7, 100),
         gemma.id: Measured(
-            gemma, Variant("gguf", "Q4_K_M", "", (), 253_113_024, weights_bytes=246_587_904), "llamacpp", 87.7, 100
+            gemma,
+            Variant("gguf", "Q4_K_M", "", (), 253_113_024, weights_bytes=246_587_904),
+            "llamacpp",
+            87.7,
+            100,
         ),
     }
     known, other = (small, gemma) if known_first else (gemma, small)
@@ -329,15 +377,20 @@ def test_prefill_and_the_first_token_follow_a_measurement() -> None:
     device, m = cpu(), model("smollm2-135m-instruct")
     v = variant(m, "Q4_1")
     run = Measured(m, v, "llamacpp", 131.0, 0, prefill_tok_s=320.0, prompt_tokens=128)
-    prefill = speed.prefill(device, m, v, RunSettings(n_batch=128), prompt_tokens=128, measured=[run])
+    prefill = speed.prefill(
+        device, m, v, RunSettings(n_batch=128), prompt_tokens=128, measured=[run]
+    )
     assert prefill.value == pytest.approx(320, rel=0.02)
     decode = speed.decode(device, m, v, measured=[run])
-    cold, warm = speed.ttft(prefill, decode, 1000), speed.ttft(prefill, decode, 1000, cached_tokens=900)
+    cold, warm = (
+        speed.ttft(prefill, decode, 1000),
+        speed.ttft(prefill, decode, 1000, cached_tokens=900),
+    )
     assert cold.value > 5 * warm.value
     assert warm.low <= warm.value <= warm.high
 
 
-# --- speculation ----------------------------------------------------------------------------------------------------
+# --- speculation ----------------------------------------------------------------------------------
 
 
 def test_speculation_follows_the_published_formula() -> None:
@@ -356,7 +409,8 @@ def test_drafting_pays_for_a_dense_giant_and_not_for_a_small_mixture() -> None:
 
 
 def test_a_laptops_power_limit_is_in_the_range_and_said() -> None:
-    """RTX 3080 Ti Laptop held to 115 W: 14.8 tok/s (github.com/sudoingX/qwen38-mtp, pull request 56)."""
+    """RTX 3080 Ti Laptop held to 115 W: 14.8 tok/s (github.com/sudoingX/qwen38-mtp, pull request
+    56)."""
     m = CATALOG.by_id["qwen3.8-27b"]
     file = Variant("gguf", "UD-Q3_K_XL", "", (), 14_500_000_000)
     laptop = speed.decode(resolve("RTX 3080 Ti Laptop"), m, file)
@@ -364,7 +418,9 @@ def test_a_laptops_power_limit_is_in_the_range_and_said() -> None:
     assert laptop.low == pytest.approx(0.6 * laptop.value)
     desktop = speed.decode(resolve("RTX 3090"), m, file)
     assert desktop.low > 0.7 * desktop.value
-    plans = recommend.recommend(resolve("RTX 3080 Ti Laptop"), [CATALOG.by_id["qwen3-8b"]], Workload()).plans
+    plans = recommend.recommend(
+        resolve("RTX 3080 Ti Laptop"), [CATALOG.by_id["qwen3-8b"]], Workload()
+    ).plans
     assert any("lasting load" in reason for reason in plans[0].reasons)
     assert efficiency.limit_of(resolve("Tesla T4")) is not None
     assert efficiency.limit_of(resolve("M4 Max 128GB")) is None

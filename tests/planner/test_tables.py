@@ -1,4 +1,5 @@
-"""Tables of which a token reads a few rows stay on the disk: planned so, loaded so, predicted, and warned about."""
+"""Tables of which a token reads a few rows stay on the disk: planned so, loaded so, predicted, and
+warned about."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from support.plan_probe import ProbeSettings
 MODELS = {m.id: m for m in catalog.load().models}
 MODEL = MODELS["qwen3.8-flash-next"]
 BIG = next(v for v in MODEL.variants if v.quant == "UD-Q4_K_XL")
-# One tensor of 160 x 320,001,536 weights in IQ4_NL (github.com/0xBakeer/inference-atlas, pull request 34: 26.8 GiB).
+# One tensor of 160 x 320,001,536 weights in IQ4_NL (github.com/0xBakeer/inference-atlas, pull
+# request 34: 26.8 GiB).
 TABLE_BYTES = 160 * 320_001_536 * 9 // 16
 
 
@@ -55,7 +57,8 @@ def test_without_the_disk_it_would_not_fit() -> None:
 
 
 def test_the_measured_speed_is_in_the_range() -> None:
-    """One DGX Spark, table cold and warm: 34.1 to 39.7 tokens/s (the same source, pull requests 79 to 81)."""
+    """One DGX Spark, table cold and warm: 34.1 to 39.7 tokens/s (the same source, pull requests 79
+    to 81)."""
     decode = planned("DGX Spark").decode_tok_s
     assert decode.low <= 37 <= decode.high
 
@@ -64,11 +67,13 @@ def test_rows_cost_time_and_a_slow_disk_is_warned_about() -> None:
     device, plan = resolve("DGX Spark"), planned("DGX Spark")
     held = plan.settings.placed(tables="memory")
     slower = (
-        1 / speed.decode(device, MODEL, BIG, plan.settings).value - 1 / speed.decode(device, MODEL, BIG, held).value
+        1 / speed.decode(device, MODEL, BIG, plan.settings).value
+        - 1 / speed.decode(device, MODEL, BIG, held).value
     )
     assert slower == pytest.approx(16 * places.ROW_S)
     assert (
-        1 / speed.prefill(device, MODEL, BIG, plan.settings).value > 1 / speed.prefill(device, MODEL, BIG, held).value
+        1 / speed.prefill(device, MODEL, BIG, plan.settings).value
+        > 1 / speed.prefill(device, MODEL, BIG, held).value
     )
     (shown,) = recommend(device, [MODEL], Workload()).plans
     assert any("wants an SSD, on a disk that turns about 5" in reason for reason in shown.reasons)
@@ -78,7 +83,12 @@ def test_rows_cost_time_and_a_slow_disk_is_warned_about() -> None:
 def test_small_tables_are_read_like_anything_else() -> None:
     small = MODELS["gemma-4-e2b-it"]
     for variant in small.variants:
-        assert memory.need(small, variant, planned("DGX Spark").settings.placed(tables="auto")).disk_bytes == 0
+        assert (
+            memory.need(
+                small, variant, planned("DGX Spark").settings.placed(tables="auto")
+            ).disk_bytes
+            == 0
+        )
 
 
 def test_a_table_read_from_a_header_is_its_part_of_the_input() -> None:
@@ -87,7 +97,9 @@ def test_a_table_read_from_a_header_is_its_part_of_the_input() -> None:
     assert places.table_bytes(MODEL, header) == pytest.approx(MODEL.lookup_params / 2, rel=1e-6)
 
 
-def test_the_closed_form_agrees_with_llamacpp_on_tables_indexers_and_streams(tmp_path: Path) -> None:
+def test_the_closed_form_agrees_with_llamacpp_on_tables_indexers_and_streams(
+    tmp_path: Path,
+) -> None:
     path = sparse_gguf.write(sparse_gguf.FLASH_NEXT, tmp_path)
     model = from_gguf.model_from_gguf(gguf.read(path))
     assert (model.lookup_rows, model.residual_streams, model.shape_warning) == (16, 4, "")
@@ -98,14 +110,21 @@ def test_the_closed_form_agrees_with_llamacpp_on_tables_indexers_and_streams(tmp
     ]
     for s, planned in zip(asked, plan_probe.plan(path, asked), strict=True):
         run = RunSettings(
-            s.n_ctx, s.kv_type_k, s.kv_type_v, s.n_seq_max, n_batch=s.n_ubatch, n_outputs=max(s.n_outputs, s.n_seq_max)
+            s.n_ctx,
+            s.kv_type_k,
+            s.kv_type_v,
+            s.n_seq_max,
+            n_batch=s.n_ubatch,
+            n_outputs=max(s.n_outputs, s.n_seq_max),
         )
         need = memory.need(model, model.variants[0], run)
         assert need.weights_bytes + need.disk_bytes == planned.weights_bytes
         assert need.disk_bytes > 4 * 2**30
         assert need.kv_bytes == pytest.approx(planned.kv_bytes, abs=0.0101 * 2**20)
         assert need.recurrent_bytes == pytest.approx(planned.recurrent_bytes, abs=0.00501 * 2**20)
-        assert need.compute_bytes == pytest.approx((planned.compute_bytes or 0) + (planned.output_bytes or 0), rel=0.01)
+        assert need.compute_bytes == pytest.approx(
+            (planned.compute_bytes or 0) + (planned.output_bytes or 0), rel=0.01
+        )
 
 
 def test_experts_read_from_an_ssd_are_predicted_and_not_offered() -> None:

@@ -1,4 +1,5 @@
-"""How long one waits for an answer: thoughts count, and a prompt that takes minutes is not fast enough."""
+"""How long one waits for an answer: thoughts count, and a prompt that takes minutes is not fast
+enough."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_a_thinking_model_answers_later_than_its_twin_that_does_not_think() -> N
 
 def test_an_agents_prompt_that_takes_many_minutes_is_not_offered() -> None:
     pool = Memory(64 << 30, 62 << 30, 60 << 30, "given")
-    slow = Device("a server", "system", "cpu", "server", pool, Figure(200.0, "given"), n_cpu_cores=4)
+    slow = Device(
+        "a server", "system", "cpu", "server", pool, Figure(200.0, "given"), n_cpu_cores=4
+    )
     models = [BY_ID[name] for name in ("qwen3.6-35b-a3b", "qwen3-4b-instruct-2507")]
     answer = recommend(slow, models, Workload("coding"))
     longest = needs.NEEDS["coding"].ttft_longest_s

@@ -14,7 +14,11 @@ TOOL = {
     "function": {
         "name": "look",
         "description": "Look it up.",
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"q": {"type": "string"}},
+            "required": ["q"],
+        },
     },
 }
 BARE_TOOL = {"type": "function", "function": {"name": "now"}}
@@ -24,7 +28,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 @dataclass(frozen=True)
 class Row:
-    """`effect(request the engine got, JSON reply, response)` must be true, or the status must be `refused`."""
+    """`effect(request the engine got, JSON reply, response)` must be true, or the status must be
+    `refused`."""
 
     name: str
     path: str
@@ -36,7 +41,8 @@ class Row:
 
 
 def as_said(row: Row, response: httpx.Response, reached: Any) -> bool:
-    """Is `response` what the row says? An AssertionError names what is not. `reached`: the request that the engine got, if any."""
+    """Is `response` what the row says? An AssertionError names what is not. `reached`: the request
+    that the engine got, if any."""
     if row.refused:
         assert response.status_code == row.refused, response.text
         error = response.json()["error"]
@@ -51,16 +57,28 @@ def as_said(row: Row, response: httpx.Response, reached: Any) -> bool:
     return True
 
 
-def honoured(name: str, body: dict[str, Any], effect: Callable[[Any, Any, Any], bool], **more: Any) -> Row:
+def honoured(
+    name: str, body: dict[str, Any], effect: Callable[[Any, Any, Any], bool], **more: Any
+) -> Row:
     path = more.pop("path", CHAT)
     return Row(name, path, _complete(path, body), effect, **more)
 
 
-def refused(name: str, body: Any, says: str, status: int = 400, path: str = "/v1/chat/completions") -> Row:
-    return Row(name, path, _complete(path, body) if isinstance(body, dict) else body, refused=status, says=says)
+def refused(
+    name: str, body: Any, says: str, status: int = 400, path: str = "/v1/chat/completions"
+) -> Row:
+    return Row(
+        name,
+        path,
+        _complete(path, body) if isinstance(body, dict) else body,
+        refused=status,
+        says=says,
+    )
 
 
-def sampling(field: str, sent: Any, reached: Any, path: str = "/v1/chat/completions", key: str | None = None) -> Row:
+def sampling(
+    field: str, sent: Any, reached: Any, path: str = "/v1/chat/completions", key: str | None = None
+) -> Row:
     return honoured(
         f"{key or field}={sent!r}",
         {key or field: sent},
@@ -69,8 +87,12 @@ def sampling(field: str, sent: Any, reached: Any, path: str = "/v1/chat/completi
     )
 
 
-def tolerated(name: str, body: dict[str, Any], named: str = "", path: str = "/v1/chat/completions") -> Row:
-    return honoured(name, body, lambda r, j, h: h.headers.get("x-localllm-ignored", "") == named, path=path)
+def tolerated(
+    name: str, body: dict[str, Any], named: str = "", path: str = "/v1/chat/completions"
+) -> Row:
+    return honoured(
+        name, body, lambda r, j, h: h.headers.get("x-localllm-ignored", "") == named, path=path
+    )
 
 
 def _complete(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +106,13 @@ def _complete(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 CHAT, TEXT, RESP, ANTH = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-OCHAT, OGEN, LCPP, INFILL, FIM = "/api/chat", "/api/generate", "/completion", "/infill", "/v1/fim/completions"
+OCHAT, OGEN, LCPP, INFILL, FIM = (
+    "/api/chat",
+    "/api/generate",
+    "/completion",
+    "/infill",
+    "/v1/fim/completions",
+)
 
 
 def text(j: Any) -> str:

@@ -79,9 +79,13 @@ OPENAI: list[Row] = [
         {"max_tokens": 3},
         lambda r, j, h: (text(j), j["choices"][0]["finish_reason"]) == ("Hel", "length"),
     ),
-    honoured("max_completion_tokens", {"max_completion_tokens": 2}, lambda r, j, h: text(j) == "He"),
+    honoured(
+        "max_completion_tokens", {"max_completion_tokens": 2}, lambda r, j, h: text(j) == "He"
+    ),
     honoured("n_predict", {"n_predict": 4}, lambda r, j, h: text(j) == "Hell"),
-    honoured("no limit is the remaining window", {}, lambda r, j, h: r.generation.max_tokens is None),
+    honoured(
+        "no limit is the remaining window", {}, lambda r, j, h: r.generation.max_tokens is None
+    ),
     honoured(
         "max_tokens beyond the window",
         {"max_tokens": 99999},
@@ -92,14 +96,24 @@ OPENAI: list[Row] = [
     honoured("stop null", {"stop": None}, lambda r, j, h: r.generation.stop == DEFAULT_MARKS),
     honoured("n", {"n": 3}, lambda r, j, h: [c["index"] for c in j["choices"]] == [0, 1, 2]),
     honoured("ignore_eos", {"ignore_eos": True}, lambda r, j, h: r.generation.ignore_eos),
-    honoured("cache_prompt", {"cache_prompt": False}, lambda r, j, h: not r.generation.cache_prompt),
+    honoured(
+        "cache_prompt", {"cache_prompt": False}, lambda r, j, h: not r.generation.cache_prompt
+    ),
     honoured("cache_salt", {"cache_salt": "s"}, lambda r, j, h: r.generation.salt == "\ns"),
     refused("an empty cache_salt", {"cache_salt": ""}, "cache_salt"),
-    honoured("t_max_predict_ms", {"t_max_predict_ms": 2500}, lambda r, j, h: r.generation.time_limit_s == 2.5),
+    honoured(
+        "t_max_predict_ms",
+        {"t_max_predict_ms": 2500},
+        lambda r, j, h: r.generation.time_limit_s == 2.5,
+    ),
     tolerated("prompt_cache_key", {"prompt_cache_key": "k"}, "prompt_cache_key"),
     honoured("min_tokens", {"min_tokens": 5}, lambda r, j, h: r.generation.min_tokens == 5),
     refused("min_tokens above max_tokens", {"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
-    honoured("stop_token_ids", {"stop_token_ids": [7, 9]}, lambda r, j, h: r.generation.stop_token_ids == (7, 9)),
+    honoured(
+        "stop_token_ids",
+        {"stop_token_ids": [7, 9]},
+        lambda r, j, h: r.generation.stop_token_ids == (7, 9),
+    ),
     honoured(
         "repetition_detection",
         {"repetition_detection": {"max_pattern_size": 20, "min_pattern_size": 3, "min_count": 4}},
@@ -116,7 +130,9 @@ OPENAI: list[Row] = [
         "min_pattern_size",
     ),
     refused(
-        "repetition_detection of one", {"repetition_detection": {"max_pattern_size": 2, "min_count": 1}}, "min_count"
+        "repetition_detection of one",
+        {"repetition_detection": {"max_pattern_size": 2, "min_count": 1}},
+        "min_count",
     ),
     refused("stop_token_ids below 0", {"stop_token_ids": [-1]}, "stop_token_ids"),
     refused("max_tokens below 0", {"max_tokens": -5}, "max_tokens"),
@@ -126,7 +142,11 @@ OPENAI: list[Row] = [
     refused("stop is a number", {"stop": 5}, "stop"),
     refused("stop has a number", {"stop": [5]}, "stop"),
     # --- OpenAI chat: what comes back ---
-    honoured("logprobs", {"logprobs": True}, lambda r, j, h: len(j["choices"][0]["logprobs"]["content"]) == 11),
+    honoured(
+        "logprobs",
+        {"logprobs": True},
+        lambda r, j, h: len(j["choices"][0]["logprobs"]["content"]) == 11,
+    ),
     honoured(
         "top_logprobs",
         {"logprobs": True, "top_logprobs": 4},
@@ -163,7 +183,10 @@ OPENAI: list[Row] = [
     ),
     honoured(
         "allowed tools",
-        {"tools": [TOOL, BARE_TOOL], "tool_choice": allowed("auto", {"type": "function", "function": {"name": "now"}})},
+        {
+            "tools": [TOOL, BARE_TOOL],
+            "tool_choice": allowed("auto", {"type": "function", "function": {"name": "now"}}),
+        },
         lambda r, j, h: '"now"' in r.prompt and '"look"' not in r.prompt,
     ),
     honoured(
@@ -177,29 +200,59 @@ OPENAI: list[Row] = [
     ),
     refused(
         "an allowed tool that is none",
-        {"tools": [TOOL], "tool_choice": allowed("auto", {"type": "function", "function": {"name": "gone"}})},
+        {
+            "tools": [TOOL],
+            "tool_choice": allowed("auto", {"type": "function", "function": {"name": "gone"}}),
+        },
         "allowed_tools",
     ),
     tolerated("verbosity medium", {"verbosity": "medium"}),
     honoured("stream null", {"stream": None}, lambda r, j, h: j["object"] == "chat.completion"),
     refused("stream is text", {"stream": "maybe"}, "stream"),
     # --- OpenAI chat: the conversation ---
-    honoured("developer is system", {"messages": [{"role": "developer", "content": "d"}, *HI]}, says("system\nd")),
+    honoured(
+        "developer is system",
+        {"messages": [{"role": "developer", "content": "d"}, *HI]},
+        says("system\nd"),
+    ),
     honoured(
         "content parts",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "p1"}, {"type": "text", "text": "p2"}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "p1"}, {"type": "text", "text": "p2"}],
+                }
+            ]
+        },
         says("p1\np2"),
     ),
     honoured(
-        "content null", {"messages": [*HI, {"role": "assistant", "content": None}, *HI]}, says("assistant\n<|im_end|>")
+        "content null",
+        {"messages": [*HI, {"role": "assistant", "content": None}, *HI]},
+        says("assistant\n<|im_end|>"),
     ),
-    honoured("content absent", {"messages": [*HI, {"role": "assistant"}, *HI]}, says("assistant\n<|im_end|>")),
+    honoured(
+        "content absent",
+        {"messages": [*HI, {"role": "assistant"}, *HI]},
+        says("assistant\n<|im_end|>"),
+    ),
     honoured(
         "two systems",
-        {"messages": [{"role": "system", "content": "s1"}, {"role": "system", "content": "s2"}, *HI]},
+        {
+            "messages": [
+                {"role": "system", "content": "s1"},
+                {"role": "system", "content": "s2"},
+                *HI,
+            ]
+        },
         says("s2"),
     ),
-    honoured("system in the middle", {"messages": [*HI, {"role": "system", "content": "mid"}, *HI]}, says("mid")),
+    honoured(
+        "system in the middle",
+        {"messages": [*HI, {"role": "system", "content": "mid"}, *HI]},
+        says("mid"),
+    ),
     honoured(
         "a tool's result",
         {
@@ -220,7 +273,10 @@ OPENAI: list[Row] = [
         {
             "messages": [
                 *HI,
-                {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{bad"}}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{bad"}}],
+                },
                 *HI,
             ]
         },
@@ -235,19 +291,34 @@ OPENAI: list[Row] = [
     refused("content is a number", {"messages": [{"role": "user", "content": 5}]}, "content"),
     refused(
         "an image",
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
         "images",
     ),
     refused(
-        "audio in", {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "audio"
+        "audio in",
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "audio",
     ),
-    refused("an unknown part", {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "hologram"),
+    refused(
+        "an unknown part",
+        {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
+        "hologram",
+    ),
     refused("too long", {"messages": [{"role": "user", "content": "x" * 5000}]}, "4096"),
     refused("an unknown model", {"model": "gpt-9"}, "tiny", 404),
-    honoured("a model with :latest", {"model": "tiny:latest"}, lambda r, j, h: j["model"] == "tiny"),
+    honoured(
+        "a model with :latest", {"model": "tiny:latest"}, lambda r, j, h: j["model"] == "tiny"
+    ),
     honoured("an alias", {"model": "small"}, lambda r, j, h: j["model"] == "tiny"),
     honoured("no model", {"model": None}, lambda r, j, h: j["model"] == "tiny"),
-    tolerated("user, metadata, service_tier", {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"}),
+    tolerated(
+        "user, metadata, service_tier",
+        {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"},
+    ),
     tolerated("nobody knows these", {"zed_thing": 1, "abc": None}, "abc,zed_thing"),
     # --- OpenAI chat: tools ---
     honoured("tools are offered", {"tools": [TOOL]}, says('"name": "look"')),
@@ -256,17 +327,24 @@ OPENAI: list[Row] = [
         "tool_choice auto",
         {"tools": [TOOL], "tool_choice": "auto"},
         lambda r, j, h: (
-            j["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"q": "x"}'}
+            j["choices"][0]["message"]["tool_calls"][0]["function"]
+            == {"name": "look", "arguments": '{"q": "x"}'}
             and j["choices"][0]["finish_reason"] == "tool_calls"
         ),
         script=CALL,
     ),
-    honoured("tool_choice none", {"tools": [TOOL], "tool_choice": "none"}, lambda r, j, h: "look" not in r.prompt),
+    honoured(
+        "tool_choice none",
+        {"tools": [TOOL], "tool_choice": "none"},
+        lambda r, j, h: "look" not in r.prompt,
+    ),
     honoured(
         "tool_choice required",
         {"tools": [TOOL, BARE_TOOL], "tool_choice": "required"},
         lambda r, j, h: (
-            r.grammar[0] == "json_schema" and "anyOf" in r.grammar[1] and r.prompt.endswith("<tool_call>\n")
+            r.grammar[0] == "json_schema"
+            and "anyOf" in r.grammar[1]
+            and r.prompt.endswith("<tool_call>\n")
         ),
         script=['{"name": "look", "arguments": {"q": "x"}}'],
     ),
@@ -278,7 +356,10 @@ OPENAI: list[Row] = [
     ),
     honoured(
         "tool_choice named",
-        {"tools": [TOOL, BARE_TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+        {
+            "tools": [TOOL, BARE_TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "look"}},
+        },
         lambda r, j, h: (
             json.loads(r.grammar[1])["required"] == ["q"]
             and r.prompt.endswith('"arguments": ')
@@ -315,7 +396,9 @@ OPENAI: list[Row] = [
     refused("two tools of one name", {"tools": [TOOL, TOOL]}, "two tools"),
     refused("a custom tool", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "custom"),
     refused(
-        "parameters is a list", {"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]}, "schema"
+        "parameters is a list",
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]},
+        "schema",
     ),
     refused("legacy functions", {"functions": [{"name": "f"}]}, "tools"),
     honoured(
@@ -338,32 +421,66 @@ OPENAI: list[Row] = [
     ),
     honoured(
         "json_schema",
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
         lambda r, j, h: json.loads(r.grammar[1]) == SCHEMA,
     ),
     honoured("text", {"response_format": {"type": "text"}}, lambda r, j, h: r.grammar is None),
-    honoured("grammar", {"grammar": 'root ::= "x"'}, lambda r, j, h: r.grammar == ("gbnf", 'root ::= "x"')),
+    honoured(
+        "grammar",
+        {"grammar": 'root ::= "x"'},
+        lambda r, j, h: r.grammar == ("gbnf", 'root ::= "x"'),
+    ),
     refused(
-        "a schema that is none", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"
+        "a schema that is none",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "schema",
     ),
     refused("an unknown format", {"response_format": {"type": "yaml"}}, "yaml"),
-    refused("two constraints", {"response_format": {"type": "json_object"}, "grammar": 'root ::= "x"'}, "combined"),
-    refused("chat_template_kwargs over messages", {"chat_template_kwargs": {"messages": []}}, "messages"),
-    tolerated("reasoning_effort where there is none", {"reasoning_effort": "low"}, "reasoning_effort"),
+    refused(
+        "two constraints",
+        {"response_format": {"type": "json_object"}, "grammar": 'root ::= "x"'},
+        "combined",
+    ),
+    refused(
+        "chat_template_kwargs over messages", {"chat_template_kwargs": {"messages": []}}, "messages"
+    ),
+    tolerated(
+        "reasoning_effort where there is none", {"reasoning_effort": "low"}, "reasoning_effort"
+    ),
     refused("an unknown effort", {"reasoning_effort": "extreme"}, "reasoning_effort"),
     # --- OpenAI completions ---
     honoured(
-        "prompt as text", {}, lambda r, j, h: (r.prompt, j["choices"][0]["text"]) == ("ab", "Hello world"), path=TEXT
+        "prompt as text",
+        {},
+        lambda r, j, h: (r.prompt, j["choices"][0]["text"]) == ("ab", "Hello world"),
+        path=TEXT,
     ),
-    honoured("prompt as ids", {"prompt": [1, 2, 3]}, lambda r, j, h: r.prompt == [1, 2, 3], path=TEXT),
+    honoured(
+        "prompt as ids", {"prompt": [1, 2, 3]}, lambda r, j, h: r.prompt == [1, 2, 3], path=TEXT
+    ),
     honoured(
         "prompts",
         {"prompt": ["a", "b"], "n": 2},
         lambda r, j, h: len(j["choices"]) == 4 and j["usage"]["prompt_tokens"] == 2,
         path=TEXT,
     ),
-    honoured("echo", {"echo": True}, lambda r, j, h: j["choices"][0]["text"] == "abHello world", path=TEXT),
-    honoured("suffix", {"suffix": "cd"}, lambda r, j, h: r.prompt == [200, 97, 98, 201, 99, 100, 202], path=TEXT),
+    honoured(
+        "echo",
+        {"echo": True},
+        lambda r, j, h: j["choices"][0]["text"] == "abHello world",
+        path=TEXT,
+    ),
+    honoured(
+        "suffix",
+        {"suffix": "cd"},
+        lambda r, j, h: r.prompt == [200, 97, 98, 201, 99, 100, 202],
+        path=TEXT,
+    ),
     honoured(
         "legacy logprobs",
         {"logprobs": 2},
@@ -378,7 +495,10 @@ OPENAI: list[Row] = [
     refused("suffix for many", {"prompt": ["a", "b"], "suffix": "c"}, "suffix", path=TEXT),
     refused("best_of", {"best_of": 2}, "best_of", path=TEXT),
     honoured(
-        "Mistral's fim", {"suffix": "cd"}, lambda r, j, h: r.prompt[0] == 200 and text(j) == "Hello world", path=FIM
+        "Mistral's fim",
+        {"suffix": "cd"},
+        lambda r, j, h: r.prompt[0] == 200 and text(j) == "Hello world",
+        path=FIM,
     ),
     refused("embeddings of a chat model", {"input": "x"}, "generates text", path="/v1/embeddings"),
 ]

@@ -1,4 +1,5 @@
-"""Who may be loaded at once: what fits stays, the longest unused makes room, one in use never does."""
+"""Who may be loaded at once: what fits stays, the longest unused makes room, one in use never
+does."""
 
 from __future__ import annotations
 
@@ -18,8 +19,13 @@ from support.scripted_engine import Gate, ScriptedEngine
 GB = 10**9
 
 
-def router(limit_gb: float, available: Callable[[], int] | None = None, **sizes_gb: float) -> ModelRouter:
-    models = [ServedModel(name, ScriptedEngine(), needs_bytes=int(gb * GB)) for name, gb in sizes_gb.items()]
+def router(
+    limit_gb: float, available: Callable[[], int] | None = None, **sizes_gb: float
+) -> ModelRouter:
+    models = [
+        ServedModel(name, ScriptedEngine(), needs_bytes=int(gb * GB))
+        for name, gb in sizes_gb.items()
+    ]
     return ModelRouter(models, ModelAdmission(int(limit_gb * GB), available))
 
 
@@ -67,7 +73,12 @@ def test_a_model_that_answers_is_never_unloaded_and_the_refusal_has_figures() ->
         models = router(10, chat=6, other=5)
         with models.resolve("chat").lease():
             await models.resolve("chat").engine()
-            with pytest.raises(BusyError, match=r"other needs 5\.00 GB and 4\.00 GB are free; in use: chat"):
+            with pytest.raises(
+                BusyError,
+                match=r"other needs 5\.00 GB and 4\.00 GB are free; in "
+                r"use: "
+                r"chat",
+            ):
                 await models.resolve("other").engine()
             assert loaded(models) == ["chat"]
         await models.resolve("other").engine()
@@ -80,7 +91,12 @@ def test_one_too_large_for_the_machine_is_refused_and_nobody_leaves_for_it() -> 
     async def story() -> None:
         models = router(10, chat=6, huge=12)
         await models.preload()
-        with pytest.raises(DoesNotFitError, match=r"huge needs 12\.00 GB, and models may take 10\.00 GB"):
+        with pytest.raises(
+            DoesNotFitError,
+            match=r"huge needs 12\.00 GB, and models may take "
+            r"10\.00 "
+            r"GB",
+        ):
             await models.resolve("huge").engine()
         assert loaded(models) == ["chat"]
 
@@ -136,7 +152,12 @@ def test_a_request_for_a_model_that_is_leaving_waits_and_gets_it_back() -> None:
 
 def test_a_name_that_would_mean_two_models_is_refused() -> None:
     with pytest.raises(UsageError, match="would name both"):
-        ModelRouter([ServedModel("a", ScriptedEngine(), aliases=("fast",)), ServedModel("fast", ScriptedEngine())])
+        ModelRouter(
+            [
+                ServedModel("a", ScriptedEngine(), aliases=("fast",)),
+                ServedModel("fast", ScriptedEngine()),
+            ]
+        )
 
 
 def test_metrics_keep_nothing_loaded_and_wake_nobody() -> None:

@@ -1,5 +1,5 @@
-"""Anthropic's dialect as Claude Code, pi, Cline and the SDKs use it: what they send reaches the model, and what they read
-in the answers is there."""
+"""Anthropic's dialect as Claude Code, pi, Cline and the SDKs use it: what they send reaches the
+model, and what they read in the answers is there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from support.scripted_engine import ScriptedEngine
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
-LOOK = {"name": "look", "description": "Look it up.", "input_schema": {"type": "object", "properties": {}}}
+LOOK = {
+    "name": "look",
+    "description": "Look it up.",
+    "input_schema": {"type": "object", "properties": {}},
+}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 # How Claude Code 2.1 reads the two numbers out of an error, to compact by as much as is needed.
 CLAUDE_CODE = re.compile(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", re.IGNORECASE)
@@ -73,12 +77,14 @@ def ask(http: httpx.Client, engine: ScriptedEngine, **body: Any) -> tuple[httpx.
     return reply, engine.requests[-1]
 
 
-# --- the window -------------------------------------------------------------------------------------------------------
+# --- the window -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 32000}], ids=str)
-def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(counting: httpx.Client, stream: bool, limit) -> None:
+def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(
+    counting: httpx.Client, stream: bool, limit
+) -> None:
     long = [{"role": "user", "content": "word " * 1500}]
     counted = counting.post(COUNT, json={"messages": long}).json()["input_tokens"]
     reply = counting.post(MESSAGES, json={"messages": long, "stream": stream, **limit})
@@ -93,23 +99,32 @@ def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(counting: htt
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("most", "reason"),
-    [(32000, "model_context_window_exceeded"), (None, "model_context_window_exceeded"), (3, "max_tokens")],
+    [
+        (32000, "model_context_window_exceeded"),
+        (None, "model_context_window_exceeded"),
+        (3, "max_tokens"),
+    ],
 )
 def test_a_full_window_is_told_from_a_limit(
     counting: httpx.Client, stream: bool, most: int | None, reason: str
 ) -> None:
     long = [{"role": "user", "content": "word " * 960}]
-    reply = counting.post(MESSAGES, json={"messages": long, "max_tokens": most, "ignore_eos": True, "stream": stream})
+    reply = counting.post(
+        MESSAGES, json={"messages": long, "max_tokens": most, "ignore_eos": True, "stream": stream}
+    )
     assert f'"stop_reason":"{reason}"' in reply.text.replace(" ", ""), reply.text[-300:]
 
 
-# --- the conversation -------------------------------------------------------------------------------------------------
+# --- the conversation -----------------------------------------------------------------------------
 
 
 def _with_result(**result: Any) -> list[dict[str, Any]]:
     return [
         *HI,
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}],
+        },
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", **result}]},
     ]
 
@@ -124,44 +139,76 @@ def test_the_model_is_told_that_a_tool_failed(http: httpx.Client, engine: Script
     assert "[the tool failed]\nno such file" in said[True]
 
 
-def test_a_failed_tool_without_a_word_is_told_too(http: httpx.Client, engine: ScriptedEngine) -> None:
-    assert "[the tool failed]" in ask(http, engine, messages=_with_result(is_error=True), tools=[LOOK])[1].prompt
+def test_a_failed_tool_without_a_word_is_told_too(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    assert (
+        "[the tool failed]"
+        in ask(http, engine, messages=_with_result(is_error=True), tools=[LOOK])[1].prompt
+    )
 
 
-def test_an_image_in_a_tools_result_is_a_note_and_a_header(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_an_image_in_a_tools_result_is_a_note_and_a_header(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     content = [{"type": "text", "text": "before"}, IMAGE, {"type": "text", "text": "after"}]
     reply, request = ask(http, engine, messages=_with_result(content=content), tools=[LOOK])
     assert re.search(r"before\n\[image omitted: [^]]+\]\nafter", request.prompt)
     assert reply.headers["x-localllm-ignored"] == "messages.images"
 
 
-def test_an_image_in_the_history_does_not_end_the_session(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_an_image_in_the_history_does_not_end_the_session(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     asked = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}
     refused = http.post(MESSAGES, json={"messages": [asked], "max_tokens": 5})
     assert refused.status_code == 400
     assert refused.json()["error"]["type"] == "invalid_request_error"
-    later = [asked, {"role": "assistant", "content": "?"}, {"role": "user", "content": "Never mind."}]
+    later = [
+        asked,
+        {"role": "assistant", "content": "?"},
+        {"role": "user", "content": "Never mind."},
+    ]
     reply, request = ask(http, engine, messages=later)
     assert "What is this?\n[image omitted" in request.prompt
     assert reply.headers["x-localllm-ignored"] == "messages.images"
 
 
-def test_documents_of_text_are_read_and_others_named(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_documents_of_text_are_read_and_others_named(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     parts = [
-        {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "one"}},
-        {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "two"}]}},
-        {"type": "search_result", "source": "s", "title": "Found", "content": [{"type": "text", "text": "three"}]},
+        {
+            "type": "document",
+            "title": "Notes",
+            "source": {"type": "text", "media_type": "text/plain", "data": "one"},
+        },
+        {
+            "type": "document",
+            "source": {"type": "content", "content": [{"type": "text", "text": "two"}]},
+        },
+        {
+            "type": "search_result",
+            "source": "s",
+            "title": "Found",
+            "content": [{"type": "text", "text": "three"}],
+        },
         {"type": "text", "text": "go on"},
     ]
     prompt = ask(http, engine, messages=[{"role": "user", "content": parts}])[1].prompt
     assert "Notes\none\ntwo\nFound\nthree\ngo on" in prompt
-    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}}
+    pdf = {
+        "type": "document",
+        "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="},
+    }
     reply, request = ask(http, engine, messages=_with_result(content=[pdf]), tools=[LOOK])
     assert "[document omitted" in request.prompt
     assert reply.headers["x-localllm-ignored"] == "messages.documents"
 
 
-def test_what_anthropics_servers_once_did_is_left_out_and_named(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_what_anthropics_servers_once_did_is_left_out_and_named(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     said = [
         {"type": "thinking", "thinking": "hm", "signature": "s"},
         {"type": "redacted_thinking", "data": "x"},
@@ -174,11 +221,14 @@ def test_what_anthropics_servers_once_did_is_left_out_and_named(http: httpx.Clie
     reply, request = ask(http, engine, messages=messages)
     assert "Found it." in request.prompt
     assert set(reply.headers["x-localllm-ignored"].split(",")) == {
-        "messages.server_tool_use", "messages.web_search_tool_result", "messages.code_execution_tool_result",
+        "messages.server_tool_use", "messages.web_search_tool_result",
+        "messages.code_execution_tool_result",
     }  # fmt: skip
 
 
-def test_a_summary_made_elsewhere_and_references_to_tools_are_text(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_summary_made_elsewhere_and_references_to_tools_are_text(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     messages = [
         {"role": "assistant", "content": [{"type": "compaction", "content": "We spoke of birds."}]},
         *_with_result(content=[{"type": "tool_reference", "tool_name": "look"}]),
@@ -188,32 +238,55 @@ def test_a_summary_made_elsewhere_and_references_to_tools_are_text(http: httpx.C
     assert "look" in prompt.rpartition("<tool_response>")[2]
 
 
-# --- fields -----------------------------------------------------------------------------------------------------------
+# --- fields ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
-        ({"betas": ["x"], "metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "fast"}, ""),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management",
+        ),
+        (
+            {"betas": ["x"], "metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "fast"},
+            "",
+        ),
         ({"cache_control": {"type": "ephemeral"}}, ""),
         ({"system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]}, ""),
         ({"tools": [{**LOOK, "cache_control": {"type": "ephemeral"}, "strict": True}]}, ""),
-        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "reasoning_effort"),
+        (
+            {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}},
+            "reasoning_effort",
+        ),
     ],
     ids=lambda v: str(v)[:40],
 )
-def test_what_clients_send_besides_is_taken(http: httpx.Client, engine: ScriptedEngine, body: Any, named: str) -> None:
+def test_what_clients_send_besides_is_taken(
+    http: httpx.Client, engine: ScriptedEngine, body: Any, named: str
+) -> None:
     assert ask(http, engine, **body)[0].headers.get("x-localllm-ignored", "") == named
 
 
-def test_samplers_of_the_other_dialects_are_honoured(http: httpx.Client, engine: ScriptedEngine) -> None:
-    sent = {"dry_multiplier": 0.8, "xtc_probability": 0.5, "min_p": 0.2, "repeat_penalty": 1.2, "seed": 4}
-    generation = ask(http, engine, **sent, min_tokens=3, stop_token_ids=[7], stop=["a"], stop_sequences=["b"])[
-        1
-    ].generation
+def test_samplers_of_the_other_dialects_are_honoured(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    sent = {
+        "dry_multiplier": 0.8,
+        "xtc_probability": 0.5,
+        "min_p": 0.2,
+        "repeat_penalty": 1.2,
+        "seed": 4,
+    }
+    generation = ask(
+        http, engine, **sent, min_tokens=3, stop_token_ids=[7], stop=["a"], stop_sequences=["b"]
+    )[1].generation
     assert {name: getattr(generation.sampling, name) for name in sent} == sent
-    assert (generation.min_tokens, generation.stop_token_ids, generation.stop[:2]) == (3, (7,), ("b", "a"))
+    assert (generation.min_tokens, generation.stop_token_ids, generation.stop[:2]) == (
+        3,
+        (7,),
+        ("b", "a"),
+    )
 
 
 def test_several_choices_are_refused(http: httpx.Client) -> None:
@@ -221,7 +294,9 @@ def test_several_choices_are_refused(http: httpx.Client) -> None:
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_count_tokens_counts_the_system_and_the_tools_and_names_what_it_ignores(http: httpx.Client) -> None:
+def test_count_tokens_counts_the_system_and_the_tools_and_names_what_it_ignores(
+    http: httpx.Client,
+) -> None:
     def counted(**more: Any) -> httpx.Response:
         reply = http.post(COUNT, json={"messages": HI, **more})
         assert reply.status_code == 200, reply.text
@@ -232,7 +307,9 @@ def test_count_tokens_counts_the_system_and_the_tools_and_names_what_it_ignores(
     assert counted(tools=[{**LOOK, "description": "y" * 100}]).json()["input_tokens"] >= bare + 100
     assert counted(tools=[{"type": "bash_20250124", "name": "bash"}]).json()["input_tokens"] > bare
     named = counted(
-        an_editors_own=1, thinking={"type": "adaptive"}, tools=[{"type": "web_search_20250305", "name": "web_search"}]
+        an_editors_own=1,
+        thinking={"type": "adaptive"},
+        tools=[{"type": "web_search_20250305", "name": "web_search"}],
     )
     assert set(named.headers["x-localllm-ignored"].split(",")) == {
         "an_editors_own", "tools.web_search", "reasoning_effort",
@@ -240,13 +317,17 @@ def test_count_tokens_counts_the_system_and_the_tools_and_names_what_it_ignores(
     assert named.json()["input_tokens"] == bare
 
 
-# --- tools that the client runs ---------------------------------------------------------------------------------------
+# --- tools that the client runs -------------------------------------------------------------------
 
 CLIENT_TOOLS = [
     ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}, "restart"),
     ({"type": "bash_20241022", "name": "bash"}, {"command": "ls"}, "restart"),
     (
-        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 900},
+        {
+            "type": "text_editor_20250728",
+            "name": "str_replace_based_edit_tool",
+            "max_characters": 900,
+        },
         {"command": "insert", "path": "/a", "insert_line": 0, "insert_text": "x"},
         "insert_text",
     ),
@@ -261,7 +342,12 @@ CLIENT_TOOLS = [
         "old_path",
     ),
     (
-        {"type": "computer_20250124", "name": "computer", "display_width_px": 1234, "display_height_px": 768},
+        {
+            "type": "computer_20250124",
+            "name": "computer",
+            "display_width_px": 1234,
+            "display_height_px": 768,
+        },
         {"action": "left_click", "coordinate": [3, 4]},
         "1234",
     ),
@@ -269,12 +355,20 @@ CLIENT_TOOLS = [
 
 
 @pytest.mark.parametrize(
-    ("tool", "given", "offered"), CLIENT_TOOLS, ids=lambda v: v.get("type", "") if isinstance(v, dict) else ""
+    ("tool", "given", "offered"),
+    CLIENT_TOOLS,
+    ids=lambda v: v.get("type", "") if isinstance(v, dict) else "",
 )
 def test_tools_that_the_client_runs_are_offered_and_called(
-    http: httpx.Client, engine: ScriptedEngine, tool: dict[str, Any], given: dict[str, Any], offered: str
+    http: httpx.Client,
+    engine: ScriptedEngine,
+    tool: dict[str, Any],
+    given: dict[str, Any],
+    offered: str,
 ) -> None:
-    engine.script = [f"<tool_call>\n{json.dumps({'name': tool['name'], 'arguments': given})}\n</tool_call>"]
+    engine.script = [
+        f"<tool_call>\n{json.dumps({'name': tool['name'], 'arguments': given})}\n</tool_call>"
+    ]
     try:
         reply, request = ask(http, engine, tools=[tool], max_tokens=500)
     finally:
@@ -288,9 +382,12 @@ def test_tools_that_the_client_runs_are_offered_and_called(
 
 @pytest.mark.parametrize("tool", ["bash_20250124", "text_editor_20250728", "memory_20250818"])
 def test_a_forced_client_tool_fits_its_documented_parameters(smol: httpx.Client, tool: str) -> None:
-    name = {"bash": "bash", "text": "str_replace_based_edit_tool", "memory": "memory"}[tool.split("_")[0]]
+    name = {"bash": "bash", "text": "str_replace_based_edit_tool", "memory": "memory"}[
+        tool.split("_")[0]
+    ]
     body = {
-        "messages": [{"role": "user", "content": "List the files."}], "max_tokens": 200, "temperature": 0,
+        "messages": [{"role": "user", "content": "List the files."}], "max_tokens": 200,
+        "temperature": 0,
         "tools": [{"type": tool, "name": name}], "tool_choice": {"type": "tool", "name": name},
     }  # fmt: skip
     said = smol.post(MESSAGES, json=body).json()
@@ -322,7 +419,8 @@ def test_tools_of_anthropics_servers_are_left_out_by_name(
 
 def test_a_left_out_tool_can_not_be_forced(http: httpx.Client) -> None:
     body = {
-        "messages": HI, "max_tokens": 5, "tools": [{"type": "web_search_20250305", "name": "web_search"}, LOOK],
+        "messages": HI, "max_tokens": 5,
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}, LOOK],
         "tool_choice": {"type": "tool", "name": "web_search"},
     }  # fmt: skip
     reply = http.post(MESSAGES, json=body)
@@ -339,8 +437,13 @@ def test_a_left_out_tool_can_not_be_forced(http: httpx.Client) -> None:
     ],
     ids=str,
 )
-def test_tool_choice(http: httpx.Client, engine: ScriptedEngine, choice: Any, offered: bool, parallel: int) -> None:
-    calls = [f'<tool_call>\n{{"name": "look", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in (1, 2)]
+def test_tool_choice(
+    http: httpx.Client, engine: ScriptedEngine, choice: Any, offered: bool, parallel: int
+) -> None:
+    calls = [
+        f'<tool_call>\n{{"name": "look", "arguments": {{"n": {n}}}}}\n</tool_call>\n'
+        for n in (1, 2)
+    ]
     engine.script = calls if offered else ("Hello",)
     tool = {**LOOK, "input_schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
     try:
@@ -352,7 +455,8 @@ def test_tool_choice(http: httpx.Client, engine: ScriptedEngine, choice: Any, of
 
 
 def test_tool_choice_any_forces_a_call_of_a_small_model(smol: httpx.Client) -> None:
-    tool = {**LOOK, "input_schema": {"type": "object", "properties": {"q": {"enum": ["a", "b"]}}, "required": ["q"],
+    tool = {**LOOK, "input_schema": {"type": "object", "properties": {"q": {"enum": ["a", "b"]}},
+        "required": ["q"],
                                      "additionalProperties": False}}  # fmt: skip
     body = {"messages": HI, "max_tokens": 60, "tools": [tool], "tool_choice": {"type": "any"}}
     said = smol.post(MESSAGES, json=body).json()
@@ -361,10 +465,16 @@ def test_tool_choice_any_forces_a_call_of_a_small_model(smol: httpx.Client) -> N
 
 
 def test_the_budget_of_a_thinking_model_ends_its_thinking() -> None:
-    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}<think>\n{# </think> #}"
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}<think>\n{# </think> #}"
+    )
     engine = ScriptedEngine(["hm</think>", "done"], chat_template=template)
     with running_server({"tiny": engine}) as server:
-        body = {"messages": HI, "max_tokens": 500, "thinking": {"type": "enabled", "budget_tokens": 7}}
+        body = {
+            "messages": HI,
+            "max_tokens": 500,
+            "thinking": {"type": "enabled", "budget_tokens": 7},
+        }
         said = httpx.post(server.url + MESSAGES, json=body, trust_env=False).json()
     assert engine.requests[-1].thinking is not None
     assert engine.requests[-1].thinking.tokens == 7

@@ -36,11 +36,22 @@ def test_every_path_is_documented() -> None:
 
 def test_every_body_is_described_by_the_fields_its_path_reads() -> None:
     document = create_app(ModelRouter({"tiny": ScriptedEngine()})).openapi()
-    for path, own in {"/v1/completions": "suffix", "/completion": "n_probs", "/infill": "input_extra"}.items():
-        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    for path, own in {
+        "/v1/completions": "suffix",
+        "/completion": "n_probs",
+        "/infill": "input_extra",
+    }.items():
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]["$ref"]
         assert own in document["components"]["schemas"][body.rpartition("/")[2]]["properties"], path
 
 
 def test_the_default_tool_format_is_the_documented_one() -> None:
-    for line in INSTRUCTION.replace("{{", "{").replace("}}", "}").replace("{tools}", "{…one per line…}").splitlines():
+    for line in (
+        INSTRUCTION.replace("{{", "{")
+        .replace("}}", "}")
+        .replace("{tools}", "{…one per line…}")
+        .splitlines()
+    ):
         assert f"    {line}" in PAGE

@@ -39,12 +39,15 @@ def test_the_program_is_the_systems_own_and_only_on_desktops(
 
 # Says that it holds, waits for the end of its input as `cat` does, and says that it let go.
 HOLD = (
-    "import sys, pathlib as p; f = p.Path(sys.argv[1]); f.write_text('held'); sys.stdin.read(); f.write_text('let go')"
+    "import sys, pathlib as p; f = p.Path(sys.argv[1]); f.write_text('held'); sys.stdin.read(); "
+    "f.write_text('let go')"
 )
 
 
 async def said(file: Path, words: str) -> None:
-    await asyncio.to_thread(until, lambda: file.exists() and file.read_text() == words, f"it never {words}")
+    await asyncio.to_thread(
+        until, lambda: file.exists() and file.read_text() == words, f"it never {words}"
+    )
 
 
 def test_it_is_held_from_the_first_request_to_the_end_of_the_last(tmp_path: Path) -> None:
@@ -79,7 +82,9 @@ def test_short_requests_start_nothing(tmp_path: Path) -> None:
     assert not file.exists()
 
 
-@pytest.mark.parametrize("command", [(), ("/nowhere/to/be/found",), (sys.executable, "-c", "raise SystemExit(1)")])
+@pytest.mark.parametrize(
+    "command", [(), ("/nowhere/to/be/found",), (sys.executable, "-c", "raise SystemExit(1)")]
+)
 def test_where_nothing_can_hold_it_requests_run_all_the_same(command: tuple[str, ...]) -> None:
     async def scene() -> None:
         awake = Awake(command, after_s=0.0)
@@ -99,7 +104,8 @@ def test_it_is_let_go_with_the_process(tmp_path: Path) -> None:
         "import asyncio, os, sys, pathlib\n"
         "from localllm.server.awake import Awake\n"
         "async def scene():\n"
-        "    Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), after_s=0.0).request_started()\n"
+        "    Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), "
+        "after_s=0.0).request_started()\n"
         "    while not pathlib.Path(sys.argv[2]).exists(): await asyncio.sleep(0.01)\n"
         "    os._exit(9)\n"
         "asyncio.run(scene())\n"

@@ -1,4 +1,5 @@
-"""Bodies: packed ones are unpacked within the limit, deep ones are refused without holding the server up."""
+"""Bodies: packed ones are unpacked within the limit, deep ones are refused without holding the
+server up."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.server.http.errors import BodyTooLargeError
-from localllm.server.http.json_body import BadJsonError, containers, nests_deeper, parse, read_json, unpack
+from localllm.server.http.json_body import (
+    BadJsonError,
+    containers,
+    nests_deeper,
+    parse,
+    read_json,
+    unpack,
+)
 from localllm.server.http.settings import ServerSettings
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
@@ -41,7 +49,11 @@ def raw_deflate(data: bytes) -> bytes:
 
 
 def post(http: httpx.Client, body: bytes, encoding: str) -> httpx.Response:
-    return http.post(CHAT, content=body, headers={"content-type": "application/json", "content-encoding": encoding})
+    return http.post(
+        CHAT,
+        content=body,
+        headers={"content-type": "application/json", "content-encoding": encoding},
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,9 @@ def test_a_bomb_is_never_unpacked_beyond_the_limit() -> None:
         (json.dumps(HI).encode(), "gzip, gzip", 415),
     ],
 )
-def test_what_can_not_be_unpacked_says_why(http: httpx.Client, body: bytes, encoding: str, status: int) -> None:
+def test_what_can_not_be_unpacked_says_why(
+    http: httpx.Client, body: bytes, encoding: str, status: int
+) -> None:
     r = post(http, body, encoding)
     assert r.status_code == status
     error = r.json()["error"]
@@ -141,7 +155,10 @@ def test_a_body_of_many_brackets_does_not_hold_the_server_up() -> None:
 
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(st.sampled_from('[]{}"\\,:a\n/\u00e9'), max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('[{"\\', max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text('[{"\\', max_size=3), inner, max_size=3)
+    ),
     max_leaves=40,
 )
 

@@ -1,5 +1,5 @@
-"""`cache_prompt: false` at a real engine: the request takes nothing from the prefix cache or from a neighbour, and leaves
-nothing behind for others. All through HTTP and the worker process."""
+"""`cache_prompt: false` at a real engine: the request takes nothing from the prefix cache or from a
+neighbour, and leaves nothing behind for others. All through HTTP and the worker process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 def conversation(name: str) -> list[dict[str, str]]:
     """One of about a hundred tokens that differs from others at its very beginning."""
-    rules = f"{name} is a careful librarian. " + "She knows every book of the town, and tells where it stands. " * 6
+    rules = (
+        f"{name} is a careful librarian. "
+        + ("She knows every book of the town, and tells where it stands. ") * 6
+    )
     return [{"role": "system", "content": rules}, {"role": "user", "content": f"Who is {name}?"}]
 
 
@@ -55,7 +58,8 @@ def cached(http: httpx.Client, name: str, **more: Any) -> int:
 def answering(http: httpx.Client, name: str, **more: Any) -> Iterator[None]:
     """The conversation is being answered for as long as the block runs."""
     body = {
-        "messages": conversation(name), "temperature": 0, "stream": True, "ignore_eos": True, "max_tokens": 3000, **more,
+        "messages": conversation(name), "temperature": 0, "stream": True, "ignore_eos": True,
+        "max_tokens": 3000, **more,
     }  # fmt: skip
     with http.stream("POST", CHAT, json=body) as r:
         lines = (line for line in r.iter_lines() if line.startswith("data: {"))

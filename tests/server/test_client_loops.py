@@ -1,8 +1,10 @@
-"""Other people's Python clients finish their loop: a tool is called, its result goes back, an answer comes.
+"""Other people's Python clients finish their loop: a tool is called, its result goes back, an
+answer comes.
 
-The model is scripted and writes one notation of calls; what counts here is that each library reads what the server
-sends, and that the server reads what the library sends back: the history of its own making, numbers as numbers, and
-more tokens wished for than the window has. The same libraries, agents and real templates: benchmarks/clients.
+The model is scripted and writes one notation of calls; what counts here is that each library reads
+what the server sends, and that the server reads what the library sends back: the history of its own
+making, numbers as numbers, and more tokens wished for than the window has. The same libraries,
+agents and real templates: benchmarks/clients.
 """
 
 from __future__ import annotations
@@ -33,14 +35,21 @@ PARAMETERS: dict[str, Any] = {
 }
 RESULT = "41 geese"
 ANSWER = "There are 41 geese."
-CALL = '<tool_call>\n{"name": "count", "arguments": {"place": "the pond", "limit": 1234567}}\n</tool_call>'
+CALL = (
+    '<tool_call>\n{"name": "count", "arguments": {"place": "the pond", "limit": '
+    "1234567}}\n</tool_call>"
+)
 # More than the window has left: agents ask for it whatever the window.
 TOO_MANY = 32_000
 
 
 def script(request: Request) -> list[str]:
     """Call the tool, and answer once its result is in the prompt with the call as it was made."""
-    prompt = request.prompt if isinstance(request.prompt, str) else bytes(t for t in request.prompt if t < 256).decode()
+    prompt = (
+        request.prompt
+        if isinstance(request.prompt, str)
+        else bytes(t for t in request.prompt if t < 256).decode()
+    )
     if RESULT not in prompt:
         return [CALL]
     assert str(LARGE) in prompt.partition(RESULT)[0], "the call is not in the history"
@@ -70,7 +79,11 @@ def package(name: str) -> Any:
 def openai_client(server: Running) -> openai.OpenAI:
     # Every answer and event is held against the package's own types.
     return openai.OpenAI(
-        base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=30, _strict_response_validation=True
+        base_url=server.url + "/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=30,
+        _strict_response_validation=True,
     )
 
 
@@ -79,7 +92,12 @@ def openai_chat(server: Running, stream: bool) -> str:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     with openai_client(server) as client:
         while True:
-            ask: Any = {"model": "tiny", "messages": messages, "tools": tools, "max_completion_tokens": TOO_MANY}
+            ask: Any = {
+                "model": "tiny",
+                "messages": messages,
+                "tools": tools,
+                "max_completion_tokens": TOO_MANY,
+            }
             if stream:
                 with client.chat.completions.stream(**ask) as answer:
                     message = answer.get_final_completion().choices[0].message
@@ -99,7 +117,12 @@ def openai_responses(server: Running, stream: bool) -> str:
     before: str | None = None
     with openai_client(server) as client:
         while True:
-            ask: Any = {"model": "tiny", "input": asked, "tools": tools, "max_output_tokens": TOO_MANY}
+            ask: Any = {
+                "model": "tiny",
+                "input": asked,
+                "tools": tools,
+                "max_output_tokens": TOO_MANY,
+            }
             ask |= {"previous_response_id": before} if before else {}
             if stream:
                 with client.responses.stream(**ask) as events:
@@ -111,12 +134,18 @@ def openai_responses(server: Running, stream: bool) -> str:
                 return str(answer.output_text)
             before = answer.id
             results = [(c.call_id, count(c.name, json.loads(c.arguments))) for c in calls]
-            asked = [{"type": "function_call_output", "call_id": i, "output": r} for i, r in results]
+            asked = [
+                {"type": "function_call_output", "call_id": i, "output": r} for i, r in results
+            ]
 
 
 def anthropic_messages(server: Running, stream: bool) -> str:
     client = package("anthropic").Anthropic(
-        base_url=server.url, api_key="none", max_retries=0, timeout=30, _strict_response_validation=True
+        base_url=server.url,
+        api_key="none",
+        max_retries=0,
+        timeout=30,
+        _strict_response_validation=True,
     )
     tools = [{"name": "count", "description": "Count birds.", "input_schema": PARAMETERS}]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -132,16 +161,29 @@ def anthropic_messages(server: Running, stream: bool) -> str:
             calls = [b for b in answer.content if b.type == "tool_use"]
             if not calls:
                 return "".join(b.text for b in answer.content)
-            results = [{"type": "tool_result", "tool_use_id": c.id, "content": count(c.name, c.input)} for c in calls]
+            results = [
+                {"type": "tool_result", "tool_use_id": c.id, "content": count(c.name, c.input)}
+                for c in calls
+            ]
             messages.append({"role": "user", "content": results})
 
 
 def ollama_chat(server: Running, stream: bool) -> str:
-    tools = [{"type": "function", "function": {"name": "count", "description": "Count.", "parameters": PARAMETERS}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "count", "description": "Count.", "parameters": PARAMETERS},
+        }
+    ]
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     with package("ollama").Client(host=server.url) as client:
         while True:
-            ask = {"model": "tiny", "messages": messages, "tools": tools, "options": {"num_predict": TOO_MANY}}
+            ask = {
+                "model": "tiny",
+                "messages": messages,
+                "tools": tools,
+                "options": {"num_predict": TOO_MANY},
+            }
             parts = list(client.chat(**ask, stream=True)) if stream else [client.chat(**ask)]
             text = "".join(p.message.content or "" for p in parts)
             calls = [c for p in parts for c in p.message.tool_calls or ()]
@@ -164,10 +206,18 @@ def test_a_client_finishes_its_loop(server: Running, loop: Loop, stream: bool) -
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_a_full_window_is_told_in_the_words_by_which_clients_know_it(server: Running, stream: bool) -> None:
-    """LiteLLM, pi, Continue and Cline shorten the conversation where they find OpenAI's own words."""
+def test_a_full_window_is_told_in_the_words_by_which_clients_know_it(
+    server: Running, stream: bool
+) -> None:
+    """LiteLLM, pi, Continue and Cline shorten the conversation where they find OpenAI's own
+    words."""
     messages: Any = [{"role": "user", "content": "x" * 5_000}]
-    words = r"This model's maximum context length is 4096 tokens\. However, your messages resulted in 5\d\d\d tokens"
+    words = (
+        r"This model's maximum context length is 4096 tokens\. However, your messages "
+        r"resulted "
+        r"in "
+        r"5\d\d\d tokens"
+    )
     with openai_client(server) as client, pytest.raises(openai.APIError, match=words) as told:
         # Refused before the stream begins.
         client.chat.completions.create(model="tiny", messages=messages, stream=stream)
@@ -189,7 +239,11 @@ def test_every_kind_of_answer_is_of_openais_types(talks: Running) -> None:
         )
         assert [c.finish_reason for c in chat.choices] == ["length", "length"]
         for chunk in client.chat.completions.create(
-            model="tiny", messages=said, stream=True, logprobs=True, stream_options={"include_usage": True}
+            model="tiny",
+            messages=said,
+            stream=True,
+            logprobs=True,
+            stream_options={"include_usage": True},
         ):
             assert chunk.object == "chat.completion.chunk"
         text = client.completions.create(model="tiny", prompt=RESULT, logprobs=2, max_tokens=2)
@@ -204,11 +258,17 @@ def test_every_kind_of_answer_is_of_openais_types(talks: Running) -> None:
 
 def test_every_kind_of_answer_is_of_anthropics_types(talks: Running) -> None:
     client = package("anthropic").Anthropic(
-        base_url=talks.url, api_key="none", max_retries=0, timeout=30, _strict_response_validation=True
+        base_url=talks.url,
+        api_key="none",
+        max_retries=0,
+        timeout=30,
+        _strict_response_validation=True,
     )
     asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": RESULT}]}
     with client:
         assert client.messages.count_tokens(**asked).input_tokens > 0
         assert client.messages.create(**asked, max_tokens=2).stop_reason == "max_tokens"
-        kinds = [event.type for event in client.messages.create(**asked, max_tokens=99, stream=True)]
+        kinds = [
+            event.type for event in client.messages.create(**asked, max_tokens=99, stream=True)
+        ]
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")

@@ -1,11 +1,13 @@
-"""Every documented field of every dialect, and what becomes of it: the table below is the whole truth.
+"""Every documented field of every dialect, and what becomes of it: the table below is the whole
+truth.
 
 HONOURED: with it the engine is asked something else, or the reply is another, than without it (how:
-test_conformance.py). REFUSED: a 400 that names it. NAMED: tolerated, and named in x-localllm-ignored. NO_EFFECT: it says
-nothing about the answer (whose bill, which queue, which cache), so it is passed over in silence. A value that would
-change the answer is never passed over. A third entry is what must be sent besides for the field to mean anything.
-Sources: OpenAI's API reference (chat, completions, responses), docs.anthropic.com (messages), Ollama's docs/api.md,
-llama.cpp's tools/server/README.md, vLLM's OpenAI-compatible server.
+test_conformance.py). REFUSED: a 400 that names it. NAMED: tolerated, and named in
+x-localllm-ignored. NO_EFFECT: it says nothing about the answer (whose bill, which queue, which
+cache), so it is passed over in silence. A value that would change the answer is never passed over.
+A third entry is what must be sent besides for the field to mean anything.
+Sources: OpenAI's API reference (chat, completions, responses), docs.anthropic.com (messages),
+Ollama's docs/api.md, llama.cpp's tools/server/README.md, vLLM's OpenAI-compatible server.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ BEGUN = [*OTHER, {"role": "assistant", "content": "a beginning"}]
 WITH_TOOLS = {"tools": [TOOL]}
 FUNCTION = {"type": "function", "name": "f"}
 # Too long for the window together, though each turn is short.
-LONG = [{"role": r, "content": f"{i} " + "word " * 40} for i in range(12) for r in ("user", "assistant")] + HI
+LONG = [
+    {"role": r, "content": f"{i} " + "word " * 40} for i in range(12) for r in ("user", "assistant")
+] + HI
 HONOURED, REFUSED, NAMED, NO_EFFECT = "honoured", "refused", "named", "no effect"
 
 Table = dict[str, tuple[Any, ...]]
@@ -37,18 +41,28 @@ Table = dict[str, tuple[Any, ...]]
 # What every dialect of OpenAI's and llama.cpp's takes alike.
 SPELLED = [{"role": "user", "content": "a<|turn|>b"}]
 SAMPLING: Table = {
-    "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "top_k": (HONOURED, 5), "min_p": (HONOURED, 0.1),
-    "typical_p": (HONOURED, 0.5), "repeat_penalty": (HONOURED, 1.1), "repetition_penalty": (HONOURED, 1.1),
-    "repeat_last_n": (HONOURED, 5), "presence_penalty": (HONOURED, 1), "frequency_penalty": (HONOURED, 1),
-    "seed": (HONOURED, 3), "logit_bias": (HONOURED, {"1": 1}), "stop": (HONOURED, ["x"]), "ignore_eos": (HONOURED, True),
-    "min_tokens": (HONOURED, 5), "stop_token_ids": (HONOURED, [1]), "dry_multiplier": (HONOURED, 0.8),
-    "dry_base": (HONOURED, 1.5), "dry_allowed_length": (HONOURED, 4), "dry_penalty_last_n": (HONOURED, 9),
-    "dry_sequence_breakers": (HONOURED, ["x"]), "xtc_probability": (HONOURED, 0.5), "xtc_threshold": (HONOURED, 0.2),
+    "temperature": (HONOURED, 0.5), "top_p": (HONOURED, 0.5), "top_k": (HONOURED, 5),
+    "min_p": (HONOURED, 0.1),
+    "typical_p": (HONOURED, 0.5), "repeat_penalty": (HONOURED, 1.1),
+    "repetition_penalty": (HONOURED, 1.1),
+    "repeat_last_n": (HONOURED, 5), "presence_penalty": (HONOURED, 1),
+    "frequency_penalty": (HONOURED, 1),
+    "seed": (HONOURED, 3), "logit_bias": (HONOURED, {"1": 1}), "stop": (HONOURED, ["x"]),
+    "ignore_eos": (HONOURED, True),
+    "min_tokens": (HONOURED, 5), "stop_token_ids": (HONOURED, [1]),
+    "dry_multiplier": (HONOURED, 0.8),
+    "dry_base": (HONOURED, 1.5), "dry_allowed_length": (HONOURED, 4),
+    "dry_penalty_last_n": (HONOURED, 9),
+    "dry_sequence_breakers": (HONOURED, ["x"]), "xtc_probability": (HONOURED, 0.5),
+    "xtc_threshold": (HONOURED, 0.2),
     "repetition_detection": (HONOURED, {"max_pattern_size": 5}), "cache_prompt": (HONOURED, False),
     "cache_salt": (HONOURED, "s"),
-    "t_max_predict_ms": (HONOURED, 5000), "grammar": (HONOURED, 'root ::= "x"'), "json_schema": (HONOURED, SCHEMA),
-    "guided_choice": (HONOURED, ["a"]), "guided_grammar": (HONOURED, 'root ::= "x"'), "guided_json": (HONOURED, SCHEMA),
-    "guided_regex": (HONOURED, "x"), "structured_outputs": (HONOURED, {"json": SCHEMA}), "regex": (HONOURED, "x"),
+    "t_max_predict_ms": (HONOURED, 5000), "grammar": (HONOURED, 'root ::= "x"'),
+    "json_schema": (HONOURED, SCHEMA),
+    "guided_choice": (HONOURED, ["a"]), "guided_grammar": (HONOURED, 'root ::= "x"'),
+    "guided_json": (HONOURED, SCHEMA),
+    "guided_regex": (HONOURED, "x"), "structured_outputs": (HONOURED, {"json": SCHEMA}),
+    "regex": (HONOURED, "x"),
     "ebnf": (HONOURED, 'root ::= "x"'),
     "model": (HONOURED, "other"), "stream": (HONOURED, True),
 }  # fmt: skip
@@ -58,14 +72,17 @@ CHAT: Table = {
     "messages": (HONOURED, OTHER), "n": (HONOURED, 2),
     "logprobs": (HONOURED, True),
     "max_completion_tokens": (HONOURED, 5), "max_tokens": (HONOURED, 5),
-    "parallel_tool_calls": (HONOURED, False, WITH_TOOLS), "prediction": (HONOURED, {"type": "content", "content": "x"}),
+    "parallel_tool_calls": (HONOURED, False, WITH_TOOLS),
+    "prediction": (HONOURED, {"type": "content", "content": "x"}),
     "prompt_cache_key": (NAMED, "k"), "response_format": (HONOURED, {"type": "json_object"}),
     "stream_options": (HONOURED, {"include_usage": True}, {"stream": True}),
     "tools": (HONOURED, [TOOL]), "tool_choice": (HONOURED, "none", WITH_TOOLS),
     "top_logprobs": (REFUSED, 3), "reasoning_effort": (NAMED, "low"),
-    "audio": (REFUSED, {"voice": "x"}), "modalities": (REFUSED, ["audio"]), "functions": (REFUSED, [{"name": "f"}]),
+    "audio": (REFUSED, {"voice": "x"}), "modalities": (REFUSED, ["audio"]),
+    "functions": (REFUSED, [{"name": "f"}]),
     "function_call": (REFUSED, {"name": "f"}), "store": (NAMED, True), "verbosity": (NAMED, "low"),
-    "web_search_options": (REFUSED, {}), "metadata": (NO_EFFECT, {"a": "b"}), "user": (NO_EFFECT, "u"),
+    "web_search_options": (REFUSED, {}), "metadata": (NO_EFFECT, {"a": "b"}),
+    "user": (NO_EFFECT, "u"),
     "safety_identifier": (NO_EFFECT, "u"), "service_tier": (HONOURED, "flex"),
     "prompt_cache_retention": (NO_EFFECT, "24h"),
     # llama.cpp's and vLLM's additions
@@ -73,11 +90,14 @@ CHAT: Table = {
     "n_predict": (HONOURED, 5),
     "truncation": (HONOURED, "auto", {"messages": LONG}),
     "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5),
-    "thinking_budget_tokens": (NAMED, 5), "reasoning_budget_tokens": (NAMED, 5), "reasoning": (NAMED, {"max_tokens": 5}),
-    "add_generation_prompt": (HONOURED, True, {"messages": BEGUN}), "allowed_token_ids": (REFUSED, [1]), "bad_words": (REFUSED, ["x"]),
+    "thinking_budget_tokens": (NAMED, 5), "reasoning_budget_tokens": (NAMED, 5),
+    "reasoning": (NAMED, {"max_tokens": 5}),
+    "add_generation_prompt": (HONOURED, True, {"messages": BEGUN}),
+    "allowed_token_ids": (REFUSED, [1]), "bad_words": (REFUSED, ["x"]),
     "best_of": (REFUSED, 2), "continue_final_message": (HONOURED, False, {"messages": BEGUN}),
     "dynatemp_range": (REFUSED, 0.5), "grammar_lazy": (REFUSED, True),
-    "include_stop_str_in_output": (REFUSED, True), "length_penalty": (REFUSED, 0.5), "lora": (REFUSED, [{"id": 0}]),
+    "include_stop_str_in_output": (REFUSED, True), "length_penalty": (REFUSED, 0.5),
+    "lora": (REFUSED, [{"id": 0}]),
     "mirostat": (REFUSED, 1), "prompt_logprobs": (REFUSED, 1),
     "reasoning_format": (REFUSED, "none"), "skip_special_tokens": (REFUSED, False),
     "tfs_z": (REFUSED, 0.5), "top_n_sigma": (REFUSED, 1),
@@ -89,29 +109,36 @@ CHAT: Table = {
 }  # fmt: skip
 TEXT: Table = {
     **SAMPLING,
-    "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "echo": (HONOURED, True), "logprobs": (HONOURED, 2),
+    "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "echo": (HONOURED, True),
+    "logprobs": (HONOURED, 2),
     "max_tokens": (HONOURED, 5), "n_predict": (HONOURED, 5), "n": (HONOURED, 2),
     "response_format": (HONOURED, {"type": "json_object"}),
-    "stream_options": (HONOURED, {"include_usage": True}, {"stream": True}), "best_of": (REFUSED, 2), "user": (NO_EFFECT, "u"),
+    "stream_options": (HONOURED, {"include_usage": True}, {"stream": True}),
+    "best_of": (REFUSED, 2), "user": (NO_EFFECT, "u"),
     "service_tier": (HONOURED, "flex"),
 }  # fmt: skip
 RESPONSES: Table = {
     "parse_special": (HONOURED, True, {"input": SPELLED[0]["content"]}),
     **SAMPLING,
-    "input": (HONOURED, "something else"), "instructions": (HONOURED, "be kind"), "max_output_tokens": (HONOURED, 5),
-    "parallel_tool_calls": (HONOURED, False, {"tools": [FUNCTION]}), "prompt_cache_key": (NAMED, "k"),
+    "input": (HONOURED, "something else"), "instructions": (HONOURED, "be kind"),
+    "max_output_tokens": (HONOURED, 5),
+    "parallel_tool_calls": (HONOURED, False, {"tools": [FUNCTION]}),
+    "prompt_cache_key": (NAMED, "k"),
     "reasoning": (NAMED, {"effort": "low"}),
     "store": (HONOURED, False),
     "text": (HONOURED, {"format": {"type": "json_object"}}),
     "tool_choice": (HONOURED, "none", {"tools": [FUNCTION]}), "tools": (HONOURED, [FUNCTION]),
     "truncation": (HONOURED, "auto", {"input": LONG}),
     "context_management": (REFUSED, [{"type": "compaction"}]),
-    "background": (REFUSED, True), "conversation": (REFUSED, "c"), "prompt": (REFUSED, {"id": "p"}), "n": (REFUSED, 2),
-    "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5), "thinking_budget_tokens": (NAMED, 5),
+    "background": (REFUSED, True), "conversation": (REFUSED, "c"), "prompt": (REFUSED, {"id": "p"}),
+    "n": (REFUSED, 2),
+    "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5),
+    "thinking_budget_tokens": (NAMED, 5),
     "reasoning_budget_tokens": (NAMED, 5), "mirostat": (REFUSED, 1),
     "previous_response_id": (REFUSED, "resp_x"), "top_logprobs": (HONOURED, 3),
     "include": (HONOURED, ["message.output_text.logprobs"]), "max_tool_calls": (NO_EFFECT, 3),
-    "metadata": (NO_EFFECT, {"a": "b"}), "safety_identifier": (NO_EFFECT, "u"), "service_tier": (HONOURED, "flex"),
+    "metadata": (NO_EFFECT, {"a": "b"}), "safety_identifier": (NO_EFFECT, "u"),
+    "service_tier": (HONOURED, "flex"),
     "user": (NO_EFFECT, "u"), "prompt_cache_retention": (NO_EFFECT, "24h"),
     "stream_options": (NO_EFFECT, {"include_obfuscation": False}),
 }  # fmt: skip
@@ -119,32 +146,44 @@ MESSAGES: Table = {
     "parse_special": (HONOURED, True, {"messages": SPELLED}),
     # the samplers of the other dialects, which clients send in an extra body
     **SAMPLING,
-    "stop": (HONOURED, ["x"]), "grammar": (HONOURED, 'root ::= "x"'), "json_schema": (HONOURED, SCHEMA), "n": (REFUSED, 2),
+    "stop": (HONOURED, ["x"]), "grammar": (HONOURED, 'root ::= "x"'),
+    "json_schema": (HONOURED, SCHEMA), "n": (REFUSED, 2),
     "mirostat": (REFUSED, 1),
     "model": (HONOURED, "other"),
-    "messages": (HONOURED, OTHER), "max_tokens": (HONOURED, 5), "system": (HONOURED, "be kind"), "stream": (HONOURED, True),
-    "stop_sequences": (HONOURED, ["x"]), "temperature": (HONOURED, 0.5), "top_k": (HONOURED, 5), "top_p": (HONOURED, 0.5),
+    "messages": (HONOURED, OTHER), "max_tokens": (HONOURED, 5), "system": (HONOURED, "be kind"),
+    "stream": (HONOURED, True),
+    "stop_sequences": (HONOURED, ["x"]), "temperature": (HONOURED, 0.5), "top_k": (HONOURED, 5),
+    "top_p": (HONOURED, 0.5),
     "tools": (HONOURED, [{"name": "f", "input_schema": SCHEMA}]),
     "output_config": (HONOURED, {"format": {"type": "json_schema", "schema": SCHEMA}}),
     "output_format": (HONOURED, {"type": "json_schema", "schema": SCHEMA}),
-    "thinking": (NAMED, {"type": "enabled", "budget_tokens": 2000}), "tool_choice": (REFUSED, {"type": "maybe"}),
-    "container": (REFUSED, "c"), "mcp_servers": (REFUSED, [{"url": "x"}]), "context_management": (NAMED, {"edits": []}),
+    "thinking": (NAMED, {"type": "enabled", "budget_tokens": 2000}),
+    "tool_choice": (REFUSED, {"type": "maybe"}),
+    "container": (REFUSED, "c"), "mcp_servers": (REFUSED, [{"url": "x"}]),
+    "context_management": (NAMED, {"edits": []}),
     "metadata": (NO_EFFECT, {"user_id": "u"}), "service_tier": (NO_EFFECT, "auto"),
-    "betas": (NO_EFFECT, ["b"]), "speed": (NO_EFFECT, "fast"), "cache_control": (NO_EFFECT, {"type": "ephemeral"}),
+    "betas": (NO_EFFECT, ["b"]), "speed": (NO_EFFECT, "fast"),
+    "cache_control": (NO_EFFECT, {"type": "ephemeral"}),
 }  # fmt: skip
 OLLAMA_CHAT: Table = {
     "parse_special": (HONOURED, True, {"messages": SPELLED}),
     "model": (HONOURED, "other"), "think": (NAMED, True),
-    "messages": (HONOURED, OTHER), "stream": (HONOURED, True), "tools": (HONOURED, [TOOL]), "format": (HONOURED, SCHEMA),
-    "options": (HONOURED, {"temperature": 0.5}), "keep_alive": (NO_EFFECT, "5m"), "an_apps_own": (NAMED, 1),
-    "logprobs": (HONOURED, True), "top_logprobs": (HONOURED, 2, {"logprobs": True}), "shift": (NAMED, True),
-    "truncate": (HONOURED, True, {"messages": LONG}), "tool_choice": (HONOURED, "required", {"tools": [TOOL]}),
+    "messages": (HONOURED, OTHER), "stream": (HONOURED, True), "tools": (HONOURED, [TOOL]),
+    "format": (HONOURED, SCHEMA),
+    "options": (HONOURED, {"temperature": 0.5}), "keep_alive": (NO_EFFECT, "5m"),
+    "an_apps_own": (NAMED, 1),
+    "logprobs": (HONOURED, True), "top_logprobs": (HONOURED, 2, {"logprobs": True}),
+    "shift": (NAMED, True),
+    "truncate": (HONOURED, True, {"messages": LONG}),
+    "tool_choice": (HONOURED, "required", {"tools": [TOOL]}),
 }  # fmt: skip
 OLLAMA_GENERATE: Table = {
     "parse_special": (HONOURED, True, {"prompt": SPELLED[0]["content"]}),
     "model": (HONOURED, "other"), "stream": (HONOURED, True), "think": (NAMED, True),
-    "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "system": (HONOURED, "be kind"), "raw": (HONOURED, True),
-    "format": (HONOURED, "json"), "options": (HONOURED, {"num_predict": 3}), "keep_alive": (NO_EFFECT, 0),
+    "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "system": (HONOURED, "be kind"),
+    "raw": (HONOURED, True),
+    "format": (HONOURED, "json"), "options": (HONOURED, {"num_predict": 3}),
+    "keep_alive": (NO_EFFECT, 0),
     "logprobs": (HONOURED, True), "top_logprobs": (NAMED, 2), "shift": (NAMED, True),
     # Of one prompt there is no older part to leave out.
     "truncate": (NAMED, True, {"raw": True}),
@@ -152,12 +191,17 @@ OLLAMA_GENERATE: Table = {
 }  # fmt: skip
 LLAMACPP: Table = {
     **SAMPLING,
-    "prompt": (HONOURED, "other"), "n_predict": (HONOURED, 3), "n_probs": (HONOURED, 2), "n": (HONOURED, 2),
+    "prompt": (HONOURED, "other"), "n_predict": (HONOURED, 3), "n_probs": (HONOURED, 2),
+    "n": (HONOURED, 2),
     "image_data": (REFUSED, [{"data": "x", "id": 1}]),
-    "post_sampling_probs": (REFUSED, True), "lora": (REFUSED, [{"id": 0}]), "mirostat": (REFUSED, 2),
-    "samplers": (NAMED, ["top_k"]), "return_tokens": (NAMED, True), "response_fields": (NAMED, ["content"]),
-    "min_keep": (NAMED, 1), "id_slot": (NO_EFFECT, 0), "n_keep": (NO_EFFECT, 5), "n_discard": (NO_EFFECT, 0),
-    "n_indent": (NO_EFFECT, 0), "timings_per_token": (NO_EFFECT, True), "return_progress": (NO_EFFECT, True),
+    "post_sampling_probs": (REFUSED, True), "lora": (REFUSED, [{"id": 0}]),
+    "mirostat": (REFUSED, 2),
+    "samplers": (NAMED, ["top_k"]), "return_tokens": (NAMED, True),
+    "response_fields": (NAMED, ["content"]),
+    "min_keep": (NAMED, 1), "id_slot": (NO_EFFECT, 0), "n_keep": (NO_EFFECT, 5),
+    "n_discard": (NO_EFFECT, 0),
+    "n_indent": (NO_EFFECT, 0), "timings_per_token": (NO_EFFECT, True),
+    "return_progress": (NO_EFFECT, True),
     "t_max_prompt_ms": (NO_EFFECT, 500), "service_tier": (HONOURED, "flex"),
 }  # fmt: skip
 DIALECTS: dict[str, tuple[dict[str, Any], Table]] = {
@@ -169,18 +213,25 @@ DIALECTS: dict[str, tuple[dict[str, Any], Table]] = {
     "/api/generate": ({"prompt": "ab", "stream": False}, OLLAMA_GENERATE),
     "/completion": ({"prompt": "ab"}, LLAMACPP),
 }
-ROWS = [(path, field, *row) for path, (_, table) in DIALECTS.items() for field, row in table.items()]
+ROWS = [
+    (path, field, *row) for path, (_, table) in DIALECTS.items() for field, row in table.items()
+]
 TEMPLATE = "{{ a }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 CALLS = "Well.\n" + "".join(
     f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in (1, 2)
 )  # fmt: skip
 # What differs from one reply to the next, whatever was asked.
-FRESH = re.compile(r'(?<=[-_])[0-9a-f]{24}\b|"created(_at)?": ?("[^"]*"|\d+)|"total_duration": ?\d+')
+FRESH = re.compile(
+    r'(?<=[-_])[0-9a-f]{24}\b|"created(_at)?": ?("[^"]*"|\d+)|"total_duration": '
+    r"?\d+"
+)
 
 
 def scripted() -> ScriptedEngine:
     fim = {"pre": 200, "suf": 201, "mid": 202}
-    return ScriptedEngine([CALLS], chat_template=TEMPLATE, fim_tokens=fim, bos_token=BOS, control_texts=("<|turn|>",))
+    return ScriptedEngine(
+        [CALLS], chat_template=TEMPLATE, fim_tokens=fim, bos_token=BOS, control_texts=("<|turn|>",)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +251,8 @@ def http(engine: ScriptedEngine):
 def effect(
     http: httpx.Client, engine: ScriptedEngine, path: str, body: dict[str, Any], field: str
 ) -> tuple[httpx.Response, Any]:
-    """The reply to `body`, and all that can be seen of it: what the engine was asked, what the reply says, whether it
-    is kept. An echo of the field itself is no effect."""
+    """The reply to `body`, and all that can be seen of it: what the engine was asked, what the
+    reply says, whether it is kept. An echo of the field itself is no effect."""
     engine.requests.clear()
     reply = http.post(path, json=body)
     said: Any = FRESH.sub("", reply.text)
@@ -209,12 +260,18 @@ def effect(
     if path == "/v1/responses" and "json" in reply.headers["content-type"]:
         plain = reply.json()
         kept = http.get(f"{path}/{plain.get('id')}").status_code == 200
-        said = {k: FRESH.sub("", str(v)) for k, v in plain.items() if k not in (field, "id", "created_at")}
+        said = {
+            k: FRESH.sub("", str(v))
+            for k, v in plain.items()
+            if k not in (field, "id", "created_at")
+        }
     return reply, (reply.status_code, said, kept, [replace(r, id="") for r in engine.requests])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[:3]))
-def test_what_becomes_of_it(http: httpx.Client, engine: ScriptedEngine, row: tuple[Any, ...]) -> None:
+def test_what_becomes_of_it(
+    http: httpx.Client, engine: ScriptedEngine, row: tuple[Any, ...]
+) -> None:
     path, field, fate, value = row[:4]
     body = {**DIALECTS[path][0], **(row[4] if len(row) > 4 else {})}
     reply, seen = effect(http, engine, path, {**body, field: value}, field)
@@ -223,8 +280,13 @@ def test_what_becomes_of_it(http: httpx.Client, engine: ScriptedEngine, row: tup
         assert field.rstrip("s") in reply.text or "resp_x" in reply.text
         return
     assert reply.status_code == 200, reply.text
-    ignored = [name.split(".")[0] for name in reply.headers.get("x-localllm-ignored", "").split(",") if name]
-    # A model without reasoning has neither an effort nor a budget of it, whatever a dialect calls them.
+    ignored = [
+        name.split(".")[0]
+        for name in reply.headers.get("x-localllm-ignored", "").split(",")
+        if name
+    ]
+    # A model without reasoning has neither an effort nor a budget of it, whatever a dialect calls
+    # them.
     named = {field}
     if "reasoning" in field or "think" in field:
         named = {"reasoning_effort", "thinking_budget"}
@@ -237,9 +299,12 @@ def test_what_becomes_of_it(http: httpx.Client, engine: ScriptedEngine, row: tup
 
 @pytest.mark.parametrize("path", DIALECTS)
 def test_no_field_is_without_a_row(http: httpx.Client, path: str) -> None:
-    """What a dialect reads, as its document says: without a row it could be dropped, and nobody would know."""
+    """What a dialect reads, as its document says: without a row it could be dropped, and nobody
+    would know."""
     document = http.get("/openapi.json").json()
-    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"][
+        "$ref"
+    ]
     fields = document["components"]["schemas"][body.rpartition("/")[2]]["properties"]
     assert set(fields) <= set(DIALECTS[path][1])
 
@@ -247,7 +312,10 @@ def test_no_field_is_without_a_row(http: httpx.Client, path: str) -> None:
 def test_a_schema_in_anthropics_dialect_reaches_the_engine() -> None:
     engine = ScriptedEngine(["{}"])
     with running_server({"tiny": engine}) as running:
-        body = {**DIALECTS["/v1/messages"][0], "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+        body = {
+            **DIALECTS["/v1/messages"][0],
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        }
         reply = httpx.post(running.url + "/v1/messages", json=body, trust_env=False)
         assert reply.status_code == 200
         assert engine.requests[-1].grammar == ("json_schema", '{"type": "object"}')

@@ -1,6 +1,8 @@
-"""Other people's clients against the server on SmolLM2: whatever it writes, the protocol holds and nothing hangs.
+"""Other people's clients against the server on SmolLM2: whatever it writes, the protocol holds and
+nothing hangs.
 
-`openai` is always there. The others are run where their package is installed, and skipped by name where it is not.
+`openai` is always there. The others are run where their package is installed, and skipped by name
+where it is not.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ PARAMETERS = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": PARAMETERS}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Weather.", "parameters": PARAMETERS},
+}
 
 
 class Form(pydantic.BaseModel):
@@ -49,8 +54,12 @@ def server(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
         running = stack.enter_context(running_server({"smollm2": supervisor}))
         if request.param == "upstream":
             every = ("openai", "responses", "anthropic", "ollama")
-            upstream = Upstream("behind", running.url + "/v1", models={"smollm2": "smollm2"}, speaks=every)
-            running = stack.enter_context(running_server(ModelRouter([], upstreams=Upstreams([upstream]))))
+            upstream = Upstream(
+                "behind", running.url + "/v1", models={"smollm2": "smollm2"}, speaks=every
+            )
+            running = stack.enter_context(
+                running_server(ModelRouter([], upstreams=Upstreams([upstream])))
+            )
         yield running
 
 
@@ -92,8 +101,12 @@ def test_openai_stream_helper_builds_a_tool_call(client: openai.OpenAI) -> None:
 
 def test_openai_parses_structured_answers(client: openai.OpenAI) -> None:
     ask: Any = {"model": "smollm2", "messages": HI, "max_tokens": 60}
-    assert isinstance(client.chat.completions.parse(**ask, response_format=Form).choices[0].message.parsed, Form)
-    reply = client.responses.parse(model="smollm2", input="Hi", text_format=Form, max_output_tokens=60)
+    assert isinstance(
+        client.chat.completions.parse(**ask, response_format=Form).choices[0].message.parsed, Form
+    )
+    reply = client.responses.parse(
+        model="smollm2", input="Hi", text_format=Form, max_output_tokens=60
+    )
     assert isinstance(reply.output_parsed, Form)
 
 
@@ -111,7 +124,12 @@ def test_openai_responses_stream_and_go_on(client: openai.OpenAI) -> None:
 
 
 def test_openai_responses_call_a_function(client: openai.OpenAI) -> None:
-    tool: Any = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
+    tool: Any = {
+        "type": "function",
+        "name": "get_weather",
+        "parameters": PARAMETERS,
+        "strict": True,
+    }
     ask: Any = {"model": "smollm2", "input": "Weather?", "max_output_tokens": 60}
     (call,) = client.responses.create(**ask, tools=[tool], tool_choice="required").output
     assert call.type == "function_call"
@@ -124,8 +142,13 @@ def test_ollama(server: Running, request: pytest.FixtureRequest) -> None:
     assert "completion" in client.show("smollm2").capabilities
     few = {"num_predict": 8, "num_ctx": 99999}
     assert client.chat(model="smollm2", messages=HI, options=few).done
-    assert "".join(c.message.content for c in client.chat(model="smollm2", messages=HI, stream=True, options=few))
-    said = client.chat(model="smollm2", messages=HI, format=Form.model_json_schema(), options={"num_predict": 60})
+    assert "".join(
+        c.message.content
+        for c in client.chat(model="smollm2", messages=HI, stream=True, options=few)
+    )
+    said = client.chat(
+        model="smollm2", messages=HI, format=Form.model_json_schema(), options={"num_predict": 60}
+    )
     Form.model_validate_json(said.message.content)
     assert client.generate(model="smollm2", prompt="Hi", options=few).response
 
@@ -135,13 +158,17 @@ def test_anthropic(server: Running, request: pytest.FixtureRequest) -> None:
     assert client.messages.create(model="smollm2", max_tokens=8, messages=HI).content[0].text
     tool = {"name": "get_weather", "description": "Weather.", "input_schema": PARAMETERS}
     ask = {"model": "smollm2", "max_tokens": 60, "messages": HI, "tools": [tool]}
-    with client.messages.stream(**ask, tool_choice={"type": "tool", "name": "get_weather"}) as stream:
+    with client.messages.stream(
+        **ask, tool_choice={"type": "tool", "name": "get_weather"}
+    ) as stream:
         final = stream.get_final_message()
     assert (final.stop_reason, set(final.content[0].input)) == ("tool_use", {"city"})
     assert client.messages.count_tokens(model="smollm2", messages=HI).input_tokens > 0
 
 
-def test_ollama_finishes_a_tool_loop_and_unloads(server: Running, request: pytest.FixtureRequest) -> None:
+def test_ollama_finishes_a_tool_loop_and_unloads(
+    server: Running, request: pytest.FixtureRequest
+) -> None:
     ollama = _package("ollama")
     client = _ollama(server, request)
 
@@ -153,17 +180,25 @@ def test_ollama_finishes_a_tool_loop_and_unloads(server: Running, request: pytes
         """
         return f"{city}: rain"
 
-    messages: list[Any] = [{"role": "user", "content": "Answer with <tool_call> for get_weather with city Paris."}]
+    messages: list[Any] = [
+        {"role": "user", "content": "Answer with <tool_call> for get_weather with city Paris."}
+    ]
     few = {"temperature": 0, "num_predict": 60}
     said = client.chat(model="smollm2", messages=messages, tools=[get_weather], options=few).message
     (call,) = said.tool_calls
     assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
     result = get_weather(**call.function.arguments)
     messages += [said, {"role": "tool", "tool_name": "get_weather", "content": result}]
-    pieces = list(client.chat(model="smollm2", messages=messages, tools=[get_weather], options=few, stream=True))
+    pieces = list(
+        client.chat(
+            model="smollm2", messages=messages, tools=[get_weather], options=few, stream=True
+        )
+    )
     assert pieces[-1].done
     assert pieces[-1].prompt_eval_count > 0
-    with_logprobs = client.generate(model="smollm2", prompt="Hi", options=few, logprobs=True, top_logprobs=1)
+    with_logprobs = client.generate(
+        model="smollm2", prompt="Hi", options=few, logprobs=True, top_logprobs=1
+    )
     # The token that ends an answer is counted and has no text.
     assert with_logprobs.eval_count - len(with_logprobs.logprobs) in (0, 1)
     here = [m.digest for m in client.ps().models]
@@ -193,14 +228,29 @@ def test_anthropic_finishes_a_tool_loop(server: Running, request: pytest.Fixture
     assert said.stop_reason == "tool_use"
     uses = [block for block in said.content if block.type == "tool_use"]
     assert {use.name for use in uses} <= {"get_weather", "bash"}
-    results = [{"type": "tool_result", "tool_use_id": use.id, "content": "rain", "is_error": True} for use in uses]
-    messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
+    results = [
+        {"type": "tool_result", "tool_use_id": use.id, "content": "rain", "is_error": True}
+        for use in uses
+    ]
+    messages += [
+        {"role": "assistant", "content": said.content},
+        {"role": "user", "content": results},
+    ]
     final = client.messages.create(**ask, messages=messages, tool_choice={"type": "none"})
     assert final.content[0].type == "text"
-    counted = client.messages.count_tokens(model="smollm2", messages=messages, tools=[weather, shell])
-    assert counted.input_tokens > client.messages.count_tokens(model="smollm2", messages=messages).input_tokens
+    counted = client.messages.count_tokens(
+        model="smollm2", messages=messages, tools=[weather, shell]
+    )
+    assert (
+        counted.input_tokens
+        > client.messages.count_tokens(model="smollm2", messages=messages).input_tokens
+    )
     long = [{"role": "user", "content": "word " * 3000}]
-    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum"):
+    with pytest.raises(
+        anthropic.BadRequestError,
+        match=r"prompt is too long: \d+ tokens > 2048 "
+        r"maximum",
+    ):
         client.messages.create(**ask, messages=long)
 
 
@@ -210,9 +260,17 @@ def test_litellm(server: Running) -> None:
     openai_way = {"model": "openai/smollm2", "api_base": server.url + "/v1", **ask}
     assert litellm.completion(**openai_way).choices[0].message.content
     assert list(litellm.completion(**openai_way, stream=True))
-    (call,) = litellm.completion(**openai_way, tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
+    (call,) = (
+        litellm.completion(**openai_way, tools=[TOOL], tool_choice="required")
+        .choices[0]
+        .message.tool_calls
+    )
     assert set(json.loads(call.function.arguments)) == {"city"}
-    assert litellm.completion(model="ollama_chat/smollm2", api_base=server.url, **ask).choices[0].message.content
+    assert (
+        litellm.completion(model="ollama_chat/smollm2", api_base=server.url, **ask)
+        .choices[0]
+        .message.content
+    )
 
 
 def test_langchain(server: Running) -> None:

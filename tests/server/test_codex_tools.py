@@ -1,4 +1,5 @@
-"""What Codex sends besides functions: namespaces of them, and custom tools that take text under a grammar of their own."""
+"""What Codex sends besides functions: namespaces of them, and custom tools that take text under a
+grammar of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
 
 RESPONSES = "/v1/responses"
-LOOK = {"type": "function", "name": "lookup", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}
+LOOK = {
+    "type": "function",
+    "name": "lookup",
+    "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+}
 SERVER = {"type": "namespace", "name": "mcp__notes", "description": "Notes.", "tools": [LOOK]}
 AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [LOOK]}
 GRAMMAR = """\
@@ -55,8 +60,12 @@ def events(reply: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize(("tool", "flat"), [(SERVER, "mcp__notes__lookup"), (AGENTS, "agents__lookup")])
-def test_a_namespace_is_flat_for_the_model_and_apart_for_the_client(tool: dict[str, Any], flat: str) -> None:
+@pytest.mark.parametrize(
+    ("tool", "flat"), [(SERVER, "mcp__notes__lookup"), (AGENTS, "agents__lookup")]
+)
+def test_a_namespace_is_flat_for_the_model_and_apart_for_the_client(
+    tool: dict[str, Any], flat: str
+) -> None:
     engine, reply = answered([call(flat, '{"q": "x"}')], tools=[LOOK, tool])
     assert f'"{flat}"' in str(engine.requests[0].prompt)
     assert "x-localllm-ignored" not in reply.headers
@@ -71,9 +80,17 @@ def test_a_plain_function_has_no_namespace() -> None:
 
 
 def test_a_call_of_a_namespace_comes_back_under_the_models_name_for_it() -> None:
-    made = {"type": "function_call", "call_id": "c", "namespace": "agents", "name": "lookup", "arguments": "{}"}
+    made = {
+        "type": "function_call",
+        "call_id": "c",
+        "namespace": "agents",
+        "name": "lookup",
+        "arguments": "{}",
+    }
     done = {"type": "function_call_output", "call_id": "c", "output": "42"}
-    engine, _ = answered(["ok"], tools=[AGENTS], input=[{"role": "user", "content": "Go."}, made, done])
+    engine, _ = answered(
+        ["ok"], tools=[AGENTS], input=[{"role": "user", "content": "Go."}, made, done]
+    )
     prompt = str(engine.requests[0].prompt)
     assert '{"name": "agents__lookup"' in prompt
     assert "42" in prompt
@@ -100,7 +117,9 @@ def test_a_custom_call_streams_its_text(pieces: int) -> None:
 def test_a_custom_call_and_its_output_in_the_history() -> None:
     made = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": TEXT}
     done = {"type": "custom_tool_call_output", "call_id": "c", "output": "Done!"}
-    engine, _ = answered(["ok"], tools=[PATCH], input=[{"role": "user", "content": "Go."}, made, done])
+    engine, _ = answered(
+        ["ok"], tools=[PATCH], input=[{"role": "user", "content": "Go."}, made, done]
+    )
     prompt = str(engine.requests[0].prompt)
     assert json.dumps(TEXT, ensure_ascii=False) in prompt
     assert "Done!" in prompt
@@ -140,21 +159,30 @@ def test_a_grammar_without_recursion_is_a_pattern(lark: str, yes: str, no: str) 
     assert not re.fullmatch(pattern, no)
 
 
-@pytest.mark.parametrize("lark", ['start: start "a" | "b"', "%ignore WS\nstart: \"a\"", "start: nobody", "start: \"a", ""])  # fmt: skip
+@pytest.mark.parametrize("lark", ['start: start "a" | "b"', "%ignore WS\nstart: \"a\"", "start: "
+                                                                                        "nobody", "start: \"a", ""])  # fmt: skip
 def test_another_is_none(lark: str) -> None:
     assert regular(lark) is None
 
 
 def test_events_come_while_a_prompt_is_read_and_a_call_is_written() -> None:
     reading, writing = Gate(), Gate()
-    block = "<tool_call>\n<function=lookup>\n<parameter=q>\nx", "\n</parameter>\n</function>\n</tool_call>"
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<tool_call><function=…>{% endif %}"
+    block = (
+        "<tool_call>\n<function=lookup>\n<parameter=q>\nx",
+        "\n</parameter>\n</function>\n</tool_call>",
+    )
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools "
+        "%}<tool_call><function=…>{% endif %}"
+    )
     engine = ScriptedEngine([reading, block[0], writing, block[1]], chat_template=template)
     body = {"input": "Go.", "tools": [LOOK], "stream": True}
     seen: list[dict[str, Any]] = []
     with (
         running_server({"m": engine}, keepalive_s=0.05, grace_s=0.01) as server,
-        httpx.stream("POST", server.url + RESPONSES, json=body, timeout=30, trust_env=False) as reply,
+        httpx.stream(
+            "POST", server.url + RESPONSES, json=body, timeout=30, trust_env=False
+        ) as reply,
     ):
         for line in reply.iter_lines():
             if line.startswith("data: "):
@@ -176,7 +204,11 @@ def test_events_come_while_a_model_loads() -> None:
     with (
         running_server({"m": engine}, keepalive_s=0.05, grace_s=0.01) as server,
         httpx.stream(
-            "POST", server.url + RESPONSES, json={"input": "Go.", "stream": True}, timeout=30, trust_env=False
+            "POST",
+            server.url + RESPONSES,
+            json={"input": "Go.", "stream": True},
+            timeout=30,
+            trust_env=False,
         ) as reply,
     ):
         for line in reply.iter_lines():
@@ -192,7 +224,10 @@ def test_events_come_while_a_model_loads() -> None:
 @pytest.fixture(scope="module")
 def http(few_layers: Path) -> Iterator[httpx.Client]:
     host = Supervisor(WorkerOptions(LoadSpec(path=str(few_layers), n_ctx=2048, n_seq_max=1)))
-    with running_server({"smollm2": host}) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with (
+        running_server({"smollm2": host}) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
         yield client
 
 
@@ -201,12 +236,17 @@ def http(few_layers: Path) -> Iterator[httpx.Client]:
     [
         ({"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}"}, "[a-c]{3}"),
         (
-            {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" LF /[a-z]{1,5}/ LF\n%import common.LF'},
+            {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" LF '
+                                                                '/[a-z]{1,5}/ '
+                                                                'LF\n%import '
+                                                                'common.LF'},
             r"\*\*\* Begin\n[a-z]{1,5}\n",
         ),
     ],
 )  # fmt: skip
-def test_a_real_model_is_held_to_the_grammar(http: httpx.Client, wanted: dict[str, Any], pattern: str) -> None:
+def test_a_real_model_is_held_to_the_grammar(
+    http: httpx.Client, wanted: dict[str, Any], pattern: str
+) -> None:
     body = {
         "input": "Write something.", "tools": [{**PATCH, "format": wanted}], "temperature": 0,
         "tool_choice": {"type": "custom", "name": "patch"}, "max_output_tokens": 60,
@@ -220,12 +260,20 @@ def test_a_real_model_is_held_to_the_grammar(http: httpx.Client, wanted: dict[st
 
 def test_codex_finds_what_it_asks_of_a_model() -> None:
     with running_server([ServedModel("m", ScriptedEngine(), n_ctx=2048)]) as server:
-        (known,) = httpx.get(server.url + "/v1/models?client_version=0.169.0", trust_env=False).json()["models"]
-    assert (known["slug"], known["context_window"], known["input_modalities"]) == ("m", 2048, ["text"])
+        (known,) = httpx.get(
+            server.url + "/v1/models?client_version=0.169.0", trust_env=False
+        ).json()["models"]
+    assert (known["slug"], known["context_window"], known["input_modalities"]) == (
+        "m",
+        2048,
+        ["text"],
+    )
     assert "Patch. Lines without + must be in the file word for word." in known["base_instructions"]
     # Fields without a default in Codex 0.169: a list without them is no list to it.
     assert set(known) >= {
-        "slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility", "supported_in_api", "priority",
-        "base_instructions", "support_verbosity", "truncation_policy", "supports_parallel_tool_calls",
+        "slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility",
+        "supported_in_api", "priority",
+        "base_instructions", "support_verbosity", "truncation_policy",
+        "supports_parallel_tool_calls",
         "experimental_supported_tools", "supports_reasoning_summaries",
     }  # fmt: skip

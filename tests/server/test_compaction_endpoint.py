@@ -1,4 +1,5 @@
-"""A conversation that outgrows the context: refused with the counts, or, where the client asked, without its oldest turns."""
+"""A conversation that outgrows the context: refused with the counts, or, where the client asked,
+without its oldest turns."""
 
 from __future__ import annotations
 
@@ -42,9 +43,11 @@ def _days(n: int) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = [SYSTEM]
     for day in range(n):
         turns += [
-            {"role": "user", "content": f"Day {day}: the wind came from the north and we sailed for {day + 3} hours "
+            {"role": "user",
+            "content": f"Day {day}: the wind came from the north and we sailed for {day + 3} hours "
                                         "along the coast, past two islands and a lighthouse."},
-            {"role": "assistant", "content": f"Noted for day {day}: northern wind, {day + 3} hours under sail."},
+            {"role": "assistant",
+            "content": f"Noted for day {day}: northern wind, {day + 3} hours under sail."},
         ]  # fmt: skip
     return [*turns, {"role": "user", "content": f"What happened on day {n - 1}?"}]
 
@@ -60,7 +63,9 @@ def _counts(response: httpx.Response) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("more", [{}, {"truncation": "disabled"}, {"truncation": None}])
-def test_a_full_context_is_refused_with_the_counts(http: httpx.Client, more: dict[str, Any]) -> None:
+def test_a_full_context_is_refused_with_the_counts(
+    http: httpx.Client, more: dict[str, Any]
+) -> None:
     response = _ask(http, _days(40), **more)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
@@ -68,7 +73,9 @@ def test_a_full_context_is_refused_with_the_counts(http: httpx.Client, more: dic
     assert int(re.search(r"has (\d+) tokens", error["message"])[1]) > N_CTX
 
 
-def test_a_client_that_asked_is_answered_and_told(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_asked_is_answered_and_told(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
     refused = _ask(http, _days(40)).json()["error"]["message"]
     with caplog.at_level(logging.INFO, "localllm.server"):
         response = _ask(http, _days(40), truncation="auto")
@@ -89,7 +96,8 @@ def test_what_fits_is_left_alone(http: httpx.Client) -> None:
 
 
 def test_the_prefix_holds_over_the_following_turns(http: httpx.Client) -> None:
-    """The cut moves once in several turns. While it stays, all but the new turn comes from the cache."""
+    """The cut moves once in several turns. While it stays, all but the new turn comes from the
+    cache."""
     cuts: list[int] = []
     for n in range(20, 36):
         response = _ask(http, _days(n), truncation="auto")
@@ -109,16 +117,26 @@ def test_a_stream_says_it_in_the_header_or_in_a_comment(http: httpx.Client) -> N
     response = http.post(CHAT, json=body)
     comment = next(line for line in response.text.splitlines() if line.startswith(": compacted "))
     assert HEADER.fullmatch(comment.removeprefix(": compacted "))
-    assert response.headers.get("x-localllm-compacted", comment).endswith(comment.removeprefix(": compacted "))
+    assert response.headers.get("x-localllm-compacted", comment).endswith(
+        comment.removeprefix(": compacted ")
+    )
 
 
 def test_responses_grow_by_reference_and_are_compacted(http: httpx.Client) -> None:
     day = {"max_output_tokens": 4, "temperature": 0, "instructions": "You keep a diary."}
-    said = "the wind came from the north and we sailed along the coast, past islands and a lighthouse. " * 20
+    said = (
+        "the wind came from the north and we sailed along the coast, past islands and a "
+        "lighthouse. "
+    ) * 20
     last: dict[str, Any] = {}
     told = []
     for i in range(4):
-        body = {**day, "input": f"Day {i}: {said}", "previous_response_id": last.get("id"), "truncation": "auto"}
+        body = {
+            **day,
+            "input": f"Day {i}: {said}",
+            "previous_response_id": last.get("id"),
+            "truncation": "auto",
+        }
         response = http.post(RESPONSES, json=body)
         assert response.status_code == 200, response.text
         last = response.json()
@@ -126,10 +144,19 @@ def test_responses_grow_by_reference_and_are_compacted(http: httpx.Client) -> No
         assert last["truncation"] == "auto"
     assert told[0] is False
     assert told[-1] is True
-    over = http.post(RESPONSES, json={**day, "input": "And now?", "previous_response_id": last["id"]})
+    over = http.post(
+        RESPONSES, json={**day, "input": "And now?", "previous_response_id": last["id"]}
+    )
     assert over.json()["error"]["code"] == "context_length_exceeded"
     stream = http.post(
-        RESPONSES, json={**day, "input": "?", "previous_response_id": last["id"], "truncation": "auto", "stream": True}
+        RESPONSES,
+        json={
+            **day,
+            "input": "?",
+            "previous_response_id": last["id"],
+            "truncation": "auto",
+            "stream": True,
+        },
     )
     assert ": compacted " in stream.text
 
@@ -145,12 +172,14 @@ def test_a_newest_turn_too_large_by_itself_is_refused_with_the_counts(http: http
     assert str(N_CTX) in error["message"]
 
 
-# --- on a scripted engine, where a token is a byte ----------------------------------------------------------------------
+# --- on a scripted engine, where a token is a byte ------------------------------------------------
 
 THINKER = (
     "{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.reasoning_content and loop.index0 > (messages | length) - 4 %}<think>{{ m.reasoning_content }}</think>"
-    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}</call>"
+    "{% if m.reasoning_content and loop.index0 > (messages | length) - 4 %}<think>{{ "
+    "m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | "
+    "tojson }}</call>"
     "{% endfor %}\n{% endfor %}<|assistant|>{% if tools %}{% endif %}"
 )
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -160,9 +189,18 @@ def _agent(rounds: int) -> list[dict[str, Any]]:
     """One question, and an agent that looked `rounds` times."""
     messages: list[dict[str, Any]] = [SYSTEM, {"role": "user", "content": "Find the leak."}]
     for i in range(rounds):
-        call = {"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": f'{{"deck": {i}}}'}}
+        call = {
+            "id": f"c{i}",
+            "type": "function",
+            "function": {"name": "look", "arguments": f'{{"deck": {i}}}'},
+        }
         messages += [
-            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm " * 20},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call],
+                "reasoning_content": "hm " * 20,
+            },
             {"role": "tool", "tool_call_id": f"c{i}", "content": f"deck {i} is dry " + "." * 80},
         ]
     return messages
@@ -172,7 +210,10 @@ def _agent(rounds: int) -> list[dict[str, Any]]:
 def test_an_agent_at_one_question_loses_its_oldest_rounds(rounds: int) -> None:
     engine = ScriptedEngine(["ok"], n_ctx=2048, chat_template=THINKER)
     body = {"messages": _agent(rounds), "tools": [LOOK], "tool_choice": "none", "max_tokens": 64}
-    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    with (
+        running_server({"m": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         assert http.post(CHAT, json={**body, "messages": _agent(40)}).status_code == 400
         response = http.post(CHAT, json={**body, "truncation": "auto"})
     assert response.status_code == 200
@@ -188,14 +229,25 @@ def test_an_agent_at_one_question_loses_its_oldest_rounds(rounds: int) -> None:
 
 
 def test_counts_that_are_too_low_cost_a_second_cut_and_no_error() -> None:
-    """A template that writes every message three times: the frame is measured, the texts are not."""
-    thrice = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.content }}{{ m.content }}\n{% endfor %}"
+    """A template that writes every message three times: the frame is measured, the texts are
+    not."""
+    thrice = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.content }}{{ m.content "
+        "}}\n{% "
+        "endfor %}"
+    )
     engine = ScriptedEngine(["ok"], n_ctx=2048, chat_template=thrice)
     messages: list[dict[str, Any]] = []
     for i in range(30):
-        messages += [{"role": "user", "content": f"{i} " + "q" * 40}, {"role": "assistant", "content": "a" * 40}]
+        messages += [
+            {"role": "user", "content": f"{i} " + "q" * 40},
+            {"role": "assistant", "content": "a" * 40},
+        ]
     body = {"messages": [*messages, {"role": "user", "content": "last"}], "truncation": "auto"}
-    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    with (
+        running_server({"m": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         response = http.post(CHAT, json=body)
     assert response.status_code == 200
     prompt = engine.requests[-1].prompt
@@ -209,7 +261,11 @@ def test_a_stream_whose_headers_left_early_has_the_comment() -> None:
     engine.load_gate = Gate()
     day = ({"role": "user", "content": "x" * 60}, {"role": "assistant", "content": "noted"})
     messages = [message for _ in range(9) for message in day]
-    body = {"messages": [*messages, {"role": "user", "content": "last"}], "truncation": "auto", "stream": True}
+    body = {
+        "messages": [*messages, {"role": "user", "content": "last"}],
+        "truncation": "auto",
+        "stream": True,
+    }
     with (
         running_server({"m": engine}, grace_s=0.05) as server,
         httpx.stream("POST", server.url + CHAT, json=body, trust_env=False) as response,

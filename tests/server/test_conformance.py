@@ -1,8 +1,9 @@
-"""What this server does with every field it knows: the tables in rows_*.py are the documentation, each row a request.
+"""What this server does with every field it knows: the tables in rows_*.py are the documentation,
+each row a request.
 
-A row is honoured (its effect is looked for in what reached the engine or in the reply), tolerated (no effect on the
-answer; named in x-localllm-ignored where nobody knows it) or refused (a 4xx that says why). Nothing that would change
-the answer is accepted and ignored.
+A row is honoured (its effect is looked for in what reached the engine or in the reply), tolerated
+(no effect on the answer; named in x-localllm-ignored where nobody knows it) or refused (a 4xx that
+says why). Nothing that would change the answer is accepted and ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Connections of those who have no key: however many, and whatever they do, they end, and nobody waits for them."""
+"""Connections of those who have no key: however many, and whatever they do, they end, and nobody
+waits for them."""
 
 from __future__ import annotations
 
@@ -54,11 +55,15 @@ def _ended(s: socket.socket) -> bool:
 
 
 @contextmanager
-def held(server: Running, sends: bytes, count: int = MANY, *, answers: bool = False) -> Iterator[list[socket.socket]]:
+def held(
+    server: Running, sends: bytes, count: int = MANY, *, answers: bool = False
+) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
         found = []
         for _ in range(count):
-            s = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            s = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=30)
+            )
             s.sendall(sends)
             if answers:
                 _answered(s)
@@ -68,12 +73,23 @@ def held(server: Running, sends: bytes, count: int = MANY, *, answers: bool = Fa
 
 def _is_served(server: Running) -> None:
     assert httpx.get(server.url + "/health", trust_env=False, timeout=30).status_code == 200
-    assert httpx.post(server.url + CHAT, json=HI, headers=KEY, trust_env=False, timeout=30).status_code == 200
+    assert (
+        httpx.post(server.url + CHAT, json=HI, headers=KEY, trust_env=False, timeout=30).status_code
+        == 200
+    )
 
 
 strangers = pytest.mark.parametrize(
     ("sends", "answers"),
-    [(REFUSED, True), (WRONG, True), (HEALTH, True), (REFUSED, False), (HALF, False), (BODY, False), (b"", False)],
+    [
+        (REFUSED, True),
+        (WRONG, True),
+        (HEALTH, True),
+        (REFUSED, False),
+        (HALF, False),
+        (BODY, False),
+        (b"", False),
+    ],
     ids=["401", "wrong key", "health", "unread", "half a header", "a body to come", "silent"],
 )
 
@@ -108,7 +124,9 @@ def test_any_number_without_a_key_ends(sends: bytes, answers: bool) -> None:
 
 def test_a_refused_body_that_goes_on_coming_does_not_hold_its_connection() -> None:
     with (
-        running_server({"tiny": ScriptedEngine()}, api_key="s3cret", idle_unknown_timeout_s=0.3) as server,
+        running_server(
+            {"tiny": ScriptedEngine()}, api_key="s3cret", idle_unknown_timeout_s=0.3
+        ) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=30) as s,
     ):
         s.sendall(BODY)
@@ -127,7 +145,9 @@ def test_a_refused_body_that_goes_on_coming_does_not_hold_its_connection() -> No
 def test_who_was_let_in_rests_longer_than_a_stranger() -> None:
     let_in = REFUSED.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer s3cret\r\n\r\n")
     with (
-        running_server({"tiny": ScriptedEngine()}, api_key="s3cret", idle_unknown_timeout_s=0.2) as server,
+        running_server(
+            {"tiny": ScriptedEngine()}, api_key="s3cret", idle_unknown_timeout_s=0.2
+        ) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=30) as known,
         socket.create_connection(("127.0.0.1", server.port), timeout=30) as stranger,
     ):
@@ -154,11 +174,17 @@ def test_a_known_one_that_rests_makes_room_and_busy_ones_do_not() -> None:
     gate = Gate()
     engine = ScriptedEngine(script=lambda request: [gate, "done"])
     with running_server({"tiny": engine}, max_connections=2, max_unknown_connections=2) as server:
-        with held(server, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 2, answers=True) as resting:
-            assert httpx.get(server.url + "/v1/models", trust_env=False, timeout=30).status_code == 200
+        with held(
+            server, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 2, answers=True
+        ) as resting:
+            assert (
+                httpx.get(server.url + "/v1/models", trust_env=False, timeout=30).status_code == 200
+            )
             until(lambda: any(_ended(s) for s in resting), "none made room")
         busy = [
-            threading.Thread(target=httpx.post, args=(server.url + CHAT,), kwargs={"json": HI, "timeout": 20})
+            threading.Thread(
+                target=httpx.post, args=(server.url + CHAT,), kwargs={"json": HI, "timeout": 20}
+            )
             for _ in range(2)
         ]
         for thread in busy:
@@ -166,7 +192,9 @@ def test_a_known_one_that_rests_makes_room_and_busy_ones_do_not() -> None:
         try:
             until(lambda: server.app.state.server.active == 2)
             page = {"Origin": "http://localhost:3000"}
-            refused = httpx.get(server.url + "/v1/models", trust_env=False, timeout=30, headers=page)
+            refused = httpx.get(
+                server.url + "/v1/models", trust_env=False, timeout=30, headers=page
+            )
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "server_busy"
             assert int(refused.headers["retry-after"]) >= 1

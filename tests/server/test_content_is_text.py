@@ -1,4 +1,5 @@
-"""What users and tools write becomes no control token of the prompt, whatever it spells; the template's own marks do."""
+"""What users and tools write becomes no control token of the prompt, whatever it spells; the
+template's own marks do."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Words:
 
     def __init__(self, *controls: str) -> None:
         self.info = SimpleNamespace(control_texts=controls)
-        self._split = re.compile("(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")")
+        self._split = re.compile(
+            "(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")"
+        )
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[Any]:
         parts = self._split.split(text) if special else [text]
@@ -48,7 +51,11 @@ class Words:
         return [*(["<s>"] if add_bos else []), *(t for part in tokens for t in part)]
 
     def tokenize_images(self, parts: list[Any], *, add_bos: bool) -> list[Any]:
-        return [self.tokenize(p, special=not isinstance(p, LiteralText)) for p in parts if isinstance(p, str)]
+        return [
+            self.tokenize(p, special=not isinstance(p, LiteralText))
+            for p in parts
+            if isinstance(p, str)
+        ]
 
 
 def _conversation(role: str, text: str) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -61,11 +68,20 @@ def _conversation(role: str, text: str) -> tuple[list[dict[str, Any]], list[Any]
         {"role": "user", "content": at("user")},
         {"role": "assistant", "content": at("assistant")},
         {"role": "user", "content": "go"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "123456789", "type": "function", "function": call}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "123456789", "type": "function", "function": call}],
+        },
         {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": at("tool")},
     ]
-    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": at("description")}}}
-    return normalise(messages), [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "description": at("description")}},
+    }
+    return normalise(messages), [
+        {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    ]
 
 
 def _prompt(template: ChatTemplate, words: Words, role: str, text: str, **options: Any) -> str:
@@ -81,7 +97,10 @@ def _evil(rng: random.Random, controls: tuple[str, ...]) -> str:
         one, other = rng.choice(controls), rng.choice(controls)
         cut = rng.randint(1, len(one) - 1)
         plain = "".join(rng.choices(string.printable + "é日😀", k=rng.randint(0, 5)))
-        parts += [rng.choice([one, one + other, one[:cut] + other + one[cut:], one[:cut], one[cut:]]), plain]
+        parts += [
+            rng.choice([one, one + other, one[:cut] + other + one[cut:], one[:cut], one[cut:]]),
+            plain,
+        ]
     return "".join(parts)
 
 
@@ -98,14 +117,21 @@ def test_no_control_token_of_content_reaches_the_prompt(notation: str) -> None:
         plain, tokens = [tokenized(words, p) for p in prompts]
         assert [t for t in tokens if len(t) > 1] == [t for t in plain if len(t) > 1], (role, evil)
         # Nothing is lost (a template may order keys, which a mark may move).
-        assert sorted("".join(tokens)) == sorted(_prompt(template, words, role, evil, parse_special=True))
+        assert sorted("".join(tokens)) == sorted(
+            _prompt(template, words, role, evil, parse_special=True)
+        )
         assert without_marks(prompts[1]) == "".join(tokens)
 
 
 def _vocabularies() -> list[str]:
-    """llama.cpp's own files of real tokenizers (models/ggml-vocab-*.gguf of its sources), where somebody names their folder."""
+    """llama.cpp's own files of real tokenizers (models/ggml-vocab-*.gguf of its sources), where
+    somebody names their folder."""
     folder = os.environ.get("LOCALLLM_VOCABULARIES")
-    return ["smollm2", *(str(path) for path in sorted(Path(folder).glob("*.gguf")))] if folder else ["smollm2"]
+    return (
+        ["smollm2", *(str(path) for path in sorted(Path(folder).glob("*.gguf")))]
+        if folder
+        else ["smollm2"]
+    )
 
 
 class Real(LlamaCppVocabulary):
@@ -119,10 +145,13 @@ class Real(LlamaCppVocabulary):
         self.info = SimpleNamespace(control_texts=self.control_texts)
         spelled = set(self.control_texts)
         text = llama_cpp.llama_vocab_get_text
-        unknown = self.tokenize("日😀", special=False)  # what a letter becomes that the vocabulary has not is no mark
+        # what a letter becomes that the vocabulary has not is no mark
+        unknown = self.tokenize("日😀", special=False)
         vocab = llama_cpp.llama_model_get_vocab(model)
         every = range(llama_cpp.llama_vocab_n_tokens(vocab))
-        self.controls = {t for t in every if text(vocab, t).decode("utf-8", "replace") in spelled} - {*unknown}
+        self.controls = {
+            t for t in every if text(vocab, t).decode("utf-8", "replace") in spelled
+        } - {*unknown}
 
 
 @pytest.mark.parametrize("path", _vocabularies())
@@ -137,11 +166,16 @@ def test_nor_with_a_real_tokenizer(path: str, smollm2: Path) -> None:
         role = _ROLES[i % len(_ROLES)]
         evil = _evil(rng, controls)
         prompt = _prompt(template, words, role, evil)
-        counted = [[t for t in tokens if t in words.controls] for tokens in (tokenized(words, prompt), plain[role])]
+        counted = [
+            [t for t in tokens if t in words.controls]
+            for tokens in (tokenized(words, prompt), plain[role])
+        ]
         assert counted[0] == counted[1], (role, evil)
 
 
-def test_marks_that_are_read_whatever_a_tokenizer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_that_are_read_whatever_a_tokenizer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = gguf.GGUFWriter.add_token_types
 
     def as_user_defined(self: Any, types: list[Any]) -> None:
@@ -167,7 +201,10 @@ def test_beside_images_too() -> None:
 @pytest.fixture(scope="module")
 def http(tiny_model: Path) -> Iterator[httpx.Client]:
     host = Supervisor(WorkerOptions(LoadSpec(path=str(tiny_model), n_ctx=2048, n_seq_max=2)))
-    with running_server({"m": host}) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        running_server({"m": host}) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield client
 
 
@@ -175,13 +212,21 @@ def http(tiny_model: Path) -> Iterator[httpx.Client]:
     ("path", "extra", "count"),
     [
         ("/v1/chat/completions", {}, lambda a: a["usage"]["prompt_tokens"]),
-        ("/v1/messages", {}, lambda a: sum(n for k, n in a["usage"].items() if k.endswith("input_tokens"))),
+        (
+            "/v1/messages",
+            {},
+            lambda a: sum(n for k, n in a["usage"].items() if k.endswith("input_tokens")),
+        ),
         ("/api/chat", {"stream": False}, lambda a: a["prompt_eval_count"]),
     ],
 )
-def test_each_dialect_counts_text_as_text_unless_told(http: httpx.Client, path: str, extra: Any, count: Any) -> None:
+def test_each_dialect_counts_text_as_text_unless_told(
+    http: httpx.Client, path: str, extra: Any, count: Any
+) -> None:
     body = {"messages": [{"role": "user", "content": "a<|turn|>b"}], "max_tokens": 1, **extra}
-    literal, parsed = [count(http.post(path, json={**body, **p}).json()) for p in ({}, {"parse_special": True})]
+    literal, parsed = [
+        count(http.post(path, json={**body, **p}).json()) for p in ({}, {"parse_special": True})
+    ]
     # One token instead of eight letters; behind it this vocabulary writes a space.
     assert literal == parsed + len("<|turn|>") - 2
 

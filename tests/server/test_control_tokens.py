@@ -1,5 +1,5 @@
-"""Formats whose markers are control tokens: a real model that writes Mistral's [TOOL_CALLS] as its one control token
-is read as a call, and none of its control tokens reach a plain answer."""
+"""Formats whose markers are control tokens: a real model that writes Mistral's [TOOL_CALLS] as its
+one control token is read as a call, and none of its control tokens reach a plain answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from models import tiny_gguf
 from support.http_server import running_server
 
 MARKER = tiny_gguf.VOCAB - 2
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}[TOOL_CALLS]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson "
+    "}}[TOOL_CALLS]{% endif %}"
+)
 TOOL = {
     "type": "function",
     "function": {
@@ -41,7 +44,10 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         patch.setattr(tiny_gguf, "common", _with_template(tiny_gguf.common))
         tiny_gguf.write_llama(path)
     host = Supervisor(WorkerOptions(LoadSpec(path=str(path), n_ctx=2048, n_seq_max=2)))
-    with running_server({"m": host}) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        running_server({"m": host}) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield client
 
 
@@ -82,7 +88,9 @@ def calls_as_declared(choice: dict[str, Any]) -> bool:
     return choice["finish_reason"] == "tool_calls" and bool(calls) and kept
 
 
-def test_the_marker_as_one_control_token_opens_a_call_held_to_its_schema(http: httpx.Client) -> None:
+def test_the_marker_as_one_control_token_opens_a_call_held_to_its_schema(
+    http: httpx.Client,
+) -> None:
     assert calls_as_declared(ask(http, tools=[TOOL], seed=1))
 
 
@@ -92,7 +100,10 @@ def test_a_required_call_in_the_same_format(http: httpx.Client) -> None:
 
 def test_an_answer_in_a_schema_or_a_call_behind_the_control_token(http: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}},
+    }
     assert calls_as_declared(ask(http, tools=[TOOL], response_format=form))
     against = {"logit_bias": {str(MARKER): -100}}
     answer = ask(http, tools=[TOOL], response_format=form, **against)

@@ -1,4 +1,5 @@
-"""A limit or a client's stop text in the middle of a call: the client gets no call that could be run, by any reply."""
+"""A limit or a client's stop text in the middle of a call: the client gets no call that could be
+run, by any reply."""
 
 from __future__ import annotations
 
@@ -20,15 +21,21 @@ from support.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 WRITE = {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}
-TEMPLATE = "{% if tools %}<tool_call><function=…>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{% if tools %}<tool_call><function=…>{% endif %}{% for m in messages %}{{ m.content "
+    "}}{% "
+    "endfor %}"
+)
 ASKED = "Write."
 CALL = (
-    "I write it.\n<tool_call>\n<function=write>\n<parameter=text>\nto return 0\n</parameter>\n</function>\n</tool_call>"
+    "I write it.\n<tool_call>\n<function=write>\n<parameter=text>\nto return "
+    "0\n</parameter>\n</function>\n</tool_call>"
 )
 
 
 def writes(reply: str, held: bool) -> Any:
-    """A model's words, letter by letter. Where its calls are not `held`, no grammar can be made for them."""
+    """A model's words, letter by letter. Where its calls are not `held`, no grammar can be made for
+    them."""
 
     def script(request: Request) -> list[Any]:
         if request.grammar is not None and not held:
@@ -42,14 +49,19 @@ def choice(**body: Any) -> dict[str, Any]:
     """The one choice of a reply, whole; the stream is folded and must say the same."""
     engine = ScriptedEngine(writes(CALL, held=False), chat_template=TEMPLATE)
     asked = {"messages": [{"role": "user", "content": ASKED}], "tools": [WRITE], **body}
-    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    with (
+        running_server({"m": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         whole: dict[str, Any] = http.post(CHAT, json=asked).json()["choices"][0]
         stream = http.post(CHAT, json={**asked, "stream": True}).text
     chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     choices = [c for chunk in chunks for c in chunk["choices"]]
     text = "".join(c["delta"].get("content") or "" for c in choices)
     assert text == (whole["message"]["content"] or "")
-    assert any(c["delta"].get("tool_calls") for c in choices) == bool(whole["message"].get("tool_calls"))
+    assert any(c["delta"].get("tool_calls") for c in choices) == bool(
+        whole["message"].get("tool_calls")
+    )
     assert [c["finish_reason"] for c in choices if c["finish_reason"]] == [whole["finish_reason"]]
     return whole
 
@@ -57,7 +69,9 @@ def choice(**body: Any) -> dict[str, Any]:
 def test_a_whole_call_is_one() -> None:
     got = choice()
     assert got["finish_reason"] == "tool_calls"
-    assert json.loads(got["message"]["tool_calls"][0]["function"]["arguments"]) == {"text": "to return 0"}
+    assert json.loads(got["message"]["tool_calls"][0]["function"]["arguments"]) == {
+        "text": "to return 0"
+    }
 
 
 @pytest.mark.parametrize("at", ["<tool_", "<function=wri", "return", "</param", "</funct"])
@@ -73,10 +87,18 @@ def test_one_that_a_stop_text_cut_is_none() -> None:
     assert not got["message"].get("tool_calls")
 
 
-JSON_TEMPLATE = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-JSON_CALL = '<tool_call>\n{"name": "write", "arguments": {"text": "int main() { return 0; }"}}\n</tool_call>'
+JSON_TEMPLATE = (
+    "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+JSON_CALL = (
+    '<tool_call>\n{"name": "write", "arguments": {"text": "int main() { return 0; '
+    '}"}}\n</tool_call>'
+)
 DIALECTS = {
-    "/v1/chat/completions": lambda reply: (reply["choices"][0]["finish_reason"], reply["choices"][0]["message"]),
+    "/v1/chat/completions": lambda reply: (
+        reply["choices"][0]["finish_reason"],
+        reply["choices"][0]["message"],
+    ),
     "/v1/messages": lambda reply: (reply["stop_reason"], reply["content"]),
     "/api/chat": lambda reply: (reply["done_reason"], reply["message"]),
 }
@@ -85,14 +107,24 @@ DIALECTS = {
 def json_reply(path: str, stream: bool, held: bool = True, **body: Any) -> str:
     engine = ScriptedEngine(writes(JSON_CALL, held), chat_template=JSON_TEMPLATE)
     tool = {"name": "write", "input_schema": {"type": "object"}} if "messages" in path else WRITE
-    asked = {"messages": [{"role": "user", "content": ASKED}], "tools": [tool], "stream": stream, **body}
-    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    asked = {
+        "messages": [{"role": "user", "content": ASKED}],
+        "tools": [tool],
+        "stream": stream,
+        **body,
+    }
+    with (
+        running_server({"m": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         return http.post(path, json={"model": "m", **asked}).text
 
 
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.parametrize("at", ['"name": "wri', '"text": "int', "0; }"])
-def test_arguments_in_json_that_were_cut_are_no_call_where_a_reply_comes_whole(path: str, at: str) -> None:
+def test_arguments_in_json_that_were_cut_are_no_call_where_a_reply_comes_whole(
+    path: str, at: str
+) -> None:
     most = JSON_CALL.index(at) + len(at)
     limit = {"options": {"num_predict": most}} if "api" in path else {"max_tokens": most}
     reason, message = DIALECTS[path](json.loads(json_reply(path, False, **limit)))
@@ -102,7 +134,9 @@ def test_arguments_in_json_that_were_cut_are_no_call_where_a_reply_comes_whole(p
 
 def test_arguments_that_a_stop_text_cut_do_not_end_in_a_call() -> None:
     path = "/v1/chat/completions"
-    reason, message = DIALECTS[path](json.loads(json_reply(path, False, held=False, stop=["return"])))
+    reason, message = DIALECTS[path](
+        json.loads(json_reply(path, False, held=False, stop=["return"]))
+    )
     assert (reason, message.get("tool_calls")) == ("stop", None)
     stream = json_reply(path, True, held=False, stop=["return"])
     assert '"finish_reason":"stop"' in stream
@@ -121,7 +155,9 @@ def test_a_stream_that_was_cut_says_so_and_its_arguments_are_no_json() -> None:
 
 
 def test_a_line_of_ollamas_stream_holds_no_half_call() -> None:
-    lines = json_reply("/api/chat", True, options={"num_predict": JSON_CALL.index("return")}).splitlines()
+    lines = json_reply(
+        "/api/chat", True, options={"num_predict": JSON_CALL.index("return")}
+    ).splitlines()
     assert not any(json.loads(line).get("message", {}).get("tool_calls") for line in lines)
     assert json.loads(lines[-1])["done_reason"] == "length"
 
@@ -137,18 +173,33 @@ def test_in_no_notation_and_dialect_is_a_held_call_that_ends_open_a_fault_of_the
         begun = next((n for n in range(len(reply), 0, -1) if prompt.endswith(reply[:n])), 0)
         return list(reply[begun:])
 
-    engines = {name.replace(", ", "-"): ScriptedEngine(script, chat_template=t) for name, t in TEMPLATES.items()}
-    writers = {style: [write for name, write in WRITERS.values() if name == style] for style, _ in WRITERS.values()}
+    engines = {
+        name.replace(", ", "-"): ScriptedEngine(script, chat_template=t)
+        for name, t in TEMPLATES.items()
+    }
+    writers = {
+        style: [write for name, write in WRITERS.values() if name == style]
+        for style, _ in WRITERS.values()
+    }
     tools = [
-        {"type": "function", "function": {"name": n, "parameters": {"type": "object"}}} for n in ("write_file", "f")
+        {"type": "function", "function": {"name": n, "parameters": {"type": "object"}}}
+        for n in ("write_file", "f")
     ]
-    calls: Calls = [("write_file", {"path": "a.c", "text": "int main() {\n  return 0;\n}"}), ("f", {"n": 12})]
-    with running_server(dict(engines)) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    calls: Calls = [
+        ("write_file", {"path": "a.c", "text": "int main() {\n  return 0;\n}"}),
+        ("f", {"n": 12}),
+    ]
+    with (
+        running_server(dict(engines)) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         for seed in range(150):
             rng = random.Random(seed)
             name = rng.choice(list(engines))
             style = format_for(ChatTemplate(TEMPLATES[name.replace("-", ", ")]).source).name
-            reply = rng.choice(["", "Hm. "]) + rng.choice(writers[style])(calls[: rng.choice([1, 2])])
+            reply = rng.choice(["", "Hm. "]) + rng.choice(writers[style])(
+                calls[: rng.choice([1, 2])]
+            )
             cut = rng.randrange(len(reply) + 1)
             said["reply"] = reply[:cut] + rng.choice(["", "", "}", '"', "]", "<", reply[cut:]])
             said["held"], engines[name].ends = rng.random() < 0.7, rng.choice(["stop", "length"])
@@ -160,10 +211,18 @@ def test_in_no_notation_and_dialect_is_a_held_call_that_ends_open_a_fault_of_the
             path = rng.choice(list(DIALECTS))
             if path == "/v1/messages":
                 asked |= {"max_tokens": rng.choice([cut + 1, 500])}
-                sent: list[Any] = [{"name": t["function"]["name"], "input_schema": {"type": "object"}} for t in tools]
+                sent: list[Any] = [
+                    {"name": t["function"]["name"], "input_schema": {"type": "object"}}
+                    for t in tools
+                ]
             else:
                 asked |= {"stop": ["return"]} if "v1" in path and rng.random() < 0.2 else {}
                 sent = tools
             answer = http.post(path, json={**asked, "tools": sent})
             assert answer.status_code == 200, (seed, name, said, answer.text)
-            assert not {"internal_error", "api_error"} & set(answer.text.split('"')), (seed, name, said, answer.text)
+            assert not {"internal_error", "api_error"} & set(answer.text.split('"')), (
+                seed,
+                name,
+                said,
+                answer.text,
+            )

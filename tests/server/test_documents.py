@@ -1,4 +1,5 @@
-"""Files in messages, in every dialect that has them: text is read, PDFs where the extra is, the rest is refused or named."""
+"""Files in messages, in every dialect that has them: text is read, PDFs where the extra is, the
+rest is refused or named."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def http(engine: ScriptedEngine) -> Iterator[httpx.Client]:
-    with running_server({"tiny": engine}) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
+    with (
+        running_server({"tiny": engine}) as running,
+        httpx.Client(base_url=running.url, trust_env=False) as client,
+    ):
         client.timeout = httpx.Timeout(60)
         yield client
 
@@ -48,7 +52,10 @@ def doors(data: bytes, kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
         "responses": (RESP, {"input": [{"role": "user", "content": [item]}]}),
         "responses, plain": (RESP, {"input": [{"role": "user", "content": [plain]}]}),
         "messages": (ANTH, user(ABOUT, block)),
-        "a tool's result": (ANTH, user({"type": "tool_result", "tool_use_id": "t", "content": [block]})),
+        "a tool's result": (
+            ANTH,
+            user({"type": "tool_result", "tool_use_id": "t", "content": [block]}),
+        ),
     }
 
 
@@ -75,7 +82,9 @@ def test_a_pdf_is_its_text(door: str, http: httpx.Client, engine: ScriptedEngine
     reply = http.post(path, json=body)
     assert reply.status_code == 200, reply.text
     prompt = str(engine.requests[-1].prompt)
-    assert "Page 1:\nfirst page\n\nPage 2:\n[a page without text]\n\nPage 3:\nthird page\n" in prompt
+    assert (
+        "Page 1:\nfirst page\n\nPage 2:\n[a page without text]\n\nPage 3:\nthird page\n"
+    ) in prompt
     assert "\ue5c8" not in prompt
 
 
@@ -120,12 +129,18 @@ def test_what_is_neither_text_nor_pdf_is_refused_or_a_note(
 
 
 @needs_pdf()
-def test_a_damaged_pdf_is_a_400_and_in_an_earlier_turn_a_note(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_damaged_pdf_is_a_400_and_in_an_earlier_turn_a_note(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     path, body = doors(b"%PDF-1.7 and nothing else", "application/pdf")["chat"]
     reply = http.post(path, json=body)
     assert reply.status_code == 400
     assert "messages[0].content[1]: the PDF is damaged" in reply.json()["error"]["message"]
-    later = [*body["messages"], {"role": "assistant", "content": "?"}, {"role": "user", "content": "go on"}]
+    later = [
+        *body["messages"],
+        {"role": "assistant", "content": "?"},
+        {"role": "user", "content": "go on"},
+    ]
     reply = http.post(path, json={"messages": later})
     assert reply.headers["x-localllm-ignored"] == "messages.files"
     assert "[file omitted: the PDF is damaged]" in str(engine.requests[-1].prompt)
@@ -138,7 +153,11 @@ def test_a_later_turn_reads_no_pdf_again(
     path, body = doors(pdf(["only once"]), "application/pdf")["chat"]
     assert http.post(path, json=body).status_code == 200
     monkeypatch.setattr(reading, "read", lambda *_, **__: pytest.fail("it was read again"))
-    later = [*body["messages"], {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
+    later = [
+        *body["messages"],
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "go on"},
+    ]
     assert http.post(path, json={"messages": later}).status_code == 200
     assert "only once" in str(engine.requests[-1].prompt)
 

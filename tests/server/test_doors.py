@@ -1,5 +1,6 @@
-"""Who gets in and what they are told: names and pages allowed by the user, addresses with a key, browsers that must
-be able to read a refusal, and DNS rebinding, which no combination of them may open."""
+"""Who gets in and what they are told: names and pages allowed by the user, addresses with a key,
+browsers that must be able to read a refusal, and DNS rebinding, which no combination of them may
+open."""
 
 from __future__ import annotations
 
@@ -17,11 +18,19 @@ CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 KEY = {"Authorization": "Bearer s3cret"}
 # What a page can make a browser send once its own name points here: every name but an address.
-FOREIGN_NAMES = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.8.nip.io", "a.internal",
-                 "0x7f.1", "2130706433", "xlocalhost", "localhost.", "[::1].evil.example", "host.docker.internal.evil.example",
-                 ".localhost", "192.168.1.5@evil.example", "192.168.1.5:80:evil.example")  # fmt: skip
+FOREIGN_NAMES = ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example",
+    "10.0.0.8.nip.io", "a.internal",
+                 "0x7f.1", "2130706433", "xlocalhost", "localhost.", "[::1].evil.example",
+                 "host.docker.internal.evil.example",
+                 ".localhost", "192.168.1.5@evil.example",
+                 "192.168.1.5:80:evil.example")  # fmt: skip
 ADDRESSES = ("192.168.1.5:11535", "10.0.0.8", "[fd00::5]:11535", "8.8.8.8", "0.0.0.0:11535")
-CONTAINER_NAMES = ("host.docker.internal:11535", "host.containers.internal", "app.localhost:11535", "tauri.localhost")
+CONTAINER_NAMES = (
+    "host.docker.internal:11535",
+    "host.containers.internal",
+    "app.localhost:11535",
+    "tauri.localhost",
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +55,16 @@ def plain():
 def allowing():
     with (
         running_server(
-            {"tiny": ScriptedEngine()}, allowed_hosts=("nas.lan",), allowed_origins=("https://chat.example",)
+            {"tiny": ScriptedEngine()},
+            allowed_hosts=("nas.lan",),
+            allowed_origins=("https://chat.example",),
         ) as running,
         httpx.Client(base_url=running.url, trust_env=False) as client,
     ):
         yield client
 
 
-# --- hosts -----------------------------------------------------------------------------------------------------------
+# --- hosts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", [*ADDRESSES, *CONTAINER_NAMES])
@@ -63,7 +74,10 @@ def test_an_address_or_a_container_s_name_is_served_with_the_key_and_only_with_i
     assert keyed.get("/v1/models", headers={"Host": host, **KEY}).status_code == 200
     assert keyed.post(CHAT, json=HI, headers={"Host": host, **KEY}).status_code == 200
     assert keyed.get("/v1/models", headers={"Host": host}).status_code == 401
-    assert keyed.get("/v1/models", headers={"Host": host, "Authorization": "Bearer wrong"}).status_code == 401
+    assert (
+        keyed.get("/v1/models", headers={"Host": host, "Authorization": "Bearer wrong"}).status_code
+        == 401
+    )
     assert plain.get("/v1/models", headers={"Host": host}).status_code == 403
     assert plain.get("/v1/models", headers={"Host": host, **KEY}).status_code == 403
 
@@ -79,12 +93,18 @@ def test_a_name_the_user_allowed_is_served_and_no_other(allowing: httpx.Client) 
 def test_no_name_that_a_page_can_point_here_is_served_whatever_else_is_right(
     keyed: httpx.Client, plain: httpx.Client, allowing: httpx.Client, host: str
 ) -> None:
-    """DNS rebinding: the page's own origin, an allowed one or none; with the key, which it can't have, or without."""
+    """DNS rebinding: the page's own origin, an allowed one or none; with the key, which it can't
+    have, or without."""
     own_page = f"http://{host}"
     pages: list[dict[str, str]] = [{}, {"Origin": own_page}, {"Origin": "http://localhost:3000"},
                                    {"Sec-Fetch-Site": "same-origin"}]  # fmt: skip
     for client, page, key in itertools.product((keyed, plain, allowing), pages, ({}, KEY)):
-        for method, path in (("GET", "/v1/models"), ("GET", "/health"), ("POST", CHAT), ("OPTIONS", CHAT)):
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("GET", "/health"),
+            ("POST", CHAT),
+            ("OPTIONS", CHAT),
+        ):
             body = {"json": HI} if method == "POST" else {}
             r = client.request(method, path, headers={"Host": host, **page, **key}, **body)
             assert r.status_code == 403, (host, page, method, path)
@@ -92,7 +112,7 @@ def test_no_name_that_a_page_can_point_here_is_served_whatever_else_is_right(
                 assert "access-control-allow-origin" not in r.headers
 
 
-# --- origins and what browsers read -----------------------------------------------------------------------------------
+# --- origins and what browsers read ---------------------------------------------------------------
 
 
 def test_a_refusal_can_be_read_by_an_allowed_page_and_by_no_other(keyed: httpx.Client) -> None:
@@ -107,7 +127,9 @@ def test_a_refusal_can_be_read_by_an_allowed_page_and_by_no_other(keyed: httpx.C
         keyed.get("/v1/models", headers={**page, "Host": "nas.lan"}),
     ]
     assert [r.status_code for r in refusals] == [401, 404, 405, 400, 415, 404, 403]
-    assert {r.headers.get("access-control-allow-origin") for r in refusals} == {"http://localhost:3000"}
+    assert {r.headers.get("access-control-allow-origin") for r in refusals} == {
+        "http://localhost:3000"
+    }
     assert all("origin" in r.headers["vary"].lower() for r in refusals)
     assert "www-authenticate" in refusals[0].headers["access-control-expose-headers"].lower()
     foreign = keyed.get("/v1/models", headers={"Origin": "https://evil.example"})
@@ -120,7 +142,9 @@ def test_a_failure_of_the_server_can_be_read_too(caplog: pytest.LogCaptureFixtur
         raise RuntimeError("inside")
 
     with running_server({"tiny": ScriptedEngine(script=explode)}) as server:
-        r = httpx.post(server.url + CHAT, json=HI, headers={"Origin": "http://localhost:3000"}, trust_env=False)
+        r = httpx.post(
+            server.url + CHAT, json=HI, headers={"Origin": "http://localhost:3000"}, trust_env=False
+        )
     assert r.status_code == 500
     assert r.headers["access-control-allow-origin"] == "http://localhost:3000"
 
@@ -136,16 +160,29 @@ def test_a_preflight_echoes_the_headers_a_client_will_send(keyed: httpx.Client) 
         },
     )
     assert r.status_code == 204
-    assert {h.strip() for h in r.headers["access-control-allow-headers"].split(",")} >= set(asked.split(","))
-    assert {v.strip().lower() for v in r.headers["vary"].split(",")} == {"origin", "access-control-request-headers"}
+    assert {h.strip() for h in r.headers["access-control-allow-headers"].split(",")} >= set(
+        asked.split(",")
+    )
+    assert {v.strip().lower() for v in r.headers["vary"].split(",")} == {
+        "origin",
+        "access-control-request-headers",
+    }
     odd = keyed.options(
-        CHAT, headers={"Origin": "http://localhost:3000", "Access-Control-Request-Headers": "good, b@d;, <x>"}
+        CHAT,
+        headers={
+            "Origin": "http://localhost:3000",
+            "Access-Control-Request-Headers": "good, b@d;, <x>",
+        },
     )
     allowed = odd.headers["access-control-allow-headers"]
     assert "good" in allowed
     assert not set("@;<>") & set(allowed)
     foreign = keyed.options(
-        CHAT, headers={"Origin": "https://evil.example", "Access-Control-Request-Headers": "authorization"}
+        CHAT,
+        headers={
+            "Origin": "https://evil.example",
+            "Access-Control-Request-Headers": "authorization",
+        },
     )
     assert foreign.status_code == 403
     assert "access-control-allow-headers" not in foreign.headers
@@ -184,7 +221,7 @@ def test_a_foreign_page_can_not_even_ask_without_an_origin(plain: httpx.Client, 
     assert plain.get(path, headers=from_local_page).status_code == 200
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,4 +246,7 @@ def test_what_can_not_be_allowed_says_why(wrong: dict[str, tuple[str, ...]]) -> 
 def test_every_page_is_allowed_only_behind_a_key() -> None:
     settings = ServerSettings(allowed_origins=("*", "null"), api_key="mine").secured()
     assert settings.allowed_origins == ("*", "null")
-    assert ServerSettings(allowed_hosts=("NAS.lan:8080", "[fd00::5]")).secured().allowed_hosts == ("nas.lan", "fd00::5")
+    assert ServerSettings(allowed_hosts=("NAS.lan:8080", "[fd00::5]")).secured().allowed_hosts == (
+        "nas.lan",
+        "fd00::5",
+    )

@@ -1,4 +1,5 @@
-"""Every level of effort that clients send is taken, and reaches the template as one that it knows."""
+"""Every level of effort that clients send is taken, and reaches the template as one that it
+knows."""
 
 from __future__ import annotations
 
@@ -10,14 +11,24 @@ import pytest
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
-THREE = "{% for m in messages %}{{ m.content }}{% endfor %} effort={{ reasoning_effort or 'medium' }}"
-MORE = THREE + "{% if reasoning_effort == 'max' %} at most{% elif reasoning_effort == \"none\" %} not at all{% endif %}"
+THREE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %} effort={{ reasoning_effort or 'medium' }}"
+)
+MORE = THREE + (
+    "{% if reasoning_effort == 'max' %} at most{% elif reasoning_effort == \"none\" %} "
+    "not "
+    "at "
+    "all{% endif %}"
+)
 SWITCH = "{% for m in messages %}{{ m.content }}{% endfor %} thinking={{ enable_thinking }}"
 
 
 def prompt(template: str, path: str, effort: str) -> str:
     engine = ScriptedEngine(chat_template=template)
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": effort}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "reasoning_effort": effort,
+    }
     if path == "/v1/responses":
         body = {"input": "hi", "reasoning": {"effort": effort}}
     with running_server({"m": engine}) as server:

@@ -1,4 +1,5 @@
-"""Embeddings over HTTP, through the worker and real llama.cpp, in the dialects of OpenAI and Ollama."""
+"""Embeddings over HTTP, through the worker and real llama.cpp, in the dialects of OpenAI and
+Ollama."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(bert: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(
+    bert: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CONFIG", "DATA", "CACHE", "LOG"):
             patch.setenv(f"LOCALLLM_{name}_DIR", str(tmp_path_factory.mktemp(name.lower())))
@@ -62,7 +65,9 @@ def vector(http: httpx.Client, text: str) -> list[float]:
 def test_the_openai_client_reads_them_both_ways(server: Running) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         packed = client.embeddings.create(model="bert", input=["hello", "other"])  # asks for base64
-        plain = client.embeddings.create(model="bert", input=["hello", "other"], encoding_format="float")
+        plain = client.embeddings.create(
+            model="bert", input=["hello", "other"], encoding_format="float"
+        )
     assert [d.index for d in packed.data] == [0, 1]
     assert np.allclose(packed.data[0].embedding, plain.data[0].embedding, atol=1e-6)
     assert len(plain.data[0].embedding) == E
@@ -78,7 +83,9 @@ def test_every_form_of_input(http: httpx.Client) -> None:
     assert len(several["data"]) == 2
     assert np.allclose(one["data"][0]["embedding"], several["data"][0]["embedding"], atol=1e-3)
     assert several["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
-    raw = base64.b64decode(post(http, input=tokens, encoding_format="base64").json()["data"][0]["embedding"])
+    raw = base64.b64decode(
+        post(http, input=tokens, encoding_format="base64").json()["data"][0]["embedding"]
+    )
     assert np.allclose(np.frombuffer(raw, dtype="<f4"), one["data"][0]["embedding"], atol=1e-3)
 
 
@@ -110,7 +117,9 @@ def test_dimensions_cut_and_make_length_one_again(http: httpx.Client) -> None:
         ({"input": "word " * CTX}, f"the model takes {CTX}"),
     ],
 )
-def test_what_can_not_be_honoured_is_a_400_with_the_reason(http: httpx.Client, body: dict[str, Any], says: str) -> None:
+def test_what_can_not_be_honoured_is_a_400_with_the_reason(
+    http: httpx.Client, body: dict[str, Any], says: str
+) -> None:
     reply = post(http, **body)
     assert reply.status_code == 400, reply.text
     assert says in reply.json()["error"]["message"], reply.text
@@ -139,7 +148,10 @@ def test_an_embedding_model_does_not_chat(http: httpx.Client) -> None:
         assert reply.status_code == 400, path
         assert "generates no text" in reply.json()["error"]["message"]
     # No name: the first model that does.
-    assert http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1}).json()["model"] == "tiny-llama"
+    assert (
+        http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1}).json()["model"]
+        == "tiny-llama"
+    )
 
 
 def test_ollamas_three_ways(http: httpx.Client) -> None:
@@ -168,10 +180,14 @@ def test_the_lists_say_what_it_is(http: httpx.Client) -> None:
     assert 'localllm_requests_total{model="bert"}' in http.get("/metrics").text
 
 
-def test_a_worker_that_dies_again_and_again_is_a_503_with_a_time(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_again_and_again_is_a_503_with_a_time(
+    bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     with (
-        running_server([ServedModel("bert", Supervisor(EmbeddingOptions(str(bert))), embeds=True)]) as running,
+        running_server(
+            [ServedModel("bert", Supervisor(EmbeddingOptions(str(bert))), embeds=True)]
+        ) as running,
         httpx.Client(base_url=running.url, timeout=60) as client,
     ):
         replies = [post(client, input="x") for _ in range(5)]
@@ -187,5 +203,8 @@ def test_what_the_header_says_decides(bert: Path, tiny_model: Path, tmp_path: Pa
     assert load_plan_named(str(tiny_model), Settings()).embedding is None
     ranker = load_plan_named(str(write_bert(tmp_path / "ranker.gguf", pooling=4)), Settings())
     assert ranker.ranks
-    with pytest.raises(UsageError, match="makes embeddings, not text"), background_server(str(bert)):
+    with (
+        pytest.raises(UsageError, match="makes embeddings, not text"),
+        background_server(str(bert)),
+    ):
         pass

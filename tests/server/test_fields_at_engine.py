@@ -1,4 +1,5 @@
-"""Fields that change an answer, at a real engine: each is seen in what the model says, by every dialect of OpenAI's."""
+"""Fields that change an answer, at a real engine: each is seen in what the model says, by every
+dialect of OpenAI's."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ class Model:
         if self._path == RESPONSES:
             sent = {"input": ASKED, "max_output_tokens": body.pop("max_tokens"), **body}
         else:
-            sent = {"prompt": ASKED, **body} if self._path == TEXT else {"messages": [_user(ASKED)], **body}
+            sent = (
+                {"prompt": ASKED, **body}
+                if self._path == TEXT
+                else {"messages": [_user(ASKED)], **body}
+            )
         reply = self._http.post(self._path, json=sent)
         assert reply.status_code == 200, reply.text
         said = reply.json()
@@ -67,7 +72,10 @@ def _user(said: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def http(few_layers: Path) -> Iterator[httpx.Client]:
     host = Supervisor(WorkerOptions(LoadSpec(path=str(few_layers), n_ctx=1024, n_seq_max=2)))
-    with running_server({"smollm2": host}) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with (
+        running_server({"smollm2": host}) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
         yield client
 
 
@@ -99,15 +107,20 @@ def test_what_keeps_it_from_repeating(model: Model, fields: dict[str, Any]) -> N
     plain = model.answer(**loop, max_tokens=30)
     kept = model.answer(**loop, max_tokens=30, **fields)
     assert kept.text != plain.text
-    assert kept.text.count("one two") < plain.text.count("one two") or kept.text.count("two two") < plain.text.count(
+    assert kept.text.count("one two") < plain.text.count("one two") or kept.text.count(
         "two two"
-    )
+    ) < plain.text.count("two two")
 
 
 def test_xtc_leaves_out_what_is_likeliest(model: Model) -> None:
     cool = {"temperature": 0.05}
-    assert model.answer(**cool, xtc_probability=1, xtc_threshold=0.01).text != model.answer(**cool).text
-    assert model.answer(**cool, xtc_probability=1, xtc_threshold=0.6).text == model.answer(**cool).text
+    assert (
+        model.answer(**cool, xtc_probability=1, xtc_threshold=0.01).text
+        != model.answer(**cool).text
+    )
+    assert (
+        model.answer(**cool, xtc_probability=1, xtc_threshold=0.6).text == model.answer(**cool).text
+    )
 
 
 def test_a_bias_is_what_it_says(model: Model) -> None:
@@ -123,7 +136,9 @@ def test_what_ends_an_answer(model: Model) -> None:
     assert 5 <= model.answer(**only, stop_token_ids=[token], min_tokens=5).tokens <= 6
     assert model.answer(**only, max_tokens=3).tokens == 3
     assert model.answer(**only, max_tokens=400, t_max_predict_ms=20).tokens < 400
-    looping = model.answer(**only, max_tokens=60, repetition_detection={"max_pattern_size": 2, "min_count": 8})
+    looping = model.answer(
+        **only, max_tokens=60, repetition_detection={"max_pattern_size": 2, "min_count": 8}
+    )
     assert looping.tokens < 30
     # The end of a turn, and nothing else to say: only without it the answer goes on.
     end = {"logit_bias": {str(model.token("<|im_end|>")): 100}}
@@ -133,7 +148,12 @@ def test_what_ends_an_answer(model: Model) -> None:
 
 def test_a_form_is_kept(model: Model) -> None:
     assert model.answer(grammar='root ::= "xyz" [0-9]').text[:3] == "xyz"
-    schema = {"type": "object", "properties": {"a": {"enum": ["q"]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["q"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     assert "".join(model.answer(json_schema=schema, max_tokens=40).text.split()) == '{"a":"q"}'
 
 

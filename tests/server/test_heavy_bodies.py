@@ -1,4 +1,5 @@
-"""Heavy bodies, from those who have a key: they are read, or refused, and nobody else waits for it."""
+"""Heavy bodies, from those who have a key: they are read, or refused, and nobody else waits for
+it."""
 
 from __future__ import annotations
 
@@ -31,13 +32,16 @@ from support.until import until
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer s3cret"}
 TYPE = {"content-type": "application/json"}
-# The aim is 0.1 s on a machine that does nothing else; read in one go, these bodies held everybody for 1 to 4 s.
+# The aim is 0.1 s on a machine that does nothing else; read in one go, these bodies held everybody
+# for 1 to 4 s.
 MOST_S = 0.6
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def _chat(content: str) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": content}], "stream": False}).encode()
+    return json.dumps(
+        {"messages": [{"role": "user", "content": content}], "stream": False}
+    ).encode()
 
 
 HEAVY: dict[str, Callable[[], bytes]] = {
@@ -45,12 +49,16 @@ HEAVY: dict[str, Callable[[], bytes]] = {
     "escapes": lambda: _chat("\n" * 10_000_000),
     "escaped brackets": lambda: _chat("\\[" * 5_000_000),
     "pairs": lambda: _chat("\U0001f600" * 1_600_000),
-    "letters of two bytes": lambda: json.dumps({"messages": "é" * 9_000_000}, ensure_ascii=False).encode(),
+    "letters of two bytes": lambda: json.dumps(
+        {"messages": "é" * 9_000_000}, ensure_ascii=False
+    ).encode(),
     "numbers": lambda: b'{"messages": [' + b"1," * 9_000_000 + b"1]}",
     "a long number": lambda: b'{"messages": ' + b"1" * 20_000_000 + b"}",
     "a long fraction": lambda: b'{"messages": 0.' + b"1" * 20_000_000 + b"}",
     "numbers within the limit": lambda: b'{"messages": [' + b"1," * 990_000 + b"1]}",
-    "messages within the limit": lambda: b'{"messages": [' + b'{"role":"user","content":"hi"},' * 330_000 + b"1]}",
+    "messages within the limit": lambda: (
+        b'{"messages": [' + b'{"role":"user","content":"hi"},' * 330_000 + b"1]}"
+    ),
     "lists within the limit": lambda: b'{"messages": [' + b"[]," * 499_000 + b"1]}",
     "unknown": lambda: b'{"stop": [' + b'{"a":[]},' * 240_000 + b"1]}",
     "lists": lambda: b'{"messages": [' + b"[]," * 6_000_000 + b"1]}",
@@ -90,7 +98,9 @@ def server() -> Iterator[Running]:
 
 @pytest.mark.parametrize("kind", HEAVY)
 def test_a_heavy_body_is_refused(server: Running, kind: str) -> None:
-    assert _post(server, HEAVY[kind]()).status_code in (400, 413), "it is too much, or none of its fields' kind"
+    assert _post(server, HEAVY[kind]()).status_code in (400, 413), (
+        "it is too much, or none of its fields' kind"
+    )
 
 
 @pytest.mark.long
@@ -111,7 +121,9 @@ def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
 
     def ten() -> None:
         threads = [
-            threading.Thread(target=lambda: said.append(_post(server, body, **{"content-encoding": "gzip"})))
+            threading.Thread(
+                target=lambda: said.append(_post(server, body, **{"content-encoding": "gzip"}))
+            )
             for _ in range(10)
         ]
         for thread in threads:
@@ -126,7 +138,9 @@ def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
     assert {r.status_code for r in said} == {400}
 
 
-def test_others_are_answered_while_a_large_body_is_translated(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_answered_while_a_large_body_is_translated(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, answered, translate = threading.Event(), threading.Event(), chat.chat_request
 
     def held(*given: Any) -> Any:
@@ -171,7 +185,11 @@ def test_a_long_text_is_read_whole_whatever_stands_where_it_is_cut() -> None:
 PAD = " " * 140_000
 TEXTS = st.text(st.characters() | st.sampled_from('"\\/\ud83d\ude00\ud800\n\x00é'), max_size=8)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=30,
 )
@@ -185,7 +203,9 @@ def _read(body: bytes) -> Any:
 
     async def reading() -> Any:
         try:
-            return await read_json(Request({"type": "http", "headers": []}, receive), ServerSettings())
+            return await read_json(
+                Request({"type": "http", "headers": []}, receive), ServerSettings()
+            )
         except RequestError as e:
             return re.sub(r"column \d+", "column", str(e))
 
@@ -194,11 +214,17 @@ def _read(body: bytes) -> Any:
 
 @settings(max_examples=examples(60))
 @given(st.dictionaries(TEXTS, VALUES, max_size=4), st.booleans(), st.data())
-def test_a_large_body_means_what_a_small_one_means(value: dict[str, Any], plain: bool, data: st.DataObject) -> None:
+def test_a_large_body_means_what_a_small_one_means(
+    value: dict[str, Any], plain: bool, data: st.DataObject
+) -> None:
     text = json.dumps(value, ensure_ascii=not plain)
     if data.draw(st.booleans()):  # broken somewhere
         cut = data.draw(st.integers(0, len(text)))
-        text = text[:cut] + data.draw(st.sampled_from(["", "]", "}", '"', ",", "NaN", "01", "\\u12"])) + text[cut + 1 :]
+        text = (
+            text[:cut]
+            + data.draw(st.sampled_from(["", "]", "}", '"', ",", "NaN", "01", "\\u12"]))
+            + text[cut + 1 :]
+        )
     small = text.encode("utf-8", "surrogatepass")
     assert _read(small + PAD.encode()) == _read(small + b" ")
 
@@ -206,13 +232,19 @@ def test_a_large_body_means_what_a_small_one_means(value: dict[str, Any], plain:
 def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() -> None:
     large = _chat("word " * 100_000)
     head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s3cret\r\nContent-Type: application/json\r\n"
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+        "s3cret\r\nContent-Type: application/json\r\n"
     )
     half = f"{head}Content-Length: {len(large)}\r\n\r\n".encode() + large[: len(large) * 4 // 5]
     engine = {"tiny": ScriptedEngine()}
-    with running_server(engine, api_key="s3cret", max_bodies_bytes=2 * len(large)) as server, ExitStack() as stack:
+    with (
+        running_server(engine, api_key="s3cret", max_bodies_bytes=2 * len(large)) as server,
+        ExitStack() as stack,
+    ):
         for _ in range(2):
-            s = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            s = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=10)
+            )
             s.sendall(half)
         until(lambda: _post(server, large).status_code == 503, "a third one is read", timeout_s=10)
         refused = _post(server, large)
@@ -220,4 +252,8 @@ def test_bodies_that_come_have_a_common_bound_and_small_ones_are_not_kept_out() 
         assert int(refused.headers["retry-after"]) > 0
         assert _post(server, _chat("hi")).status_code == 200
         stack.close()
-        until(lambda: _post(server, large).status_code == 400, "what went is still counted", timeout_s=10)
+        until(
+            lambda: _post(server, large).status_code == 400,
+            "what went is still counted",
+            timeout_s=10,
+        )

@@ -23,7 +23,12 @@ class Engine:
         yield
 
     async def tokenize(
-        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        add_bos: bool = False,
+        images: dict[str, str] | None = None,
     ) -> list[int]:
         return []
 
@@ -74,7 +79,9 @@ def test_a_model_may_have_a_time_of_its_own() -> None:
         for worker in workers:
             await worker.engine()
         models = ModelRouter([ServedModel(w.name, worker=w) for w in workers])
-        watch = asyncio.create_task(unload_idle(models, idle_s=3600, pressed=lambda: True, pressed_idle_s=0.01))
+        watch = asyncio.create_task(
+            unload_idle(models, idle_s=3600, pressed=lambda: True, pressed_idle_s=0.01)
+        )
         async with asyncio.timeout(30):
             await brief.closed.wait()
         assert not kept.closed.is_set()

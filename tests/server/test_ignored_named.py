@@ -1,4 +1,5 @@
-"""Every route that reads a body names in x-localllm-ignored what of it has no effect, also where nothing is generated."""
+"""Every route that reads a body names in x-localllm-ignored what of it has no effect, also where
+nothing is generated."""
 
 from __future__ import annotations
 
@@ -40,17 +41,23 @@ def http() -> Iterator[httpx.Client]:
 )
 def test_a_field_nobody_knows_is_named(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     named = http.post(path, json={**body, "an_editors_own": 1})
-    assert (named.status_code, named.headers.get("x-localllm-ignored")) == (200, "an_editors_own"), named.text
+    assert (named.status_code, named.headers.get("x-localllm-ignored")) == (
+        200,
+        "an_editors_own",
+    ), named.text
     assert "x-localllm-ignored" not in http.post(path, json=body).headers
 
 
 def test_the_tokens_of_a_response_name_the_tools_that_are_left_out(http: httpx.Client) -> None:
-    reply = http.post("/v1/responses/input_tokens", json={"input": "hi", "tools": [{"type": "web_search"}]})
+    reply = http.post(
+        "/v1/responses/input_tokens", json={"input": "hi", "tools": [{"type": "web_search"}]}
+    )
     assert (reply.status_code, reply.headers["x-localllm-ignored"]) == (200, "tools.web_search")
 
 
 def test_a_template_is_applied_to_all_that_a_chat_would_be(http: httpx.Client) -> None:
-    """Tools were dropped in silence: the prompt was not the one that the same body gets at /v1/chat/completions."""
+    """Tools were dropped in silence: the prompt was not the one that the same body gets at
+    /v1/chat/completions."""
 
     def prompt(**more: Any) -> str:
         reply = http.post("/apply-template", json={"messages": HI, **more})
@@ -62,4 +69,7 @@ def test_a_template_is_applied_to_all_that_a_chat_would_be(http: httpx.Client) -
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     history = [{"role": "user", "content": [picture]}, {"role": "assistant", "content": "a"}, *HI]
     reply = http.post("/apply-template", json={"messages": history, "reasoning_effort": "low"})
-    assert set(reply.headers["x-localllm-ignored"].split(",")) == {"messages.images", "reasoning_effort"}
+    assert set(reply.headers["x-localllm-ignored"].split(",")) == {
+        "messages.images",
+        "reasoning_effort",
+    }

@@ -1,4 +1,5 @@
-"""Images at addresses: fetched from hosts that were named and from nobody else, whatever door the address comes in by."""
+"""Images at addresses: fetched from hosts that were named and from nobody else, whatever door the
+address comes in by."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ CHAT, RESP, ANTH = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 @dataclass
 class Web:
-    """A host of images on loopback, https alone: `asked` lists the paths. `long` lets go whoever waits at /slow."""
+    """A host of images on loopback, https alone: `asked` lists the paths. `long` lets go whoever
+    waits at /slow."""
 
     port: int
     certificate: Path
@@ -46,8 +48,10 @@ class Web:
 def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
     folder = tmp_path_factory.mktemp("web")
     certificate, key = folder / "cert.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-               "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,DNS:images.example,IP:127.0.0.1",
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+        "-nodes", "-days", "2",
+               "-subj", "/CN=localhost", "-addext",
+               "subjectAltName=DNS:localhost,DNS:images.example,IP:127.0.0.1",
                "-keyout", str(key), "-out", str(certificate)]  # fmt: skip
     try:
         subprocess.run(command, check=True, capture_output=True)
@@ -57,9 +61,11 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             found.asked.append(self.path)
-            where = {"/inside": "/a.jpg", "/outside": found.url("/a.jpg", "127.0.0.1"), "/round": "/round"}.get(
-                self.path
-            )
+            where = {
+                "/inside": "/a.jpg",
+                "/outside": found.url("/a.jpg", "127.0.0.1"),
+                "/round": "/round",
+            }.get(self.path)
             if where is not None:
                 self.send_response(302)
                 self.send_header("location", where)
@@ -82,7 +88,9 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
     server.daemon_threads = True
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    server.socket = context.wrap_socket(
+        server.socket, server_side=True, do_handshake_on_connect=False
+    )
     found = Web(server.server_address[1], certificate)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -172,10 +180,12 @@ def test_any_other_host_is_refused_with_the_reason(
     door: str, http: httpx.Client, closed: httpx.Client, web: Web, engine: ScriptedEngine
 ) -> None:
     asked = len(engine.requests)
-    # The same host under a name, on a port or by a scheme that nobody allowed, and a user's name in front of another.
+    # The same host under a name, on a port or by a scheme that nobody allowed, and a user's name in
+    # front of another.
     others = (
         web.url("/a.jpg", "127.0.0.1"), "https://localhost/a.jpg", web.url("/a.jpg", "x@localhost"),
-        web.url("/a.jpg", "localhost.example"), f"https://localhost:{web.port}@127.0.0.1/", "file:///etc/passwd",
+        web.url("/a.jpg", "localhost.example"), f"https://localhost:{web.port}@127.0.0.1/",
+        "file:///etc/passwd",
     )  # fmt: skip
     for client, url in ((closed, web.url("/a.jpg")), *((http, url) for url in others)):
         path, body = doors(url)[door]
@@ -201,7 +211,11 @@ def test_a_later_turn_asks_for_nothing_again_and_has_the_same_image(
     assert http.post(CHAT, json=first).status_code == 200
     before = engine.requests[-1]
     later = {
-        "messages": [*first["messages"], {"role": "assistant", "content": "yes"}, {"role": "user", "content": "?"}]
+        "messages": [
+            *first["messages"],
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "?"},
+        ]
     }
     assert http.post(CHAT, json=later).status_code == 200
     assert engine.requests[-1].images == before.images
@@ -213,7 +227,11 @@ def test_an_image_in_a_tool_s_result_is_fetched_and_one_that_can_t_be_is_a_note(
 ) -> None:
     for path, ignored in (("/c.jpg", None), ("/gone", "messages.images")):
         block = {"type": "image", "source": {"type": "url", "url": web.url(path)}}
-        result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "here"}, block]}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": "t",
+            "content": [{"type": "text", "text": "here"}, block],
+        }
         reply = http.post(ANTH, json=user(result))
         assert reply.status_code == 200, reply.text
         assert reply.headers.get("x-localllm-ignored") == ignored
@@ -287,7 +305,12 @@ def test_a_name_that_leads_inside_is_refused(
 def test_a_host_that_says_nothing_is_left(web: Web, engine: ScriptedEngine) -> None:
     with running_server({"tiny": engine}, image_hosts=(("127.0.0.1", web.port),)) as running:
         running.app.state.server.images.whole_s = 0.2
-        reply = httpx.post(running.url + CHAT, json=chat(web.url("/slow", "127.0.0.1")), trust_env=False, timeout=60)
+        reply = httpx.post(
+            running.url + CHAT,
+            json=chat(web.url("/slow", "127.0.0.1")),
+            trust_env=False,
+            timeout=60,
+        )
     assert reply.status_code == 400
     assert "within" in reply.json()["error"]["message"]
 
@@ -295,7 +318,10 @@ def test_a_host_that_says_nothing_is_left(web: Web, engine: ScriptedEngine) -> N
 def test_what_one_request_may_fetch_is_bounded(web: Web, engine: ScriptedEngine) -> None:
     with running_server({"tiny": engine}, image_hosts=(("127.0.0.1", web.port),)) as running:
         running.app.state.server.images.most_images = 2
-        parts = [{"type": "image_url", "image_url": {"url": web.url(f"/{i}.jpg", "127.0.0.1")}} for i in range(3)]
+        parts = [
+            {"type": "image_url", "image_url": {"url": web.url(f"/{i}.jpg", "127.0.0.1")}}
+            for i in range(3)
+        ]
         reply = httpx.post(running.url + CHAT, json=user(*parts), trust_env=False, timeout=60)
     assert reply.status_code == 400
     assert "2 images" in reply.json()["error"]["message"]
@@ -303,7 +329,9 @@ def test_what_one_request_may_fetch_is_bounded(web: Web, engine: ScriptedEngine)
 
 
 def test_a_model_that_does_not_see_fetches_nothing(web: Web) -> None:
-    with running_server({"tiny": ScriptedEngine()}, image_hosts=(("localhost", web.port),)) as running:
+    with running_server(
+        {"tiny": ScriptedEngine()}, image_hosts=(("localhost", web.port),)
+    ) as running:
         reply = httpx.post(running.url + CHAT, json=chat(web.url("/a.jpg")), trust_env=False)
     assert reply.status_code == 400
     assert "text only" in reply.json()["error"]["message"]
@@ -315,13 +343,28 @@ def test_hosts_are_named_in_full_by_flag_or_setting(monkeypatch: pytest.MonkeyPa
     assert image_host("10.0.0.7:8443") == ("10.0.0.7", 8443)
     assert image_host("[::1]:8443") == ("::1", 8443)
     assert image_host("[::1]") == ("::1", 443)
-    for wrong in ("*", "*.example", "https://images.example", "images.example/x", "a b", "", "a:0", "a:x", "a:99999"):
+    for wrong in (
+        "*",
+        "*.example",
+        "https://images.example",
+        "images.example/x",
+        "a b",
+        "",
+        "a:0",
+        "a:x",
+        "a:99999",
+    ):
         with pytest.raises(UsageError, match="--allow-image-hosts"):
             image_host(wrong)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("LOCALLLM_ALLOW_IMAGE_HOSTS", "a.example, b.example:8443")
     assert server_settings(Settings()).image_hosts == (("a.example", 443), ("b.example", 8443))
-    assert server_settings(Settings({"allow_image_hosts": ["c.example"]})).image_hosts == (("c.example", 443),)
-    assert server_settings(Settings({"allow_image_hosts": ["c.example"], "offline": True})).image_hosts == ()
+    assert server_settings(Settings({"allow_image_hosts": ["c.example"]})).image_hosts == (
+        ("c.example", 443),
+    )
+    assert (
+        server_settings(Settings({"allow_image_hosts": ["c.example"], "offline": True})).image_hosts
+        == ()
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert server_settings(Settings()).image_hosts == ()

@@ -1,4 +1,5 @@
-"""Images over HTTP, in every dialect and with their own clients, through a real worker and a tiny model that sees."""
+"""Images over HTTP, in every dialect and with their own clients, through a real worker and a tiny
+model that sees."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def url(file: str, kind: str = "png") -> str:
 def supervisor(tmp_path_factory: pytest.TempPathFactory) -> Supervisor:
     model = write_vision(tmp_path_factory.mktemp("vision"), "qwen2vl")
     spec = LoadSpec(
-        str(model.text), n_ctx=2048, n_seq_max=4, placement=Placement(gpu_layers=0), projector=str(model.projector)
+        str(model.text),
+        n_ctx=2048,
+        n_seq_max=4,
+        placement=Placement(gpu_layers=0),
+        projector=str(model.projector),
     )
     return Supervisor(WorkerOptions(spec))
 
@@ -56,7 +61,12 @@ def http(server: Running):
 
 
 def chat(http: httpx.Client, *parts: Any, **more: Any) -> httpx.Response:
-    body = {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4, "temperature": 0, **more}
+    body = {
+        "messages": [{"role": "user", "content": list(parts)}],
+        "max_tokens": 4,
+        "temperature": 0,
+        **more,
+    }
     return http.post("/v1/chat/completions", json=body)
 
 
@@ -77,20 +87,31 @@ def test_openai_s_client(server: Running) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         parts: Any = [TEXT, image(WIDE)]
         messages: Any = [{"role": "user", "content": parts}]
-        plain = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, temperature=0)
-        said = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, temperature=0, stream=True)
-        assert "".join(c.choices[0].delta.content or "" for c in said if c.choices) == plain.choices[0].message.content
+        plain = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=4, temperature=0
+        )
+        said = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=4, temperature=0, stream=True
+        )
+        assert (
+            "".join(c.choices[0].delta.content or "" for c in said if c.choices)
+            == plain.choices[0].message.content
+        )
         assert plain.usage is not None
         assert plain.usage.prompt_tokens > 20
         item: Any = [{"role": "user", "content": [{"type": "input_text", "text": "what is it?"},
-                                                  {"type": "input_image", "image_url": url(WIDE)}]}]  # fmt: skip
+                                                  {"type": "input_image",
+                                                  "image_url": url(WIDE)}]}]  # fmt: skip
         answer = client.responses.create(model="tiny", input=item, max_output_tokens=16)
         assert answer.usage is not None
         assert answer.usage.input_tokens == plain.usage.prompt_tokens
 
 
 def test_anthropic_s_client_also_in_a_tool_s_result(server: Running) -> None:
-    block: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": WIDE}}
+    block: Any = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": WIDE},
+    }
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         asked: Any = [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, block]}]
         plain = client.messages.create(model="tiny", max_tokens=4, messages=asked)
@@ -99,26 +120,36 @@ def test_anthropic_s_client_also_in_a_tool_s_result(server: Running) -> None:
         assert counted.input_tokens == read > 20
         shot: Any = [
             {"role": "user", "content": "take a screenshot"},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "shot", "input": {}}]},
+            {"role": "assistant",
+            "content": [{"type": "tool_use", "id": "t1", "name": "shot", "input": {}}]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [
                 {"type": "text", "text": "here"}, block]}]},
         ]  # fmt: skip
         with_image = client.messages.count_tokens(model="tiny", messages=shot).input_tokens
         shot[2]["content"][0]["content"].pop()
-        assert with_image - client.messages.count_tokens(model="tiny", messages=shot).input_tokens >= 20
+        assert (
+            with_image - client.messages.count_tokens(model="tiny", messages=shot).input_tokens
+            >= 20
+        )
         assert client.messages.create(model="tiny", max_tokens=4, messages=asked + shot[1:]).content
 
 
 def test_ollama_s_client_and_llama_cpp_s_form(server: Running, http: httpx.Client) -> None:
     client = ollama.Client(host=server.url)
-    said = client.chat(model="tiny", messages=[{"role": "user", "content": "what is it?", "images": [WIDE]}],
+    said = client.chat(model="tiny",
+        messages=[{"role": "user", "content": "what is it?", "images": [WIDE]}],
                        options={"num_predict": 4, "temperature": 0})  # fmt: skip
     assert (said.prompt_eval_count or 0) > 20
-    made = client.generate(model="tiny", prompt="what is it?", images=[WIDE], options={"num_predict": 4})
+    made = client.generate(
+        model="tiny", prompt="what is it?", images=[WIDE], options={"num_predict": 4}
+    )
     assert (made.prompt_eval_count or 0) > 20
     assert "vision" in (client.show("tiny").capabilities or [])
     client.close()
-    body = {"prompt": {"prompt_string": "see <__media__> now", "multimodal_data": [WIDE]}, "n_predict": 4}
+    body = {
+        "prompt": {"prompt_string": "see <__media__> now", "multimodal_data": [WIDE]},
+        "n_predict": 4,
+    }
     reply = http.post("/completion", json=body)
     assert reply.json()["tokens_evaluated"] > 20
     body["prompt"]["multimodal_data"].append(WIDE)  # type: ignore[index,attr-defined]
@@ -132,22 +163,32 @@ def test_every_format_is_read(http: httpx.Client, kind: str) -> None:
 
 
 def test_a_jpeg_in_plain_base64_is_no_path_though_it_begins_like_one(http: httpx.Client) -> None:
-    """`/9j/` is how every JPEG begins: Anthropic's and Ollama's clients send it without a scheme."""
+    """`/9j/` is how every JPEG begins: Anthropic's and Ollama's clients send it without a
+    scheme."""
     file = FORMS["JPEG"]
     assert file.startswith("/9j/")
-    block = {"type": "image", "source": {"type": "base64", "media_type": "image/jpeg", "data": file}}
+    block = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/jpeg", "data": file},
+    }
     asked = {"messages": [{"role": "user", "content": [TEXT, block]}], "max_tokens": 4}
     assert http.post("/v1/messages", json=asked).status_code == 200
     body = {"messages": [{"role": "user", "content": "x", "images": [file]}], "stream": False}
     assert http.post("/api/chat", json={**body, "options": {"num_predict": 4}}).status_code == 200
 
 
-def test_a_second_turn_encodes_nothing_and_takes_the_image_from_the_cache(http: httpx.Client) -> None:
+def test_a_second_turn_encodes_nothing_and_takes_the_image_from_the_cache(
+    http: httpx.Client,
+) -> None:
     first = chat(http, TEXT, image(b64(png(200, 300, 9)))).json()
 
     def encodes() -> float:
         lines = http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if "image_encodes" in line and not line.startswith("#"))
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if "image_encodes" in line and not line.startswith("#")
+        )
 
     before = encodes()
     assert before >= 1
@@ -158,7 +199,10 @@ def test_a_second_turn_encodes_nothing_and_takes_the_image_from_the_cache(http: 
     ]
     reply = http.post("/v1/chat/completions", json={"messages": turn, "max_tokens": 4}).json()
     assert encodes() == before
-    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 4
+    assert (
+        reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        >= first["usage"]["prompt_tokens"] - 4
+    )
 
 
 def test_what_can_t_be_read_is_a_clear_400(http: httpx.Client) -> None:
@@ -182,7 +226,9 @@ def test_detail_is_named_and_marks_in_text_stay_text(http: httpx.Client) -> None
     reply = chat(http, TEXT, image(SMALL, detail="low"))
     assert reply.headers["x-localllm-ignored"] == "messages.image_url.detail"
     assert "x-localllm-ignored" not in chat(http, TEXT, image(SMALL, detail="auto")).headers
-    assert chat(http, {"type": "text", "text": "\ue5c8image 00\uf2a9 <__media__>"}).status_code == 200
+    assert (
+        chat(http, {"type": "text", "text": "\ue5c8image 00\uf2a9 <__media__>"}).status_code == 200
+    )
 
 
 def test_more_than_fits_is_said_with_the_counts(http: httpx.Client) -> None:
@@ -202,7 +248,8 @@ def test_a_grammar_tools_and_many_images_go_together(http: httpx.Client) -> None
         "additionalProperties": False,
     }
     reply = chat(http, image(SMALL), TEXT, image(WIDE), max_tokens=60,
-                 response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})  # fmt: skip
+                 response_format={"type": "json_schema",
+                 "json_schema": {"name": "x", "schema": schema}})  # fmt: skip
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["message"]["content"].startswith("{")
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
@@ -222,7 +269,9 @@ def test_transparency_orientation_and_odd_sizes(http: httpx.Client) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = saved(Image.new("RGB", (400, 100), "red"), "JPEG", exif=exif)
-    assert tokens(http, TEXT, image(turned)) == tokens(http, TEXT, image(saved(Image.new("RGB", (100, 400)), "PNG")))
+    assert tokens(http, TEXT, image(turned)) == tokens(
+        http, TEXT, image(saved(Image.new("RGB", (100, 400)), "PNG"))
+    )
     for picture in (
         Image.new("RGBA", (70, 50), (0, 0, 0, 0)),
         Image.new("P", (60, 60)),

@@ -1,4 +1,5 @@
-"""Keys are people: what one has stored, cached or runs can't be had, seen or ended with another's key."""
+"""Keys are people: what one has stored, cached or runs can't be had, seen or ended with another's
+key."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def secret_of(name: str) -> str:
 
 def key(name: str) -> NamedKey:
     share = "team" if name in ("carl", "dora") else ""
-    return NamedKey(name, digest_of(secret_of(name).encode()), share_cache=share, admin=name == "root")
+    return NamedKey(
+        name, digest_of(secret_of(name).encode()), share_cache=share, admin=name == "root"
+    )
 
 
 KEYED: dict[str, Any] = {"keys": tuple(key(name) for name in NAMES), "api_key": OWNER}
@@ -64,7 +67,9 @@ def server() -> Iterator[Running]:
 def front(server: Running) -> Iterator[str]:
     """A pool's front that hands on to a server which knows only the front's key."""
     with (
-        running_server([ServedModel("tiny", ScriptedEngine())], api_key="the-fronts-own-key") as node,
+        running_server(
+            [ServedModel("tiny", ScriptedEngine())], api_key="the-fronts-own-key"
+        ) as node,
         pooled(node.url, pool_key="the-fronts-own-key", keys=KEYED["keys"], api_key=OWNER) as pool,
     ):
         yield pool.url
@@ -100,14 +105,23 @@ def test_no_route_knows_what_another_key_has_stored(url: str, server: Running, o
                 assert answer.status_code == 404, f"{method} {at}: {answer.text}"
                 assert "a secret" not in answer.text
                 asked += 1
-        continued = {"model": "tiny", "input": "go on", "previous_response_id": theirs["response_id"]}
+        continued = {
+            "model": "tiny",
+            "input": "go on",
+            "previous_response_id": theirs["response_id"],
+        }
         answer = http.post("/v1/responses", json=continued)
         assert answer.status_code == 404, answer.text
         reference = [{"type": "item_reference", "id": theirs["output"]}]
-        assert http.post("/v1/responses", json={"model": "tiny", "input": reference}).status_code == 400
+        assert (
+            http.post("/v1/responses", json={"model": "tiny", "input": reference}).status_code
+            == 400
+        )
     assert asked >= 4
     with as_(url, "anna") as http:  # nothing of it is gone or changed
-        assert http.get(f"/v1/responses/{theirs['response_id']}").json()["id"] == theirs["response_id"]
+        assert (
+            http.get(f"/v1/responses/{theirs['response_id']}").json()["id"] == theirs["response_id"]
+        )
 
 
 ADMIN = [
@@ -121,7 +135,9 @@ ADMIN = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ADMIN)
-def test_models_are_managed_by_admins_alone(url: str, method: str, path: str, body: dict[str, Any]) -> None:
+def test_models_are_managed_by_admins_alone(
+    url: str, method: str, path: str, body: dict[str, Any]
+) -> None:
     answers = {}
     for name in ("anna", "carl", "root", ""):
         with as_(url, name) as http:
@@ -133,10 +149,17 @@ def test_models_are_managed_by_admins_alone(url: str, method: str, path: str, bo
 
 def test_keep_alive_of_others_is_named_as_ignored() -> None:
     with running_server([ServedModel("tiny", ScriptedEngine())], **KEYED) as server:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "keep_alive": 0, "stream": False}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hi"}],
+            "keep_alive": 0,
+            "stream": False,
+        }
         for name, ignored in (("anna", "keep_alive"), ("root", None)):
             with as_(server.url, name) as http:
-                assert http.post("/api/chat", json=body).headers.get("x-localllm-ignored") == ignored
+                assert (
+                    http.post("/api/chat", json=body).headers.get("x-localllm-ignored") == ignored
+                )
 
 
 def test_counters_of_all_are_for_admins(server: Running) -> None:
@@ -165,8 +188,10 @@ def test_nobody_speaks_for_another(server: Running) -> None:
 def test_reasoning_is_put_back_for_who_has_it() -> None:
     """What a model thought for one key is no part of another's prompt."""
     template = (
-        "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
-        "{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}<think>{{ "
+        "m.reasoning_content }}</think>"
+        "{% endif %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif "
+        "%}"
     )
     engine = ScriptedEngine(("<think>the vault is at 4711</think>", "fine"), chat_template=template)
     with running_server([ServedModel("tiny", engine)], **KEYED) as server:
@@ -184,7 +209,7 @@ def test_reasoning_is_put_back_for_who_has_it() -> None:
     assert "4711" not in prompts["bob"]
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +220,8 @@ def real(few_layers: Path) -> Iterator[Running]:
 
 
 def usage(url: str, name: str, rules: str, **more: Any) -> dict[str, Any]:
-    """What a prompt that begins with `rules` (over a hundred tokens) found cached for `name`, and what the header says."""
+    """What a prompt that begins with `rules` (over a hundred tokens) found cached for `name`, and
+    what the header says."""
     messages = [{"role": "system", "content": rules}, {"role": "user", "content": "Who?"}]
     with as_(url, name) as http:
         body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 2, **more}
@@ -203,11 +229,17 @@ def usage(url: str, name: str, rules: str, **more: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     found = answer.json()["usage"]
     assert found["prompt_tokens"] > 80
-    return {"cached": found["prompt_tokens_details"]["cached_tokens"], "said": answer.headers["x-localllm-cache"]}
+    return {
+        "cached": found["prompt_tokens_details"]["cached_tokens"],
+        "said": answer.headers["x-localllm-cache"],
+    }
 
 
 def rules(who: str) -> str:
-    return f"{who} is a librarian. " + "She knows every book of the town, and tells where it stands. " * 6
+    return (
+        f"{who} is a librarian. "
+        + ("She knows every book of the town, and tells where it stands. ") * 6
+    )
 
 
 def test_a_guessed_prefix_looks_like_a_fresh_one(real: Running) -> None:
@@ -216,7 +248,10 @@ def test_a_guessed_prefix_looks_like_a_fresh_one(real: Running) -> None:
     assert own["cached"] > 80
     for name in ("bob", "", "carl", "root"):
         usage(real.url, name, rules("Something else"))  # what every prompt of theirs begins with
-        right, wrong = (usage(real.url, name, rules(f"Her PIN is {pin}. Anna")) for pin in ("31415926", "27182818"))
+        right, wrong = (
+            usage(real.url, name, rules(f"Her PIN is {pin}. Anna"))
+            for pin in ("31415926", "27182818")
+        )
         # The second guess finds the first one's beginning, which is their own.
         fresh = usage(real.url, name, rules("His PIN is 31415926. Anna"))
         assert right == fresh, name
@@ -233,7 +268,13 @@ def test_a_group_shares_and_a_salt_parts(real: Running) -> None:
 
 
 def test_slots_tell_only_of_ones_own(real: Running) -> None:
-    body = {"model": "smollm2", "prompt": "Once upon a time", "ignore_eos": True, "max_tokens": 3000, "stream": True}
+    body = {
+        "model": "smollm2",
+        "prompt": "Once upon a time",
+        "ignore_eos": True,
+        "max_tokens": 3000,
+        "stream": True,
+    }
     with as_(real.url, "anna") as anna, anna.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         assert any(line.startswith("data:") for line in lines)
@@ -245,16 +286,21 @@ def test_slots_tell_only_of_ones_own(real: Running) -> None:
     assert set(slots["bob"]) == {"id", "n_ctx", "speculative", "is_processing", "state"}
 
 
-@pytest.mark.parametrize("shape", [{}, {"states": True, "rewind": "none"}, {"segments": False, "rewind": "none"}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"states": True, "rewind": "none"}, {"segments": False, "rewind": "none"}]
+)
 def test_no_tier_and_no_neighbour_is_shared(shape: dict[str, Any], tmp_path: Path) -> None:
-    """Each of memory, disk, context, running neighbours and restarts: by counts, in the engine itself."""
+    """Each of memory, disk, context, running neighbours and restarts: by counts, in the engine
+    itself."""
     prompt = "x" * 40 + "y" * 200
 
     def cached(engine: Engine, salt: str) -> int:
         return run(engine, request_for("a", prompt, 4, salt=salt)).finish("a").usage.cached_tokens
 
     for _ in range(2):  # the second time by what the disk has
-        engine = Engine(ScriptedBackend(n_ctx=2000, **shape), EngineSettings(disk_dir=str(tmp_path)))
+        engine = Engine(
+            ScriptedBackend(n_ctx=2000, **shape), EngineSettings(disk_dir=str(tmp_path))
+        )
         first = [cached(engine, salt) for salt in ("", "key anna\n", "key bob\n", "key bob\nmine")]
         again = [cached(engine, salt) for salt in ("", "key anna\n", "key bob\n", "key bob\nmine")]
         assert all(n > 100 for n in again)
@@ -274,7 +320,7 @@ def test_lines_of_two_salts_have_nothing_in_common() -> None:
     assert salted([-5, 3], "a")[0] == -5
 
 
-# --- config.toml ------------------------------------------------------------------------------------------------------
+# --- config.toml ----------------------------------------------------------------------------------
 
 
 def test_groups_and_admins_are_configured() -> None:
@@ -284,6 +330,8 @@ def test_groups_and_admins_are_configured() -> None:
     (found,) = load_keys()
     assert (found.share_cache, found.admin) == ("team", True)
     for wrong in ("admin = 1", "share_cache = true"):
-        config_path().write_text(table.replace("admin = true", "").replace('share_cache = "team"', "") + wrong + "\n")
+        config_path().write_text(
+            table.replace("admin = true", "").replace('share_cache = "team"', "") + wrong + "\n"
+        )
         with pytest.raises(UsageError, match=wrong.partition(" ")[0]):
             load_keys()

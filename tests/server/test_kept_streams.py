@@ -1,5 +1,5 @@
-"""A stream begun with an Idempotency-Key outlives its client: it is joined again where it broke off, for a while, by its own key
-alone; any other ends with its client, as before."""
+"""A stream begun with an Idempotency-Key outlives its client: it is joined again where it broke
+off, for a while, by its own key alone; any other ends with its client, as before."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def events(lines: Iterator[str], most: int | None = None) -> list[tuple[int, str
 
 
 def first(http: httpx.Client, path: str, most: int, **headers: str) -> list[tuple[int, str]]:
-    """The first events of a stream, which is then left. A key that may have one request waits for its last one's end."""
+    """The first events of a stream, which is then left. A key that may have one request waits for
+    its last one's end."""
     while True:
         with http.stream("POST", path, json=BODIES[path], headers={**KEYED, **headers}) as r:
             if r.status_code != 429:
@@ -78,7 +79,9 @@ def rest(http: httpx.Client, path: str, **headers: str) -> list[tuple[int, str]]
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-def test_a_client_that_comes_back_gets_every_event_once(half: Halfway, http: httpx.Client, path: str) -> None:
+def test_a_client_that_comes_back_gets_every_event_once(
+    half: Halfway, http: httpx.Client, path: str
+) -> None:
     before = first(http, path, 3)
     assert [number for number, _ in before] == [0, 1, 2]
     until(lambda: half.engine.running == 1)
@@ -96,7 +99,10 @@ def test_it_goes_on_while_nobody_listens(half: Halfway, http: httpx.Client) -> N
     half.gate.open()
     until(lambda: half.engine.running == 0)
     assert half.engine.cancelled == []
-    texts = [json.loads(data)["choices"][0]["delta"].get("content") or "" for _, data in rest(http, CHAT)[:-1]]
+    texts = [
+        json.loads(data)["choices"][0]["delta"].get("content") or ""
+        for _, data in rest(http, CHAT)[:-1]
+    ]
     assert "".join(texts) == "Hello world"
 
 
@@ -112,13 +118,21 @@ def test_a_response_is_joined_by_its_id(half: Halfway, http: httpx.Client) -> No
     made = before[0]["response"]["id"]
     half.gate.open()
     client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
-    with client, client.responses.retrieve(made, stream=True, starting_after=before[-1]["sequence_number"]) as stream:
+    with (
+        client,
+        client.responses.retrieve(
+            made, stream=True, starting_after=before[-1]["sequence_number"]
+        ) as stream,
+    ):
         behind = list(stream)
     assert [e.sequence_number for e in behind] == list(range(4, 4 + len(behind)))
     assert behind[-1].type == "response.completed"
     assert behind[-1].response.output_text == "Hello world"
     for wrong, status in (({"starting_after": "x"}, 400), ({"starting_after": "999"}, 404)):
-        assert http.get(f"{RESPONSES}/{made}", params={"stream": "true", **wrong}).status_code == status
+        assert (
+            http.get(f"{RESPONSES}/{made}", params={"stream": "true", **wrong}).status_code
+            == status
+        )
     # One that was not asked to be kept has no stream to join.
     whole = http.post(RESPONSES, json={"input": "Hi"}).json()
     missing = http.get(f"{RESPONSES}/{whole['id']}", params={"stream": "true"})
@@ -130,12 +144,16 @@ def test_a_key_belongs_to_one_request(half: Halfway, http: httpx.Client) -> None
     other = http.post(CHAT, json={**BODIES[CHAT], "temperature": 0}, headers=KEYED)
     assert (other.status_code, other.json()["error"]["param"]) == (400, "Idempotency-Key")
     for key in ("", "x" * 256):
-        assert http.post(CHAT, json=BODIES[CHAT], headers={"Idempotency-Key": key}).status_code == 400
+        assert (
+            http.post(CHAT, json=BODIES[CHAT], headers={"Idempotency-Key": key}).status_code == 400
+        )
     odd = http.post(CHAT, json=BODIES[CHAT], headers={**KEYED, "Last-Event-ID": "-1"})
     assert odd.status_code == 400
 
 
-def test_a_request_that_failed_before_its_first_event_may_be_sent_again(half: Halfway, http: httpx.Client) -> None:
+def test_a_request_that_failed_before_its_first_event_may_be_sent_again(
+    half: Halfway, http: httpx.Client
+) -> None:
     half.gate.open()
     half.engine.load_error = BusyError("there is no room")
     assert http.post(CHAT, json=BODIES[CHAT], headers=KEYED).status_code == 503
@@ -168,7 +186,9 @@ def test_nobody_waits_longer_than_it_is_kept() -> None:
 def test_streams_are_their_keys_own_and_as_many_run_on_as_it_may_have_requests() -> None:
     half = Halfway()
     secrets = {name: f"secret-of-{name}-0123456789" for name in ("anna", "bert")}
-    keys = tuple(NamedKey(n, digest_of(s.encode()), KeyLimits(parallel=1)) for n, s in secrets.items())
+    keys = tuple(
+        NamedKey(n, digest_of(s.encode()), KeyLimits(parallel=1)) for n, s in secrets.items()
+    )
     anna, bert = ({"authorization": f"Bearer {secret}"} for secret in secrets.values())
     with (
         running_server({"m": half.engine}, keys=keys) as server,
@@ -194,7 +214,10 @@ def test_streams_are_their_keys_own_and_as_many_run_on_as_it_may_have_requests()
 
 def test_what_is_kept_is_bounded() -> None:
     long = ScriptedEngine(lambda _: ["x" * 2000] * 1500 + ["end"], n_ctx=2**23)
-    with running_server({"m": long}) as server, httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+    with (
+        running_server({"m": long}) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http,
+    ):
         sent = rest(http, CHAT)
         assert sent[-1][1] == "[DONE]"
         again = http.post(CHAT, json=BODIES[CHAT], headers=KEYED)

@@ -1,4 +1,5 @@
-"""Keys with names: who is let in, what each may, what each has used; and nothing of what was said."""
+"""Keys with names: who is let in, what each may, what each has used; and nothing of what was
+said."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import pytest
 from localllm.cli.serve.api_keys import load_keys
 from localllm.cli.serve.upstreams import load_upstreams
 from localllm.errors import UsageError
-from localllm.server.http.accounts import Account, KeyLimits, NamedKey, RateLimitError, TokenBucket, digest_of
+from localllm.server.http.accounts import (
+    Account,
+    KeyLimits,
+    NamedKey,
+    RateLimitError,
+    TokenBucket,
+    digest_of,
+)
 from localllm.server.http.settings import ServerSettings
 from localllm.server.models.router import ServedModel
 from localllm.settings import config_path
@@ -43,7 +51,9 @@ def server(engine: ScriptedEngine) -> Iterator[Running]:
 
 
 def as_(server: Running, text: str) -> httpx.Client:
-    return httpx.Client(base_url=server.url, trust_env=False, headers={"authorization": f"Bearer {text}"})
+    return httpx.Client(
+        base_url=server.url, trust_env=False, headers={"authorization": f"Bearer {text}"}
+    )
 
 
 def test_named_keys_are_let_in_and_no_others(server: Running) -> None:
@@ -51,7 +61,10 @@ def test_named_keys_are_let_in_and_no_others(server: Running) -> None:
         with as_(server, text) as http:
             assert http.get("/v1/models").status_code == status
     anna = httpx.post(
-        server.url + "/v1/messages", json={**CHAT, "max_tokens": 5}, headers={"x-api-key": ANNA}, trust_env=False
+        server.url + "/v1/messages",
+        json={**CHAT, "max_tokens": 5},
+        headers={"x-api-key": ANNA},
+        trust_env=False,
     )
     assert anna.status_code == 200
 
@@ -60,14 +73,19 @@ def test_the_engine_knows_whose_request_it_is(server: Running, engine: ScriptedE
     for text, name in ((ANNA, "anna"), (BOB, "bob"), (OWNER, "")):
         with as_(server, text) as http:
             http.post("/v1/chat/completions", json=CHAT)
-            http.post("/v1/chat/completions", json={**CHAT, "stream": True}) if name != "bob" else None
+            http.post(
+                "/v1/chat/completions", json={**CHAT, "stream": True}
+            ) if name != "bob" else None
         assert engine.requests[-1].generation.tenant == name
 
 
 def test_parallel_and_per_minute(server: Running, engine: ScriptedEngine) -> None:
     gate = Gate()
     engine.script = ("first", gate, "last")
-    with as_(server, ANNA) as http, http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as first:
+    with (
+        as_(server, ANNA) as http,
+        http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as first,
+    ):
         lines = first.iter_lines()
         assert any("first" in line for line in lines)
         refused = http.post("/v1/chat/completions", json=CHAT)
@@ -89,7 +107,9 @@ def rows(http: httpx.Client) -> dict[str, dict[str, str]]:
     return {r["key"]: r for r in csv.DictReader(io.StringIO(http.get("/usage.csv").text))}
 
 
-def test_usage_is_counted_and_seen_by_its_owner(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_usage_is_counted_and_seen_by_its_owner(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, "localllm")
     with as_(server, ANNA) as anna, as_(server, OWNER) as owner, as_(server, BOB) as bob:
         answer = anna.post("/v1/chat/completions", json=CHAT).json()
@@ -134,7 +154,7 @@ def test_tokens_from_the_cache_cost_nothing_of_the_limit() -> None:
     assert account.used.refused == 1
 
 
-# --- config.toml ------------------------------------------------------------------------------------------------------
+# --- config.toml ----------------------------------------------------------------------------------
 
 
 def configured(text: str) -> None:
@@ -142,12 +162,15 @@ def configured(text: str) -> None:
     config_path().write_text(text)
 
 
-def test_keys_come_as_a_hash_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_as_a_hash_a_variable_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "key").write_text(BOB + "\n")
     monkeypatch.setenv("CARLS", "carl-carl-carl-carl")
     configured(
         f'[keys.anna]\nsha256 = "{digest_of(ANNA.encode()).hex()}"\nparallel = 2\n'
-        f'[keys.bob]\nfile = "{tmp_path}/key"\ntokens_per_minute = 5000\n[keys.carl]\nenv = "CARLS"\n'
+        f'[keys.bob]\nfile = "{tmp_path}/key"\ntokens_per_minute = 5000\n[keys.carl]\nenv = '
+        '"CARLS"\n'
     )
     keys = load_keys()
     assert [(k.name, k.digest) for k in keys] == [
@@ -176,7 +199,9 @@ def test_keys_come_as_a_hash_a_variable_or_a_file(tmp_path: Path, monkeypatch: p
         ("keys = 3", "one table per key"),
     ],
 )
-def test_a_wrong_table_says_what_is_wrong(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_table_says_what_is_wrong(
+    text: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHORT", "abc")
     monkeypatch.setenv("LONG", "long-long-long-long")
     configured(text)
@@ -185,19 +210,30 @@ def test_a_wrong_table_says_what_is_wrong(text: str, says: str, monkeypatch: pyt
 
 
 def upstream(**values: str) -> str:
-    return "[[upstream]]\n" + "".join(f"{k} = {v}\n" for k, v in {"name": "'lab'", **values}.items())
+    return "[[upstream]]\n" + "".join(
+        f"{k} = {v}\n" for k, v in {"name": "'lab'", **values}.items()
+    )
 
 
 def test_upstreams_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_upstreams(()) is None
     monkeypatch.setenv("LAB_KEY", "secret")
     configured(
-        upstream(url="'http://10.1.2.3:8000/v1/'", models="{big = 'Org/Big'}", key_env="'LAB_KEY'", spill="true")
+        upstream(
+            url="'http://10.1.2.3:8000/v1/'",
+            models="{big = 'Org/Big'}",
+            key_env="'LAB_KEY'",
+            spill="true",
+        )
     )
     found = load_upstreams(("10.0.0.0/8",))
     assert found is not None
     (model,) = found.models()
-    assert (model.name, model.theirs, model.upstream.base_url) == ("big", "Org/Big", "http://10.1.2.3:8000/v1")
+    assert (model.name, model.theirs, model.upstream.base_url) == (
+        "big",
+        "Org/Big",
+        "http://10.1.2.3:8000/v1",
+    )
     assert model.upstream.spill
     assert "secret" not in repr(model)
 
@@ -217,7 +253,9 @@ def test_upstreams_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("upstream = 3", "tables of"),
     ],
 )
-def test_a_wrong_upstream_says_what_is_wrong(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_upstream_says_what_is_wrong(
+    text: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LAB_KEY", "secret")
     configured(text)
     with pytest.raises(UsageError, match=says):

@@ -1,5 +1,5 @@
-"""`tool_choice: auto` on a real model: a call it begins is held to its schema, an answer in a schema or a call, and
-reasoning tokens are counted."""
+"""`tool_choice: auto` on a real model: a call it begins is held to its schema, an answer in a
+schema or a call, and reasoning tokens are counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ TOOL = {
         "name": "set_lamp",
         "parameters": {
             "type": "object",
-            "properties": {"room": {"enum": ["attic", "cellar"]}, "percent": {"type": "integer", "maximum": 7}},
+            "properties": {
+                "room": {"enum": ["attic", "cellar"]},
+                "percent": {"type": "integer", "maximum": 7},
+            },
             "required": ["percent", "room"],
             "additionalProperties": False,
         },
@@ -33,18 +36,26 @@ TOOL = {
 @pytest.fixture(scope="module")
 def http(smollm2: Path) -> Iterator[httpx.Client]:
     host = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=2048, n_seq_max=2)))
-    with running_server({"smollm2": host}) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with (
+        running_server({"smollm2": host}) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
         yield client
 
 
 def shots() -> list[dict[str, Any]]:
-    """A conversation in which every request was answered by a call, with values the schema would refuse."""
+    """A conversation in which every request was answered by a call, with values the schema would
+    refuse."""
     said: list[dict[str, Any]] = []
     for room, percent in (("kitchen", 90), ("bedroom", 50), ("garage", 70)):
         call = {"name": "set_lamp", "arguments": json.dumps({"room": room, "percent": percent})}
         said += [
             {"role": "user", "content": f"Set the lamp in the {room} to {percent} percent."},
-            {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": call}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c", "type": "function", "function": call}],
+            },
         ]
     return [*said, {"role": "user", "content": "Set the lamp in the hall to 60 percent."}]
 
@@ -77,8 +88,13 @@ def test_an_answer_in_a_schema_or_a_call(http: httpx.Client) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     choice = ask(http, response_format=form)
     assert choice["finish_reason"] == "tool_calls"
-    hello = ask(http, response_format=form, messages=[{"role": "user", "content": "How are you today?"}])
+    hello = ask(
+        http, response_format=form, messages=[{"role": "user", "content": "How are you today?"}]
+    )
     if hello["finish_reason"] == "stop":
         assert json.loads(hello["message"]["content"])["mood"] in ("good", "bad")
     else:
-        assert json.loads(hello["message"]["tool_calls"][0]["function"]["arguments"])["room"] in ("attic", "cellar")
+        assert json.loads(hello["message"]["tool_calls"][0]["function"]["arguments"])["room"] in (
+            "attic",
+            "cellar",
+        )

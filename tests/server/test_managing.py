@@ -1,4 +1,5 @@
-"""Loading, unloading and state over HTTP: llama.cpp's router, its /slots and /props; real engine."""
+"""Loading, unloading and state over HTTP: llama.cpp's router, its /slots and /props; real
+engine."""
 
 from __future__ import annotations
 
@@ -21,11 +22,15 @@ from support.until import until
 
 def served(name: str, path: Path) -> ServedModel:
     host = Supervisor(WorkerOptions(LoadSpec(path=str(path), n_ctx=2048, n_seq_max=2)))
-    return ServedModel(name, host, n_ctx=2048, details={"quant": "Q4_1", "format": "gguf", "bytes": 5})
+    return ServedModel(
+        name, host, n_ctx=2048, details={"quant": "Q4_1", "format": "gguf", "bytes": 5}
+    )
 
 
 @pytest.fixture(scope="module")
-def models(smollm2: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelRouter:
+def models(
+    smollm2: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> ModelRouter:
     from localllm.engine.worker.embedding import EmbeddingOptions
 
     bert = write_bert(tmp_path_factory.mktemp("bert") / "bert.gguf")
@@ -59,7 +64,12 @@ def test_llama_cpps_router_loads_and_unloads(http: httpx.Client) -> None:
 
 def test_a_model_in_use_is_not_unloaded(http: httpx.Client, models: ModelRouter) -> None:
     model = models.resolve("tiny")
-    assert http.post("/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1}).status_code == 200
+    assert (
+        http.post(
+            "/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1}
+        ).status_code
+        == 200
+    )
 
     async def held(path: str, body: dict[str, str]) -> httpx.Response:
         with model.lease():
@@ -76,15 +86,23 @@ def test_slots_tell_what_runs_and_what_waits_and_no_word_of_it(http: httpx.Clien
     assert http.get("/slots", params={"model": "smollm2"}).json() == []
     http.post("/v1/completions", json={"model": "smollm2", "prompt": "a", "max_tokens": 1})
     idle = http.get("/slots", params={"model": "smollm2"}).json()
-    assert [(s["id"], s["is_processing"], s["n_ctx"]) for s in idle] == [(0, False, 2048), (1, False, 2048)]
+    assert [(s["id"], s["is_processing"], s["n_ctx"]) for s in idle] == [
+        (0, False, 2048),
+        (1, False, 2048),
+    ]
 
-    body = {"model": "smollm2", "prompt": "Zanzibar is", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 3,
+    body = {"model": "smollm2", "prompt": "Zanzibar is", "max_tokens": 1500, "ignore_eos": True,
+        "stream": True, "n": 3,
             "temperature": 0.25}  # fmt: skip
     with http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()  # held: a reader that is dropped closes the stream
         assert next(line for line in lines if line.startswith("data:"))
         # The second joins once the first has read the prompt that both have.
-        until(lambda: all(s["is_processing"] for s in http.get("/slots", params={"model": "smollm2"}).json()))
+        until(
+            lambda: all(
+                s["is_processing"] for s in http.get("/slots", params={"model": "smollm2"}).json()
+            )
+        )
         reply = http.get("/slots", params={"model": "smollm2"})
         busy = reply.json()
         full = http.get("/slots", params={"model": "smollm2", "fail_on_no_slot": 1})
@@ -95,11 +113,20 @@ def test_slots_tell_what_runs_and_what_waits_and_no_word_of_it(http: httpx.Clien
     for slot in busy:
         assert slot["params"]["temperature"] == 0.25
         assert slot["n_prompt_tokens"] > 0
-        assert slot["next_token"][0]["n_decoded"] + slot["next_token"][0]["n_remain"] == slot["params"]["n_predict"]
+        assert (
+            slot["next_token"][0]["n_decoded"] + slot["next_token"][0]["n_remain"]
+            == slot["params"]["n_predict"]
+        )
     assert busy[0]["next_token"][0]["n_decoded"] > 0
     assert len({s["id_task"] for s in busy}) == 3
     assert "anzibar" not in reply.text
-    until(lambda: not any(s["is_processing"] for s in http.get("/slots", params={"model": "smollm2"}).json()))
+    until(
+        lambda: (
+            not any(
+                s["is_processing"] for s in http.get("/slots", params={"model": "smollm2"}).json()
+            )
+        )
+    )
 
 
 def test_props_of_any_model_and_none_is_loaded_for_it(http: httpx.Client) -> None:
@@ -116,7 +143,9 @@ def test_the_news_of_loading_come_as_they_happen(http: httpx.Client, models: Mod
     with http.stream("GET", "/models/sse") as stream:
         events = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: "))
         first = [next(events) for _ in models.list()]
-        assert {(e["model"], e["event"]) for e in first} == {(m.name, "model_status") for m in models.list()}
+        assert {(e["model"], e["event"]) for e in first} == {
+            (m.name, "model_status") for m in models.list()
+        }
         with httpx.Client(base_url=http.base_url, timeout=60) as second:
             second.post("/models/load", json={"model": "tiny"})
         said = []

@@ -1,4 +1,5 @@
-"""Short memory as the server sees it: what it plans, whom it loads beside whom, whom it unloads, what /metrics says."""
+"""Short memory as the server sees it: what it plans, whom it loads beside whom, whom it unloads,
+what /metrics says."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ GB = 10**9
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
-    """A machine of 16 GB whose available bytes the test sets; None is a system that does not say."""
+    """A machine of 16 GB whose available bytes the test sets; None is a system that does not
+    say."""
     state: dict[str, int | None] = {"available": 12 * GB, "total": 16 * GB}
     monkeypatch.setattr(SystemMemory, "available_bytes", lambda _: state["available"])
     monkeypatch.setattr(SystemMemory, "total_bytes", property(lambda _: state["total"]))
@@ -38,12 +40,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
 
 def test_memory_is_short_where_the_guard_would_act(machine: dict[str, int | None]) -> None:
     headroom = headroom_bytes(16 * GB)
-    for available, short in ((12 * GB, False), (headroom, False), (headroom - 1, True), (None, False)):
+    for available, short in (
+        (12 * GB, False),
+        (headroom, False),
+        (headroom - 1, True),
+        (None, False),
+    ):
         machine["available"] = available
         assert memory_is_short() is short
 
 
-def test_a_context_nobody_chose_is_lowered_to_what_is_free_now(smollm2: Path, machine: dict[str, int | None]) -> None:
+def test_a_context_nobody_chose_is_lowered_to_what_is_free_now(
+    smollm2: Path, machine: dict[str, int | None]
+) -> None:
     wide = load_plan_named(str(smollm2), Settings())
     assert wide.options.engine["planned_bytes"] == wide.needs_bytes
     headroom = headroom_bytes(16 * GB)
@@ -71,17 +80,27 @@ def test_contexts_of_several_models_fit_together_what_is_free_now(
     narrow = load_plans_together(both, Settings())
     assert sum(load.needs_bytes for load in narrow) <= free
     assert all(n.options.spec.n_ctx >= 4096 for n in narrow)
-    assert [load.options.engine["planned_bytes"] for load in narrow] == [load.needs_bytes for load in narrow]
+    assert [load.options.engine["planned_bytes"] for load in narrow] == [
+        load.needs_bytes for load in narrow
+    ]
 
 
-def test_a_chosen_context_is_kept_and_refused_when_it_is_loaded(smollm2: Path, machine: dict[str, int | None]) -> None:
+def test_a_chosen_context_is_kept_and_refused_when_it_is_loaded(
+    smollm2: Path, machine: dict[str, int | None]
+) -> None:
     machine["available"] = 1 * GB
     chosen = load_plan_named(str(smollm2), Settings({"context": 8192}))
     assert chosen.options.spec.n_ctx == 8192
 
     async def story() -> None:
         models = router_for([chosen])
-        with pytest.raises(DoesNotFitError, match=r"GB are free for it now: 1\.00 GB available, of which 0\.80 GB"):
+        with pytest.raises(
+            DoesNotFitError,
+            match=r"GB are free for it now: 1\.00 GB available, of "
+            r"which "
+            r"0\.80 "
+            r"GB",
+        ):
             await models.preload()
         assert not models.list()[0].loaded
         machine["available"] = 12 * GB
@@ -107,7 +126,9 @@ def test_the_smallest_context_that_still_is_too_large_is_refused_not_planned_for
     asyncio.run(story())
 
 
-def test_what_models_may_have_is_what_the_guard_lets_them_load(machine: dict[str, int | None]) -> None:
+def test_what_models_may_have_is_what_the_guard_lets_them_load(
+    machine: dict[str, int | None],
+) -> None:
     headroom = headroom_bytes(16 * GB)
     machine["available"] = headroom + 12345
     _, available = sharing.memory_for_models()
@@ -118,7 +139,9 @@ def test_what_models_may_have_is_what_the_guard_lets_them_load(machine: dict[str
 
 def test_a_model_that_is_being_loaded_has_its_memory_promised() -> None:
     async def story() -> None:
-        slow, other = (ServedModel(name, ScriptedEngine(), needs_bytes=4 * GB) for name in ("slow", "other"))
+        slow, other = (
+            ServedModel(name, ScriptedEngine(), needs_bytes=4 * GB) for name in ("slow", "other")
+        )
         gate = Gate()
         assert isinstance(slow.worker.host, ScriptedEngine)
         slow.worker.host.load_gate = gate
@@ -128,7 +151,11 @@ def test_a_model_that_is_being_loaded_has_its_memory_promised() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
         # Both would fit what is available at this moment, and together they would not.
-        with pytest.raises(BusyError, match=r"other needs 4\.00 GB and 2\.00 GB are free; in use: slow"):
+        with pytest.raises(
+            BusyError,
+            match=r"other needs 4\.00 GB and 2\.00 GB are free; in use: "
+            r"slow",
+        ):
             await other.engine()
         gate.open()
         await loading
@@ -160,7 +187,8 @@ def test_metrics_say_what_is_available_what_is_kept_and_how_pressed_each_engine_
     assert 'localllm_available_bytes{model="m"} 700\n' in text
     assert 'localllm_headroom_bytes{model="m"} 800\n' in text
     assert re.findall(r"localllm_memory_pressure\{(.*)\} (\d)", text) == [
-        ('model="m",level="none"', "0"), ('model="m",level="shrink"', "1"), ('model="m",level="hold"', "0"),
+        ('model="m",level="none"', "0"), ('model="m",level="shrink"', "1"),
+        ('model="m",level="hold"', "0"),
     ]  # fmt: skip
     assert text.count("# TYPE localllm_memory_pressure gauge") == 1
     assert "memory_pressure" not in page(ModelRouter({"old": ScriptedEngine()}))

@@ -1,4 +1,5 @@
-"""What a request costs its key when another server answers it: as much as if it had run here, whoever says how much."""
+"""What a request costs its key when another server answers it: as much as if it had run here,
+whoever says how much."""
 
 from __future__ import annotations
 
@@ -61,11 +62,15 @@ def used(running: Running) -> KeyUsage:
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(url + path, json=body, headers={"authorization": f"Bearer {ANNA}"}, trust_env=False)
+    return httpx.post(
+        url + path, json=body, headers={"authorization": f"Bearer {ANNA}"}, trust_env=False
+    )
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
-def test_every_dialect_costs_what_it_costs_here(front: Running, path: str, body: dict[str, Any]) -> None:
+def test_every_dialect_costs_what_it_costs_here(
+    front: Running, path: str, body: dict[str, Any]
+) -> None:
     engine = ScriptedEngine(script=("one", " two", " three", " four"))
     with running_server([ServedModel("tiny", engine)], keys=KEYS, api_key=OWNER) as here:
         assert post(here.url, path, body).status_code == 200
@@ -106,16 +111,26 @@ def test_who_leaves_pays_for_what_was_said(front: Running, engine: ScriptedEngin
 def test_counting_and_refusals_cost_nothing(front: Running) -> None:
     before = used(front)
     assert post(front.url, "/v1/messages/count_tokens", CHAT).json()["input_tokens"] > 0
-    assert post(front.url, "/v1/chat/completions", {**CHAT, "temperature": "hot"}).status_code == 400
+    assert (
+        post(front.url, "/v1/chat/completions", {**CHAT, "temperature": "hot"}).status_code == 400
+    )
     now = used(front)
-    assert (now.prompt_tokens, now.completion_tokens) == (before.prompt_tokens, before.completion_tokens)
+    assert (now.prompt_tokens, now.completion_tokens) == (
+        before.prompt_tokens,
+        before.completion_tokens,
+    )
 
 
 def test_a_prompt_from_anthropics_cache_is_counted_as_cached() -> None:
     account = Account("anna")
     meter = UsageMeter(account, 0)
     meter.begin(200, streams=True)
-    start = {"input_tokens": 10, "cache_read_input_tokens": 900, "cache_creation_input_tokens": 40, "output_tokens": 1}
+    start = {
+        "input_tokens": 10,
+        "cache_read_input_tokens": 900,
+        "cache_creation_input_tokens": 40,
+        "output_tokens": 1,
+    }
     frames = [
         {"type": "message_start", "message": {"usage": start}},
         {"type": "message_delta", "usage": {"output_tokens": 7}},
@@ -123,13 +138,20 @@ def test_a_prompt_from_anthropics_cache_is_counted_as_cached() -> None:
     for frame in frames:
         meter.feed(b"data: " + json.dumps(frame).encode() + b"\n\n")
     meter.close()
-    assert (account.used.prompt_tokens, account.used.cached_tokens, account.used.completion_tokens) == (950, 900, 7)
+    assert (
+        account.used.prompt_tokens,
+        account.used.cached_tokens,
+        account.used.completion_tokens,
+    ) == (950, 900, 7)
 
 
 def test_a_request_that_was_tried_twice_is_charged_once() -> None:
     account = Account("anna")
     meter = UsageMeter(account, 5)
-    usage = b'data: {"type":"message_start","message":{"usage":{"input_tokens":100,"output_tokens":1}}}\n\n'
+    usage = (
+        b"data: "
+        b'{"type":"message_start","message":{"usage":{"input_tokens":100,"output_tokens":1}}}\n\n'
+    )
     for _ in range(2):
         meter.begin(200, streams=True)
         meter.feed(usage)

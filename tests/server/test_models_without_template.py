@@ -1,5 +1,6 @@
-"""Models that carry no chat template get a common one, whose marks are text to them: an answer ends where the model writes
-one, in every dialect, and nobody is told of a stop text that nobody asked for."""
+"""Models that carry no chat template get a common one, whose marks are text to them: an answer ends
+where the model writes one, in every dialect, and nobody is told of a stop text that nobody asked
+for."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_a_client_that_names_the_mark_itself_is_told_of_it() -> None:
 
 @pytest.mark.parametrize("body", [{"ignore_eos": True}])
 def test_whoever_wants_no_end_has_none(body: dict[str, Any]) -> None:
-    assert "And now?" in answered("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    assert (
+        "And now?" in answered("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    )
 
 
 def test_plain_text_is_nobodys_conversation() -> None:

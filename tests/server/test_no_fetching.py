@@ -1,8 +1,10 @@
-"""Nothing a request says makes the server fetch an address or read a file: each row is one of the ways to ask for it.
+"""Nothing a request says makes the server fetch an address or read a file: each row is one of the
+ways to ask for it.
 
-While a request runs, every connection, name look-up, process and opened file of this process is written down (by
-Python's audit events, which also see what is done below `open`), and a listener on loopback waits for a caller that
-audit events would miss. Rows are refused with a reason, or answered with the thing skipped and named.
+While a request runs, every connection, name look-up, process and opened file of this process is
+written down (by Python's audit events, which also see what is done below `open`), and a listener on
+loopback waits for a caller that audit events would miss. Rows are refused with a reason, or
+answered with the thing skipped and named.
 """
 
 from __future__ import annotations
@@ -34,21 +36,31 @@ SECRET = "a line nobody may read"
 
 # {web} is the listener's address, {file} a file with SECRET in it.
 INSIDE = [
-    "{web}/x.png", "https://cdn.example/x.png", "http://169.254.169.254/latest/meta-data/", "http://[::1]:22/",
-    "http://10.0.0.1/", "http://localhost:6379/", "file://{file}", "FILE://{file}", "{file}", "../../{file}",
-    "data:image/png;base64,aGk=", "data:text/plain,hi", "gopher://127.0.0.1:70/", "//cdn.example/x.png",
+    "{web}/x.png", "https://cdn.example/x.png", "http://169.254.169.254/latest/meta-data/",
+    "http://[::1]:22/",
+    "http://10.0.0.1/", "http://localhost:6379/", "file://{file}", "FILE://{file}", "{file}",
+    "../../{file}",
+    "data:image/png;base64,aGk=", "data:text/plain,hi", "gopher://127.0.0.1:70/",
+    "//cdn.example/x.png",
 ]  # fmt: skip
 
 
-# --- what is watched --------------------------------------------------------------------------------------------------
+# --- what is watched ------------------------------------------------------------------------------
 
 _CODE = tuple(
     str(Path(p).resolve())
-    for p in (sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), Path(__file__).resolve().parents[2])
+    for p in (
+        sys.prefix,
+        sys.base_prefix,
+        sysconfig.get_path("stdlib"),
+        Path(__file__).resolve().parents[2],
+    )
 )
 _WATCHED = {
-    "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "subprocess.Popen", "os.system",
-    "os.exec", "os.posix_spawn", "os.fork", "urllib.Request", "os.listdir", "os.scandir", "glob.glob",
+    "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto",
+    "subprocess.Popen", "os.system",
+    "os.exec", "os.posix_spawn", "os.fork", "urllib.Request", "os.listdir", "os.scandir",
+    "glob.glob",
 }  # fmt: skip
 _seen: list[tuple[str, str]] | None = None
 
@@ -61,7 +73,10 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     elif event == "open" and isinstance(args[0], (str, bytes, Path)):
         # Modules imported late and source lines of a traceback are code, not somebody's file.
         path = str(Path(args[0].decode() if isinstance(args[0], bytes) else args[0]).resolve())
-        if not (path.startswith(_CODE) and path.endswith((".py", ".pyc", ".so", ".pyi", ".json", ".toml"))):
+        if not (
+            path.startswith(_CODE)
+            and path.endswith((".py", ".pyc", ".so", ".pyi", ".json", ".toml"))
+        ):
             _seen.append((event, path))
 
 
@@ -137,12 +152,13 @@ def client(engine: ScriptedEngine, audited: None) -> Iterator[httpx.Client]:
         yield client
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """A request, and what its refusal says; with `skips`, it is answered and that is named as ignored."""
+    """A request, and what its refusal says; with `skips`, it is answered and that is named as
+    ignored."""
 
     name: str
     path: str
@@ -163,27 +179,62 @@ def item(*parts: Any) -> dict[str, Any]:
 
 def _pictures() -> Iterator[Row]:
     for url in INSIDE:
-        yield Row(f"chat image {url}", CHAT, user({"type": "image_url", "image_url": {"url": url}}), "images")
-        yield Row(f"responses image {url}", RESP, item({"type": "input_image", "image_url": url}), "images")
-        yield Row(f"responses file {url}", RESP, item({"type": "input_file", "file_url": url}), "files")
+        yield Row(
+            f"chat image {url}",
+            CHAT,
+            user({"type": "image_url", "image_url": {"url": url}}),
+            "images",
+        )
+        yield Row(
+            f"responses image {url}",
+            RESP,
+            item({"type": "input_image", "image_url": url}),
+            "images",
+        )
+        yield Row(
+            f"responses file {url}", RESP, item({"type": "input_file", "file_url": url}), "files"
+        )
         source = {"type": "url", "url": url}
-        yield Row(f"messages image {url}", ANTH, user({"type": "image", "source": source}), "images")
-        yield Row(f"messages document {url}", ANTH, user({"type": "document", "source": source}), "documents")
+        yield Row(
+            f"messages image {url}", ANTH, user({"type": "image", "source": source}), "images"
+        )
+        yield Row(
+            f"messages document {url}",
+            ANTH,
+            user({"type": "document", "source": source}),
+            "documents",
+        )
         ollama = {"messages": [{"role": "user", "content": "x", "images": [url]}], "stream": False}
         yield Row(f"ollama chat image {url}", OCHAT, ollama, "text only")
-        yield Row(f"ollama generate image {url}", OGEN, {"prompt": "x", "images": [url], "stream": False}, "images")
+        yield Row(
+            f"ollama generate image {url}",
+            OGEN,
+            {"prompt": "x", "images": [url], "stream": False},
+            "images",
+        )
 
 
 def _names() -> Iterator[Row]:
     hello = [{"role": "user", "content": "hi"}]
     bodies: dict[str, dict[str, Any]] = {
-        CHAT: {"messages": hello}, TEXT: {"prompt": "x"}, RESP: {"input": "x"}, OCHAT: {"messages": hello},
-        ANTH: {"messages": hello, "max_tokens": 5}, OGEN: {"prompt": "x"}, LCPP: {"prompt": "x"}, "/api/show": {},
-        "/v1/embeddings": {"input": "x"}, "/api/embed": {"input": "x"}, "/tokenize": {"content": "x"},
-        "/infill": {"input_prefix": "a", "input_suffix": "b"}, "/v1/fim/completions": {"prompt": "x"},
+        CHAT: {"messages": hello}, TEXT: {"prompt": "x"}, RESP: {"input": "x"},
+        OCHAT: {"messages": hello},
+        ANTH: {"messages": hello, "max_tokens": 5}, OGEN: {"prompt": "x"}, LCPP: {"prompt": "x"},
+        "/api/show": {},
+        "/v1/embeddings": {"input": "x"}, "/api/embed": {"input": "x"},
+        "/tokenize": {"content": "x"},
+        "/infill": {"input_prefix": "a", "input_suffix": "b"},
+        "/v1/fim/completions": {"prompt": "x"},
     }  # fmt: skip
     for path, body in bodies.items():
-        for name in ("{web}/m.gguf", "file://{file}", "{file}", "../../{file}", "hf.co/org/name:Q4_K_M", "\\\\host\\m"):
+        for name in (
+            "{web}/m.gguf",
+            "file://{file}",
+            "{file}",
+            "../../{file}",
+            "hf.co/org/name:Q4_K_M",
+            "\\\\host\\m",
+        ):
             yield Row(f"{path} model {name}", path, {**body, "model": name}, "no model")
     for name in ("{file}", "..%2f..%2f{file}", "file:%2f%2f{file}"):
         yield Row(f"GET /v1/models/{name}", "/v1/models/" + name, None, "", method="GET")
@@ -194,43 +245,59 @@ ROWS = [
     *_names(),
     # --- Ollama's model management ---
     Row("pull a name", "/api/pull", {"model": "org/name"}, "command line"),
-    Row("pull an address", "/api/pull", {"model": "{web}/org/name", "insecure": True}, "command line"),
-    Row("create FROM an address", "/api/create", {"model": "m", "modelfile": "FROM {web}/m.gguf"}, "command line"),
+    Row("pull an address", "/api/pull", {"model": "{web}/org/name", "insecure": True},
+    "command line"),
+    Row("create FROM an address", "/api/create", {"model": "m", "modelfile": "FROM {web}/m.gguf"},
+    "command line"),
     Row("create from a file", "/api/create", {"model": "m", "from": "{file}"}, "command line"),
-    Row("create with files", "/api/create", {"model": "m", "files": {"{file}": "sha256:" + "0" * 64}}, "command line"),
+    Row("create with files", "/api/create",
+    {"model": "m", "files": {"{file}": "sha256:" + "0" * 64}}, "command line"),
     Row("push", "/api/push", {"model": "{web}/org/name", "insecure": True}, "command line"),
     Row("copy", "/api/copy", {"source": "{file}", "destination": "m"}, "command line"),
     Row("delete", "/api/delete", {"model": "{file}"}, "command line", method="DELETE"),
     Row("a blob", "/api/blobs/sha256:" + "0" * 64, None, method="HEAD"),
     # --- other parts of a message ---
-    Row("audio", CHAT, user({"type": "input_audio", "input_audio": {"data": "{web}/a.wav"}}), "audio"),
-    Row("a file", CHAT, user({"type": "file", "file": {"file_id": "{file}", "file_data": "{web}"}}), "files"),
+    Row("audio", CHAT, user({"type": "input_audio", "input_audio": {"data": "{web}/a.wav"}}),
+    "audio"),
+    Row("a file", CHAT, user({"type": "file", "file": {"file_id": "{file}", "file_data": "{web}"}}),
+    "files"),
     Row("video", CHAT, user({"type": "video_url", "video_url": {"url": "{web}/v.mp4"}}), "video"),
     Row("an unknown part", CHAT, user({"type": "web_page", "url": "{web}"}), "web_page"),
-    Row("a responses file by data", RESP, item({"type": "input_file", "file_data": "data:,x"}), "files"),
+    Row("a responses file by data", RESP, item({"type": "input_file", "file_data": "data:,x"}),
+    "files"),
     Row("a responses file by id", RESP, item({"type": "input_file", "file_id": "{file}"}), "files"),
-    Row("a stored item", RESP, {"input": [{"type": "item_reference", "id": "{file}"}]}, "not stored"),
-    Row("a stored response", RESP, {"input": "x", "previous_response_id": "{file}"}, "previous_response_id"),
+    Row("a stored item", RESP, {"input": [{"type": "item_reference", "id": "{file}"}]},
+    "not stored"),
+    Row("a stored response", RESP, {"input": "x", "previous_response_id": "{file}"},
+    "previous_response_id"),
     Row("a stored prompt", RESP, {"input": "x", "prompt": {"id": "{file}"}}, "prompt"),
-    Row("an Anthropic file", ANTH, user({"type": "document", "source": {"type": "file", "file_id": "x"}}), "documents"),
-    Row("an image in a tool's result", ANTH, user({"type": "tool_result", "tool_use_id": "t", "content": [
+    Row("an Anthropic file", ANTH,
+    user({"type": "document", "source": {"type": "file", "file_id": "x"}}), "documents"),
+    Row("an image in a tool's result", ANTH,
+    user({"type": "tool_result", "tool_use_id": "t", "content": [
         {"type": "image", "source": {"type": "url", "url": "{web}"}}]}), skips="messages.images"),
-    Row("an upload", ANTH, user({"type": "container_upload", "file_id": "{file}"}), "container_upload"),
+    Row("an upload", ANTH, user({"type": "container_upload", "file_id": "{file}"}),
+    "container_upload"),
     # --- tools somebody would have to connect to ---
     *(
-        Row(f"tool {tool['type']}", RESP, {"input": "x", "tools": [tool]}, skips=f"tools.{tool['type']}")
+        Row(f"tool {tool['type']}", RESP, {"input": "x", "tools": [tool]},
+        skips=f"tools.{tool['type']}")
         for tool in (
-            {"type": "mcp", "server_label": "a", "server_url": "{web}/sse", "require_approval": "never"},
+            {"type": "mcp", "server_label": "a", "server_url": "{web}/sse",
+            "require_approval": "never"},
             {"type": "mcp", "server_label": "a", "connector_id": "connector_gmail"},
             {"type": "file_search", "vector_store_ids": ["{file}"]},
             {"type": "web_search", "filters": {"allowed_domains": ["127.0.0.1"]}},
-            {"type": "web_search_preview"}, {"type": "code_interpreter", "container": {"type": "auto"}},
-            {"type": "image_generation", "input_image_mask": {"image_url": "{web}"}}, {"type": "local_shell"},
+            {"type": "web_search_preview"},
+            {"type": "code_interpreter", "container": {"type": "auto"}},
+            {"type": "image_generation", "input_image_mask": {"image_url": "{web}"}},
+            {"type": "local_shell"},
             {"type": "computer_use_preview", "environment": "browser"},
         )
     ),
     Row("an item of an mcp server", RESP, {"input": [
-        {"role": "user", "content": "x"}, {"type": "mcp_call", "server_label": "a", "name": "f", "arguments": "{}"},
+        {"role": "user", "content": "x"},
+        {"type": "mcp_call", "server_label": "a", "name": "f", "arguments": "{}"},
     ]}, skips="input.mcp_call"),
     Row("Anthropic's fetching tool", ANTH, {
         "messages": [{"role": "user", "content": "{web}"}], "max_tokens": 5,
@@ -239,12 +306,14 @@ ROWS = [
         "messages": [{"role": "user", "content": "x"}], "max_tokens": 5,
         "mcp_servers": [{"type": "url", "url": "{web}/sse", "name": "a"}]}, "mcp_servers"),
     Row("a chat tool with an address", CHAT, {
-        "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "mcp", "server_url": "{web}"}]}, "tools"),
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "mcp", "server_url": "{web}"}]}, "tools"),
     # --- llama.cpp's ways to name files ---
     Row("a slot's file", "/slots/0?action=save", {"filename": "../../{file}"}),
     Row("adapters", "/lora-adapters", [{"id": 0, "path": "{file}", "scale": 1}]),
     Row("loading a path", "/models/load", {"model": "{file}"}),
-    Row("an image beside a prompt", LCPP, {"prompt": {"prompt_string": "x", "multimodal_data": ["{web}"]}}, "prompt"),
+    Row("an image beside a prompt", LCPP,
+    {"prompt": {"prompt_string": "x", "multimodal_data": ["{web}"]}}, "prompt"),
 ]  # fmt: skip
 
 
@@ -253,7 +322,9 @@ def test_nothing_is_fetched(
     row: Row, client: httpx.Client, web: Listener, secret: Path, engine: ScriptedEngine
 ) -> None:
     def filled(value: Any) -> Any:
-        return json.loads(json.dumps(value).replace("{web}", web.url).replace("{file}", str(secret)))
+        return json.loads(
+            json.dumps(value).replace("{web}", web.url).replace("{file}", str(secret))
+        )
 
     client.get("/health")  # so that the connection is there before anything is watched
     requests = len(engine.requests)
@@ -274,7 +345,7 @@ def test_nothing_is_fetched(
         assert reply.json()["error"]
 
 
-# --- what watches must see --------------------------------------------------------------------------------------------
+# --- what watches must see ------------------------------------------------------------------------
 
 
 def test_the_watch_sees_files_and_connections(audited: None, secret: Path) -> None:
@@ -286,7 +357,7 @@ def test_the_watch_sees_files_and_connections(audited: None, secret: Path) -> No
     assert {event for event, _ in seen} == {"open", "socket.connect", "socket.getaddrinfo"}
 
 
-# --- schemas and grammars, which name addresses and files too ---------------------------------------------------------
+# --- schemas and grammars, which name addresses and files too -------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +377,10 @@ def compiler(tiny_model: Path) -> Iterator[GrammarCompiler]:
         ("json_schema", '{"$ref": "{file}"}'),
         ("json_schema", '{"$ref": "../../../../../../../..{file}"}'),
         ("json_schema", '{"$id": "{web}/root.json", "$ref": "other.json"}'),
-        ("json_schema", '{"type": "object", "properties": {"a": {"$dynamicRef": "{web}/schema.json"}}}'),
+        (
+            "json_schema",
+            '{"type": "object", "properties": {"a": {"$dynamicRef": "{web}/schema.json"}}}',
+        ),
         ("json_schema", '{"$schema": "{web}/meta.json", "$ref": "#/missing"}'),
         ("lark", 'start: %json {"$ref": "{web}/schema.json"}'),
         ("lark", "%import {file}\nstart: X"),

@@ -1,4 +1,5 @@
-"""Ollama's dialect as its clients use it: loading and unloading, what lists say, log-probabilities, its tool calls."""
+"""Ollama's dialect as its clients use it: loading and unloading, what lists say, log-probabilities,
+its tool calls."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def loaded(http: httpx.Client) -> list[str]:
     return [m["name"] for m in http.get("/api/ps").json()["models"]]
 
 
-# --- keep_alive -------------------------------------------------------------------------------------------------------
+# --- keep_alive -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,9 @@ def test_another_keep_alive_is_refused(http: httpx.Client, sent: str) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
-def test_keep_alive_0_unloads_and_does_not_load(http: httpx.Client, engine: WatchedEngine, path: str) -> None:
+def test_keep_alive_0_unloads_and_does_not_load(
+    http: httpx.Client, engine: WatchedEngine, path: str
+) -> None:
     assert http.post(path, json={}).json()["done_reason"] == "load"
     assert loaded(http) == ["tiny"]
     said = http.post(path, json={"keep_alive": 0}).json()
@@ -116,7 +119,9 @@ def test_a_model_goes_behind_a_request_that_keeps_it_0_s(
     assert engine.was_closed.wait(20)
 
 
-def test_a_model_in_use_is_unloaded_when_its_requests_have_ended(http: httpx.Client, engine: WatchedEngine) -> None:
+def test_a_model_in_use_is_unloaded_when_its_requests_have_ended(
+    http: httpx.Client, engine: WatchedEngine
+) -> None:
     gate = Gate()
     engine.script = ["Hel", gate, "lo"]
     with http.stream("POST", CHAT, json={"messages": HI}) as reply:
@@ -197,7 +202,7 @@ def test_for_ever_ends_when_memory_is_short_unless_the_owner_says_never() -> Non
     asyncio.run(main())
 
 
-# --- lists ------------------------------------------------------------------------------------------------------------
+# --- lists ----------------------------------------------------------------------------------------
 
 
 def test_every_get_answers_head(http: httpx.Client) -> None:
@@ -231,10 +236,14 @@ def test_show_says_what_a_request_gets(http: httpx.Client) -> None:
 
 
 def test_curl_needs_no_header(smol: httpx.Client) -> None:
-    body = json.dumps({"model": "smollm2", "prompt": "Hi", "stream": False, "options": {"num_predict": 2}}).encode()
+    body = json.dumps(
+        {"model": "smollm2", "prompt": "Hi", "stream": False, "options": {"num_predict": 2}}
+    ).encode()
     head = (
-        f"POST {GENERATE} HTTP/1.1\r\nHost: {smol.base_url.netloc.decode()}\r\nUser-Agent: curl/8.5.0\r\nAccept: */*\r\n"
-        f"Content-Length: {len(body)}\r\nContent-Type: application/x-www-form-urlencoded\r\nConnection: close\r\n\r\n"
+        f"POST {GENERATE} HTTP/1.1\r\nHost: {smol.base_url.netloc.decode()}\r\nUser-Agent: "
+        "curl/8.5.0\r\nAccept: */*\r\n"
+        f"Content-Length: {len(body)}\r\nContent-Type: "
+        "application/x-www-form-urlencoded\r\nConnection: close\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", smol.base_url.port or 0)) as wire:
         wire.sendall(head.encode() + body)
@@ -243,12 +252,19 @@ def test_curl_needs_no_header(smol: httpx.Client) -> None:
     assert b'"done":true' in said.replace(b" ", b"")
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("path", "ask"), [(CHAT, {"messages": HI}), (GENERATE, {"prompt": "Say hi."})])
+@pytest.mark.parametrize(
+    ("path", "ask"), [(CHAT, {"messages": HI}), (GENERATE, {"prompt": "Say hi."})]
+)
 def test_logprobs(smol: httpx.Client, path: str, ask: dict[str, Any]) -> None:
-    body = {**ask, "options": {"num_predict": 4, "temperature": 0}, "logprobs": True, "top_logprobs": 2}
+    body = {
+        **ask,
+        "options": {"num_predict": 4, "temperature": 0},
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = smol.post(path, json={**body, "stream": False}).json()["logprobs"]
     assert len(whole) == 4
     for entry in whole:
@@ -258,20 +274,31 @@ def test_logprobs(smol: httpx.Client, path: str, ask: dict[str, Any]) -> None:
         assert len(entry["top_logprobs"]) == 2
         assert entry["top_logprobs"][0]["token"] == entry["token"]  # greedy takes the likeliest
     lines = [json.loads(line) for line in smol.post(path, json=body).text.splitlines()]
-    assert [e["token"] for line in lines for e in line.get("logprobs", ())] == [e["token"] for e in whole]
+    assert [e["token"] for line in lines for e in line.get("logprobs", ())] == [
+        e["token"] for e in whole
+    ]
     plain = smol.post(path, json={**ask, "stream": False, "options": {"num_predict": 4}}).json()
     assert "logprobs" not in plain
     bare = smol.post(path, json={**body, "top_logprobs": 0, "stream": False}).json()["logprobs"]
     assert set(bare[0]) == {"token", "logprob", "bytes"}
 
 
-def test_calls_have_ids_that_their_results_come_back_by(http: httpx.Client, engine: WatchedEngine) -> None:
-    calls = [f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in (1, 2)]
+def test_calls_have_ids_that_their_results_come_back_by(
+    http: httpx.Client, engine: WatchedEngine
+) -> None:
+    calls = [
+        f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in (1, 2)
+    ]
     engine.script = calls
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    whole = http.post(CHAT, json={"messages": HI, "tools": tools, "stream": False}).json()["message"]["tool_calls"]
-    lines = [json.loads(line) for line in http.post(CHAT, json={"messages": HI, "tools": tools}).text.splitlines()]
+    whole = http.post(CHAT, json={"messages": HI, "tools": tools, "stream": False}).json()[
+        "message"
+    ]["tool_calls"]
+    lines = [
+        json.loads(line)
+        for line in http.post(CHAT, json={"messages": HI, "tools": tools}).text.splitlines()
+    ]
     streamed = [c for line in lines for c in line["message"].get("tool_calls", ())]
     for found in (whole, streamed):
         assert [c["function"] for c in found] == [
@@ -279,18 +306,25 @@ def test_calls_have_ids_that_their_results_come_back_by(http: httpx.Client, engi
         ]
         assert len({c["id"] for c in found}) == 2
     engine.script = ("done",)
-    results = [{"role": "tool", "tool_call_id": c["id"], "tool_name": "f", "content": f"r{i}"} for i, c in enumerate(whole)]  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": c["id"], "tool_name": "f",
+        "content": f"r{i}"} for i, c in enumerate(whole)]  # fmt: skip
     said = http.post(
         CHAT,
-        json={"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": whole}, *results], "tools": tools},
+        json={
+            "messages": [*HI, {"role": "assistant", "content": "", "tool_calls": whole}, *results],
+            "tools": tools,
+        },
     )
     assert said.status_code == 200
     prompt = engine.requests[-1].prompt
     assert prompt.index("r0") < prompt.index("r1")
 
 
-def test_samplers_of_the_other_dialects_are_options_too(http: httpx.Client, engine: WatchedEngine) -> None:
-    sent = {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 9, "min_p": 0.2,
+def test_samplers_of_the_other_dialects_are_options_too(
+    http: httpx.Client, engine: WatchedEngine
+) -> None:
+    sent = {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3,
+        "dry_penalty_last_n": 9, "min_p": 0.2,
             "xtc_probability": 0.5, "xtc_threshold": 0.2}  # fmt: skip
     options = {**sent, "dry_sequence_breakers": ["x", ""], "min_tokens": 2, "stop_token_ids": [7],
                "repetition_detection": {"max_pattern_size": 5}}  # fmt: skip
@@ -305,10 +339,19 @@ def test_samplers_of_the_other_dialects_are_options_too(http: httpx.Client, engi
     assert (low.status_code, "min_tokens" in low.json()["error"]) == (400, True)
 
 
-def test_truncate_leaves_out_the_oldest_and_says_so(http: httpx.Client, engine: WatchedEngine) -> None:
-    long = [{"role": r, "content": f"{i} " + "word " * 40} for i in range(14) for r in ("user", "assistant")] + HI
+def test_truncate_leaves_out_the_oldest_and_says_so(
+    http: httpx.Client, engine: WatchedEngine
+) -> None:
+    long = [
+        {"role": r, "content": f"{i} " + "word " * 40}
+        for i in range(14)
+        for r in ("user", "assistant")
+    ] + HI
     assert http.post(CHAT, json={"messages": long, "stream": False}).status_code == 400
-    assert http.post(CHAT, json={"messages": long, "stream": False, "truncate": False}).status_code == 400
+    assert (
+        http.post(CHAT, json={"messages": long, "stream": False, "truncate": False}).status_code
+        == 400
+    )
     cut = http.post(CHAT, json={"messages": long, "stream": False, "truncate": True})
     assert cut.status_code == 200
     assert re.match(r"\d+ messages, \d+ tokens", cut.headers["x-localllm-compacted"])
@@ -316,11 +359,17 @@ def test_truncate_leaves_out_the_oldest_and_says_so(http: httpx.Client, engine: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(smol: httpx.Client, stream: bool) -> None:
-    reply = smol.post(CHAT, json={"messages": [{"role": "user", "content": "word " * 1500}], "stream": stream})
+def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(
+    smol: httpx.Client, stream: bool
+) -> None:
+    reply = smol.post(
+        CHAT, json={"messages": [{"role": "user", "content": "word " * 1500}], "stream": stream}
+    )
     assert reply.status_code == 400
     # As pi and opencode look for it.
-    assert re.search(r"prompt too long; exceeded (?:max )?context length by \d+ tokens", reply.json()["error"])
+    assert re.search(
+        r"prompt too long; exceeded (?:max )?context length by \d+ tokens", reply.json()["error"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,7 +385,9 @@ def test_a_prompt_too_long_says_so_in_the_words_clients_compact_by(smol: httpx.C
     ],
     ids=str,
 )
-def test_what_has_no_effect_is_named(http: httpx.Client, path: str, body: dict[str, Any], named: str) -> None:
+def test_what_has_no_effect_is_named(
+    http: httpx.Client, path: str, body: dict[str, Any], named: str
+) -> None:
     reply = http.post(path, json={**body, "stream": False})
     assert reply.status_code == 200, reply.text
     assert reply.headers.get("x-localllm-ignored", "") == named
@@ -344,23 +395,33 @@ def test_what_has_no_effect_is_named(http: httpx.Client, path: str, body: dict[s
 
 @pytest.mark.parametrize(("think", "effort"), [("max", "high"), ("low", "low"), (True, "medium")])
 def test_a_level_of_thinking_reaches_the_template_as_one_it_knows(think: Any, effort: str) -> None:
-    template = "{{ reasoning_effort }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template = (
+        "{{ reasoning_effort }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
     engine = ScriptedEngine(chat_template=template)
     with running_server({"tiny": engine}) as running:
-        httpx.post(running.url + CHAT, json={"messages": HI, "think": think}, trust_env=False).raise_for_status()
+        httpx.post(
+            running.url + CHAT, json={"messages": HI, "think": think}, trust_env=False
+        ).raise_for_status()
     assert engine.requests[-1].prompt.startswith(f"{effort}[")
 
 
 @pytest.mark.parametrize("think", [True, False])
 def test_thinking_is_switched(think: bool) -> None:
-    template = "{{ enable_thinking }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template = (
+        "{{ enable_thinking }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
     engine = ScriptedEngine(chat_template=template)
     with running_server({"tiny": engine}) as running:
-        httpx.post(running.url + CHAT, json={"messages": HI, "think": think}, trust_env=False).raise_for_status()
+        httpx.post(
+            running.url + CHAT, json={"messages": HI, "think": think}, trust_env=False
+        ).raise_for_status()
     assert engine.requests[-1].prompt.startswith(f"{think}[")
 
 
-def test_an_image_in_the_history_does_not_end_the_chat(http: httpx.Client, engine: WatchedEngine) -> None:
+def test_an_image_in_the_history_does_not_end_the_chat(
+    http: httpx.Client, engine: WatchedEngine
+) -> None:
     asked = {"role": "user", "content": "What is this?", "images": ["aGk="]}
     assert http.post(CHAT, json={"messages": [asked]}).status_code == 400
     later = [asked, {"role": "assistant", "content": "?"}, *HI]
@@ -381,10 +442,16 @@ def test_an_unloaded_model_is_shown_from_its_header(tiny_model: Path) -> None:
 
 
 def test_of_nothing_there_are_no_vectors(tmp_path: Path) -> None:
-    model = ServedModel("v", Supervisor(EmbeddingOptions(str(write_bert(tmp_path / "vectors.gguf")))), embeds=True)
+    model = ServedModel(
+        "v", Supervisor(EmbeddingOptions(str(write_bert(tmp_path / "vectors.gguf")))), embeds=True
+    )
     sent: list[tuple[str, Any]] = [("input", ""), ("input", []), ("prompt", "")]
     with running_server([model]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         for name, nothing in sent:
-            path, key = ("/api/embed", "embeddings") if name == "input" else ("/api/embeddings", "embedding")
+            path, key = (
+                ("/api/embed", "embeddings")
+                if name == "input"
+                else ("/api/embeddings", "embedding")
+            )
             answer = http.post(path, json={"model": "v", name: nothing})
             assert (answer.status_code, answer.json()[key]) == (200, []), answer.text

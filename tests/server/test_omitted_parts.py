@@ -1,4 +1,5 @@
-"""Parts of a message that can't be read here: refused where they are asked about, a note to the model elsewhere."""
+"""Parts of a message that can't be read here: refused where they are asked about, a note to the
+model elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk=
 INPUT_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aGk="}
 NOTE = "[image omitted: this model reads text only here]"
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}{% endfor %}<assistant>"
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content "
+    "}}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}{% endfor "
+    "%}<assistant>"
 )
 
 
@@ -41,16 +44,29 @@ CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments":
 HISTORIES: dict[str, tuple[str, dict[str, Any]]] = {
     "an earlier turn": (
         "/v1/chat/completions",
-        {"messages": [user("what?", PICTURE), {"role": "assistant", "content": "no"}, user("go on")]},
+        {
+            "messages": [
+                user("what?", PICTURE),
+                {"role": "assistant", "content": "no"},
+                user("go on"),
+            ]
+        },
     ),
-    "a turn that was refused": ("/v1/chat/completions", {"messages": [user(PICTURE), user("never mind")]}),
+    "a turn that was refused": (
+        "/v1/chat/completions",
+        {"messages": [user(PICTURE), user("never mind")]},
+    ),
     "a tool's result": (
         "/v1/chat/completions",
         {
             "messages": [
                 user("look"),
                 {"role": "assistant", "tool_calls": [CALL]},
-                {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "here"}, PICTURE]},
+                {
+                    "role": "tool",
+                    "tool_call_id": "c",
+                    "content": [{"type": "text", "text": "here"}, PICTURE],
+                },
             ]
         },
     ),
@@ -84,7 +100,9 @@ HISTORIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", HISTORIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_image_in_the_history_is_a_note(http: httpx.Client, engine: ScriptedEngine, name: str, stream: bool) -> None:
+def test_an_image_in_the_history_is_a_note(
+    http: httpx.Client, engine: ScriptedEngine, name: str, stream: bool
+) -> None:
     path, body = HISTORIES[name]
     reply = http.post(path, json={**body, "stream": stream})
     assert reply.status_code == 200, reply.text
@@ -96,7 +114,10 @@ def test_an_image_in_the_history_is_a_note(http: httpx.Client, engine: ScriptedE
 
 def test_an_image_that_is_asked_about_is_refused(http: httpx.Client) -> None:
     for path, body in (
-        ("/v1/chat/completions", {"messages": [user("hi"), {"role": "assistant", "content": "no"}, user(PICTURE)]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [user("hi"), {"role": "assistant", "content": "no"}, user(PICTURE)]},
+        ),
         ("/v1/responses", {"input": [user("what is it?", INPUT_PICTURE)]}),
     ):
         reply = http.post(path, json=body)
@@ -105,9 +126,12 @@ def test_an_image_that_is_asked_about_is_refused(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [{"type": "thinking", "thinking": "so so"}, {"type": "thinking", "thinking": [{"type": "text", "text": "so so"}]}]
+    "part", [{"type": "thinking", "thinking": "so so"}, {"type": "thinking", "thinking": [{"type": "text", "text": "so "
+                                                                                                                   "so"}]}]
 )  # fmt: skip
-def test_reasoning_in_parts_is_reasoning(http: httpx.Client, engine: ScriptedEngine, part: dict[str, Any]) -> None:
+def test_reasoning_in_parts_is_reasoning(
+    http: httpx.Client, engine: ScriptedEngine, part: dict[str, Any]
+) -> None:
     said = {"role": "assistant", "content": [part, {"type": "text", "text": "no"}]}
     reply = http.post("/v1/chat/completions", json={"messages": [user("a"), said, user("b")]})
     assert reply.status_code == 200, reply.text

@@ -77,11 +77,15 @@ def test_without_include_usage_no_chunk_has_empty_choices(client: openai.OpenAI)
     assert all(c.choices for c in chunks)
 
 
-def test_limits_and_sampling_reach_the_engine(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_limits_and_sampling_reach_the_engine(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
     reply = client.chat.completions.create(
-        model="tiny", messages=HI, max_tokens=5, temperature=0.25, seed=7, top_p=0.5, logit_bias={"65": -100},
+        model="tiny", messages=HI, max_tokens=5, temperature=0.25, seed=7, top_p=0.5,
+        logit_bias={"65": -100},
         presence_penalty=0.5, frequency_penalty=-0.5,
-        extra_body={"top_k": 3, "min_p": 0.1, "typical_p": 0.9, "repeat_penalty": 1.1, "ignore_eos": True,
+        extra_body={"top_k": 3, "min_p": 0.1, "typical_p": 0.9, "repeat_penalty": 1.1,
+        "ignore_eos": True,
                     "cache_prompt": False},
     )  # fmt: skip
     assert reply.choices[0].message.content == "Hello"
@@ -89,12 +93,23 @@ def test_limits_and_sampling_reach_the_engine(client: openai.OpenAI, engine: Scr
     sent = engine.requests[0]
     s = sent.generation.sampling
     assert (s.temperature, s.seed, s.top_p, s.top_k, s.min_p) == (0.25, 7, 0.5, 3, 0.1)
-    assert (s.typical_p, s.repeat_penalty, s.presence_penalty, s.frequency_penalty) == (0.9, 1.1, 0.5, -0.5)
+    assert (s.typical_p, s.repeat_penalty, s.presence_penalty, s.frequency_penalty) == (
+        0.9,
+        1.1,
+        0.5,
+        -0.5,
+    )
     assert s.logit_bias == {65: -100.0}
-    assert (sent.generation.ignore_eos, sent.generation.cache_prompt, sent.generation.max_tokens) == (True, False, 5)
+    assert (
+        sent.generation.ignore_eos,
+        sent.generation.cache_prompt,
+        sent.generation.max_tokens,
+    ) == (True, False, 5)
 
 
-def test_max_completion_tokens_wins_over_max_tokens(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_max_completion_tokens_wins_over_max_tokens(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
     client.chat.completions.create(model="tiny", messages=HI, max_completion_tokens=3, max_tokens=9)
     assert engine.requests[0].generation.max_tokens == 3
 
@@ -104,7 +119,9 @@ def test_a_stop_string_ends_the_answer(client: openai.OpenAI) -> None:
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("Hello", "stop")
 
 
-def test_max_tokens_beyond_the_window_is_lowered_to_it(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+def test_max_tokens_beyond_the_window_is_lowered_to_it(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
     client.chat.completions.create(model="tiny", messages=HI, max_tokens=32_000)
     sent = engine.requests[0]
     assert sent.generation.max_tokens == 4096 - len(sent.prompt)
@@ -125,7 +142,9 @@ def test_n_choices_stream_and_whole(client: openai.OpenAI, engine: ScriptedEngin
     assert [c.message.content for c in reply.choices] == ["aa", "aaa", "aaaa"]
     assert reply.usage.completion_tokens == 9
     texts = {0: "", 1: "", 2: ""}
-    for chunk in client.chat.completions.create(model="tiny", messages=HI, n=3, seed=2, stream=True):
+    for chunk in client.chat.completions.create(
+        model="tiny", messages=HI, n=3, seed=2, stream=True
+    ):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert list(texts.values()) == ["aa", "aaa", "aaaa"]
 
@@ -136,7 +155,12 @@ def test_logprobs_stream_and_whole(client: openai.OpenAI) -> None:
     assert "".join(p.token for p in content) == "Hello world!"
     assert [len(p.top_logprobs) for p in content] == [2] * 12
     chunks = client.chat.completions.create(model="tiny", messages=HI, logprobs=True, stream=True)
-    seen = [p.token for c in chunks if c.choices and c.choices[0].logprobs for p in c.choices[0].logprobs.content]
+    seen = [
+        p.token
+        for c in chunks
+        if c.choices and c.choices[0].logprobs
+        for p in c.choices[0].logprobs.content
+    ]
     assert "".join(seen) == "Hello world!"
 
 
@@ -145,12 +169,15 @@ def test_odd_messages_that_editors_send(client: openai.OpenAI, engine: ScriptedE
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{\"x\": 1}"}}]},
+            {"id": "c1", "type": "function",
+            "function": {"name": "f", "arguments": "{\"x\": 1}"}}]},
         {"role": "tool", "tool_call_id": "c1", "content": "42"},
     ]  # fmt: skip
     client.chat.completions.create(model="tiny", messages=messages)
     prompt = engine.requests[0].prompt
-    assert prompt.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n")
+    assert prompt.startswith(
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+    )
     assert '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>' in prompt
     assert "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>" in prompt
 
@@ -169,7 +196,9 @@ def test_a_worker_that_dies_in_mid_answer_is_an_error_event_and_the_next_request
     assert again.json()["choices"][0]["message"]["content"] == "fine"
 
 
-def test_a_failure_before_the_first_token_is_a_status(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_failure_before_the_first_token_is_a_status(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.load_error = None
     engine.script = [Failure("", "worker_died", "gone")]
     r = http.post("/v1/chat/completions", json={"messages": HI})
@@ -199,11 +228,14 @@ def test_it_is_tried_no_third_time(http: httpx.Client, engine: ScriptedEngine) -
     assert len(engine.requests) == tried + 2
 
 
-def test_headers_and_comments_come_while_the_model_loads(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_headers_and_comments_come_while_the_model_loads(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.load_gate = Gate()
     with http.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True}) as r:
         lines = r.iter_lines()
-        # A line of the block that is to come: a block of its own is an empty event to older decoders.
+        # A line of the block that is to come: a block of its own is an empty event to older
+        # decoders.
         assert next(lines) == ": loading"
         assert next(lines) == ": loading"  # the silence is broken again
         engine.load_gate.open()
@@ -223,17 +255,23 @@ def test_prefill_progress_is_in_the_comments(http: httpx.Client, engine: Scripte
         assert list(lines)[-2] == "data: [DONE]"
 
 
-def test_a_client_that_leaves_cancels_its_request(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_client_that_leaves_cancels_its_request(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = ["a", Gate()]
     with http.stream("POST", "/v1/chat/completions", json={"messages": HI, "stream": True}) as r:
         next(line for line in r.iter_lines() if '"content":"a"' in line)
-    # A whole answer says nothing before it ends: its client leaves when the engine is known to be at work for it.
+    # A whole answer says nothing before it ends: its client leaves when the engine is known to be
+    # at work for it.
     gate = Gate()
     engine.script = ["a", gate]
     whole = json.dumps({"messages": HI}).encode()
-    with socket.create_connection((http.base_url.host, http.base_url.port or 80), timeout=30) as leaving:
+    with socket.create_connection(
+        (http.base_url.host, http.base_url.port or 80), timeout=30
+    ) as leaving:
         leaving.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            b"application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(whole), whole)
         )
         assert gate.reached.wait(30)
@@ -259,7 +297,9 @@ def test_cache_use_is_reported(http: httpx.Client, engine: ScriptedEngine) -> No
     engine.cached_tokens, engine.cache_miss = 5, "the system prompt changed"
     r = http.post("/v1/chat/completions", json={"messages": HI})
     assert r.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 5
-    assert r.headers["x-localllm-cache"] == f"5/{len(engine.requests[0].prompt)} tokens; the system prompt changed"
+    assert r.headers["x-localllm-cache"] == (
+        f"5/{len(engine.requests[0].prompt)} tokens; the system prompt changed"
+    )
     r = http.post("/v1/chat/completions", json={"messages": HI, "stream": True})
     assert ": cache 5/" in r.text
 

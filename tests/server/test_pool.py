@@ -1,4 +1,5 @@
-"""Several of ours behind one address: a conversation stays where its cache is, and no request is lost with a server."""
+"""Several of ours behind one address: a conversation stays where its cache is, and no request is
+lost with a server."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from localllm.server.http.run import serve_on
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.sockets import bind
 from localllm.server.models.router import ServedModel
-from localllm.server.proxy.pool import PoolFront, PoolNode, by_preference, conversation_key, create_pool_app
+from localllm.server.proxy.pool import (
+    PoolFront,
+    PoolNode,
+    by_preference,
+    conversation_key,
+    create_pool_app,
+)
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
@@ -78,8 +85,8 @@ def pooled(*urls: str, pool_key: str | None = None, **limits: Any) -> Iterator[F
 
 
 def begun(stack: ExitStack, model: ServedModel) -> Running:
-    """A server that has answered once: one after the other, since the framework builds its routes with the first request
-    under a filter of warnings that threads share."""
+    """A server that has answered once: one after the other, since the framework builds its routes
+    with the first request under a filter of warnings that threads share."""
     running = stack.enter_context(running_server([model]))
     httpx.get(running.url + "/health", trust_env=False)  # behind all other routes
     return running
@@ -211,8 +218,12 @@ def test_turns_of_every_dialect_belong_together() -> None:
     more = [*turns, {"role": "assistant", "content": "b"}, user("c")]
     assert conversation_key({"messages": turns}) == conversation_key({"messages": more})
     assert conversation_key({"input": turns}) == conversation_key({"input": more})
-    assert conversation_key({"messages": turns}) != conversation_key({"messages": [SYSTEM, user("x")]})
-    assert conversation_key({"prompt": "x" * 1500}) == conversation_key({"prompt": "x" * 1500 + "y" * 600})
+    assert conversation_key({"messages": turns}) != conversation_key(
+        {"messages": [SYSTEM, user("x")]}
+    )
+    assert conversation_key({"prompt": "x" * 1500}) == conversation_key(
+        {"prompt": "x" * 1500 + "y" * 600}
+    )
     assert conversation_key({"prompt": list(range(300))}) is not None
     assert conversation_key({"model": "m", "input": ["embed", "these"]}) is None
     assert conversation_key({}) is None
@@ -221,17 +232,25 @@ def test_turns_of_every_dialect_belong_together() -> None:
 def test_a_stored_response_is_found_wherever_it_lies() -> None:
     with scripted(3) as (front, _, running):
         for at in running:
-            stored = httpx.post(at.url + "/v1/responses", json={"model": "tiny", "input": "hi"}, trust_env=False).json()
+            stored = httpx.post(
+                at.url + "/v1/responses", json={"model": "tiny", "input": "hi"}, trust_env=False
+            ).json()
             assert front.http.get(f"/v1/responses/{stored['id']}").json()["id"] == stored["id"]
             more = {"model": "tiny", "input": "go on", "previous_response_id": stored["id"]}
             assert front.http.post("/v1/responses", json=more).status_code == 200
         assert front.http.get("/v1/responses/resp_nobody").status_code == 404
 
 
-def conversations(ask: Callable[[list[dict[str, Any]]], dict[str, Any]], n: int, turns: int) -> float:
-    """Tokens taken from caches in `n` conversations of `turns` turns, by turns and in a mixed order."""
+def conversations(
+    ask: Callable[[list[dict[str, Any]]], dict[str, Any]], n: int, turns: int
+) -> float:
+    """Tokens taken from caches in `n` conversations of `turns` turns, by turns and in a mixed
+    order."""
     order = random.Random(7)
-    talks = [[SYSTEM, user(f"Tell me about number {i}, please. " + "It matters. " * (i % 5))] for i in range(n)]
+    talks = [
+        [SYSTEM, user(f"Tell me about number {i}, please. " + "It matters. " * (i % 5))]
+        for i in range(n)
+    ]
     cached = 0
     for _ in range(turns):
         for talk in order.sample(talks, n):
@@ -255,7 +274,8 @@ def reuse(path: Path, n: int, turns: int, servers: int) -> float:
 
 
 def test_turns_find_what_was_read_before_them(tiny_model: Path) -> None:
-    """Two servers with a real engine: what a turn's prompt repeats comes from the cache, wherever it lies."""
+    """Two servers with a real engine: what a turn's prompt repeats comes from the cache, wherever
+    it lies."""
     with ExitStack() as stack:
         running = [begun(stack, real(tiny_model)) for _ in range(2)]
         front = stack.enter_context(pooled(*(r.url for r in running)))
@@ -275,7 +295,17 @@ def test_turns_find_what_was_read_before_them(tiny_model: Path) -> None:
 def process(path: Path, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`localllm serve` as users run it, so that it can be killed."""
     own = {f"LOCALLLM_{n}_DIR": str(folder / n.lower()) for n in ("CONFIG", "DATA", "CACHE", "LOG")}
-    command = [sys.executable, "-m", "localllm", "serve", str(path), "--only", "--port", str(port), "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "localllm",
+        "serve",
+        str(path),
+        "--only",
+        "--port",
+        str(port),
+        "--quiet",
+    ]
     with subprocess.Popen([*command, "--alias", "tiny"], env={**os.environ, **own}) as served:
         try:
             yield served
@@ -313,7 +343,10 @@ def test_no_request_is_lost_when_a_server_is_killed(smollm2: Path, tmp_path: Pat
             until(lambda p=p: reachable(f"http://127.0.0.1:{p}"), timeout_s=120)
         talks = [[user(f"{i} " + "some words of a long text " * 100)] for i in range(12)]
         said: list[httpx.Response] = []
-        threads = [threading.Thread(target=lambda talk=talk: said.append(front.ask(talk))) for talk in talks]
+        threads = [
+            threading.Thread(target=lambda talk=talk: said.append(front.ask(talk)))
+            for talk in talks
+        ]
         for thread in threads:
             thread.start()
         until(lambda: sum(node.active for node in front.front.nodes) == 12, timeout_s=60)

@@ -1,4 +1,5 @@
-"""An assistant's text at the end of a conversation is the beginning of the answer, in every dialect."""
+"""An assistant's text at the end of a conversation is the beginning of the answer, in every
+dialect."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def http(engine: ScriptedEngine) -> Iterator[httpx.Client]:
-    with running_server({"tiny": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
+    with (
+        running_server({"tiny": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as client,
+    ):
         yield client
 
 
@@ -44,7 +48,10 @@ def http(engine: ScriptedEngine) -> Iterator[httpx.Client]:
         (
             "/v1/messages",
             {
-                "messages": [BEGUN[0], {"role": "assistant", "content": [{"type": "text", "text": "Sure, "}]}],
+                "messages": [
+                    BEGUN[0],
+                    {"role": "assistant", "content": [{"type": "text", "text": "Sure, "}]},
+                ],
                 "max_tokens": 20,
             },
         ),
@@ -62,7 +69,9 @@ def test_the_answer_is_gone_on_with(
     assert "Sure, Hello" not in answer.text  # the reply holds what the model added
 
 
-@pytest.mark.parametrize("field", [{"continue_final_message": False}, {"add_generation_prompt": True}])
+@pytest.mark.parametrize(
+    "field", [{"continue_final_message": False}, {"add_generation_prompt": True}]
+)
 def test_a_client_may_want_a_new_answer_instead(
     http: httpx.Client, engine: ScriptedEngine, field: dict[str, Any]
 ) -> None:
@@ -85,7 +94,9 @@ def test_a_wish_that_can_not_be_is_named(http: httpx.Client, body: dict[str, Any
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "tools", "add_generation_prompt"])
-def test_template_variables_that_are_the_conversation_are_refused(http: httpx.Client, name: str) -> None:
+def test_template_variables_that_are_the_conversation_are_refused(
+    http: httpx.Client, name: str
+) -> None:
     answer = http.post(CHAT, json={"messages": BEGUN, "chat_template_kwargs": {name: 1}})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == f"chat_template_kwargs.{name}"
@@ -107,7 +118,10 @@ def test_calls_at_the_end_are_no_beginning(http: httpx.Client, engine: ScriptedE
 )
 def test_the_text_stays_as_sent_whatever_the_template_does(template: str, prompt: str) -> None:
     engine = ScriptedEngine(chat_template=template)
-    with running_server({"tiny": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
+    with (
+        running_server({"tiny": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as client,
+    ):
         answer = client.post(CHAT, json={"messages": BEGUN})
         assert answer.status_code == 200, answer.text
         assert engine.requests[0].prompt == prompt

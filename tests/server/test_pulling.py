@@ -1,4 +1,5 @@
-"""Fetching and removing models over HTTP: refused until somebody allows it, told in Ollama's lines, ended by leaving."""
+"""Fetching and removing models over HTTP: refused until somebody allows it, told in Ollama's lines,
+ended by leaving."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ SHA256 = "ab" * 32
 
 
 MOMENTS = [
-    StoreProgress("listing"), StoreProgress("downloading", 0, 100, "f" * 40), StoreProgress("downloading", 10, 100, SHA256),
-    StoreProgress("downloading", 100, 100, SHA256), StoreProgress("verifying", 100, 100, SHA256), StoreProgress("done", 100, 100),
+    StoreProgress("listing"), StoreProgress("downloading", 0, 100, "f" * 40),
+    StoreProgress("downloading", 10, 100, SHA256),
+    StoreProgress("downloading", 100, 100, SHA256), StoreProgress("verifying", 100, 100, SHA256),
+    StoreProgress("done", 100, 100),
 ]  # fmt: skip
 
 
@@ -96,7 +99,8 @@ def test_a_download_is_told_in_ollamas_lines(http: httpx.Client, store: FakeStor
     assert store.pulled == ["org/name:Q4_K_M"]
     assert lines[0] == {"status": "pulling manifest"}
     assert lines[-3:] == [
-        {"status": "verifying sha256 digest"}, {"status": "writing manifest"}, {"status": "success"},
+        {"status": "verifying sha256 digest"}, {"status": "writing manifest"},
+        {"status": "success"},
     ]  # fmt: skip
     bars = [line for line in lines if "digest" in line]
     assert {line["digest"] for line in bars} == {f"sha256:{SHA256}"}
@@ -133,7 +137,9 @@ def test_leaving_ends_the_download(http: httpx.Client, store: FakeStore) -> None
     assert store.ended.wait(20)
 
 
-def test_a_removed_model_is_unloaded_first(http: httpx.Client, store: FakeStore, engine: ScriptedEngine) -> None:
+def test_a_removed_model_is_unloaded_first(
+    http: httpx.Client, store: FakeStore, engine: ScriptedEngine
+) -> None:
     http.post("/api/chat", json={}).raise_for_status()
     assert delete(http, {"model": "tiny"}).status_code == 200
     assert store.removed == ["tiny"]
@@ -141,10 +147,14 @@ def test_a_removed_model_is_unloaded_first(http: httpx.Client, store: FakeStore,
     assert http.get("/api/ps").json()["models"] == []
 
 
-def test_a_model_that_answers_is_not_removed(http: httpx.Client, store: FakeStore, engine: ScriptedEngine) -> None:
+def test_a_model_that_answers_is_not_removed(
+    http: httpx.Client, store: FakeStore, engine: ScriptedEngine
+) -> None:
     gate = Gate()
     engine.script = ["Hel", gate, "lo"]
-    with http.stream("POST", "/api/chat", json={"messages": [{"role": "user", "content": "hi"}]}) as reply:
+    with http.stream(
+        "POST", "/api/chat", json={"messages": [{"role": "user", "content": "hi"}]}
+    ) as reply:
         lines = reply.iter_lines()
         assert "Hel" in next(lines)
         with httpx.Client(base_url=http.base_url, trust_env=False) as other:

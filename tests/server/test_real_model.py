@@ -1,4 +1,5 @@
-"""The whole line on a real model: the `openai` package, HTTP, the worker process, llama.cpp, SmolLM2."""
+"""The whole line on a real model: the `openai` package, HTTP, the worker process, llama.cpp,
+SmolLM2."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def client(server: Running):
 
 
 def _ask(client: openai.OpenAI, **more):
-    return client.chat.completions.create(model="smollm2", messages=QUESTION, **{"temperature": 0, **more})
+    return client.chat.completions.create(
+        model="smollm2", messages=QUESTION, **{"temperature": 0, **more}
+    )
 
 
 def test_whole_and_streamed_answers_agree(client: openai.OpenAI) -> None:
@@ -58,7 +61,8 @@ def test_max_tokens_stop_and_seed_are_honoured(client: openai.OpenAI) -> None:
     stopped = _ask(client, max_tokens=40, stop="Paris").choices[0]
     assert (stopped.message.content, stopped.finish_reason) == (text.split("Paris")[0], "stop")
     first, second, other = (
-        _ask(client, max_tokens=16, temperature=1.5, seed=seed).choices[0].message.content for seed in (5, 5, 6)
+        _ask(client, max_tokens=16, temperature=1.5, seed=seed).choices[0].message.content
+        for seed in (5, 5, 6)
     )
     assert first == second != other
 
@@ -76,7 +80,10 @@ def test_a_form_goes_on_behind_the_beginning_that_was_given(client: openai.OpenA
         messages=[*QUESTION, {"role": "assistant", "content": begun}],
         temperature=0,
         max_tokens=40,
-        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema},
+        },
     )
     value = json.loads(begun + (answer.choices[0].message.content or ""))
     assert list(value) == ["capital"]
@@ -99,7 +106,9 @@ def test_the_second_turn_reuses_the_first(client: openai.OpenAI) -> None:
         {"role": "assistant", "content": first.choices[0].message.content},
         {"role": "user", "content": "And of Italy?"},
     ]
-    second = client.chat.completions.create(model="smollm2", messages=turn, temperature=0, max_tokens=8)
+    second = client.chat.completions.create(
+        model="smollm2", messages=turn, temperature=0, max_tokens=8
+    )
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
 
 
@@ -110,7 +119,9 @@ def test_a_killed_worker_costs_its_request_and_nothing_else(
     worker = supervisor.client
     assert worker is not None
     body = {"messages": QUESTION, "stream": True, "ignore_eos": True, "max_tokens": 1500}
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, timeout=2, trust_env=False) as r:
+    with httpx.stream(
+        "POST", server.url + "/v1/chat/completions", json=body, timeout=2, trust_env=False
+    ) as r:
         lines = r.iter_lines()
         next(line for line in lines if '"content":"' in line and '"content":""' not in line)
         os.kill(worker.pid, signal.SIGKILL)
@@ -148,7 +159,8 @@ def test_a_worker_that_dies_while_nobody_asks_is_there_again_before_anybody_does
     loads = supervisor.loads
     end_it()
     until(lambda: supervisor.loads == loads + 1, "the model is not loaded again")
-    # One that ends again before it has answered anything is left to the next request: it may be the file, or the memory.
+    # One that ends again before it has answered anything is left to the next request: it may be the
+    # file, or the memory.
     end_it()
     assert _ask(client, max_tokens=2).usage.completion_tokens == 2
     assert supervisor.loads == loads + 2
@@ -161,7 +173,10 @@ WEATHER = {
         "description": "The weather of a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer", "minimum": 1}},
+            "properties": {
+                "city": {"type": "string", "maxLength": 20},
+                "days": {"type": "integer", "minimum": 1},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -189,9 +204,17 @@ def _fits(name: str, arguments: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str
+)
 def test_forced_calls_fit_their_schema(client: openai.OpenAI, choice, seed: int) -> None:
-    ask = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "temperature": 1.0, "seed": seed, "max_tokens": 200}
+    ask = {
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": choice,
+        "temperature": 1.0,
+        "seed": seed,
+        "max_tokens": 200,
+    }
     (call,) = _ask(client, **ask).choices[0].message.tool_calls
     assert _fits(call.function.name, call.function.arguments)
     name, arguments, reason = "", "", None
@@ -200,8 +223,9 @@ def test_forced_calls_fit_their_schema(client: openai.OpenAI, choice, seed: int)
             name += part.function.name or ""
             arguments += part.function.arguments or ""
         reason = chunk.choices[0].finish_reason or reason
-    # Not the same call: a prompt that is cached, or was read in other pieces, has other last bits, and a draw at
-    # temperature 1 may fall on their other side. Equal words are asserted of greedy answers, above.
+    # Not the same call: a prompt that is cached, or was read in other pieces, has other last bits,
+    # and a draw at temperature 1 may fall on their other side. Equal words are asserted of greedy
+    # answers, above.
     assert (reason, _fits(name, arguments)) == ("tool_calls", True)
 
 
@@ -209,7 +233,8 @@ def test_forced_calls_fit_their_schema(client: openai.OpenAI, choice, seed: int)
 def test_a_schema_is_kept(client: openai.OpenAI, seed: int) -> None:
     schema = {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 12}, "tags": {"type": "array", "maxItems": 2,
+        "properties": {"name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "maxItems": 2,
                        "items": {"enum": ["a", "b"]}}},
         "required": ["name", "tags"],
         "additionalProperties": False,
@@ -224,7 +249,9 @@ def test_a_schema_is_kept(client: openai.OpenAI, seed: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_cant_be_enforced_is_a_400_naming_it(client: openai.OpenAI, stream: bool) -> None:
+def test_a_schema_that_cant_be_enforced_is_a_400_naming_it(
+    client: openai.OpenAI, stream: bool
+) -> None:
     schema = {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):

@@ -1,5 +1,5 @@
-"""Calls that are the same may be meant: several of one reply all arrive; one that is made over and over ends the answer. And
-a call that is required is made whatever form the answer was to have."""
+"""Calls that are the same may be meant: several of one reply all arrive; one that is made over and
+over ends the answer. And a call that is required is made whatever form the answer was to have."""
 
 from __future__ import annotations
 
@@ -15,25 +15,35 @@ from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
 ROLL = {"type": "function", "function": {"name": "roll", "parameters": {"type": "object"}}}
-HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ "
+    "m.content "
+    "}}{% endfor %}"
+)
 
 
 class Caller:
-    """A model that makes these calls, one after another, and then says so; `ends` is what a held call ends with."""
+    """A model that makes these calls, one after another, and then says so; `ends` is what a held
+    call ends with."""
 
     def __init__(self, sides: Sequence[int], ends: str = "}") -> None:
         self._left, self._ends = list(sides), ends
 
     def __call__(self, request: Request) -> list[str]:
         if request.grammar is not None:
-            return list('{"name": "roll", "arguments": {"sides": ' + f"{self._left.pop(0)}}}" + self._ends)
+            return list(
+                '{"name": "roll", "arguments": {"sides": ' + f"{self._left.pop(0)}}}" + self._ends
+            )
         return list("<tool_call>" if self._left else "Rolled.")
 
 
 def answer(caller: Caller, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
     engine = ScriptedEngine(caller, chat_template=HERMES)
     asked = {"messages": [{"role": "user", "content": "Roll."}], "tools": [ROLL], **body}
-    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    with (
+        running_server({"m": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         return http.post(path, json=asked)
 
 
@@ -62,12 +72,19 @@ def test_two_calls_are_two_lines_of_ollamas_stream() -> None:
     reply = answer(Caller([6, 8]), "/api/chat", stream=True)
     lines = [json.loads(line) for line in reply.text.splitlines()]
     calls = [line["message"]["tool_calls"] for line in lines if line["message"].get("tool_calls")]
-    assert [[c["function"]["arguments"] for c in line] for line in calls] == [[{"sides": 6}], [{"sides": 8}]]
+    assert [[c["function"]["arguments"] for c in line] for line in calls] == [
+        [{"sides": 6}],
+        [{"sides": 8}],
+    ]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "roll"}}])
 @pytest.mark.parametrize(
-    "form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}]
+    "form",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
+    ],
 )
 def test_a_required_call_is_made_and_the_form_is_named(choice: Any, form: Any) -> None:
     engine = ScriptedEngine(list('{"sides": 6}'), chat_template=HERMES)
@@ -77,7 +94,10 @@ def test_a_required_call_is_made_and_the_form_is_named(choice: Any, form: Any) -
         "tool_choice": choice,
         "response_format": form,
     }
-    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    with (
+        running_server({"m": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         reply = http.post("/v1/chat/completions", json=asked)
     assert sides(reply) == [6]
     assert "response_format" in reply.headers["x-localllm-ignored"]
@@ -91,7 +111,10 @@ def test_a_form_that_need_not_hold_whole_is_loosened_by_name(path: str) -> None:
     if path == "/v1/chat/completions":
         form = {"response_format": {"type": "json_schema", "json_schema": shape}}
     engine = ScriptedEngine(["{}"])
-    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    with (
+        running_server({"m": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         reply = http.post(path, json={"messages": [{"role": "user", "content": "Hi"}], **form})
     assert reply.status_code == 200, reply.text
     assert "response_format.uniqueItems" in reply.headers["x-localllm-ignored"]
@@ -122,8 +145,13 @@ def test_the_names_of_other_servers_mean_what_they_mean_there(
     path: str, sent: dict[str, Any], grammar: tuple[str, str]
 ) -> None:
     engine = ScriptedEngine(["a"])
-    asked = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
-    with running_server({"m": engine}) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    asked = (
+        {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    )
+    with (
+        running_server({"m": engine}) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         assert http.post(path, json={**asked, **sent}).status_code == 200
         both = http.post(path, json={**asked, **sent, "response_format": {"type": "json_object"}})
         bad = http.post(path, json={**asked, "guided_json": "{", "structured_outputs": None})

@@ -1,4 +1,5 @@
-"""Reranking over HTTP through the worker and real llama.cpp, held against llama.cpp's own server where it is there."""
+"""Reranking over HTTP through the worker and real llama.cpp, held against llama.cpp's own server
+where it is there."""
 
 from __future__ import annotations
 
@@ -31,13 +32,19 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def http(ranker: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def http(
+    ranker: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     vectors = tmp_path_factory.mktemp("vectors")
-    embedders = [write_bert(vectors / f"{name}.gguf", seed=seed) for name, seed in (("one", 1), ("two", 2))]
+    embedders = [
+        write_bert(vectors / f"{name}.gguf", seed=seed) for name, seed in (("one", 1), ("two", 2))
+    ]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CONFIG", "DATA", "CACHE", "LOG"):
             patch.setenv(f"LOCALLLM_{name}_DIR", str(tmp_path_factory.mktemp(name.lower())))
-        router = router_for(load_plans_together([str(p) for p in (tiny_model, *embedders, ranker)], Settings()))
+        router = router_for(
+            load_plans_together([str(p) for p in (tiny_model, *embedders, ranker)], Settings())
+        )
     with running_server(router) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
@@ -64,9 +71,9 @@ def test_every_path_and_form(http: httpx.Client) -> None:
     expected = rerank(http).json()["results"]
     for path in ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"):
         assert rerank(http, path).json()["results"] == expected
-    as_objects = rerank(http, documents=[{"text": d} for d in DOCUMENTS], return_documents=True, top_n=2).json()[
-        "results"
-    ]
+    as_objects = rerank(
+        http, documents=[{"text": d} for d in DOCUMENTS], return_documents=True, top_n=2
+    ).json()["results"]
     assert [(r["index"], r["document"]["text"]) for r in as_objects] == [
         (r["index"], DOCUMENTS[r["index"]]) for r in expected[:2]
     ]
@@ -92,23 +99,34 @@ def test_what_can_not_be_ranked_is_refused_with_the_reason(http: httpx.Client) -
 
 
 def test_several_embedding_models_beside_each_other(http: httpx.Client) -> None:
-    one, two = (http.post("/v1/embeddings", json={"model": name, "input": "hello"}).json() for name in ("one", "two"))
+    one, two = (
+        http.post("/v1/embeddings", json={"model": name, "input": "hello"}).json()
+        for name in ("one", "two")
+    )
     assert (one["model"], two["model"]) == ("one", "two")
     assert one["data"][0]["embedding"] != two["data"][0]["embedding"]
-    states = {m["id"]: (m["status"]["value"], m["capabilities"]) for m in http.get("/v1/models").json()["data"]}
+    states = {
+        m["id"]: (m["status"]["value"], m["capabilities"])
+        for m in http.get("/v1/models").json()["data"]
+    }
     assert states["one"] == states["two"] == ("loaded", ["embedding"])
     assert states["ranker"][1] == ["rerank"]
 
 
 def test_marks_in_a_query_or_a_document_are_text(tmp_path: Path) -> None:
-    """As Qwen3-Reranker has them: the template's marks are tokens, and nobody ends the query from within a document."""
+    """As Qwen3-Reranker has them: the template's marks are tokens, and nobody ends the query from
+    within a document."""
     path = write_bert(tmp_path / "r.gguf", pooling=4, template="[CLS]{query}[SEP]{document}[SEP]")
     embedder = llamacpp.load_embedder(str(path), n_ctx=128)
     cls, sep = 2, 3
     rng = random.Random(1)
     for _ in range(60):
         texts = [
-            "".join(rng.choices(["[SEP]", "[CLS]", "[", "SEP]", "a", " ", "{document}", "[S[SEP]EP]"], k=5))
+            "".join(
+                rng.choices(
+                    ["[SEP]", "[CLS]", "[", "SEP]", "a", " ", "{document}", "[S[SEP]EP]"], k=5
+                )
+            )
             for _ in "qd"
         ]
         tokens = embedder.tokenize_pair(*texts)

@@ -1,4 +1,5 @@
-"""Several models behind one port: names, loading on request, and memory given back only when nobody needs it."""
+"""Several models behind one port: names, loading on request, and memory given back only when nobody
+needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from support.scripted_engine import Gate, ScriptedEngine
 
 def test_names_aliases_and_tags_lead_to_their_model() -> None:
     router = ModelRouter(
-        [ServedModel("Qwen3-8B", ScriptedEngine(), aliases=("chat",)), ServedModel("b", ScriptedEngine())]
+        [
+            ServedModel("Qwen3-8B", ScriptedEngine(), aliases=("chat",)),
+            ServedModel("b", ScriptedEngine()),
+        ]
     )
     for name in ("Qwen3-8B", "qwen3-8b", "chat", "CHAT:latest", None, ""):
         assert router.resolve(name).name == "Qwen3-8B"

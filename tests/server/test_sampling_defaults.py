@@ -15,9 +15,12 @@ from support.scripted_engine import BOS, ScriptedEngine
 
 # No field as the engine would have it unasked: whoever loses one is found out.
 OWN = Sampling(
-    temperature=0.31, top_k=17, top_p=0.83, min_p=0.11, typical_p=0.97, repeat_penalty=1.13, repeat_last_n=33,
-    presence_penalty=1.5, frequency_penalty=0.4, seed=12, logit_bias={7: -2.0}, dry_multiplier=0.3, dry_base=1.5,
-    dry_allowed_length=5, dry_penalty_last_n=77, dry_sequence_breakers=("q",), xtc_probability=0.2, xtc_threshold=0.3,
+    temperature=0.31, top_k=17, top_p=0.83, min_p=0.11, typical_p=0.97, repeat_penalty=1.13,
+    repeat_last_n=33,
+    presence_penalty=1.5, frequency_penalty=0.4, seed=12, logit_bias={7: -2.0}, dry_multiplier=0.3,
+    dry_base=1.5,
+    dry_allowed_length=5, dry_penalty_last_n=77, dry_sequence_breakers=("q",), xtc_probability=0.2,
+    xtc_threshold=0.3,
 )  # fmt: skip
 UNTHINKING = replace(OWN, temperature=0.72, top_p=0.81)
 HI = [{"role": "user", "content": "hi"}]
@@ -42,25 +45,33 @@ def engine() -> ScriptedEngine:
 @pytest.fixture(scope="module")
 def http(engine: ScriptedEngine):
     with (
-        running_server([ServedModel("tiny", engine, sampling=OWN, sampling_unthinking=UNTHINKING)]) as running,
+        running_server(
+            [ServedModel("tiny", engine, sampling=OWN, sampling_unthinking=UNTHINKING)]
+        ) as running,
         httpx.Client(base_url=running.url, trust_env=False) as client,
     ):
         yield client
 
 
-def reached(http: httpx.Client, engine: ScriptedEngine, path: str, body: dict[str, Any]) -> Sampling:
+def reached(
+    http: httpx.Client, engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> Sampling:
     r = http.post(path, json=body)
     assert r.status_code == 200, r.text
     return engine.requests[-1].generation.sampling
 
 
 @pytest.mark.parametrize("path", PLAIN)
-def test_a_request_that_says_nothing_gets_all_of_them(http: httpx.Client, engine: ScriptedEngine, path: str) -> None:
+def test_a_request_that_says_nothing_gets_all_of_them(
+    http: httpx.Client, engine: ScriptedEngine, path: str
+) -> None:
     assert reached(http, engine, path, PLAIN[path]) == OWN
 
 
 @pytest.mark.parametrize("path", PLAIN)
-def test_a_request_that_says_one_thing_changes_that_one(http: httpx.Client, engine: ScriptedEngine, path: str) -> None:
+def test_a_request_that_says_one_thing_changes_that_one(
+    http: httpx.Client, engine: ScriptedEngine, path: str
+) -> None:
     said = {"temperature": 0.5}
     body = {**PLAIN[path], **({"options": said} if path.startswith("/api/") else said)}
     assert reached(http, engine, path, body) == replace(OWN, temperature=0.5)
@@ -82,8 +93,12 @@ def test_a_request_without_reasoning_gets_those_for_that(
     http: httpx.Client, engine: ScriptedEngine, path: str, off: dict[str, Any]
 ) -> None:
     assert reached(http, engine, path, {**PLAIN[path], **off}) == UNTHINKING
-    named = {"options": {"temperature": 0.31}} if path.startswith("/api/") else {"temperature": 0.31}
-    assert reached(http, engine, path, {**PLAIN[path], **off, **named}) == replace(UNTHINKING, temperature=0.31)
+    named = (
+        {"options": {"temperature": 0.31}} if path.startswith("/api/") else {"temperature": 0.31}
+    )
+    assert reached(http, engine, path, {**PLAIN[path], **off, **named}) == replace(
+        UNTHINKING, temperature=0.31
+    )
 
 
 def test_a_seed_of_minus_one_draws_one(http: httpx.Client, engine: ScriptedEngine) -> None:

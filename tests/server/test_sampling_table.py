@@ -1,4 +1,5 @@
-"""Sampling is said once: every parameter of the engine's dataclass is a field of every generating body, within its range."""
+"""Sampling is said once: every parameter of the engine's dataclass is a field of every generating
+body, within its range."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from localllm.server.dialects.responses.items import ResponsesFields
 BODIES = (ChatFields, CompletionFields, ResponsesFields, MessagesFields, LlamaCppFields, Options)
 HINTS = get_type_hints(Sampling, include_extras=True)
 NUMBERS = {
-    name: kind.__metadata__[0] for name, kind in HINTS.items() if name != "logit_bias" and hasattr(kind, "__metadata__")
+    name: kind.__metadata__[0]
+    for name, kind in HINTS.items()
+    if name != "logit_bias" and hasattr(kind, "__metadata__")
 }
 
 
@@ -33,7 +36,9 @@ def test_every_parameter_is_a_field_of_every_generating_body(body: type[BaseMode
 
 
 @pytest.mark.parametrize(("name", "limits"), NUMBERS.items())
-def test_its_range_is_the_border_s_and_its_value_reaches_the_engine(name: str, limits: FieldRange) -> None:
+def test_its_range_is_the_border_s_and_its_value_reaches_the_engine(
+    name: str, limits: FieldRange
+) -> None:
     for value in (limits.least - 1, limits.most + 1, *([limits.least] if limits.above else [])):
         with pytest.raises(RequestError, match=name):
             read(SamplingFields, {name: value})

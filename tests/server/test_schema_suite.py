@@ -1,8 +1,10 @@
-"""JSON schemas: what is accepted is kept whatever the model would rather say, what can't be kept is refused by name.
+"""JSON schemas: what is accepted is kept whatever the model would rather say, what can't be kept is
+refused by name.
 
-The schemas are those of the public JSON-Schema-Test-Suite (draft 2020-12; source and licence in the file of cases).
-The generator is an adversary: random tokens the grammar allows, with a taste for the schema's own words and for single
-characters (escapes), steered to an end after forty. `LOCALLLM_GENERATIONS=8` makes that many answers per schema.
+The schemas are those of the public JSON-Schema-Test-Suite (draft 2020-12; source and licence in the
+file of cases). The generator is an adversary: random tokens the grammar allows, with a taste for
+the schema's own words and for single characters (escapes), steered to an end after forty.
+`LOCALLLM_GENERATIONS=8` makes that many answers per schema.
 """
 
 from __future__ import annotations
@@ -28,14 +30,23 @@ from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.http_server import running_server
 
-CASES = json.loads(Path(__file__).with_name("test_schema_suite_cases.json").read_text(encoding="utf-8"))
-# Dead words of older drafts, and words a draft named by $schema does not know: llguidance passes over them.
+CASES = json.loads(
+    Path(__file__).with_name("test_schema_suite_cases.json").read_text(encoding="utf-8")
+)
+# Dead words of older drafts, and words a draft named by $schema does not know: llguidance passes
+# over them.
 OLD = [
     ("divisibleBy", {"type": "number", "divisibleBy": 2}),
     ("disallow", {"disallow": "string"}),
     ("extends", {"properties": {"a": {"extends": {"type": "string"}}}}),
-    ("dependentRequired", {"$schema": "http://json-schema.org/draft-07/schema#", "dependentRequired": {"a": ["b"]}}),
-    ("prefixItems", {"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"type": "null"}]}),
+    (
+        "dependentRequired",
+        {"$schema": "http://json-schema.org/draft-07/schema#", "dependentRequired": {"a": ["b"]}},
+    ),
+    (
+        "prefixItems",
+        {"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"type": "null"}]},
+    ),
 ]
 # Those that are held; any other is an annotation.
 FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
@@ -43,13 +54,17 @@ PER_SCHEMA = int(os.environ.get("LOCALLLM_GENERATIONS", "1"))
 FREE_TOKENS, MOST_TOKENS = 40, 400
 
 
-def _exact_multiple(validator: Any, divisor: Any, value: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+def _exact_multiple(
+    validator: Any, divisor: Any, value: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
     """multipleOf in decimal, as the text says it: in binary 2.102 is no multiple of 0.0001."""
     if validator.is_type(value, "number") and Fraction(str(value)) % Fraction(str(divisor)):
         yield jsonschema.ValidationError(f"{value} is not a multiple of {divisor}")
 
 
-Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"multipleOf": _exact_multiple})
+Validator = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator, {"multipleOf": _exact_multiple}
+)
 
 
 class Adversary:
@@ -66,7 +81,16 @@ class Adversary:
         piece = self.pieces[token].strip()
         if token in self.eog:
             return 100.0
-        known = {b'"': 80.0, b"}": 60.0, b"]": 60.0, b'":': 45.0, b"0": 30.0, b"1": 30.0, b"5": 30.0, b",": -20.0}
+        known = {
+            b'"': 80.0,
+            b"}": 60.0,
+            b"]": 60.0,
+            b'":': 45.0,
+            b"0": 30.0,
+            b"1": 30.0,
+            b"5": 30.0,
+            b",": -20.0,
+        }
         return known.get(piece, -30.0 if not piece else 40.0 if piece[:1] in b"}]" else 0.0)
 
     def write(self, schema: Any, seed: int) -> str | None:
@@ -131,13 +155,19 @@ def test_what_cant_be_kept_is_refused_by_name(adversary: Adversary, case: dict[s
 
 
 @pytest.mark.parametrize(("word", "schema"), OLD, ids=lambda v: v if isinstance(v, str) else "")
-def test_words_of_other_drafts_are_refused_by_name(adversary: Adversary, word: str, schema: dict[str, Any]) -> None:
+def test_words_of_other_drafts_are_refused_by_name(
+    adversary: Adversary, word: str, schema: dict[str, Any]
+) -> None:
     with pytest.raises(UnsupportedError, match=word):
         adversary.compile(("json_schema", json.dumps(schema)))
 
 
 def test_a_property_may_be_named_like_a_keyword(adversary: Adversary) -> None:
-    schema = {"properties": {"extends": {"const": 1}}, "enum": [{"extends": 1}], "required": ["extends"]}
+    schema = {
+        "properties": {"extends": {"const": 1}},
+        "enum": [{"extends": 1}],
+        "required": ["extends"],
+    }
     written = adversary.write({**schema, "type": "object"}, 0)
     assert written is not None
     assert json.loads(written) == {"extends": 1}
@@ -165,7 +195,10 @@ def _ask(client: openai.OpenAI, schema: Any, seed: int = 0) -> Any:
     )
 
 
-WORDS = sorted({w for c in CASES["refused"] for w in c["says"] if len(c["says"]) == 1 and w.isalpha()} - {"Resource"})
+WORDS = sorted(
+    {w for c in CASES["refused"] for w in c["says"] if len(c["says"]) == 1 and w.isalpha()}
+    - {"Resource"}
+)
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -178,7 +211,18 @@ def test_over_http_a_refusal_is_a_400_with_the_word(client: openai.OpenAI, word:
 @pytest.mark.long
 def test_the_real_model_keeps_twenty_of_them(client: openai.OpenAI) -> None:
     """Small values only: the model must come to an end by itself."""
-    kinds = ("const", "enum", "required", "prefixItems", "maxItems", "minimum", "pattern", "anyOf", "type", "allOf")
+    kinds = (
+        "const",
+        "enum",
+        "required",
+        "prefixItems",
+        "maxItems",
+        "minimum",
+        "pattern",
+        "anyOf",
+        "type",
+        "allOf",
+    )
     chosen = [c for c in CASES["enforced"] if c["name"].split(":")[0] in kinds][::3][:20]
     assert len(chosen) == 20
     ended = 0

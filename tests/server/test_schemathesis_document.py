@@ -1,4 +1,5 @@
-"""Our OpenAPI document, taken at its word: requests made from it are never a 500, replies have the form it declares.
+"""Our OpenAPI document, taken at its word: requests made from it are never a 500, replies have the
+form it declares.
 
 `LOCALLLM_EXAMPLES=1000` asks for more requests per operation than every test run makes.
 """
@@ -27,7 +28,8 @@ EXAMPLES = int(os.environ.get("LOCALLLM_EXAMPLES", "20" if NEW else "5"))
 def _app() -> Any:
     engine = ScriptedEngine(fim_tokens={"pre": 200, "suf": 201, "mid": 202}, bos_token=BOS)
     return create_app(
-        ModelRouter([ServedModel("tiny", engine)]), settings=ServerSettings(allowed_hosts=("testserver", "localhost"))
+        ModelRouter([ServedModel("tiny", engine)]),
+        settings=ServerSettings(allowed_hosts=("testserver", "localhost")),
     )
 
 
@@ -36,7 +38,8 @@ document.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode
 
 
 def _test_of(label: str) -> Any:
-    """One test per operation, under a name of its own: pytest tells tests that run side by side apart by their names."""
+    """One test per operation, under a name of its own: pytest tells tests that run side by side
+    apart by their names."""
 
     @document.include(name=label).parametrize()
     @hypothesis.settings(
@@ -56,11 +59,15 @@ def _test_of(label: str) -> Any:
             ],
         )
         # A toy tokenizer has no letters to decide by.
-        assert reply.status_code < 500 or (reply.status_code == 501 and label == "POST /v1/systemone")
+        assert reply.status_code < 500 or (
+            reply.status_code == 501 and label == "POST /v1/systemone"
+        )
 
     return test
 
 
 for _operation in document.get_all_operations():
     _label = _operation.ok().label
-    globals()["test_replies_are_as_documented_" + re.sub(r"\W+", "_", _label.lower()).strip("_")] = _test_of(_label)
+    globals()[
+        "test_replies_are_as_documented_" + re.sub(r"\W+", "_", _label.lower()).strip("_")
+    ] = _test_of(_label)

@@ -1,4 +1,5 @@
-"""The security table of the classes of bugs other local servers had, each as a request that must not get through."""
+"""The security table of the classes of bugs other local servers had, each as a request that must
+not get through."""
 
 from __future__ import annotations
 
@@ -55,36 +56,58 @@ def keyed():
 
 
 EVERY_ROUTE = [
-    ("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/usage.csv"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
-    ("GET", "/props"), ("GET", "/models/sse"), ("GET", "/api/tags"), ("GET", "/api/version"), ("GET", "/api/ps"),
+    ("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/usage.csv"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
+    ("GET", "/props"), ("GET", "/models/sse"), ("GET", "/api/tags"), ("GET", "/api/version"),
+    ("GET", "/api/ps"),
     ("GET", "/openapi.json"), ("GET", "/nowhere"), ("HEAD", "/"), ("OPTIONS", CHAT),
-    ("POST", CHAT), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
-    ("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show"), ("POST", "/api/pull"), ("DELETE", "/api/delete"),
-    ("POST", "/completion"), ("POST", "/infill"), ("POST", "/tokenize"), ("DELETE", "/v1/responses/x"),
+    ("POST", CHAT), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/api/chat"), ("POST", "/api/generate"), ("POST", "/api/show"), ("POST", "/api/pull"),
+    ("DELETE", "/api/delete"),
+    ("POST", "/completion"), ("POST", "/infill"), ("POST", "/tokenize"),
+    ("DELETE", "/v1/responses/x"),
     ("GET", "/v1/responses/x/input_items"), ("POST", "/v1/responses/x/cancel"),
-    ("POST", "/v1/embeddings"), ("POST", "/api/embed"), ("POST", "/api/embeddings"), ("POST", "/v1/rerank"),
+    ("POST", "/v1/embeddings"), ("POST", "/api/embed"), ("POST", "/api/embeddings"),
+    ("POST", "/v1/rerank"),
     ("POST", "/models/load"), ("POST", "/models/unload"), ("GET", "/slots"), ("POST", "/rerank"),
 ]  # fmt: skip
 
 
 def test_the_list_of_routes_is_complete(server: Running) -> None:
     listed = {path for _, path in EVERY_ROUTE}
-    missing = {path for path in server.app.openapi()["paths"] if path not in listed and "{" not in path}
-    assert missing <= {"/v1/fim/completions", "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/detokenize",
+    missing = {
+        path for path in server.app.openapi()["paths"] if path not in listed and "{" not in path
+    }
+    assert missing <= {"/v1/fim/completions", "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens", "/detokenize",
                        "/apply-template", "/v1/systemone", "/v1/systemone/fit"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
 def test_a_foreign_host_is_refused_everywhere(http: httpx.Client, method: str, path: str) -> None:
-    for host in ("evil.example", "evil.example:11535", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.8"):
-        r = http.request(method, path, headers={"Host": host, "Content-Type": "application/json"}, content=b"{}")
+    for host in (
+        "evil.example",
+        "evil.example:11535",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "10.0.0.8",
+    ):
+        r = http.request(
+            method, path, headers={"Host": host, "Content-Type": "application/json"}, content=b"{}"
+        )
         assert r.status_code == 403, host
 
 
 @pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
 def test_a_foreign_origin_is_refused_everywhere(http: httpx.Client, method: str, path: str) -> None:
     for origin in ("https://evil.example", "null", "http://localhost.evil.example", "file://"):
-        r = http.request(method, path, headers={"Origin": origin, "Content-Type": "application/json"}, content=b"{}")
+        r = http.request(
+            method,
+            path,
+            headers={"Origin": origin, "Content-Type": "application/json"},
+            content=b"{}",
+        )
         assert r.status_code == 403, origin
         assert "access-control-allow-origin" not in r.headers
 
@@ -94,7 +117,9 @@ def test_a_foreign_host_is_refused_with_a_valid_key_too(keyed: httpx.Client) -> 
     assert r.status_code == 403
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:8080", "LOCALHOST:11535", "127.1.2.3"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:1", "[::1]:8080", "LOCALHOST:11535", "127.1.2.3"]
+)
 def test_names_of_this_machine_are_accepted(http: httpx.Client, host: str) -> None:
     assert http.get("/health", headers={"Host": host}).status_code == 200
 
@@ -106,13 +131,26 @@ def test_local_pages_and_desktop_programs_get_cors_without_credentials(http: htt
         assert r.headers["access-control-allow-origin"] == origin
         assert "access-control-allow-credentials" not in r.headers
         assert "authorization" in r.headers["access-control-allow-headers"]
-        assert http.post(CHAT, json=HI, headers={"Origin": origin}).headers["access-control-allow-origin"] == origin
+        assert (
+            http.post(CHAT, json=HI, headers={"Origin": origin}).headers[
+                "access-control-allow-origin"
+            ]
+            == origin
+        )
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx"]
+    "kind",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "application/jsonx",
+    ],
 )
-def test_a_post_that_a_page_could_send_without_asking_is_refused(http: httpx.Client, kind: str) -> None:
+def test_a_post_that_a_page_could_send_without_asking_is_refused(
+    http: httpx.Client, kind: str
+) -> None:
     page = {"Origin": "http://localhost:3000"}
     for path in (CHAT, "/api/chat", "/v1/messages", "/completion"):
         r = http.post(path, content=json.dumps(HI), headers={"content-type": kind, **page})
@@ -121,7 +159,9 @@ def test_a_post_that_a_page_could_send_without_asking_is_refused(http: httpx.Cli
 
 def test_a_body_without_a_type_is_read_only_from_programs(http: httpx.Client) -> None:
     def send(**headers: str) -> int:
-        return http.post(CHAT, content=json.dumps(HI), headers={"content-type": "", **headers}).status_code
+        return http.post(
+            CHAT, content=json.dumps(HI), headers={"content-type": "", **headers}
+        ).status_code
 
     assert send() == 200
     assert send(Origin="http://localhost:3000") == 415
@@ -129,9 +169,13 @@ def test_a_body_without_a_type_is_read_only_from_programs(http: httpx.Client) ->
     assert send(**{"Sec-Fetch-Site": "cross-site"}) == 403
 
 
-def test_of_the_types_a_page_can_send_only_curls_is_read_and_only_from_programs(http: httpx.Client) -> None:
+def test_of_the_types_a_page_can_send_only_curls_is_read_and_only_from_programs(
+    http: httpx.Client,
+) -> None:
     def send(kind: str, **headers: str) -> int:
-        return http.post(CHAT, content=json.dumps(HI), headers={"content-type": kind, **headers}).status_code
+        return http.post(
+            CHAT, content=json.dumps(HI), headers={"content-type": kind, **headers}
+        ).status_code
 
     form = "application/x-www-form-urlencoded"
     assert send(form) == 200
@@ -148,7 +192,11 @@ def test_the_key_is_required_everywhere_but_health(keyed: httpx.Client) -> None:
     for method, path in EVERY_ROUTE:
         if method == "OPTIONS" or path == "/health":
             continue
-        body = {"content": b"{}", "headers": {"content-type": "application/json"}} if method == "POST" else {}
+        body = (
+            {"content": b"{}", "headers": {"content-type": "application/json"}}
+            if method == "POST"
+            else {}
+        )
         assert keyed.request(method, path, **body).status_code == 401, path
     assert keyed.get("/health").status_code == 200
     for bad in ("Bearer wrong", "Bearer", "Bearer s3cret2", "Basic s3cret", "s3cret"):
@@ -162,7 +210,10 @@ def test_an_address_that_others_can_reach_gets_a_key() -> None:
         settings = ServerSettings(host=host).secured()
         assert settings.generated_key
         assert len(settings.api_key or "") >= 24
-    assert ServerSettings(host="0.0.0.0").secured().api_key != ServerSettings(host="0.0.0.0").secured().api_key
+    assert (
+        ServerSettings(host="0.0.0.0").secured().api_key
+        != ServerSettings(host="0.0.0.0").secured().api_key
+    )
     for host in ("127.0.0.1", "localhost", "::1", "127.0.0.2"):
         assert ServerSettings(host=host).secured().api_key is None
     assert ServerSettings(host="0.0.0.0", api_key="mine").secured().api_key == "mine"
@@ -187,7 +238,12 @@ def test_model_names_reach_no_file(http: httpx.Client, name: str) -> None:
         r = http.post(path, json=body)
         assert r.status_code in (400, 404)
         assert os.getcwd() not in r.text
-    assert http.get("/v1/models/" + httpx.QueryParams({"x": name})["x"].replace("\x00", "%00")[:200]).status_code == 404
+    assert (
+        http.get(
+            "/v1/models/" + httpx.QueryParams({"x": name})["x"].replace("\x00", "%00")[:200]
+        ).status_code
+        == 404
+    )
 
 
 def test_a_body_too_large_is_refused_announced_or_not(http: httpx.Client, server: Running) -> None:
@@ -201,7 +257,8 @@ def test_a_body_too_large_is_refused_announced_or_not(http: httpx.Client, server
 def test_a_body_that_trickles_is_cut_off(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as s:
         s.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            b"application/json\r\n"
             b"Content-Length: 1000\r\n\r\n{"
         )
         s.settimeout(30)
@@ -242,7 +299,10 @@ def test_errors_tell_nothing_about_the_inside(http: httpx.Client, engine: Script
 
 def test_prompts_are_not_logged(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(0):
-        http.post(CHAT, json={"messages": [{"role": "user", "content": "my-private-words"}], "oddfield": 1})
+        http.post(
+            CHAT,
+            json={"messages": [{"role": "user", "content": "my-private-words"}], "oddfield": 1},
+        )
     assert "my-private-words" not in caplog.text
 
 
@@ -270,10 +330,14 @@ TEMPLATES = [
     "{{ '{:1000000000}'.format(1) }}",
     "{{ range(10**9)|list }}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x|replace('a', n.x) %}{% endfor %}",
-    "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = [n.x, n.x]|join %}{% endfor %}",
+    "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor "
+    "%}",
+    "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor "
+    "%}",
+    "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x|replace('a', n.x) "
+    "%}{% endfor %}",
+    "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = [n.x, n.x]|join %}{% "
+    "endfor %}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{% include '/etc/passwd' %}",
     "{% import 'os' as os %}",
@@ -302,28 +366,40 @@ def test_a_hostile_template_gets_nothing_and_ends(source: str) -> None:
 
 
 def test_no_mutated_request_is_a_500(http: httpx.Client) -> None:
-    """Random edits of real requests: wrong types, missing parts, odd values, on every dialect's main route."""
+    """Random edits of real requests: wrong types, missing parts, odd values, on every dialect's
+    main route."""
     rng = random.Random(int(os.environ.get("LOCALLLM_SEED", "20261121")))
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     seeds = {
-        CHAT: {**HI, "temperature": 0.5, "stop": ["a"], "tools": [tool], "tool_choice": "auto", "max_tokens": 4,
-               "response_format": {"type": "text"}, "logit_bias": {"1": 1}, "stream_options": {"include_usage": True}},
-        "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 3, "logprobs": 1, "suffix": None, "echo": False},
-        "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}, {
+        CHAT: {**HI, "temperature": 0.5, "stop": ["a"], "tools": [tool], "tool_choice": "auto",
+        "max_tokens": 4,
+               "response_format": {"type": "text"}, "logit_bias": {"1": 1},
+               "stream_options": {"include_usage": True}},
+        "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 3, "logprobs": 1, "suffix": None,
+        "echo": False},
+        "/v1/responses": {"input": [{"role": "user",
+        "content": [{"type": "input_text", "text": "x"}]}, {
             "type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}],
-            "tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "text"}}, "max_output_tokens": 3,
+            "tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "text"}},
+            "max_output_tokens": 3,
             "reasoning": {"effort": "low"}},
-        "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 3,
-                         "system": [{"type": "text", "text": "s"}], "tools": [{"name": "f", "input_schema": {}}],
+        "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "max_tokens": 3,
+                         "system": [{"type": "text", "text": "s"}],
+                         "tools": [{"name": "f", "input_schema": {}}],
                          "tool_choice": {"type": "auto"}, "thinking": {"type": "disabled"}},
-        "/api/chat": {**HI, "stream": False, "options": {"num_predict": 3, "stop": ["x"]}, "tools": [tool],
+        "/api/chat": {**HI, "stream": False, "options": {"num_predict": 3, "stop": ["x"]},
+        "tools": [tool],
                       "format": {"type": "object"}, "think": False},
-        "/api/generate": {"prompt": "x", "stream": False, "options": {"seed": 1}, "system": "s", "raw": False},
+        "/api/generate": {"prompt": "x", "stream": False, "options": {"seed": 1}, "system": "s",
+        "raw": False},
         "/completion": {"prompt": "x", "n_predict": 2, "stop": ["x"], "n_probs": 1},
-        "/infill": {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "f", "text": "t"}]},
+        "/infill": {"input_prefix": "a", "input_suffix": "b",
+        "input_extra": [{"filename": "f", "text": "t"}]},
         "/tokenize": {"content": "x", "with_pieces": True},
     }  # fmt: skip
-    odd = [None, True, False, 0, -1, 1.5, 2**63, 10**40, -(10**40), 1e308, "", "x", "\ud800", "\x00", "../x", [], [[]],
+    odd = [None, True, False, 0, -1, 1.5, 2**63, 10**40, -(10**40), 1e308, "", "x", "\ud800",
+        "\x00", "../x", [], [[]],
            {}, {"a": {}}, [None], [{}], ["x", 1], "A" * 2000]  # fmt: skip
     paths = list(seeds)
     for i in range(int(os.environ.get("LOCALLLM_MUTATIONS", "1000"))):
@@ -354,7 +430,9 @@ def _mutate(value, rng: random.Random, odd: list) -> None:
         elif action < 0.85:
             del value[key]
         elif isinstance(value, dict):
-            value[rng.choice(["x", "name", "type", "role", "content", "n", "seed"])] = copy.deepcopy(rng.choice(odd))
+            value[rng.choice(["x", "name", "type", "role", "content", "n", "seed"])] = (
+                copy.deepcopy(rng.choice(odd))
+            )
         else:
             value.append(copy.deepcopy(rng.choice(odd)))
         return
@@ -383,7 +461,9 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
     async def ask() -> httpx.Response:
         task = asyncio.create_task(serve_on(app, [sock], settings, quiet=True))
         transport = httpx.AsyncHTTPTransport(uds=str(path))
-        async with httpx.AsyncClient(transport=transport, base_url="http://anything.example") as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://anything.example"
+        ) as client:
             reply = await client.get("/health")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -394,9 +474,12 @@ def test_a_unix_socket_only_its_owner_can_open(tmp_path: Path) -> None:
 
 
 def test_many_clients_that_leave_harm_nobody() -> None:
-    """A quarter of the clients leave in mid-answer; the others are answered, and the engine ends with nothing running."""
+    """A quarter of the clients leave in mid-answer; the others are answered, and the engine ends
+    with nothing running."""
     gate = Gate()
-    engine = ScriptedEngine(script=lambda r: ["x"] * 20 if r.generation.max_tokens != 7 else ["x", gate, "y"])
+    engine = ScriptedEngine(
+        script=lambda r: ["x"] * 20 if r.generation.max_tokens != 7 else ["x", gate, "y"]
+    )
 
     async def one(client: httpx.AsyncClient, i: int) -> bool:
         leaves = i % 4 == 0
@@ -410,7 +493,9 @@ def test_many_clients_that_leave_harm_nobody() -> None:
 
     async def all_of_them(url: str) -> list[bool]:
         limits = httpx.Limits(max_connections=64)
-        async with httpx.AsyncClient(base_url=url, trust_env=False, limits=limits, timeout=30) as client:
+        async with httpx.AsyncClient(
+            base_url=url, trust_env=False, limits=limits, timeout=30
+        ) as client:
             return await asyncio.gather(*(one(client, i) for i in range(128)))
 
     with running_server({"tiny": engine}) as server:

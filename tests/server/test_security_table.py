@@ -1,4 +1,5 @@
-"""The security table of docs/api.md: every door has a row there, and every row a test that tries it."""
+"""The security table of docs/api.md: every door has a row there, and every row a test that tries
+it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ TRIED: Mapping[str, tuple[str, ...]] = {
         "server/test_doors.py::test_a_page_the_user_allowed_is_let_in_and_no_page_like_it",
         "server/test_doors.py::test_every_page_is_allowed_only_behind_a_key",
     ),
-    "pages without an Origin": ("server/test_doors.py::test_a_foreign_page_can_not_even_ask_without_an_origin",),
+    "pages without an Origin": (
+        "server/test_doors.py::test_a_foreign_page_can_not_even_ask_without_an_origin",
+    ),
     "TLS": (
         "cli/test_listening.py::test_it_is_served_over_tls",
         "cli/test_listening.py::test_files_that_can_not_be_used_say_why_before_anything_loads",
@@ -87,7 +90,9 @@ TRIED: Mapping[str, tuple[str, ...]] = {
         "server/test_managing.py::test_a_model_in_use_is_not_unloaded",
         "server/test_ollama.py::test_a_model_in_use_is_unloaded_when_its_requests_have_ended",
     ),
-    "what is kept (responses)": ("server/test_security_table.py::test_what_is_kept_is_never_listed",),
+    "what is kept (responses)": (
+        "server/test_security_table.py::test_what_is_kept_is_never_listed",
+    ),
     "figures (`/metrics`, `/slots`, `/props`)": (
         "server/test_security_table.py::test_figures_hold_no_word_of_a_prompt_or_an_answer",
         "server/test_managing.py::test_slots_tell_what_runs_and_what_waits_and_no_word_of_it",
@@ -98,7 +103,10 @@ TRIED: Mapping[str, tuple[str, ...]] = {
 def doors() -> list[str]:
     """The first column of the table."""
     section = (
-        (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("\n## Security\n")[2].partition("\n## ")[0]
+        (ROOT / "docs" / "api.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Security\n")[2]
+        .partition("\n## ")[0]
     )
     rows = [line for line in section.splitlines() if line.startswith("| ")]
     return [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]]

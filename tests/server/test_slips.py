@@ -28,7 +28,9 @@ def http() -> Iterator[httpx.Client]:
         ("PUT", "/v1/responses/x", "DELETE, GET, HEAD"),
     ],
 )
-def test_another_method_is_told_which_ones_there_are(http: httpx.Client, method: str, path: str, answers: str) -> None:
+def test_another_method_is_told_which_ones_there_are(
+    http: httpx.Client, method: str, path: str, answers: str
+) -> None:
     reply = http.request(method, path, json={})
     assert reply.status_code == 405
     assert reply.headers["allow"] == answers
@@ -36,7 +38,9 @@ def test_another_method_is_told_which_ones_there_are(http: httpx.Client, method:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M", "smollm2-135m-instrukt"])
-def test_half_a_name_and_a_wrong_letter_are_told_the_whole_name(http: httpx.Client, name: str) -> None:
+def test_half_a_name_and_a_wrong_letter_are_told_the_whole_name(
+    http: httpx.Client, name: str
+) -> None:
     reply = http.post("/v1/completions", json={"prompt": "a", "model": name})
     assert reply.status_code == 404
     assert reply.json()["error"]["hint"] == "did you mean smollm2-135m-instruct?"

@@ -1,4 +1,5 @@
-"""Many mixed requests at once on a real server and worker, clients that leave, and kills: each request has one end.
+"""Many mixed requests at once on a real server and worker, clients that leave, and kills: each
+request has one end.
 
 The long version is `python -m benchmarks.soak`, whose mix and whose accounting these tests use.
 """
@@ -52,7 +53,9 @@ def test_every_request_of_a_mix_with_disconnects_is_accounted_for(server: Runnin
             await soak(http, os.getpid(), asks, report)
 
     asyncio.run(run())
-    assert [(e.end, e.ask.kind, e.why) for e in report.ends if e.end not in ("finished", "left")] == []
+    assert [
+        (e.end, e.ask.kind, e.why) for e in report.ends if e.end not in ("finished", "left")
+    ] == []
     assert len(report.ends) == REQUESTS
     assert report.count()["left"] >= 8  # the mix has 25 % of them, and some leave after the end
     assert report.left_running == 0
@@ -109,7 +112,9 @@ def test_the_accounting_knows_a_hung_request(leaves: float | None, end: str) -> 
         raise AssertionError
 
     async def run() -> str:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(never), base_url="http://localhost") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.MockTransport(never), base_url="http://localhost"
+        ) as http:
             ask = flowing("hi", 3)
             return (await send(http, Ask(ask.kind, ask.path, ask.body, leaves), limit_s=0.05)).end
 

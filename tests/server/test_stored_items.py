@@ -1,4 +1,5 @@
-"""Stored responses and their items: references to them, what they answered, and what can't be done with them."""
+"""Stored responses and their items: references to them, what they answered, and what can't be done
+with them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
 RESPONSES = "/v1/responses"
-TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}
+TOOL = {
+    "type": "function",
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'
 
 
@@ -42,11 +47,16 @@ def create(http: httpx.Client, given: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_a_reference_stands_for_its_item(http: httpx.Client, engine: ScriptedEngine) -> None:
-    """As the AI SDK's OpenAI provider sends a tool loop: everything it got comes back as references."""
+    """As the AI SDK's OpenAI provider sends a tool loop: everything it got comes back as
+    references."""
     first = create(http, "Look x up.")
     assert [item["type"] for item in first["output"]] == ["message", "function_call"]
     asked = {"role": "user", "content": "Look x up."}
-    done = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "42"}
+    done = {
+        "type": "function_call_output",
+        "call_id": first["output"][1]["call_id"],
+        "output": "42",
+    }
     references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
     create(http, [asked, *references, done])
     by_reference = engine.requests[-1].prompt
@@ -80,7 +90,8 @@ def test_a_deleted_response_takes_its_items_along(http: httpx.Client) -> None:
 
 def test_a_response_says_what_it_answered(http: httpx.Client) -> None:
     first = create(http, "One.")
-    second = create(http, [{"role": "user", "content": "Two."}, {"role": "user", "content": "Three."}],
+    second = create(http, [{"role": "user", "content": "Two."}, {"role": "user",
+        "content": "Three."}],
                     previous_response_id=first["id"])  # fmt: skip
     path = f"{RESPONSES}/{second['id']}/input_items"
     listed = http.get(path, params={"order": "asc"}).json()
@@ -122,7 +133,9 @@ def test_stored_items_have_all_that_their_types_have(http: httpx.Client) -> None
     message, call = ("message", "msg"), ("function_call", "fc")
     assert heads == [*[message] * 4, ("reasoning", "rs"), call, ("function_call_output", "fco")]
     assert items[0]["content"] == [{"type": "input_text", "text": "Hi."}]
-    assert items[1]["content"] == [{"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}]
+    assert items[1]["content"] == [
+        {"type": "output_text", "text": "Hello.", "annotations": [], "logprobs": []}
+    ]
     assert items[2]["content"] == items[1]["content"]
     assert items[4]["summary"] == []
     assert all(item["status"] == "completed" for item in items if item["type"] != "reasoning")

@@ -1,4 +1,5 @@
-"""Streams of the other dialects: their events in order, their ends, their errors, and the whole reply equal to them."""
+"""Streams of the other dialects: their events in order, their ends, their errors, and the whole
+reply equal to them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 THINKING = "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>" \
     "{% endif %}{{ m.content }}{% endfor %}[assistant]<think>\n"  # fmt: skip
-CALL = ["Let me", " see.\n<tool_", 'call>\n{"name": "look", "arguments": {"q"', ': "x"}}', "\n</tool_call>"]
+CALL = [
+    "Let me",
+    " see.\n<tool_",
+    'call>\n{"name": "look", "arguments": {"q"',
+    ': "x"}}',
+    "\n</tool_call>",
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +67,13 @@ def lines(http: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
     return [json.loads(line) for line in r.text.splitlines()]
 
 
-def test_chat_tool_calls_stream_in_openais_shape(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_chat_tool_calls_stream_in_openais_shape(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = CALL
-    chunks = [d for _, d in events(http, "/v1/chat/completions", {"messages": HI, "tools": [TOOL]})][:-1]
+    chunks = [
+        d for _, d in events(http, "/v1/chat/completions", {"messages": HI, "tools": [TOOL]})
+    ][:-1]
     deltas = [c["choices"][0]["delta"] for c in chunks]
     assert "".join(d.get("content") or "" for d in deltas) == "Let me see."
     calls = [d["tool_calls"][0] for d in deltas if "tool_calls" in d]
@@ -74,7 +85,9 @@ def test_chat_tool_calls_stream_in_openais_shape(http: httpx.Client, engine: Scr
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_responses_events_build_the_whole_response(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_responses_events_build_the_whole_response(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = CALL
     body = {"input": "hi", "tools": [{"type": "function", "name": "look"}]}
     seen = events(http, "/v1/responses", body)
@@ -84,7 +97,9 @@ def test_responses_events_build_the_whole_response(http: httpx.Client, engine: S
     assert names[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
     assert names[-1] == "response.completed"
     text = "".join(d["delta"] for n, d in seen if n == "response.output_text.delta")
-    arguments = "".join(d["delta"] for n, d in seen if n == "response.function_call_arguments.delta")
+    arguments = "".join(
+        d["delta"] for n, d in seen if n == "response.function_call_arguments.delta"
+    )
     final = seen[-1][1]["response"]
     message, call = final["output"]
     assert message["content"][0]["text"] == text == "Let me see."
@@ -96,7 +111,9 @@ def test_responses_events_build_the_whole_response(http: httpx.Client, engine: S
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_previous_response_is_continued(http: httpx.Client, engine: ScriptedEngine, stream: bool) -> None:
+def test_a_previous_response_is_continued(
+    http: httpx.Client, engine: ScriptedEngine, stream: bool
+) -> None:
     engine.script = ["first answer"]
     if stream:
         first = events(http, "/v1/responses", {"input": "one"})[-1][1]["response"]
@@ -114,7 +131,9 @@ def test_a_previous_response_is_continued(http: httpx.Client, engine: ScriptedEn
     assert http.get(f"/v1/responses/{unkept['id']}").status_code == 404
 
 
-def test_a_response_that_fails_says_so_in_its_last_event(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_response_that_fails_says_so_in_its_last_event(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = ["x", Failure("", "worker_died", "gone")]
     name, data = events(http, "/v1/responses", {"input": "hi"})[-1]
     assert name == "response.failed"
@@ -123,10 +142,15 @@ def test_a_response_that_fails_says_so_in_its_last_event(http: httpx.Client, eng
 
 def test_anthropic_events_in_order(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.script = CALL
-    body = {"messages": HI, "max_tokens": 500, "tools": [{"name": "look", "input_schema": {"type": "object"}}]}
+    body = {
+        "messages": HI,
+        "max_tokens": 500,
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+    }
     seen = events(http, "/v1/messages", body)
     assert [n for n, _ in seen if n != "content_block_delta"] == [
-        "message_start", "content_block_start", "content_block_stop", "content_block_start", "content_block_stop",
+        "message_start", "content_block_start", "content_block_stop", "content_block_start",
+        "content_block_stop",
         "message_delta", "message_stop",
     ]  # fmt: skip
     start = seen[0][1]["message"]
@@ -137,17 +161,26 @@ def test_anthropic_events_in_order(http: httpx.Client, engine: ScriptedEngine) -
     assert seen[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_anthropic_pings_while_waiting_and_errors_in_its_shape(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_anthropic_pings_while_waiting_and_errors_in_its_shape(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     gate = Gate()
     engine.script = [gate, Failure("", "worker_died", "gone")]
-    with http.stream("POST", "/v1/messages", json={"messages": HI, "max_tokens": 5, "stream": True}) as r:
+    with http.stream(
+        "POST", "/v1/messages", json={"messages": HI, "max_tokens": 5, "stream": True}
+    ) as r:
         seen = r.iter_lines()
         assert next(line for line in seen if line.startswith("event")) == "event: ping"
         gate.open()
         rest = list(seen)
-    assert json.loads(rest[-2][6:]) == {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}}
+    assert json.loads(rest[-2][6:]) == {
+        "type": "error",
+        "error": {"type": "overloaded_error", "message": "gone"},
+    }
     engine.script = ["fine"]
-    r = http.post("/v1/messages", json={"messages": [{"role": "wizard", "content": "x"}], "max_tokens": 1})
+    r = http.post(
+        "/v1/messages", json={"messages": [{"role": "wizard", "content": "x"}], "max_tokens": 1}
+    )
     assert (r.status_code, r.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -161,11 +194,19 @@ def test_ollama_lines(http: httpx.Client, engine: ScriptedEngine) -> None:
     assert [line["done"] for line in seen] == [False] * (len(seen) - 1) + [True]
     assert seen[-1]["done_reason"] == "stop"
     engine.script = ["ab", "cd"]
-    assert [line["response"] for line in lines(http, "/api/generate", {"prompt": "x"})] == ["ab", "cd", ""]
+    assert [line["response"] for line in lines(http, "/api/generate", {"prompt": "x"})] == [
+        "ab",
+        "cd",
+        "",
+    ]
 
 
 def test_ollama_errors_are_its_own(http: httpx.Client, engine: ScriptedEngine) -> None:
-    assert http.post("/api/chat", json={"model": "gone", "messages": HI}).json()["error"].startswith("no model 'gone'")
+    assert (
+        http.post("/api/chat", json={"model": "gone", "messages": HI})
+        .json()["error"]
+        .startswith("no model 'gone'")
+    )
     engine.script = ["x", Failure("", "worker_died", "gone")]
     assert lines(http, "/api/chat", {"messages": HI})[-1] == {"error": "gone"}
 
@@ -199,33 +240,61 @@ REASONED = ["Hm, ", "two.", "</think>\n\n", "It is", " 2."]
         (
             "/v1/chat/completions",
             {"messages": HI},
-            lambda j: (j["choices"][0]["message"]["reasoning_content"], j["choices"][0]["message"]["content"]),
+            lambda j: (
+                j["choices"][0]["message"]["reasoning_content"],
+                j["choices"][0]["message"]["content"],
+            ),
         ),
-        ("/v1/responses", {"input": "hi"}, lambda j: tuple(o["content"][0]["text"] for o in j["output"])),
+        (
+            "/v1/responses",
+            {"input": "hi"},
+            lambda j: tuple(o["content"][0]["text"] for o in j["output"]),
+        ),
         (
             "/v1/messages",
             {"messages": HI, "max_tokens": 99},
             lambda j: (j["content"][0]["thinking"], j["content"][1]["text"]),
         ),
-        ("/api/chat", {"messages": HI, "stream": False}, lambda j: (j["message"]["thinking"], j["message"]["content"])),
+        (
+            "/api/chat",
+            {"messages": HI, "stream": False},
+            lambda j: (j["message"]["thinking"], j["message"]["content"]),
+        ),
     ],
 )
-def test_reasoning_is_apart_in_every_dialect(http: httpx.Client, thinker: ScriptedEngine, path, body, find) -> None:
+def test_reasoning_is_apart_in_every_dialect(
+    http: httpx.Client, thinker: ScriptedEngine, path, body, find
+) -> None:
     thinker.script = REASONED
-    assert find(http.post(path, json={**body, "model": "thinker"}).json()) == ("Hm, two.", "It is 2.")
+    assert find(http.post(path, json={**body, "model": "thinker"}).json()) == (
+        "Hm, two.",
+        "It is 2.",
+    )
 
 
-def test_reasoning_that_a_client_drops_is_put_back(http: httpx.Client, thinker: ScriptedEngine) -> None:
+def test_reasoning_that_a_client_drops_is_put_back(
+    http: httpx.Client, thinker: ScriptedEngine
+) -> None:
     thinker.script = REASONED
     question = [{"role": "user", "content": "1 + 1 in dropped words?"}]
-    http.post("/v1/chat/completions", json={"model": "thinker", "messages": question, "stream": True})
+    http.post(
+        "/v1/chat/completions", json={"model": "thinker", "messages": question, "stream": True}
+    )
     first = thinker.requests[-1].prompt
-    turn = [*question, {"role": "assistant", "content": "It is 2."}, {"role": "user", "content": "sure?"}]
+    turn = [
+        *question,
+        {"role": "assistant", "content": "It is 2."},
+        {"role": "user", "content": "sure?"},
+    ]
     http.post("/v1/chat/completions", json={"model": "thinker", "messages": turn})
-    assert thinker.requests[-1].prompt.startswith(first.removesuffix("\n") + "Hm, two.</think>It is 2.")
+    assert thinker.requests[-1].prompt.startswith(
+        first.removesuffix("\n") + "Hm, two.</think>It is 2."
+    )
 
 
-def test_a_schema_waits_until_the_reasoning_is_over(http: httpx.Client, thinker: ScriptedEngine) -> None:
+def test_a_schema_waits_until_the_reasoning_is_over(
+    http: httpx.Client, thinker: ScriptedEngine
+) -> None:
     thinker.script = lambda r: ['{"a": 1}'] if r.grammar else ["Hm, ", "one.", "</think>", "never"]
     thinker.requests.clear()
     body = {"model": "thinker", "messages": HI, "response_format": {"type": "json_object"}}
@@ -238,7 +307,9 @@ def test_a_schema_waits_until_the_reasoning_is_over(http: httpx.Client, thinker:
     assert reply["usage"]["prompt_tokens"] == len(free.prompt)
 
 
-def test_a_forced_call_comes_after_the_reasoning(http: httpx.Client, thinker: ScriptedEngine) -> None:
+def test_a_forced_call_comes_after_the_reasoning(
+    http: httpx.Client, thinker: ScriptedEngine
+) -> None:
     thinker.script = lambda r: ['{"q": ', '"x"}'] if r.grammar else ["Hm.", "</think>"]
     body = {"model": "thinker", "messages": HI, "tools": [TOOL], "tool_choice": "required"}
     message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
@@ -253,8 +324,12 @@ def test_every_dialect_reports_the_same_context(http: httpx.Client) -> None:
         http.get("/v1/models").json()["data"][0]["meta"]["n_ctx"],
         http.get("/v1/models").json()["models"][0]["context_window"],
         http.get("/props").json()["default_generation_settings"]["n_ctx"],
-        http.post("/api/show", json={"model": "tiny"}).json()["model_info"]["scripted.context_length"],
-        next(m for m in http.get("/api/ps").json()["models"] if m["name"] == "tiny")["context_length"],
+        http.post("/api/show", json={"model": "tiny"}).json()["model_info"][
+            "scripted.context_length"
+        ],
+        next(m for m in http.get("/api/ps").json()["models"] if m["name"] == "tiny")[
+            "context_length"
+        ],
     }
     assert numbers == {4096}
 
@@ -265,9 +340,9 @@ def test_what_editors_probe_for(http: httpx.Client) -> None:
     assert tuple(map(int, http.get("/api/version").json()["version"].split("."))) >= (0, 6, 4)
     assert [m["model"] for m in http.get("/api/tags").json()["models"]] == ["tiny", "thinker"]
     assert "tools" in http.post("/api/show", json={"model": "tiny"}).json()["capabilities"]
-    assert http.get("/props", params={"model": "tiny", "autoload": "false"}).json()["chat_template_caps"][
-        "supports_tools"
-    ]
+    assert http.get("/props", params={"model": "tiny", "autoload": "false"}).json()[
+        "chat_template_caps"
+    ]["supports_tools"]
     assert http.get("/v1/models/").status_code == 200
     assert http.post("/v1/completions/", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 

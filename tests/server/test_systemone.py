@@ -1,5 +1,6 @@
-"""Decisions at a real engine: one prefill of the state whatever the number of questions, probabilities that are the model's own,
-orders that cancel, temperatures that stay; by the API's official client too."""
+"""Decisions at a real engine: one prefill of the state whatever the number of questions,
+probabilities that are the model's own, orders that cancel, temperatures that stay; by the API's
+official client too."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from support.http_server import Running, running_server
 from support.scripted_engine import ScriptedEngine
 
 PATH = "/v1/systemone"
-STATE = {"ticket": "I was charged twice for one order. Please send one of the two charges back today. " * 12}
+STATE = {
+    "ticket": "I was charged twice for one order. Please send one of the two charges back "
+    "today. " * 12
+}
 QUESTIONS: dict[str, dict[str, Any]] = {
     "refund": {"type": "noul", "instructions": "Does the customer ask for money back?"},
     "team": {
@@ -59,20 +63,28 @@ def decide(http: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 def prefilled(http: httpx.Client) -> int:
-    found = re.search(r"^localllm_prefilled_tokens_total\{.*\} (\d+)$", http.get("/metrics").text, re.MULTILINE)
+    found = re.search(
+        r"^localllm_prefilled_tokens_total\{.*\} (\d+)$", http.get("/metrics").text, re.MULTILINE
+    )
     assert found is not None
     return int(found[1])
 
 
 def test_any_number_of_questions_costs_one_prefill_of_the_state(http: httpx.Client) -> None:
-    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
+    http.post(
+        "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    )
     state = "A long report of what went wrong. " * 60
     size = len(http.post("/tokenize", json={"content": state}).json()["tokens"])
     before = prefilled(http)
-    questions = {f"q{i}": {"type": "noul", "instructions": f"Is it about matter {i}?"} for i in range(12)}
+    questions = {
+        f"q{i}": {"type": "noul", "instructions": f"Is it about matter {i}?"} for i in range(12)
+    }
     first = decide(http, state=state, questions=questions)["usage"]
     spent = prefilled(http) - before
-    # What the engine computed is what the receipt says: the state once, and a line or two for each question.
+    # What the engine computed is what the receipt says: the state once, and a line or two for each
+    # question.
     known = first["input_tokens_details"]["cached_tokens"]  # the template's own system prompt
     assert first["input_tokens_details"] == {"cached_tokens": known, "prefilled_tokens": spent}
     assert first["input_tokens"] == known + spent
@@ -106,12 +118,18 @@ def test_answers_have_the_form_of_their_question(http: httpx.Client) -> None:
     assert (one["score"], one["confidence"], one["probabilities"]) == (0, 1, {"0": 1})
 
 
-def test_with_all_orders_it_does_not_matter_in_which_one_the_options_are_sent(http: httpx.Client) -> None:
+def test_with_all_orders_it_does_not_matter_in_which_one_the_options_are_sent(
+    http: httpx.Client,
+) -> None:
     names = ["billing", "bugs", "accounts"]
     turned = [names[i:] + names[:i] for i in range(3)]
     found = []
     for order in turned:
-        question = {"type": "choice", "instructions": "Whose is it?", "criteria": dict.fromkeys(order)}
+        question = {
+            "type": "choice",
+            "instructions": "Whose is it?",
+            "criteria": dict.fromkeys(order),
+        }
         answers = decide(http, questions={"a": question}, orders=8)
         found.append(answers["answers"]["a"]["probabilities"])
         assert answers["usage"]["output_tokens"] == 3
@@ -126,7 +144,9 @@ def test_the_engine_tells_the_log_probability_of_any_token_by_name(few_layers: P
     async def top(supervisor: Supervisor, generation: Generation) -> list[tuple[int, float]]:
         engine = await supervisor.engine()
         heard: list[Event] = []
-        end = await engine.listen(Request("r", "The capital of France is", generation), heard.append)
+        end = await engine.listen(
+            Request("r", "The capital of France is", generation), heard.append
+        )
         assert isinstance(end, Finish)
         told = [p for e in heard if isinstance(e, Text) for p in e.logprobs]
         return [(token, p) for _, token, p in told[0].top]
@@ -152,7 +172,9 @@ def test_a_temperature_is_fitted_kept_and_can_be_overruled(http: httpx.Client) -
     assert before["temperature"] == 1
     # Half of the answers are said to be wrong: nothing is more likely than to know nothing.
     examples = [
-        {"state": f"Letter {i}.", "questions": {"a": {"type": "noul", "instructions": "Is it true?"}}, "answers": {"a": i % 2 == 0}}
+        {"state": f"Letter {i}.",
+        "questions": {"a": {"type": "noul", "instructions": "Is it true?"}},
+        "answers": {"a": i % 2 == 0}}
         for i in range(40)
     ]  # fmt: skip
     fitted = http.post(f"{PATH}/fit", json={"examples": examples})
@@ -163,7 +185,9 @@ def test_a_temperature_is_fitted_kept_and_can_be_overruled(http: httpx.Client) -
     assert said["loss_nats"]["after"] < said["loss_nats"]["before"]
     after = decide(http)
     assert after["temperature"] == said["temperature"]
-    sharp, flat = (decide(http, temperature=t)["answers"]["team"]["confidence"] for t in (0.01, 100))
+    sharp, flat = (
+        decide(http, temperature=t)["answers"]["team"]["confidence"] for t in (0.01, 100)
+    )
     assert sharp > 0.9
     assert flat < 0.1
 
@@ -176,25 +200,39 @@ def test_a_temperature_is_fitted_kept_and_can_be_overruled(http: httpx.Client) -
         ({"questions": {"a": {"type": "box"}}}, "questions.a"),
         ({"questions": {"a": {"type": "choice", "criteria": {}}}}, "questions.a.criteria"),
         ({"questions": {"a": {"type": "score", "criteria": {"a": "b"}}}}, "questions.a.criteria"),
-        ({"questions": {"a": {"type": "noul", "criteria": {"maybe": "x"}}}}, "questions.a.criteria.maybe"),
+        (
+            {"questions": {"a": {"type": "noul", "criteria": {"maybe": "x"}}}},
+            "questions.a.criteria.maybe",
+        ),
         ({"orders": 0}, "orders"),
         ({"temperature": 0}, "temperature"),
         ({"stream": True}, "stream"),
         ({"assets": {"a": {"type": "image"}}}, "assets"),
     ],
 )
-def test_what_can_not_be_asked_is_refused_by_its_name(http: httpx.Client, change: dict[str, Any], param: str) -> None:
+def test_what_can_not_be_asked_is_refused_by_its_name(
+    http: httpx.Client, change: dict[str, Any], param: str
+) -> None:
     r = http.post(PATH, json={"state": STATE, "questions": QUESTIONS, **change})
     assert (r.status_code, r.json()["error"]["param"]) == (400, param)
 
 
 def test_a_model_that_can_not_decide_says_so_by_501(tmp_path: Path) -> None:
-    # A tokenizer of bytes has no label of one token behind a space; an embedding model has no next token.
+    # A tokenizer of bytes has no label of one token behind a space; an embedding model has no next
+    # token.
     from localllm.server.models.router import ServedModel
 
-    embedder = Supervisor(WorkerOptions(LoadSpec(path=str(write_bert(tmp_path / "embed.gguf")), n_ctx=64)))
-    models = [ServedModel("bytes", ScriptedEngine()), ServedModel("embedder", embedder, embeds=True)]
-    with running_server(models) as server, httpx.Client(base_url=server.url, trust_env=False) as http:
+    embedder = Supervisor(
+        WorkerOptions(LoadSpec(path=str(write_bert(tmp_path / "embed.gguf")), n_ctx=64))
+    )
+    models = [
+        ServedModel("bytes", ScriptedEngine()),
+        ServedModel("embedder", embedder, embeds=True),
+    ]
+    with (
+        running_server(models) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
         for name, why in (("bytes", "labels"), ("embedder", "embeds")):
             r = http.post(PATH, json={"model": name, "state": "x", "questions": QUESTIONS})
             assert (r.status_code, r.json()["error"]["code"]) == (501, "not_implemented")
@@ -207,22 +245,31 @@ def test_a_key_with_a_name_asks_but_does_not_fit() -> None:
     keys = (NamedKey("guest", digest_of(b"guest-key-of-some-length")),)
     shown = {"authorization": "Bearer guest-key-of-some-length"}
     with (
-        running_server({"bytes": ScriptedEngine()}, api_key="owner-key-of-some-length", keys=keys) as server,
+        running_server(
+            {"bytes": ScriptedEngine()}, api_key="owner-key-of-some-length", keys=keys
+        ) as server,
         httpx.Client(base_url=server.url, trust_env=False, timeout=60, headers=shown) as http,
     ):
         example = {"state": "x", "questions": {"a": {"type": "noul"}}, "answers": {"a": True}}
         assert http.post(f"{PATH}/fit", json={"examples": [example]}).status_code == 403
-        assert http.post(PATH, json={"state": "x", "questions": example["questions"]}).status_code == 501
+        assert (
+            http.post(PATH, json={"state": "x", "questions": example["questions"]}).status_code
+            == 501
+        )
 
 
 def test_the_official_client(server: Running) -> None:
-    sdk = pytest.importorskip("typesafe_sdk", reason="TypeSafe's own client: pip install typesafe-sdk")
+    sdk = pytest.importorskip(
+        "typesafe_sdk", reason="TypeSafe's own client: pip install typesafe-sdk"
+    )
     with sdk.TypeSafeClient(api_key="none", base_url=server.url, model="small") as client:
         found = client.system_one(
             STATE,
             {
                 "refund": sdk.Noul(instructions="Does the customer ask for money back?"),
-                "team": sdk.Choice(instructions="Whose is it?", criteria={"billing": None, "bugs": "Faults"}),
+                "team": sdk.Choice(
+                    instructions="Whose is it?", criteria={"billing": None, "bugs": "Faults"}
+                ),
                 "urgency": sdk.Score(instructions="How urgent?", criteria=["can wait", "today"]),
             },
         )

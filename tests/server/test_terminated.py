@@ -1,5 +1,6 @@
-"""A service manager's SIGTERM goes to the whole process group: streams get their end, the worker writes what it knows,
-and what comes after the restart finds it. Whoever is left without a parent leaves too."""
+"""A service manager's SIGTERM goes to the whole process group: streams get their end, the worker
+writes what it knows, and what comes after the restart finds it. Whoever is left without a parent
+leaves too."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from localllm.server.http import run
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="process groups and signals of POSIX")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="process groups and signals of POSIX"
+)
 
 PROMPT = " ".join(f"Item {i} of the inventory is a lamp with {i * 7} lenses." for i in range(40))
 
@@ -28,7 +31,17 @@ PROMPT = " ".join(f"Item {i} of the inventory is a lamp with {i * 7} lenses." fo
 @contextmanager
 def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """`localllm serve` in a process group of its own, and a client of it."""
-    command = [sys.executable, "-m", "localllm", "serve", str(model), "--port", "0", "--context", "2048"]
+    command = [
+        sys.executable,
+        "-m",
+        "localllm",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--context",
+        "2048",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stderr is not None
@@ -62,7 +75,9 @@ def cached_of(client: httpx.Client) -> tuple[int, int]:
     return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
 
-def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(few_layers: Path) -> None:
+def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(
+    few_layers: Path,
+) -> None:
     with serving(few_layers) as (process, client):
         with client.stream("POST", "/v1/completions", json=ask(20)) as reply:
             told = frames(reply)
@@ -70,7 +85,9 @@ def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(few
             os.killpg(process.pid, signal.SIGTERM)
             rest = list(told)
         assert not [f for f in rest if "error" in f]
-        assert [c["finish_reason"] for f in rest for c in f["choices"] if c["finish_reason"]] == ["length"]
+        assert [c["finish_reason"] for f in rest for c in f["choices"] if c["finish_reason"]] == [
+            "length"
+        ]
         assert process.wait(timeout=60) == 0
     with serving(few_layers) as (_, client):
         cached, prompt = cached_of(client)
@@ -80,12 +97,15 @@ def test_terminating_the_group_ends_streams_well_and_keeps_what_was_computed(few
 def test_a_stream_that_is_not_waited_for_says_why_it_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """To its client; the log of a service that restarts gets a line of it, not the stack of forty calls it was in."""
+    """To its client; the log of a service that restarts gets a line of it, not the stack of forty
+    calls it was in."""
     monkeypatch.setattr(run, "GRACE_S", 1)
     never = Gate()
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     with ExitStack() as stack:
-        server = stack.enter_context(running_server({"tiny": ScriptedEngine(script=["Hello", never])}, quiet=False))
+        server = stack.enter_context(
+            running_server({"tiny": ScriptedEngine(script=["Hello", never])}, quiet=False)
+        )
         client = stack.enter_context(httpx.Client(base_url=server.url, trust_env=False, timeout=30))
         reply = stack.enter_context(client.stream("POST", "/v1/chat/completions", json=body))
         lines = reply.iter_lines()
@@ -109,7 +129,11 @@ def test_terminating_the_group_after_an_answer_keeps_what_was_computed(few_layer
 
 def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(few_layers: Path) -> None:
     with serving(few_layers) as (process, client):
-        [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker.worker" in p.cmdline()]
+        [worker] = [
+            p
+            for p in psutil.Process(process.pid).children()
+            if "localllm.engine.worker.worker" in p.cmdline()
+        ]
         with client.stream("POST", "/v1/completions", json=ask(1000)) as reply:
             next(frames(reply))
             worker.send_signal(signal.SIGTERM)  # alone it changes nothing
@@ -123,9 +147,14 @@ def test_a_worker_whose_server_is_killed_in_mid_answer_writes_and_leaves(few_lay
 
 @pytest.mark.long
 def test_a_worker_that_hangs_does_not_outlive_its_server(few_layers: Path) -> None:
-    """Stopped, as one that waits for something that never comes; it goes on when it can be spoken to again."""
+    """Stopped, as one that waits for something that never comes; it goes on when it can be spoken
+    to again."""
     with serving(few_layers) as (process, _):
-        [worker] = [p for p in psutil.Process(process.pid).children() if "localllm.engine.worker.worker" in p.cmdline()]
+        [worker] = [
+            p
+            for p in psutil.Process(process.pid).children()
+            if "localllm.engine.worker.worker" in p.cmdline()
+        ]
         worker.suspend()
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=60) == 0

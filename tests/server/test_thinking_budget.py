@@ -1,5 +1,5 @@
-"""A limit on the reasoning reaches the engine from every dialect, in the words of the model's own template; and a real
-model's reasoning ends there."""
+"""A limit on the reasoning reaches the engine from every dialect, in the words of the model's own
+template; and a real model's reasoning ends there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from support.scripted_engine import ScriptedEngine
 
 HI = [{"role": "user", "content": "hi"}]
 TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor "
+    "%}<|im_start|>assistant\n"
 )
 OPENED = TURNS + "<think>\n{# ends with </think> #}"
 OWN = TURNS + "{# <think> and </think> are the model's own words #}"
@@ -45,14 +46,20 @@ def ask(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.mark.parametrize(("path", "body"), FIELDS, ids=str)
-@pytest.mark.parametrize(("template", "opened"), [(OPENED, True), (OWN, False)], ids=["opened", "own"])
-def test_every_dialects_budget_reaches_the_engine(path: str, body: dict[str, Any], template: str, opened: bool) -> None:
+@pytest.mark.parametrize(
+    ("template", "opened"), [(OPENED, True), (OWN, False)], ids=["opened", "own"]
+)
+def test_every_dialects_budget_reaches_the_engine(
+    path: str, body: dict[str, Any], template: str, opened: bool
+) -> None:
     engine = ScriptedEngine(chat_template=template)
     with running_server({"tiny": engine}) as running:
         reply = ask(running.url, path, body)
         assert reply.status_code == 200, reply.text
         assert "budget" not in reply.headers.get("x-localllm-ignored", "")
-        assert engine.requests[-1].thinking == ThinkingLimit(30, "<think>", "</think>", "\n\n", opened)
+        assert engine.requests[-1].thinking == ThinkingLimit(
+            30, "<think>", "</think>", "\n\n", opened
+        )
 
 
 @pytest.mark.parametrize(("path", "body"), FIELDS, ids=str)
@@ -73,7 +80,10 @@ def test_minus_one_is_no_limit_and_nonsense_is_refused() -> None:
         for path, bad in (
             ("/v1/chat/completions", {"thinking_budget": -2}),
             ("/v1/chat/completions", {"reasoning": {"max_tokens": "much"}}),
-            ("/v1/messages", {"max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": "much"}}),
+            (
+                "/v1/messages",
+                {"max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": "much"}},
+            ),
         ):
             assert ask(running.url, path, bad).status_code == 400
 
@@ -100,13 +110,18 @@ def thinker(few_layers: Path):
         yield running.url
 
 
-QUESTION = {"messages": [{"role": "user", "content": "Write a long story about a lighthouse."}], "temperature": 0}
+QUESTION = {
+    "messages": [{"role": "user", "content": "Write a long story about a lighthouse."}],
+    "temperature": 0,
+}
 
 
 def test_a_models_reasoning_ends_at_the_budget_and_its_answer_follows(thinker: str) -> None:
     free = ask(thinker, "/v1/chat/completions", {**QUESTION, "max_tokens": 90}).json()["choices"][0]
     assert free["message"]["content"] == ""
-    held = ask(thinker, "/v1/chat/completions", {**QUESTION, "max_tokens": 90, "thinking_budget": 20}).json()
+    held = ask(
+        thinker, "/v1/chat/completions", {**QUESTION, "max_tokens": 90, "thinking_budget": 20}
+    ).json()
     message = held["choices"][0]["message"]
     thought = message["reasoning_content"]
     assert thought
@@ -118,7 +133,12 @@ def test_a_models_reasoning_ends_at_the_budget_and_its_answer_follows(thinker: s
 
 
 def test_a_models_answer_to_a_schema_comes_behind_the_budget(thinker: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     body = {**QUESTION, "max_tokens": 120, "thinking_budget": 15, "json_schema": schema}
     message = ask(thinker, "/v1/chat/completions", body).json()["choices"][0]["message"]
     assert message["reasoning_content"]
@@ -126,8 +146,8 @@ def test_a_models_answer_to_a_schema_comes_behind_the_budget(thinker: str) -> No
 
 
 def test_a_budget_of_nothing_is_an_answer_without_reasoning(thinker: str) -> None:
-    message = ask(thinker, "/v1/chat/completions", {**QUESTION, "max_tokens": 30, "thinking_budget": 0}).json()[
-        "choices"
-    ][0]["message"]
+    message = ask(
+        thinker, "/v1/chat/completions", {**QUESTION, "max_tokens": 30, "thinking_budget": 0}
+    ).json()["choices"][0]["message"]
     assert not message.get("reasoning_content")
     assert message["content"]

@@ -1,4 +1,5 @@
-"""The Unix socket: only its owner can open it, a dead one is replaced, a live one is not, and health answers."""
+"""The Unix socket: only its owner can open it, a dead one is replaced, a live one is not, and
+health answers."""
 
 from __future__ import annotations
 
@@ -58,9 +59,16 @@ def test_it_answers_health_and_chat_over_the_socket_and_leaves_nothing_behind(pa
 
 def test_a_foreign_origin_is_refused_there_too(path: Path) -> None:
     async def story() -> None:
-        app = create_app(ModelRouter({"m": ScriptedEngine()}), settings=ServerSettings(unix_socket=str(path)).secured())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            assert (await client.get("/health", headers={"origin": "https://evil.example"})).status_code == 403
+        app = create_app(
+            ModelRouter({"m": ScriptedEngine()}),
+            settings=ServerSettings(unix_socket=str(path)).secured(),
+        )
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x"
+        ) as client:
+            assert (
+                await client.get("/health", headers={"origin": "https://evil.example"})
+            ).status_code == 403
 
     asyncio.run(story())
 
@@ -94,7 +102,9 @@ def test_a_socket_of_another_kind_stays(path: Path) -> None:
         assert path.exists()
 
 
-def test_a_link_to_a_socket_stays_and_so_does_another_user_s(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_to_a_socket_stays_and_so_does_another_user_s(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(path))
     dead.close()

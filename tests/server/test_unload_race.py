@@ -1,4 +1,5 @@
-"""Models that unload while requests come: every request is answered, and no engine goes while somebody uses it."""
+"""Models that unload while requests come: every request is answered, and no engine goes while
+somebody uses it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ ASKS = [
 
 
 class _Fragile(ScriptedEngine):
-    """An engine that gives the loop a turn at every step, and notices who uses it once it is closed."""
+    """An engine that gives the loop a turn at every step, and notices who uses it once it is
+    closed."""
 
     def __init__(self) -> None:
         super().__init__(["a", "b", "c"])
@@ -46,7 +48,12 @@ class _Fragile(ScriptedEngine):
             yield event
 
     async def tokenize(
-        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        add_bos: bool = False,
+        images: dict[str, str] | None = None,
     ) -> list[int]:
         await self._turn("tokenize")
         return await super().tokenize(text, special=special, add_bos=add_bos)
@@ -97,12 +104,16 @@ async def _race(host: Host, rounds: int) -> tuple[list[httpx.Response], int, int
             await asyncio.sleep(0)
 
     transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", timeout=60
+    ) as http:
         unloader = asyncio.create_task(unload())
         replies: list[httpx.Response] = []
         for i in range(rounds):
             together = [ASKS[(i * 3 + k) % len(ASKS)] for k in range(1 + i % 4)]
-            replies += await asyncio.gather(*(http.post(path, json=body) for path, body in together))
+            replies += await asyncio.gather(
+                *(http.post(path, json=body) for path, body in together)
+            )
         over.set()
         await unloader
     await host.close()
@@ -112,7 +123,9 @@ async def _race(host: Host, rounds: int) -> tuple[list[httpx.Response], int, int
 def test_requests_and_unloading_take_turns() -> None:
     host = _Reloading()
     replies, unloaded, refused = asyncio.run(_race(host, 120))
-    assert [(r.request.url.path, r.status_code, r.text) for r in replies if r.status_code != 200] == []
+    assert [
+        (r.request.url.path, r.status_code, r.text) for r in replies if r.status_code != 200
+    ] == []
     assert not any('"error":{' in r.text.replace(" ", "") for r in replies)
     assert [e.misused for e in host.engines if e.misused] == []
     assert unloaded > 20

@@ -1,4 +1,5 @@
-"""A model that runs in another server: one of ours behind one of ours. What is handed on comes back as it is."""
+"""A model that runs in another server: one of ours behind one of ours. What is handed on comes back
+as it is."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def behind(engine: ScriptedEngine) -> Iterator[Running]:
-    with running_server([ServedModel("tiny", engine, aliases=("small",))], api_key="theirs") as running:
+    with running_server(
+        [ServedModel("tiny", engine, aliases=("small",))], api_key="theirs"
+    ) as running:
         yield running
 
 
@@ -60,10 +63,17 @@ def both(behind: Running) -> Iterator[tuple[httpx.Client, httpx.Client]]:
 
 def alike(text: str) -> str:
     """An answer without what differs each time: ids, times, and how long it took."""
-    text = re.sub(r'"((?:chatcmpl|cmpl|call|fc|resp|embd|msg|toolu|rs|item)[-_])[0-9A-Za-z_-]+"', r'"\1"', text)
+    text = re.sub(
+        r'"((?:chatcmpl|cmpl|call|fc|resp|embd|msg|toolu|rs|item)[-_])[0-9A-Za-z_-]+"',
+        r'"\1"',
+        text,
+    )
     text = re.sub(r'("[a-z]+_at"): ?("[^"]*"|[0-9.]+)', r"\1:0", text)
     return re.sub(
-        r'("(?:created|[a-z_]*_ms|[a-z_]*per_second|[a-z_]*_s|[a-z_]*_duration)"): ?[0-9.e+-]+', r"\1:0", text
+        r'("(?:created|[a-z_]*_ms|[a-z_]*per_second|[a-z_]*_s|[a-z_]*_duration)"): '
+        r"?[0-9.e+-]+",
+        r"\1:0",
+        text,
     )
 
 
@@ -78,15 +88,17 @@ ALL = [
 def test_the_tables_rows_are_answered_alike(
     row: Row, both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
 ) -> None:
-    """Each row of the endpoint's own table, directly and through the upstream: the same status, body and notes, and what
-    the row says of the answer and of what reached the engine is so."""
+    """Each row of the endpoint's own table, directly and through the upstream: the same status,
+    body and notes, and what the row says of the answer and of what reached the engine is so."""
     body = {"model": "tiny", **row.body} if isinstance(row.body, dict) else row.body
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answers = []
     for client in both:
         engine.script = row.script
         engine.requests.clear()
-        answers.append(client.post(row.path, content=data, headers={"content-type": "application/json"}))
+        answers.append(
+            client.post(row.path, content=data, headers={"content-type": "application/json"})
+        )
     direct, through = answers
     elsewhere = not isinstance(body, dict) or body["model"] in ("tiny", "small")
     if elsewhere:
@@ -99,7 +111,9 @@ def test_the_tables_rows_are_answered_alike(
         assert through.headers["x-localllm-ran-on"] == "lab"
 
 
-def test_a_stream_comes_as_it_is(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:
+def test_a_stream_comes_as_it_is(
+    both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
+) -> None:
     engine.script = ("Hello", " world", "!")
     said = [client.post("/v1/chat/completions", json={**CHAT, "stream": True}) for client in both]
     assert said[1].headers["content-type"] == said[0].headers["content-type"]
@@ -107,7 +121,9 @@ def test_a_stream_comes_as_it_is(both: tuple[httpx.Client, httpx.Client], engine
     assert said[1].text.rstrip().endswith("data: [DONE]")
 
 
-def test_pieces_are_not_kept_back(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:
+def test_pieces_are_not_kept_back(
+    both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
+) -> None:
     gate = Gate()
     engine.script = ("first", gate, "second")
     with both[1].stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
@@ -117,7 +133,9 @@ def test_pieces_are_not_kept_back(both: tuple[httpx.Client, httpx.Client], engin
         assert any("second" in line for line in lines)
 
 
-def test_who_leaves_ends_it_there(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:
+def test_who_leaves_ends_it_there(
+    both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
+) -> None:
     gate, before = Gate(), len(engine.cancelled)
     engine.script = ("first", gate, "second")
     with both[1].stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
@@ -135,13 +153,17 @@ def test_the_list_says_where_each_runs(both: tuple[httpx.Client, httpx.Client]) 
     assert "127.0.0.1" not in both[1].get("/v1/models").text
 
 
-def test_another_name_there(both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine) -> None:
+def test_another_name_there(
+    both: tuple[httpx.Client, httpx.Client], engine: ScriptedEngine
+) -> None:
     engine.script = ("fine",)
     answer = both[1].post("/v1/chat/completions", json={**CHAT, "model": "renamed"})
     assert answer.json()["choices"][0]["message"]["content"] == "fine"
 
 
-def test_other_dialects_are_refused_by_name_or_handed_on(behind: Running, engine: ScriptedEngine) -> None:
+def test_other_dialects_are_refused_by_name_or_handed_on(
+    behind: Running, engine: ScriptedEngine
+) -> None:
     body = {"model": "tiny", "max_tokens": 9, "messages": CHAT["messages"]}
     engine.script = ("fine",)
     with front(behind) as running:
@@ -154,13 +176,18 @@ def test_other_dialects_are_refused_by_name_or_handed_on(behind: Running, engine
         assert answer.json()["content"][0]["text"] == "fine"
 
 
-def test_local_first_and_a_spill_only_where_it_is_said(behind: Running, engine: ScriptedEngine) -> None:
+def test_local_first_and_a_spill_only_where_it_is_said(
+    behind: Running, engine: ScriptedEngine
+) -> None:
     engine.script = ("from the lab",)
     body = {**CHAT, "stream": True}
     for spill, places in ((False, [None, None]), (True, [None, "lab"])):
         gate = Gate()
         local = ServedModel("tiny", ScriptedEngine(script=("here", gate), n_seq_max=1))
-        with front(behind, local, spill=spill) as running, httpx.Client(base_url=running.url, trust_env=False) as http:
+        with (
+            front(behind, local, spill=spill) as running,
+            httpx.Client(base_url=running.url, trust_env=False) as http,
+        ):
             with http.stream("POST", "/v1/chat/completions", json=body) as first:
                 lines = first.iter_lines()  # kept: one that is let go closes the answer
                 assert any("here" in line for line in lines)
@@ -187,7 +214,10 @@ def breaking_off(said: bytes) -> tuple[socket.socket, threading.Thread]:
     def answer() -> None:
         with listening, listening.accept()[0] as line:
             line.recv(65536)
-            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            head = (
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: "
+                b"chunked\r\n\r\n"
+            )
             line.sendall(head + (b"%x\r\n%b\r\n" % (len(said), said) if said else b""))
 
     thread = threading.Thread(target=answer)
@@ -200,7 +230,9 @@ def test_one_that_breaks_off_ends_in_an_error_behind_what_it_said() -> None:
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
     upstream = Upstream("brittle", url, models={"tiny": "tiny"})
     with running_server(ModelRouter([], upstreams=Upstreams([upstream]))) as running:
-        answer = httpx.post(running.url + "/v1/chat/completions", json={**CHAT, "stream": True}, trust_env=False)
+        answer = httpx.post(
+            running.url + "/v1/chat/completions", json={**CHAT, "stream": True}, trust_env=False
+        )
     frames = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
     assert frames[0] == {"first": 1}
     assert frames[1]["error"]["code"] == "upstream_failed"
@@ -209,18 +241,28 @@ def test_one_that_breaks_off_ends_in_an_error_behind_what_it_said() -> None:
 
 def test_what_it_lists_is_offered(behind: Running, engine: ScriptedEngine) -> None:
     engine.script = ("listed",)
-    with front(behind, models={}) as running, httpx.Client(base_url=running.url, trust_env=False) as http:
-        assert http.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]["content"] == "listed"
+    with (
+        front(behind, models={}) as running,
+        httpx.Client(base_url=running.url, trust_env=False) as http,
+    ):
+        assert (
+            http.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]["content"]
+            == "listed"
+        )
         assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["tiny"]
         missing = http.post("/v1/chat/completions", json={**CHAT, "model": "nobody"})
         assert missing.status_code == 404
 
 
-def test_an_ollama_client_finds_what_is_reached_in_its_dialect(both: tuple[httpx.Client, httpx.Client]) -> None:
+def test_an_ollama_client_finds_what_is_reached_in_its_dialect(
+    both: tuple[httpx.Client, httpx.Client],
+) -> None:
     listed = {m["name"]: m for m in both[1].get("/api/tags").json()["models"]}
     assert set(listed) == {"local", "tiny", "small", "renamed"}
     assert listed["renamed"]["remote_host"] == "lab"
-    assert "completion" in both[1].post("/api/show", json={"model": "renamed"}).json()["capabilities"]
+    assert (
+        "completion" in both[1].post("/api/show", json={"model": "renamed"}).json()["capabilities"]
+    )
 
 
 def test_and_none_that_is_not(behind: Running) -> None:

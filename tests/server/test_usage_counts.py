@@ -1,4 +1,5 @@
-"""`usage` says how much of an answer was reasoning, and what became of our drafts, in every dialect that has a place."""
+"""`usage` says how much of an answer was reasoning, and what became of our drafts, in every dialect
+that has a place."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import pytest
 from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
-THINKING = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>{% if 0 %}<think></think>{% endif %}"
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>{% if "
+    "0 "
+    "%}<think></think>{% endif %}"
+)
 OPENED = THINKING + "<think>\n"
 HI = [{"role": "user", "content": "hi"}]
 
@@ -34,7 +39,10 @@ def test_reasoning_is_counted_in_chat_and_responses(http: httpx.Client) -> None:
     assert chat["usage"]["completion_tokens"] == len("<think>four more</think>done")
     assert chat["choices"][0]["message"]["reasoning_content"] == "four more"
     responses = http.post("/v1/responses", json={"input": "hi"}).json()
-    assert responses["usage"]["output_tokens_details"]["reasoning_tokens"] == details["reasoning_tokens"]
+    assert (
+        responses["usage"]["output_tokens_details"]["reasoning_tokens"]
+        == details["reasoning_tokens"]
+    )
 
 
 def test_several_choices_are_summed_and_the_stream_says_the_same(http: httpx.Client) -> None:
@@ -48,7 +56,11 @@ def test_reasoning_before_a_schema_is_counted(http: httpx.Client, engine: Script
     engine.script = lambda r: ["four</think>"] if r.grammar is None else ["{}"]
     body = {"messages": HI, "response_format": {"type": "json_object"}}
     reply = http.post("/v1/chat/completions", json=body).json()
-    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "{}", "reasoning_content": "four"}
+    assert reply["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "{}",
+        "reasoning_content": "four",
+    }
     assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("four</think>")
 
 
@@ -59,7 +71,8 @@ def test_a_plain_answer_has_none(http: httpx.Client, engine: ScriptedEngine) -> 
 
 
 def test_schema_tools_and_reasoning_together(http: httpx.Client, engine: ScriptedEngine) -> None:
-    """The reasoning is free, then one grammar allows the schema's answer or a call; nothing is constrained twice."""
+    """The reasoning is free, then one grammar allows the schema's answer or a call; nothing is
+    constrained twice."""
     engine.info = ScriptedEngine(chat_template=OPENED).info
     call = '<tool_call>\n{"name": "look", "arguments": {}}'
     engine.script = lambda r: ["hm</think>"] if r.grammar is None else [call]
@@ -72,16 +85,23 @@ def test_schema_tools_and_reasoning_together(http: httpx.Client, engine: Scripte
     assert [r.grammar and r.grammar[0] for r in engine.requests] == [None, "lark"]
 
 
-def test_a_marker_inside_the_reasoning_opens_no_call(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_marker_inside_the_reasoning_opens_no_call(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     engine.script = ["<think>", "I could write <tool_call>", " but won't", "</think>", "no"]
     tool = {"type": "function", "function": {"name": "look"}}
     reply = http.post("/v1/chat/completions", json={"messages": HI, "tools": [tool]}).json()
     message = reply["choices"][0]["message"]
-    assert (message["content"], message["reasoning_content"]) == ("no", "I could write <tool_call> but won't")
+    assert (message["content"], message["reasoning_content"]) == (
+        "no",
+        "I could write <tool_call> but won't",
+    )
     assert all(r.grammar is None for r in engine.requests)
 
 
-def test_a_plain_chat_is_one_request_without_grammar_or_stops(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_plain_chat_is_one_request_without_grammar_or_stops(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
     http.post("/v1/chat/completions", json={"messages": HI})
     (request,) = engine.requests
     assert (request.grammar, request.generation.stop, request.render_control) == (None, (), False)

@@ -1,4 +1,5 @@
-"""While a model loads: the server answers about itself at once, requests wait and are answered, a failure is told."""
+"""While a model loads: the server answers about itself at once, requests wait and are answered, a
+failure is told."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ HI = [{"role": "user", "content": "Say hi"}]
 
 
 class Gate:
-    """Stands before a real load: asked how much memory there is, it answers when the test opens it."""
+    """Stands before a real load: asked how much memory there is, it answers when the test opens
+    it."""
 
     def __init__(self) -> None:
         self.asked, self._open = threading.Event(), threading.Event()
@@ -40,7 +42,9 @@ class Gate:
 
 
 def worker(path: Path, gate: Gate | None = None) -> Supervisor[Any]:
-    options = WorkerOptions(LoadSpec(path=str(path), n_ctx=512, n_seq_max=4), engine={"planned_bytes": 1})
+    options = WorkerOptions(
+        LoadSpec(path=str(path), n_ctx=512, n_seq_max=4), engine={"planned_bytes": 1}
+    )
     return Supervisor(options, available=gate)
 
 
@@ -51,8 +55,13 @@ def gate() -> Iterator[Gate]:
     made.open()
 
 
-def test_it_answers_about_itself_and_requests_wait(smollm2: Path, tiny_model: Path, gate: Gate) -> None:
-    slow, quick = ServedModel("slow", worker(smollm2, gate)), ServedModel("quick", worker(tiny_model))
+def test_it_answers_about_itself_and_requests_wait(
+    smollm2: Path, tiny_model: Path, gate: Gate
+) -> None:
+    slow, quick = (
+        ServedModel("slow", worker(smollm2, gate)),
+        ServedModel("quick", worker(tiny_model)),
+    )
     with (
         running_server(ModelRouter([slow, quick]), preload=True) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
@@ -63,7 +72,11 @@ def test_it_answers_about_itself_and_requests_wait(smollm2: Path, tiny_model: Pa
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         assert 0 <= health.json()["progress"] < 1
         # llama.cpp's clients look for this body while they wait for a 200.
-        assert health.json()["error"] == {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+        assert health.json()["error"] == {
+            "code": 503,
+            "message": "Loading model",
+            "type": "unavailable_error",
+        }
         states = {m["id"]: m["status"]["value"] for m in http.get("/v1/models").json()["data"]}
         assert states == {"slow": "loading", "quick": "unloaded"}
 
@@ -85,10 +98,15 @@ def test_it_answers_about_itself_and_requests_wait(smollm2: Path, tiny_model: Pa
         said = {r.result().json()["choices"][0]["message"]["content"] for r in (whole, again)}
         assert said == {streamed}
         assert slow.worker.host.loads == 1  # type: ignore[attr-defined]
-        assert (http.get("/health").status_code, http.get("/health").json()) == (200, {"status": "ok"})
+        assert (http.get("/health").status_code, http.get("/health").json()) == (
+            200,
+            {"status": "ok"},
+        )
 
 
-def test_a_load_that_fails_is_told_and_others_are_served(tiny_model: Path, tmp_path: Path, gate: Gate) -> None:
+def test_a_load_that_fails_is_told_and_others_are_served(
+    tiny_model: Path, tmp_path: Path, gate: Gate
+) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny_model.read_bytes()[:3000])
     models = [ServedModel("broken", worker(broken, gate)), ServedModel("sound", worker(tiny_model))]
@@ -122,7 +140,10 @@ def test_when_no_model_could_be_loaded_health_says_so(tiny_model: Path, tmp_path
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 422
-        assert (http.get("/health").status_code, http.get("/health").json()["status"]) == (503, "error")
+        assert (http.get("/health").status_code, http.get("/health").json()["status"]) == (
+            503,
+            "error",
+        )
 
 
 def test_a_load_nobody_waits_for_any_more_is_given_up(smollm2: Path, gate: Gate) -> None:
@@ -133,7 +154,9 @@ def test_a_load_nobody_waits_for_any_more_is_given_up(smollm2: Path, gate: Gate)
         gate.open()
         until(lambda: not model.worker.loading)
         assert model.worker.in_use == 0
-        reply = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True})
+        reply = http.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True}
+        )
         assert reply.json()["usage"]["completion_tokens"] == 1
 
 
@@ -163,7 +186,9 @@ class HalfLoaded:
 )
 def test_a_stream_that_waits_is_told_how_much_is_loaded(path: str, body: dict[str, Any]) -> None:
     host = HalfLoaded()
-    slow = ServedModel("slow", worker=ModelWorker("slow", host, ModelMetadata(), loading=host.loading))
+    slow = ServedModel(
+        "slow", worker=ModelWorker("slow", host, ModelMetadata(), loading=host.loading)
+    )
     with (
         running_server([slow], grace_s=0.05, keepalive_s=0.2) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,

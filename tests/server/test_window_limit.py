@@ -1,5 +1,5 @@
-"""`max_tokens` above what the window has left: a limit, never an error, also where the server itself puts text into the
-answer (the lead of a call, a forced call, the end of a thought)."""
+"""`max_tokens` above what the window has left: a limit, never an error, also where the server
+itself puts text into the answer (the lead of a call, a forced call, the end of a thought)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "max_tokens": MOST,
         "tools": [{"type": "function", "function": FUNCTION}],
     },
-    "/v1/responses": {"input": "Write.", "max_output_tokens": MOST, "tools": [{"type": "function", **FUNCTION}]},
+    "/v1/responses": {
+        "input": "Write.",
+        "max_output_tokens": MOST,
+        "tools": [{"type": "function", **FUNCTION}],
+    },
     "/v1/messages": {
         "messages": MESSAGES,
         "max_tokens": MOST,
@@ -95,22 +99,35 @@ def test_a_window_that_ends_in_the_middle_cuts_the_answer(room: int) -> None:
 @pytest.fixture(scope="module")
 def http(smollm2: Path) -> Iterator[httpx.Client]:
     host = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=512, n_seq_max=1)))
-    with running_server({"smollm2": host}) as server, httpx.Client(base_url=server.url, timeout=120) as client:
+    with (
+        running_server({"smollm2": host}) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
         yield client
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_on_a_real_model(http: httpx.Client, choice: str, stream: bool) -> None:
-    number = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    number = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     call = {"name": "count", "arguments": '{"n": 1}'}
     said = [
         {"role": "user", "content": "Count to 1."},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": call}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c", "type": "function", "function": call}],
+        },
         {"role": "user", "content": "Count to 2."},
     ]
     body = {
-        "messages": said, "temperature": 0, "max_tokens": MOST, "tool_choice": choice, "stream": stream,
+        "messages": said, "temperature": 0, "max_tokens": MOST, "tool_choice": choice,
+        "stream": stream,
         "tools": [{"type": "function", "function": {"name": "count", "parameters": number}}],
     }  # fmt: skip
     reply = http.post("/v1/chat/completions", json=body)

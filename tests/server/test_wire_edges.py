@@ -1,4 +1,5 @@
-"""Targets, empty lines, envelopes of refusals and field names, as the specifications and other servers have them."""
+"""Targets, empty lines, envelopes of refusals and field names, as the specifications and other
+servers have them."""
 
 from __future__ import annotations
 
@@ -45,8 +46,13 @@ def _answer(server: Running, data: bytes) -> bytes:
 
 def _request(server: Running, target: str, host: str | None = None) -> bytes:
     body = json.dumps(HI).encode()
-    head = f"POST {target} HTTP/1.1\r\nHost: {host or f'localhost:{server.port}'}\r\nConnection: close\r\n"
-    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    head = (
+        f"POST {target} HTTP/1.1\r\nHost: {host or f'localhost:{server.port}'}\r\nConnection: "
+        "close\r\n"
+    )
+    return (
+        f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
 
 
 @pytest.mark.parametrize(
@@ -59,8 +65,16 @@ def test_a_target_means_its_path(server: Running, target: str) -> None:
 
 
 def test_the_host_of_an_absolute_target_counts(server: Running) -> None:
-    assert b" 403 " in _answer(server, _request(server, "http://evil.example/v1/chat/completions"))[:20]
-    assert b" 200 " in _answer(server, _request(server, "http://localhost/v1/chat/completions", "evil.example"))[:20]
+    assert (
+        b" 403 "
+        in _answer(server, _request(server, "http://evil.example/v1/chat/completions"))[:20]
+    )
+    assert (
+        b" 200 "
+        in _answer(
+            server, _request(server, "http://localhost/v1/chat/completions", "evil.example")
+        )[:20]
+    )
 
 
 @pytest.mark.parametrize("lines", [b"\r\n", b"\r\n\r\n", b"\n"])
@@ -78,7 +92,9 @@ def _is_of_its_dialect(path: str, answer: httpx.Response) -> bool:
             429: "rate_limit_error",
         }
         named = names.get(answer.status_code, "invalid_request_error")
-        return bool(body["type"] == "error" and body["error"]["type"] == named and body["error"]["message"])
+        return bool(
+            body["type"] == "error" and body["error"]["type"] == named and body["error"]["message"]
+        )
     if path in ("/api/chat", "/api/show"):
         return isinstance(body["error"], str)
     return isinstance(body["error"]["message"], str)
@@ -121,10 +137,14 @@ def test_what_is_refused_before_the_routes_has_the_envelope_of_its_path(path: st
         ({"n_predict": "x"}, "n_predict"), ({"temperature": "hot"}, "temperature"),
     ],
 )  # fmt: skip
-def test_an_error_names_the_field_that_was_sent(server: Running, body: dict[str, object], field: str) -> None:
+def test_an_error_names_the_field_that_was_sent(
+    server: Running, body: dict[str, object], field: str
+) -> None:
     answer = httpx.post(server.url + "/completion", json={"prompt": "x", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
-    assert not any(word in answer.text for word in ("list[", "constrained", "str]", "pydantic", "Fields"))
+    assert not any(
+        word in answer.text for word in ("list[", "constrained", "str]", "pydantic", "Fields")
+    )
 
 
 BEHIND = [
@@ -136,7 +156,9 @@ BEHIND = [
 
 def _asked(port: int, path: str, more: dict[str, Any]) -> socket.socket:
     """A connection on which a whole request was sent, and the sending half closed."""
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}).encode()
+    body = json.dumps(
+        {"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}
+    ).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
     sock = socket.create_connection(("127.0.0.1", port), timeout=20)
     sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -163,7 +185,9 @@ def test_a_client_that_closes_its_sending_half_gets_its_answer(
 
 
 @pytest.mark.parametrize(("path", "more", "end"), BEHIND)
-def test_a_client_that_leaves_behind_that_is_gone(path: str, more: dict[str, Any], end: bytes) -> None:
+def test_a_client_that_leaves_behind_that_is_gone(
+    path: str, more: dict[str, Any], end: bytes
+) -> None:
     gate = Gate()
     engine = ScriptedEngine(("Hel", gate, "lo"))
     with running_server({"m": engine}) as server:
@@ -178,10 +202,23 @@ def test_a_stream_is_whole_to_a_client_that_reads_late(version: str, size: int) 
     """What the system takes no more of waits, and what comes behind it does not overtake it."""
     gates = [Gate() for _ in range(4)]
     pieces = [f"{i}" + "x" * (size if i % 2 else 3) for i in range(16)]
-    script = [*pieces[:4], gates[0], *pieces[4:8], gates[1], *pieces[8:12], gates[2], *pieces[12:], gates[3], "end"]
+    script = [
+        *pieces[:4],
+        gates[0],
+        *pieces[4:8],
+        gates[1],
+        *pieces[8:12],
+        gates[2],
+        *pieces[12:],
+        gates[3],
+        "end",
+    ]
     with running_server({"m": ScriptedEngine(script, n_ctx=10**8)}) as server:
         body = json.dumps({**HI, "max_tokens": 10**7, "stream": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: "
+            "application/json\r\n"
+        )
         with socket.socket() as sock:
             sock.settimeout(20)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -195,4 +232,6 @@ def test_a_stream_is_whole_to_a_client_that_reads_late(version: str, size: int) 
                 assert (response.getheader("transfer-encoding") == "chunked") is (version == "1.1")
                 lines = iter(response.readline, b"data: [DONE]\n")
                 said = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-    assert "".join(s["choices"][0]["delta"].get("content", "") for s in said) == "".join([*pieces, "end"])
+    assert "".join(s["choices"][0]["delta"].get("content", "") for s in said) == "".join(
+        [*pieces, "end"]
+    )

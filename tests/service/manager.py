@@ -10,7 +10,8 @@ from localllm.service.types import CommandResult
 
 @dataclass
 class Recorded:
-    """`answers`: by the words that a command begins with; the longest that fits is taken, else success without words."""
+    """`answers`: by the words that a command begins with; the longest that fits is taken, else
+    success without words."""
 
     answers: Mapping[str, CommandResult]
     asked: list[str] = field(default_factory=list)

@@ -1,5 +1,6 @@
-"""What service managers answered: systemd's words recorded from systemd 252 with the service installed; launchctl's as
-published by people who run it; PowerShell's in the form that our own script prints."""
+"""What service managers answered: systemd's words recorded from systemd 252 with the service
+installed; launchctl's as published by people who run it; PowerShell's in the form that our own
+script prints."""
 
 SYSTEMD_RUNNING = """\
 MainPID=3487
@@ -80,5 +81,7 @@ gui/501/org.localllm.serve = {
 }
 """
 
-WINDOWS_RUNNING = '{"state":"Running","since":"2026-11-22T11:35:06.0000000+01:00","result":267009}\r\n'
+WINDOWS_RUNNING = (
+    '{"state":"Running","since":"2026-11-22T11:35:06.0000000+01:00","result":267009}\r\n'
+)
 WINDOWS_FAILED = '{"since":"2026-11-22T11:35:06.0000000+01:00","result":3,"state":"Ready"}\r\n'

@@ -1,4 +1,5 @@
-"""launchd's agent and Windows' task hold the command, and what those managers say is read: simulated, never run there."""
+"""launchd's agent and Windows' task hold the command, and what those managers say is read:
+simulated, never run there."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from service import recorded
 from service.manager import Recorded
 
 # XML has no place for the others.
-xml_text = st.text(st.characters(min_codepoint=32, codec="utf-8", exclude_characters="\x7f\ufffe\uffff"))
+xml_text = st.text(
+    st.characters(min_codepoint=32, codec="utf-8", exclude_characters="\x7f\ufffe\uffff")
+)
 TASK = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
 
 
@@ -48,7 +51,9 @@ def launchd(home: Path, **answers: CommandResult) -> tuple[Launchd, Recorded]:
 
 
 def test_an_agent_takes_the_place_of_one_that_runs(tmp_path: Path) -> None:
-    manager, call = launchd(tmp_path, bootout=CommandResult(3, "", "Boot-out failed: 3: No such process"))
+    manager, call = launchd(
+        tmp_path, bootout=CommandResult(3, "", "Boot-out failed: 3: No such process")
+    )
     assert manager.install(Service(("python",))) == [manager.plist]
     assert call.asked == [
         "launchctl bootout gui/501/org.localllm.serve",
@@ -59,8 +64,12 @@ def test_an_agent_takes_the_place_of_one_that_runs(tmp_path: Path) -> None:
     assert manager.uninstall() == [manager.plist]
 
 
-def test_one_that_takes_its_time_to_leave_is_waited_for_and_a_refusal_is_said(tmp_path: Path) -> None:
-    manager, call = launchd(tmp_path, bootstrap=CommandResult(5, "", "Bootstrap failed: 5: Input/output error"))
+def test_one_that_takes_its_time_to_leave_is_waited_for_and_a_refusal_is_said(
+    tmp_path: Path,
+) -> None:
+    manager, call = launchd(
+        tmp_path, bootstrap=CommandResult(5, "", "Bootstrap failed: 5: Input/output error")
+    )
     with pytest.raises(ServiceError, match="Input/output error"):
         manager.install(Service(("python",)))
     assert len(call.asked) > 5
@@ -68,9 +77,19 @@ def test_one_that_takes_its_time_to_leave_is_waited_for_and_a_refusal_is_said(tm
 
 def test_what_launchd_prints_is_read(tmp_path: Path) -> None:
     running = launchd(tmp_path, print=CommandResult(0, recorded.LAUNCHD_RUNNING))[0].state()
-    assert (running.running, running.pid, running.restarts, running.last_exit) == (True, 913, 2, None)
+    assert (running.running, running.pid, running.restarts, running.last_exit) == (
+        True,
+        913,
+        2,
+        None,
+    )
     failed = launchd(tmp_path, print=CommandResult(0, recorded.LAUNCHD_FAILED))[0].state()
-    assert (failed.installed, failed.running, failed.last_exit, failed.detail) == (True, False, 78, "not running")
+    assert (failed.installed, failed.running, failed.last_exit, failed.detail) == (
+        True,
+        False,
+        78,
+        "not running",
+    )
     none = launchd(tmp_path, print=CommandResult(113, "", "Could not find service"))[0].state()
     assert not none.installed
 

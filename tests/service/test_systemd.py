@@ -1,4 +1,5 @@
-"""systemd's units hold the command whatever its names, and what systemd says of the service is read as it was meant."""
+"""systemd's units hold the command whatever its names, and what systemd says of the service is read
+as it was meant."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ from localllm.service.types import CommandResult, Service, ServiceError
 from service import recorded
 from service.manager import Recorded
 
-SERVE = Service(("/opt/py/bin/python", "-m", "localllm", "serve"), addresses=("127.0.0.1:11535", "[::1]:11535"))
+SERVE = Service(
+    ("/opt/py/bin/python", "-m", "localllm", "serve"), addresses=("127.0.0.1:11535", "[::1]:11535")
+)
 
 
 def words_of(unit: str) -> list[str]:
     """ExecStart as systemd.service(5) takes it apart."""
-    line = next(x for x in unit.splitlines() if x.startswith("ExecStart=")).removeprefix("ExecStart=")
+    line = next(x for x in unit.splitlines() if x.startswith("ExecStart=")).removeprefix(
+        "ExecStart="
+    )
     words = []
     for quoted, bare in re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line):
         word = bare or re.sub(r"\\(.)", r"\1", quoted)
@@ -31,7 +36,8 @@ def words_of(unit: str) -> list[str]:
 
 
 text = st.text(
-    st.characters(codec="utf-8", exclude_characters="\n\r\0\x85\u2028\u2029\x0b\x0c\x1c\x1d\x1e"), max_size=12
+    st.characters(codec="utf-8", exclude_characters="\n\r\0\x85\u2028\u2029\x0b\x0c\x1c\x1d\x1e"),
+    max_size=12,
 )
 
 
@@ -47,7 +53,12 @@ def test_a_line_break_is_refused() -> None:
 
 def test_the_server_alone_is_asked_to_stop_and_a_killed_ones_workers_may_write() -> None:
     unit = service_unit(Service(("x",), settle=("x", "settle")), backs_off=True).splitlines()
-    assert {"KillMode=process", "TimeoutStopSec=30", "ExecStopPost=-x settle", "OOMPolicy=continue"} <= set(unit)
+    assert {
+        "KillMode=process",
+        "TimeoutStopSec=30",
+        "ExecStopPost=-x settle",
+        "OOMPolicy=continue",
+    } <= set(unit)
 
 
 def test_it_waits_longer_after_each_failure_where_systemd_knows_how() -> None:
@@ -59,7 +70,10 @@ def test_it_waits_longer_after_each_failure_where_systemd_knows_how() -> None:
 
 def test_limits_and_variables_are_said() -> None:
     unit = service_unit(
-        Service(("x",), environment={"HF_HOME": "/data/my $models%"}, memory_max_bytes=24_000_000_000), backs_off=True
+        Service(
+            ("x",), environment={"HF_HOME": "/data/my $models%"}, memory_max_bytes=24_000_000_000
+        ),
+        backs_off=True,
     )
     assert 'Environment="HF_HOME=/data/my $models%%"' in unit
     assert "MemoryMax=24000000000" in unit
@@ -68,12 +82,16 @@ def test_limits_and_variables_are_said() -> None:
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
 def test_systemd_has_nothing_to_say_against_the_units(tmp_path: Path) -> None:
     """Its own checker reads both; what it says of other units of this system is not about ours."""
-    binary = Service(("/bin/sh", "-c", 'echo "$HOME"'), settle=("/bin/true",), addresses=SERVE.addresses)
+    binary = Service(
+        ("/bin/sh", "-c", 'echo "$HOME"'), settle=("/bin/true",), addresses=SERVE.addresses
+    )
     (tmp_path / "localllm.service").write_text(service_unit(binary, backs_off=False))
     (tmp_path / "localllm.socket").write_text(socket_unit(binary))
     said = subprocess.run(
-        ["systemd-analyze", "--user", "verify", "--man=no", tmp_path / "localllm.service", tmp_path / "localllm.socket"],
-        capture_output=True, text=True, check=False, env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:", "PATH": "/usr/bin:/bin"},
+        ["systemd-analyze", "--user", "verify", "--man=no", tmp_path / "localllm.service",
+        tmp_path / "localllm.socket"],
+        capture_output=True, text=True, check=False,
+        env={"SYSTEMD_UNIT_PATH": f"{tmp_path}:", "PATH": "/usr/bin:/bin"},
     ).stderr  # fmt: skip
     assert [line for line in said.splitlines() if "localllm" in line] == []
 
@@ -95,15 +113,17 @@ def test_installing_starts_both_units_and_removing_leaves_nothing(tmp_path: Path
     assert manager.uninstall() == []
 
 
-def test_another_port_closes_the_old_socket_first_and_the_old_units_are_kept(tmp_path: Path) -> None:
+def test_another_port_closes_the_old_socket_first_and_the_old_units_are_kept(
+    tmp_path: Path,
+) -> None:
     call = Recorded({})
     manager = Systemd(tmp_path, call)
     manager.install(SERVE)
     call.asked.clear()
     manager.install(Service(SERVE.command, addresses=("127.0.0.1:4000",)))
-    assert call.asked.index("systemctl --user stop localllm.service localllm.socket") < call.asked.index(
-        "systemctl --user start localllm.socket"
-    )
+    assert call.asked.index(
+        "systemctl --user stop localllm.service localllm.socket"
+    ) < call.asked.index("systemctl --user start localllm.socket")
     assert "11535" in (manager.folder / "localllm.socket.bak").read_text()
     manager.install(Service(SERVE.command))
     assert not (manager.folder / "localllm.socket").exists()
@@ -111,25 +131,36 @@ def test_another_port_closes_the_old_socket_first_and_the_old_units_are_kept(tmp
 
 def test_its_words_are_read() -> None:
     running = Systemd(
-        Path("/nowhere"), Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_RUNNING)})
+        Path("/nowhere"),
+        Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_RUNNING)}),
     ).state()
-    assert (running.installed, running.running, running.pid, running.restarts, running.at_login) == (
+    assert (running.installed, running.running, running.pid, running.restarts,
+        running.at_login) == (
         True, True, 3487, 1, True,
     )  # fmt: skip
     assert running.memory_bytes is None
     failed = Systemd(
-        Path("/nowhere"), Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_FAILED)})
+        Path("/nowhere"),
+        Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_FAILED)}),
     ).state()
-    assert (failed.installed, failed.running, failed.last_exit, failed.memory_bytes) == (True, False, 3, None)
+    assert (failed.installed, failed.running, failed.last_exit, failed.memory_bytes) == (
+        True,
+        False,
+        3,
+        None,
+    )
     assert failed.detail == "failed (failed) exit-code"
     none = Systemd(
-        Path("/nowhere"), Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_NONE)})
+        Path("/nowhere"),
+        Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_NONE)}),
     ).state()
     assert (none.installed, none.running) == (False, False)
 
 
 def test_no_manager_for_this_user_is_said_with_what_helps(tmp_path: Path) -> None:
-    manager = Systemd(tmp_path, Recorded({"systemctl --user": CommandResult(1, "", recorded.NO_BUS)}))
+    manager = Systemd(
+        tmp_path, Recorded({"systemctl --user": CommandResult(1, "", recorded.NO_BUS)})
+    )
     with pytest.raises(ServiceError, match="No medium found") as caught:
         manager.install(SERVE)
     assert "enable-linger" in caught.value.hint

@@ -1,4 +1,5 @@
-"""NVIDIA's builds: the wheel or compiler that has code of every card, by the driver, the system's compiler and its C library."""
+"""NVIDIA's builds: the wheel or compiler that has code of every card, by the driver, the system's
+compiler and its C library."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def found(device: Device, host: BuildHost | None = None, backend: str = "") -> l
 def index(recipe: BuildRecipe) -> str:
     """The wheel's index, or "compiled"."""
     pip = recipe.steps[-1].pip
-    return pip[pip.index("--index-url") + 1].rpartition("/")[2] if "--index-url" in pip else "compiled"
+    return (
+        pip[pip.index("--index-url") + 1].rpartition("/")[2] if "--index-url" in pip else "compiled"
+    )
 
 
 def architectures(recipe: BuildRecipe) -> str:
@@ -42,7 +45,12 @@ def architectures(recipe: BuildRecipe) -> str:
 
 @pytest.mark.parametrize(
     ("name", "architecture"),
-    [("rtx 5090", "120a-real"), ("dgx spark", "121a-real"), ("rtx 5060 ti", "120a-real"), ("b200", "100a-real")],
+    [
+        ("rtx 5090", "120a-real"),
+        ("dgx spark", "121a-real"),
+        ("rtx 5060 ti", "120a-real"),
+        ("b200", "100a-real"),
+    ],
 )
 def test_blackwell_is_compiled_natively(name: str, architecture: str) -> None:
     first = found(resolve(name))[0]
@@ -57,7 +65,9 @@ def test_a_system_compiler_that_is_new_enough_is_used_and_an_older_one_is_not() 
     first, second, *_ = found(spark, here)
     assert len(first.steps) == 1
     assert "-DCMAKE_CUDA_COMPILER=/usr/local/cuda/bin/nvcc" in first.steps[0].command()
-    assert "cuda-toolkit" in second.steps[0].command(), "where the system's fails, the packages' is tried"
+    assert "cuda-toolkit" in second.steps[0].command(), (
+        "where the system's fails, the packages' is tried"
+    )
     assert "cuda-toolkit" in found(spark, replace(here, nvcc=(12, 4)))[0].steps[0].command()
     b200 = resolve("b200")
     older = replace(assumed(b200), nvcc=(12, 4), nvcc_path="/usr/bin/nvcc")
@@ -66,7 +76,11 @@ def test_a_system_compiler_that_is_new_enough_is_used_and_an_older_one_is_not() 
 
 @pytest.mark.parametrize(
     ("nvcc", "libraries", "fetched"),
-    [((13, 1), "/usr/local/cuda/lib64", False), ((13, 1), "", True), ((12, 9), "/usr/local/cuda/lib64", True)],
+    [
+        ((13, 1), "/usr/local/cuda/lib64", False),
+        ((13, 1), "", True),
+        ((12, 9), "/usr/local/cuda/lib64", True),
+    ],
 )
 def test_a_wheel_runs_with_this_systems_cuda_libraries_where_they_are_of_its_cuda(
     nvcc: Version, libraries: str, fetched: bool
@@ -102,8 +116,13 @@ def test_a_system_compiler_that_can_not_compile_here_is_left_out_and_said(
 
 
 def test_what_the_packaged_compiler_takes_is_what_its_headers_say() -> None:
-    """Recorded from the nvidia-cuda-crt packages of each version: the newest GCC, and whether rsqrt is told as glibc 2.42 tells it."""
-    recorded = re.findall(r"(?m)^([0-9]+)\.([0-9]+)\S* gcc ([0-9]+) glibc-2.42 (yes|no)$", HEADERS.read_text())
+    """Recorded from the nvidia-cuda-crt packages of each version: the newest GCC, and whether rsqrt
+    is told as glibc 2.42 tells it."""
+    recorded = re.findall(
+        r"(?m)^([0-9]+)\.([0-9]+)\S* gcc ([0-9]+) glibc-2.42 "
+        r"(yes|no)$",
+        HEADERS.read_text(),
+    )
     assert len(recorded) >= 5
     new = resolve("rtx 5090")
     for major, minor, gcc, modern in recorded:
@@ -114,10 +133,14 @@ def test_what_the_packaged_compiler_takes_is_what_its_headers_say() -> None:
             assert ("/opt/cuda" in first.steps[-1].command()) == taken
         first = found(new, replace(host, glibc=(2, 42)))[0]
         assert ("/opt/cuda" in first.steps[-1].command()) == (modern == "yes")
-    newest_gcc, modern_libc = zip(*((int(gcc), modern) for _, _, gcc, modern in recorded), strict=True)
+    newest_gcc, modern_libc = zip(
+        *((int(gcc), modern) for _, _, gcc, modern in recorded), strict=True
+    )
     oldest_packaged = re.search(r">=([0-9]+)\.([0-9]+)", cuda.PACKAGED)
     assert oldest_packaged
-    row = [(int(a), int(b)) for a, b, *_ in recorded].index((int(oldest_packaged[1]), int(oldest_packaged[2])))
+    row = [(int(a), int(b)) for a, b, *_ in recorded].index(
+        (int(oldest_packaged[1]), int(oldest_packaged[2]))
+    )
     assert (newest_gcc[row], modern_libc[row]) == (16, "yes")
 
 
@@ -141,12 +164,21 @@ def test_what_the_packaged_compiler_takes_is_what_its_headers_say() -> None:
         ("12.0", (12, 8), "cu125"),
     ],
 )
-def test_the_wheel_is_chosen_by_the_card_and_its_driver(capability: str, driver: Version | None, expected: str) -> None:
+def test_the_wheel_is_chosen_by_the_card_and_its_driver(
+    capability: str, driver: Version | None, expected: str
+) -> None:
     device = card(capability)
-    runs = [made for made in found(device, replace(assumed(device), cuda_driver=driver)) if not made.needs]
+    runs = [
+        made
+        for made in found(device, replace(assumed(device), cuda_driver=driver))
+        if not made.needs
+    ]
     assert index(runs[0]) == expected
     if expected.startswith(("cu12", "cu118")):
-        assert f"cuda-toolkit[cudart,cublas]=={expected[2:4]}.{expected[4]}.*" in runs[0].steps[0].command()
+        assert (
+            f"cuda-toolkit[cudart,cublas]=={expected[2:4]}.{expected[4]}.*"
+            in runs[0].steps[0].command()
+        )
         assert runs[0].library_dirs[0].endswith("nvidia/cuda_runtime/lib")
 
 
@@ -165,13 +197,18 @@ def test_without_a_compiler_a_wheel_stands_in_for_the_newest_cards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "first"), [("12.0", "cu130"), ("8.6", "cu130"), ("6.1", "cu125"), ("10.0", "cu130")]
+    ("capability", "first"),
+    [("12.0", "cu130"), ("8.6", "cu130"), ("6.1", "cu125"), ("10.0", "cu130")],
 )
 def test_windows_takes_wheels_and_vulkan_and_never_linux_names(capability: str, first: str) -> None:
     device = replace(card(capability), os="Windows")
     chain = found(device, replace(assumed(device), cuda_driver=(13, 0)))
     assert [index(chain[0]), index(chain[-1])] == [first, "vulkan"]
-    told = " ".join(word for made in chain for word in (*made.library_dirs, *(step.command() for step in made.steps)))
+    told = " ".join(
+        word
+        for made in chain
+        for word in (*made.library_dirs, *(step.command() for step in made.steps))
+    )
     assert "/lib64" not in told
     assert "link the CUDA" not in told
     assert all("/bin" in folder for made in chain for folder in made.library_dirs)
@@ -180,10 +217,35 @@ def test_windows_takes_wheels_and_vulkan_and_never_linux_names(capability: str, 
     assert index(older[0]) == "cu118"
 
 
-def test_whatever_the_card_driver_and_system_the_chain_can_run_there_or_says_what_it_needs() -> None:
-    """Every pair of facts: no wheel newer than the driver, none without code of the card, no packaged compiler but on Linux."""
-    numbers = ["5.0", "6.1", "7.0", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "12.0", "12.1"]
-    drivers: list[Version | None] = [None, (11, 4), (11, 8), (12, 0), (12, 3), (12, 8), (13, 0), (13, 4)]
+def test_whatever_the_card_driver_and_system_the_chain_can_run_there_or_says_what_it_needs() -> (
+    None
+):
+    """Every pair of facts: no wheel newer than the driver, none without code of the card, no
+    packaged compiler but on Linux."""
+    numbers = [
+        "5.0",
+        "6.1",
+        "7.0",
+        "7.5",
+        "8.0",
+        "8.6",
+        "8.7",
+        "8.9",
+        "9.0",
+        "10.0",
+        "12.0",
+        "12.1",
+    ]
+    drivers: list[Version | None] = [
+        None,
+        (11, 4),
+        (11, 8),
+        (12, 0),
+        (12, 3),
+        (12, 8),
+        (13, 0),
+        (13, 4),
+    ]
     for capability, driver, system, architecture in itertools.product(
         numbers, drivers, ("linux", "windows"), ("x86_64", "aarch64")
     ):
@@ -192,7 +254,9 @@ def test_whatever_the_card_driver_and_system_the_chain_can_run_there_or_says_wha
         try:
             chain = found(device, host)
         except SetupError as e:
-            raise AssertionError(f"{capability} {driver} {system} {architecture}: {e.message}") from e
+            raise AssertionError(
+                f"{capability} {driver} {system} {architecture}: {e.message}"
+            ) from e
         assert chain[0].steps
         version = cuda.capabilities(device)[0]
         for made in chain:
@@ -232,13 +296,16 @@ def test_cards_of_several_generations_are_all_compiled_for(name: str, expected: 
     [
         ("rtx 3060 + rtx 4090", None, "cu130"),
         ("gtx 1080 ti + rtx 3090", None, "cu125"),
-        # Nothing compiles for both but CUDA 12.8 and 12.9; CUDA 12's wheel has code of the one and PTX for the other.
+        # Nothing compiles for both but CUDA 12.8 and 12.9; CUDA 12's wheel has code of the one and
+        # PTX for the other.
         ("gtx 1080 ti + rtx 5090", None, "cu125"),
         ("gtx 1080 ti + rtx 5090", (12, 9), "compiled"),
         ("gtx 1080 ti + rtx 5090", (13, 4), "cu125"),
     ],
 )
-def test_one_build_runs_on_the_oldest_card_and_on_the_newest(name: str, nvcc: Version | None, first: str) -> None:
+def test_one_build_runs_on_the_oldest_card_and_on_the_newest(
+    name: str, nvcc: Version | None, first: str
+) -> None:
     device = resolve(name)
     assert index(found(device, replace(assumed(device), nvcc=nvcc))[0]) == first
 
@@ -260,7 +327,9 @@ def test_any_two_cards_get_a_build_that_runs_on_both() -> None:
 def test_a_gpu_that_only_its_driver_knows_gets_the_wheel_when_asked_for() -> None:
     """A slice that does not say its size leaves a machine that is planned for as its processor."""
     unplanned = replace(resolve("rtx 3090"), accelerator="cpu", compute_capability="")
-    (recipe,) = recipes.recipes_for(unplanned, replace(assumed(unplanned), cuda_driver=(13, 1)), "cuda")
+    (recipe,) = recipes.recipes_for(
+        unplanned, replace(assumed(unplanned), cuda_driver=(13, 1)), "cuda"
+    )
     assert index(recipe) == "cu130"
     with pytest.raises(SetupError):
         recipes.recipes_for(unplanned, assumed(unplanned), "cuda")

@@ -1,4 +1,5 @@
-"""What a machine has to build with is read from its own programs and libraries: stubs that answer as the real ones do."""
+"""What a machine has to build with is read from its own programs and libraries: stubs that answer
+as the real ones do."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def program(folder: Path, name: str, says: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_compilers_are_asked_for_their_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilers_are_asked_for_their_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program(tmp_path, "nvcc", NVCC)
     program(tmp_path, "g++", "15")
     program(tmp_path, "g++-14", "14.3.0")
@@ -61,10 +64,17 @@ def test_the_c_library_is_this_systems() -> None:
 
 @pytest.mark.parametrize(
     ("library", "version"),
-    [("libamdhip64.so.7", (7, 0)), ("libamdhip64.so.6", (6, 0)), ("libamdhip64.so", None), (None, None)],
+    [
+        ("libamdhip64.so.7", (7, 0)),
+        ("libamdhip64.so.6", (6, 0)),
+        ("libamdhip64.so", None),
+        (None, None),
+    ],
 )
 def test_rocm_is_known_by_the_name_of_its_library(
     library: str | None, version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: library if name == "amdhip64" else None)
+    monkeypatch.setattr(
+        ctypes.util, "find_library", lambda name: library if name == "amdhip64" else None
+    )
     assert host.read(()).rocm == version

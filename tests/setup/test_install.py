@@ -1,4 +1,5 @@
-"""A build is made beside the others, tried, and kept or taken back: on the real engine, whole or doctored."""
+"""A build is made beside the others, tried, and kept or taken back: on the real engine, whole or
+doctored."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from localllm.setup.host import BuildHost
 from localllm.setup.steps import BuildRecipe, Step
 
 HOST = BuildHost("linux", "x86_64", "0.3.36", 2)
-CPU = BuildRecipe("cpu", "cpu", "a build", "a test", (Step("the package", ("install", "--target", "{build}/site")),))
+CPU = BuildRecipe(
+    "cpu",
+    "cpu",
+    "a build",
+    "a test",
+    (Step("the package", ("install", "--target", "{build}/site")),),
+)
 Doctor = Callable[[Path], None]
 
 
@@ -72,7 +79,9 @@ def installer(doctor: Doctor, code: int = 0) -> install.Run:
         assert spec is not None
         assert spec.origin is not None
         source = Path(spec.origin).parent
-        shutil.copytree(source, target / "llama_cpp", ignore=shutil.ignore_patterns("lib", "__pycache__"))
+        shutil.copytree(
+            source, target / "llama_cpp", ignore=shutil.ignore_patterns("lib", "__pycache__")
+        )
         (target / "llama_cpp" / "lib").mkdir()
         for library in (source / "lib").iterdir():
             (target / "llama_cpp" / "lib" / library.name).symlink_to(library)
@@ -100,17 +109,27 @@ def make(doctor: Doctor, model: Path, recipe: BuildRecipe = CPU, code: int = 0) 
 
 def test_a_build_that_computes_as_the_processor_does_is_kept_and_runs(tiny_model: Path) -> None:
     build = make(whole, tiny_model)
-    assert all(library.is_symlink() for library in processor_libraries(build)), "what was compiled is left as it is"
+    assert all(library.is_symlink() for library in processor_libraries(build)), (
+        "what was compiled is left as it is"
+    )
     assert builds.listed() == [build]
     assert builds.chosen() == builds.OWN
     builds.choose("cpu")
     assert "10 of 10 tokens" in build.trial
     done = subprocess.run(
-        [sys.executable, "-m", "localllm", "device", "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "localllm", "device", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert json.loads(done.stdout)["llama_cpp"]["folder"] == str(build.folder / "site" / "llama_cpp")
+    assert json.loads(done.stdout)["llama_cpp"]["folder"] == str(
+        build.folder / "site" / "llama_cpp"
+    )
     listed = subprocess.run(
-        [sys.executable, "-m", "localllm", "setup", "--list"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "localllm", "setup", "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "* cpu" in listed.stdout
 
@@ -147,7 +166,9 @@ def test_a_step_that_fails_says_why_and_leaves_nothing(tiny_model: Path) -> None
     assert not builds.folder_of("cpu").exists()
 
 
-def test_two_setups_do_not_meet_and_a_mark_that_was_left_behind_does_not_count(tiny_model: Path) -> None:
+def test_two_setups_do_not_meet_and_a_mark_that_was_left_behind_does_not_count(
+    tiny_model: Path,
+) -> None:
     mark = paths.private_dir(paths.builds_dir()) / ".making"
     mark.write_text(str(os.getpid()))
     with pytest.raises(SetupError, match="at work"):
@@ -166,7 +187,9 @@ def test_what_was_killed_in_the_middle_is_put_back(tiny_model: Path) -> None:
     kept = folder.with_name(".cpu.before")
     (kept / "site" / "llama_cpp").mkdir(parents=True)
     before = builds.Build("cpu", "cpu", "an older one", "0.3.36", "2026-01-01")
-    (kept / "build.json").write_text(json.dumps({**{f: getattr(before, f) for f in before.__slots__}}))
+    (kept / "build.json").write_text(
+        json.dumps({**{f: getattr(before, f) for f in before.__slots__}})
+    )
     (folder / "site").mkdir(parents=True)
     assert builds.listed() == []
     with pytest.raises(SetupError):
@@ -272,7 +295,9 @@ def test_a_builds_own_libraries_are_found_while_it_runs() -> None:
     builds.finish(build)
     environment = {builds.library_variable(): "/theirs"}
     builds.apply("cpu", environment)
-    assert environment[builds.library_variable()] == f"{build.folder}/toolkit/nvidia/cu13/lib:/theirs"
+    assert (
+        environment[builds.library_variable()] == f"{build.folder}/toolkit/nvidia/cu13/lib:/theirs"
+    )
     builds.apply(builds.OWN, environment)
     assert environment[builds.library_variable()] == "/theirs"
 
@@ -298,11 +323,15 @@ def test_the_cuda_packages_get_the_names_that_linking_asks_for(tmp_path: Path) -
         install.link_cuda(tmp_path / "nothing")
 
 
-def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(tiny_model: Path) -> None:
+def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(
+    tiny_model: Path,
+) -> None:
     """A wheel that crashes, a compiler that is missing, then one that works."""
     said: list[str] = []
     broken = replace(CPU, name="broken", title="a wheel")
-    lacking = replace(CPU, name="lacking", title="compiled", needs=("a C++ compiler: apt install one",))
+    lacking = replace(
+        CPU, name="lacking", title="compiled", needs=("a C++ compiler: apt install one",)
+    )
     works = replace(CPU, name="works", title="another wheel", because="it is the next")
     recipe = steps.chain(broken, lacking, works)
 
@@ -323,10 +352,14 @@ def test_a_recipe_that_fails_is_followed_by_the_next_and_each_reason_is_said(tin
     assert "a wheel" in said[-1]
 
 
-def test_where_no_recipe_works_every_reason_is_in_the_error_and_what_ran_still_runs(tiny_model: Path) -> None:
+def test_where_no_recipe_works_every_reason_is_in_the_error_and_what_ran_still_runs(
+    tiny_model: Path,
+) -> None:
     before = finished()
     builds.choose("cpu")
-    recipe = steps.chain(replace(CPU, name="one", title="a wheel"), replace(CPU, name="two", needs=("a driver",)))
+    recipe = steps.chain(
+        replace(CPU, name="one", title="a wheel"), replace(CPU, name="two", needs=("a driver",))
+    )
     with pytest.raises(SetupError) as caught:
         chain.settle(recipe, HOST, tiny_model, silent, run=installer(wrong_tokens))
     assert "other tokens" in caught.value.message
@@ -337,7 +370,11 @@ def test_where_no_recipe_works_every_reason_is_in_the_error_and_what_ran_still_r
 WHEEL = replace(
     CPU,
     name="wheel",
-    steps=(Step("a wheel", ("install", "--target", "{build}/site", "--only-binary", "llama-cpp-python")),),
+    steps=(
+        Step(
+            "a wheel", ("install", "--target", "{build}/site", "--only-binary", "llama-cpp-python")
+        ),
+    ),
 )
 
 
@@ -360,7 +397,9 @@ def of_another_version(package: Path) -> None:
         library.rename(library.with_name("libggml-base.so.0.0.1"))
 
 
-def test_a_ready_made_build_computes_with_the_processors_part_that_was_compiled_here(tiny_model: Path) -> None:
+def test_a_ready_made_build_computes_with_the_processors_part_that_was_compiled_here(
+    tiny_model: Path,
+) -> None:
     build = make(whole, tiny_model, WHEEL)
     libraries = processor_libraries(build)
     assert libraries
@@ -407,7 +446,8 @@ def turns_take(seconds: float) -> Doctor:
 def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for(
     before: float, now: float, accepts: bool, taken: bool, tiny_model: Path
 ) -> None:
-    """Measured side by side in one trial. The build before counts as an accelerated one here: a processor's is no measure."""
+    """Measured side by side in one trial. The build before counts as an accelerated one here: a
+    processor's is no measure."""
     old = builds.Build("cpu", "vulkan", "the one before", HOST.version, "2026-01-01")
     log = paths.private_dir(paths.log_dir()) / "before.log"
     installer(turns_take(before))(["--target", str(old.folder / "site")], {}, log)
@@ -421,7 +461,13 @@ def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for
 
     said: list[str] = []
     name = chain.settle(
-        CPU, HOST, tiny_model, said.append, again=True, accept_slower=accept, run=installer(turns_take(now))
+        CPU,
+        HOST,
+        tiny_model,
+        said.append,
+        again=True,
+        accept_slower=accept,
+        run=installer(turns_take(now)),
     )
     assert name == "cpu"
     assert bool(asked) == (now > before)

@@ -1,4 +1,5 @@
-"""Packages are installed where there is no pip, and a first setup finds or names a Python: real environments, stub programs."""
+"""Packages are installed where there is no pip, and a first setup finds or names a Python: real
+environments, stub programs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_ASK = "from localllm.setup import installer; print('\\n'.join(installer.command(['install', '--target', 'x', 'y'])))"
+_ASK = (
+    "from localllm.setup import installer; print('\\n'.join(installer.command(['install', "
+    "'--target', 'x', 'y'])))"
+)
 
 
 @pytest.fixture
@@ -35,17 +39,22 @@ def stub(folder: Path, name: str, script: str) -> Path:
 
 def asked(python: Path, path: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": path, "HOME": str(home)}
-    return subprocess.run([str(python), "-c", _ASK], capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(
+        [str(python), "-c", _ASK], capture_output=True, text=True, env=environment, check=False
+    )
 
 
 @pytest.mark.parametrize("where", ["path", "home"])
-def test_uv_installs_into_an_environment_without_pip(where: str, without_pip: Path, tmp_path: Path) -> None:
+def test_uv_installs_into_an_environment_without_pip(
+    where: str, without_pip: Path, tmp_path: Path
+) -> None:
     home = tmp_path / "home"
     (home / ".local").mkdir(parents=True)
     folder = stub(home / ".local" / "bin" if where == "home" else tmp_path / "bin", "uv", "exit 0")
     done = asked(without_pip, str(folder) if where == "path" else "/nowhere", home)
     assert done.stdout.split("\n") == [
-        str(folder / "uv"), "pip", "install", "--python", str(without_pip), "--target", "x", "y", "",
+        str(folder / "uv"), "pip", "install", "--python", str(without_pip), "--target", "x", "y",
+        "",
     ]  # fmt: skip
 
 
@@ -57,7 +66,10 @@ def test_without_uv_python_brings_its_pip(without_pip: Path, tmp_path: Path) -> 
         return
     assert done.stdout.split("\n")[:3] == [str(without_pip), "-m", "pip"]
     assert (
-        subprocess.run([str(without_pip), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+        subprocess.run(
+            [str(without_pip), "-m", "pip", "--version"], capture_output=True, check=False
+        ).returncode
+        == 0
     )
 
 
@@ -70,17 +82,22 @@ OLD = 'case "$1" in -c) exit 1;; --version) echo "Python 3.9.6";; esac'
 
 
 def make(target: str, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`make` on a machine whose programs are those of `path` and the system's tools, but for its Pythons."""
+    """`make` on a machine whose programs are those of `path` and the system's tools, but for its
+    Pythons."""
     tools = path / "tools"
     tools.mkdir()
     names = "sh make sed sleep date getconf kill touch awk mkdir dirname cat mktemp rm df"
     for name in names.split():
-        found = next((Path(p) / name for p in ("/bin", "/usr/bin") if (Path(p) / name).exists()), None)
+        found = next(
+            (Path(p) / name for p in ("/bin", "/usr/bin") if (Path(p) / name).exists()), None
+        )
         if found is not None:
             (tools / name).symlink_to(found)
     environment = {"PATH": f"{path}{os.pathsep}{tools}", "HOME": str(path)}
     command = ["make", f"--file={ROOT / 'Makefile'}", target, f"VENV={path / 'venv'}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
 
 
 def test_a_fresh_macs_python_is_too_old_and_uv_makes_the_environment(tmp_path: Path) -> None:
@@ -100,6 +117,10 @@ def test_without_uv_installers_are_named_that_need_no_homebrew(tmp_path: Path) -
 
 
 def test_the_newest_python_is_known(tmp_path: Path) -> None:
-    folder = stub(stub(tmp_path / "bin", "python3", OLD), "python3.14", 'case "$1" in -c) exit 0;; esac; exit 4')
+    folder = stub(
+        stub(tmp_path / "bin", "python3", OLD),
+        "python3.14",
+        'case "$1" in -c) exit 0;; esac; exit 4',
+    )
     make("chat", folder)
     assert "-m venv" in (folder / "python3.14.asked").read_text()

@@ -1,4 +1,5 @@
-"""Which build suits which machine: the whole of `setup --dry-run` on every recorded machine, and the choices behind it."""
+"""Which build suits which machine: the whole of `setup --dry-run` on every recorded machine, and
+the choices behind it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ MACHINES = [
 
 def host_of(readings: Readings) -> BuildHost:
     host = assumed(identify(readings))
-    return replace(host, architecture=readings.architecture or host.architecture, version="0.3.36", n_cores=8)
+    return replace(
+        host, architecture=readings.architecture or host.architecture, version="0.3.36", n_cores=8
+    )
 
 
 def dry_run(folder: Path, name: str) -> str:
@@ -46,9 +49,12 @@ def dry_run(folder: Path, name: str) -> str:
 
 
 def test_every_recorded_machine_gets_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`LOCALLLM_WRITE_GOLDEN=1` writes the file anew: read the difference before it is committed."""
+    """`LOCALLLM_WRITE_GOLDEN=1` writes the file anew: read the difference before it is
+    committed."""
     # What the planner predicts moves with every fit of it.
-    monkeypatch.setattr(engine_builds, "preferred", lambda _: steps.Preferred("vulkan", "it is as fast as ROCm"))
+    monkeypatch.setattr(
+        engine_builds, "preferred", lambda _: steps.Preferred("vulkan", "it is as fast as ROCm")
+    )
     written = "\n".join(dry_run(folder, name) for folder, name in MACHINES)
     if os.environ.get("LOCALLLM_WRITE_GOLDEN"):
         GOLDEN.write_text(written, encoding="utf-8")
@@ -68,7 +74,9 @@ def test_rocm_is_taken_where_it_is_faster_and_vulkan_where_nothing_is_known() ->
 
 def test_a_card_without_graphics_is_rocms_first() -> None:
     instinct = replace(resolve("mi300x"), compute_capability="gfx942")
-    (recipe,) = recipes.recipes_for(instinct, assumed(instinct), "", steps.Preferred("vulkan", "it is faster"))
+    (recipe,) = recipes.recipes_for(
+        instinct, assumed(instinct), "", steps.Preferred("vulkan", "it is faster")
+    )
     assert [made.backend for made in (recipe, *recipe.otherwise)] == ["rocm", "vulkan"]
     assert "ROCm 7" in recipe.needs[0]
 
@@ -93,7 +101,9 @@ def test_the_planner_is_asked_which_of_two_backends_is_faster() -> None:
 
 def test_a_better_build_is_told_with_the_speed_to_expect() -> None:
     card = resolve("rtx 3090")
-    plain = replace(card, name="a processor", bandwidth_gbps=Figure(50, "given"), host=None, match="")
+    plain = replace(
+        card, name="a processor", bandwidth_gbps=Figure(50, "given"), host=None, match=""
+    )
     processor = in_use.as_used(card, plain, ggml.GgmlBuild())
     said = engine_builds.sentence(processor, card, engine_builds.yardstick_plan(processor))
     assert "tok/s" in said
@@ -110,7 +120,10 @@ def test_an_installed_build_that_drives_the_gpu_is_kept_unless_a_backend_is_name
     assert recipes.recipes_for(card, host, "cuda")[0].name == "cuda"
     # One that was made for older parts would have no code for this one.
     new = resolve("rtx 5090")
-    assert recipes.recipes_for(new, replace(assumed(new), own_backends=("cuda",)))[0].name == "cuda-120"
+    assert (
+        recipes.recipes_for(new, replace(assumed(new), own_backends=("cuda",)))[0].name
+        == "cuda-120"
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +144,8 @@ def test_a_backend_that_the_machine_has_no_gpu_for_is_refused(name: str, backend
 
 
 def test_vulkan_is_never_refused_for_want_of_a_row_in_the_table() -> None:
-    """A card that no probe knows leaves a machine that looks like its processor: its trial says what is there."""
+    """A card that no probe knows leaves a machine that looks like its processor: its trial says
+    what is there."""
     unknown = identify(recordings.load("cpu_only_vm"))
     (recipe,) = recipes.recipes_for(unknown, assumed(unknown), "vulkan")
     assert (recipe.backend, recipe.steps[0].pip[0]) == ("vulkan", "install")
@@ -156,7 +170,9 @@ def test_vulkan_is_compiled_after_its_wheel_where_its_compiler_is_here() -> None
         ("gfx1152", (7, 2), "no code of gfx1152"),
     ],
 )
-def test_what_rocm_needs_is_said_before_a_gigabyte_is_fetched(gfx: str, rocm: Version | None, said: str) -> None:
+def test_what_rocm_needs_is_said_before_a_gigabyte_is_fetched(
+    gfx: str, rocm: Version | None, said: str
+) -> None:
     radeon = replace(resolve("strix halo"), compute_capability=gfx)
     host = replace(assumed(radeon), rocm=rocm)
     try:
@@ -172,11 +188,15 @@ def test_what_rocm_needs_is_said_before_a_gigabyte_is_fetched(gfx: str, rocm: Ve
 
 
 def test_a_driver_that_does_not_answer_is_said_and_not_taken_for_a_machine_without_a_gpu() -> None:
-    """NVML after an update of the driver without a restart: the card is on the bus, and nobody speaks for it."""
+    """NVML after an update of the driver without a restart: the card is on the bus, and nobody
+    speaks for it."""
     readings = recordings.load("cpu_only_vm")
     card = "/sys/bus/pci/devices/0000:01:00.0"
     broken = identify(
-        replace(readings, files={**readings.files, f"{card}/vendor": "0x10de", f"{card}/class": "0x030000"})
+        replace(
+            readings,
+            files={**readings.files, f"{card}/vendor": "0x10de", f"{card}/class": "0x030000"},
+        )
     )
     said = "\n".join(command.lines(broken, command.recipes_of(broken, assumed(broken))))
     assert "its driver does not answer" in said
@@ -194,5 +214,9 @@ def test_mlx_is_what_the_extras_of_the_package_say() -> None:
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    said = {requirement.partition(";")[0] for name in ("mlx", "mlx-cuda") for requirement in extras[name]}
+    said = {
+        requirement.partition(";")[0]
+        for name in ("mlx", "mlx-cuda")
+        for requirement in extras[name]
+    }
     assert said == set(chain.from_iterable(steps.MLX.requirements.values()))

@@ -1,4 +1,5 @@
-"""What owners of cards reported in public: the row of the collection, the machine, and what is right there; 37 reports, all counted."""
+"""What owners of cards reported in public: the row of the collection, the machine, and what is
+right there; 37 reports, all counted."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ Facts = dict[str, object]
 
 @dataclass(frozen=True)
 class Report:
-    """`says`: what must stand in the dry run, in this order; `never`: what must not. `host`: what differs from an ordinary system."""
+    """`says`: what must stand in the dry run, in this order; `never`: what must not. `host`: what
+    differs from an ordinary system."""
 
     number: int
     what: str
@@ -56,30 +58,49 @@ class Report:
     backend: str = ""
 
 
-ARCH_LINUX: Facts = {"glibc": (2, 42), "gcc": 15, "nvcc": (13, 0), "nvcc_path": "/opt/cuda/bin/nvcc"}
+ARCH_LINUX: Facts = {
+    "glibc": (2, 42),
+    "gcc": 15,
+    "nvcc": (13, 0),
+    "nvcc_path": "/opt/cuda/bin/nvcc",
+}
 FEDORA_44: Facts = {"glibc": (2, 43), "gcc": 16, "nvcc": (13, 3), "nvcc_path": "/usr/bin/nvcc"}
 REPORTS = [
     Report(4, "a Spark needs sm_121a alone", "gb10_table", {}, ("ARCHITECTURES=121a-real ",)),
-    Report(6, "glibc 2.42 and CUDA 13.0", "rtx_5090_two", ARCH_LINUX, ("C library 2.42", ">=13.4"), ("/opt/cuda",)),
-    Report(6, "glibc 2.42, no nvcc", "rtx_5090_two", {"glibc": (2, 42)}, (">=13.4",), ("==13.0.*'\n    $ link",)),
-    Report(7, "GCC 16 of Fedora 44", "rtx_5090_two", FEDORA_44, ("does not take this system's GCC 16", ">=13.4")),
-    Report(8, "3080, 5090 and 3080", "mixed_3080_5090_3080", {}, ("86-real;120a-real", "CUDA 13.0", "Vulkan")),
-    Report(12, "driver 550", "rtx_4090_two", {"cuda_driver": (12, 4)}, ("whl/cu124", "Vulkan"), ("==13.0",)),
+    Report(6, "glibc 2.42 and CUDA 13.0", "rtx_5090_two", ARCH_LINUX, ("C library 2.42", ">=13.4"),
+    ("/opt/cuda",)),
+    Report(6, "glibc 2.42, no nvcc", "rtx_5090_two", {"glibc": (2, 42)}, (">=13.4",),
+    ("==13.0.*'\n    $ link",)),
+    Report(7, "GCC 16 of Fedora 44", "rtx_5090_two", FEDORA_44,
+    ("does not take this system's GCC 16", ">=13.4")),
+    Report(8, "3080, 5090 and 3080", "mixed_3080_5090_3080", {},
+    ("86-real;120a-real", "CUDA 13.0", "Vulkan")),
+    Report(12, "driver 550", "rtx_4090_two", {"cuda_driver": (12, 4)}, ("whl/cu124", "Vulkan"),
+    ("==13.0",)),
     Report(12, "driver 535", "rtx_4070_desktop", {"cuda_driver": (12, 2)}, ("whl/cu122", "580")),
     Report(12, "driver 470", "rtx_4070_desktop", {"cuda_driver": (11, 4)}, ("update", "Vulkan")),
-    Report(13, "V100", "tesla_v100", {}, ("7.0 is covered", "whl/cu125", "else llama.cpp for Vulkan")),
-    Report(13, "GTX 1080 Ti", "gtx_1080_ti", {"cuda_driver": (12, 2)}, ("whl/cu122", "else llama.cpp for Vulkan")),
-    Report(14, "NVML mismatch", "nvml_mismatch", {}, ("does not answer", "nvidia-smi"), ("nothing to build",)),
-    Report(15, "SIGILL of the wheel", "rtx_4090_two", {}, ("whl/cu130", "native code of sm_89", "else llama.cpp for Vulkan")),
+    Report(13, "V100", "tesla_v100", {},
+    ("7.0 is covered", "whl/cu125", "else llama.cpp for Vulkan")),
+    Report(13, "GTX 1080 Ti", "gtx_1080_ti", {"cuda_driver": (12, 2)},
+    ("whl/cu122", "else llama.cpp for Vulkan")),
+    Report(14, "NVML mismatch", "nvml_mismatch", {}, ("does not answer", "nvidia-smi"),
+    ("nothing to build",)),
+    Report(15, "SIGILL of the wheel", "rtx_4090_two", {},
+    ("whl/cu130", "native code of sm_89", "else llama.cpp for Vulkan")),
     Report(16, "Arc B580", "arc_b580", {}, ("whl/vulkan",)),
-    Report(16, "an Arc that no table knows, forced", "cpu_only_vm", {}, ("whl/vulkan",), backend="vulkan"),
+    Report(16, "an Arc that no table knows, forced", "cpu_only_vm", {}, ("whl/vulkan",),
+    backend="vulkan"),
     Report(17, "two Arc Pro B60", "arc_b60_two", {}, ("2 × Arc Pro B60", "whl/vulkan")),
     Report(18, "140T", "intel_140t", {}, ("whl/vulkan",)),
-    Report(19, "RTX A2000 and Arc B60", "a2000_and_b60", {}, ("B60 is here too", "--backend vulkan", "whl/cu130")),
+    Report(19, "RTX A2000 and Arc B60", "a2000_and_b60", {},
+    ("B60 is here too", "--backend vulkan", "whl/cu130")),
     Report(27, "ROCm 7.2 on Strix Halo", "halo_uma96", {"rocm": (7, 2)}, ("7.13",), backend="rocm"),
-    Report(27, "ROCm 6 on Strix Halo", "halo_uma96", {"rocm": (6, 4)}, ("needs ROCm 7",), backend="rocm"),
-    Report(27, "Strix Halo on Windows", "windows_halo_96", {}, ("code of gfx1151", "whl/hip-radeon"), backend="rocm"),
-    Report(29, "RX 9070 has code", "rx_9070_beside_740m", {"rocm": (7, 2)}, ("code of gfx1201",), backend="rocm"),
+    Report(27, "ROCm 6 on Strix Halo", "halo_uma96", {"rocm": (6, 4)}, ("needs ROCm 7",),
+    backend="rocm"),
+    Report(27, "Strix Halo on Windows", "windows_halo_96", {},
+    ("code of gfx1151", "whl/hip-radeon"), backend="rocm"),
+    Report(29, "RX 9070 has code", "rx_9070_beside_740m", {"rocm": (7, 2)}, ("code of gfx1201",),
+    backend="rocm"),
     Report(37, "hybrid laptop", "laptop_4060_arc", {}, ("whl/cu130",)),
 ]  # fmt: skip
 
@@ -114,7 +135,7 @@ def test_no_machine_with_a_gpu_ends_in_nothing_to_build() -> None:
                 assert "nothing to build" not in said(name, {}), name
 
 
-# --- what is about more than builds -----------------------------------------------------------------------------------
+# --- what is about more than builds ---------------------------------------------------------------
 
 
 def planned(device: Device, model: str) -> Plan:
@@ -140,7 +161,8 @@ def one_gpu(name: str, total_mib: int, free_mib: int) -> Callable[..., Any]:
 
 
 def spark_memory() -> None:
-    """Of a Spark NVML says nothing, or counts the page cache: what is free is what the system says is available."""
+    """Of a Spark NVML says nothing, or counts the page cache: what is free is what the system says
+    is available."""
     for name in ("gb10_not_supported", "gb10_table"):
         device = identify(read(name))
         assert (device.kind, device.match) == ("unified", "DGX Spark Founders Edition (GB10)")
@@ -149,7 +171,8 @@ def spark_memory() -> None:
 
 
 def spark_loads() -> None:
-    """llama.cpp's own choice reads where a device can't map; a plan leaves it that choice, and a load asks for it."""
+    """llama.cpp's own choice reads where a device can't map; a plan leaves it that choice, and a
+    load asks for it."""
     plan = planned(resolve("DGX Spark"), "gpt-oss-20b")
     assert plan.settings.placement.weights == "auto"
     llama = start_native()
@@ -174,11 +197,14 @@ def unified_memory_switched_on() -> None:
 
 
 def fits_one_card() -> None:
-    assert planned(identify(read("mixed_3080_5090_3080")), "qwen3-8b").settings.placement.cards == (1,)
+    assert planned(identify(read("mixed_3080_5090_3080")), "qwen3-8b").settings.placement.cards == (
+        1,
+    )
 
 
 def used_by_others() -> None:
-    """58 of 64 GB of two cards are in use: a model that fits both empty is no "yes", and what does not fit is told to."""
+    """58 of 64 GB of two cards are in use: a model that fits both empty is no "yes", and what does
+    not fit is told to."""
     busy, idle = identify(read("rtx_5090_two")), resolve("2x RTX 5090")
     assert planned(idle, "qwen3-32b").fits == "yes"
     assert planned(busy, "qwen3-32b").fits != "yes"
@@ -186,7 +212,8 @@ def used_by_others() -> None:
 
 
 def spills_nowhere() -> None:
-    """WSL pages a card that is too full out to the system's memory instead of refusing: a plan takes what is free, less a margin."""
+    """WSL pages a card that is too full out to the system's memory instead of refusing: a plan
+    takes what is free, less a margin."""
     device = identify(read("wsl2_gtx1650_laptop"))
     assert device.os == "Linux (WSL2)"
     assert device.room_bytes <= (4096 - 128) * MIB - 256 * MIB
@@ -205,18 +232,23 @@ def gtt_limit() -> None:
 
 
 def carve_out_of_96_gib() -> None:
-    """A model of 63 GB was refused for the 22 GB of the system's own memory: what the carve-out holds is none of that."""
+    """A model of 63 GB was refused for the 22 GB of the system's own memory: what the carve-out
+    holds is none of that."""
     device = identify(read("halo_uma96"))
     assert device.memory.loadable_bytes > 90 * GIB
     plan = planned(device, "gpt-oss-120b")
     assert plan.fits == "yes"
     assert plan.memory.total_bytes <= device.memory.carve_out_bytes
-    assert max(0, plan.memory.total_bytes - device.memory.carve_out_bytes) == 0, "nothing is asked of the system"
+    assert max(0, plan.memory.total_bytes - device.memory.carve_out_bytes) == 0, (
+        "nothing is asked of the system"
+    )
 
 
 def seen_by(name: str, backend: str, total_gib: float, free_gib: float) -> Memory:
     readings = read(name)
-    gpu = ggml.GgmlDevice(f"{backend}0", "8060S", backend, "igpu", int(free_gib * GIB), int(total_gib * GIB))
+    gpu = ggml.GgmlDevice(
+        f"{backend}0", "8060S", backend, "igpu", int(free_gib * GIB), int(total_gib * GIB)
+    )
     processor = identify(in_use.without_gpus(readings))
     return in_use.as_used(identify(readings), processor, ggml.GgmlBuild(devices=(gpu,))).memory
 
@@ -228,8 +260,11 @@ def rocm_and_vulkan_differ() -> None:
 
 
 def heaps_of_windows() -> None:
-    """Where 96 GB were given to the GPU the driver shows a heap of 32: what the build sees is planned with, whatever that is."""
-    assert identify(read("windows_halo_96")).memory.limit_bytes == pytest.approx(111.5 * GIB, rel=0.01)
+    """Where 96 GB were given to the GPU the driver shows a heap of 32: what the build sees is
+    planned with, whatever that is."""
+    assert identify(read("windows_halo_96")).memory.limit_bytes == pytest.approx(
+        111.5 * GIB, rel=0.01
+    )
     for seen in (32.0, 64.0, 96.0, 111.5):
         assert seen_by("windows_halo_96", "Vulkan", seen, seen).limit_bytes <= seen * GIB
 
@@ -240,7 +275,8 @@ def rocm_reads() -> None:
 
 
 def wrong_numbers_after_an_update() -> None:
-    """A build whose driver has changed since its trial is one to try again; doctor compares ten tokens anyway."""
+    """A build whose driver has changed since its trial is one to try again; doctor compares ten
+    tokens anyway."""
     build = builds.Build("rocm", "rocm", "", "0.3.36", "2026-11-01", drivers="6.17.1; amdgpu 6.14")
     assert not builds.stale(build, "6.17.1; amdgpu 6.14")
     assert "localllm setup" in builds.stale(build, "6.18.0; amdgpu 6.14")
@@ -259,7 +295,8 @@ def states_are_rare() -> None:
 
 
 def idle_lines_leave() -> None:
-    """On a device: with no more than 3 % of a step in attention over them they may stay, beyond that they may not."""
+    """On a device: with no more than 3 % of a step in attention over them they may stay, beyond
+    that they may not."""
     able = replace(ScriptedBackend().capabilities, kv_on_device=True)
     idle = [eviction.IdleSequence(i, np.zeros(0, np.int32), "exported") for i in range(2)]
     info, free = ScriptedBackend().info, 8192
@@ -270,9 +307,12 @@ def idle_lines_leave() -> None:
 
 
 def few_logits_cross() -> None:
-    """The greatest 256 of a row decide what top-k 40 draws, together for all streams; what they don't decide stays open."""
+    """The greatest 256 of a row decide what top-k 40 draws, together for all streams; what they
+    don't decide stays open."""
     logits = np.sort(np.random.default_rng(0).normal(size=(32, 256)).astype(np.float32))[:, ::-1]
-    top = candidates.TopRows(np.tile(np.arange(256, dtype=np.int32), (32, 1)), np.ascontiguousarray(logits))
+    top = candidates.TopRows(
+        np.tile(np.arange(256, dtype=np.int32), (32, 1)), np.ascontiguousarray(logits)
+    )
 
     def chosen(specs: list[SampleSpec]) -> list[int | None]:
         chunks = [Chunk(i, [0], sample=spec) for i, spec in enumerate(specs)]
@@ -297,16 +337,21 @@ def containers() -> None:
 
 
 MORE_REPORTS: list[tuple[int, Callable[[], None]]] = [
-    (1, spark_memory), (2, spark_loads), (5, unified_memory_switched_on), (9, order_of_cards), (10, fits_one_card),
-    (11, used_by_others), (20, arc_steps), (21, gtt_limit), (22, carve_out_of_96_gib), (23, rocm_and_vulkan_differ),
+    (1, spark_memory), (2, spark_loads), (5, unified_memory_switched_on), (9, order_of_cards),
+    (10, fits_one_card),
+    (11, used_by_others), (20, arc_steps), (21, gtt_limit), (22, carve_out_of_96_gib),
+    (23, rocm_and_vulkan_differ),
     (24, heaps_of_windows), (25, rocm_reads), (26, rocm_reads), (28, wrong_numbers_after_an_update),
-    (32, states_are_rare), (33, idle_lines_leave), (34, few_logits_cross), (35, containers), (36, spills_nowhere),
+    (32, states_are_rare), (33, idle_lines_leave), (34, few_logits_cross), (35, containers),
+    (36, spills_nowhere),
 ]  # fmt: skip
 # What would settle these stands in docs/accelerators.md.
 UNSETTLED = {3, 30, 31}
 
 
-@pytest.mark.parametrize(("number", "right"), MORE_REPORTS, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(
+    ("number", "right"), MORE_REPORTS, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_what_owners_met_is_right_here(number: int, right: Callable[[], None]) -> None:
     right()
     assert number not in UNSETTLED

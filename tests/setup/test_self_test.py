@@ -1,4 +1,5 @@
-"""`doctor --accelerator`: the engine examined on whatever this build runs on, and a report that says what failed."""
+"""`doctor --accelerator`: the engine examined on whatever this build runs on, and a report that
+says what failed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_mode
     assert test.failures == ()
     assert len(test.checks) == len(conformance.CHECKS)
     # llama.cpp samples no tokens itself.
-    assert [c["check"] for c in test.checks if c["outcome"] != "ok"] == ["what is sampled follows from the logits"]
+    assert [c["check"] for c in test.checks if c["outcome"] != "ok"] == [
+        "what is sampled follows from the logits"
+    ]
     text = "\n".join(trial.report(test))
     assert "result: passed" in text
     assert "10 of 10 tokens" in text
@@ -36,8 +39,11 @@ def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_mode
     assert str(Path.home()) not in text
 
 
-def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(tiny_model: Path, tmp_path: Path) -> None:
-    """The process aborts at a fork: what was checked before stands in the report, and what it was at."""
+def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The process aborts at a fork: what was checked before stands in the report, and what it was
+    at."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'conformance' in sys.argv:\n"
@@ -56,7 +62,9 @@ def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(tiny_model:
 
 
 def test_a_build_that_does_not_start_is_a_report_too() -> None:
-    build = replace(ask_build(), failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so")
+    build = replace(
+        ask_build(), failure="its process ended with signal SIGSEGV: /home/somebody/lib/libggml.so"
+    )
     test = trial.examine(MACHINE, build, Path("none"), {})
     text = "\n".join(trial.report(test))
     assert "SIGSEGV" in text

@@ -1,4 +1,5 @@
-"""The command `setup`: what is wrong is said with the way out, and a machine without a GPU is left as it is."""
+"""The command `setup`: what is wrong is said with the way out, and a machine without a GPU is left
+as it is."""
 
 from __future__ import annotations
 
@@ -44,9 +45,12 @@ def test_a_named_machine_is_told_what_would_be_done_there() -> None:
     assert builds.listed() == []
 
 
-@pytest.mark.parametrize("machine", ["rtx 5090", "rtx 3060", "M4 Max 128GB", "Strix Halo 128GB", "8GB laptop"])
+@pytest.mark.parametrize(
+    "machine", ["rtx 5090", "rtx 3060", "M4 Max 128GB", "Strix Halo 128GB", "8GB laptop"]
+)
 def test_another_release_is_made_beside_the_builds_that_are_there(machine: str) -> None:
-    """Also where the installed one is right as it is: its name and every step of it name the release."""
+    """Also where the installed one is right as it is: its name and every step of it name the
+    release."""
     result = RUNNER.invoke(app, ["setup", "--dry-run", "--engine", "0.3.99", "--device", machine])
     assert result.exit_code == 0
     assert "llama-cpp-python 0.3.99 was asked for" in result.output

@@ -1,7 +1,8 @@
-"""What the README and the docs tell people to type is understood by the program, and every command is in them.
+"""What the README and the docs tell people to type is understood by the program, and every command
+is in them.
 
-Lines of code blocks that begin with `localllm` go through the real parser, with their options and values; those that only read
-and answer at once are run. (The site and its links: `make docs`.)"""
+Lines of code blocks that begin with `localllm` go through the real parser, with their options and
+values; those that only read and answer at once are run. (The site and its links: `make docs`.)"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from typer.testing import CliRunner
 from localllm.cli.all_commands import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "packaging").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "packaging").rglob("*.md")]
+)
 PROGRAM = re.compile(r"^(\$ )?(\.venv/bin/)?localllm$")
 # Behind a command: a remark after a sign, or set apart by a wide gap.
 REMARK = re.compile(r"\s+(#|→).*$|\s{2,}[^-\s].*$")
@@ -29,7 +32,8 @@ NOTATION = re.compile(r"[\[\]…]|\w\|\w|\.\.\.")
 
 @dataclass(frozen=True)
 class Line:
-    """A command that a page shows, without the program's own name. `literal`: it can be typed as it stands."""
+    """A command that a page shows, without the program's own name. `literal`: it can be typed as it
+    stands."""
 
     page: str
     number: int
@@ -60,7 +64,8 @@ def shown(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def lines() -> Iterator[Line]:
-    """Every command in a code block, and those in running text that begin with the program's name."""
+    """Every command in a code block, and those in running text that begin with the program's
+    name."""
     for page in PAGES:
         name, inside = str(page.relative_to(ROOT)), False
         for number, text in enumerate(page.read_text("utf-8").splitlines(), 1):
@@ -69,14 +74,22 @@ def lines() -> Iterator[Line]:
                 continue
             block = inside or text.startswith("    localllm ")
             found = (
-                [REMARK.sub("", text.strip().removeprefix("$ "))] if block else re.findall(r"`(localllm [^`]+)`", text)
+                [REMARK.sub("", text.strip().removeprefix("$ "))]
+                if block
+                else re.findall(
+                    r"`(localllm "
+                    r"[^`]+)`",
+                    text,
+                )
             )
             for code in found:
                 # Alternatives are words of one command here, not a pipe.
                 whole = re.sub(r"(?<=\S)\|(?=\S)", "¦", code)
                 for words in shown(whole):
                     restored = tuple(word.replace("¦", "|") for word in words)
-                    yield Line(name, number, restored, block and not NOTATION.search(" ".join(restored)))
+                    yield Line(
+                        name, number, restored, block and not NOTATION.search(" ".join(restored))
+                    )
 
 
 LINES = [*lines()]
@@ -109,8 +122,14 @@ def test_commands_and_options_that_are_shown_exist() -> None:
         if command is GROUP and first_is_name and not rest[0].startswith("-"):
             wrong.append(f"{line}: no such command")
         known = options_of(command)
-        given = [word.partition("=")[0].strip("[]") for word in rest if re.match(r"\[?--?[a-zA-Z]", word)]
-        wrong += [f"{line}: no option {option}" for option in given if option not in known and option != "-1"]
+        given = [
+            word.partition("=")[0].strip("[]") for word in rest if re.match(r"\[?--?[a-zA-Z]", word)
+        ]
+        wrong += [
+            f"{line}: no option {option}"
+            for option in given
+            if option not in known and option != "-1"
+        ]
     assert wrong == []
 
 
@@ -129,7 +148,9 @@ def test_what_can_be_typed_as_it_stands_is_parsed() -> None:
 
 def test_every_command_is_in_the_docs() -> None:
     def leaves(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        below = {name: sub for name, sub in getattr(command, "commands", {}).items() if not sub.hidden}
+        below = {
+            name: sub for name, sub in getattr(command, "commands", {}).items() if not sub.hidden
+        }
         for name, sub in below.items():
             yield from leaves(sub, (*words, name))
         if not below:
@@ -161,9 +182,13 @@ def of_this_machine(line: Line) -> bool:
 
 
 @pytest.mark.parametrize(
-    "line", [pytest.param(x, marks=[pytest.mark.long] if of_this_machine(x) else []) for x in QUICK], ids=str
+    "line",
+    [pytest.param(x, marks=[pytest.mark.long] if of_this_machine(x) else []) for x in QUICK],
+    ids=str,
 )
-def test_those_that_only_read_answer(line: Line, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_only_read_answer(
+    line: Line, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(cache))

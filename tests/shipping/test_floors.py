@@ -1,4 +1,5 @@
-"""What `make test-oldest` installs is what pyproject.toml claims to support: the two lists do not drift apart."""
+"""What `make test-oldest` installs is what pyproject.toml claims to support: the two lists do not
+drift apart."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_the_floors_and_the_oldest_constraints_are_the_same() -> None:
 
 
 def test_what_differs_is_said(floors: ModuleType) -> None:
-    """Dependencies and extras count, whatever their markers; another spelling of a version is not another version."""
+    """Dependencies and extras count, whatever their markers; another spelling of a version is not
+    another version."""
     project = """
 [project]
 dependencies = ["a>=1.5,<2", "b>=2", "c>=12.560"]
@@ -38,7 +40,12 @@ dependencies = ["a>=1.5,<2", "b>=2", "c>=12.560"]
 gpu = ["d>=3; sys_platform == 'darwin'", "d[cpu]>=3; sys_platform == 'linux'"]
 docs = ["e>=9"]
 """
-    assert floors.differences(project, "# none of them == newer\na==1.5.0\nb==2.0\nc==12.560.30\nd==3.0.0\n") == []
+    assert (
+        floors.differences(
+            project, "# none of them == newer\na==1.5.0\nb==2.0\nc==12.560.30\nd==3.0.0\n"
+        )
+        == []
+    )
     assert floors.differences(project, "a==1.6\nb==2.0\nc==12.560.30\ne==9\n") == [
         "a: pyproject.toml has 1.5, constraints-oldest has 1.6",
         "d: pyproject.toml has 3, constraints-oldest has nothing",

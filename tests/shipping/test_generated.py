@@ -1,4 +1,5 @@
-"""Man pages and completions say what the command line says, in the words that their readers understand."""
+"""Man pages and completions say what the command line says, in the words that their readers
+understand."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What packaging/generated.py writes."""
     out = tmp_path_factory.mktemp("generated")
-    subprocess.run([sys.executable, ROOT / "packaging" / "generated.py", out], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, ROOT / "packaging" / "generated.py", out], check=True, capture_output=True
+    )
     return out
 
 
@@ -25,21 +28,31 @@ def test_every_command_has_a_page_with_its_options(made: Path) -> None:
     assert {"localllm", "localllm-chat", "localllm-models-rm", "localllm-service-install"} <= pages
     assert "localllm-service-run" not in pages, "hidden commands have none"
     serve = (made / "man1" / "localllm-serve.1").read_text()
-    assert "\\fB\\-\\-port\\fR \\fIINT\\fR" in serve or "\\fB\\-\\-port\\fR \\fIINTEGER\\fR" in serve
+    assert (
+        "\\fB\\-\\-port\\fR \\fIINT\\fR" in serve or ("\\fB\\-\\-port\\fR \\fIINTEGER\\fR") in serve
+    )
     assert "EXIT STATUS" in (made / "man1" / "localllm.1").read_text()
 
 
 @pytest.mark.skipif(not shutil.which("mandoc"), reason="mandoc is not installed")
 def test_mandoc_has_nothing_to_say_against_the_pages(made: Path) -> None:
     pages = sorted((made / "man1").iterdir())
-    said = subprocess.run(["mandoc", "-Tlint", "-W", "warning", *pages], capture_output=True, text=True, check=False)
+    said = subprocess.run(
+        ["mandoc", "-Tlint", "-W", "warning", *pages], capture_output=True, text=True, check=False
+    )
     assert said.stdout + said.stderr == ""
 
 
 def completed(made: Path, *words: str) -> set[str]:
     """What bash offers for the last of `words`."""
-    script = f'. "{made}/bash/localllm"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _localllm; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", script, "bash", *words], capture_output=True, text=True, check=True, cwd=made)
+    script = (
+        f'. "{made}/bash/localllm"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _localllm; '
+        "printf "
+        f'"%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *words], capture_output=True, text=True, check=True, cwd=made
+    )
     return set(done.stdout.split())
 
 
@@ -51,7 +64,9 @@ def test_bash_offers_commands_options_and_files(made: Path) -> None:
     assert completed(made, "localllm", "chat", "man") == {"man1"}
 
 
-@pytest.mark.parametrize(("shell", "file"), [("zsh", "zsh/_localllm"), ("fish", "fish/localllm.fish")])
+@pytest.mark.parametrize(
+    ("shell", "file"), [("zsh", "zsh/_localllm"), ("fish", "fish/localllm.fish")]
+)
 def test_the_other_shells_can_read_theirs(made: Path, shell: str, file: str) -> None:
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")

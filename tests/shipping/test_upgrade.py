@@ -1,4 +1,5 @@
-"""A new version installed over the old one while a conversation is open: it goes on, and nothing of it is lost."""
+"""A new version installed over the old one while a conversation is open: it goes on, and nothing of
+it is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ class Chat:
         command = [programs / "localllm", "chat", "--model", _MODEL, "--context", "2048"]
         environment = wheels.home_environment(home) | {"TERM": "xterm"}
         self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, cwd=home, env=environment, start_new_session=True
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=home,
+            env=environment,
+            start_new_session=True,
         )
         os.close(slave)
         self.seen = b""
@@ -51,12 +58,17 @@ class Chat:
         if not file.exists():
             return []
         with closing(sqlite3.connect(file)) as db:
-            return [row[0] for row in db.execute("SELECT content FROM messages WHERE complete = 1 ORDER BY id")]
+            return [
+                row[0]
+                for row in db.execute("SELECT content FROM messages WHERE complete = 1 ORDER BY id")
+            ]
 
     def worker(self) -> psutil.Process:
         """The process that holds the model."""
         [worker] = [
-            p for p in psutil.Process(self.process.pid).children() if "localllm.engine.worker.worker" in p.cmdline()
+            p
+            for p in psutil.Process(self.process.pid).children()
+            if "localllm.engine.worker.worker" in p.cmdline()
         ]
         return worker
 
@@ -101,10 +113,13 @@ def test_a_conversation_goes_on_over_an_upgrade(tmp_path: Path) -> None:
     with chat(programs, home) as open_chat:
         open_chat.ask("Say one word.")
         wheels.install(programs, newer)
-        said = subprocess.run([programs / "localllm", "--version"], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [programs / "localllm", "--version"], capture_output=True, text=True, check=True
+        )
         assert said.stdout.strip() == "localllm 9.9.9"
         open_chat.ask("And another.")
-        # Whatever needs a worker anew gets the new version's, and what was read before is still known.
+        # Whatever needs a worker anew gets the new version's, and what was read before is still
+        # known.
         open_chat.worker().send_signal(signal.SIGKILL)
         open_chat.ask("And a last one.")
         open_chat.leave()

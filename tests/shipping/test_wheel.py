@@ -1,4 +1,5 @@
-"""The wheel holds all that the program needs: built, installed beside its dependencies alone, used from an empty home."""
+"""The wheel holds all that the program needs: built, installed beside its dependencies alone, used
+from an empty home."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 
 from shipping import wheels
 
-# (That dependencies install from an index, on every Python and at both ends, is packaging/test-clean.sh's.)
+# (That dependencies install from an index, on every Python and at both ends, is
+# packaging/test-clean.sh's.)
 pytestmark = pytest.mark.long
 
 
@@ -41,11 +43,14 @@ def used(installed: Path, home: Path, *words: str) -> str:
 
 def test_a_chat_a_plan_and_the_licences_from_an_empty_home(installed: Path, tmp_path: Path) -> None:
     where = subprocess.run(
-        [installed / "python", "-c", "import localllm; print(localllm.__file__)"], cwd=tmp_path, capture_output=True, text=True,
+        [installed / "python", "-c", "import localllm; print(localllm.__file__)"], cwd=tmp_path,
+        capture_output=True, text=True,
         env={"PATH": os.environ["PATH"]}, check=True,
     ).stdout  # fmt: skip
     assert str(installed.parent) in where
     assert used(installed, tmp_path, "--version").startswith("localllm ")
-    assert json.loads(used(installed, tmp_path, "recommend", "--json", "--device", "M4 Max 128GB"))["plans"]
+    assert json.loads(used(installed, tmp_path, "recommend", "--json", "--device", "M4 Max 128GB"))[
+        "plans"
+    ]
     assert used(installed, tmp_path, "chat", "-m", "smollm2-135m-instruct", "Say hello.").strip()
     assert "uvicorn" in used(installed, tmp_path, "licences")

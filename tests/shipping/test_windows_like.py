@@ -1,5 +1,6 @@
-"""What the program does where POSIX's names are missing, as on Windows: simulated (windows_like/sitecustomize.py), never run
-there. Every module can be imported, the commands answer, and a chat and a server run, workers included."""
+"""What the program does where POSIX's names are missing, as on Windows: simulated
+(windows_like/sitecustomize.py), never run there. Every module can be imported, the commands answer,
+and a chat and a server run, workers included."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ assert os.name == "posix" and probe.__name__
 
 
 def environment() -> dict[str, str]:
-    """This one, with the simulation before everything else, and the encoding of a Western Windows console."""
+    """This one, with the simulation before everything else, and the encoding of a Western Windows
+    console."""
     paths = [str(LIKE_WINDOWS), *(p for p in sys.path if p)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "cp1252"}
 
@@ -36,14 +38,18 @@ def environment() -> dict[str, str]:
 def run(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
     """A command, with `text` on its standard input."""
     return subprocess.run(
-        [sys.executable, *words], env=environment(), input=text, capture_output=True, text=True, encoding="cp1252", check=False,
+        [sys.executable, *words], env=environment(), input=text, capture_output=True, text=True,
+        encoding="cp1252", check=False,
         timeout=280,
     )  # fmt: skip
 
 
 def test_the_simulation_hides_what_windows_lacks_from_us_alone() -> None:
     done = run(
-        "-c", "import localllm.cli.serve.running as us; import os; print(us.os.name, hasattr(us.os, 'getuid'), os.name)"
+        "-c",
+        "import localllm.cli.serve.running as us; import os; print(us.os.name, "
+        "hasattr(us.os, "
+        "'getuid'), os.name)",
     )
     assert done.stdout.split() == ["nt", "False", "posix"], done.stderr
 
@@ -87,21 +93,46 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.long
-def test_a_chat_and_a_server_with_their_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_and_a_server_with_their_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A small model may go on for ever: the context ends it.
     monkeypatch.setenv("LOCALLLM_CONTEXT", "256")
-    answer = run("-m", "localllm", "chat", "-m", "smollm2-135m-instruct", "Say hello in Chinese, with a smile.")
+    answer = run(
+        "-m",
+        "localllm",
+        "chat",
+        "-m",
+        "smollm2-135m-instruct",
+        "Say hello in Chinese, with a smile.",
+    )
     assert answer.returncode == 0 or "context" in answer.stderr, answer.stderr
     assert answer.stdout.strip()
     log = tmp_path / "serve.log"
-    server = [sys.executable, "-m", "localllm", "service", "run", "--log", str(log), "smollm2-135m-instruct"]
+    server = [
+        sys.executable,
+        "-m",
+        "localllm",
+        "service",
+        "run",
+        "--log",
+        str(log),
+        "smollm2-135m-instruct",
+    ]
     with subprocess.Popen(server, env={**environment(), "LOCALLLM_PORT": "11977"}) as started:
         try:
-            until(lambda: started.poll() is not None or answers("http://127.0.0.1:11977/health"), timeout_s=120)
+            until(
+                lambda: started.poll() is not None or answers("http://127.0.0.1:11977/health"),
+                timeout_s=120,
+            )
             assert started.poll() is None, log.read_text()
-            body = json.dumps({"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}).encode()
+            body = json.dumps(
+                {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}
+            ).encode()
             request = urllib.request.Request(
-                "http://127.0.0.1:11977/v1/chat/completions", body, {"Content-Type": "application/json"}
+                "http://127.0.0.1:11977/v1/chat/completions",
+                body,
+                {"Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request, timeout=200) as reply:
                 assert json.load(reply)["choices"][0]["message"]["content"]

@@ -1,4 +1,5 @@
-"""What a newcomer reads: short sentences, the field's words, every page found, every setting real, every figure the program's."""
+"""What a newcomer reads: short sentences, the field's words, every page found, every setting real,
+every figure the program's."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def sentences(page: Path) -> Iterator[str]:
         if paragraph.lstrip().startswith(("#", "|")):
             continue
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", paragraph))
-        yield from (s for s in re.split(r"(?<=[.!?])\s+", plain.replace("\n", " ")) if re.search(r"\w", s))
+        yield from (
+            s for s in re.split(r"(?<=[.!?])\s+", plain.replace("\n", " ")) if re.search(r"\w", s)
+        )
 
 
 def n_words(sentence: str) -> int:
@@ -39,7 +42,9 @@ def n_words(sentence: str) -> int:
 
 
 def cells(page: Path) -> Iterator[str]:
-    for line in re.findall(r"^\|(.*)\|$", re.sub(r"`[^`]*`", "code", page.read_text("utf-8")), re.M):
+    for line in re.findall(
+        r"^\|(.*)\|$", re.sub(r"`[^`]*`", "code", page.read_text("utf-8")), re.M
+    ):
         yield from re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).split("|")
 
 
@@ -55,18 +60,29 @@ def test_a_page_is_read_once(page: Path) -> None:
 def test_a_change_is_told_in_two_sentences() -> None:
     entries = re.findall(r"^\* .*(?:\n  .*)*", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
     assert len(entries) > 50
-    told = {entry: re.split(r"(?<=[.!?])\s+", re.sub(r"`[^`]*`", "code", entry)) for entry in entries}
-    assert [entry for entry, parts in told.items() if len(parts) > 2 or sum(map(n_words, parts)) > 40] == []
+    told = {
+        entry: re.split(r"(?<=[.!?])\s+", re.sub(r"`[^`]*`", "code", entry)) for entry in entries
+    }
+    assert [
+        entry for entry, parts in told.items() if len(parts) > 2 or sum(map(n_words, parts)) > 40
+    ] == []
 
 
 def not_said() -> dict[str, str]:
     """The glossary's table of words that are not used, with what is said in their place."""
-    table = (ROOT / "docs" / "glossary.md").read_text("utf-8").partition("## Not said")[2].partition("\n## ")[0]
+    table = (
+        (ROOT / "docs" / "glossary.md")
+        .read_text("utf-8")
+        .partition("## Not said")[2]
+        .partition("\n## ")[0]
+    )
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return {banned: said for banned, said in rows if banned not in ("not", "---")}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "glossary.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "glossary.md"], ids=lambda page: page.name
+)
 def test_the_fields_words_are_used(page: Path) -> None:
     text = " ".join(sentences(page))
     assert len(not_said()) > 10
@@ -87,22 +103,52 @@ def test_every_page_is_two_links_away() -> None:
 
 
 PACKAGES = ["localllm", "backends", "model_catalog", "tui"]
-CODE = ["", "localllm", "localllm/server", "localllm/cli", "localllm/device", "localllm/setup", "localllm/engine"]
-CODE += ["backends", "backends/localllm_backends", "model_catalog/localllm_catalog", "tui/localllm_tui"]
+CODE = [
+    "",
+    "localllm",
+    "localllm/server",
+    "localllm/cli",
+    "localllm/device",
+    "localllm/setup",
+    "localllm/engine",
+]
+CODE += [
+    "backends",
+    "backends/localllm_backends",
+    "model_catalog/localllm_catalog",
+    "tui/localllm_tui",
+]
 
 
 @pytest.mark.parametrize("name", ["architecture.md", "extending.md", "glossary.md"])
 def test_what_is_said_of_the_code_is_there(name: str) -> None:
     """Every file, folder and class that a page about the code names."""
-    told = re.findall(r"`([\w./*-]+|[A-Z]\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text("utf-8"))
-    files = {word for word in told if re.search(r"/|\.(py|toml)$", word) and not word.startswith("python -m")}
+    told = re.findall(
+        r"`([\w./*-]+|[A-Z]\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text("utf-8")
+    )
+    files = {
+        word
+        for word in told
+        if re.search(r"/|\.(py|toml)$", word) and not word.startswith("python -m")
+    }
     assert [
-        file for file in sorted(files) if "FAMILY" not in file and not any([*(ROOT / root).glob(file)] for root in CODE)
+        file
+        for file in sorted(files)
+        if "FAMILY" not in file and not any([*(ROOT / root).glob(file)] for root in CODE)
     ] == []
-    code = "\n".join(path.read_text("utf-8") for root in PACKAGES for path in (ROOT / root).rglob("*.py"))
+    code = "\n".join(
+        path.read_text("utf-8") for root in PACKAGES for path in (ROOT / root).rglob("*.py")
+    )
     classes = {word.partition(".")[0] for word in told if re.match(r"[A-Z][a-z]+[A-Za-z.]*$", word)}
     assert [
-        word for word in sorted(classes) if not re.search(rf"^(?:class|type) {word}\b|^{word}\b.* = ", code, re.M)
+        word
+        for word in sorted(classes)
+        if not re.search(
+            rf"^(?:class|type) {word}\b|^{word}\b.* "
+            rf"= ",
+            code,
+            re.M,
+        )
     ] == []
 
 
@@ -110,21 +156,31 @@ def test_what_is_counted_is_counted() -> None:
     models = catalog.load()
     variants = sum(len(model.variants) for model in models.models)
     assert f"{len(models.models)} models of" in (ROOT / "docs" / "catalog.md").read_text("utf-8")
-    assert f"with {variants} downloadable variants" in (ROOT / "docs" / "catalog.md").read_text("utf-8")
-    parts = len(tomllib.loads((ROOT / "localllm" / "device" / "devices.toml").read_text("utf-8"))["device"])
+    assert f"with {variants} downloadable variants" in (ROOT / "docs" / "catalog.md").read_text(
+        "utf-8"
+    )
+    parts = len(
+        tomllib.loads((ROOT / "localllm" / "device" / "devices.toml").read_text("utf-8"))["device"]
+    )
     assert f"devices.toml`: {parts} parts" in (ROOT / "docs" / "devices.md").read_text("utf-8")
-    assert f"any of {parts} known machines" in (ROOT / "docs" / "guide" / "choosing.md").read_text("utf-8")
+    assert f"any of {parts} known machines" in (ROOT / "docs" / "guide" / "choosing.md").read_text(
+        "utf-8"
+    )
 
 
 def settings_shown() -> Iterator[tuple[str, str]]:
     for page in PAGES:
-        for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), flags=re.S)):
+        for number, block in enumerate(
+            re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), flags=re.S)
+        ):
             # Files of the catalog and of a package are others than config.toml.
             if not block.startswith(("[[models]]", "[project")):
                 yield f"{page.name} {number}", block
 
 
-@pytest.mark.parametrize(("where", "block"), [*settings_shown()], ids=lambda part: part if len(part) < 40 else "")
+@pytest.mark.parametrize(
+    ("where", "block"), [*settings_shown()], ids=lambda part: part if len(part) < 40 else ""
+)
 def test_settings_that_are_shown_are_understood(where: str, block: str) -> None:
     # A hash of one's own stands there as dots.
     text = block.replace('"…"', f'"{"0" * 64}"')
@@ -137,13 +193,22 @@ def test_settings_that_are_shown_are_understood(where: str, block: str) -> None:
 def test_the_table_of_machines_is_what_the_program_says() -> None:
     """docs/guide/how-it-works.md: `localllm recommend --device NAME -m qwen3-8b:Q4_K_M`."""
     page = (ROOT / "docs" / "guide" / "how-it-works.md").read_text("utf-8")
-    row = re.compile(r"^\| (.+?) \| ([\d,]+) GB/s \| (\d+) tok/s \((\d+)–(\d+)\) \| ([\d,]+) tok/s \|$", re.M)
+    row = re.compile(
+        r"^\| (.+?) \| ([\d,]+) GB/s \| (\d+) tok/s \((\d+)–(\d+)\) \| ([\d,]+) tok/s "
+        r"\|$",
+        re.M,
+    )
     rows = row.findall(page)
     assert len(rows) == 4
     for name, bandwidth, *said in rows:
-        result = CliRunner().invoke(app, ["recommend", "--device", name, "-m", "qwen3-8b:Q4_K_M", "--json"])
+        result = CliRunner().invoke(
+            app, ["recommend", "--device", name, "-m", "qwen3-8b:Q4_K_M", "--json"]
+        )
         answer = json.loads(result.stdout)
         decode, prefill = (answer["plans"][0][key] for key in ("decode_tok_s", "prefill_tok_s"))
         now = [round(decode[key]) for key in ("value", "low", "high")]
         assert f"{answer['device']['bandwidth_gbps']['value']:,.0f}" == bandwidth
-        assert [int(text.replace(",", "")) for text in said] == [*now, float(f"{prefill['value']:.3g}")], name
+        assert [int(text.replace(",", "")) for text in said] == [
+            *now,
+            float(f"{prefill['value']:.3g}"),
+        ], name

@@ -1,4 +1,5 @@
-"""The CI files run what is in the Makefile and in packaging/, and say which of their jobs nobody here has run."""
+"""The CI files run what is in the Makefile and in packaging/, and say which of their jobs nobody
+here has run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A device that computes elsewhere: a step is submitted at once and done T later, in time that passes without a processor.
+"""A device that computes elsewhere: a step is submitted at once and done T later, in time that
+passes without a processor.
 
-For tests and benchmarks, never for the product. Its rows are a real model's, widened to larger vocabularies; its KV lies on the
-device, so that copying it out costs a call and bytes, and every resident token makes a step longer. Time is virtual (`HostClock`:
-this thread's processor time plus what it waited for the device), so that other programs don't disturb it.
+For tests and benchmarks, never for the product. Its rows are a real model's, widened to larger
+vocabularies; its KV lies on the device, so that copying it out costs a call and bytes, and every
+resident token makes a step longer. Time is virtual (`HostClock`: this thread's processor time plus
+what it waited for the device), so that other programs don't disturb it.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ class HostClock:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the device takes: `step_s` for a step, more by `kv_token_bytes` of every resident token at `bytes_s`, and for
-    `prefill_tok_s` tokens of prompts a second. Copying KV out costs `copy_s` a run and its bytes at `copy_bytes_s`; rows of logits
-    cross at that speed too."""
+    """What the device takes: `step_s` for a step, more by `kv_token_bytes` of every resident token
+    at `bytes_s`, and for `prefill_tok_s` tokens of prompts a second. Copying KV out costs `copy_s`
+    a run and its bytes at `copy_bytes_s`; rows of logits cross at that speed too."""
 
     step_s: float = 2.5e-3
     kv_token_bytes: int = 0
@@ -60,8 +62,8 @@ class Speeds:
 
 
 def widened(rows: Rows, n_vocab: int, seed: int = 0) -> Rows:
-    """A real model's rows for a larger vocabulary: what is added is drawn from each row's own lower three quarters, so that what
-    stands out stays what stood out."""
+    """A real model's rows for a larger vocabulary: what is added is drawn from each row's own lower
+    three quarters, so that what stands out stays what stood out."""
     rng = np.random.default_rng(seed)
     out = np.empty((len(rows), n_vocab), dtype=np.float32)
     for row, wide in zip(rows, out, strict=True):
@@ -72,7 +74,8 @@ def widened(rows: Rows, n_vocab: int, seed: int = 0) -> Rows:
 
 
 class EmulatedDevice(Backend):
-    """See the module docstring. `top`: how many of each row the device sorts out by itself (0: whole rows cross)."""
+    """See the module docstring. `top`: how many of each row the device sorts out by itself (0:
+    whole rows cross)."""
 
     def __init__(
         self,
@@ -103,13 +106,16 @@ class EmulatedDevice(Backend):
             kv_on_device=True, asynchronous=asynchronous, samples=top > 0,
         )  # fmt: skip
         self.info = ModelInfo(
-            architecture="emulated", description="emulated", fingerprint="emulated-1", n_vocab=rows.shape[1], n_ctx=n_ctx,
-            n_ctx_train=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, n_outputs=64, n_params=0, weights_bytes=0,
-            eog_tokens=(rows.shape[1] - 1,), bos_token=1, eos_token=2, adds_bos=False, bos_text="", eos_text="", chat_template=None,
+            architecture="emulated", description="emulated", fingerprint="emulated-1",
+            n_vocab=rows.shape[1], n_ctx=n_ctx,
+            n_ctx_train=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, n_outputs=64, n_params=0,
+            weights_bytes=0,
+            eog_tokens=(rows.shape[1] - 1,), bos_token=1, eos_token=2, adds_bos=False, bos_text="",
+            eos_text="", chat_template=None,
             kv_type_k="f16", kv_type_v="f16",
         )  # fmt: skip
 
-    # --- text ----------------------------------------------------------------------------------------------------
+    # --- text -------------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         return [3 + b for b in text.encode()]
@@ -123,7 +129,7 @@ class EmulatedDevice(Backend):
     def is_control(self, token: int) -> bool:
         return token in (1, 2)
 
-    # --- sequences -----------------------------------------------------------------------------------------------
+    # --- sequences --------------------------------------------------------------------------------
 
     def new_sequence(self) -> int:
         if len(self._lengths) >= self.info.n_seq_max:
@@ -152,7 +158,7 @@ class EmulatedDevice(Backend):
     def cells_free(self) -> int:
         return self.info.n_ctx - sum(self._lengths.values())
 
-    # --- compute -------------------------------------------------------------------------------------------------
+    # --- compute ----------------------------------------------------------------------------------
 
     def step(self, chunks: Seq[Chunk]) -> EmulatedResult:
         if sum(len(c.tokens) for c in chunks) > self.cells_free():
@@ -160,7 +166,11 @@ class EmulatedDevice(Backend):
         resident = sum(self._lengths.values())
         read = sum(len(c.tokens) for c in chunks if len(c.tokens) > 1)
         speeds = self.speeds
-        seconds = speeds.step_s + resident * speeds.kv_token_bytes / speeds.bytes_s + read / speeds.prefill_tok_s
+        seconds = (
+            speeds.step_s
+            + resident * speeds.kv_token_bytes / speeds.bytes_s
+            + read / speeds.prefill_tok_s
+        )
         self.done_s = max(self.clock.now(), self.done_s) + seconds
         if not self.capabilities.asynchronous:
             self.clock.until(self.done_s)
@@ -171,25 +181,33 @@ class EmulatedDevice(Backend):
             self._lengths[chunk.sequence] += len(chunk.tokens)
         # Each sequence reads on in the recorded rows from a place of its own.
         n = len(self.rows)
-        numbers = [(7 * c.sequence + self._lengths[c.sequence]) % n if c.outputs else -1 for c in chunks]
+        numbers = [
+            (7 * c.sequence + self._lengths[c.sequence]) % n if c.outputs else -1 for c in chunks
+        ]
         return EmulatedResult(self, list(chunks), numbers, self.done_s)
 
     def top_of(self, numbers: list[int]) -> TopRows:
         assert self._tops.totals is not None
-        return TopRows(self._tops.ids[numbers], self._tops.logits[numbers], self._tops.totals[numbers])
+        return TopRows(
+            self._tops.ids[numbers], self._tops.logits[numbers], self._tops.totals[numbers]
+        )
 
     def copied(self, n_bytes: int, runs: int = 1) -> None:
         """Something crossed from the device, once all it was told to compute is done."""
         self.clock.until(self.done_s)
-        self.clock.until(self.clock.now() + runs * self.speeds.copy_s + n_bytes / self.speeds.copy_bytes_s)
+        self.clock.until(
+            self.clock.now() + runs * self.speeds.copy_s + n_bytes / self.speeds.copy_bytes_s
+        )
         self.copied_bytes += n_bytes
 
-    # --- KV ------------------------------------------------------------------------------------------------------
+    # --- KV ---------------------------------------------------------------------------------------
 
     def export_range(self, sequence: int, start: int, stop: int) -> bytes:
         if not 0 <= start < stop <= self._lengths[sequence]:
             raise BackendFailure("can't export that range")
-        self.copied((stop - start) * self.speeds.kv_token_bytes, self.export_runs(sequence, start, stop))
+        self.copied(
+            (stop - start) * self.speeds.kv_token_bytes, self.export_runs(sequence, start, stop)
+        )
         return f"{start} {stop}".encode().ljust(stop - start)
 
     def import_range(self, sequence: int, data: bytes | memoryview, start: int, stop: int) -> None:
@@ -210,7 +228,9 @@ class EmulatedDevice(Backend):
 class EmulatedResult(StepResult):
     """What a step will have computed at `done_s`: whoever asks before waits."""
 
-    def __init__(self, device: EmulatedDevice, chunks: list[Chunk], numbers: list[int], done_s: float) -> None:
+    def __init__(
+        self, device: EmulatedDevice, chunks: list[Chunk], numbers: list[int], done_s: float
+    ) -> None:
         self._device, self._chunks, self._numbers, self._done_s = device, chunks, numbers, done_s
         self._few: list[int | None] | None = None
 

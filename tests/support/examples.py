@@ -1,4 +1,5 @@
-"""How many examples a property draws: always the same few in every run; in the long lane, which draws new ones, three times as many."""
+"""How many examples a property draws: always the same few in every run; in the long lane, which
+draws new ones, three times as many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the house is measured by: statements, branches, shapes of expressions and names, read from the product's own syntax."""
+"""What the house is measured by: statements, branches, shapes of expressions and names, read from
+the product's own syntax."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ ROOMS = ("localllm", "backends", "model_catalog", "tui")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 _BRANCHES = (
-    ast.If, ast.For, ast.While, ast.AsyncFor, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.match_case,
+    ast.If, ast.For, ast.While, ast.AsyncFor, ast.ExceptHandler, ast.IfExp, ast.comprehension,
+    ast.match_case,
 )  # fmt: skip
 
 
@@ -31,7 +33,8 @@ def statements(node: ast.AST) -> int:
 
 
 def branches(function: ast.AST) -> int:
-    """Ways through a function: each if, loop, except, ternary, comprehension and case, and each further operand of and/or."""
+    """Ways through a function: each if, loop, except, ternary, comprehension and case, and each
+    further operand of and/or."""
     operands = (len(n.values) - 1 for n in ast.walk(function) if isinstance(n, ast.BoolOp))
     return sum(operands) + sum(isinstance(n, _BRANCHES) for n in ast.walk(function))
 
@@ -89,7 +92,13 @@ class Measures:
 def measure(trees: dict[str, ast.Module]) -> Measures:
     """Measures a product, or whatever has files of syntax."""
     riddle_names = riddles()
-    counted = ("functions_over_12_branches", "nested_comprehensions", "walrus", "riddle_functions", "riddle_values")
+    counted = (
+        "functions_over_12_branches",
+        "nested_comprehensions",
+        "walrus",
+        "riddle_functions",
+        "riddle_values",
+    )
     measures = Measures(dict.fromkeys(counted, 0))
     for path, tree in trees.items():
         n_statements = statements(tree)
@@ -102,11 +111,15 @@ def measure(trees: dict[str, ast.Module]) -> Measures:
             n_branches = branches(function)
             measures.add("functions_over_12_branches", n_branches > 12)
             measures.maximum("branches_of_a_function", n_branches, f"{path}::{name}")
-            measures.maximum("statements_of_a_function", statements(function) - 1, f"{path}::{name}")
+            measures.maximum(
+                "statements_of_a_function", statements(function) - 1, f"{path}::{name}"
+            )
         for node in ast.walk(tree):
             measures.add("nested_comprehensions", is_nested(node))
             measures.add("walrus", isinstance(node, ast.NamedExpr))
             is_definition = isinstance(node, Function | ast.ClassDef)
             measures.add("riddle_functions", is_definition and node.name.strip("_") in riddle_names)
-            measures.add("riddle_values", sum(name.strip("_") in riddle_names for name in named_values(node)))
+            measures.add(
+                "riddle_values", sum(name.strip("_") in riddle_names for name in named_values(node))
+            )
     return measures

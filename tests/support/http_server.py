@@ -17,7 +17,8 @@ from localllm.server.models.served import ModelStore
 
 
 class Running:
-    """Where it listens: `url` without a path, `port`, and the app behind it; `stop` ends it before the block does."""
+    """Where it listens: `url` without a path, `port`, and the app behind it; `stop` ends it before
+    the block does."""
 
     def __init__(self, port: int, app: Any, stop: Callable[[], object]) -> None:
         self.stop = stop
@@ -35,7 +36,8 @@ def running_server(
     quiet: bool = True,
     **settings: Any,
 ) -> Iterator[Running]:
-    """Serve `models` until the block ends; with `preload` they begin to load at once, as the command has them do.
+    """Serve `models` until the block ends; with `preload` they begin to load at once, as the
+    command has them do.
     `store`: what clients may fetch to and remove from. Not `quiet`: it logs what a service does."""
     router = models if isinstance(models, ModelRouter) else ModelRouter(models)
     # All of localhost where that is asked for; never an address that other machines reach.

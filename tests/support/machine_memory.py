@@ -28,5 +28,8 @@ class Machine:
 
     def engine(self, backend: Backend, **values: Any) -> Engine:
         return Engine(
-            backend, EngineSettings(headroom_bytes=HEADROOM, **values), clock=self.clock, available=self.available
+            backend,
+            EngineSettings(headroom_bytes=HEADROOM, **values),
+            clock=self.clock,
+            available=self.available,
         )

@@ -1,4 +1,5 @@
-"""PDFs for tests, written by hand, and what skips a test where the extra that reads them is not installed."""
+"""PDFs for tests, written by hand, and what skips a test where the extra that reads them is not
+installed."""
 
 from __future__ import annotations
 
@@ -38,5 +39,8 @@ def pdf(pages: Sequence[str], *, side: int = 300) -> bytes:
     start = len(made)
     made += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
     made += b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    made += b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, start)
+    made += b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (
+        len(objects) + 1,
+        start,
+    )
     return bytes(made)

@@ -27,7 +27,9 @@ def needs_pillow() -> pytest.MarkDecorator:
 
 def pixels(width: int, height: int, seed: int) -> ImagePixels:
     """Random pixels, as they are when decoded."""
-    data = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
+    data = (
+        np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8).tobytes()
+    )
     return ImagePixels(width, height, data, hashlib.blake2b(data, digest_size=16).digest())
 
 

@@ -1,8 +1,10 @@
-"""Asks llama.cpp itself what a model would need: plans every buffer (`no_alloc`) and allocates none.
+"""Asks llama.cpp itself what a model would need: plans every buffer (`no_alloc`) and allocates
+none.
 
-Works on a header-only (sparse) GGUF, in milliseconds for ordinary models and up to a second for hybrids. llama.cpp
-says the sizes only in its log, whose text is not an API, and aborts the process on impossible settings: so `plan`
-runs in a child process by default, and every figure it does not find is None rather than 0.
+Works on a header-only (sparse) GGUF, in milliseconds for ordinary models and up to a second for
+hybrids. llama.cpp says the sizes only in its log, whose text is not an API, and aborts the process
+on impossible settings: so `plan` runs in a child process by default, and every figure it does not
+find is None rather than 0.
 
     python -P tests/support/plan_probe.py FILE '{"n_ctx": 8192}'      (prints the answers as JSON)
 """
@@ -30,8 +32,9 @@ _OUTPUT = re.compile(r"output buffer size = +([\d.]+) MiB")
 
 @dataclass(frozen=True, slots=True)
 class ProbeSettings:
-    """A context as our backend makes it: unified KV, trimmed sliding windows. 0 outputs = one per sequence; `n_gpu_layers` are
-    planned on the accelerators of the installed build, none of them by default: figures of a CPU are the same anywhere."""
+    """A context as our backend makes it: unified KV, trimmed sliding windows. 0 outputs = one per
+    sequence; `n_gpu_layers` are planned on the accelerators of the installed build, none of them by
+    default: figures of a CPU are the same anywhere."""
 
     n_ctx: int = 4096
     n_seq_max: int = 1
@@ -46,7 +49,8 @@ class ProbeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Bytes llama.cpp would allocate (its log's MiB have two decimals); `kv_cells` are (cells, layers) per cache."""
+    """Bytes llama.cpp would allocate (its log's MiB have two decimals); `kv_cells` are (cells,
+    layers) per cache."""
 
     weights_bytes: int
     kv_bytes: int
@@ -85,19 +89,28 @@ def parse(lines: Iterable[str], weights_bytes: int) -> Planned:
     return Planned(weights_bytes, kv, tuple(cells), state, compute, output)
 
 
-def plan(path: str | Path, settings: Sequence[ProbeSettings], *, timeout_s: float = 120.0) -> list[Planned]:
+def plan(
+    path: str | Path, settings: Sequence[ProbeSettings], *, timeout_s: float = 120.0
+) -> list[Planned]:
     """What `path` would need under each of `settings`, asked in a child process.
 
     Raises LoadError when llama.cpp refuses the file or the settings, with the end of what it said.
     """
     command = [sys.executable, "-P", __file__, str(path), json.dumps([asdict(s) for s in settings])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired as e:
-        raise LoadError(f"llama.cpp did not finish planning {Path(path).name} in {timeout_s:.0f} s") from e
+        raise LoadError(
+            f"llama.cpp did not finish planning {Path(path).name} in {timeout_s:.0f} s"
+        ) from e
     if done.returncode != 0:
         said = [text for text in done.stderr.splitlines() if text.strip()]
-        raise LoadError(f"llama.cpp can't plan {Path(path).name}: {said[-1] if said else f'exit {done.returncode}'}")
+        raise LoadError(
+            f"llama.cpp can't plan {Path(path).name}: "
+            f"{said[-1] if said else f'exit {done.returncode}'}"
+        )
     answers = json.loads(done.stdout)
     return [Planned(**{**a, "kv_cells": tuple((c, n) for c, n in a["kv_cells"])}) for a in answers]
 
@@ -107,14 +120,18 @@ def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Plann
     from localllm_backends.llamacpp.native import GGML_TYPES, log, start_native
 
     llama = start_native()
-    # Planning a deep model with a quantised cache says over 4,000 debug lines before the sizes' own have been read.
+    # Planning a deep model with a quantised cache says over 4,000 debug lines before the sizes' own
+    # have been read.
     log.lines = deque(maxlen=200_000)
     models: dict[int, Any] = {}
     try:
         for layers in {s.n_gpu_layers for s in settings}:
             models[layers] = _model(llama, path, layers)
         weights = {layers: int(llama.llama_model_size(model)) for layers, model in models.items()}
-        return [_context(llama, models[s.n_gpu_layers], s, weights[s.n_gpu_layers], GGML_TYPES) for s in settings]
+        return [
+            _context(llama, models[s.n_gpu_layers], s, weights[s.n_gpu_layers], GGML_TYPES)
+            for s in settings
+        ]
     finally:
         for model in models.values():
             llama.llama_model_free(model)
@@ -134,7 +151,9 @@ def _model(llama: Any, path: str | Path, n_gpu_layers: int) -> Any:
     return model
 
 
-def _context(llama: Any, model: Any, s: ProbeSettings, weights: int, types: dict[str, int]) -> Planned:
+def _context(
+    llama: Any, model: Any, s: ProbeSettings, weights: int, types: dict[str, int]
+) -> Planned:
     from localllm_backends.llamacpp.native import log
 
     params = llama.llama_context_default_params()
@@ -161,7 +180,9 @@ def _main(arguments: Sequence[str]) -> int:
     path, body = arguments
     asked = json.loads(body)
     try:
-        answers = plan_here(path, [ProbeSettings(**s) for s in (asked if isinstance(asked, list) else [asked])])
+        answers = plan_here(
+            path, [ProbeSettings(**s) for s in (asked if isinstance(asked, list) else [asked])]
+        )
     except LoadError as e:
         print(e, file=sys.stderr)
         return 1

@@ -1,7 +1,9 @@
-"""A backend without weights for unit tests: its next token is a pure function of the tokens before it.
+"""A backend without weights for unit tests: its next token is a pure function of the tokens before
+it.
 
-It passes the same conformance suite as the real ones. `rewind`, `segments` and `states` choose the memory shape it imitates.
-Tokens 3..258 are bytes (token - 3), 0 unknown, 1 begin, 2 end of text, 259 a control token.
+It passes the same conformance suite as the real ones. `rewind`, `segments` and `states` choose the
+memory shape it imitates. Tokens 3..258 are bytes (token - 3), 0 unknown, 1 begin, 2 end of text,
+259 a control token.
 """
 
 from __future__ import annotations
@@ -118,7 +120,9 @@ class ScriptedBackend(Backend):
         return out
 
     def detokenize(self, tokens: Seq[int]) -> str:
-        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode("utf-8", "replace")
+        return b"".join(self.token_bytes(t, special=True) for t in tokens).decode(
+            "utf-8", "replace"
+        )
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
         if not 0 <= token < N_VOCAB:
@@ -163,7 +167,10 @@ class ScriptedBackend(Backend):
             return False
         if n_tokens == length or not n_tokens or self.capabilities.rewind == "any":
             return True
-        return self.capabilities.rewind == "bounded" and length - n_tokens <= self.capabilities.rewind_tokens
+        return (
+            self.capabilities.rewind == "bounded"
+            and length - n_tokens <= self.capabilities.rewind_tokens
+        )
 
     def drop(self, sequence: int) -> None:
         del self.lines[sequence], self.shared[sequence]
@@ -181,12 +188,16 @@ class ScriptedBackend(Backend):
             raise BackendFailure(message)
         total = sum(len(c.tokens) for c in chunks)
         if not total or total > self.info.n_batch:
-            raise BackendFailure(f"a step of {total} tokens does not fit the batch of {self.info.n_batch}")
+            raise BackendFailure(
+                f"a step of {total} tokens does not fit the batch of {self.info.n_batch}"
+            )
         if sum(min(c.outputs, len(c.tokens)) for c in chunks) > self.info.n_outputs:
             raise BackendFailure("more outputs than reserved")
         if total > self.cells_free():
             raise NoCellsError("no cells")
-        assert not self._stateless & {c.sequence for c in chunks}, "a sequence without its state was stepped"
+        assert not self._stateless & {c.sequence for c in chunks}, (
+            "a sequence without its state was stepped"
+        )
         self.steps.append([(c.sequence, len(c.tokens)) for c in chunks])
         self.computed_tokens += total
         results = []
@@ -263,7 +274,9 @@ class ScriptedBackend(Backend):
     def check_integrity(self) -> None:
         held = {id(c) for line in self.shared.values() for c in line}
         assert len(held) + self.cells_free() == self._n_ctx
-        assert {k: len(v) for k, v in self.lines.items()} == {k: len(v) for k, v in self.shared.items()}
+        assert {k: len(v) for k, v in self.lines.items()} == {
+            k: len(v) for k, v in self.shared.items()
+        }
 
     def close(self) -> None:
         self.lines.clear()

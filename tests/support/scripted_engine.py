@@ -1,7 +1,8 @@
 """An engine that says what it is told: for tests of everything above the engine's border.
 
-Its vocabulary is the UTF-8 bytes (token = byte value) plus BOS 256 and EOS 257, so every text has exact token counts.
-Steps of a script are texts (one Text event each), Gate objects (wait until the test opens them), or Failures.
+Its vocabulary is the UTF-8 bytes (token = byte value) plus BOS 256 and EOS 257, so every text has
+exact token counts. Steps of a script are texts (one Text event each), Gate objects (wait until the
+test opens them), or Failures.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ BOS, EOS = 256, 257
 
 
 class Gate:
-    """A point in a script where the engine waits for the test, which may wait until it is `reached`; for any thread."""
+    """A point in a script where the engine waits for the test, which may wait until it is
+    `reached`; for any thread."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -63,21 +65,28 @@ Script = Sequence[Step] | Callable[[Request], Sequence[Step]]
 def model_info(**changes: Any) -> ModelInfo:
     """Facts of the scripted model; every field can be changed."""
     facts: dict[str, Any] = {
-        "architecture": "scripted", "description": "scripted", "fingerprint": "scripted", "n_vocab": 258, "n_ctx": 4096,
-        "n_ctx_train": 8192, "n_seq_max": 8, "n_batch": 512, "n_outputs": 8, "n_params": 1000, "weights_bytes": 1000,
-        "eog_tokens": (EOS,), "bos_token": BOS, "eos_token": EOS, "adds_bos": False, "bos_text": "<s>",
+        "architecture": "scripted", "description": "scripted", "fingerprint": "scripted",
+        "n_vocab": 258, "n_ctx": 4096,
+        "n_ctx_train": 8192, "n_seq_max": 8, "n_batch": 512, "n_outputs": 8, "n_params": 1000,
+        "weights_bytes": 1000,
+        "eog_tokens": (EOS,), "bos_token": BOS, "eos_token": EOS, "adds_bos": False,
+        "bos_text": "<s>",
         "eos_text": "</s>", "chat_template": None, "kv_type_k": "f16", "kv_type_v": "f16",
     }  # fmt: skip
     return ModelInfo(**{**facts, **changes})
 
 
 class ScriptedEngine:
-    """Implements Engine and, for convenience, Host. `requests` and `cancelled` record what happened to it.
+    """Implements Engine and, for convenience, Host. `requests` and `cancelled` record what happened
+    to it.
 
-    `ends` gives the finish reason; max_tokens and stop strings are honoured on the script's text, so `usage` is exact.
+    `ends` gives the finish reason; max_tokens and stop strings are honoured on the script's text,
+    so `usage` is exact.
     """
 
-    def __init__(self, script: Script = ("Hello", " world", "!"), *, ends: FinishReason = "stop", **info: Any) -> None:
+    def __init__(
+        self, script: Script = ("Hello", " world", "!"), *, ends: FinishReason = "stop", **info: Any
+    ) -> None:
         self.info = model_info(**info)
         self.script = script
         self.ends: FinishReason = ends
@@ -91,7 +100,7 @@ class ScriptedEngine:
         self.loads = 0
         self.closed = False
 
-    # --- Host ----------------------------------------------------------------------------------------------------
+    # --- Host -------------------------------------------------------------------------------------
 
     async def engine(self) -> ScriptedEngine:
         """Itself, once the gate is open; or the scripted loading error."""
@@ -106,18 +115,25 @@ class ScriptedEngine:
         """Remember it."""
         self.closed = True
 
-    # --- Engine --------------------------------------------------------------------------------------------------
+    # --- Engine -----------------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> AsyncIterator[Event]:
         """Play the script."""
         self.requests.append(request)
         prompt = encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
-        n_prompt = len(prompt) + int(request.add_bos and self.info.adds_bos and isinstance(request.prompt, str))
+        n_prompt = len(prompt) + int(
+            request.add_bos and self.info.adds_bos and isinstance(request.prompt, str)
+        )
         room = self.info.n_ctx - n_prompt
-        if room <= 0 or (request.generation.max_tokens is not None and request.generation.max_tokens > room):
+        if room <= 0 or (
+            request.generation.max_tokens is not None and request.generation.max_tokens > room
+        ):
             said = f"the prompt has {n_prompt} tokens and the served context is {self.info.n_ctx}"
             yield Failure(
-                request.id, "context_length_exceeded", said, counts=(n_prompt, self.info.n_ctx) if room <= 0 else None
+                request.id,
+                "context_length_exceeded",
+                said,
+                counts=(n_prompt, self.info.n_ctx) if room <= 0 else None,
             )
             return
         self.running += 1
@@ -144,7 +160,9 @@ class ScriptedEngine:
         limit = room if request.generation.max_tokens is None else request.generation.max_tokens
         steps = self.script(request) if callable(self.script) else self.script
         if request.continues:
-            steps = _behind(steps, encode(request.prompt) if isinstance(request.prompt, str) else request.prompt)
+            steps = _behind(
+                steps, encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+            )
         ends = JsonEnd() if request.grammar is not None and request.continues else None
         yield Queued(request.id, 0)
         yield Prefill(request.id, n_prompt, n_prompt, self.cached_tokens)
@@ -166,12 +184,15 @@ class ScriptedEngine:
             hit = _first_stop(held, request.generation.stop)
             if hit is not None:
                 at, stop = hit
-                said -= len(encode(held[at + len(stop) :]))  # a token is a byte: those behind were never made
+                # a token is a byte: those behind were never made
+                said -= len(encode(held[at + len(stop) :]))
                 text, held, reason = held[:at], "", "stop"
             else:
                 keep = _partial(held, request.generation.stop)
                 text, held = held[: len(held) - keep], held[len(held) - keep :]
-            yield Text(request.id, text, tuple(tokens), _logprobs(tokens, request.generation.logprobs))
+            yield Text(
+                request.id, text, tuple(tokens), _logprobs(tokens, request.generation.logprobs)
+            )
             if stop is not None or end >= 0:
                 break
             if said >= limit:
@@ -183,7 +204,12 @@ class ScriptedEngine:
         yield Finish(request.id, reason, usage, Timings(0.0, 0.01, 0.02, 0.01), stop)
 
     async def tokenize(
-        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        add_bos: bool = False,
+        images: dict[str, str] | None = None,
     ) -> list[int]:
         """Bytes; an image is as many as its mark."""
         return [BOS, *encode(text)] if add_bos and self.info.adds_bos else encode(text)
@@ -194,15 +220,22 @@ class ScriptedEngine:
 
     async def snapshot(self) -> dict[str, Any]:
         """A few numbers."""
-        return {"requests": len(self.requests), "generated_tokens": 1234567, "decode_tok_s": 12.5, "kv_type": "f16"}
+        return {
+            "requests": len(self.requests),
+            "generated_tokens": 1234567,
+            "decode_tok_s": 12.5,
+            "kv_type": "f16",
+        }
 
 
 def _behind(steps: Sequence[Step], prompt: Sequence[int]) -> Sequence[Step]:
-    """What of `steps` comes behind a prompt that holds their beginning already, as a model would go on; space between
-    does not count."""
+    """What of `steps` comes behind a prompt that holds their beginning already, as a model would go
+    on; space between does not count."""
     exact = decode(prompt)
     said = "".join(exact.split())
-    script = "".join(s if isinstance(s, str) else s[0] for s in steps if isinstance(s, (str, tuple)))
+    script = "".join(
+        s if isinstance(s, str) else s[0] for s in steps if isinstance(s, (str, tuple))
+    )
     lengths = range(len(script), 0, -1)
     done = next((k for k in lengths if exact.endswith(script[:k])), 0)
     done = done or next((k for k in lengths if said.endswith("".join(script[:k].split()))), 0)
@@ -217,7 +250,14 @@ def _behind(steps: Sequence[Step], prompt: Sequence[int]) -> Sequence[Step]:
 
 def _partial(text: str, stops: Sequence[str]) -> int:
     longest = max((len(s) for s in stops), default=1) - 1
-    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)
+    return next(
+        (
+            n
+            for n in range(min(longest, len(text)), 0, -1)
+            if any(s.startswith(text[-n:]) for s in stops)
+        ),
+        0,
+    )
 
 
 def encode(text: str) -> list[int]:

@@ -1,4 +1,5 @@
-"""Calls as each format's models write them, by the name of the format: what its reader must give back."""
+"""Calls as each format's models write them, by the name of the format: what its reader must give
+back."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def _qwen_coder(name: str, args: dict[str, Any]) -> str:
 
 
 def _glm(name: str, args: dict[str, Any]) -> str:
-    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_raw(v)}</arg_value>\n" for k, v in args.items())
+    pairs = "".join(
+        f"<arg_key>{k}</arg_key>\n<arg_value>{_raw(v)}</arg_value>\n" for k, v in args.items()
+    )
     return f"<tool_call>{name}\n{pairs}</tool_call>"
 
 
@@ -40,17 +43,21 @@ def _seed(name: str, args: dict[str, Any]) -> str:
 def _dsml(calls: Calls) -> str:
     def one(name: str, args: dict[str, Any]) -> str:
         values = "".join(
-            f'<｜DSML｜parameter name="{k}" string="{json.dumps(isinstance(v, str))}">{_raw(v)}</｜DSML｜parameter>\n'
+            f'<｜DSML｜parameter name="{k}" '
+            f'string="{json.dumps(isinstance(v, str))}">{_raw(v)}</｜DSML｜parameter>\n'
             for k, v in args.items()
         )
         return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>\n'
 
-    return "<｜DSML｜function_calls>\n" + "".join(one(*c) for c in calls) + "</｜DSML｜function_calls>"
+    return (
+        "<｜DSML｜function_calls>\n" + "".join(one(*c) for c in calls) + "</｜DSML｜function_calls>"
+    )
 
 
 def _minicpm(name: str, args: dict[str, Any]) -> str:
     values = "".join(
-        f'<param name="{k}">{f"<![CDATA[{v}]]>" if isinstance(v, str) else _json(v)}</param>' for k, v in args.items()
+        f'<param name="{k}">{f"<![CDATA[{v}]]>" if isinstance(v, str) else _json(v)}</param>'
+        for k, v in args.items()
     )
     return f'<function name="{name}">{values}</function>'
 
@@ -58,18 +65,25 @@ def _minicpm(name: str, args: dict[str, Any]) -> str:
 def _kimi_k3(calls: Calls) -> str:
     def one(number: int, name: str, args: dict[str, Any]) -> str:
         values = "".join(
-            f'<|open|>argument key="{k}" type="{"string" if isinstance(v, str) else "object"}"<|sep|>{_raw(v)}'
+            f'<|open|>argument key="{k}" '
+            f'type="{"string" if isinstance(v, str) else "object"}"<|sep|>{_raw(v)}'
             "<|close|>argument<|sep|>"
             for k, v in args.items()
         )
         return f'<|open|>call tool="{name}" index="{number}"<|sep|>{values}<|close|>call<|sep|>'
 
-    return "<|open|>tools<|sep|>" + "".join(one(i, *c) for i, c in enumerate(calls, 1)) + "<|close|>tools<|sep|>"
+    return (
+        "<|open|>tools<|sep|>"
+        + "".join(one(i, *c) for i, c in enumerate(calls, 1))
+        + "<|close|>tools<|sep|>"
+    )
 
 
 def _muse(calls: Calls) -> str:
     def one(name: str, args: dict[str, Any]) -> str:
-        values = "".join(f'<atem:parameter name="{k}">{_raw(v)}</atem:parameter>\n' for k, v in args.items())
+        values = "".join(
+            f'<atem:parameter name="{k}">{_raw(v)}</atem:parameter>\n' for k, v in args.items()
+        )
         return f'<atem:invoke name="{name}">\n{values}</atem:invoke>\n'
 
     return (
@@ -93,7 +107,9 @@ def _minimax_m3(calls: Calls) -> str:
 
 
 def _cohere(calls: Calls) -> str:
-    items = [{"tool_call_id": str(i), "tool_name": n, "parameters": a} for i, (n, a) in enumerate(calls)]
+    items = [
+        {"tool_call_id": str(i), "tool_name": n, "parameters": a} for i, (n, a) in enumerate(calls)
+    ]
     return f"<|START_ACTION|>{json.dumps(items, ensure_ascii=False, indent=4)}<|END_ACTION|>"
 
 
@@ -107,13 +123,16 @@ def _minimax(calls: Calls) -> str:
 
 def _deepseek(calls: Calls) -> str:
     body = "\n".join(
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```<｜tool▁call▁end｜>" for n, a in calls
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```<｜tool▁call▁end｜>"
+        for n, a in calls
     )
     return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
 
 
 def _deepseek31(calls: Calls) -> str:
-    body = "".join(f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{_json(a)}<｜tool▁call▁end｜>" for n, a in calls)
+    body = "".join(
+        f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{_json(a)}<｜tool▁call▁end｜>" for n, a in calls
+    )
     return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
 
 
@@ -126,7 +145,10 @@ def _kimi(calls: Calls) -> str:
 
 
 def _harmony(calls: Calls) -> str:
-    parts = [f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{_json(a)}" for n, a in calls]
+    parts = [
+        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{_json(a)}"
+        for n, a in calls
+    ]
     return "<|end|><|start|>assistant".join(parts) + "<|call|>"
 
 
@@ -160,23 +182,44 @@ def _gemma4(name: str, args: dict[str, Any]) -> str:
 
 
 WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
-    "hermes": ("hermes", lambda cs: "\n".join(f"<tool_call>\n{_call(n, a)}\n</tool_call>" for n, a in cs)),
-    "hermes, tight": ("hermes", lambda cs: "".join(f"<tool_call>{_call(n, a)}</tool_call>" for n, a in cs)),
+    "hermes": (
+        "hermes",
+        lambda cs: "\n".join(f"<tool_call>\n{_call(n, a)}\n</tool_call>" for n, a in cs),
+    ),
+    "hermes, tight": (
+        "hermes",
+        lambda cs: "".join(f"<tool_call>{_call(n, a)}</tool_call>" for n, a in cs),
+    ),
     "hermes, arguments first": (
         "hermes",
-        lambda cs: "".join(f'<tool_call>{{"arguments": {_json(a)}, "name": "{n}"}}</tool_call>' for n, a in cs),
+        lambda cs: "".join(
+            f'<tool_call>{{"arguments": {_json(a)}, "name": "{n}"}}</tool_call>' for n, a in cs
+        ),
     ),
     "hermes, arguments as text": (
         "hermes",
         lambda cs: "".join(
-            f'<tool_call>{{"name": "{n}", "arguments": {json.dumps(_json(a))}}}</tool_call>' for n, a in cs
+            f'<tool_call>{{"name": "{n}", "arguments": {json.dumps(_json(a))}}}</tool_call>'
+            for n, a in cs
         ),
     ),
     "llama3": ("llama3", lambda cs: "; ".join(_call(n, a, "parameters") for n, a in cs)),
-    "llama3, tagged": ("llama3", lambda cs: "<|python_tag|>" + "; ".join(_call(n, a, "parameters") for n, a in cs)),
-    "mistral": ("mistral", lambda cs: "[TOOL_CALLS][" + ", ".join(_call(n, a) for n, a in cs) + "]"),
-    "mistral, new": ("mistral", lambda cs: "".join(f"[TOOL_CALLS]{n}[ARGS]{_json(a)}" for n, a in cs)),
-    "phi": ("phi", lambda cs: "<|tool_call|>[" + ", ".join(_call(n, a) for n, a in cs) + "]<|/tool_call|>"),
+    "llama3, tagged": (
+        "llama3",
+        lambda cs: "<|python_tag|>" + "; ".join(_call(n, a, "parameters") for n, a in cs),
+    ),
+    "mistral": (
+        "mistral",
+        lambda cs: "[TOOL_CALLS][" + ", ".join(_call(n, a) for n, a in cs) + "]",
+    ),
+    "mistral, new": (
+        "mistral",
+        lambda cs: "".join(f"[TOOL_CALLS]{n}[ARGS]{_json(a)}" for n, a in cs),
+    ),
+    "phi": (
+        "phi",
+        lambda cs: "<|tool_call|>[" + ", ".join(_call(n, a) for n, a in cs) + "]<|/tool_call|>",
+    ),
     "deepseek v3": ("deepseek", _deepseek),
     "deepseek v3.1": ("deepseek", _deepseek31),
     "kimi": ("kimi", _kimi),
@@ -193,25 +236,45 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "muse": ("muse", _muse),
     "minimax_m3": ("minimax_m3", _minimax_m3),
     "cohere": ("cohere", _cohere),
-    "nemotron_v2": ("nemotron_v2", lambda cs: "<TOOLCALL>[" + ", ".join(_call(n, a) for n, a in cs) + "]</TOOLCALL>"),
-    "apriel": ("apriel", lambda cs: "<tool_calls>[" + ", ".join(_call(n, a) for n, a in cs) + "]</tool_calls>"),
-    "gigachat": ("gigachat", lambda cs: "<|function_call|>" + "\n".join(_call(n, a) for n, a in cs)),
+    "nemotron_v2": (
+        "nemotron_v2",
+        lambda cs: "<TOOLCALL>[" + ", ".join(_call(n, a) for n, a in cs) + "]</TOOLCALL>",
+    ),
+    "apriel": (
+        "apriel",
+        lambda cs: "<tool_calls>[" + ", ".join(_call(n, a) for n, a in cs) + "]</tool_calls>",
+    ),
+    "gigachat": (
+        "gigachat",
+        lambda cs: "<|function_call|>" + "\n".join(_call(n, a) for n, a in cs),
+    ),
     "gigachat, in a role": (
         "gigachat",
-        lambda cs: "<|message_sep|>\n\nfunction call<|role_sep|>\n" + "\n".join(_call(n, a) for n, a in cs),
+        lambda cs: (
+            "<|message_sep|>\n\nfunction call<|role_sep|>\n" + "\n".join(_call(n, a) for n, a in cs)
+        ),
     ),
-    "functionary": ("functionary", lambda cs: "".join(f"<function={n}>{_json(a)}</function>" for n, a in cs)),
+    "functionary": (
+        "functionary",
+        lambda cs: "".join(f"<function={n}>{_json(a)}</function>" for n, a in cs),
+    ),
     "minimax_m1": (
         "minimax_m1",
         lambda cs: "<tool_calls>\n" + "".join(_call(n, a) + "\n" for n, a in cs) + "</tool_calls>",
     ),
     "mistral, with ids": (
         "mistral",
-        lambda cs: "[TOOL_CALLS][" + ", ".join(_call(n, a)[:-1] + ', "id": "abcdefghi"}' for n, a in cs) + "]",
+        lambda cs: (
+            "[TOOL_CALLS]["
+            + ", ".join(_call(n, a)[:-1] + ', "id": "abcdefghi"}' for n, a in cs)
+            + "]"
+        ),
     ),
     "apertus": (
         "apertus",
-        lambda cs: "<|tools_prefix|>[" + ", ".join(_json({n: a}) for n, a in cs) + "]<|tools_suffix|>",
+        lambda cs: (
+            "<|tools_prefix|>[" + ", ".join(_json({n: a}) for n, a in cs) + "]<|tools_suffix|>"
+        ),
     ),
     "glm": ("glm", lambda cs: "\n".join(_glm(n, a) for n, a in cs)),
     "minimax": ("minimax", _minimax),

@@ -1,4 +1,5 @@
-"""Waiting for something that announces itself by no event: asked again and again, in one place and with one limit."""
+"""Waiting for something that announces itself by no event: asked again and again, in one place and
+with one limit."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import threading
 from collections.abc import Callable
 
 
-def until(true: Callable[[], object], what: str = "it never came true", *, timeout_s: float = 60.0) -> None:
+def until(
+    true: Callable[[], object], what: str = "it never came true", *, timeout_s: float = 60.0
+) -> None:
     """Return once `true()` is; an AssertionError that says `what` after `timeout_s` seconds."""
     pause, waited_s = threading.Event(), 0.0
     while not true():

@@ -1,4 +1,5 @@
-"""What the chat's tests share: a scripted server, a history on a disk of its own, and a way to drive the app."""
+"""What the chat's tests share: a scripted server, a history on a disk of its own, and a way to
+drive the app."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ class Driver:
         self.pilot = pilot
 
     async def until(self, what: Callable[[], bool]) -> None:
-        """Wait until `what` holds, letting the app work meanwhile: by turns, so that a busy machine has as many as an idle one.
-        TimeoutError after a minute's of an idle one."""
+        """Wait until `what` holds, letting the app work meanwhile: by turns, so that a busy machine
+        has as many as an idle one. TimeoutError after a minute's of an idle one."""
         for _ in range(MOST_TURNS):
             if what():
                 return
@@ -111,19 +112,27 @@ class Driver:
     def reversed(self) -> str:
         """What the terminal shows in reverse: a cursor that needs no colour."""
         lines = self.strips()
-        return "\n".join("".join(s.text for s in line if s.style is not None and s.style.reverse) for line in lines)
+        return "\n".join(
+            "".join(s.text for s in line if s.style is not None and s.style.reverse)
+            for line in lines
+        )
 
     def screen(self) -> str:
         """What the terminal shows, line by line."""
         from rich.segment import Segment
 
         lines = self.strips()
-        return "\n".join("".join(s.text for s in Segment.strip_styles(line)).rstrip() for line in lines)
+        return "\n".join(
+            "".join(s.text for s in Segment.strip_styles(line)).rstrip() for line in lines
+        )
 
 
 @pytest.fixture
-def drive(server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs `await play(driver)` against an app on the scripted server; keyword arguments go to ChatApp."""
+def drive(
+    server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Runs `await play(driver)` against an app on the scripted server; keyword arguments go to
+    ChatApp."""
     monkeypatch.setenv("COLORTERM", "truecolor")
 
     def run(
@@ -141,7 +150,9 @@ def drive(server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPa
             kept = options.pop("history_", history)
             async with ChatClient(base_url, engine=engine) as client:
                 titles_after_s = options.pop("titles_after_s", None)
-                app = ChatApp(ChatOptions(client, kept, "scripted", attached=attached, **options), copy)
+                app = ChatApp(
+                    ChatOptions(client, kept, "scripted", attached=attached, **options), copy
+                )
                 app.chat.titles_after_s = titles_after_s
                 async with app.run_test(size=size, notifications=toasts) as pilot:
                     await pilot.pause()

@@ -1,5 +1,5 @@
-"""The chat on scripted data, in this terminal: no model, no download. `make screen`, or `make screen ARGS=/models` for another screen:
-what follows is submitted first."""
+"""The chat on scripted data, in this terminal: no model, no download. `make screen`, or `make
+screen ARGS=/models` for another screen: what follows is submitted first."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ from tui.test_glass import PHYSICS, TIMINGS
 from tui.test_snapshots import conversation
 from tui.test_tools import Host
 
-ANSWER = "Here is **Markdown**, $x^2$, a table and code:\n\n| a | b |\n|--|--|\n| 1 | 2 |\n\n```python\nprint('hello')\n```\n"
+ANSWER = (
+    "Here is **Markdown**, $x^2$, a table and code:\n\n| a | b |\n|--|--|\n| 1 | 2 "
+    "|\n\n```python\nprint('hello')\n```\n"
+)
 MODEL = {"id": "scripted", "object": "model", "context_length": 8192, "physics": PHYSICS}
 
 
 def main(first: str) -> None:
-    installed = InstalledModel("small", "Q4", 10**9, "localllm", "/models/small.gguf", True, "small:Q4")
-    service = ScriptedModelService(choice("small", 1.0, installed="small"), choice("large", 40.0), disk=[installed])
+    installed = InstalledModel(
+        "small", "Q4", 10**9, "localllm", "/models/small.gguf", True, "small:Q4"
+    )
+    service = ScriptedModelService(
+        choice("small", 1.0, installed="small"), choice("large", 40.0), disk=[installed]
+    )
     service.go_on.release(1000)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -37,10 +44,17 @@ def main(first: str) -> None:
     ):
         for _ in range(100):
             thought = Say(["Let me ", "think."], "reasoning_content")
-            server.play(Comment("prefill 20/40"), thought, Say(re.findall(r"\S+\s*", ANSWER)), Finish(timings=TIMINGS))
+            server.play(
+                Comment("prefill 20/40"),
+                thought,
+                Say(re.findall(r"\S+\s*", ANSWER)),
+                Finish(timings=TIMINGS),
+            )
         resume = conversation(history)
         client = ChatClient(server.base_url)
-        app = ChatApp(ChatOptions(client, history, "scripted", resume, model_service=service, tools=(Host(),)))
+        app = ChatApp(
+            ChatOptions(client, history, "scripted", resume, model_service=service, tools=(Host(),))
+        )
 
         async def begin(_: Any) -> None:
             if first:

@@ -8,23 +8,33 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import LocalLLMError, UsageError
-from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList, PlanRequest, PullProgress
+from localllm_tui.control.interfaces import (
+    InstalledModel,
+    PlanChoice,
+    PlanList,
+    PlanRequest,
+    PullProgress,
+)
 
 
 def choice(name: str, gigabytes: float = 4.0, *, installed: str = "", **more: Any) -> PlanChoice:
     """A plan of a model of this size."""
     n_bytes = int(gigabytes * 1e9)
     plan = {
-        "model": name, "name": name.upper(), "variant": {"quant": "Q4", "bytes": n_bytes}, "fits": "yes",
-        "memory": {"total_bytes": n_bytes, "limit_bytes": 24_000_000_000}, "n_ctx": 16384, "kv_type": "f16",
-        "decode_tok_s": {"value": 20.0, "low": 15.0, "high": 25.0}, "ttft_s": {"value": 0.5}, "quality": {"points": 50.0},
+        "model": name, "name": name.upper(), "variant": {"quant": "Q4", "bytes": n_bytes},
+        "fits": "yes",
+        "memory": {"total_bytes": n_bytes, "limit_bytes": 24_000_000_000}, "n_ctx": 16384,
+        "kv_type": "f16",
+        "decode_tok_s": {"value": 20.0, "low": 15.0, "high": 25.0}, "ttft_s": {"value": 0.5},
+        "quality": {"points": 50.0},
         "why": f"why {name}", "reasons": ["a further reason"],
     }  # fmt: skip
     return PlanChoice({**plan, **more}, 0.5, installed)
 
 
 class ScriptedModelService:
-    """Plans `choices` that are within the memory, less of them the longer the context. Downloads move when a test says so."""
+    """Plans `choices` that are within the memory, less of them the longer the context. Downloads
+    move when a test says so."""
 
     def __init__(self, *choices: PlanChoice, disk: Sequence[InstalledModel] = ()) -> None:
         self.choices, self.disk = list(choices), list(disk)
@@ -43,7 +53,9 @@ class ScriptedModelService:
         fitting = self.choices[: max(1, len(self.choices) - request.context // 65536)]
         machine = request.machine or "this machine"
         too_large = len(self.choices) - len(fitting)
-        return PlanList(request, machine, tuple(fitting), {"too large": too_large} if too_large else {})
+        return PlanList(
+            request, machine, tuple(fitting), {"too large": too_large} if too_large else {}
+        )
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         return [f"the arithmetic of {ref} with {request.context} tokens"]

@@ -1,4 +1,5 @@
-"""A chat completions server that plays scripts, for the chat's tests: real HTTP, real SSE, no model and no clock."""
+"""A chat completions server that plays scripts, for the chat's tests: real HTTP, real SSE, no model
+and no clock."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Drop:
 
 
 class ScriptedServer:
-    """Serves on a free loopback port while used as a context manager. `requests` are the bodies received."""
+    """Serves on a free loopback port while used as a context manager. `requests` are the bodies
+    received."""
 
     def __init__(
         self,
@@ -78,10 +80,13 @@ class ScriptedServer:
         api_key: str | None = None,
     ):
         self.api_key = api_key
-        self.models = models or [{"id": model, "object": "model", **({"context_length": n_ctx} if n_ctx else {})}]
+        self.models = models or [
+            {"id": model, "object": "model", **({"context_length": n_ctx} if n_ctx else {})}
+        ]
         self.scripts: deque[list[Any]] = deque()
         self.requests: list[dict[str, Any]] = []
-        self.count: Callable[[str], int] | None = None  # tokens of a text; None: this server does not count
+        # tokens of a text; None: this server does not count
+        self.count: Callable[[str], int] | None = None
 
     def play(self, *script: Any) -> None:
         """Answer one more request with `script`."""
@@ -131,7 +136,17 @@ class ScriptedServer:
             def _step(self, step: Any, body: dict[str, Any]) -> None:
                 if isinstance(step, Say):
                     for piece in step.pieces:
-                        self._chunk({"choices": [{"index": 0, "delta": {step.field: piece}, "finish_reason": None}]})
+                        self._chunk(
+                            {
+                                "choices": [
+                                    {
+                                        "index": 0,
+                                        "delta": {step.field: piece},
+                                        "finish_reason": None,
+                                    }
+                                ]
+                            }
+                        )
                 elif isinstance(step, Comment):
                     self.wfile.write(f": {step.text}\n\n".encode())
                 elif isinstance(step, Raw):
@@ -144,10 +159,15 @@ class ScriptedServer:
                     self.connection.recv(1)
                     step.gone.set()
                 elif isinstance(step, Finish):
-                    self._chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": step.reason}]})
+                    self._chunk(
+                        {"choices": [{"index": 0, "delta": {}, "finish_reason": step.reason}]}
+                    )
                     prompt, completion, cached = step.usage
                     usage = {"prompt_tokens": prompt, "completion_tokens": completion}
-                    usage |= {"total_tokens": prompt + completion, "prompt_tokens_details": {"cached_tokens": cached}}
+                    usage |= {
+                        "total_tokens": prompt + completion,
+                        "prompt_tokens_details": {"cached_tokens": cached},
+                    }
                     if body.get("stream_options", {}).get("include_usage"):
                         more = {"timings": step.timings} if step.timings else {}
                         self._chunk({"choices": [], "usage": usage, **more})

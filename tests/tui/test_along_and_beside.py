@@ -1,4 +1,5 @@
-"""What goes with a question beyond a file (a command's output, a folder, a kept prompt), another model's answer, and HTML."""
+"""What goes with a question beyond a file (a command's output, a folder, a kept prompt), another
+model's answer, and HTML."""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ posix = pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
 
 
 @posix
-def test_a_command_is_asked_for_once_and_its_output_goes_along(drive: Any, server: ScriptedServer) -> None:
+def test_a_command_is_asked_for_once_and_its_output_goes_along(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.answer("ok")
 
     async def play(d: Driver) -> None:
         await d.send("!echo first-$((40+2))")
-        await d.until(lambda: isinstance(d.app.screen, Approval) and "echo first-$((40+2))" in d.screen())
+        await d.until(
+            lambda: isinstance(d.app.screen, Approval) and "echo first-$((40+2))" in d.screen()
+        )
         await d.press("n")
         await d.until(lambda: "not run" in d.screen())
         assert d.app.chat.attached == []
@@ -70,7 +75,9 @@ def test_what_a_command_prints_is_bounded_and_plain(command: str, says: str) -> 
     assert said.endswith(says)
     assert "\x1b" not in said
     assert len(said) < shell.MOST_BYTES + 100
-    _, alive = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in before], timeout=60)
+    _, alive = psutil.wait_procs(
+        [p for p in psutil.Process().children(recursive=True) if p not in before], timeout=60
+    )
     assert alive == []
 
 
@@ -79,9 +86,13 @@ def test_escape_ends_a_command(drive: Any) -> None:
     async def play(d: Driver) -> None:
         d.app.chat.runs_commands = True
         await d.send("!sleep 300")
-        await d.until(lambda: any("sleep" in p.name() for p in psutil.Process().children(recursive=True)))
+        await d.until(
+            lambda: any("sleep" in p.name() for p in psutil.Process().children(recursive=True))
+        )
         await d.press("escape")
-        await d.until(lambda: not any("sleep" in p.name() for p in psutil.Process().children(recursive=True)))
+        await d.until(
+            lambda: not any("sleep" in p.name() for p in psutil.Process().children(recursive=True))
+        )
         assert d.app.chat.attached == []
 
     drive(play)
@@ -109,18 +120,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def test_a_folder_goes_along_without_what_git_ignores(drive: Any, server: ScriptedServer, folder: Path) -> None:
+def test_a_folder_goes_along_without_what_git_ignores(
+    drive: Any, server: ScriptedServer, folder: Path
+) -> None:
     server.count = lambda text: len(text.split())
     server.answer("ok")
-    assert [name for name in files_and_folders(folder) if name.endswith("/")] == ["src/", "src/deep/"]
+    assert [name for name in files_and_folders(folder) if name.endswith("/")] == [
+        "src/",
+        "src/deep/",
+    ]
 
     async def play(d: Driver) -> None:
         await d.until(lambda: d.app.chat.n_ctx is not None)
         await d.press("@", *"src/")
-        await d.until(lambda: any("src/ " in line and "tokens" in line for line in d.screen().splitlines()))
+        await d.until(
+            lambda: any("src/ " in line and "tokens" in line for line in d.screen().splitlines())
+        )
         await d.press("enter")
         # Wherever the folder's path has the sentence wrapped.
-        await d.until(lambda: "2 files go along, 14 tokens; 2 that are no text stay" in " ".join(d.screen().split()))
+        await d.until(
+            lambda: (
+                "2 files go along, 14 tokens; 2 that are no text stay"
+                in " ".join(d.screen().split())
+            )
+        )
         await d.ask("what is there?")
 
     drive(play, size=(120, 40))
@@ -148,7 +171,9 @@ def test_prompts_are_kept_and_written(drive: Any, server: ScriptedServer, histor
         await d.send("/save-prompt review Look for bugs\nand say where")
         await d.until(lambda: "/prompt review writes it" in d.screen())
         await d.send("/prompt review in main.py")
-        await d.until(lambda: d.app.page.composer.text == "Look for bugs\nand say where\n\nin main.py")
+        await d.until(
+            lambda: d.app.page.composer.text == "Look for bugs\nand say where\n\nin main.py"
+        )
         await d.press("ctrl+c")
         await d.ask("an ordinary question")
         await d.send("/save-prompt plain")
@@ -162,10 +187,15 @@ def test_prompts_are_kept_and_written(drive: Any, server: ScriptedServer, histor
         await d.until(lambda: d.screen().count("is no name for a prompt") >= 2)
 
     drive(play)
-    assert sorted(p.name for p in (history.path.parent / "prompts").iterdir()) == ["plain.md", "review.md"]
+    assert sorted(p.name for p in (history.path.parent / "prompts").iterdir()) == [
+        "plain.md",
+        "review.md",
+    ]
 
 
-def test_another_models_answer_stands_beside_the_first(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_another_models_answer_stands_beside_the_first(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("the first answer")
     server.answer("the other answer")
     server.answer("the third")
@@ -194,7 +224,9 @@ def test_another_models_answer_stands_beside_the_first(drive: Any, server: Scrip
 
     drive(play, size=(120, 40))
     asked = [r["model"] for r in server.requests]
-    models = [m.meta["model"] for m in history.tree(history.list()[0].id)[0] if m.role == "assistant"]
+    models = [
+        m.meta["model"] for m in history.tree(history.list()[0].id)[0] if m.role == "assistant"
+    ]
     assert models == asked
 
 
@@ -209,17 +241,25 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href") or name.startswith("on")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href") or name.startswith("on")
+        ]
 
 
-EVIL = "<script>alert(1)</script> <img src=x onerror=alert(1)> [a](javascript:alert(1)) ![p](data:text/html,x) </section></body> {title} %s"
+EVIL = (
+    "<script>alert(1)</script> <img src=x onerror=alert(1)> [a](javascript:alert(1)) "
+    "![p](data:text/html,x) </section></body> {title} %s"
+)
 
 
 def test_html_holds_everything_and_runs_nothing(history: History) -> None:
     session = Session(history, f"<b>model</b>{EVIL}", system=EVIL)
     session.ask(f"**what?** {EVIL}")
     for n, text in enumerate(
-        (f"one {EVIL}\n\n```html\n{EVIL}\n```", "| a | b |\n|---|---|\n| 1 | 2 |\n\n![x](data:image/png;base64,AAAA)")
+        (
+            f"one {EVIL}\n\n```html\n{EVIL}\n```",
+            "| a | b |\n|---|---|\n| 1 | 2 |\n\n![x](data:image/png;base64,AAAA)",
+        )
     ):
         answer = session.answer()
         answer.add(text, EVIL if n else "")

@@ -63,7 +63,14 @@ def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Ses
         TextDelta("b"), AnswerDone("length", AnswerUsage(20, 9)),
     )  # fmt: skip
     asyncio.run(answering.run(said(*events), page))
-    assert page.seen == ["[loading…]", "[reading the prompt… 5 of 20 tokens]", "[]", "(hm)", "a", "b"]
+    assert page.seen == [
+        "[loading…]",
+        "[reading the prompt… 5 of 20 tokens]",
+        "[]",
+        "(hm)",
+        "a",
+        "b",
+    ]
     kept = on_disk(session)
     assert (kept.content, kept.reasoning, kept.complete) == ("ab", "hm", True)
     assert answering.turn == session.turns[-1]
@@ -79,7 +86,9 @@ def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
     assert on_disk(session).meta["finish_reason"] == "error"
 
 
-def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(session: Session) -> None:
+def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(
+    session: Session,
+) -> None:
     answering = AnswerStream(session.answer())
     closed = False
 
@@ -135,8 +144,15 @@ class _FullDisk(PendingAnswer):
 
 def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session) -> None:
     told: list[str] = []
-    answering, page = AnswerStream(_FullDisk(session, None), lambda e: told.append(e.message)), Page()
-    asyncio.run(answering.run(said(TextDelta("a"), TextDelta("b"), AnswerDone("stop", AnswerUsage(3, 2))), page))
+    answering, page = (
+        AnswerStream(_FullDisk(session, None), lambda e: told.append(e.message)),
+        Page(),
+    )
+    asyncio.run(
+        answering.run(
+            said(TextDelta("a"), TextDelta("b"), AnswerDone("stop", AnswerUsage(3, 2))), page
+        )
+    )
     answering.save_if_due()
     assert page.seen == ["[]", "a", "b"]
     assert told == ["the disk is full"] * 2  # at the first piece and at the end: not with each

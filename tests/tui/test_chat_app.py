@@ -16,7 +16,9 @@ def stored(history: History) -> list[tuple[str, str]]:
     return [(m.role, m.content) for m in history.messages(history.list()[0].id)]
 
 
-@pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 50), marks=pytest.mark.long), (40, 12)])
+@pytest.mark.parametrize(
+    "size", [(80, 24), pytest.param((160, 50), marks=pytest.mark.long), (40, 12)]
+)
 def test_an_answer_streams_to_the_screen_and_the_disk(
     drive: Any, server: ScriptedServer, history: History, size: tuple[int, int]
 ) -> None:
@@ -114,7 +116,9 @@ def test_ctrl_c_quits_only_when_pressed_twice(drive: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["ctrl+d", "ctrl+q"])
-def test_quitting_in_mid_answer_keeps_the_text(drive: Any, server: ScriptedServer, history: History, key: str) -> None:
+def test_quitting_in_mid_answer_keeps_the_text(
+    drive: Any, server: ScriptedServer, history: History, key: str
+) -> None:
     until_gone = UntilGone()
     server.play(Say(["half an ", "answer"]), until_gone)
 
@@ -139,7 +143,9 @@ def test_enter_sends_and_ctrl_j_breaks_the_line(drive: Any, server: ScriptedServ
     assert server.requests[0]["messages"][0]["content"] == "a\nb"
 
 
-def test_a_question_sent_during_an_answer_waits_for_its_end(drive: Any, server: ScriptedServer) -> None:
+def test_a_question_sent_during_an_answer_waits_for_its_end(
+    drive: Any, server: ScriptedServer
+) -> None:
     gate = Gate()
     server.play(Say(["slow"]), gate, Finish())
     server.answer("second")
@@ -217,7 +223,9 @@ def test_scrolling_up_is_respected_while_text_arrives(drive: Any, server: Script
 
 
 def test_progress_gives_way_to_the_text(drive: Any, server: ScriptedServer) -> None:
-    server.play(Comment("loading"), Say(["text"]), Comment("prefill 24/42 tokens, 0 cached"), Finish())
+    server.play(
+        Comment("loading"), Say(["text"]), Comment("prefill 24/42 tokens, 0 cached"), Finish()
+    )
 
     async def play(d: Driver) -> None:
         await d.ask("a")
@@ -227,7 +235,9 @@ def test_progress_gives_way_to_the_text(drive: Any, server: ScriptedServer) -> N
     drive(play)
 
 
-def test_reasoning_is_folded_until_asked_for(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_reasoning_is_folded_until_asked_for(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.play(Say(["let me ", "ponder"], field="reasoning_content"), Say(["42"]), Finish())
 
     async def play(d: Driver) -> None:
@@ -245,7 +255,11 @@ def test_reasoning_is_folded_until_asked_for(drive: Any, server: ScriptedServer,
 def test_a_refused_request_shows_the_reason_and_the_way_on(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
-    error = {"message": "the prompt has 9 tokens too many", "code": "context_length_exceeded", "hint": "say less"}
+    error = {
+        "message": "the prompt has 9 tokens too many",
+        "code": "context_length_exceeded",
+        "hint": "say less",
+    }
     server.play(Refuse(400, error))
     server.answer("better")
 

@@ -54,7 +54,12 @@ def test_a_whole_stream(server: ScriptedServer) -> None:
         AnswerDone("stop", AnswerUsage(11, 2, 3), "the prompts part at token 3"),
     ]
     sent = server.requests[0]
-    assert (sent["model"], sent["messages"], sent["stream"], sent["temperature"]) == ("m", ASK, True, 0)
+    assert (sent["model"], sent["messages"], sent["stream"], sent["temperature"]) == (
+        "m",
+        ASK,
+        True,
+        0,
+    )
 
 
 def test_a_line_separator_inside_the_text_is_text(server: ScriptedServer) -> None:
@@ -63,7 +68,9 @@ def test_a_line_separator_inside_the_text_is_text(server: ScriptedServer) -> Non
 
 
 def test_carriage_returns_and_a_missing_usage_are_fine(server: ScriptedServer) -> None:
-    chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "length"}]})
+    chunk = json.dumps(
+        {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "length"}]}
+    )
     server.play(Raw(f"event: message\r\ndata: {chunk}\r\n\r\ndata:[DONE]\r\n\r\n".encode()))
     assert collect(ChatClient(server.base_url)) == [TextDelta("x"), AnswerDone("length", None)]
 
@@ -79,9 +86,13 @@ class Pieces(httpx.AsyncByteStream):
 
 @given(st.text(min_size=1), st.lists(st.integers(1, 7), min_size=1))
 def test_however_the_bytes_are_cut_the_text_is_the_same(text: str, sizes: list[int]) -> None:
-    chunks = [{"choices": [{"index": 0, "delta": {"content": c}, "finish_reason": None}]} for c in text]
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"content": c}, "finish_reason": None}]} for c in text
+    ]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    data = "".join(f"data: {json.dumps(c, ensure_ascii=False)}\n\n" for c in chunks).encode("utf-8", "surrogatepass")
+    data = "".join(f"data: {json.dumps(c, ensure_ascii=False)}\n\n" for c in chunks).encode(
+        "utf-8", "surrogatepass"
+    )
     pieces = []
     while data:
         size = sizes[len(pieces) % len(sizes)]
@@ -94,7 +105,11 @@ def test_however_the_bytes_are_cut_the_text_is_the_same(text: str, sizes: list[i
 
 
 def test_a_refusal_becomes_the_error_it_names(server: ScriptedServer) -> None:
-    server.play(Refuse(400, {"message": "too long", "code": "context_length_exceeded", "hint": "shorten it"}))
+    server.play(
+        Refuse(
+            400, {"message": "too long", "code": "context_length_exceeded", "hint": "shorten it"}
+        )
+    )
     with pytest.raises(ContextLengthError, match="too long") as refused:
         collect(ChatClient(server.base_url))
     assert refused.value.hint == "shorten it"
@@ -141,14 +156,19 @@ def test_closing_the_stream_closes_the_connection(server: ScriptedServer) -> Non
     server.play(Say(["a"]), until_gone)
 
     async def main() -> None:
-        async with ChatClient(server.base_url) as client, aclosing(client.stream("m", ASK)) as stream:
+        async with (
+            ChatClient(server.base_url) as client,
+            aclosing(client.stream("m", ASK)) as stream,
+        ):
             assert await anext(stream) == TextDelta("a")
 
     asyncio.run(main())
     assert until_gone.gone.wait(60)
 
 
-def test_a_proxy_in_the_environment_is_not_used(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_in_the_environment_is_not_used(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     server.answer("direct")
@@ -165,7 +185,9 @@ def test_a_proxy_in_the_environment_is_not_used(server: ScriptedServer, monkeypa
         ({"id": "m"}, None),
     ],
 )
-def test_the_context_length_under_its_several_names(entry: dict[str, Any], n_ctx: int | None) -> None:
+def test_the_context_length_under_its_several_names(
+    entry: dict[str, Any], n_ctx: int | None
+) -> None:
     async def main() -> list[ListedModel]:
         async with listing([entry]) as client:
             return await client.models()
@@ -186,7 +208,9 @@ def test_the_key_is_sent() -> None:
         return httpx.Response(200, json={"data": []})
 
     async def main() -> None:
-        async with ChatClient("http://test/v1", api_key="k", transport=httpx.MockTransport(answer)) as client:
+        async with ChatClient(
+            "http://test/v1", api_key="k", transport=httpx.MockTransport(answer)
+        ) as client:
             await client.models()
 
     asyncio.run(main())

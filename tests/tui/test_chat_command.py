@@ -1,4 +1,5 @@
-"""`localllm chat` as a command: answers on stdout, pipes, Ctrl-C, kill -9, and the screen on a real terminal."""
+"""`localllm chat` as a command: answers on stdout, pipes, Ctrl-C, kill -9, and the screen on a real
+terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ app([*sys.argv[1:], "--url", url])
 
 @pytest.fixture
 def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Puts the scripted server in the place of the chat's own engine; the list collects the MODELs it was made with."""
+    """Puts the scripted server in the place of the chat's own engine; the list collects the MODELs
+    it was made with."""
     import localllm.cli.chat.own_server
     from localllm_tui.control.interfaces import EngineProgress
 
@@ -44,7 +46,9 @@ def served(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[str 
         model, api_key, unix_socket, where = "scripted", None, "", ""
         base_url = server.base_url
 
-        def __init__(self, model: str | None, context: int | None = None, placed: object = None) -> None:
+        def __init__(
+            self, model: str | None, context: int | None = None, placed: object = None
+        ) -> None:
             asked.append(model)
 
         def start(self) -> None:
@@ -78,7 +82,9 @@ def question(server: ScriptedServer) -> str:
 
 def test_a_prompt_is_answered_on_stdout(server: ScriptedServer, served: list[str | None]) -> None:
     server.play(Say(["thinking"], field="reasoning_content"), Say(["Par", "is"]), Finish())
-    result = run("capital of France?", "-m", "m", "--system", "Be brief", "--temperature", "0", "--seed", "1")
+    result = run(
+        "capital of France?", "-m", "m", "--system", "Be brief", "--temperature", "0", "--seed", "1"
+    )
     assert (result.exit_code, result.stdout) == (0, "Paris\n")
     assert served == ["m"]
     sent = server.requests[0]
@@ -88,7 +94,8 @@ def test_a_prompt_is_answered_on_stdout(server: ScriptedServer, served: list[str
     ]
     assert (sent["temperature"], sent["seed"]) == (0, 1)
     assert "max_tokens" not in sent
-    assert not Path(os.environ["LOCALLLM_DATA_DIR"]).exists()  # one answer on stdout leaves no trace
+    # one answer on stdout leaves no trace
+    assert not Path(os.environ["LOCALLLM_DATA_DIR"]).exists()
 
 
 def test_piped_text_is_the_question(server: ScriptedServer, served: list[str | None]) -> None:
@@ -97,27 +104,35 @@ def test_piped_text_is_the_question(server: ScriptedServer, served: list[str | N
     assert question(server) == "what is 6 × 7?"
 
 
-def test_piped_text_goes_before_the_prompt(server: ScriptedServer, served: list[str | None]) -> None:
+def test_piped_text_goes_before_the_prompt(
+    server: ScriptedServer, served: list[str | None]
+) -> None:
     server.answer("x")
     run("Summarise this", piped="a long text\n")
     assert question(server) == "a long text\n\nSummarise this"
 
 
-def test_no_terminal_and_no_question_asks_a_first_one(server: ScriptedServer, served: list[str | None]) -> None:
+def test_no_terminal_and_no_question_asks_a_first_one(
+    server: ScriptedServer, served: list[str | None]
+) -> None:
     server.answer("Hello!")
     result = run(piped="")
     assert (result.exit_code, result.stdout) == (0, "Hello!\n")
     assert question(server) == FIRST_QUESTION
 
 
-def test_a_file_goes_along(server: ScriptedServer, served: list[str | None], tmp_path: Path) -> None:
+def test_a_file_goes_along(
+    server: ScriptedServer, served: list[str | None], tmp_path: Path
+) -> None:
     (tmp_path / "n.txt").write_text("seven")
     server.answer("x")
     run("which number?", "--attach", str(tmp_path / "n.txt"))
     assert question(server) == "File n.txt:\n```txt\nseven\n```\n\nwhich number?"
 
 
-def test_a_folder_goes_along_with_its_texts(server: ScriptedServer, served: list[str | None], tmp_path: Path) -> None:
+def test_a_folder_goes_along_with_its_texts(
+    server: ScriptedServer, served: list[str | None], tmp_path: Path
+) -> None:
     folder = tmp_path / "Ordner mit Ümlaut"
     (folder / "sub").mkdir(parents=True)
     (folder / "n.txt").write_text("seven")
@@ -126,7 +141,10 @@ def test_a_folder_goes_along_with_its_texts(server: ScriptedServer, served: list
     server.answer("x")
     result = run("which numbers?", "--attach", str(folder))
     asked = question(server)
-    assert [f"File {folder.name}/n.txt" in asked, f"File {folder.name}/sub/m.md" in asked] == [True, True]
+    assert [f"File {folder.name}/n.txt" in asked, f"File {folder.name}/sub/m.md" in asked] == [
+        True,
+        True,
+    ]
     assert "x.bin" not in asked
     assert "1 of 3 files are no text" in result.stderr
 
@@ -147,22 +165,30 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     assert served == []
 
 
-def test_a_server_error_ends_the_command_with_that_error(server: ScriptedServer, served: list[str | None]) -> None:
+def test_a_server_error_ends_the_command_with_that_error(
+    server: ScriptedServer, served: list[str | None]
+) -> None:
     server.play(Refuse(503, {"message": "busy", "code": "server_busy"}))
     with pytest.raises(BusyError):
         run("q")
 
 
 def test_text_before_an_error_is_printed(server: ScriptedServer, served: list[str | None]) -> None:
-    server.play(Say(["so far"]), Raw(b'data: {"error": {"message": "died", "code": "worker_died"}}\n\n'))
+    server.play(
+        Say(["so far"]), Raw(b'data: {"error": {"message": "died", "code": "worker_died"}}\n\n')
+    )
     command = [sys.executable, "-c", CHILD, server.base_url, "q"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "so far\n"
     assert done.returncode != 0
     assert "died" in done.stderr
 
 
-def test_continue_goes_on_with_the_last_conversation(server: ScriptedServer, served: list[str | None]) -> None:
+def test_continue_goes_on_with_the_last_conversation(
+    server: ScriptedServer, served: list[str | None]
+) -> None:
     with History() as history:
         conv = history.create("t", "their-model")
         history.append(conv, "user", "a")
@@ -199,8 +225,14 @@ def test_ctrl_c_exits_130_with_the_text_so_far(server: ScriptedServer) -> None:
 
 
 def test_importing_the_command_loads_nothing_heavy() -> None:
-    code = "import sys, typer; had = set(sys.modules); import localllm.cli.commands.chat, localllm_tui; "
-    code += "print(*sorted({'textual', 'httpx', 'sqlite3', 'llama_cpp', 'asyncio'} & (set(sys.modules) - had)))"
+    code = (
+        "import sys, typer; had = set(sys.modules); import localllm.cli.commands.chat, "
+        "localllm_tui; "
+    )
+    code += (
+        "print(*sorted({'textual', 'httpx', 'sqlite3', 'llama_cpp', 'asyncio'} & "
+        "(set(sys.modules) - had)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
@@ -353,7 +385,11 @@ def test_line_by_line_on_a_terminal_that_can_do_no_more(
     chat_.until("two")
     chat_.type("\x04")
     assert chat_.rest() == 0
-    assert [m["content"] for m in server.requests[1]["messages"]] == ["first", "one\x1b[2J", "second"]
+    assert [m["content"] for m in server.requests[1]["messages"]] == [
+        "first",
+        "one\x1b[2J",
+        "second",
+    ]
 
 
 def _colours(output: bytes) -> list[tuple[int, int, int]]:

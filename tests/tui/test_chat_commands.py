@@ -1,4 +1,5 @@
-"""Slash commands and what they do to the conversation on a (headless) terminal: opened, removed, retried, edited, copied, saved."""
+"""Slash commands and what they do to the conversation on a (headless) terminal: opened, removed,
+retried, edited, copied, saved."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def stored(history: History) -> list[tuple[str, str]]:
     return [(m.role, m.content) for m in history.messages(history.list()[0].id)]
 
 
-def test_the_last_conversation_is_offered_and_resumed(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_the_last_conversation_is_offered_and_resumed(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("Bonjour")
     server.answer("encore")
 
@@ -29,16 +32,23 @@ def test_the_last_conversation_is_offered_and_resumed(drive: Any, server: Script
         assert "Say hello in French" in d.screen()
         await d.send("/continue")
         await d.until(lambda: "Bonjour" in d.screen())
-        await d.until(lambda: "18/1,000" in d.screen())  # once the server told how long the context is
+        # once the server told how long the context is
+        await d.until(lambda: "18/1,000" in d.screen())
         await d.ask("again")
 
     drive(first)
     drive(second)
     assert len(history.list()) == 1
-    assert [m["content"] for m in server.requests[1]["messages"]] == ["Say hello in French", "Bonjour", "again"]
+    assert [m["content"] for m in server.requests[1]["messages"]] == [
+        "Say hello in French",
+        "Bonjour",
+        "again",
+    ]
 
 
-def test_list_searches_texts_and_opens_the_choice(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_list_searches_texts_and_opens_the_choice(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     for title, said in (("rivers", "the Danube"), ("mountains", "the Eiger"), ("lakes", "Baikal")):
         conv = history.create(title, "scripted")
         history.append(conv, "user", title)
@@ -75,7 +85,9 @@ def test_list_removes_only_when_asked_twice(drive: Any, history: History) -> Non
     drive(play)
 
 
-def test_removing_the_open_conversation_starts_a_new_one(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_removing_the_open_conversation_starts_a_new_one(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("a")
     server.answer("b")
 
@@ -113,7 +125,9 @@ def test_retry_keeps_the_earlier_answer_and_earlier_brings_it_back(
     assert stored(history) == [("user", "toss a coin"), ("assistant", "heads")]
 
 
-def test_a_retry_that_fails_leaves_the_answer_there_was(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_a_retry_that_fails_leaves_the_answer_there_was(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("good answer")
     server.play(Refuse(503, {"message": "busy", "code": "server_busy"}))
 
@@ -153,7 +167,9 @@ def test_edit_asks_differently_and_the_old_question_stays_beside_it(
     assert [m["content"] for m in server.requests[2]["messages"]] == ["a", "one", "b!"]
 
 
-def test_an_edit_given_up_changes_nothing(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_an_edit_given_up_changes_nothing(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("one")
 
     async def play(d: Driver) -> None:
@@ -186,7 +202,9 @@ def test_copy_takes_the_answer_or_a_code_block(drive: Any, server: ScriptedServe
     assert copied == ["Look:\n```py\nx = 1\n```\nor\n```\ny\n```\n", "y", "x = 1"]
 
 
-def test_save_writes_markdown_and_overwrites_only_when_told(drive: Any, server: ScriptedServer, tmp_path: Path) -> None:
+def test_save_writes_markdown_and_overwrites_only_when_told(
+    drive: Any, server: ScriptedServer, tmp_path: Path
+) -> None:
     file = tmp_path / "my chat.md"
     server.answer("an answer")
 
@@ -223,7 +241,10 @@ def test_the_system_prompt_is_sent_first_and_can_change(drive: Any, server: Scri
 
 
 def test_model_switches_among_those_served(drive: Any, server: ScriptedServer) -> None:
-    server.models = [{"id": "scripted", "context_length": 1000}, {"id": "other", "context_length": 50}]
+    server.models = [
+        {"id": "scripted", "context_length": 1000},
+        {"id": "other", "context_length": 50},
+    ]
     server.answer("hi")
 
     async def play(d: Driver) -> None:
@@ -239,7 +260,9 @@ def test_model_switches_among_those_served(drive: Any, server: ScriptedServer) -
     assert server.requests[0]["model"] == "other"
 
 
-def test_attached_files_go_with_the_next_question_only(drive: Any, server: ScriptedServer, tmp_path: Path) -> None:
+def test_attached_files_go_with_the_next_question_only(
+    drive: Any, server: ScriptedServer, tmp_path: Path
+) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("the secret is 7")
     server.answer("ok")
@@ -332,7 +355,9 @@ def test_up_brings_back_questions_and_down_leaves_them(drive: Any, server: Scrip
     drive(play)
 
 
-def test_the_models_text_cannot_steer_the_terminal(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_the_models_text_cannot_steer_the_terminal(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.play(Say(["safe\x1b]52;c;ZXZpbA==\x07\x1b[2J text \x9b31m"]), Finish())
 
     async def play(d: Driver) -> None:

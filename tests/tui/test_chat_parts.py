@@ -1,4 +1,5 @@
-"""The chat's small parts: numbers as text, commands, files to attach, what a terminal may be sent."""
+"""The chat's small parts: numbers as text, commands, files to attach, what a terminal may be
+sent."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
     clock.now += 1.0
     meter.delta()
     assert meter.tok_s == 1.0
-    meter.usage = AnswerUsage(prompt=50, completion=11, cached=40)  # deltas may hold several tokens: the server knows
+    # deltas may hold several tokens: the server knows
+    meter.usage = AnswerUsage(prompt=50, completion=11, cached=40)
     assert meter.tok_s == 10.0
     assert meter.used == 61
     assert meter.meta() == {
@@ -52,7 +54,9 @@ def test_speed_is_counted_from_the_first_token_to_the_last() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 10_000), st.integers(1, 40))
-def test_the_bar_shows_the_share_and_is_honest_at_both_ends(used: int, n_ctx: int, cells: int) -> None:
+def test_the_bar_shows_the_share_and_is_honest_at_both_ends(
+    used: int, n_ctx: int, cells: int
+) -> None:
     shown = bar(used, n_ctx, cells)
     assert len(shown) == cells
     filled = shown.rstrip("░")
@@ -84,10 +88,13 @@ def test_the_status_line_always_fits(n: StatusFigures, width: int) -> None:
 def test_the_status_line_at_80_and_160_columns() -> None:
     n = StatusFigures("smollm2-135m-instruct", 61.25, 0.31, 1530, 2048, 512)
     assert status_text(n, 156) == (
-        "smollm2-135m-instruct  61.2 tok/s  context 1,530/2,048 ███████▍░░ 75%  first token 0.31 s  cached tokens 512"
+        "smollm2-135m-instruct  61.2 tok/s  context 1,530/2,048 ███████▍░░ 75%  first token 0.31 "
+        "s  cached tokens 512"
     )
     # What a bar shows the figures say; half a name says nothing.
-    assert status_text(n, 76) == "smollm2-135m-instruct  61.2 tok/s  ctx 1,530/2,048  TTFT 0.31 s  cached 512"
+    assert status_text(n, 76) == (
+        "smollm2-135m-instruct  61.2 tok/s  ctx 1,530/2,048  TTFT 0.31 s  cached 512"
+    )
     assert "█████▉░░" in status_text(replace(n, cached=None), 76)
 
 
@@ -108,7 +115,13 @@ def test_elide_cuts_to_cells(text: str, cells: int) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(-5, "just now"), (59, "just now"), (60, "1 min ago"), (7200, "2 h ago"), (3 * 86400, "3 days ago")],
+    [
+        (-5, "just now"),
+        (59, "just now"),
+        (60, "1 min ago"),
+        (7200, "2 h ago"),
+        (3 * 86400, "3 days ago"),
+    ],
 )
 def test_ago(seconds: float, words: str) -> None:
     assert ago(seconds) == words
@@ -148,11 +161,17 @@ def test_every_command_is_explained_under_one_name() -> None:
     assert len(set(names)) == len(names)
     for command in commands.COMMANDS:
         assert any(
-            line.startswith(f"  {command.usage} ") and line.endswith(command.help) for line in shown.splitlines()
+            line.startswith(f"  {command.usage} ") and line.endswith(command.help)
+            for line in shown.splitlines()
         )
         for name in (command.name, *command.aliases):
             assert commands.parse(f"/{name} x") == (command.name, "x")
-    assert [c.name for c in commands.matching("/s")] == ["save", "save-prompt", "system", "sampling"]
+    assert [c.name for c in commands.matching("/s")] == [
+        "save",
+        "save-prompt",
+        "system",
+        "sampling",
+    ]
 
 
 def test_reading_a_file(tmp_path: Path) -> None:
@@ -164,11 +183,16 @@ def test_reading_a_file(tmp_path: Path) -> None:
 @needs_pdf()
 def test_a_pdf_goes_along_as_its_text(tmp_path: Path) -> None:
     (tmp_path / "two.pdf").write_bytes(pdf(["first words", "", "last words"]))
-    assert read_text(tmp_path / "two.pdf") == ("two.pdf", "first words\n\n[page 2 is a picture]\n\nlast words")
+    assert read_text(tmp_path / "two.pdf") == (
+        "two.pdf",
+        "first words\n\n[page 2 is a picture]\n\nlast words",
+    )
 
 
 @needs_pdf()
-@pytest.mark.parametrize(("pages", "cut", "why"), [([""], None, "its pages are pictures"), (["words"], 60, "damaged")])
+@pytest.mark.parametrize(
+    ("pages", "cut", "why"), [([""], None, "its pages are pictures"), (["words"], 60, "damaged")]
+)
 def test_a_pdf_without_text_is_refused_with_the_reason(
     tmp_path: Path, pages: list[str], cut: int | None, why: str
 ) -> None:
@@ -177,7 +201,9 @@ def test_a_pdf_without_text_is_refused_with_the_reason(
         read_text(tmp_path / "bad.pdf")
 
 
-def test_a_pdf_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pdf_without_its_extra_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("localllm.conversation.pdf.installed", lambda: False)
     (tmp_path / "some.pdf").write_bytes(b"%PDF-1.7")
     with pytest.raises(UsageError) as refusal:

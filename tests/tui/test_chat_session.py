@@ -101,7 +101,9 @@ def test_a_retry_never_loses_the_earlier_answers(session: Session, history: Hist
     assert [t.content for t in reopened.turns] == ["q", "one"]
 
 
-def test_any_turn_has_versions_and_what_followed_each_comes_back(session: Session, history: History) -> None:
+def test_any_turn_has_versions_and_what_followed_each_comes_back(
+    session: Session, history: History
+) -> None:
     first = session.ask("a")
     _answered(session, "one")
     session.ask("b")
@@ -118,7 +120,9 @@ def test_any_turn_has_versions_and_what_followed_each_comes_back(session: Sessio
     assert len(history.list()) == 1
 
 
-def test_an_answer_in_the_middle_is_answered_again_and_gone_on_with_beside_it(session: Session) -> None:
+def test_an_answer_in_the_middle_is_answered_again_and_gone_on_with_beside_it(
+    session: Session,
+) -> None:
     session.ask("a")
     stopped = _answered(session, "one", finish_reason="stopped")
     session.ask("b")
@@ -189,7 +193,9 @@ def test_a_retry_is_asked_without_the_answer_it_replaces(session: Session) -> No
 def test_unanswered_questions_are_sent_as_one(session: Session) -> None:
     session.ask("first")
     session.ask("second")
-    assert session.context_to(session.last_question) == [{"role": "user", "content": "first\n\nsecond"}]
+    assert session.context_to(session.last_question) == [
+        {"role": "user", "content": "first\n\nsecond"}
+    ]
 
 
 def test_a_changed_question_keeps_its_files(session: Session, history: History) -> None:
@@ -234,7 +240,9 @@ def test_a_title_is_one_short_line(text: str) -> None:
 
 @given(st.lists(st.text(alphabet="ab`~ \n#", max_size=40), max_size=3))
 def test_any_file_survives_its_fence(bodies: list[str]) -> None:
-    message = "\n\n".join([*(fenced(f"f{i}.md", body) for i, body in enumerate(bodies)), "question"])
+    message = "\n\n".join(
+        [*(fenced(f"f{i}.md", body) for i, body in enumerate(bodies)), "question"]
+    )
     assert code_blocks(message) == [body.rstrip() for body in bodies]
 
 

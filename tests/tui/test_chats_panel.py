@@ -39,7 +39,8 @@ async def _panel(d: Driver, key: str = "ctrl+o") -> None:
 
 def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history: History) -> None:
     session = _said(history, "rivers", "the Danube and others", "more")
-    session.ask("seas", instead=session.turns[0])  # the branch with the Danube is not shown any more
+    # the branch with the Danube is not shown any more
+    session.ask("seas", instead=session.turns[0])
     _said(history, "mountains", "the Eiger")
 
     async def play(d: Driver) -> None:
@@ -77,7 +78,9 @@ def test_a_conversation_unfolds_into_its_branches(drive: Any, history: History) 
 
 def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history: History) -> None:
     _said(history, "elsewhere", "a needle too")
-    session = _said(history, *(f"turn {n}" + (" with a needle" if n == 3 else "") for n in range(60)))
+    session = _said(
+        history, *(f"turn {n}" + (" with a needle" if n == 3 else "") for n in range(60))
+    )
 
     async def play(d: Driver) -> None:
         assert "turn 3 with" not in d.screen()
@@ -93,12 +96,17 @@ def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history
     drive(play, resume=session.id)
 
 
-def test_the_next_and_the_one_before_are_a_key_away_and_each_hit_is_marked(drive: Any, history: History) -> None:
+def test_the_next_and_the_one_before_are_a_key_away_and_each_hit_is_marked(
+    drive: Any, history: History
+) -> None:
     """Also within one long turn, beyond the turns on screen, and round at the ends."""
     long = "\n\n".join(f"a NEEDLE in paragraph {n}\n\n" + "hay\n\n" * 20 for n in range(2))
     session = _said(
         history,
-        *(long if n == 51 else f"turn {n}" + (" with a needle" if n in (2, 40) else "") for n in range(60)),
+        *(
+            long if n == 51 else f"turn {n}" + (" with a needle" if n in (2, 40) else "")
+            for n in range(60)
+        ),
     )
 
     async def play(d: Driver) -> None:
@@ -130,7 +138,9 @@ def test_the_next_and_the_one_before_are_a_key_away_and_each_hit_is_marked(drive
     drive(play, resume=session.id, size=(100, 30))
 
 
-def test_a_conversation_is_listed_with_its_model_its_date_and_its_end(drive: Any, history: History) -> None:
+def test_a_conversation_is_listed_with_its_model_its_date_and_its_end(
+    drive: Any, history: History
+) -> None:
     _said(history, "mountains", "the Eiger")
     _said(history, "rivers", "the Danube and others")
 
@@ -167,7 +177,10 @@ def test_where_nothing_is_found_nothing_is_opened_or_removed(drive: Any, history
 def test_of_two_thousand_turns_those_on_screen_are_drawn(drive: Any, history: History) -> None:
     conv = history.create("long", "scripted")
     roles = ("assistant", "user")
-    turns = [StoredMessage(i, roles[i % 2], f"turn {i} " + "words " * 40, parent_id=i - 1) for i in range(1, 2001)]
+    turns = [
+        StoredMessage(i, roles[i % 2], f"turn {i} " + "words " * 40, parent_id=i - 1)
+        for i in range(1, 2001)
+    ]
     history.add(conv, turns)
 
     async def play(d: Driver) -> None:

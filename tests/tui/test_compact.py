@@ -1,4 +1,5 @@
-"""A conversation too long for the context, in the chat: nothing typed is lost, and /compact is the way on."""
+"""A conversation too long for the context, in the chat: nothing typed is lost, and /compact is the
+way on."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tui.scripted_sse import Comment, Finish, Refuse, Say, ScriptedServer
 
 FULL = Refuse(
     400,
-    {"message": "the prompt has 1200 tokens and the served context is 1000", "code": "context_length_exceeded"},
+    {
+        "message": "the prompt has 1200 tokens and the served context is 1000",
+        "code": "context_length_exceeded",
+    },
 )
 LEFT_OUT = Comment("compacted 4 messages, 345 tokens")
 
@@ -47,8 +51,16 @@ def test_a_full_context_keeps_the_question_and_compact_answers_it(
 
     drive(play, size=(120, 40))
     assert [r.get("truncation") for r in server.requests] == [None, None, "auto", "auto"]
-    assert [m["content"] for m in server.requests[2]["messages"]] == ["first", "one", "second"]  # all of it is sent
-    assert [text for _, text in _stored(history)] == ["first", "one", "second", "two", "third", "three"]
+    # all of it is sent
+    assert [m["content"] for m in server.requests[2]["messages"]] == ["first", "one", "second"]
+    assert [text for _, text in _stored(history)] == [
+        "first",
+        "one",
+        "second",
+        "two",
+        "third",
+        "three",
+    ]
 
 
 def test_compacting_is_kept_with_the_conversation_and_taken_back(
@@ -95,7 +107,9 @@ def test_compact_before_any_question_says_so(drive: Any) -> None:
     drive(play)
 
 
-def test_where_even_that_does_not_help_compact_is_not_offered(drive: Any, server: ScriptedServer) -> None:
+def test_where_even_that_does_not_help_compact_is_not_offered(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.play(FULL)
     server.play(FULL)
 
@@ -109,7 +123,9 @@ def test_where_even_that_does_not_help_compact_is_not_offered(drive: Any, server
     drive(play)
 
 
-def test_no_warning_of_a_full_context_where_it_is_compacted(drive: Any, server: ScriptedServer) -> None:
+def test_no_warning_of_a_full_context_where_it_is_compacted(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.answer("ok", usage=(900, 50, 0))
     server.answer("ok", usage=(900, 60, 0))
 
@@ -128,7 +144,10 @@ def test_no_warning_of_a_full_context_where_it_is_compacted(drive: Any, server: 
 
 
 def test_line_by_line_compact_asks_again(
-    server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: ScriptedServer,
+    history: History,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     server.play(FULL)
     server.play(LEFT_OUT, Say(["two"]), Finish())

@@ -1,4 +1,5 @@
-"""What the chat asks the server to count is what the engine then reads: at a real model, with and without an answer."""
+"""What the chat asks the server to count is what the engine then reads: at a real model, with and
+without an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How far a long prompt is, and what tells somebody who looks at another window that the answer is there."""
+"""How far a long prompt is, and what tells somebody who looks at another window that the answer is
+there."""
 
 from __future__ import annotations
 
@@ -18,10 +19,17 @@ from tui.scripted_sse import Finish, Gate, Say
 def test_reading_a_prompt_tells_rate_elapsed_and_remaining() -> None:
     now_s = [0.0]
     meter = AnswerMeter(lambda: now_s[0])
-    assert meter.reading(2_000, 10_000) == "reading the prompt… 2,000 of 10,000 tokens"  # the cache had them
+    # the cache had them
+    assert meter.reading(2_000, 10_000) == "reading the prompt… 2,000 of 10,000 tokens"
     now_s[0] = 4.0
     assert (
-        meter.reading(6_000, 10_000) == "reading the prompt… 6,000 of 10,000 tokens · 1,000 tok/s · 4.0 s, 4.0 s left"
+        meter.reading(6_000, 10_000) == "reading the prompt… 6,000 of 10,000 tokens · 1,000 tok/s "
+        "· "
+        "4.0 "
+        "s, "
+        "4.0 "
+        "s "
+        "left"
     )
     now_s[0] = 8.0
     assert meter.reading(10_000, 10_000).endswith("1,000 tok/s · 8.0 s, 0.0 s left")

@@ -34,7 +34,8 @@ def session(history: History) -> Session:
 def test_markdown_holds_versions_thinking_and_system_prompts_in_place(session: Session) -> None:
     assert to_markdown(session) == (
         "# what?\n\n## System\n\nBe brief\n\n## You\n\nwhat?\n\n## m\n\nthat\n\n"
-        "<details><summary>version 1 of 2</summary>\n\n<details><summary>thinking</summary>\n\nhm\n\n</details>\n\n"
+        "<details><summary>version 1 of "
+        "2</summary>\n\n<details><summary>thinking</summary>\n\nhm\n\n</details>\n\n"
         "this\n\n</details>\n\n## System\n\nRhyme\n\n## You\n\nand?\n"
     )
 
@@ -60,11 +61,24 @@ def _shape(history: History, conv_id: str) -> list[tuple[object, ...]]:
     place = {0: 0} | {t.id: i for i, t in enumerate(turns, 1)}
     return [
         (place[head],),
-        *((t.role, t.content, t.reasoning or "", t.meta, t.complete, t.created_s, place[t.parent_id]) for t in turns),
+        *(
+            (
+                t.role,
+                t.content,
+                t.reasoning or "",
+                t.meta,
+                t.complete,
+                t.created_s,
+                place[t.parent_id],
+            )
+            for t in turns
+        ),
     ]
 
 
-def test_what_was_saved_is_read_back_whole(session: Session, history: History, tmp_path: Path) -> None:
+def test_what_was_saved_is_read_back_whole(
+    session: Session, history: History, tmp_path: Path
+) -> None:
     session.other_version(session.turns[1], -1)
     session.ask("on the other branch")
     file = tmp_path / "chat.json"
@@ -75,8 +89,14 @@ def test_what_was_saved_is_read_back_whole(session: Session, history: History, t
 
 
 def test_an_export_of_chatgpt_keeps_its_branches(history: History, tmp_path: Path) -> None:
-    def node(name: str, parent: str | None, role: str, *parts: object, **extra: object) -> dict[str, object]:
-        message = {"author": {"role": role}, "content": {"content_type": "text", "parts": list(parts)}, **extra}
+    def node(
+        name: str, parent: str | None, role: str, *parts: object, **extra: object
+    ) -> dict[str, object]:
+        message = {
+            "author": {"role": role},
+            "content": {"content_type": "text", "parts": list(parts)},
+            **extra,
+        }
         return {"id": name, "parent": parent, "message": message, "children": []}
 
     nodes = {
@@ -92,7 +112,9 @@ def test_an_export_of_chatgpt_keeps_its_branches(history: History, tmp_path: Pat
         if n["parent"]:
             nodes[str(n["parent"])]["children"].append(name)  # type: ignore[attr-defined]
     file = tmp_path / "conversations.json"
-    file.write_text(json.dumps([{"title": "Old", "mapping": nodes, "current_node": "q2"}, {"mapping": {}}]))
+    file.write_text(
+        json.dumps([{"title": "Old", "mapping": nodes, "current_node": "q2"}, {"mapping": {}}])
+    )
     (conv,) = import_export.store(history, import_export.read(file), "m")
     assert history.get(conv).title == "Old"
     assert [m.content for m in history.messages(conv)] == ["what?", "this", "and?"]
@@ -101,13 +123,40 @@ def test_an_export_of_chatgpt_keeps_its_branches(history: History, tmp_path: Pat
 
 def test_an_export_of_open_webui_keeps_its_branches(history: History, tmp_path: Path) -> None:
     messages = {
-        "1": {"id": "1", "parentId": None, "childrenIds": ["2", "3"], "role": "user", "content": "what?"},
-        "2": {"id": "2", "parentId": "1", "childrenIds": [], "role": "assistant", "content": "this", "model": "x"},
-        "3": {"id": "3", "parentId": "1", "childrenIds": [], "role": "assistant", "content": "that", "model": "x"},
+        "1": {
+            "id": "1",
+            "parentId": None,
+            "childrenIds": ["2", "3"],
+            "role": "user",
+            "content": "what?",
+        },
+        "2": {
+            "id": "2",
+            "parentId": "1",
+            "childrenIds": [],
+            "role": "assistant",
+            "content": "this",
+            "model": "x",
+        },
+        "3": {
+            "id": "3",
+            "parentId": "1",
+            "childrenIds": [],
+            "role": "assistant",
+            "content": "that",
+            "model": "x",
+        },
     }
     file = tmp_path / "chat.json"
     file.write_text(
-        json.dumps([{"id": "c", "chat": {"title": "T", "history": {"messages": messages, "currentId": "2"}}}])
+        json.dumps(
+            [
+                {
+                    "id": "c",
+                    "chat": {"title": "T", "history": {"messages": messages, "currentId": "2"}},
+                }
+            ]
+        )
     )
     (conv,) = import_export.store(history, import_export.read(file), "m")
     assert [m.content for m in history.messages(conv)] == ["what?", "this"]
@@ -117,8 +166,14 @@ def test_an_export_of_open_webui_keeps_its_branches(history: History, tmp_path: 
 
 def test_a_list_of_messages_is_a_conversation(history: History, tmp_path: Path) -> None:
     file = tmp_path / "m.json"
-    said = [("system", "Be brief"), ("user", "hi"), ("assistant", [{"type": "text", "text": "hello"}])]
-    file.write_text(json.dumps({"messages": [{"role": role, "content": content} for role, content in said]}))
+    said = [
+        ("system", "Be brief"),
+        ("user", "hi"),
+        ("assistant", [{"type": "text", "text": "hello"}]),
+    ]
+    file.write_text(
+        json.dumps({"messages": [{"role": role, "content": content} for role, content in said]})
+    )
     (conv,) = import_export.store(history, import_export.read(file), "m")
     session = Session(history, "m", conv_id=conv)
     assert (session.title, session.system) == ("hi", "Be brief")
@@ -127,10 +182,16 @@ def test_a_list_of_messages_is_a_conversation(history: History, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "said",
-    ["not json", "[]", "{}", "3", '[{"chat": 3}]', '{"mapping": [1]}', '{"format": "localllm-conversation", "version": 2}',
-     '{"format": "localllm-conversation", "version": 1, "messages": [{"id": 1, "role": "root", "content": "x"}]}'],
+    ["not json", "[]", "{}", "3", '[{"chat": 3}]', '{"mapping": [1]}', '{"format": '
+                                                                       '"localllm-conversation", '
+                                                                       '"version": '
+                                                                       '2}',
+     '{"format": "localllm-conversation", "version": 1, "messages": [{"id": 1, "role": "root", '
+     '"content": "x"}]}'],
 )  # fmt: skip
-def test_what_is_no_conversation_is_refused_and_nothing_is_written(said: str, history: History, tmp_path: Path) -> None:
+def test_what_is_no_conversation_is_refused_and_nothing_is_written(
+    said: str, history: History, tmp_path: Path
+) -> None:
     file = tmp_path / "x.json"
     file.write_text(said)
     with pytest.raises(UsageError):

@@ -1,4 +1,5 @@
-"""A disk that is full, locked or damaged under an open chat: it says so, goes on, and writes what it owes once it can."""
+"""A disk that is full, locked or damaged under an open chat: it says so, goes on, and writes what
+it owes once it can."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def test_an_answer_that_ends_while_another_program_holds_the_file_is_written_aft
     other.close()
 
 
-@pytest.mark.parametrize("script", [[Drop()], [Refuse(503, {"message": "busy", "code": "server_busy"})], [Finish()]])
+@pytest.mark.parametrize(
+    "script", [[Drop()], [Refuse(503, {"message": "busy", "code": "server_busy"})], [Finish()]]
+)
 def test_a_failed_answer_on_a_full_disk_is_an_error_and_no_crash(
     drive: Any, server: ScriptedServer, history: History, script: list[Any]
 ) -> None:
@@ -144,7 +147,8 @@ def test_every_key_and_command_on_a_disk_that_refuses_says_so(
 
         history.transaction = full  # type: ignore[method-assign]
         for command in (
-            "/title x", "/system x", "/compact", "/branch", "/retry", "/more", "/drop", "/new", "/continue", "/import no.json",
+            "/title x", "/system x", "/compact", "/branch", "/retry", "/more", "/drop", "/new", "/continue", "/import "
+                                                                                                             "no.json",
         ):  # fmt: skip
             await d.ask(command)
         await d.press("f2", "up", "d", "d", "b", "e")

@@ -1,4 +1,5 @@
-"""Files that go with a question: found by @, dropped on the terminal, pasted; each with its cost before it is sent."""
+"""Files that go with a question: found by @, dropped on the terminal, pasted; each with its cost
+before it is sent."""
 
 from __future__ import annotations
 
@@ -29,10 +30,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_files_of_a_folder_are_those_a_person_would_look_for(folder: Path) -> None:
-    assert files_below(folder) == ["notes.txt", "src/deep/engine.py", "src/long.txt", "src/picture.bin"]
+    assert files_below(folder) == [
+        "notes.txt",
+        "src/deep/engine.py",
+        "src/long.txt",
+        "src/picture.bin",
+    ]
 
 
-def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server: ScriptedServer, folder: Path) -> None:
+def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(
+    drive: Any, server: ScriptedServer, folder: Path
+) -> None:
     server.count = lambda text: len(text.split())
     server.answer("ok")
 
@@ -41,9 +49,15 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(drive: Any, server:
         await d.type("look at ")
         await d.press("@")
         await d.until(lambda: isinstance(d.app.screen, FilePicker))
-        await d.until(lambda: "too long" in d.screen() and "tokens" in d.screen() and "binary" in d.screen())
+        await d.until(
+            lambda: "too long" in d.screen() and "tokens" in d.screen() and "binary" in d.screen()
+        )
         await d.press(*"sdeg")
-        await d.until(lambda: "1 file" in d.screen() and "1 files" not in d.screen() and "engine.py" in d.screen())
+        await d.until(
+            lambda: (
+                "1 file" in d.screen() and "1 files" not in d.screen() and "engine.py" in d.screen()
+            )
+        )
         await d.press("enter")
         await d.until(lambda: bool(d.app.chat.attached))
         assert d.app.page.composer.text == "look at @engine.py "
@@ -78,7 +92,9 @@ def test_every_file_on_the_screen_has_its_cost_and_so_has_what_is_scrolled_to(
     drive(play, size=(120, 40))
 
 
-def test_a_file_that_can_not_go_along_is_not_taken(drive: Any, server: ScriptedServer, folder: Path) -> None:
+def test_a_file_that_can_not_go_along_is_not_taken(
+    drive: Any, server: ScriptedServer, folder: Path
+) -> None:
     server.count = lambda text: len(text.split())
 
     async def play(d: Driver) -> None:
@@ -114,11 +130,22 @@ def test_paths_that_a_terminal_types_for_dropped_files_are_known(tmp_path: Path)
     assert dropped_files(str(spaced).replace(" ", "\\ ").replace("'", "\\'")) == [spaced]
     assert dropped_files(f"'{plain}' \"{spaced}\"") == [plain, spaced]
     assert dropped_files(f"file://{str(spaced).replace(' ', '%20')}") == [spaced]
-    for text in ("", "hello", "/no/such/file", f"{plain} and more", "a.txt", f"see {plain}", "'", "/" * 5000):
+    for text in (
+        "",
+        "hello",
+        "/no/such/file",
+        f"{plain} and more",
+        "a.txt",
+        f"see {plain}",
+        "'",
+        "/" * 5000,
+    ):
         assert dropped_files(text) == [], text
 
 
-def test_a_file_dropped_goes_along_and_can_be_taken_back(drive: Any, server: ScriptedServer, folder: Path) -> None:
+def test_a_file_dropped_goes_along_and_can_be_taken_back(
+    drive: Any, server: ScriptedServer, folder: Path
+) -> None:
     server.answer("ok")
 
     async def play(d: Driver) -> None:
@@ -136,7 +163,9 @@ def test_a_file_dropped_goes_along_and_can_be_taken_back(drive: Any, server: Scr
     assert server.requests[0]["messages"][0]["content"] == "/etc/nothing like a path"
 
 
-def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(drive: Any, server: ScriptedServer) -> None:
+def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.models = [{"id": "scripted", "context_length": 200_000}]
     server.answer("ok")
     pasted = "line of text\n" * 80_000

@@ -1,4 +1,5 @@
-"""LaTeX as Unicode where it is a formula, and never a price or code; what <details> hold, folded until it is asked for."""
+"""LaTeX as Unicode where it is a formula, and never a price or code; what <details> hold, folded
+until it is asked for."""
 
 from __future__ import annotations
 
@@ -41,8 +42,14 @@ def test_a_formula_is_written_in_unicode(said: str, seen: str) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        "$5 and $10", "It cost $5, then 10$ more.", "$5/month or 50$ a year", "US$20 = 18 and US$30", "$PATH and $HOME",
-        "$HOME/bin:$PATH", "set $a=1 and $b=2", "from $100 to $200 (+50%)", "$1_000 or $2_000", "pays $5 = $4 + $1",
+        "$5 and $10", "It cost $5, then 10$ more.", "$5/month or 50$ a year", "US$20 = 18 and "
+                                                                              "US$30", "$PATH and "
+                                                                                       "$HOME",
+        "$HOME/bin:$PATH", "set $a=1 and $b=2", "from $100 to $200 (+50%)", "$1_000 or "
+                                                                            "$2_000", "pays $5 = "
+                                                                                      "$4 "
+                                                                                      "+ "
+                                                                                      "$1",
         "`$x^2$` and `\\(y\\)`", "$$ is the process", "a $ b = c $ d", "$unclosed = 1",
         r"$\unknownmacro{x} = 1$", r"$\frac$", "$" + "{" * 400 + "=$",
     ],
@@ -91,7 +98,9 @@ def test_what_details_hold_is_folded_away() -> None:
     assert "deep" in shown(FOLDED, folds=False), "in the scrollback nothing can be unfolded later"
 
 
-def test_a_click_and_a_key_unfold_and_copies_are_of_the_source(drive: Any, server: ScriptedServer) -> None:
+def test_a_click_and_a_key_unfold_and_copies_are_of_the_source(
+    drive: Any, server: ScriptedServer
+) -> None:
     said = f"{FOLDED}\n\nand $x^2$"
     server.play(Say([said]), Finish())
 

@@ -1,4 +1,5 @@
-"""The glass panel: bytes per token, the machine's bandwidth and the answer's time, true to the server's own figures."""
+"""The glass panel: bytes per token, the machine's bandwidth and the answer's time, true to the
+server's own figures."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from localllm.cli.chat.own_server import background_server
 from localllm.device.probes.power import PowerUse
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.meter import PACES, AnswerMeter
-from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, headline, panel_lines, sparkline
+from localllm_tui.control.physics import (
+    PANEL_WIDTH,
+    AnswerSpeed,
+    ModelPhysics,
+    headline,
+    panel_lines,
+    sparkline,
+)
 from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerTimings,
@@ -26,16 +34,19 @@ from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
 PHYSICS = {
-    "device": "A laptop", "bandwidth_gbps": 34.0, "tflops": 1.0, "quant": "Q4_K_M", "kv_type": "f16", "n_batch": 256,
+    "device": "A laptop", "bandwidth_gbps": 34.0, "tflops": 1.0, "quant": "Q4_K_M",
+    "kv_type": "f16", "n_batch": 256,
     "weights": {"dense_bytes": 1_900_000_000, "routed_bytes": 310_000_000},
     # Half of the layers have a window of 1,000 tokens.
     "kv_read_bytes": [[0, 0], [1000, 60_000_000], [9000, 300_000_000]],
-    "flops_per_token": 8e9, "decode_tok_s": {"value": 11.5, "low": 10.0, "high": 13.0, "basis": "table"},
+    "flops_per_token": 8e9, "decode_tok_s": {"value": 11.5, "low": 10.0, "high": 13.0,
+    "basis": "table"},
     "prefill_tok_s": {"value": 60.0, "low": 40.0, "high": 90.0, "basis": "table"},
     "memory": {"total_bytes": 5e9, "limit_bytes": 16e9, "weights_bytes": 4e9, "kv_bytes": 6e8},
 }  # fmt: skip
 TIMINGS = {
-    "queued_ms": 10.0, "prompt_ms": 4000.0, "prompt_n": 200, "predicted_ms": 8000.0, "predicted_n": 101,
+    "queued_ms": 10.0, "prompt_ms": 4000.0, "prompt_n": 200, "predicted_ms": 8000.0,
+    "predicted_n": 101,
     "predicted_steps": 96, "draft_n": 12, "draft_n_accepted": 4,
 }  # fmt: skip
 MODELS = [{"id": "scripted", "object": "model", "context_length": 9000, "physics": PHYSICS}]
@@ -49,7 +60,14 @@ def known() -> ModelPhysics:
 
 def test_kv_grows_in_straight_lines_between_the_points_told() -> None:
     physics = known()
-    assert [physics.kv_bytes(d) for d in (0, 500, 1000, 5000, 9000, 20000)] == [0, 3e7, 6e7, 1.8e8, 3e8, 3e8]
+    assert [physics.kv_bytes(d) for d in (0, 500, 1000, 5000, 9000, 20000)] == [
+        0,
+        3e7,
+        6e7,
+        1.8e8,
+        3e8,
+        3e8,
+    ]
     assert physics.token_bytes(1000) == 2_270_000_000
     assert physics.limit_tok_s(1000) == pytest.approx(34e9 / 2.27e9)
 
@@ -60,17 +78,27 @@ def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
     achieved = speed.achieved_gbps(physics)
     assert achieved == pytest.approx(physics.token_bytes(950 + 50.5) * 96 / 8 / 1e9)
     assert speed.tok_s == pytest.approx(12.5)
-    assert "each token reads 2.27 GB, 27 of 34 GB/s, 80% of what this memory can do" in headline(physics, speed)
+    assert "each token reads 2.27 GB, 27 of 34 GB/s, 80% of what this memory can do" in headline(
+        physics, speed
+    )
 
 
-@pytest.mark.parametrize("said", [{}, {**PHYSICS, "weights": 3}, {**PHYSICS, "kv_read_bytes": [[1]]}])
+@pytest.mark.parametrize(
+    "said", [{}, {**PHYSICS, "weights": 3}, {**PHYSICS, "kv_read_bytes": [[1]]}]
+)
 def test_a_server_of_another_make_says_nothing_and_nothing_is_guessed(said: dict[str, Any]) -> None:
     assert ModelPhysics.of(said) is None
     assert "does not say" in panel_lines(None, None)[0]
 
 
 @pytest.mark.parametrize(
-    "speed", [None, AnswerSpeed(), AnswerSpeed(live=3.0, coming=True), AnswerSpeed(AnswerUsage(10, 1), AnswerTimings())]
+    "speed",
+    [
+        None,
+        AnswerSpeed(),
+        AnswerSpeed(live=3.0, coming=True),
+        AnswerSpeed(AnswerUsage(10, 1), AnswerTimings()),
+    ],
 )
 def test_what_was_not_measured_is_not_shown_as_if_it_were(speed: AnswerSpeed | None) -> None:
     text = "\n".join(panel_lines(known(), speed))
@@ -85,11 +113,15 @@ def server() -> Any:
         yield running
 
 
-@pytest.mark.parametrize(("size", "beside"), [((120, 40), True), ((80, 24), False), ((60, 20), False)])
+@pytest.mark.parametrize(
+    ("size", "beside"), [((120, 40), True), ((80, 24), False), ((60, 20), False)]
+)
 def test_one_key_shows_it_beside_the_conversation_or_above_it(
     drive: Any, server: ScriptedServer, size: tuple[int, int], beside: bool
 ) -> None:
-    server.play(Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS))
+    server.play(
+        Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS)
+    )
 
     async def play(d: Driver) -> None:
         await d.ask("how fast?")
@@ -107,7 +139,9 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
             assert "drafts: 4 of 12 accepted" in screen
             assert "planned      11.5  (10 to 13)" in screen
             assert "  the rest at 50 tok/s" in screen
-            bar = next(line for line in screen.splitlines() if line.count("█") + line.count("░") >= 35)
+            bar = next(
+                line for line in screen.splitlines() if line.count("█") + line.count("░") >= 35
+            )
             assert bar.count("█") == pytest.approx(0.8 * 36, abs=1)  # the bandwidth, as one bar
         await d.press("f3")
         await d.until(lambda: "EACH TOKEN READS" not in d.screen())
@@ -133,7 +167,9 @@ def test_the_panel_tells_of_energy_and_pace_where_they_are_known(
     drive: Any, server: ScriptedServer, says: bool
 ) -> None:
     server.models = [{**MODELS[0], "physics": {**PHYSICS, "power": 0.6}}] if says else MODELS
-    server.play(Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS))
+    server.play(
+        Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS)
+    )
 
     async def play(d: Driver) -> None:
         await d.press("f3")
@@ -145,9 +181,14 @@ def test_the_panel_tells_of_energy_and_pace_where_they_are_known(
     drive(play, size=(120, 40), energy=Meter if says else None)
 
 
-def test_the_status_line_fits_itself_whenever_its_room_changes(drive: Any, server: ScriptedServer) -> None:
-    """Whatever takes the room, and with nobody telling the line: what came a moment too early left it cut."""
-    server.play(Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS))
+def test_the_status_line_fits_itself_whenever_its_room_changes(
+    drive: Any, server: ScriptedServer
+) -> None:
+    """Whatever takes the room, and with nobody telling the line: what came a moment too early left
+    it cut."""
+    server.play(
+        Say(["four ", "words ", "of ", "answer"]), Finish(usage=(950, 101, 750), timings=TIMINGS)
+    )
 
     async def play(d: Driver) -> None:
         await d.ask("how fast?")
@@ -161,7 +202,9 @@ def test_the_status_line_fits_itself_whenever_its_room_changes(drive: Any, serve
     drive(play, size=(120, 40))
 
 
-def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(drive: Any, server: ScriptedServer) -> None:
+def test_of_an_answer_that_was_stopped_nothing_more_is_awaited(
+    drive: Any, server: ScriptedServer
+) -> None:
     gate = Gate()
     server.play(Say(["one ", "two ", "three "]), gate, Say(["four"]), Finish())
 
@@ -189,7 +232,8 @@ def test_while_a_model_is_loaded_no_other_figures_are_shown() -> None:
 @settings(max_examples=examples(60))
 @given(st.lists(st.floats(0.0, 20.0), max_size=400))
 def test_the_pace_is_what_came_however_long_it_took(gaps_s: list[float]) -> None:
-    """A row of columns that fits, and whose parts hold every token but those of the part that goes on."""
+    """A row of columns that fits, and whose parts hold every token but those of the part that goes
+    on."""
     now_s = [0.0]
     meter = AnswerMeter(lambda: now_s[0])
     times_s = []
@@ -201,9 +245,13 @@ def test_the_pace_is_what_came_however_long_it_took(gaps_s: list[float]) -> None
     assert len(paces) < PACES
     assert len(sparkline(paces, 36)) in (0, len(paces))
     if len(paces) > 0:
-        part_s = next(0.25 * 2**n for n in range(40) if (times_s[-1] - times_s[0]) / (0.25 * 2**n) < PACES)
+        part_s = next(
+            0.25 * 2**n for n in range(40) if (times_s[-1] - times_s[0]) / (0.25 * 2**n) < PACES
+        )
         counted = sum(p * part_s for p in paces)
-        assert counted == pytest.approx(sum((t - times_s[0]) < len(paces) * part_s for t in times_s))
+        assert counted == pytest.approx(
+            sum((t - times_s[0]) < len(paces) * part_s for t in times_s)
+        )
 
 
 def test_before_the_first_token_no_time_is_told_as_if_it_were_over() -> None:
@@ -227,7 +275,12 @@ def test_a_narrower_terminal_folds_it_away(drive: Any, server: ScriptedServer) -
 def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
     async def main(base_url: str, name: str) -> None:
         async with ChatClient(base_url, sampling={"temperature": 0, "max_tokens": 24}) as client:
-            events = [e async for e in client.stream(name, [{"role": "user", "content": "Count to twenty."}])]
+            events = [
+                e
+                async for e in client.stream(
+                    name, [{"role": "user", "content": "Count to twenty."}]
+                )
+            ]
             (listed,) = [m for m in await client.models() if m.name == name]
         done = events[-1]
         assert isinstance(done, AnswerDone)
@@ -235,7 +288,8 @@ def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
         assert done.usage is not None
         physics = ModelPhysics.of(listed.physics)
         assert physics is not None
-        # SmolLM2-135M: 30 layers, 3 KV heads of 64, keys and values in 16 bits; of its 98 MB file all but little is read.
+        # SmolLM2-135M: 30 layers, 3 KV heads of 64, keys and values in 16 bits; of its 98 MB file
+        # all but little is read.
         assert physics.kv_bytes(100) == pytest.approx(100 * 30 * 2 * 3 * 64 * 2, rel=0.01)
         assert 75e6 < physics.token_bytes(0) < 115e6
         took = done.timings

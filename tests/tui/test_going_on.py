@@ -22,7 +22,9 @@ def _asks_for_more(server: ScriptedServer, i: int, begun: str) -> None:
     assert sent["continue_final_message"] is True
 
 
-def test_a_stopped_answer_is_gone_on_with(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_a_stopped_answer_is_gone_on_with(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.play(Say(["one ", "two"]), UntilGone())
     server.play(Say([" three", " four"]), Finish(usage=(20, 2, 18)))
 

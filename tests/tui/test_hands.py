@@ -1,4 +1,5 @@
-"""The keys, the wheel and the paste that people bring from other programs, and names that fit no line."""
+"""The keys, the wheel and the paste that people bring from other programs, and names that fit no
+line."""
 
 from __future__ import annotations
 
@@ -37,13 +38,17 @@ def test_the_cursor_of_every_list_is_seen_without_colours(
         await d.until(lambda: "alpha" in d.reversed().lower())
         assert "beta" not in d.reversed().lower()
 
-    drive(play, resume=session.id, model_service=ScriptedModelService(choice("alpha"), choice("beta")))
+    drive(
+        play, resume=session.id, model_service=ScriptedModelService(choice("alpha"), choice("beta"))
+    )
 
 
 def test_the_machine_that_is_typed_is_seen(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f4")
-        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices))
+        await d.until(
+            lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices)
+        )
         await d.press("m", *"rtx")
         await d.until(lambda: "rtx" in d.screen())
         await d.press("enter", "space")
@@ -137,7 +142,11 @@ def test_an_image_is_refused_before_it_is_asked_with(drive: Any, tmp_path: Path)
 
 
 def test_no_error_names_a_place_in_a_request() -> None:
-    for spot in ("messages[2].content[0]", "messages.2.content.0.image_url", "input[0].content[1].text"):
+    for spot in (
+        "messages[2].content[0]",
+        "messages.2.content.0.image_url",
+        "input[0].content[1].text",
+    ):
         assert of_a_person(f"{spot}: this model reads text only") == "this model reads text only"
     assert of_a_person("it has 3 messages: too many") == "it has 3 messages: too many"
 
@@ -159,7 +168,9 @@ class Loading:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_what_a_token_costs_while_the_model_loads(drive: Any, server: ScriptedServer, columns: int) -> None:
+def test_what_a_token_costs_while_the_model_loads(
+    drive: Any, server: ScriptedServer, columns: int
+) -> None:
     async def play(d: Driver) -> None:
         await d.press("f3")
         await d.until(lambda: "Still loading scripted 50%" in d.screen())
@@ -206,7 +217,8 @@ def test_a_name_is_one_line_whatever_it_holds(drive: Any, history: History) -> N
 @pytest.mark.parametrize("cut", [1, 3, 7, 1000])
 def test_lines_are_broken_between_words_however_they_come(cut: int) -> None:
     text = (
-        "some words of a text, 日本語 日本語 日本語 and a-very-long-word-without-any-space-in-it here\n\n  indented\n"
+        "some words of a text, 日本語 日本語 日本語 and a-very-long-word-without-any-space-in-it here\n\n  "
+        "indented\n"
     )
     lines = WrappedLines(20)
     said = "".join(lines.add(text[i : i + cut]) for i in range(0, len(text), cut)) + lines.end()

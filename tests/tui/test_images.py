@@ -1,4 +1,5 @@
-"""Images in the chat: attached like any file, sent as parts of the question, their tokens counted by the server."""
+"""Images in the chat: attached like any file, sent as parts of the question, their tokens counted
+by the server."""
 
 from __future__ import annotations
 
@@ -68,12 +69,26 @@ def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"
     shot.write_bytes(png(80, 60, 1))
     spec = LoadSpec(
-        str(model.text), n_ctx=512, n_seq_max=2, placement=Placement(gpu_layers=0), projector=str(model.projector)
+        str(model.text),
+        n_ctx=512,
+        n_seq_max=2,
+        placement=Placement(gpu_layers=0),
+        projector=str(model.projector),
     )
     with running_server({"tiny": Supervisor(WorkerOptions(spec))}) as running:
-        command = ["chat", "--url", running.url, "--attach", str(shot), "--max-tokens", "4", "what is wrong here?"]
+        command = [
+            "chat",
+            "--url",
+            running.url,
+            "--attach",
+            str(shot),
+            "--max-tokens",
+            "4",
+            "what is wrong here?",
+        ]
         done = subprocess.run(
-            [sys.executable, "-m", "localllm", *command], capture_output=True, text=True, timeout=120, check=False,
+            [sys.executable, "-m", "localllm", *command], capture_output=True, text=True,
+            timeout=120, check=False,
             env={**os.environ, "LOCALLLM_API_KEY": "none"}, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -90,18 +105,33 @@ def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
     assert 16 < found.tokens < 100
 
 
-def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, few_layers: Path) -> None:
-    """In the list of `@`, in one answer, and in the chat, where the next question goes on without the image."""
+def test_a_model_that_reads_text_only_says_so_before_and_after(
+    tmp_path: Path, few_layers: Path
+) -> None:
+    """In the list of `@`, in one answer, and in the chat, where the next question goes on without
+    the image."""
     shot = tmp_path / "shot.png"
     shot.write_bytes(PIXEL)
     engine = Supervisor(
-        WorkerOptions(LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2, placement=Placement(gpu_layers=0)))
+        WorkerOptions(
+            LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2, placement=Placement(gpu_layers=0))
+        )
     )
     said = "this model reads text only, not images"
     with running_server({"tiny": engine}) as running:
-        command = ["chat", "--url", running.url, "--attach", str(shot), "--max-tokens", "4", "what is wrong here?"]
+        command = [
+            "chat",
+            "--url",
+            running.url,
+            "--attach",
+            str(shot),
+            "--max-tokens",
+            "4",
+            "what is wrong here?",
+        ]
         done = subprocess.run(
-            [sys.executable, "-m", "localllm", *command], capture_output=True, text=True, timeout=120, check=False,
+            [sys.executable, "-m", "localllm", *command], capture_output=True, text=True,
+            timeout=120, check=False,
             env={**os.environ, "LOCALLLM_API_KEY": "none"}, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 2
@@ -126,7 +156,9 @@ def test_a_model_that_reads_text_only_says_so_before_and_after(tmp_path: Path, f
                             await pilot.pause()
 
                         await ask("what is this?")
-                        while said not in str([static.render() for static in app.query("ErrorNote Static")]):
+                        while said not in str(
+                            [static.render() for static in app.query("ErrorNote Static")]
+                        ):
                             await pilot.pause(0.05)
                         await ask("say hi")
                         assert app.chat.session.turns[-1].role == "assistant"

@@ -1,4 +1,5 @@
-"""`localllm chat --inline` on terminals: each turn stands once in the scrollback, whatever is resized; the caret is where one types."""
+"""`localllm chat --inline` on terminals: each turn stands once in the scrollback, whatever is
+resized; the caret is where one types."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ WITHIN_S = 60.0
 
 
 class Window(Protocol):
-    """A terminal that runs the chat: what it shows, its scrollback included, and where its cursor is."""
+    """A terminal that runs the chat: what it shows, its scrollback included, and where its cursor
+    is."""
 
     def lines(self) -> list[str]: ...
     def row(self) -> str: ...
@@ -64,7 +66,10 @@ class CuttingWindow:
 
     def lines(self) -> list[str]:
         self._read()
-        above = ["".join(line[x].data for x in range(self._screen.columns)) for line in self._screen.history.top]
+        above = [
+            "".join(line[x].data for x in range(self._screen.columns))
+            for line in self._screen.history.top
+        ]
         return [line.rstrip() for line in [*above, *self._screen.display]]
 
     def row(self) -> str:
@@ -81,11 +86,14 @@ class CuttingWindow:
         self._read()
         self._lower(rows)
         self._screen.resize(rows, columns)
-        fcntl.ioctl(self._terminal.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        fcntl.ioctl(
+            self._terminal.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0)
+        )
         os.kill(self._terminal.child.pid, signal.SIGWINCH)
 
     def _lower(self, rows: int) -> None:
-        """pyte would drop lines at the top: xterm drops those below the cursor, and then moves the top into the scrollback."""
+        """pyte would drop lines at the top: xterm drops those below the cursor, and then moves the
+        top into the scrollback."""
         screen, cursor = self._screen, self._screen.cursor
         x, y, less = cursor.x, cursor.y, screen.lines - rows
         if less > 0:
@@ -123,16 +131,29 @@ class ReflowingWindow:
         kept = [f"{name}={os.environ[name]}" for name in os.environ if name.startswith("LOCALLLM_")]
         chat = shlex.join(["env", *kept, sys.executable, "-c", CHILD, *args])
         self._tmux(
-            "-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "24", f"{chat}; echo chat ended; sleep 600"
+            "-f",
+            "/dev/null",
+            "new-session",
+            "-d",
+            "-x",
+            "80",
+            "-y",
+            "24",
+            f"{chat}; echo chat ended; sleep 600",
         )
         self._tmux("set", "-g", "window-size", "manual")
 
     def _tmux(self, *args: str) -> str:
         command = ["tmux", "-u", "-L", self._socket, *args]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WITHIN_S).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=WITHIN_S
+        ).stdout
 
     def lines(self) -> list[str]:
-        return [line.rstrip() for line in self._tmux("capture-pane", "-p", "-J", "-S", "-1000").split("\n")]
+        return [
+            line.rstrip()
+            for line in self._tmux("capture-pane", "-p", "-J", "-S", "-1000").split("\n")
+        ]
 
     def row(self) -> str:
         return self._tmux("capture-pane", "-p").split("\n")[int(self._cursor()[1])].rstrip()
@@ -172,7 +193,9 @@ def until(what: Callable[[], bool]) -> None:
         select.select([], [], [], 0.02)
 
 
-both = pytest.mark.parametrize("window", [CuttingWindow, ReflowingWindow], ids=["xterm-like", "tmux"], indirect=True)
+both = pytest.mark.parametrize(
+    "window", [CuttingWindow, ReflowingWindow], ids=["xterm-like", "tmux"], indirect=True
+)
 
 
 @pytest.fixture
@@ -225,7 +248,9 @@ def test_each_turn_stands_in_the_scrollback_once_whatever_is_resized(
     words = [word for word in shown.split() if word.startswith("word")]
     cut = isinstance(w, CuttingWindow)  # what was right of the narrowest window is gone there
     assert words == (
-        [word.strip() for word in prose if word.strip() in words] if cut else [word.strip() for word in prose]
+        [word.strip() for word in prose if word.strip() in words]
+        if cut
+        else [word.strip() for word in prose]
     )
     for once in (
         "> the first question",
@@ -239,7 +264,12 @@ def test_each_turn_stands_in_the_scrollback_once_whatever_is_resized(
     if cut:
         assert len(words) > 20
         return
-    assert shown.index("word59") < shown.index("line0 = ") < shown.index("the end.") < shown.index("> second question")
+    assert (
+        shown.index("word59")
+        < shown.index("line0 = ")
+        < shown.index("the end.")
+        < shown.index("> second question")
+    )
     assert "half a question" not in shown
 
 
@@ -255,7 +285,10 @@ def test_the_caret_stands_behind_wide_characters(window: Callable[..., Window]) 
 
 
 def test_commands_files_and_a_paste_are_as_on_the_full_screen(
-    server: ScriptedServer, window: Callable[..., Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer,
+    window: Callable[..., Window],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "notes.txt").write_text("the secret is 7")
     monkeypatch.chdir(tmp_path)
@@ -334,8 +367,15 @@ def test_plain_takes_a_paste_as_one_question_however_long(
     until(lambda: "localllm chat --continue goes on with it" in said(w))
 
 
-def test_an_error_is_said_and_the_chat_goes_on(server: ScriptedServer, window: Callable[..., Window]) -> None:
-    server.play(Refuse(400, {"message": "too many tokens", "code": "context_length_exceeded", "hint": "say less"}))
+def test_an_error_is_said_and_the_chat_goes_on(
+    server: ScriptedServer, window: Callable[..., Window]
+) -> None:
+    server.play(
+        Refuse(
+            400,
+            {"message": "too many tokens", "code": "context_length_exceeded", "hint": "say less"},
+        )
+    )
     server.answer("better")
     w = window()
     w.type("x\r")

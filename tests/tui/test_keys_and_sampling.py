@@ -26,7 +26,9 @@ def config(text: str) -> None:
     (paths.config_dir() / "config.toml").write_text(text)
 
 
-def test_a_key_of_config_toml_does_it_and_is_the_one_that_is_hinted_at(drive: Any, server: ScriptedServer) -> None:
+def test_a_key_of_config_toml_does_it_and_is_the_one_that_is_hinted_at(
+    drive: Any, server: ScriptedServer
+) -> None:
     config('[chat_keys]\n"chat.stop" = "f9"\n"command.models" = "ctrl+g"\n')
     take_keys()
     gone = UntilGone()
@@ -66,13 +68,22 @@ def test_every_name_of_a_key_is_there_once() -> None:
 
 
 def test_sampling_is_said_in_words_and_changed(drive: Any) -> None:
-    models = [{"id": "scripted", "object": "model", "sampling": {"temperature": 0.6, "top_p": 0.9}, "has_system": True}]
+    models = [
+        {
+            "id": "scripted",
+            "object": "model",
+            "sampling": {"temperature": 0.6, "top_p": 0.9},
+            "has_system": True,
+        }
+    ]
 
     async def play(d: Driver) -> None:
         await d.until(lambda: "balanced (temperature 0.6)" in d.screen().splitlines()[0])
         assert "the preset's system prompt" in d.screen().splitlines()[0]
         await d.send("/sampling temperature 0")
-        await d.until(lambda: "always the likeliest word (temperature 0)" in d.screen().splitlines()[0])
+        await d.until(
+            lambda: "always the likeliest word (temperature 0)" in d.screen().splitlines()[0]
+        )
         await d.send("/sampling seed 7")
         await d.until(lambda: "repeatable (seed 7)" in d.screen().splitlines()[0])
         await d.ask("q")

@@ -1,4 +1,5 @@
-"""The input's keys beyond typing: whole characters, earlier questions, an editor, and a sleep of the whole process."""
+"""The input's keys beyond typing: whole characters, earlier questions, an editor, and a sleep of
+the whole process."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ KINDS = ["a", "e\u0301", "👩‍👩‍👧‍👦", "🇩🇪", "각", "नि
 OTHERS = ["é", "o\u0302\u0323", "👍🏽", "1️⃣", "❤️", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "กำ", "日", "🏳️‍🌈"]
 
 
-@pytest.mark.parametrize("characters", [KINDS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["kinds", "others"])
-def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(drive: Any, characters: list[str]) -> None:
+@pytest.mark.parametrize(
+    "characters", [KINDS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["kinds", "others"]
+)
+def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(
+    drive: Any, characters: list[str]
+) -> None:
     async def play(d: Driver) -> None:
         box = d.app.page.composer
         for alone in characters:
@@ -55,7 +60,9 @@ def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(drive: Any, ch
     drive(play)
 
 
-def test_enter_takes_what_is_typed_and_not_what_was_offered_before(drive: Any, server: ScriptedServer) -> None:
+def test_enter_takes_what_is_typed_and_not_what_was_offered_before(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.answer("hello")
 
     async def play(d: Driver) -> None:
@@ -116,15 +123,24 @@ def test_many_flags_are_taken_one_by_one(drive: Any) -> None:
     drive(play)
 
 
-def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(drive: Any, history: History) -> None:
-    for title, asked in (("one", ["what is a lighthouse?", "and a buoy?"]), ("two", ["why is the sky blue?"])):
+def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(
+    drive: Any, history: History
+) -> None:
+    for title, asked in (
+        ("one", ["what is a lighthouse?", "and a buoy?"]),
+        ("two", ["why is the sky blue?"]),
+    ):
         session = Session(history, "scripted")
         for question in asked:
             session.ask(
-                question, [(f"{title}.txt", "lighthouse words in a file")] if question.startswith("why") else ()
+                question,
+                [(f"{title}.txt", "lighthouse words in a file")]
+                if question.startswith("why")
+                else (),
             )
     assert [*history.asked()] == ["why is the sky blue?", "and a buoy?", "what is a lighthouse?"]
-    assert [*history.asked("LIGHTHOUSE")] == ["what is a lighthouse?"]  # what was typed, not what went along
+    # what was typed, not what went along
+    assert [*history.asked("LIGHTHOUSE")] == ["what is a lighthouse?"]
     assert [*history.asked(limit=1)] == ["why is the sky blue?"]
 
     async def play(d: Driver) -> None:
@@ -134,7 +150,10 @@ def test_ctrl_r_brings_back_what_was_asked_in_any_conversation(drive: Any, histo
         await d.until(lambda: d.app.page.composer.text == "and a buoy?")
         await d.press("ctrl+c", *"ligh", "ctrl+r")
         await d.until(
-            lambda: isinstance(d.app.screen, AskedPicker) and d.app.screen.query_one(OptionList).option_count == 1
+            lambda: (
+                isinstance(d.app.screen, AskedPicker)
+                and d.app.screen.query_one(OptionList).option_count == 1
+            )
         )
         await d.press("enter")
         await d.until(lambda: d.app.page.composer.text == "what is a lighthouse?")
@@ -158,7 +177,10 @@ def test_ctrl_g_writes_the_message_in_an_editor(
 ) -> None:
     server.answer("Bonjour")
     chat = terminal(
-        EDITOR=editor(tmp_path, 'echo "the editor has it: $(cat "$1")"; printf "second\\nthird\\n" >> "$1"'), VISUAL=""
+        EDITOR=editor(
+            tmp_path, 'echo "the editor has it: $(cat "$1")"; printf "second\\nthird\\n" >> "$1"'
+        ),
+        VISUAL="",
     )
     chat.until("Enter sends")
     chat.type("first \x07")
@@ -190,7 +212,9 @@ def test_an_editor_that_fails_leaves_the_message_as_it_was(
 
 @pty
 @pytest.mark.parametrize("sleep", [signal.SIGTSTP, signal.SIGSTOP])
-def test_a_chat_that_was_asleep_is_drawn_again(terminal: Callable[..., Terminal], sleep: signal.Signals) -> None:
+def test_a_chat_that_was_asleep_is_drawn_again(
+    terminal: Callable[..., Terminal], sleep: signal.Signals
+) -> None:
     chat = terminal()
     chat.until("Enter sends")
     chat.type("half a question")
@@ -212,7 +236,9 @@ def test_a_chat_that_was_asleep_is_drawn_again(terminal: Callable[..., Terminal]
 
 
 @pty
-def test_no_key_overtakes_what_was_typed_before_it(server: ScriptedServer, terminal: Callable[..., Terminal]) -> None:
+def test_no_key_overtakes_what_was_typed_before_it(
+    server: ScriptedServer, terminal: Callable[..., Terminal]
+) -> None:
     server.answer("Bonjour")
     chat = terminal()
     chat.until("Enter sends")

@@ -1,4 +1,5 @@
-"""The real program on a real terminal: killed in the middle of an answer nothing is lost, and no byte it writes is foreign."""
+"""The real program on a real terminal: killed in the middle of an answer nothing is lost, and no
+byte it writes is foreign."""
 
 from __future__ import annotations
 
@@ -76,11 +77,15 @@ def terminals() -> Iterator[list[Terminal]]:
 
 def stored() -> Sequence[str]:
     with History() as history:
-        return [m.content for conversation in history.list() for m in history.messages(conversation.id)]
+        return [
+            m.content for conversation in history.list() for m in history.messages(conversation.id)
+        ]
 
 
 @pytest.mark.timeout(180)
-def test_killed_in_the_middle_of_an_answer_and_opened_again(server: ScriptedServer, terminals: list[Terminal]) -> None:
+def test_killed_in_the_middle_of_an_answer_and_opened_again(
+    server: ScriptedServer, terminals: list[Terminal]
+) -> None:
     gate = Gate()
     words = [f"word{n} " for n in range(40)]
     server.play(Say([EVIL, *words, "lastword"]), gate)
@@ -90,10 +95,14 @@ def test_killed_in_the_middle_of_an_answer_and_opened_again(server: ScriptedServ
     first.until(b"\x1b[?1049h", b"scripted")
     first.type(b"tell me\r")
     first.until(b"lastword")
-    first.until_true(lambda: "lastword" in "".join(stored()))  # written within half a second of coming
+    # written within half a second of coming
+    first.until_true(lambda: "lastword" in "".join(stored()))
     first.type(b"typed and not sent")
     first.until_true(
-        lambda: "typed and not sent" in "".join(f.read_text() for f in paths.data_dir().glob("drafts/*.txt"))
+        lambda: (
+            "typed and not sent"
+            in "".join(f.read_text() for f in paths.data_dir().glob("drafts/*.txt"))
+        )
     )
     first.kill()
     for foreign in (b"\x1b]0;", b"\x1b]52", b"\x1b[6n", "\x9b".encode()):
@@ -109,11 +118,14 @@ def test_killed_in_the_middle_of_an_answer_and_opened_again(server: ScriptedServ
     again.process.wait(timeout=WITHIN_S)
     assert again.process.returncode == 0
     assert b"\x1b]52" not in again.seen
-    assert b"\x1b[?1049l" in again.seen or select.select([again._master], [], [], 1)[0]  # the terminal is given back
+    # the terminal is given back
+    assert b"\x1b[?1049l" in again.seen or select.select([again._master], [], [], 1)[0]
 
 
 @pytest.mark.timeout(180)
-def test_resized_all_the_time_while_an_answer_streams(server: ScriptedServer, terminals: list[Terminal]) -> None:
+def test_resized_all_the_time_while_an_answer_streams(
+    server: ScriptedServer, terminals: list[Terminal]
+) -> None:
     gate = Gate()
     wide = "日本語 עברית 👩‍👩‍👧‍👦 e\u0301\u0302 " * 20
     pieces = [f"| {n} | {wide} |\n" if n % 7 else f"\n\n```py\n{wide}\n```\n\n" for n in range(60)]

@@ -1,4 +1,5 @@
-"""The chat opens at once: the model loads behind the screen, and what is asked meanwhile waits for it."""
+"""The chat opens at once: the model loads behind the screen, and what is asked meanwhile waits for
+it."""
 
 from __future__ import annotations
 
@@ -55,14 +56,18 @@ def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: Scri
     drive(play, engine=engine)
 
 
-def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(drive: Any, server: ScriptedServer) -> None:
+def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(
+    drive: Any, server: ScriptedServer
+) -> None:
     engine = Engine()
     server.answer("here")
 
     async def play(d: Driver) -> None:
         await d.until(lambda: engine.started)
         await d.type("half a thought")
-        engine.now = EngineProgress("failed", 0.0, DoesNotFitError("it needs 40.0 GB", hint="take a smaller one"))
+        engine.now = EngineProgress(
+            "failed", 0.0, DoesNotFitError("it needs 40.0 GB", hint="take a smaller one")
+        )
         await d.until(lambda: "it needs 40.0 GB" in d.screen())
         assert "take a smaller one" in d.screen()
         assert "/model shows what else" in d.screen()
@@ -74,7 +79,9 @@ def test_what_loading_ended_in_is_said_with_a_way_on_and_the_chat_stays(drive: A
     drive(play, engine=engine)
 
 
-def test_an_answer_that_waits_ends_in_what_loading_ended_in(drive: Any, server: ScriptedServer) -> None:
+def test_an_answer_that_waits_ends_in_what_loading_ended_in(
+    drive: Any, server: ScriptedServer
+) -> None:
     engine = Engine()
 
     async def play(d: Driver) -> None:
@@ -99,7 +106,9 @@ def test_what_waits_can_be_stopped(drive: Any) -> None:
     drive(play, engine=Engine())
 
 
-def test_it_says_that_it_is_attached_and_goes_on_with_an_engine_of_its_own(drive: Any, server: ScriptedServer) -> None:
+def test_it_says_that_it_is_attached_and_goes_on_with_an_engine_of_its_own(
+    drive: Any, server: ScriptedServer
+) -> None:
     with ScriptedServer() as own:
         own.answer("still here")
         made: list[Engine] = []
@@ -129,7 +138,8 @@ def test_it_says_that_it_is_attached_and_goes_on_with_an_engine_of_its_own(drive
 
 
 def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_path: Path) -> None:
-    """At the real engine: a broken file is said, and another installed model answers in the same chat."""
+    """At the real engine: a broken file is said, and another installed model answers in the same
+    chat."""
     import asyncio
     import shutil
 
@@ -157,7 +167,9 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_
                 await d.send("/model sound")
                 await d.until(lambda: "sound answers from here on" in d.screen())
                 await d.send("/retry")
-                await d.until(lambda: app.chat.session.last_answer is not None and not app.chat.answering)
+                await d.until(
+                    lambda: app.chat.session.last_answer is not None and not app.chat.answering
+                )
                 assert app.chat.session.last_answer is not None
                 assert app.chat.session.last_answer.meta["completion_tokens"] > 0
             await client.aclose()

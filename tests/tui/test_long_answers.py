@@ -1,4 +1,5 @@
-"""A long answer: one widget, of which a frame draws what is on screen, and all of it is there when one looks."""
+"""A long answer: one widget, of which a frame draws what is on screen, and all of it is there when
+one looks."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ from tui.scripted_sse import Finish, Say, ScriptedServer
 async def reopen(d: Driver) -> None:
     """Show the conversation as one that is opened from disk."""
     streamed = d.app.screen.query_one(AnswerView)
-    await d.app.chat.open(type(d.app.chat.session)(d.app.chat.session.history, "m", conv_id=d.app.chat.session.id))
+    await d.app.chat.open(
+        type(d.app.chat.session)(d.app.chat.session.history, "m", conv_id=d.app.chat.session.id)
+    )
     await d.until(lambda: [v is not streamed for v in d.app.screen.query(AnswerView)] == [True])
     await d.pilot.pause()
 
 
-def test_however_long_an_answer_is_the_screen_has_as_many_widgets(drive: Any, server: ScriptedServer) -> None:
+def test_however_long_an_answer_is_the_screen_has_as_many_widgets(
+    drive: Any, server: ScriptedServer
+) -> None:
     counted: list[int] = []
     for tokens in (20, 2000):
         server.play(Say(list(words(tokens))), Finish())
@@ -46,7 +51,9 @@ def test_all_of_a_long_answer_is_there_when_one_scrolls(drive: Any, server: Scri
         seen: list[str] = []
         while d.app.page.transcript.scroll_y > 0:
             await d.press("pageup")
-            await d.until(lambda: d.app.page.transcript.scroll_y == d.app.page.transcript.scroll_target_y)
+            await d.until(
+                lambda: d.app.page.transcript.scroll_y == d.app.page.transcript.scroll_target_y
+            )
             seen += [line.strip() for line in d.screen().splitlines()]
         assert d.app.page.transcript.virtual_size.height == height  # nothing jumps
         for n in range(1, 5):
@@ -79,7 +86,8 @@ def test_a_stored_long_answer_looks_as_it_did(drive: Any, server: ScriptedServer
 
 def test_what_is_selected_is_copied_as_it_was_said(drive: Any, server: ScriptedServer) -> None:
     line = (
-        "a line of so many words that the screen has to break it somewhere in the middle, twice or more often, for sure"
+        "a line of so many words that the screen has to break it somewhere in the middle, twice "
+        "or more often, for sure"
     )
     server.play(Say([f"{line}\n\n- {line}\n\n```python\nif x:\n    y\n```\n"]), Finish())
     copied: list[str] = []
@@ -115,7 +123,9 @@ def test_a_click_opens_a_link_and_nothing_else(drive: Any, server: ScriptedServe
     drive(play)
 
 
-def test_a_link_that_would_start_a_program_is_not_opened(drive: Any, server: ScriptedServer) -> None:
+def test_a_link_that_would_start_a_program_is_not_opened(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.play(Say(["[a](vscode://file/etc/passwd) [b](/etc/passwd) [c](//host/share)"]), Finish())
 
     async def play(d: Driver) -> None:
@@ -137,7 +147,9 @@ def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
     async def play(d: Driver) -> None:
         def colour() -> object:
             strips = d.app.screen._compositor.render_strips()
-            return next(s.style.color for strip in strips for s in strip if "Title" in s.text and s.style)
+            return next(
+                s.style.color for strip in strips for s in strip if "Title" in s.text and s.style
+            )
 
         def near(seen: Any, named: Color) -> bool:
             shade = Color.from_rich_color(seen)

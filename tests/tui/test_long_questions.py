@@ -1,4 +1,5 @@
-"""A question too long costs nothing but itself: its price is shown, it is not sent, and what failed spoils nothing."""
+"""A question too long costs nothing but itself: its price is shown, it is not sent, and what failed
+spoils nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def _sent(server: ScriptedServer, i: int) -> list[str]:
     return [m["content"] for m in server.requests[i]["messages"]]
 
 
-def test_what_the_input_costs_is_shown_before_it_is_sent(drive: Any, server: ScriptedServer) -> None:
+def test_what_the_input_costs_is_shown_before_it_is_sent(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.count = len
     server.answer("ok", usage=(5, 2, 0))
 
@@ -51,7 +54,9 @@ def test_a_question_that_cannot_fit_is_not_sent_and_stays_in_the_input(
 
     async def play(d: Driver) -> None:
         await d.send("x" * 200_000)
-        await d.until(lambda: "this question alone is 200,000 tokens" in " ".join(d.screen().split()))
+        await d.until(
+            lambda: "this question alone is 200,000 tokens" in " ".join(d.screen().split())
+        )
         assert len(d.app.page.composer.text) == 200_000
         d.app.page.composer.replace_text("")
         await d.ask("hi")
@@ -71,7 +76,11 @@ def test_where_the_conversation_is_what_is_long_compacting_is_the_way_on(
     async def play(d: Driver) -> None:
         await d.ask("first")
         await d.send("b" * 600)
-        await d.until(lambda: "with what was said before, this is 1,505 tokens" in " ".join(d.screen().split()))
+        await d.until(
+            lambda: (
+                "with what was said before, this is 1,505 tokens" in " ".join(d.screen().split())
+            )
+        )
         await commands.run_and_report(d.app.chat, "compact", "")
         await d.press("enter")
         await d.until(lambda: len(server.requests) == 2 and not d.app.chat.answering)
@@ -81,7 +90,9 @@ def test_where_the_conversation_is_what_is_long_compacting_is_the_way_on(
     assert _stored(history)[2:] == ["b" * 600, "two"]
 
 
-def test_a_question_that_failed_is_not_joined_to_the_next(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_a_question_that_failed_is_not_joined_to_the_next(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.play(FULL)
     server.answer("hello")
     server.answer("again")
@@ -100,7 +111,9 @@ def test_a_question_that_failed_is_not_joined_to_the_next(drive: Any, server: Sc
     drive(reopened, resume=history.list()[0].id)
 
 
-def test_a_question_that_failed_and_was_answered_later_counts(drive: Any, server: ScriptedServer) -> None:
+def test_a_question_that_failed_and_was_answered_later_counts(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.play(FULL)
     server.answer("one")
     server.answer("two")
@@ -114,7 +127,9 @@ def test_a_question_that_failed_and_was_answered_later_counts(drive: Any, server
     assert _sent(server, 2) == ["first", "one", "second"]
 
 
-def test_a_question_that_failed_is_edited_in_its_place(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_a_question_that_failed_is_edited_in_its_place(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.play(FULL)
     server.answer("good")
 
@@ -132,7 +147,9 @@ def test_a_question_that_failed_is_edited_in_its_place(drive: Any, server: Scrip
     assert _stored(history) == ["short", "good"]
 
 
-def test_a_question_that_failed_can_be_dropped(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_a_question_that_failed_can_be_dropped(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("one")
     server.play(FULL)
     server.play(FULL)

@@ -1,4 +1,5 @@
-"""Colours: every text here can be read in every theme, light terminals are known, and sixteen colours are the terminal's own."""
+"""Colours: every text here can be read in every theme, light terminals are known, and sixteen
+colours are the terminal's own."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_every_text_can_be_read_in_every_theme(name: str) -> None:
     variables = {**theme, **readable_tokens(theme)}
     grounds = [Color.parse(variables[ground]) for ground in ("background", "surface")]
     for token in ("hint", "accent-text"):
-        assert min(contrast(Color.parse(variables[token]), ground) for ground in grounds) >= READABLE, token
+        assert (
+            min(contrast(Color.parse(variables[token]), ground) for ground in grounds) >= READABLE
+        ), token
     look = palette(variables)
     block = look.get_style("code.block").bgcolor
     assert block is not None
@@ -35,7 +38,10 @@ def test_every_text_can_be_read_in_every_theme(name: str) -> None:
         seen = look.get_style(style)
         if seen.color is not None:
             behind = seen.bgcolor or (block if style.startswith("code.") else grounds[0].rich_color)
-            assert contrast(Color.from_rich_color(seen.color), Color.from_rich_color(behind)) >= READABLE, style
+            assert (
+                contrast(Color.from_rich_color(seen.color), Color.from_rich_color(behind))
+                >= READABLE
+            ), style
 
 
 def test_a_colour_moves_no_further_than_it_must() -> None:
@@ -61,11 +67,15 @@ def test_a_light_terminal_says_so(said: str, light: bool) -> None:
 
 
 def test_the_terminal_is_asked_while_other_things_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own words, though what commands print has no control characters; what is typed meanwhile is kept, and not echoed."""
+    """In its own words, though what commands print has no control characters; what is typed
+    meanwhile is kept, and not echoed."""
     termios = pytest.importorskip("termios")
     master, slave = os.openpty()
     before = termios.tcgetattr(slave)
-    with open(slave, encoding="utf-8", closefd=False) as keyboard, open(slave, "w", encoding="utf-8") as screen:
+    with (
+        open(slave, encoding="utf-8", closefd=False) as keyboard,
+        open(slave, "w", encoding="utf-8") as screen,
+    ):
         monkeypatch.setattr(sys, "__stdin__", keyboard)
         monkeypatch.setattr(sys, "stdout", screen)
         monkeypatch.setenv("TERM", "xterm")
@@ -98,7 +108,11 @@ def test_prose_is_no_wider_than_a_book(drive: Any, server: Any) -> None:
 
     async def play(d: Driver) -> None:
         await d.ask("question " * 60)
-        lines = [line for line in d.screen().splitlines() if "word word" in line or "question question" in line]
+        lines = [
+            line
+            for line in d.screen().splitlines()
+            if "word word" in line or "question question" in line
+        ]
         assert len(lines) > 4
         assert max(len(line.rstrip()) for line in lines) <= 106
 
@@ -107,7 +121,9 @@ def test_prose_is_no_wider_than_a_book(drive: Any, server: Any) -> None:
 
 def test_code_has_its_number_and_a_click_copies_it(drive: Any, server: Any) -> None:
     copied: list[str] = []
-    server.answer("first\n\n```python\nx = 1\n```\n\n- [ ] open\n- [x] done\n\n  ```sh\n  ls\n  ```\n")
+    server.answer(
+        "first\n\n```python\nx = 1\n```\n\n- [ ] open\n- [x] done\n\n  ```sh\n  ls\n  ```\n"
+    )
 
     async def play(d: Driver) -> None:
         await d.ask("code?")
@@ -129,10 +145,13 @@ def test_a_diff_stands_on_tints_and_of_a_fold_only_its_summary_is_shown() -> Non
     assert len(grounds) == 2
     assert look.get_style("code.block").bgcolor not in grounds
     lines = highlighted("-gone\n+come", "diff").split("\n")
-    assert [str(line.spans[0].style) for line in lines] == ["code.Generic.Deleted", "code.Generic.Inserted"]
-    rows = MarkdownRows("<details>\n<summary>How it works</summary>\n\nIt **does**.\n\n</details>\n\n<b>kept</b>\n").at(
-        60
-    )
+    assert [str(line.spans[0].style) for line in lines] == [
+        "code.Generic.Deleted",
+        "code.Generic.Inserted",
+    ]
+    rows = MarkdownRows(
+        "<details>\n<summary>How it works</summary>\n\nIt **does**.\n\n</details>\n\n<b>kept</b>\n"
+    ).at(60)
     said = [row.text.plain for row in rows if row.text.plain.strip()]
     assert said == ["▸ How it works", "<b>kept</b>"]
 

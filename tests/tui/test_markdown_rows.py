@@ -1,4 +1,5 @@
-"""Markdown as rows: the same however it came, whole at every width, and what is finished is not laid out again."""
+"""Markdown as rows: the same however it came, whole at every width, and what is finished is not
+laid out again."""
 
 from __future__ import annotations
 
@@ -14,10 +15,14 @@ from support.examples import examples
 from support.long_markdown import words
 
 PIECES = (
-    "# Head\n", "## Two\n\n", "plain words and more of them ", "**bold** ", "`code` ", "*it*", "\n", "\n\n", "- item\n",
-    "  - inner\n", "1. first\n", "\n   more\n", "> said\n", "```python\n", "x = 1\n", "```\n", "| a | b |\n|---|---|\n",
-    "| 1 | 2 |\n", "-", "\n-", "1.", ">", "---\n", "    indented\n", "<b>html</b>\n", "[a](http://x) ", "日本語 ", "===\n",
-    "~~gone~~", "![i](u)", "$x^2$ ", "$$", "\\[", "\\] ", "a = b\n", "costs $5 ", "<details>\n", "<summary>More</summary>\n",
+    "# Head\n", "## Two\n\n", "plain words and more of them ", "**bold** ", "`code` ", "*it*", "\n",
+    "\n\n", "- item\n",
+    "  - inner\n", "1. first\n", "\n   more\n", "> said\n", "```python\n", "x = 1\n", "```\n",
+    "| a | b |\n|---|---|\n",
+    "| 1 | 2 |\n", "-", "\n-", "1.", ">", "---\n", "    indented\n", "<b>html</b>\n",
+    "[a](http://x) ", "日本語 ", "===\n",
+    "~~gone~~", "![i](u)", "$x^2$ ", "$$", "\\[", "\\] ", "a = b\n", "costs $5 ", "<details>\n",
+    "<summary>More</summary>\n",
     "</details>\n",
 )  # fmt: skip
 
@@ -27,7 +32,8 @@ def shown(rows: MarkdownRows, width: int = 40) -> str:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=25), st.integers(1, 60))
-@example([">", "\n", "# Head\n", "# Head\n"], 40)  # a quote of nothing has no rows to stand apart from
+# a quote of nothing has no rows to stand apart from
+@example([">", "\n", "# Head\n", "# Head\n"], 40)
 @settings(max_examples=examples(300))
 def test_a_text_that_grew_looks_as_the_whole_of_it(pieces: list[str], width: int) -> None:
     grown = MarkdownRows()
@@ -73,7 +79,9 @@ def test_a_text_may_be_cut_anywhere(pieces: list[str], data: st.DataObject) -> N
     grown.at(40)
     for start, end in itertools.pairwise([0, *cuts, len(said)]):
         grown.add(said[start:end])
-    assert [(r.text, r.soft) for r in grown.at(40)] == [(r.text, r.soft) for r in MarkdownRows(said).at(40)]
+    assert [(r.text, r.soft) for r in grown.at(40)] == [
+        (r.text, r.soft) for r in MarkdownRows(said).at(40)
+    ]
 
 
 def test_a_long_list_is_laid_out_once() -> None:
@@ -107,12 +115,14 @@ def test_where_a_link_leads_may_be_said_at_the_end() -> None:
 
 def test_lists_tables_quotes_and_code_are_drawn() -> None:
     text = (
-        "# Title\n\n1. one\n2. two\n   - inner\n10. ten\n\n> said\n> more\n\n| name | n o |\n|---|--:|\n| a<br>b | 1 |\n\n"
+        "# Title\n\n1. one\n2. two\n   - inner\n10. ten\n\n> said\n> more\n\n| name | n o "
+        "|\n|---|--:|\n| a<br>b | 1 |\n\n"
         "```nonsense\nif x:\n\ty\n```\n\nline  \nbroken\n\n---\n"
     )
     assert shown(MarkdownRows(text), 30) == (
         "Title\n\n1. one\n2. two\n   ▪ inner\n3. ten\n\n▌ said more\n\n"
-        "name │ n o\n─────┼────\na    │   1\nb    │\n\n  [1] nonsense\n  if x:\n      y\n\nline\nbroken\n\n" + "─" * 30
+        "name │ n o\n─────┼────\na    │   1\nb    │\n\n  [1] nonsense\n  if x:\n      "
+        "y\n\nline\nbroken\n\n" + "─" * 30
     )
 
 

@@ -1,4 +1,5 @@
-"""The meter and the glass panel at a real engine: what is on screen is what the server counted and measured, in every state."""
+"""The meter and the glass panel at a real engine: what is on screen is what the server counted and
+measured, in every state."""
 
 from __future__ import annotations
 
@@ -133,20 +134,25 @@ async def speed_on_screen(base_url: str, model: str, history: History) -> None:
             assert usage is not None
             assert took is not None
             (_, _), *points = physics["kv_read_bytes"]
-            kv_per_token = points[0][1] / points[0][0]  # all its layers see the whole context: a straight line
+            # all its layers see the whole context: a straight line
+            kv_per_token = points[0][1] / points[0][0]
             depth = usage.prompt + usage.completion / 2
             read = sum(physics["weights"].values()) + kv_per_token * depth
             measured = read / (took.decode_s / took.steps) / 1e9
             shown = re.search(r"([\d.]+) of [\d,.]+ GB/s: ", d.screen())
             assert shown is not None
-            assert float(shown[1]) == pytest.approx(measured, rel=0.1, abs=0.51 if "." not in shown[1] else 0.051)
+            assert float(shown[1]) == pytest.approx(
+                measured, rel=0.1, abs=0.51 if "." not in shown[1] else 0.051
+            )
             each = re.search(r"EACH TOKEN READS ([\d.]+) MB", d.screen())
             assert each is not None
             assert float(each[1]) == pytest.approx(read / 1e6, rel=0.1)
 
 
 @pytest.mark.timeout(300)
-def test_the_screen_says_what_the_server_counted_and_measured(smollm2: Path, history: History, tmp_path: Path) -> None:
+def test_the_screen_says_what_the_server_counted_and_measured(
+    smollm2: Path, history: History, tmp_path: Path
+) -> None:
     with background_server(str(smollm2), CONTEXT) as (base_url, name):
         asyncio.run(in_every_state(base_url, name, history))
         asyncio.run(opened_again(base_url, name, history))

@@ -1,4 +1,5 @@
-"""The context that the meter shows is what the server counts: stopped, reopened, failed, while it streams, resized."""
+"""The context that the meter shows is what the server counts: stopped, reopened, failed, while it
+streams, resized."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_a_stopped_answer_is_counted_by_the_server_also_when_reopened(
     drive(reopened, resume=history.list()[0].id)
 
 
-def test_an_answer_cut_by_a_crash_is_counted(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_an_answer_cut_by_a_crash_is_counted(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.count = len
     conv = history.create("t", "scripted")
     history.append(conv, "user", "question")
@@ -43,7 +46,9 @@ def test_an_answer_cut_by_a_crash_is_counted(drive: Any, server: ScriptedServer,
     drive(play, resume=conv)
 
 
-def test_a_broken_and_a_refused_answer_leave_the_servers_count(drive: Any, server: ScriptedServer) -> None:
+def test_a_broken_and_a_refused_answer_leave_the_servers_count(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.count = len
     server.play(Say(["half"]), Drop())
     server.play(Refuse(503, {"message": "busy", "code": "server_busy"}))

@@ -1,4 +1,5 @@
-"""The screen of models: plans that change as the sliders move, downloads beside the chat, and what is on the disk."""
+"""The screen of models: plans that change as the sliders move, downloads beside the chat, and what
+is on the disk."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ from tui.scripted_models import ScriptedModelService, choice
 from tui.scripted_sse import ScriptedServer
 
 SIZES = [(60, 20), (80, 24), (120, 40), (160, 50)]
-OURS = InstalledModel("old", "Q8", 2_000_000_000, "localllm (the hub's cache)", "/cache/old.gguf", True, "old:Q8")
+OURS = InstalledModel(
+    "old", "Q8", 2_000_000_000, "localllm (the hub's cache)", "/cache/old.gguf", True, "old:Q8"
+)
 THEIRS = InstalledModel("llama", "Q4", 5_000_000_000, "Ollama", "/ollama/llama", False, "llama:Q4")
 
 
 async def opened(d: Driver) -> ModelsScreen:
     if not isinstance(d.app.screen, ModelsScreen):
         await d.press("f4")
-    await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices))
+    await d.until(
+        lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices)
+    )
     screen = d.app.screen
     assert isinstance(screen, ModelsScreen)
     await d.pilot.pause()
@@ -35,7 +40,10 @@ async def opened(d: Driver) -> ModelsScreen:
 
 def service() -> ScriptedModelService:
     return ScriptedModelService(
-        choice("big", 20), choice("mid", 8), choice("small", 2, installed="small"), disk=[OURS, THEIRS]
+        choice("big", 20),
+        choice("mid", 8),
+        choice("small", 2, installed="small"),
+        disk=[OURS, THEIRS],
     )
 
 
@@ -84,7 +92,10 @@ def test_why_compare_and_another_machine(drive: Any) -> None:
 
 
 def test_several_are_pulled_while_one_chats_and_one_is_used_then(drive: Any) -> None:
-    models = [{"id": name, "object": "model", "context_length": 1000} for name in ("scripted", "big", "mid")]
+    models = [
+        {"id": name, "object": "model", "context_length": 1000}
+        for name in ("scripted", "big", "mid")
+    ]
     it = service()
 
     async def play(d: Driver) -> None:
@@ -141,13 +152,20 @@ def _ended(pull: Any) -> bool:
     return bool(pull.ended)
 
 
-def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_yes(drive: Any) -> None:
+def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_yes(
+    drive: Any,
+) -> None:
     it = service()
 
     async def play(d: Driver) -> None:
         it.gate = threading.Event()
         await d.press("f4")
-        await d.until(lambda: "2 on this disk, 7.0 GB · planning what else fits" in d.screen() and "old" in d.screen())
+        await d.until(
+            lambda: (
+                "2 on this disk, 7.0 GB · planning what else fits" in d.screen()
+                and "old" in d.screen()
+            )
+        )
         it.gate.set()
         screen = await opened(d)
         await d.press("d")
@@ -163,7 +181,8 @@ def test_what_is_on_the_disk_is_shown_with_its_owner_and_removed_after_a_second_
         await d.press("delete")
         await d.until(lambda: it.removed == ["old"])
         await d.until(lambda: screen.query_one(OptionList).option_count == 1)
-        await d.until(lambda: "Delete removes" not in d.screen())  # it would not: they are another's
+        # it would not: they are another's
+        await d.until(lambda: "Delete removes" not in d.screen())
         await d.press("delete")
         await d.until(lambda: "llama is kept by Ollama" in d.screen())
         assert "Delete again" not in d.screen()
@@ -205,7 +224,11 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
     theirs = replace(THEIRS, name="n" * 60, owner="a Python package")
     for width in (75, 115):
         assert disk_line(theirs, width, in_use=False).endswith("a Python package")
-    (points,) = [row for row in compare([choice("a", 1, quality={"points": -0.4})]) if row[0].startswith("quality")]
+    (points,) = [
+        row
+        for row in compare([choice("a", 1, quality={"points": -0.4})])
+        if row[0].startswith("quality")
+    ]
     assert points[1] == "0"
 
 
@@ -215,13 +238,23 @@ def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> N
             planned = super().plan(request)
             return replace(planned, choices=planned.choices[:2], too_slow=planned.choices[2:])
 
-    it = Slow(choice("big", 20), choice("mid", 8), choice("snail", 2), choice("scripted", 1, installed="scripted"))
+    it = Slow(
+        choice("big", 20),
+        choice("mid", 8),
+        choice("snail", 2),
+        choice("scripted", 1, installed="scripted"),
+    )
 
     async def play(d: Driver) -> None:
         screen = await opened(d)
         assert "2 fit, 2 answer too late" in d.screen()
         rows = [str(option.prompt) for option in screen.query_one(OptionList).options]
-        assert [row.split()[0].lstrip("▸") or row.split()[1] for row in rows] == ["SCRIPTED", "BIG", "MID", "SNAIL"]
+        assert [row.split()[0].lstrip("▸") or row.split()[1] for row in rows] == [
+            "SCRIPTED",
+            "BIG",
+            "MID",
+            "SNAIL",
+        ]
         assert rows[0].startswith("▸")
         await d.press("f", *"m")
         await d.until(lambda: "BIG" not in d.screen() and "MID" in d.screen())
@@ -238,7 +271,9 @@ def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> N
     drive(play, model_service=it, size=(100, 30))
 
 
-def test_a_number_alone_opens_a_recent_conversation_and_a_message_may_begin_with_one(drive: Any, history: Any) -> None:
+def test_a_number_alone_opens_a_recent_conversation_and_a_message_may_begin_with_one(
+    drive: Any, history: Any
+) -> None:
     for text in ("rivers", "mountains"):
         Session(history, "scripted").ask(text)
 
@@ -267,7 +302,9 @@ def test_the_order_can_be_changed_and_what_answers_here_is_first(drive: Any) -> 
         def order() -> list[str]:
             names = ("BIG", "MID", "SMALL", "HERE")
             found = {name: d.screen().find(f" {name} ") for name in names}
-            return sorted((name for name in names if found[name] >= 0), key=lambda name: found[name])
+            return sorted(
+                (name for name in names if found[name] >= 0), key=lambda name: found[name]
+            )
 
         await opened(d)
         assert order() == ["HERE", "BIG", "MID", "SMALL"]

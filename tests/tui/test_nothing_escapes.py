@@ -1,4 +1,5 @@
-"""Whoever wrote a text (a model, a tool, a server, a file's name), the terminal and the screen's markup do not obey it."""
+"""Whoever wrote a text (a model, a tool, a server, a file's name), the terminal and the screen's
+markup do not obey it."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from tui.scripted_sse import Comment, Finish, Refuse, Say, ScriptedServer
 from tui.test_glass import PHYSICS, TIMINGS
 from tui.test_tools import Host, asks
 
-# The title, the clipboard, a C1 control, markup that runs an action, and markup that closes nothing.
+# The title, the clipboard, a C1 control, markup that runs an action, and markup that closes
+# nothing.
 EVIL = "\x1b]0;t\x07\x1b]52;c;ZXZpbA==\x07\x9b31m[@click=app.quit]go[/][/red]"
 SHOWN = "[@click=app.quit]go"
 
 
 def harmless(d: Driver) -> None:
-    """Nothing on the screen is a control, and nothing in it does anything when it is clicked that we did not put there."""
+    """Nothing on the screen is a control, and nothing in it does anything when it is clicked that
+    we did not put there."""
     shown = d.screen()
     assert not any((ord(c) < 32 and c != "\n") or 0x7F <= ord(c) < 0xA0 for c in shown), repr(shown)
     for strip in d.app.screen._compositor.render_strips():
@@ -31,12 +34,22 @@ def harmless(d: Driver) -> None:
 
 
 def test_a_servers_words(drive: Any) -> None:
-    model = {"id": EVIL, "object": "model", "context_length": 9000, "physics": {**PHYSICS, "device": EVIL}}
+    model = {
+        "id": EVIL,
+        "object": "model",
+        "context_length": 9000,
+        "physics": {**PHYSICS, "device": EVIL},
+    }
     model |= {"notice": EVIL, "localllm": {"notice": EVIL}}
     with ScriptedServer(
         models=[model, {"id": "scripted", "context_length": 9000, "physics": model["physics"]}]
     ) as server:
-        server.play(Comment(EVIL), Say([EVIL], field="reasoning_content"), Say([EVIL]), Finish(EVIL, timings=TIMINGS))
+        server.play(
+            Comment(EVIL),
+            Say([EVIL], field="reasoning_content"),
+            Say([EVIL]),
+            Finish(EVIL, timings=TIMINGS),
+        )
         server.play(Refuse(400, {"message": EVIL, "hint": EVIL, "code": EVIL}))
 
         async def play(d: Driver) -> None:
@@ -78,7 +91,9 @@ def test_a_tools_words(drive: Any, server: ScriptedServer) -> None:
     drive(play, tools=(host,), size=(120, 50))
 
 
-def test_names_of_files_and_what_is_typed(drive: Any, server: ScriptedServer, tmp_path: Path) -> None:
+def test_names_of_files_and_what_is_typed(
+    drive: Any, server: ScriptedServer, tmp_path: Path
+) -> None:
     name = EVIL.replace("/", "-")[:80]
     (tmp_path / name).write_text("x")
     server.answer("ok")
@@ -100,7 +115,9 @@ def test_names_of_files_and_what_is_typed(drive: Any, server: ScriptedServer, tm
     drive(play, size=(120, 40))
 
 
-def test_titles_and_texts_in_the_lists(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_titles_and_texts_in_the_lists(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     session = Session(history, EVIL, system=EVIL)
     session.ask(EVIL + " needle")
     answer = session.answer()

@@ -11,8 +11,12 @@ from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 
 
-@pytest.mark.parametrize("pasted", ["one\r\ntwo\r\n\r\nthree", "one\rtwo\r\rthree", "one\ntwo\n\nthree"])
-def test_a_paste_has_one_kind_of_line_break(drive: Any, server: ScriptedServer, pasted: str) -> None:
+@pytest.mark.parametrize(
+    "pasted", ["one\r\ntwo\r\n\r\nthree", "one\rtwo\r\rthree", "one\ntwo\n\nthree"]
+)
+def test_a_paste_has_one_kind_of_line_break(
+    drive: Any, server: ScriptedServer, pasted: str
+) -> None:
     server.answer("ok")
 
     async def play(d: Driver) -> None:

@@ -1,4 +1,5 @@
-"""What disks, other programs and models do to the chat: nothing said is lost, nothing escapes, nothing crashes."""
+"""What disks, other programs and models do to the chat: nothing said is lost, nothing escapes,
+nothing crashes."""
 
 from __future__ import annotations
 
@@ -93,13 +94,16 @@ def test_killed_at_any_moment_the_tree_is_whole(tmp_path: Path) -> None:
         "from localllm_tui.control.session import Session\n"
         "h = History(sys.argv[1]); s = Session(h, 'm'); print('ready', flush=True)\n"
         "while True:\n"
-        "    q = s.ask('q'); a = s.answer(); a.add('word ' * 50); a.finish({'finish_reason': 'stop'})\n"
+        "    q = s.ask('q'); a = s.answer(); a.add('word ' * 50); a.finish({'finish_reason': "
+        "'stop'})\n"
         "    s.ask('q again', instead=q); b = s.answer(); b.add('x'); b.finish({})\n"
         "    if len(s.turns) > 1: s.remove(s.turns[-1])\n"
     )
     path = tmp_path / "c.db"
     for _ in range(3):
-        child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=os.environ)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=os.environ
+        )
         assert child.stdout is not None
         child.stdout.readline()
         before = path.stat().st_size
@@ -134,7 +138,9 @@ NASTY = [
 ]
 
 
-def test_any_text_is_shown_listed_found_and_reopened(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_any_text_is_shown_listed_found_and_reopened(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     session = Session(history, "scripted")
     for text in NASTY:
         session.ask(text)

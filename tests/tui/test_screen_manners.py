@@ -1,4 +1,5 @@
-"""Colours, themes, pictures and toasts: what the screen owes to the terminal it is on and the person before it."""
+"""Colours, themes, pictures and toasts: what the screen owes to the terminal it is on and the
+person before it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 
 
-def test_no_color_means_none(drive: Any, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_means_none(
+    drive: Any, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     server.answer("**bold** and `code`\n```py\nx = 1\n```")
 
@@ -50,7 +53,9 @@ def test_a_theme_is_remembered(drive: Any) -> None:
     drive(second)
 
 
-def test_a_theme_that_is_gone_and_a_file_that_is_broken_are_no_trouble(drive: Any, tmp_path: Path) -> None:
+def test_a_theme_that_is_gone_and_a_file_that_is_broken_are_no_trouble(
+    drive: Any, tmp_path: Path
+) -> None:
     async def play(d: Driver) -> None:
         assert d.app.theme == "textual-dark"
 
@@ -83,7 +88,9 @@ def test_toasts_leave_the_input_free(drive: Any, server: ScriptedServer) -> None
         await d.ask("q")
         await d.send("/copy")
         await d.until(lambda: "copied the answer" in d.screen())
-        toast = next(n for n, line in enumerate(d.screen().splitlines()) if "copied the answer" in line)
+        toast = next(
+            n for n, line in enumerate(d.screen().splitlines()) if "copied the answer" in line
+        )
         assert toast < d.app.page.composer.region.y - 3
 
     drive(play, toasts=True)

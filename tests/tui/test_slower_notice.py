@@ -1,4 +1,5 @@
-"""A model that is slower than it was: the chat says what the server found, once, and asks no further."""
+"""A model that is slower than it was: the chat says what the server found, once, and asks no
+further."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from tui.scripted_sse import Finish, Say, ScriptedServer
 SAID = "scripted is slower than it was here: 12 tok/s, where 35 were usual"
 
 
-def test_what_the_server_finds_is_said_once(server: ScriptedServer, drive: Callable[..., None]) -> None:
+def test_what_the_server_finds_is_said_once(
+    server: ScriptedServer, drive: Callable[..., None]
+) -> None:
     async def play(d: Driver) -> None:
         def notes() -> list[str]:
             return [n.text for n in d.app.screen.query(ChatNote) if "slower" in n.text]

@@ -1,8 +1,10 @@
-"""What every screen looks like, as pictures in text in `snapshots/`; and that light themes, NO_COLOR and sixteen colours say the same.
+"""What every screen looks like, as pictures in text in `snapshots/`; and that light themes,
+NO_COLOR and sixteen colours say the same.
 
-A picture is the screen's text and below it, cell by cell, the style that a letter stands for in its legend. UPDATE_SNAPSHOTS=1
-draws them anew; look at the difference before it is kept. Textual draws a little differently from version to version: with
-another one than they were drawn with the text alone is compared.
+A picture is the screen's text and below it, cell by cell, the style that a letter stands for in its
+legend. UPDATE_SNAPSHOTS=1 draws them anew; look at the difference before it is kept. Textual draws
+a little differently from version to version: with another one than they were drawn with the text
+alone is compared.
 """
 
 from __future__ import annotations
@@ -53,17 +55,32 @@ def conversation(history: History) -> str:
     """A conversation with versions, thinking, code, wide text and a stopped answer; its id."""
     session = Session(history, "scripted", system="Answer briefly.")
     session.ask("How do I read a file in Python?")
-    for text, thought in (("Use `open`.", ""), (f"Use `pathlib`:\n\n{CODE}\n\nIt closes the file.", "Short, please.")):
+    for text, thought in (
+        ("Use `open`.", ""),
+        (f"Use `pathlib`:\n\n{CODE}\n\nIt closes the file.", "Short, please."),
+    ):
         answer = session.answer()
         answer.add(text, thought)
         answer.finish(
-            {"finish_reason": "stop", "prompt_tokens": 40, "completion_tokens": 30, "tok_s": 21.3, "ttft_s": 0.4}
+            {
+                "finish_reason": "stop",
+                "prompt_tokens": 40,
+                "completion_tokens": 30,
+                "tok_s": 21.3,
+                "ttft_s": 0.4,
+            }
         )
     session.ask("And 日本語 or שלום, with 👩‍🚀?")
     answer = session.answer()
     answer.add("UTF-8 holds **all** of it:\n\n- 日本語\n- שלום\n- 👩‍🚀")
     answer.finish(
-        {"finish_reason": "stopped", "prompt_tokens": 100, "completion_tokens": 25, "tok_s": 20.1, "ttft_s": 0.3}
+        {
+            "finish_reason": "stopped",
+            "prompt_tokens": 100,
+            "completion_tokens": 25,
+            "tok_s": 20.1,
+            "ttft_s": 0.3,
+        }
     )
     assert session.id is not None
     return session.id
@@ -84,10 +101,15 @@ def picture(d: Driver) -> tuple[str, str]:
     texts, looks = [""] * d.app.size.height, [""] * d.app.size.height
     letters: dict[str, str] = {}
     for y, _, letter, style in cells(d):
-        shown = str(Style.parse(str(style.without_color)).without_color) if style.without_color else ""
+        shown = (
+            str(Style.parse(str(style.without_color)).without_color) if style.without_color else ""
+        )
         said = f"{shown} {_hex(style.color)} on {_hex(style.bgcolor)}"
         mark = letters.setdefault(
-            said, chr(ord("a") + len(letters)) if len(letters) < 26 else chr(ord("A") + len(letters) - 26)
+            said,
+            chr(ord("a") + len(letters))
+            if len(letters) < 26
+            else chr(ord("A") + len(letters) - 26),
         )
         texts[y] += letter
         looks[y] += mark * cell_len(letter)
@@ -95,7 +117,9 @@ def picture(d: Driver) -> tuple[str, str]:
     legend = "\n".join(f"{mark} = {said.strip()}" for said, mark in letters.items())
     ground = looks[-1][-1]
     text = re.sub(
-        r"\d\d [A-Z][a-z]{2} 20\d\d, \d\d:(?:\d\d|(…))", r"26 Nov 2026, 10:00\1", "\n".join(t.rstrip() for t in texts)
+        r"\d\d [A-Z][a-z]{2} 20\d\d, \d\d:(?:\d\d|(…))",
+        r"26 Nov 2026, 10:00\1",
+        "\n".join(t.rstrip() for t in texts),
     )
     return text, "\n".join(look.rstrip(ground) for look in looks) + f"\n{legend}"
 
@@ -105,7 +129,8 @@ def _hex(colour: Any) -> str:
 
 
 async def hold(d: Driver, name: str, look: str) -> None:
-    """Hold the screen against its picture, and in another look than "dark" against what holds for that."""
+    """Hold the screen against its picture, and in another look than "dark" against what holds for
+    that."""
     await d.until(lambda: d.app.focused is not None and d.app.focused.has_focus)
     for box in d.app.screen.query(Input):
         box.cursor_blink = False
@@ -135,7 +160,11 @@ async def hold(d: Driver, name: str, look: str) -> None:
     with suppress(TimeoutError):
         await d.until(same)
     if not same():
-        pytest.fail(f"{file.name} looks otherwise: UPDATE_SNAPSHOTS=1 draws it anew\n{picture(d)[0]}\n--- not\n{kept}")
+        pytest.fail(
+            f"{file.name} looks otherwise: UPDATE_SNAPSHOTS=1 draws it "
+            f"anew\n{picture(d)[0]}\n--- "
+            f"not\n{kept}"
+        )
     _check_look(d, look)
 
 
@@ -147,28 +176,49 @@ def _without_scrollbars(text: str) -> str:
 def _check_look(d: Driver, look: str) -> None:
     seen = [*cells(d)]
     if look == "nocolor":
-        assert {_hex(c) for _, _, _, style in seen for c in (style.color, style.bgcolor)} == {"default"}
+        assert {_hex(c) for _, _, _, style in seen for c in (style.color, style.bgcolor)} == {
+            "default"
+        }
     elif look == "sixteen":
-        kinds = {c.type for _, _, _, style in seen for c in (style.color, style.bgcolor) if c is not None}
+        kinds = {
+            c.type for _, _, _, style in seen for c in (style.color, style.bgcolor) if c is not None
+        }
         assert kinds <= {ColorType.STANDARD, ColorType.DEFAULT}
     else:
-        dialog = d.app.screen.children[0].region if isinstance(d.app.screen, ModalScreen) else d.app.screen.region
+        dialog = (
+            d.app.screen.children[0].region
+            if isinstance(d.app.screen, ModalScreen)
+            else d.app.screen.region
+        )
         dim = [
             letter
             for y, x, letter, style in seen
-            if dialog.contains(x, y) and not DECORATION.match(letter) and style.color and style.bgcolor
-            if contrast(Color.from_rich_color(style.color), Color.from_rich_color(style.bgcolor)) < READABLE - 0.05
+            if dialog.contains(x, y)
+            and not DECORATION.match(letter)
+            and style.color
+            and style.bgcolor
+            if contrast(Color.from_rich_color(style.color), Color.from_rich_color(style.bgcolor))
+            < READABLE - 0.05
         ]
         assert dim == [], f"can't be read: {''.join(dim)}"
         return
     focused = d.app.focused
-    lists = [w.region for w in d.app.screen.query("OptionList, Tree") if w.region.height and w.display]
-    for where in [focused.region, *lists] if focused is not None and focused.region.height else lists:
-        marked = [s for y, x, _, s in seen if where.contains(x, y) and (s.reverse or _hex(s.bgcolor) != "default")]
+    lists = [
+        w.region for w in d.app.screen.query("OptionList, Tree") if w.region.height and w.display
+    ]
+    for where in (
+        [focused.region, *lists] if focused is not None and focused.region.height else lists
+    ):
+        marked = [
+            s
+            for y, x, _, s in seen
+            if where.contains(x, y) and (s.reverse or _hex(s.bgcolor) != "default")
+        ]
         assert marked or isinstance(focused, VerticalScroll), f"no cursor is to be seen in {where}"
 
 
-# The narrow one that wraps everything, the usual one, and the one that has only marks to be told apart by.
+# The narrow one that wraps everything, the usual one, and the one that has only marks to be told
+# apart by.
 QUICK = [((40, 20), "dark"), ((80, 24), "dark"), ((80, 24), "nocolor")]
 CASES = [
     pytest.param(size, look, marks=[] if (size, look) in QUICK else pytest.mark.long)
@@ -196,7 +246,11 @@ def test_every_screen_looks_as_it_did(
         choice("gemma-4-12b", 9.1),
         choice("granite", 3.3, installed="granite"),
         choice("tiny", 0.3),
-        disk=[InstalledModel("old", "Q8", 2_000_000_000, "Ollama", "/ollama/old.gguf", False, "old:Q8")],
+        disk=[
+            InstalledModel(
+                "old", "Q8", 2_000_000_000, "Ollama", "/ollama/old.gguf", False, "old:Q8"
+            )
+        ],
     )
     talk = conversation(history)
     with history.transaction() as db:
@@ -208,7 +262,9 @@ def test_every_screen_looks_as_it_did(
         await d.until(lambda: d.app.chat.n_ctx is not None and "QWEN3-8B" in d.screen())
         await hold(d, "first-run", look)
         await d.press("f4")
-        await d.until(lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices))
+        await d.until(
+            lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices)
+        )
         await d.press("down", "down")
         await hold(d, "models", look)
         await d.press("d")
@@ -244,4 +300,6 @@ def test_every_screen_looks_as_it_did(
     with ScriptedServer(models=MODELS) as server:
         server.play(*asks())
         server.answer("ok")
-        drive(play, tools=(Host(),), model_service=service, first_run=True, size=size, server_=server)
+        drive(
+            play, tools=(Host(),), model_service=service, first_run=True, size=size, server_=server
+        )

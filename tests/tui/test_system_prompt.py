@@ -1,4 +1,5 @@
-"""The system prompt is never out of sight: it stands above the conversation, and /new says that it is kept."""
+"""The system prompt is never out of sight: it stands above the conversation, and /new says that it
+is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ def _top(d: Driver) -> str:
     return d.screen().splitlines()[0].strip()
 
 
-def test_it_stands_above_the_conversation_until_it_is_removed(drive: Any, server: ScriptedServer) -> None:
+def test_it_stands_above_the_conversation_until_it_is_removed(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.answer("ok")
 
     async def play(d: Driver) -> None:
@@ -70,20 +73,28 @@ def test_changing_it_says_what_that_costs(drive: Any, server: ScriptedServer) ->
     drive(play)
 
 
-def test_what_was_read_again_is_said_in_the_servers_words(drive: Any, server: ScriptedServer) -> None:
+def test_what_was_read_again_is_said_in_the_servers_words(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.answer("ok", usage=(300, 12, 0))
     server.play(
         Say(["fine"]),
         Comment("cache 290/330 tokens; diverged from what is cached at token 290"),
         Finish(usage=(330, 2, 290)),
     )
-    server.play(Say(["well"]), Comment("cache 5/350 tokens; 327 known tokens were evicted"), Finish(usage=(350, 2, 5)))
+    server.play(
+        Say(["well"]),
+        Comment("cache 5/350 tokens; 327 known tokens were evicted"),
+        Finish(usage=(350, 2, 5)),
+    )
 
     async def play(d: Driver) -> None:
         await d.ask("a")
         await d.ask("b")
         assert "read again" not in d.screen()  # the order of the day
         await d.ask("c")
-        assert "327 tokens were read again: 327 known tokens were evicted" in " ".join(d.screen().split())
+        assert "327 tokens were read again: 327 known tokens were evicted" in " ".join(
+            d.screen().split()
+        )
 
     drive(play, size=(120, 40))

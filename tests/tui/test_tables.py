@@ -1,5 +1,5 @@
-"""Commands and keys are data: whatever stands in their tables is in the frames, in /help, in the palette and in plain
-mode, and works."""
+"""Commands and keys are data: whatever stands in their tables is in the frames, in /help, in the
+palette and in plain mode, and works."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_every_command_completes_and_explains_itself_in_the_frame(drive: Any) ->
             assert f"/{command.name} · {command.help}" in d.screen()
             await d.press("backspace", "tab")
             alone = sum(c.name.startswith(command.name) for c in COMMANDS) == 1
-            assert d.app.page.composer.text == f"/{command.name}" + (" " if command.argument and alone else "")
+            assert d.app.page.composer.text == f"/{command.name}" + (
+                " " if command.argument and alone else ""
+            )
 
     drive(play, size=(120, 40))
 
@@ -89,7 +91,9 @@ def test_a_command_runs_from_the_palette(drive: Any, server: ScriptedServer) -> 
 
     async def play(d: Driver) -> None:
         await d.ask("q")
-        (retry,) = (c for c in d.app.get_system_commands(d.app.screen) if c.title == "Retry the last answer")
+        (retry,) = (
+            c for c in d.app.get_system_commands(d.app.screen) if c.title == "Retry the last answer"
+        )
         retry.callback()
         await d.until(lambda: "two" in d.screen() and not d.app.chat.answering)
 
@@ -107,7 +111,10 @@ def test_only_what_can_be_insisted_on_takes_a_bang(drive: Any) -> None:
 
 
 def test_plain_mode_knows_its_commands(
-    server: ScriptedServer, history: History, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: ScriptedServer,
+    history: History,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for command in COMMANDS:
         server.scripts.clear()
@@ -121,7 +128,8 @@ def test_plain_mode_knows_its_commands(
 
 
 def test_every_key_of_the_table_has_something_to_do(drive: Any) -> None:
-    """A caught key with an action that the input does not know would end the app with a KeyError."""
+    """A caught key with an action that the input does not know would end the app with a
+    KeyError."""
     with_actions = [k for k in KEYS if k.action]
     for key in (k for k in with_actions if not k.caught):
         assert callable(getattr(OWNERS[key.owner], f"action_{key.action.partition('(')[0]}")), key

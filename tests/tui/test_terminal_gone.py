@@ -1,5 +1,5 @@
-"""A chat whose terminal is gone leaves, also when no signal says so (nohup, a lost connection, a closed multiplexer), and
-when there are two (a window that is closed sends SIGHUP, then SIGCONT)."""
+"""A chat whose terminal is gone leaves, also when no signal says so (nohup, a lost connection, a
+closed multiplexer), and when there are two (a window that is closed sends SIGHUP, then SIGCONT)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,23 @@ def _owns_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("begins", [_no_signal, _owns_the_terminal])
-def test_the_chat_leaves_when_its_terminal_does(tiny_model: Path, begins: Callable[[], None]) -> None:
+def test_the_chat_leaves_when_its_terminal_does(
+    tiny_model: Path, begins: Callable[[], None]
+) -> None:
     master, slave = os.openpty()
-    command = [sys.executable, "-m", "localllm", "chat", "--model", str(tiny_model), "--context", "512"]
+    command = [
+        sys.executable,
+        "-m",
+        "localllm",
+        "chat",
+        "--model",
+        str(tiny_model),
+        "--context",
+        "512",
+    ]
     process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "xterm"},
+        command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        env={**os.environ, "TERM": "xterm"},
         preexec_fn=begins,
     )  # fmt: skip
     os.close(slave)
@@ -56,6 +68,7 @@ def _drawn(master: int) -> None:
     while time.monotonic() < end:
         if select.select([master], [], [], 1)[0]:
             seen += os.read(master, 65536)
-            if b"\x1b[?1049h" in seen and b"512" in seen:  # the other screen, and the context in the status line
+            # the other screen, and the context in the status line
+            if b"\x1b[?1049h" in seen and b"512" in seen:
                 return
     pytest.fail(f"the chat did not come up: {seen[-2000:]!r}")

@@ -26,7 +26,9 @@ from support.pictures import needs_pillow, png
 
 pytestmark = needs_pillow()
 installed = importlib.util.find_spec("textual_image") is not None
-needs_extra = pytest.mark.skipif(not installed, reason="textual-image is not installed (the extra thumbnails)")
+needs_extra = pytest.mark.skipif(
+    not installed, reason="textual-image is not installed (the extra thumbnails)"
+)
 
 
 def test_a_picture_is_made_small_and_what_is_none_is_left() -> None:
@@ -48,7 +50,8 @@ def test_a_picture_is_made_small_and_what_is_none_is_left() -> None:
         assert small("data:image/png;base64," + base64.b64encode(data).decode()) is None
 
 
-# What the screen's size and two questions are answered with: Device Attributes (4 is Sixel), and Kitty's about a picture.
+# What the screen's size and two questions are answered with: Device Attributes (4 is Sixel), and
+# Kitty's about a picture.
 TERMINALS = {"sixel": ("62;4", False), "kitty": ("62", True), "neither": ("62", False)}
 
 
@@ -56,7 +59,11 @@ TERMINALS = {"sixel": ("62;4", False), "kitty": ("62", True), "neither": ("62", 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 @pytest.mark.parametrize("kind", TERMINALS)
 def test_the_terminal_is_asked_what_it_draws(kind: str) -> None:
-    drawn = {"sixel": "textual_image.widget.sixel", "kitty": "textual_image.widget", "neither": "None"}[kind]
+    drawn = {
+        "sixel": "textual_image.widget.sixel",
+        "kitty": "textual_image.widget",
+        "neither": "None",
+    }[kind]
     # It waits for an answer for a tenth of a second only, which a machine with other work may miss.
     assert any(_drawn_by(kind) == drawn for _ in range(8))
 
@@ -69,8 +76,13 @@ def _drawn_by(kind: str) -> str:
     attributes, draws = TERMINALS[kind]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 800, 480))
-    code = "from localllm_tui.widgets import thumbnails as t; t.prepare(); print('drawn by', t.drawing and t.drawing.__module__)"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL):
+    code = (
+        "from localllm_tui.widgets import thumbnails as t; t.prepare(); print('drawn by', "
+        "t.drawing and t.drawing.__module__)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL
+    ):
         os.close(theirs)
         said = b""
         while b"drawn by" not in said or not said.endswith(b"\n"):
@@ -164,7 +176,9 @@ def test_where_pictures_are_drawn_each_image_is_one(
 # What it calls of Pillow goes with Pillow 14, which pyproject.toml does not allow yet.
 @pytest.mark.filterwarnings("ignore:Image.Image.getdata")
 @needs_extra
-def test_the_extra_s_own_widget_draws_one(drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_s_own_widget_draws_one(
+    drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from textual_image.widget import SixelImage
 
     monkeypatch.setattr(thumbnails, "drawing", SixelImage)

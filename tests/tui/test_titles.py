@@ -1,4 +1,5 @@
-"""Titles: the beginning of the first question, until the model makes one when nobody waits, or a person says another."""
+"""Titles: the beginning of the first question, until the model makes one when nobody waits, or a
+person says another."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from tui.conftest import Driver
 from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
 
 
-def test_a_title_is_made_when_nobody_types(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_a_title_is_made_when_nobody_types(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("Paris, of course")
     server.answer('"The capital of France."')
 
@@ -24,7 +27,10 @@ def test_a_title_is_made_when_nobody_types(drive: Any, server: ScriptedServer, h
     drive(play, titles_after_s=0.0)
     assert [m["role"] for m in server.requests[1]["messages"]] == ["user", "assistant", "user"]
     assert server.requests[1]["max_tokens"] == 24
-    assert [m.content for m in history.messages(history.list()[0].id)] == ["capital of France?", "Paris, of course"]
+    assert [m.content for m in history.messages(history.list()[0].id)] == [
+        "capital of France?",
+        "Paris, of course",
+    ]
 
 
 @pytest.mark.parametrize("reply", ["Paris, of course it is", "word " * 30, "?", "", None])

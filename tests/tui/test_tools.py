@@ -1,4 +1,5 @@
-"""Tools in the chat: off until asked for, each call after a yes with its arguments in sight, results folded and harmless."""
+"""Tools in the chat: off until asked for, each call after a yes with its arguments in sight,
+results folded and harmless."""
 
 from __future__ import annotations
 
@@ -50,10 +51,18 @@ def asks(name: str = "time", arguments: str = '{"zone": "CET"}') -> list[Any]:
     """A model that asks for a tool, its arguments in two pieces."""
     half = len(arguments) // 2
     pieces = [
-        {"index": 0, "id": "c1", "type": "function", "function": {"name": name, "arguments": arguments[:half]}},
+        {
+            "index": 0,
+            "id": "c1",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments[:half]},
+        },
         {"index": 0, "function": {"arguments": arguments[half:]}},
     ]
-    chunks = [{"choices": [{"index": 0, "delta": {"tool_calls": [p]}, "finish_reason": None}]} for p in pieces]
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"tool_calls": [p]}, "finish_reason": None}]}
+        for p in pieces
+    ]
     return [*(Raw(f"data: {json.dumps(c)}\n\n".encode()) for c in chunks), Finish("tool_calls")]
 
 
@@ -94,7 +103,10 @@ def test_a_yes_runs_it_and_the_answer_goes_on_with_the_result(
         fold = d.app.screen.query_one(ToolFold)
         assert fold.collapsed
         second = server.requests[1]["messages"]
-        assert second[-2]["tool_calls"][0]["function"] == {"name": "time", "arguments": '{"zone": "CET"}'}
+        assert second[-2]["tool_calls"][0]["function"] == {
+            "name": "time",
+            "arguments": '{"zone": "CET"}',
+        }
         assert second[-1] == {"role": "tool", "tool_call_id": "c1", "content": "12:00[2J"}
         answer = d.app.chat.session.last_answer
         assert answer is not None
@@ -128,7 +140,9 @@ def test_anything_but_a_yes_is_a_no(drive: Any, server: ScriptedServer, key: str
     drive(play, tools=(host,))
 
 
-def test_a_call_that_can_not_be_made_is_told_to_the_model(drive: Any, server: ScriptedServer) -> None:
+def test_a_call_that_can_not_be_made_is_told_to_the_model(
+    drive: Any, server: ScriptedServer
+) -> None:
     server.play(*asks("rm", "{}"))
     server.play(*asks("time", '["no object"]'))
     server.answer("sorry")

@@ -1,4 +1,5 @@
-"""Any turn is selected, and then changed, asked again, gone on with, copied, branched or removed."""
+"""Any turn is selected, and then changed, asked again, gone on with, copied, branched or
+removed."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_looking_at_another_version_says_that_it_stopped_the_answer_that_was_bei
         await d.press("f2", "up")
         await d.until(lambda: "←→ version" in d.screen())
         await d.press("left")
-        await d.until(lambda: "was stopped; g at its turn goes on with it" in " ".join(d.screen().split()))
+        await d.until(
+            lambda: "was stopped; g at its turn goes on with it" in " ".join(d.screen().split())
+        )
         assert not d.app.chat.answering
         await d.press("right")
         await d.until(lambda: "half of it" in d.screen())
@@ -163,7 +166,9 @@ def test_an_answer_in_the_middle_is_asked_for_again(
     assert len(history.tree(conversation)[0]) == 5
 
 
-def test_a_stopped_answer_is_gone_on_with(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_a_stopped_answer_is_gone_on_with(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.play(Say(["half"]), Finish("length"))
     server.answer(" way")
 
@@ -184,11 +189,19 @@ def test_turns_and_their_code_are_copied(drive: Any, conversation: str) -> None:
         await d.pilot.pause()
         assert "2 code blocks, not 3" in " ".join(d.screen().split())
 
-    drive(play, resume=conversation, copy=lambda text: copied.append(text) or True, size=(120, 40), toasts=True)
+    drive(
+        play,
+        resume=conversation,
+        copy=lambda text: copied.append(text) or True,
+        size=(120, 40),
+        toasts=True,
+    )
     assert copied == ["code 2", "more 2", "q2", "code 1"]
 
 
-def test_a_turn_is_removed_when_asked_twice(drive: Any, history: History, conversation: str) -> None:
+def test_a_turn_is_removed_when_asked_twice(
+    drive: Any, history: History, conversation: str
+) -> None:
     async def play(d: Driver) -> None:
         await d.press("f2", "up", "d")
         assert "D again removes this turn and the 1 after it" in d.screen()
@@ -202,7 +215,9 @@ def test_a_turn_is_removed_when_asked_twice(drive: Any, history: History, conver
     assert len(history.tree(conversation)[0]) == 2
 
 
-def test_a_branch_of_its_own(drive: Any, server: ScriptedServer, history: History, conversation: str) -> None:
+def test_a_branch_of_its_own(
+    drive: Any, server: ScriptedServer, history: History, conversation: str
+) -> None:
     server.answer("elsewhere")
 
     async def play(d: Driver) -> None:
@@ -216,7 +231,9 @@ def test_a_branch_of_its_own(drive: Any, server: ScriptedServer, history: Histor
     assert [m.content for m in history.messages(original.id)][2] == "q2"
 
 
-def test_a_long_conversation_opens_at_its_end_and_goes_up_to_its_beginning(drive: Any, history: History) -> None:
+def test_a_long_conversation_opens_at_its_end_and_goes_up_to_its_beginning(
+    drive: Any, history: History
+) -> None:
     session = Session(history, "scripted")
     for n in range(50):
         session.ask(f"number {n}")

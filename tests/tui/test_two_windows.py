@@ -1,4 +1,5 @@
-"""Two windows open at once: neither loses the other's draft, and none writes between the other's turns."""
+"""Two windows open at once: neither loses the other's draft, and none writes between the other's
+turns."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def test_what_a_closed_window_left_is_the_next_ones(tmp_path: Path) -> None:
 def test_a_killed_window_holds_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from localllm_tui.control.local_state import Drafts\n"
-        "d = Drafts(pathlib.Path(sys.argv[1])); d.save(None, 'typed'); d.load(None); print('ready', flush=True); sys.stdin.read()"
+        "d = Drafts(pathlib.Path(sys.argv[1])); d.save(None, 'typed'); d.load(None); "
+        "print('ready', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "drafts")],
@@ -96,7 +98,9 @@ def test_what_another_window_removed_is_gone_on_from_in_a_copy(history: History)
         history.delete(str(mine.id))
 
 
-def test_a_window_says_that_another_has_gone_on_too(drive: Any, server: ScriptedServer, history: History) -> None:
+def test_a_window_says_that_another_has_gone_on_too(
+    drive: Any, server: ScriptedServer, history: History
+) -> None:
     server.answer("one")
     server.answer("two")
 

@@ -19,7 +19,13 @@ from localllm_tui.control import commands
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.local_state import Preferences
-from localllm_tui.control.terminal import NOTICE_SEEN, KeyboardTerminal, copy_with_tool, notice, on_signals
+from localllm_tui.control.terminal import (
+    NOTICE_SEEN,
+    KeyboardTerminal,
+    copy_with_tool,
+    notice,
+    on_signals,
+)
 from localllm_tui.look import LookApp
 from localllm_tui.screens.chat import ChatScreen
 
@@ -45,7 +51,8 @@ class ChatApp(LookApp[None]):
         light: bool = False,
         typed: str = "",
     ) -> None:
-        """`light`: so is the terminal's background. `typed`: what was typed before the chat could take it."""
+        """`light`: so is the terminal's background. `typed`: what was typed before the chat could
+        take it."""
         super().__init__()
         self._fitting = self.fitting_theme(light=light)
         self.page = ChatScreen(options, copy, typed)
@@ -63,18 +70,23 @@ class ChatApp(LookApp[None]):
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         chosen = self._preferences.get("theme")
         self.theme = chosen if chosen in self.available_themes else self._fitting
-        self.theme_changed_signal.subscribe(self, lambda theme: self._preferences.set("theme", theme.name))
-        self.page.call_after_refresh(gc.enable)  # the command starts with gc disabled: what a start allocates stays
+        self.theme_changed_signal.subscribe(
+            self, lambda theme: self._preferences.set("theme", theme.name)
+        )
+        # the command starts with gc disabled: what a start allocates stays
+        self.page.call_after_refresh(gc.enable)
 
     def _woken(self) -> None:
-        """After a SIGSTOP, which no program hears of: a shell had the terminal meanwhile. Begin with it anew."""
+        """After a SIGSTOP, which no program hears of: a shell had the terminal meanwhile. Begin
+        with it anew."""
         if self._driver is not None and not KeyboardTerminal().gone:
             self._driver.suspend_application_mode()
             self._driver.resume_application_mode()
             self.call_later(self.refresh, layout=True)
 
     def notify_elsewhere(self, text: str) -> None:
-        """Tell somebody who looks at another window, where the terminal says which one is in front."""
+        """Tell somebody who looks at another window, where the terminal says which one is in
+        front."""
         if not self.app_focus and self._driver is not None:
             self._driver.write(notice(text) if not self._told_elsewhere else "\a")
             self._told_elsewhere = True
@@ -84,10 +96,11 @@ class ChatApp(LookApp[None]):
             self._told_elsewhere = False
             self._driver.write(NOTICE_SEEN)
 
-    # -- keys and commands on every screen ------------------------------------------------------------------------
+    # -- keys and commands on every screen ---------------------------------------------------------
 
     async def action_interrupt(self) -> None:
-        """Close the dialog on top; else copy the selection, clear the input or stop the answer; pressed twice, quit."""
+        """Close the dialog on top; else copy the selection, clear the input or stop the answer;
+        pressed twice, quit."""
         if isinstance(self.screen, ModalScreen):
             self.screen.dismiss(None)
             return
@@ -100,10 +113,13 @@ class ChatApp(LookApp[None]):
         self.notify("Ctrl+C again quits", timeout=QUIT_WITHIN_S)
 
     async def action_end_of_input(self) -> None:
-        """Quit where nothing is typed; in a text the key removes the next character, as everywhere."""
+        """Quit where nothing is typed; in a text the key removes the next character, as
+        everywhere."""
         await self.page.composer.keys_handled()
         typed_in = self.focused
-        if (isinstance(typed_in, TextArea) and typed_in.text) or (isinstance(typed_in, Input) and typed_in.value):
+        if (isinstance(typed_in, TextArea) and typed_in.text) or (
+            isinstance(typed_in, Input) and typed_in.value
+        ):
             typed_in.action_delete_right()
         else:
             await self.chat.leave()
@@ -117,10 +133,14 @@ class ChatApp(LookApp[None]):
             if command.palette:
                 run = partial(self.call_later, commands.run_and_report, self.chat, command.name, "")
                 yield SystemCommand(command.palette, command.help, run)
-        yield SystemCommand("Theme", "change the colours; remembered for next time", self.action_change_theme)
+        yield SystemCommand(
+            "Theme", "change the colours; remembered for next time", self.action_change_theme
+        )
         # The picture is taken once the palette is gone.
         yield SystemCommand(
-            "Screenshot", "save this screen as an SVG picture", partial(self.set_timer, 0.1, self._save_picture)
+            "Screenshot",
+            "save this screen as an SVG picture",
+            partial(self.set_timer, 0.1, self._save_picture),
         )
 
     def _save_picture(self) -> None:
@@ -128,8 +148,12 @@ class ChatApp(LookApp[None]):
         for folder in (Path.home() / "Downloads", Path.cwd(), self.chat.history.path.parent):
             try:
                 if folder.is_dir():
-                    self.notify(f"saved {self.save_screenshot(name, str(folder))}", timeout=6, markup=False)
+                    self.notify(
+                        f"saved {self.save_screenshot(name, str(folder))}", timeout=6, markup=False
+                    )
                     return
             except OSError:
                 continue
-        self.notify("neither Downloads nor this folder takes the picture", severity="error", markup=False)
+        self.notify(
+            "neither Downloads nor this folder takes the picture", severity="error", markup=False
+        )

@@ -9,15 +9,25 @@ from localllm_tui.control.keys import CHAT, KEYS
 
 
 def bindings_of(owner: str) -> list[BindingType]:
-    """The bindings of one part of the screen. None is shown by Textual: the frames carry the hints."""
+    """The bindings of one part of the screen. None is shown by Textual: the frames carry the
+    hints."""
     own: list[BindingType] = [
-        Binding(key.keys, key.action, key.help, show=False, priority=key.priority, id=key.id or None)
+        Binding(
+            key.keys, key.action, key.help, show=False, priority=key.priority, id=key.id or None
+        )
         for key in KEYS
         if key.owner == owner and key.action and not key.caught
     ]
     if owner == CHAT:
         own += [
-            Binding(c.keys, f"command({c.name!r})", c.help, show=False, priority=True, id=f"command.{c.name}")
+            Binding(
+                c.keys,
+                f"command({c.name!r})",
+                c.help,
+                show=False,
+                priority=True,
+                id=f"command.{c.name}",
+            )
             for c in COMMANDS
             if c.keys
         ]
@@ -25,7 +35,8 @@ def bindings_of(owner: str) -> list[BindingType]:
 
 
 def caught_by(owner: str) -> dict[str, str]:
-    """The actions of the keys that one part of the screen must take before Textual's own widget does."""
+    """The actions of the keys that one part of the screen must take before Textual's own widget
+    does."""
     caught = {}
     for key in KEYS:
         if key.owner == owner and key.caught:

@@ -1,4 +1,5 @@
-"""The chat without a screen: one answer streamed to stdout, or line by line with the same slash commands."""
+"""The chat without a screen: one answer streamed to stdout, or line by line with the same slash
+commands."""
 
 from __future__ import annotations
 
@@ -77,12 +78,16 @@ class LineFace(Face):
     async def redraw(self) -> None:
         if self.chat.session.turns:
             turn = self.chat.session.turns[-1]
-            self.show(printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}"))
+            self.show(
+                printable(turn.content if turn.role == "assistant" else f"> {typed_in(turn)}")
+            )
 
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
         return _Page(sys.stdout, sys.stderr)
 
-    async def end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+    async def end_answer(
+        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+    ) -> None:
         assert isinstance(shown, _Page)
         shown.end()
         if stream.reason == "stopped" and error is None:
@@ -91,12 +96,19 @@ class LineFace(Face):
             self.note(note)
 
     async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
-        """List what was found; a number on the next line opens it. What was found in one conversation is listed alone."""
+        """List what was found; a number on the next line opens it. What was found in one
+        conversation is listed alone."""
         history, session = self.chat.history, self.chat.session
         if in_this_conversation:
-            hits = [h for h in history.search(words) if h.conversation_id == session.id] if words else []
+            hits = (
+                [h for h in history.search(words) if h.conversation_id == session.id]
+                if words
+                else []
+            )
             for hit in hits[:FOUND_SHOWN]:
-                self.note(f"  {'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}")
+                self.note(
+                    f"  {'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}"
+                )
             self.note(f"{len(hits)} turns" if words else "/find WORDS")
             return
         found = history.list(words or None, limit=FOUND_SHOWN)
@@ -124,7 +136,9 @@ class LineFace(Face):
     def copy(self, text: str, what: str) -> None:
         done = self._copy(text)
         self.note(
-            f"copied {what}" if done else "this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)"
+            f"copied {what}"
+            if done
+            else "this machine has no tool that takes a copy (pbcopy, wl-copy, xclip, xsel)"
         )
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
@@ -139,13 +153,21 @@ def _notes(stream: AnswerStream) -> list[str]:
     """What is out of the ordinary about a whole answer."""
     notes = ["note: the answer was cut at the token limit"] if stream.reason == "length" else []
     if stream.meter.left_out:
-        notes.append(f"note: the {stream.meter.left_out} oldest messages were left out to fit the context")
+        notes.append(
+            f"note: the {stream.meter.left_out} oldest messages were left out to fit the context"
+        )
     return notes
 
 
-def ask_once(client: ChatClient, model: str, messages: list[dict[str, str]], keep: PendingAnswer | None = None) -> None:
-    """Stream one answer to stdout, ending with a newline; `keep` stores it as it comes, however it ends. Progress goes to stderr if
-    that is a terminal. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
+def ask_once(
+    client: ChatClient,
+    model: str,
+    messages: list[dict[str, str]],
+    keep: PendingAnswer | None = None,
+) -> None:
+    """Stream one answer to stdout, ending with a newline; `keep` stores it as it comes, however it
+    ends. Progress goes to stderr if that is a terminal. Raises LocalLLMError, or KeyboardInterrupt
+    on Ctrl-C."""
 
     async def run() -> None:
         stream, page = AnswerStream(keep), _Page(sys.stdout, sys.stderr)
@@ -161,9 +183,12 @@ def ask_once(client: ChatClient, model: str, messages: list[dict[str, str]], kee
 
 
 def talk(options: ChatOptions) -> Session:
-    """Ask and answer line by line until end of input; returns the conversation of then. Ctrl-C stops an answer, and leaves when
-    there is none."""
-    print(f"{options.model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+    """Ask and answer line by line until end of input; returns the conversation of then. Ctrl-C
+    stops an answer, and leaves when there is none."""
+    print(
+        f"{options.model}: an empty line is skipped, /help lists the commands, Ctrl-D leaves",
+        file=sys.stderr,
+    )
     chat = LineFace(options).chat
     read = _reader()
     while not chat.left:
@@ -185,7 +210,8 @@ async def _do(chat: ChatController, line: str) -> None:
 
 
 def _reader() -> Callable[[], str]:
-    """Reads a line, or all the lines that were pasted at once, up to the Enter after them; raises EOFError."""
+    """Reads a line, or all the lines that were pasted at once, up to the Enter after them; raises
+    EOFError."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
         return lambda: input("> ")
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")  # not every terminal answers
@@ -227,17 +253,21 @@ class WrappedLines:
         elif self._at and self._at + cells > self._columns:
             self._at, piece = cells % self._columns, "\n" + piece
         else:
-            self._at = (self._at + cells) % self._columns if cells > self._columns else self._at + cells
+            self._at = (
+                (self._at + cells) % self._columns if cells > self._columns else self._at + cells
+            )
         return piece
 
 
 class _Page(AnswerDisplay):
-    """An answer on a stream of text. Progress is one line on a terminal that the next one, or the answer, replaces."""
+    """An answer on a stream of text. Progress is one line on a terminal that the next one, or the
+    answer, replaces."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out = out
         self._err = err if err.isatty() else None
-        # Bytes of the model's own for a file or a pipe; a terminal would obey its control characters.
+        # Bytes of the model's own for a file or a pipe; a terminal would obey its control
+        # characters.
         self._shown = printable if out.isatty() else str
         self._write = raw_write(out)
         self._said = ""

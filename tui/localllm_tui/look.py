@@ -1,4 +1,5 @@
-"""What holds for the look of every app here: colours that can be read, thin scrollbars, lines without control characters."""
+"""What holds for the look of every app here: colours that can be read, thin scrollbars, lines
+without control characters."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ T = TypeVar("T")
 
 
 class LookApp(App[T]):
-    """Adds `$hint` and `$accent-text` to each theme's variables: texts in them can be read in all of them."""
+    """Adds `$hint` and `$accent-text` to each theme's variables: texts in them can be read in all
+    of them."""
 
     CSS = (
         """
@@ -42,7 +44,8 @@ class LookApp(App[T]):
         return [*filters, NoColors()] if self.no_color else filters
 
     def fitting_theme(self, *, light: bool) -> str:
-        """The theme for a terminal of which nothing but its background is known: its own colours where it has 16."""
+        """The theme for a terminal of which nothing but its background is known: its own colours
+        where it has 16."""
         if self.console.color_system in ("standard", "windows"):
             return "ansi-light" if light else "ansi-dark"
         return "textual-light" if light else "textual-dark"

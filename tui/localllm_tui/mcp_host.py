@@ -1,4 +1,5 @@
-"""Programs that offer tools over the Model Context Protocol, on their standard input and output (the `mcp` SDK)."""
+"""Programs that offer tools over the Model Context Protocol, on their standard input and output
+(the `mcp` SDK)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _CALL_S = 120.0
 
 @dataclass(slots=True)
 class McpHost:
-    """Implements control.interfaces.ToolHost. The program gets the few variables of the environment that the SDK passes on, and
-    `env`; what it writes on standard error is dropped, since the screen is there."""
+    """Implements control.interfaces.ToolHost. The program gets the few variables of the environment
+    that the SDK passes on, and `env`; what it writes on standard error is dropped, since the screen
+    is there."""
 
     name: str
     command: str
@@ -34,7 +36,8 @@ class McpHost:
             import mcp  # noqa: F401
         except ImportError as e:
             raise LocalLLMError(
-                f"tools need the package mcp, which is not installed ({e})", hint="pip install 'localllm[tools]'"
+                f"tools need the package mcp, which is not installed ({e})",
+                hint="pip install 'localllm[tools]'",
             ) from e
         ready: asyncio.Future[Sequence[ToolSpec]] = asyncio.get_running_loop().create_future()
         self._leave = asyncio.Event()
@@ -44,19 +47,29 @@ class McpHost:
             return await asyncio.wait_for(asyncio.shield(ready), _START_S)
         except Exception as e:
             await self.close()
-            why = f"it said nothing for {_START_S:.0f} s" if isinstance(e, TimeoutError) else _reason(e)
+            why = (
+                f"it said nothing for {_START_S:.0f} s"
+                if isinstance(e, TimeoutError)
+                else _reason(e)
+            )
             raise LocalLLMError(
-                f"{self.name} does not start: {why}", hint=f"try it by hand: {' '.join([self.command, *self.args])}"
+                f"{self.name} does not start: {why}",
+                hint=f"try it by hand: {' '.join([self.command, *self.args])}",
             ) from e
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         if self._session is None:
             raise LocalLLMError(f"{self.name} is no longer running")
         try:
-            result = await self._session.call_tool(name, dict(arguments), read_timeout_seconds=_CALL_S)
+            result = await self._session.call_tool(
+                name, dict(arguments), read_timeout_seconds=_CALL_S
+            )
         except Exception as e:
             raise LocalLLMError(f"{self.name}: {_reason(e)}") from e
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in getattr(result, "content", ())]
+        parts = [
+            getattr(part, "text", None) or f"[{part.type}]"
+            for part in getattr(result, "content", ())
+        ]
         text = "\n".join(parts)
         return f"error: {text}" if getattr(result, "is_error", False) else text
 
@@ -71,14 +84,22 @@ class McpHost:
     async def _live(self, ready: asyncio.Future[Sequence[ToolSpec]], leave: asyncio.Event) -> None:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
-        given = StdioServerParameters(command=self.command, args=[*self.args], env=dict(self.env) or None)
+        given = StdioServerParameters(
+            command=self.command, args=[*self.args], env=dict(self.env) or None
+        )
         try:
             with open(os.devnull, "w") as nowhere:
-                async with stdio_client(given, errlog=nowhere) as (read, write), ClientSession(read, write) as session:
+                async with (
+                    stdio_client(given, errlog=nowhere) as (read, write),
+                    ClientSession(read, write) as session,
+                ):
                     await session.initialize()
                     listed = await session.list_tools()
                     self._session = session
-                    specs = [ToolSpec(t.name, t.description or "", t.input_schema, self.name) for t in listed.tools]
+                    specs = [
+                        ToolSpec(t.name, t.description or "", t.input_schema, self.name)
+                        for t in listed.tools
+                    ]
                     if not ready.done():
                         ready.set_result(specs)
                     await leave.wait()

@@ -31,7 +31,8 @@ class TurnClicked(Message):
 
 @dataclass
 class TurnAsked(Message):
-    """A key for the selected turn: `what` is an action of command_actions.run_on_turn, with its `argument`."""
+    """A key for the selected turn: `what` is an action of command_actions.run_on_turn, with its
+    `argument`."""
 
     turn_id: int
     what: str

@@ -1,4 +1,5 @@
-"""The screen of models alone, as `localllm recommend` shows it: ends with the model that is to be chatted with."""
+"""The screen of models alone, as `localllm recommend` shows it: ends with the model that is to be
+chatted with."""
 
 from __future__ import annotations
 

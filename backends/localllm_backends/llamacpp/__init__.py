@@ -1,4 +1,5 @@
-"""The llama.cpp backend: GGUF files through llama-cpp-python's low-level bindings. Importing loads no native code."""
+"""The llama.cpp backend: GGUF files through llama-cpp-python's low-level bindings. Importing loads
+no native code."""
 
 from __future__ import annotations
 
@@ -33,11 +34,16 @@ class LlamaCppType(BackendType):
 
     def available(self) -> str | None:
         if importlib.util.find_spec("llama_cpp") is None:
-            return "llama-cpp-python is not installed: run `pip install llama-cpp-python` (needs a C++ compiler)"
+            return (
+                "llama-cpp-python is not installed: run `pip install llama-cpp-python` (needs "
+                "a "
+                "C++ compiler)"
+            )
         return None
 
     def accepts(self, path: str) -> bool:
-        """True for a file that begins with GGUF's magic, or is named .gguf (a truncated one is ours to refuse)."""
+        """True for a file that begins with GGUF's magic, or is named .gguf (a truncated one is ours
+        to refuse)."""
         file = Path(path)
         if not file.is_file():
             return False
@@ -73,7 +79,13 @@ class LlamaCppType(BackendType):
     ) -> Embedder:
         from localllm_backends.llamacpp.embed import load_embedder
 
-        return load_embedder(path, n_ctx=n_ctx, n_threads=n_threads, n_gpu_layers=n_gpu_layers, on_progress=on_progress)
+        return load_embedder(
+            path,
+            n_ctx=n_ctx,
+            n_threads=n_threads,
+            n_gpu_layers=n_gpu_layers,
+            on_progress=on_progress,
+        )
 
 
 backend_type = LlamaCppType()

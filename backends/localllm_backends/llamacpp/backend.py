@@ -24,11 +24,24 @@ from localllm_backends.contract import (
 )
 from localllm_backends.following import with_heads, without_heads
 from localllm_backends.llamacpp import huge_weights
-from localllm_backends.llamacpp.batch import ABORTED, Batch, Interrupts, LlamaCppStepResult, LogitsView
+from localllm_backends.llamacpp.batch import (
+    ABORTED,
+    Batch,
+    Interrupts,
+    LlamaCppStepResult,
+    LogitsView,
+)
 from localllm_backends.llamacpp.cells import Carried, CellLedger, Positions, without_tail
 from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.heads import DraftHeads
-from localllm_backends.llamacpp.kv_blocks import HEADER, MAGIC, MAGIC_MTP, SequenceMemory, States, span
+from localllm_backends.llamacpp.kv_blocks import (
+    HEADER,
+    MAGIC,
+    MAGIC_MTP,
+    SequenceMemory,
+    States,
+    span,
+)
 from localllm_backends.llamacpp.kv_fidelity import KvTypeComparison
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabilities, model_info
 from localllm_backends.llamacpp.native import BufferSizes, has_gpu, log
@@ -39,7 +52,8 @@ from localllm_backends.owned import OwnedBackend
 
 
 class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
-    """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares cells."""
+    """One GGUF model. Sequences are llama.cpp sequence ids in one unified KV cache; `fork` shares
+    cells."""
 
     # Images make positions of their tokens in two dimensions: exported KV says where they lie.
     _two_dimensional = False
@@ -47,7 +61,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     _heads: DraftHeads | None
 
     def __init__(
-        self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, sizes: BufferSizes, *,
+        self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, sizes: BufferSizes,
+        *,
         recurrent: bool, heads: DraftHeads | None = None,
     ) -> None:  # fmt: skip
         super().__init__(llama, model)
@@ -59,9 +74,12 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = recurrent
         self._n_rewind = int(llama.llama_n_rs_seq(context)) if recurrent else 0
-        self._undoable: dict[SequenceId, int] = {}  # recurrent: tokens of the last step that can be taken back, once
+        self._undoable: dict[
+            SequenceId, int
+        ] = {}  # recurrent: tokens of the last step that can be taken back, once
         self._rolled_back: set[SequenceId] = set()
-        self._shares_windows = False  # sliding windows: forked since each last had cells of its own for its window
+        # sliding windows: forked since each last had cells of its own for its window
+        self._shares_windows = False
         n_batch = int(llama.llama_n_batch(context))
         self._batch, self._positions = Batch(llama, n_batch), Positions()
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
@@ -80,17 +98,22 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self.drop(warm)
         self._mapped = huge_weights.weights_of(path, spec)
         self.capabilities = capabilities(
-            llama, context, heads, states=self._states is not None, on_device=spec.n_gpu_layers != 0 and has_gpu()
+            llama,
+            context,
+            heads,
+            states=self._states is not None,
+            on_device=spec.n_gpu_layers != 0 and has_gpu(),
         )
         if self.capabilities.asynchronous and plain:
             self.sort_where_computed()
 
     def sort_where_computed(self) -> None:
-        """With several streams the greatest logits are sorted out by what computes them: for devices, whose rows are far."""
+        """With several streams the greatest logits are sorted out by what computes them: for
+        devices, whose rows are far."""
         self._top.able = True
         self.capabilities = replace(self.capabilities, samples=True)
 
-    # --- sequences -----------------------------------------------------------------------------------------------
+    # --- sequences --------------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceId:
         self._check_owner()
@@ -131,7 +154,9 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             return
         position = self._positions.at(sequence, n_tokens)
         if not self.can_rewind(sequence, n_tokens) or not self._memory.cut(sequence, position):
-            raise CannotRewindError(f"this model's memory can't go back from {length} to {n_tokens} tokens")
+            raise CannotRewindError(
+                f"this model's memory can't go back from {length} to {n_tokens} tokens"
+            )
         self._ledger.cut(sequence, n_tokens)
         self._positions.cut(sequence, n_tokens)
         if self._heads is not None:
@@ -163,15 +188,19 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return n_tokens >= length or not n_tokens or self._holds_window(sequence, n_tokens)
 
     def _holds_window(self, sequence: SequenceId, n_tokens: int) -> bool:
-        """Can position `n_tokens` be computed again: is everything its attention sees still in memory?"""
+        """Can position `n_tokens` be computed again: is everything its attention sees still in
+        memory?"""
         if self._recurrent:
-            # llama.cpp keeps one snapshot per token of the last step, and would hand out older, stale ones too.
+            # llama.cpp keeps one snapshot per token of the last step, and would hand out older,
+            # stale ones too.
             return 0 < self._ledger.length(sequence) - n_tokens <= self._undoable.get(sequence, 0)
         if not self._n_swa:
             return True
-        return self._memory.first(sequence) <= max(0, self._positions.at(sequence, n_tokens) - self._n_swa)
+        return self._memory.first(sequence) <= max(
+            0, self._positions.at(sequence, n_tokens) - self._n_swa
+        )
 
-    # --- compute -------------------------------------------------------------------------------------------------
+    # --- compute ----------------------------------------------------------------------------------
 
     def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks; all or nothing."""
@@ -188,9 +217,12 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             return self._step_apart(chunks, offsets)
         return self._decode(chunks, offsets, n_outputs)
 
-    def _step_apart(self, chunks: Sequence[Chunk], offsets: list[tuple[int, int]]) -> LlamaCppStepResult:
-        """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode, recurrent rollback
-        (n_rs_seq, "experimental" in llama.h) was seen to restore wrong states."""
+    def _step_apart(
+        self, chunks: Sequence[Chunk], offsets: list[tuple[int, int]]
+    ) -> LlamaCppStepResult:
+        """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode,
+        recurrent rollback (n_rs_seq, "experimental" in llama.h) was seen to restore wrong
+        states."""
         rows = []
         for chunk, (start, stop) in zip(chunks, offsets, strict=True):
             try:
@@ -199,7 +231,9 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
                 raise StepError(str(e)) from e
         return LlamaCppStepResult(partial(np.concatenate, rows), offsets)
 
-    def _decode(self, chunks: Sequence[Chunk], offsets: list[tuple[int, int]], n_outputs: int) -> LlamaCppStepResult:
+    def _decode(
+        self, chunks: Sequence[Chunk], offsets: list[tuple[int, int]], n_outputs: int
+    ) -> LlamaCppStepResult:
         batch = self._batch
         batch.clear()
         for chunk in chunks:
@@ -230,9 +264,12 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if self._heads is not None:
             self._heads.stepped(chunks)
         if not n:
-            # A device may only have taken the order: whoever times this step wants to know when it is done.
+            # A device may only have taken the order: whoever times this step wants to know when it
+            # is done.
             self._llama.llama_synchronize(self._context)
-            return LlamaCppStepResult(lambda: np.empty((0, self.n_vocab), dtype=np.float32), offsets)
+            return LlamaCppStepResult(
+                lambda: np.empty((0, self.n_vocab), dtype=np.float32), offsets
+            )
         sorted_out = SortedOut(self._top, chunks, few) if few else None
         return LlamaCppStepResult(partial(self._logits.rows, n), offsets, sorted_out)
 
@@ -241,8 +278,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return self._positions.at(sequence, self._ledger.length(sequence))
 
     def _separate_windows(self, chunks: Sequence[Chunk] = ()) -> bool:
-        """Make room in a sliding window's memory that forks fill, in the middle of a step of `chunks`; False if there is
-        none to be made."""
+        """Make room in a sliding window's memory that forks fill, in the middle of a step of
+        `chunks`; False if there is none to be made."""
         if not self._shares_windows or self._states is None or self._recurrent:
             return False
         self._undo(chunks)
@@ -280,12 +317,15 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         """Weights that steps read in the mapped file move into huge pages."""
         return self._mapped.move(spare_bytes)
 
-    def compare_kv(self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]) -> KvTypeComparison:
-        """Begin reading `tokens` with KV of each pair of types and with f16, in contexts of their own."""
+    def compare_kv(
+        self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
+    ) -> KvTypeComparison:
+        """Begin reading `tokens` with KV of each pair of types and with f16, in contexts of their
+        own."""
         self._check_owner()
         return KvTypeComparison(self._llama, self._model, self._spec, pairs, tokens)
 
-    # --- KV in and out -------------------------------------------------------------------------------------------
+    # --- KV in and out ----------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """KV of tokens [start, stop): llama.cpp's sequence state behind a 16-byte header."""
@@ -300,14 +340,24 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             if self._spare is None:
                 raise CannotRewindError("this model's memory can only be exported whole")
             via = self._spare
-        data = self._memory.export(sequence, *span, via, HEADER.pack(self._magic, start, stop, 0)) + tail
-        return data if self._heads is None else with_heads(data, self._heads.export_range(sequence, start, stop, via))
+        data = (
+            self._memory.export(sequence, *span, via, HEADER.pack(self._magic, start, stop, 0))
+            + tail
+        )
+        return (
+            data
+            if self._heads is None
+            else with_heads(data, self._heads.export_range(sequence, start, stop, via))
+        )
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
-        """In how many runs of cells these tokens lie, about: llama.cpp copies each by itself, twice a layer."""
+        """In how many runs of cells these tokens lie, about: llama.cpp copies each by itself, twice
+        a layer."""
         return self._ledger.runs(sequence, start, stop)
 
-    def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
+    def import_range(
+        self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
+    ) -> None:
         self._check_owner()
         states = self._states
         first, last = span(data, self._magic) if states is None else states.span(data)
@@ -317,7 +367,9 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._require_cells(last - first)
         if self._spare is None and states is None and (start, stop, first) != (0, last, 0):
             raise CannotRewindError("this model's memory can only be imported whole")
-        own, heads = without_heads(data) if self._heads is not None else (memoryview(data), memoryview(b""))
+        own, heads = (
+            without_heads(data) if self._heads is not None else (memoryview(data), memoryview(b""))
+        )
         carried = Carried((), last - 1)
         if self._two_dimensional:
             own, carried = without_tail(own, first, last)
@@ -384,7 +436,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return MAGIC if self._heads is None else MAGIC_MTP
 
     def memory(self) -> MemoryReport:
-        """What llama.cpp said it allocated for the context (and the draft heads'), and the weights' own bytes."""
+        """What llama.cpp said it allocated for the context (and the draft heads'), and the weights'
+        own bytes."""
         weights = int(self._llama.llama_model_size(self._model))
         if self._heads is not None:
             weights += self._heads.weights_bytes
@@ -410,6 +463,13 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         elif self._heads is not None:
             mark += "-mtp"
         return model_info(
-            self, self._llama, self._model, self._spec, fingerprint=mark, n_ctx=self._ledger.capacity,
-            n_seq_max=len(self._idle), n_batch=n_batch, n_outputs=outputs_reserved(self._spec, n_batch),
-        )  # fmt: skip
+            self,
+            self._llama,
+            self._model,
+            self._spec,
+            fingerprint=mark,
+            n_ctx=self._ledger.capacity,
+            n_seq_max=len(self._idle),
+            n_batch=n_batch,
+            n_outputs=outputs_reserved(self._spec, n_batch),
+        )

@@ -1,4 +1,5 @@
-"""llama_batch filled from numpy arrays in microseconds, the llama_decode of it, which can be interrupted, and the logits after."""
+"""llama_batch filled from numpy arrays in microseconds, the llama_decode of it, which can be
+interrupted, and the logits after."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ Rows = NDArray[np.float32]
 
 
 class Batch:
-    """Up to `capacity` tokens for one llama_decode: `clear`, then `add` one run of tokens after another.
+    """Up to `capacity` tokens for one llama_decode: `clear`, then `add` one run of tokens after
+    another.
 
-    With a `width` each carries a row of so many numbers, beside its token or (`tokens` False) instead of it; then a position may
-    be made of several numbers (`dimensions`)."""
+    With a `width` each carries a row of so many numbers, beside its token or (`tokens` False)
+    instead of it; then a position may be made of several numbers (`dimensions`)."""
 
-    def __init__(self, llama: Any, capacity: int, *, width: int = 0, tokens: bool = True, dimensions: int = 1) -> None:
+    def __init__(
+        self, llama: Any, capacity: int, *, width: int = 0, tokens: bool = True, dimensions: int = 1
+    ) -> None:
         i32 = ctypes.POINTER(ctypes.c_int32)
         self._token: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
         self._pos: NDArray[np.int32] = np.zeros(capacity * dimensions, dtype=np.int32)
@@ -40,7 +44,9 @@ class Batch:
             native.embd = self.rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         native.pos = self._pos.ctypes.data_as(i32)
         native.n_seq_id = self._n_seq.ctypes.data_as(i32)
-        native.seq_id = ctypes.cast(ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32))
+        native.seq_id = ctypes.cast(
+            ctypes.c_void_p(int(self._seq_pointers.ctypes.data)), ctypes.POINTER(i32)
+        )
         native.logits = self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         self.native = native
 
@@ -89,7 +95,8 @@ def floats(address: int | None, rows: int, width: int) -> Rows:
 
 
 class LogitsView:
-    """Sees a context's logits where llama.cpp keeps them: mostly where they were, and the view is the one of before."""
+    """Sees a context's logits where llama.cpp keeps them: mostly where they were, and the view is
+    the one of before."""
 
     def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
         self._llama, self._context, self._n_vocab = llama, context, n_vocab
@@ -97,7 +104,8 @@ class LogitsView:
         self._rows: Rows = np.empty((0, n_vocab), dtype=np.float32)
 
     def rows(self, n: int) -> Rows:
-        """The `n` rows [n, n_vocab] of the last step; they are the next one's as soon as that begins."""
+        """The `n` rows [n, n_vocab] of the last step; they are the next one's as soon as that
+        begins."""
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
         if self._seen != (address, n):
             self._seen, self._rows = (address, n), floats(address, n, self._n_vocab)
@@ -105,8 +113,8 @@ class LogitsView:
 
 
 class LlamaCppStepResult(StepResult):
-    """Logits of the last step: a view of llama.cpp's own output rows. Asking for them waits for a device to compute them; some of them
-    may be `sorted_out` there."""
+    """Logits of the last step: a view of llama.cpp's own output rows. Asking for them waits for a
+    device to compute them; some of them may be `sorted_out` there."""
 
     def __init__(
         self,
@@ -135,14 +143,16 @@ class LlamaCppStepResult(StepResult):
         return self._sorted_out.row(chunk)
 
 
-# Asking costs a microsecond per node: nothing beside a step with so many tokens, a twentieth of a small model's with one.
+# Asking costs a microsecond per node: nothing beside a step with so many tokens, a twentieth of a
+# small model's with one.
 _WORTH_TOKENS = 32
 # llama_decode's word for it (llama.h).
 ABORTED = 2
 
 
 class Interrupts:
-    """Ends a `decode` of one llama_context from another thread. `threads`: those that compute it."""
+    """Ends a `decode` of one llama_context from another thread. `threads`: those that compute
+    it."""
 
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama, self._context = llama, context
@@ -152,7 +162,8 @@ class Interrupts:
         self._never = llama.ggml_abort_callback()
 
     def decode(self, batch: Any, *, can_end: bool = True) -> int:
-        """llama_decode's code; `ABORTED` where `interrupt` was called meanwhile, and it `can_end` in the middle."""
+        """llama_decode's code; `ABORTED` where `interrupt` was called meanwhile, and it `can_end`
+        in the middle."""
         self.threads.ready(batch.n_tokens)
         long = can_end and batch.n_tokens >= _WORTH_TOKENS
         if long:
@@ -165,5 +176,6 @@ class Interrupts:
                 self._llama.llama_set_abort_callback(self._context, self._never, None)
 
     def interrupt(self) -> None:
-        """End the `decode` that runs now, or the next one if none does, unless it is short. From any thread."""
+        """End the `decode` that runs now, or the next one if none does, unless it is short. From
+        any thread."""
         self._wanted = True

@@ -1,8 +1,10 @@
-"""Books on the KV cache: exact counts of cells under sharing, and the positions of tokens where images take fewer than tokens.
+"""Books on the KV cache: exact counts of cells under sharing, and the positions of tokens where
+images take fewer than tokens.
 
-llama.cpp does not say how many cells are free. The ledger mirrors what it does (seq_cp shares, seq_rm releases a cell when
-its last sequence lets go), so that admission can be exact. With M-RoPE an image of 20 tokens in 5 columns takes 5 positions,
-all its tokens stand at the first; in every sequence without images token n has position n.
+llama.cpp does not say how many cells are free. The ledger mirrors what it does (seq_cp shares,
+seq_rm releases a cell when its last sequence lets go), so that admission can be exact. With M-RoPE
+an image of 20 tokens in 5 columns takes 5 positions, all its tokens stand at the first; in every
+sequence without images token n has position n.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ from localllm_backends.contract import BackendFailure, CannotRewindError, NoCell
 
 
 class CellLedger:
-    """`capacity` cells; each sequence is a line of cell numbers, a cell may stand in several lines."""
+    """`capacity` cells; each sequence is a line of cell numbers, a cell may stand in several
+    lines."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._holders: NDArray[np.int16] = np.zeros(capacity, dtype=np.int16)
         self._free: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._n_free = capacity
-        # When each cell was taken, counted in cells: those taken one after the other lie beside each other, as a rule.
+        # When each cell was taken, counted in cells: those taken one after the other lie beside
+        # each other, as a rule.
         self._taken: NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
         self._n_taken = 0
         self._lines: dict[int, NDArray[np.int32]] = {}
@@ -48,14 +52,15 @@ class CellLedger:
         return self._lengths[sequence]
 
     def append(self, sequence: int, n: int) -> None:
-        """Take `n` free cells for the end of the line; NoCellsError (nothing taken) when fewer are free."""
+        """Take `n` free cells for the end of the line; NoCellsError (nothing taken) when fewer are
+        free."""
         if n > self._n_free:
             raise NoCellsError(f"{n} KV cells needed, {self._n_free} of {self.capacity} free")
         length = self._lengths[sequence]
         line = self._room(sequence, length + n)
         if n == 1:
-            # The step of one stream: numpy's ways with many cells take longer, as the sweep over the weights has left none of
-            # their code in the processor's caches.
+            # The step of one stream: numpy's ways with many cells take longer, as the sweep over
+            # the weights has left none of their code in the processor's caches.
             cell = self._free.item(self._n_free - 1)
             line[length] = cell
             self._holders[cell] = 1
@@ -150,7 +155,8 @@ class Positions:
         self._images: dict[int, list[PlacedImage]] = {}
 
     def at(self, sequence: int, token: int) -> int:
-        """The position of token number `token`, which need not be there yet. CannotRewindError within an image."""
+        """The position of token number `token`, which need not be there yet. CannotRewindError
+        within an image."""
         position = token
         for image in self._images.get(sequence, ()):
             if image.stop <= token:
@@ -172,9 +178,11 @@ class Positions:
         if image not in held:
             held.append(image)
 
-    def adopt(self, sequence: int, start: int, stop: int, images: Sequence[PlacedImage]) -> tuple[int, int]:
-        """Those of the `images` that lie in the tokens [start, stop) come behind `start` tokens; returns the positions of
-        both ends."""
+    def adopt(
+        self, sequence: int, start: int, stop: int, images: Sequence[PlacedImage]
+    ) -> tuple[int, int]:
+        """Those of the `images` that lie in the tokens [start, stop) come behind `start` tokens;
+        returns the positions of both ends."""
         for image in images:
             if start <= image.start and image.stop <= stop:
                 self.place(sequence, image)

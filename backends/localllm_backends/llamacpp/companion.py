@@ -1,10 +1,12 @@
-"""Drafters trained for one model and published as a file beside it, on llama.cpp: EAGLE-3, DFlash, DSpark.
+"""Drafters trained for one model and published as a file beside it, on llama.cpp: EAGLE-3, DFlash,
+DSpark.
 
-They read what the model's layers made of each token (its features, taken during the model's own step) and share its
-vocabulary, and where their file has none, its embeddings and output matrix.
-Order of operations after llama.cpp's own drivers: common/speculative.cpp, common_speculative_impl_draft_eagle3 and
-common_speculative_impl_draft_dflash. There a row is read at its own place and here at that of the token behind it, as heads
-of a model's own have it: rotary attention sees distances only.
+They read what the model's layers made of each token (its features, taken during the model's own
+step) and share its vocabulary, and where their file has none, its embeddings and output matrix.
+Order of operations after llama.cpp's own drivers: common/speculative.cpp,
+common_speculative_impl_draft_eagle3 and common_speculative_impl_draft_dflash. There a row is read
+at its own place and here at that of the token behind it, as heads of a model's own have it: rotary
+attention sees distances only.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ from localllm_backends.reasons import first_reason
 
 _ASSISTANT = "gemma4-assistant"
 KINDS = ("eagle3", "dflash", _ASSISTANT)
-# Architectures whose layers' inputs llama.cpp hands out (src/models: t_layer_inp); for any other it aborts the process.
+# Architectures whose layers' inputs llama.cpp hands out (src/models: t_layer_inp); for any other it
+# aborts the process.
 _GIVE_FEATURES = frozenset({
-    "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan_vl", "lfm2", "llama", "mimo2", "minimax-01", "minimax-m2",
-    "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next",
+    "bailingmoe3", "deepseek4", "gemma4", "gpt-oss", "hunyuan_vl", "lfm2", "llama", "mimo2",
+    "minimax-01", "minimax-m2",
+    "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "qwen3", "qwen35", "qwen35moe",
+    "qwen3moe", "qwen3next",
 })  # fmt: skip
-# What their last layer made, which EAGLE-3 asks for as a hidden row (t_h_nextn) and DFlash as one more layer's input.
+# What their last layer made, which EAGLE-3 asks for as a hidden row (t_h_nextn) and DFlash as one
+# more layer's input.
 _GIVE_LAST = {
     "eagle3": frozenset(
         {
@@ -57,13 +63,16 @@ _MROPE = 8  # llama.h: enum llama_rope_type
 
 
 class Eagle3Heads(MtpHeads):
-    """One layer that guesses on from its own hidden row, and first from the features of three of the model's layers, fused
-    by an encoder. Its vocabulary may be a part of the model's: llama.cpp maps it back (d2t)."""
+    """One layer that guesses on from its own hidden row, and first from the features of three of
+    the model's layers, fused by an encoder. Its vocabulary may be a part of the model's: llama.cpp
+    maps it back (d2t)."""
 
     kind = "eagle3"
     first = 1
 
-    def __init__(self, llama: Any, drafter: Any, target: Any, context: Any, layers: Sequence[int]) -> None:
+    def __init__(
+        self, llama: Any, drafter: Any, target: Any, context: Any, layers: Sequence[int]
+    ) -> None:
         self._features = _Features(llama, target, layers, last_as_row=True)
         super().__init__(llama, drafter, target, context)
         self._drafter = drafter
@@ -90,8 +99,9 @@ class Eagle3Heads(MtpHeads):
 
 
 class AssistantHeads(MtpHeads):
-    """Gemma 4's assistants: a few layers that attend to what the model's own last two layers keep, and keep nothing themselves.
-    All they guess stands where the first guess does, as they were trained."""
+    """Gemma 4's assistants: a few layers that attend to what the model's own last two layers keep,
+    and keep nothing themselves. All they guess stands where the first guess does, as they were
+    trained."""
 
     kind = "assistant"
 
@@ -106,25 +116,36 @@ class AssistantHeads(MtpHeads):
         self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int
     ) -> None:
         sequence, newest, _ = want
-        self._batch.add_row([newest, *drafted][step], self._lines[sequence].read, sequence, rows[step], output=True)
+        self._batch.add_row(
+            [newest, *drafted][step], self._lines[sequence].read, sequence, rows[step], output=True
+        )
 
     def export_range(self, sequence: SequenceId, start: int, stop: int, via: int) -> bytes:
         return b""
 
-    def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int) -> None:
+    def import_range(
+        self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int
+    ) -> None:
         self._lines[sequence] = HeadsLine(stop, [self._zero_row()])
 
 
 class DflashHeads(DraftHeads):
-    """A few layers that fill in a block of masked tokens in one pass, with the features of what the model has read as their
-    KV. DSpark's Markov head is part of that pass; its confidences say where to stop. DFlash2 gives a few candidates for
-    each place, with scores of what follows what (its selector)."""
+    """A few layers that fill in a block of masked tokens in one pass, with the features of what the
+    model has read as their KV. DSpark's Markov head is part of that pass; its confidences say where
+    to stop. DFlash2 gives a few candidates for each place, with scores of what follows what (its
+    selector)."""
 
     kind = "dflash"
     first = 1
 
     def __init__(
-        self, llama: Any, drafter: Any, target: Any, context: Any, layers: Sequence[int], block: _BlockLayout
+        self,
+        llama: Any,
+        drafter: Any,
+        target: Any,
+        context: Any,
+        layers: Sequence[int],
+        block: _BlockLayout,
     ) -> None:
         self._features = _Features(llama, target, layers, last_as_row=False)
         super().__init__(llama, target, context, self._features.width)
@@ -132,7 +153,9 @@ class DflashHeads(DraftHeads):
         self._n_hidden = int(llama.llama_model_n_embd_out(drafter))
         self._features.enable(self._functions)
         dimensions = 4 if int(llama.llama_model_rope_type(drafter)) == _MROPE else 1
-        self._inject = Batch(llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions)
+        self._inject = Batch(
+            llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions
+        )
         self._masked = Batch(llama, self._n_batch)
         # The lattice of a selector is no row of an output.
         self._functions["set_rows"](context, True, not block.selector_top_k)
@@ -207,7 +230,9 @@ class DflashHeads(DraftHeads):
 class _Features:
     """What these layers of the model were given, at each token of its last step, side by side."""
 
-    def __init__(self, llama: Any, target: Any, layers: Sequence[int], *, last_as_row: bool) -> None:
+    def __init__(
+        self, llama: Any, target: Any, layers: Sequence[int], *, last_as_row: bool
+    ) -> None:
         model = llama.llama_get_model(target)
         self._target, self._layers = target, layers
         self._n_embd = int(llama.llama_model_n_embd(model))
@@ -237,21 +262,26 @@ class _Features:
 
 
 class _BlockLayout:
-    """How a block of DFlash's is laid out: `rows` tokens, the newest and masks behind it, guesses from row `anchor` on."""
+    """How a block of DFlash's is laid out: `rows` tokens, the newest and masks behind it, guesses
+    from row `anchor` on."""
 
-    def __init__(self, llama: Any, drafter: Any, functions: dict[str, Any], header: NativeHeader) -> None:
+    def __init__(
+        self, llama: Any, drafter: Any, functions: dict[str, Any], header: NativeHeader
+    ) -> None:
         self.rows = header.number("dflash.block_size") or 16
         self.mask = int(llama.llama_vocab_mask(llama.llama_model_get_vocab(drafter)))
         self.causal = header.flag("dflash.attention.causal", otherwise=False)
         markov = header.has_tensor("markov_w1.weight")
         # DSpark's first guess is at the newest token's own place, unless it was trained otherwise.
-        self.anchor = 0 if markov and header.flag("dflash.sample_from_anchor", otherwise=True) else 1
+        self.anchor = (
+            0 if markov and header.flag("dflash.sample_from_anchor", otherwise=True) else 1
+        )
         self.confidence = markov and header.has_tensor("conf_proj.weight")
         self.selector_top_k = int(functions["selector_top_k"](drafter))
         self.most = self.rows - self.anchor
 
 
-# --- opening one ---------------------------------------------------------------------------------------------------------
+# --- opening one ----------------------------------------------------------------------------------
 
 
 def kind_of(path: Path) -> str:
@@ -265,14 +295,19 @@ def kind_of(path: Path) -> str:
     return architecture if architecture in KINDS else ""
 
 
-def open_drafter(llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max: int) -> tuple[DraftHeads, BufferSizes]:
-    """The drafter in the file `spec.drafter`, following `target`, a context of `model`, and what its weights lie in. LoadError where it
-    is not one for this model, or can't run here."""
+def open_drafter(
+    llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max: int
+) -> tuple[DraftHeads, BufferSizes]:
+    """The drafter in the file `spec.drafter`, following `target`, a context of `model`, and what
+    its weights lie in. LoadError where it is not one for this model, or can't run here."""
     path = Path(spec.drafter)
     check_file(path)
     functions = staging_functions(llama)
     if functions is None:
-        raise _refused(path, "this build of llama.cpp does not export what drafting from a model's features needs")
+        raise _refused(
+            path,
+            "this build of llama.cpp does not export what drafting from a model's features needs",
+        )
     header, main = NativeHeader(path), NativeHeader(parts(Path(spec.path))[0])
     drafter = None
     try:
@@ -281,8 +316,12 @@ def open_drafter(llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max:
         _check_vocabulary(llama, path, model, drafter)
         block = _BlockLayout(llama, drafter, functions, header)
         if kind == "dflash" and (not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0):
-            raise _refused(path, f"its block of {block.rows} tokens, or its mask token, can't be used")
-        layers = list(functions["target_layers"](drafter)[: int(functions["n_target_layers"](drafter))])
+            raise _refused(
+                path, f"its block of {block.rows} tokens, or its mask token, can't be used"
+            )
+        layers = list(
+            functions["target_layers"](drafter)[: int(functions["n_target_layers"](drafter))]
+        )
         if kind != _ASSISTANT:
             _check_layers(llama, path, model, layers, kind, main.text("general.architecture"))
         context = new_context(
@@ -316,7 +355,9 @@ def _check_headers(path: Path, header: NativeHeader, main: NativeHeader) -> str:
     """The drafter's kind. LoadError where the headers alone say that it does not fit."""
     kind, architecture = header.text("general.architecture"), main.text("general.architecture")
     if kind not in KINDS:
-        raise _refused(path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}")
+        raise _refused(
+            path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}"
+        )
     unfit = _assistant_unfit if kind == _ASSISTANT else _reader_unfit
     reason = unfit(header, main, kind, architecture)
     if reason:
@@ -326,7 +367,10 @@ def _check_headers(path: Path, header: NativeHeader, main: NativeHeader) -> str:
 
 def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
     """Why a reader of features can't draft for the model."""
-    width, own = main.number(f"{architecture}.embedding_length"), header.number(f"{kind}.embedding_length")
+    width, own = (
+        main.number(f"{architecture}.embedding_length"),
+        header.number(f"{kind}.embedding_length"),
+    )
     made_for = header.number("eagle3.target_hidden_size") if kind == "eagle3" else own
     has_embeddings = header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")
     return first_reason(
@@ -341,31 +385,46 @@ def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architect
             ),
             (
                 made_for != width,
-                f"it was trained for a model whose layers are {made_for:,} wide, and this one's are {width:,}",
+                f"it was trained for a model whose layers are {made_for:,} wide, and this one's "
+                f"are {width:,}",
             ),
             (
                 own != width and not has_embeddings,
-                f"it is {own:,} wide and would share the embeddings of a model that is {width:,} wide",
+                f"it is {own:,} wide and would share the embeddings of a model that is {width:,} "
+                "wide",
             ),
         ]
     )
 
 
 def _assistant_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:
-    """Why an assistant can't read what the last two layers of this model keep: llama.cpp does not look, and would read
-    beside it."""
-    width, wanted = main.number("gemma4.embedding_length"), header.number(f"{kind}.embedding_length_out")
+    """Why an assistant can't read what the last two layers of this model keep: llama.cpp does not
+    look, and would read beside it."""
+    width, wanted = (
+        main.number("gemma4.embedding_length"),
+        header.number(f"{kind}.embedding_length_out"),
+    )
     last, kept = main.number("gemma4.block_count") - 1, _kept_by_layer(main, "gemma4")
     read = _kept_by_layer(header, kind)
     fits = len(kept) > last > 0 and read and all(one == kept[last - one[0]] for one in read)
-    windows = main.number("gemma4.attention.sliding_window"), header.number(f"{kind}.attention.sliding_window")
+    windows = (
+        main.number("gemma4.attention.sliding_window"),
+        header.number(f"{kind}.attention.sliding_window"),
+    )
     return first_reason(
         [
-            (architecture != "gemma4", f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model"),
-            (width != wanted, f"it was made for a model {wanted:,} wide, and this one is {width:,} wide"),
+            (
+                architecture != "gemma4",
+                f"it reads the KV of a Gemma 4 model, and this is a {architecture!r} model",
+            ),
+            (
+                width != wanted,
+                f"it was made for a model {wanted:,} wide, and this one is {width:,} wide",
+            ),
             (
                 not fits or windows[0] != windows[1],
-                "its layers read keys of other sizes, or another window, than this model's last two layers have",
+                "its layers read keys of other sizes, or another window, than this model's last "
+                "two layers have",
             ),
         ]
     )
@@ -374,22 +433,30 @@ def _assistant_unfit(header: NativeHeader, main: NativeHeader, kind: str, archit
 def _kept_by_layer(header: NativeHeader, architecture: str) -> list[tuple[int, int, int]]:
     """Of each layer whether it sees a window alone, its heads of keys and their width."""
     windows, heads = (
-        header.numbers(f"{architecture}.attention.{k}") for k in ("sliding_window_pattern", "head_count_kv")
+        header.numbers(f"{architecture}.attention.{k}")
+        for k in ("sliding_window_pattern", "head_count_kv")
     )
     widths = [header.number(f"{architecture}.attention.key_length{end}") for end in ("", "_swa")]
     heads = heads if len(heads) == len(windows) else heads * len(windows)
     return [(window, n, widths[window]) for window, n in zip(windows, heads, strict=False)]
 
 
-def _check_layers(llama: Any, path: Path, model: Any, layers: Sequence[int], kind: str, architecture: str) -> None:
+def _check_layers(
+    llama: Any, path: Path, model: Any, layers: Sequence[int], kind: str, architecture: str
+) -> None:
     n_layers = int(llama.llama_model_n_layer(model))
     if not layers or min(layers) < 0 or max(layers) > n_layers:
         raise _refused(
-            path, f"it reads the layers {', '.join(map(str, layers)) or 'none'}, and this model has {n_layers}"
+            path,
+            f"it reads the layers {', '.join(map(str, layers)) or 'none'}, and this model "
+            "has "
+            f"{n_layers}",
         )
     if max(layers) == n_layers and architecture not in _GIVE_LAST[kind]:
         raise _refused(
-            path, f"it reads behind the last layer, which llama.cpp does not give of {architecture!r} models"
+            path,
+            "it reads behind the last layer, which llama.cpp does not give of "
+            f"{architecture!r} models",
         )
 
 
@@ -401,4 +468,6 @@ def _check_vocabulary(llama: Any, path: Path, model: Any, drafter: Any) -> None:
     text = llama.llama_vocab_get_text
     for i in range(n):
         if text(own, i) != text(its, i):
-            raise _refused(path, f"its token {i} is {text(its, i)!r} and the model's {text(own, i)!r}")
+            raise _refused(
+                path, f"its token {i} is {text(its, i)!r} and the model's {text(own, i)!r}"
+            )

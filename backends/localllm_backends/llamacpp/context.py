@@ -1,7 +1,8 @@
-"""From a LoadSpec to the parameters of llama_model and llama_context: layers, experts and KV on devices, batch, outputs, threads.
+"""From a LoadSpec to the parameters of llama_model and llama_context: layers, experts and KV on
+devices, batch, outputs, threads.
 
-llama.cpp counts layers from the end: the last `n_gpu_layers` of them, the output being one, are the devices'. Which
-tensors go elsewhere all the same it is told by patterns over their names.
+llama.cpp counts layers from the end: the last `n_gpu_layers` of them, the output being one, are the
+devices'. Which tensors go elsewhere all the same it is told by patterns over their names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
 from localllm_backends.llamacpp.devices import accelerators
-from localllm_backends.llamacpp.native import GGML_TYPES, cause, ggml_function, has_gpu, log, offload, start_native
+from localllm_backends.llamacpp.native import (
+    GGML_TYPES,
+    cause,
+    ggml_function,
+    has_gpu,
+    log,
+    offload,
+    start_native,
+)
 from localllm_backends.llamacpp.threads import usable_cores
 
 _CPU_DEVICE = 0  # ggml-backend.h: enum ggml_backend_dev_type
@@ -39,7 +48,8 @@ def experts_pattern(n_layers: int) -> str:
 
 @contextmanager
 def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
-    """llama_model_params that place the weights as `spec` says. What they point to lives as long as the block."""
+    """llama_model_params that place the weights as `spec` says. What they point to lives as long as
+    the block."""
     placed = spec.placement
     params = llama.llama_model_default_params()
     offload(params, spec.n_gpu_layers)
@@ -59,7 +69,10 @@ def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
     if placed.tensor_split:
         most = int(llama.llama_max_devices())
         if len(placed.tensor_split) > most:
-            raise LoadError(f"llama.cpp splits a model over {most} devices at most, not {len(placed.tensor_split)}")
+            raise LoadError(
+                f"llama.cpp splits a model over {most} devices at most, not "
+                f"{len(placed.tensor_split)}"
+            )
         kept.append((ctypes.c_float * most)(*placed.tensor_split))
         params.tensor_split = kept[-1]
     try:
@@ -69,10 +82,12 @@ def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
 
 
 def release_pages(path: Path) -> int:
-    """Let go of the pages of `path` that are mapped into this process; the bytes that were mapped. Linux only.
+    """Let go of the pages of `path` that are mapped into this process; the bytes that were mapped.
+    Linux only.
 
-    Weights that llama.cpp laid out anew or copied to a device stay resident a second time in the mapped file. What is
-    still used of it comes back from the system's file cache when it is next touched.
+    Weights that llama.cpp laid out anew or copied to a device stay resident a second time in the
+    mapped file. What is still used of it comes back from the system's file cache when it is next
+    touched.
     """
     if sys.platform != "linux":
         return 0
@@ -86,7 +101,8 @@ def release_pages(path: Path) -> int:
 
 
 def mapped_at(path: Path) -> list[tuple[int, int]]:
-    """(start, stop) of the addresses at which `path` is mapped into this process; none where that can't be read."""
+    """(start, stop) of the addresses at which `path` is mapped into this process; none where that
+    can't be read."""
     name, found = str(path.resolve()), []
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -99,8 +115,9 @@ def mapped_at(path: Path) -> list[tuple[int, int]]:
     return found
 
 
-# Tokens of a micro-batch: larger ones bring little. A step is one, or on a GPU up to `_GPU_STEP`, as llama.cpp's own programs take:
-# it computes the next one while the host is still busy with the one before.
+# Tokens of a micro-batch: larger ones bring little. A step is one, or on a GPU up to `_GPU_STEP`,
+# as llama.cpp's own programs take: it computes the next one while the host is still busy with the
+# one before.
 _MICRO_BATCH, _GPU_STEP = 512, 2048
 _DEFAULT_CTX = 8192
 _OUTPUTS_PER_SEQUENCE = 16
@@ -110,8 +127,8 @@ _FLASH_AUTO, _FLASH_OFF = -1, 0
 
 
 def outputs_reserved(spec: LoadSpec, n_batch: int) -> int:
-    """Rows of logits a step may ask for. llama.cpp aborts the process beyond what was reserved, and every row costs
-    n_vocab × 4 bytes, so the number is set once here and held by `step`."""
+    """Rows of logits a step may ask for. llama.cpp aborts the process beyond what was reserved, and
+    every row costs n_vocab × 4 bytes, so the number is set once here and held by `step`."""
     return min(n_batch, spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE))
 
 
@@ -121,11 +138,19 @@ def served_context(model: Any, spec: LoadSpec) -> int:
 
 
 def _steps_are_divisible(model: Any, spec: LoadSpec) -> bool:
-    """True on a GPU where what several micro-batches left can be taken back: no window or state was written over by the second, and no
-    heads or images want a step to be one."""
+    """True on a GPU where what several micro-batches left can be taken back: no window or state was
+    written over by the second, and no heads or images want a step to be one."""
     llama = start_native()
-    kept = llama.llama_model_n_swa(model) or llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
-    return has_gpu() and spec.n_gpu_layers != 0 and not (kept or spec.mtp or spec.drafter or spec.projector)
+    kept = (
+        llama.llama_model_n_swa(model)
+        or llama.llama_model_is_recurrent(model)
+        or llama.llama_model_is_hybrid(model)
+    )
+    return (
+        has_gpu()
+        and spec.n_gpu_layers != 0
+        and not (kept or spec.mtp or spec.drafter or spec.projector)
+    )
 
 
 def new_context(
@@ -139,9 +164,11 @@ def new_context(
     n_batch: int = 0,
     draft_cells: int = 0,
 ) -> Any:
-    """The llama_context for `model`, or with `mtp` the one its draft heads run in; OutOfMemoryError or LoadError with
-    the reason otherwise. `beside`: the context of the model that `model` drafts for, with steps of `n_batch` tokens and
-    `draft_cells` more to draft in. `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
+    """The llama_context for `model`, or with `mtp` the one its draft heads run in; OutOfMemoryError
+    or LoadError with the reason otherwise.
+    `beside`: the context of the model that `model` drafts for, with steps of `n_batch` tokens and
+    `draft_cells` more to draft in.
+    `at_node`: a ggml_backend_sched_eval_callback, which may pause or end what it computes."""
     llama = start_native()
     params = llama.llama_context_default_params()
     drafts = mtp or beside is not None
@@ -149,7 +176,9 @@ def new_context(
     params.n_ctx = served_context(model, spec)
     params.n_ubatch = n_batch
     params.n_batch = (
-        max(n_batch, _GPU_STEP) if not at_node and not beside and _steps_are_divisible(model, spec) else n_batch
+        max(n_batch, _GPU_STEP)
+        if not at_node and not beside and _steps_are_divisible(model, spec)
+        else n_batch
     )
     params.n_seq_max = n_seq_max
     # llama.cpp aborts the process where there is less than one row for each sequence.
@@ -162,7 +191,8 @@ def new_context(
     if beside is not None:
         params.ctx_other, params.n_outputs_max = beside, n_batch
     if drafts:
-        # Beside what the model holds, room for what is being drafted, and for what a fork has to read for itself.
+        # Beside what the model holds, room for what is being drafted, and for what a fork has to
+        # read for itself.
         params.n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
     params.n_threads = params.n_threads_batch = spec.n_threads or usable_cores()
     # AUTO, not ON: where a device lacks the kernel, ON would silently compute attention on the CPU.
@@ -187,6 +217,8 @@ def made_context(model: Any, params: Any) -> Any:
     if not context:
         why = cause("llama.cpp gave no reason")
         if "alloc" in why:
-            raise OutOfMemoryError(f"not enough memory for a context of {params.n_ctx} tokens: {why}")
+            raise OutOfMemoryError(
+                f"not enough memory for a context of {params.n_ctx} tokens: {why}"
+            )
         raise LoadError(f"llama.cpp can't make a context of {params.n_ctx} tokens: {why}")
     return context

@@ -1,12 +1,14 @@
-"""ggml's devices: their memory, the largest KV tensor each computes with, and a program that lists them.
+"""ggml's devices: their memory, the largest KV tensor each computes with, and a program that lists
+them.
 
 A driver that is broken may crash or hang whoever loads it; who wants the list runs the program:
 
     python -m localllm_backends.llamacpp.devices        (prints one JSON object)
 
-The fields are ggml's own (ggml-backend.h): sizes in bytes, `largest_buffer_bytes` the most one allocation may have (null
-where ggml names no limit), `id` the PCI address where the device has one. `features` is what each backend says it was
-compiled for, `said` the lines it logged while it looked for its devices: the only place where some capabilities stand.
+The fields are ggml's own (ggml-backend.h): sizes in bytes, `largest_buffer_bytes` the most one
+allocation may have (null where ggml names no limit), `id` the PCI address where the device has one.
+`features` is what each backend says it was compiled for, `said` the lines it logged while it looked
+for its devices: the only place where some capabilities stand.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
-from localllm_backends.llamacpp.native import GGML_TYPES, GgmlInitParams, c_string, ggml_function, log
+from localllm_backends.llamacpp.native import (
+    GGML_TYPES,
+    GgmlInitParams,
+    c_string,
+    ggml_function,
+    log,
+)
 from localllm_backends.program import print_answer
 
 # ggml-backend.h: enum ggml_backend_dev_type
@@ -31,9 +39,9 @@ _CELLS = 256  # llama.cpp pads every context to this many
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device of the loaded library: its handle, ggml's name for it ("Vulkan0"), and the bytes free and in all. With
-    GGML_CUDA_ENABLE_UNIFIED_MEMORY ggml calls free what the system has (https://github.com/ggml-org/llama.cpp/issues/17536): no
-    more than is in all is believed."""
+    """One device of the loaded library: its handle, ggml's name for it ("Vulkan0"), and the bytes
+    free and in all. With GGML_CUDA_ENABLE_UNIFIED_MEMORY ggml calls free what the system has
+    (https://github.com/ggml-org/llama.cpp/issues/17536): no more than is in all is believed."""
 
     handle: int
     name: str
@@ -42,8 +50,9 @@ class Accelerator:
 
 
 def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
-    """The devices that layers go to: the cards, or without one the integrated GPU, as llama.cpp chooses; of these only those of
-    the numbers `cards` in the order of their PCI addresses, where any is given. LoadError for one that is not there."""
+    """The devices that layers go to: the cards, or without one the integrated GPU, as llama.cpp
+    chooses; of these only those of the numbers `cards` in the order of their PCI addresses, where
+    any is given. LoadError for one that is not there."""
     found = devices_of_type(GPU) or devices_of_type(INTEGRATED)
     if cards:
         found = _of_numbers(found, cards)
@@ -68,13 +77,17 @@ def devices_of_type(*types: int) -> list[int]:
 
 
 def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
-    """CUDA numbers the fastest card 0 unless it is told otherwise, Vulkan as its loader likes: addresses are the same for all.
-    Where a device has none, the order is ggml's."""
+    """CUDA numbers the fastest card 0 unless it is told otherwise, Vulkan as its loader likes:
+    addresses are the same for all. Where a device has none, the order is ggml's."""
     addresses = [_text(_properties(handle).device_id).lower() for handle in handles]
     if all(addresses):
         handles = [handle for _, handle in sorted(zip(addresses, handles, strict=True))]
     if max(cards) >= len(handles):
-        raise LoadError(f"the plan is for GPU {max(cards)}, and this llama.cpp has {len(handles)} (counted from 0)")
+        raise LoadError(
+            f"the plan is for GPU {max(cards)}, and this llama.cpp has {len(handles)} "
+            "(counted "
+            "from 0)"
+        )
     return [handles[number] for number in cards]
 
 
@@ -85,8 +98,9 @@ def _properties(handle: int) -> _Props:
 
 
 def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
-    """OutOfMemoryError where a layer's K or V cache of `n_ctx` tokens is larger than what an accelerator computes with in one
-    piece (Vulkan's storage buffers: 4 GiB on cards, 128 MiB where no more is promised). llama.cpp aborts the process then."""
+    """OutOfMemoryError where a layer's K or V cache of `n_ctx` tokens is larger than what an
+    accelerator computes with in one piece (Vulkan's storage buffers: 4 GiB on cards, 128 MiB where
+    no more is promised). llama.cpp aborts the process then."""
     if spec.n_gpu_layers == 0:
         return
     widths = _kv_widths(llama, model)
@@ -95,17 +109,21 @@ def check_kv(llama: Any, model: Any, spec: LoadSpec, n_ctx: int) -> None:
             most = _most_cells(device, GGML_TYPES[kind], width, -(-n_ctx // _CELLS) * _CELLS)
             if most is not None:
                 raise OutOfMemoryError(
-                    f"not enough room for a context of {n_ctx} tokens: {device.name} computes with a KV cache of at most "
+                    f"not enough room for a context of {n_ctx} tokens: {device.name} computes "
+                    "with a KV cache of at most "
                     f"{most} tokens a layer ({kind}); ask for fewer, or for a smaller KV type"
                 )
 
 
 def _kv_widths(llama: Any, model: Any) -> tuple[int, int]:
-    """Elements that the first layer's K and V keep for a token; (0, 0) where it keeps none (recurrent)."""
+    """Elements that the first layer's K and V keep for a token; (0, 0) where it keeps none
+    (recurrent)."""
     architecture = c_string(llama.llama_model_meta_val_str, model, b"general.architecture") or ""
 
     def number(key: str) -> int:
-        text = c_string(llama.llama_model_meta_val_str, model, f"{architecture}.attention.{key}".encode())
+        text = c_string(
+            llama.llama_model_meta_val_str, model, f"{architecture}.attention.{key}".encode()
+        )
         return int(text) if text and text.isdigit() else 0
 
     heads = int(llama.llama_model_n_head_kv(model))
@@ -114,23 +132,33 @@ def _kv_widths(llama: Any, model: Any) -> tuple[int, int]:
 
 
 def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int | None:
-    """None where the device writes rows into a cache of that many cells, or into none of that type at all (then another
-    device does it, slowly); otherwise the most cells it takes."""
-    if not width or _writes_rows(device, kind, width, cells) or not _writes_rows(device, kind, width, _CELLS):
+    """None where the device writes rows into a cache of that many cells, or into none of that type
+    at all (then another device does it, slowly); otherwise the most cells it takes."""
+    if (
+        not width
+        or _writes_rows(device, kind, width, cells)
+        or not _writes_rows(device, kind, width, _CELLS)
+    ):
         return None
     low, high = 1, cells // _CELLS
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _writes_rows(device, kind, width, middle * _CELLS) else (low, middle)
+        low, high = (
+            (middle, high) if _writes_rows(device, kind, width, middle * _CELLS) else (low, middle)
+        )
     return low * _CELLS
 
 
 def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool:
-    """Does the device compute what fills a KV cache of this size? Asked with tensors that have no data."""
+    """Does the device compute what fills a KV cache of this size? Asked with tensors that have no
+    data."""
     tensor = ggml_function("ggml_new_tensor_2d")
     scratch = ggml_function("ggml_init")(GgmlInitParams(_SCRATCH_BYTES, None, True))
     try:
-        cache, new = tensor(scratch, kind, width, cells), tensor(scratch, GGML_TYPES["f32"], width, 1)
+        cache, new = (
+            tensor(scratch, kind, width, cells),
+            tensor(scratch, GGML_TYPES["f32"], width, 1),
+        )
         rows = ggml_function("ggml_set_rows")(scratch, cache, new, tensor(scratch, _I64, 1, 1))
         return bool(ggml_function("ggml_backend_dev_supports_op")(device.handle, rows))
     finally:
@@ -158,7 +186,8 @@ class _Props(ctypes.Structure):
         ("type", ctypes.c_int),
         ("device_id", ctypes.c_char_p),
         ("caps", _Caps),
-        ("_later", ctypes.c_char * 64),  # what a newer ggml may add must not be written past our end
+        # what a newer ggml may add must not be written past our end
+        ("_later", ctypes.c_char * 64),
     ]
 
 
@@ -167,7 +196,8 @@ class _Feature(ctypes.Structure):
 
 
 def devices() -> dict[str, Any]:
-    """Every device of this process's llama.cpp, as the module says. Loads every driver that it was compiled for."""
+    """Every device of this process's llama.cpp, as the module says. Loads every driver that it was
+    compiled for."""
     import llama_cpp
 
     log.install()
@@ -204,8 +234,11 @@ def devices() -> dict[str, Any]:
 
 
 def _features(registry: int) -> dict[str, str]:
-    """What a backend was compiled for, by its own list (CUDA: ARCHS, CPU: AVX2 …); empty where it has none."""
-    address = ggml_function("ggml_backend_reg_get_proc_address")(registry, b"ggml_backend_get_features")
+    """What a backend was compiled for, by its own list (CUDA: ARCHS, CPU: AVX2 …); empty where it
+    has none."""
+    address = ggml_function("ggml_backend_reg_get_proc_address")(
+        registry, b"ggml_backend_get_features"
+    )
     if not address:
         return {}
     listed = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)(registry)

@@ -1,4 +1,5 @@
-"""Embedding models and rerankers through llama.cpp: BERT and its family, and decoders whose GGUF names a pooling."""
+"""Embedding models and rerankers through llama.cpp: BERT and its family, and decoders whose GGUF
+names a pooling."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from localllm_backends.llamacpp.weights import fingerprint, open_file
 _POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _RANK = 4
 _NO_TOKEN = -1
-# An input is pooled within one micro-batch, whose buffers grow with it: 2,048 tokens unless more is asked for.
+# An input is pooled within one micro-batch, whose buffers grow with it: 2,048 tokens unless more is
+# asked for.
 _DEFAULT_CTX = 2048
 _MOST_SEQUENCES = 32
 
@@ -37,11 +39,14 @@ class LlamaCppEmbedder(Embedder):
         self._n_seq_max = int(llama.llama_n_seq_max(context))
         self._batch = Batch(llama, self._n_batch)
         self.pooling = _POOLINGS[int(llama.llama_pooling_type(context))]
-        width = llama.llama_model_n_cls_out if self.pooling == "rank" else llama.llama_model_n_embd_out
+        width = (
+            llama.llama_model_n_cls_out if self.pooling == "rank" else llama.llama_model_n_embd_out
+        )
         self.n_embd = int(width(model))
         eos = int(llama.llama_vocab_eos(self._vocab))
         self.info = ModelInfo(
-            architecture=c_string(llama.llama_model_meta_val_str, model, b"general.architecture") or "",
+            architecture=c_string(llama.llama_model_meta_val_str, model, b"general.architecture")
+            or "",
             description=c_string(llama.llama_model_desc, model) or "",
             fingerprint=fingerprint(path),
             n_vocab=self._words.n_vocab,
@@ -64,12 +69,15 @@ class LlamaCppEmbedder(Embedder):
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of `text`, with CLS, SEP or EOS as the model wants them. Marks inside the text are text."""
-        return self._words.tokenize(LiteralText("" + text), special=False, add_bos=True)  # texts alone
+        """Token ids of `text`, with CLS, SEP or EOS as the model wants them. Marks inside the text
+        are text."""
+        # texts alone
+        return self._words.tokenize(LiteralText("" + text), special=False, add_bos=True)
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
-        """What a reranker reads: its own template, where it has one (Qwen3-Reranker), else CLS, the query, EOS and SEP, the
-        document, EOS, each mark where the model wants it. The same as llama.cpp's server makes."""
+        """What a reranker reads: its own template, where it has one (Qwen3-Reranker), else CLS, the
+        query, EOS and SEP, the document, EOS, each mark where the model wants it. The same as
+        llama.cpp's server makes."""
         template = self._llama.llama_model_chat_template(self._model, b"rerank")
         if template:
             text = template.decode("utf-8", "replace")
@@ -77,9 +85,13 @@ class LlamaCppEmbedder(Embedder):
             controls = control_texts(self._words.control_texts)
             query, document = controls.marked(query), controls.marked(document)
             # In one pass: what a query says of {document} is the query's text.
-            filled = query.join(part.replace("{document}", document) for part in text.split("{query}"))
+            filled = query.join(
+                part.replace("{document}", document) for part in text.split("{query}")
+            )
             runs = controls.runs(filled)
-            read = [self._words.tokenize(run, special=not isinstance(run, LiteralText)) for run in runs]
+            read = [
+                self._words.tokenize(run, special=not isinstance(run, LiteralText)) for run in runs
+            ]
             return list(chain.from_iterable(read))
         llama, vocab = self._llama, self._vocab
         sep = int(llama.llama_vocab_sep(vocab))
@@ -87,7 +99,9 @@ class LlamaCppEmbedder(Embedder):
         end = [sep if eos == _NO_TOKEN else eos] if llama.llama_vocab_get_add_eos(vocab) else []
         begin = [int(llama.llama_vocab_bos(vocab))] if llama.llama_vocab_get_add_bos(vocab) else []
         between = [sep] if llama.llama_vocab_get_add_sep(vocab) else []
-        asked, said = (self._words.tokenize(LiteralText(t), special=False) for t in (query, document))
+        asked, said = (
+            self._words.tokenize(LiteralText(t), special=False) for t in (query, document)
+        )
         return [*begin, *asked, *end, *between, *said, *end]
 
     def detokenize(self, tokens: Sequence[int]) -> str:
@@ -103,13 +117,16 @@ class LlamaCppEmbedder(Embedder):
         )
 
     def embed(self, inputs: Sequence[Sequence[int]]) -> Rows:
-        """One row per input, of length 1, or scores as they are; as many inputs as fit go through the model at once."""
+        """One row per input, of length 1, or scores as they are; as many inputs as fit go through
+        the model at once."""
         if not inputs:
             return np.zeros((0, self.n_embd), dtype=np.float32)
         n_vocab = self._words.n_vocab
         for tokens in inputs:
             if not 0 < len(tokens) <= self._n_batch:
-                raise BackendFailure(f"an input has {len(tokens)} tokens; between 1 and {self._n_batch} fit")
+                raise BackendFailure(
+                    f"an input has {len(tokens)} tokens; between 1 and {self._n_batch} fit"
+                )
             if any(not 0 <= t < n_vocab for t in tokens):
                 raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
         groups: list[list[Sequence[int]]] = [[]]
@@ -135,7 +152,9 @@ class LlamaCppEmbedder(Embedder):
         code = self._llama.llama_decode(self._context, self._batch.native)
         if code != 0:
             n = sum(map(len, group))
-            raise StepError(f"llama.cpp could not embed {n} tokens ({code}): {cause('no reason given')}")
+            raise StepError(
+                f"llama.cpp could not embed {n} tokens ({code}): {cause('no reason given')}"
+            )
         rows = []
         for sequence in range(len(group)):
             found = self._llama.llama_get_embeddings_seq(self._context, sequence)
@@ -159,7 +178,8 @@ def load_embedder(
     n_gpu_layers: int = -1,
     on_progress: Callable[[float], None] | None = None,
 ) -> LlamaCppEmbedder:
-    """Load a GGUF that makes embeddings or ranks. `n_ctx` 0 = the model's own, at most 2,048 tokens.
+    """Load a GGUF that makes embeddings or ranks. `n_ctx` 0 = the model's own, at most 2,048
+    tokens.
 
     Raises LoadError, also for files that generate text, and OutOfMemoryError.
     """
@@ -182,7 +202,8 @@ def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> 
     params = llama.llama_context_default_params()
     params.embeddings = True
     if llama.llama_model_cls_label(model, 0):
-        # Named classes: a classifier on top of an encoder, whose header may name the encoder's own pooling.
+        # Named classes: a classifier on top of an encoder, whose header may name the encoder's own
+        # pooling.
         params.pooling_type = _RANK
     params.n_ctx = params.n_batch = params.n_ubatch = tokens
     params.n_seq_max = min(_MOST_SEQUENCES, tokens)
@@ -193,5 +214,7 @@ def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> 
     pooling = int(llama.llama_pooling_type(context))
     if pooling not in _POOLINGS:
         llama.llama_free(context)
-        raise LoadError(f"{file.name!r} makes no embeddings (its header names no pooling: it generates text)")
+        raise LoadError(
+            f"{file.name!r} makes no embeddings (its header names no pooling: it generates text)"
+        )
     return context

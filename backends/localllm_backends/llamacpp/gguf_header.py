@@ -1,4 +1,5 @@
-"""Headers of GGUF files through ggml's own reader: keys and tensor names, before anything is loaded."""
+"""Headers of GGUF files through ggml's own reader: keys and tensor names, before anything is
+loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def parts(path: Path) -> list[Path]:
     named = re.fullmatch(r"(.*-)00001(-of-\d{5}\.gguf)", path.name)
     if named is None:
         return [path]
-    return sorted(path.parent.glob(f"{glob.escape(named[1])}[0-9][0-9][0-9][0-9][0-9]{glob.escape(named[2])}"))
+    return sorted(
+        path.parent.glob(f"{glob.escape(named[1])}[0-9][0-9][0-9][0-9][0-9]{glob.escape(named[2])}")
+    )
 
 
 class NativeHeader:
@@ -32,7 +35,9 @@ class NativeHeader:
         from llama_cpp._ggml import libggml
 
         self._library = libggml
-        self._file = self._call("gguf_init_from_file", ctypes.c_void_p, str(path).encode(), self._Params(True, None))
+        self._file = self._call(
+            "gguf_init_from_file", ctypes.c_void_p, str(path).encode(), self._Params(True, None)
+        )
         if not self._file:
             raise LoadError(f"the header of {path.name!r} can't be read")
 
@@ -42,14 +47,20 @@ class NativeHeader:
         return function(*arguments)
 
     def _find(self, kind: str, name: str) -> int:
-        return int(self._call(f"gguf_find_{kind}", ctypes.c_int64, ctypes.c_void_p(self._file), name.encode()))
+        return int(
+            self._call(
+                f"gguf_find_{kind}", ctypes.c_int64, ctypes.c_void_p(self._file), name.encode()
+            )
+        )
 
     def text(self, key: str) -> str:
         """A text; "" where there is none of that name."""
         at = self._find("key", key)
         if at < 0:
             return ""
-        value = self._call("gguf_get_val_str", ctypes.c_char_p, ctypes.c_void_p(self._file), ctypes.c_int64(at))
+        value = self._call(
+            "gguf_get_val_str", ctypes.c_char_p, ctypes.c_void_p(self._file), ctypes.c_int64(at)
+        )
         return str(value.decode())
 
     def number(self, key: str) -> int:
@@ -63,14 +74,19 @@ class NativeHeader:
         return int(self._call("gguf_get_val_u32", ctypes.c_uint32, *arguments))
 
     def numbers(self, key: str) -> list[int]:
-        """An array of whole numbers of 32 bits or of truth values, or the one number there is; [] where there is neither."""
+        """An array of whole numbers of 32 bits or of truth values, or the one number there is; []
+        where there is neither."""
         at = self._find("key", key)
         arguments = ctypes.c_void_p(self._file), ctypes.c_int64(at)
         if at < 0 or self._call("gguf_get_kv_type", ctypes.c_int, *arguments) != _GGUF_ARRAY:
             number = self.number(key)
             return [number] if number else []
         kind: Any = _ARRAYS.get(self._call("gguf_get_arr_type", ctypes.c_int, *arguments))
-        n = int(self._call("gguf_get_arr_n", ctypes.c_size_t, *arguments)) if kind is not None else 0
+        n = (
+            int(self._call("gguf_get_arr_n", ctypes.c_size_t, *arguments))
+            if kind is not None
+            else 0
+        )
         data = self._call("gguf_get_arr_data", ctypes.c_void_p, *arguments) if n else None
         return [int(v) for v in (kind * n).from_address(data)] if kind is not None and data else []
 

@@ -1,4 +1,5 @@
-"""Draft heads on llama.cpp: a second context that reads what the model has read, with its hidden rows, and writes ahead."""
+"""Draft heads on llama.cpp: a second context that reads what the model has read, with its hidden
+rows, and writes ahead."""
 
 from __future__ import annotations
 
@@ -16,23 +17,29 @@ from localllm_backends.following import CANDIDATES, FollowingHeads
 from localllm_backends.llamacpp.batch import LogitsView, Rows
 from localllm_backends.llamacpp.kv_blocks import SequenceMemory
 
-# llama-ext.h's staging functions have C++ names; Itanium mangling is the same on Linux and macOS (MSVC's is not).
+# llama-ext.h's staging functions have C++ names; Itanium mangling is the same on Linux and macOS
+# (MSVC's is not).
 SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
-    "set_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, [ctypes.c_bool, ctypes.c_bool]),
+    "set_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None,
+    [ctypes.c_bool, ctypes.c_bool]),
     "rows": ("_Z26llama_get_embeddings_nextnP13llama_context", ctypes.c_void_p, []),
     "set_head": ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, [ctypes.c_int32]),
     "set_layer_rows": (
-        "_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, [ctypes.c_uint32, ctypes.c_bool],
+        "_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None,
+        [ctypes.c_uint32, ctypes.c_bool],
     ),
-    "layer_rows": ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", ctypes.c_void_p, [ctypes.c_uint32]),
-    "target_layers": ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), []),
+    "layer_rows": ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", ctypes.c_void_p,
+    [ctypes.c_uint32]),
+    "target_layers": ("_Z28llama_model_target_layer_idsPK11llama_model",
+    ctypes.POINTER(ctypes.c_int32), []),
     "n_target_layers": ("_Z30llama_model_target_layer_ids_nPK11llama_model", ctypes.c_uint32, []),
     "selector_top_k": ("_Z33llama_model_dflash_selector_top_kPK11llama_model", ctypes.c_int32, []),
 }  # fmt: skip
 
 
 def staging_functions(llama: Any) -> dict[str, Any] | None:
-    """llama.cpp's functions for hidden rows, by our names; None where this build does not export them."""
+    """llama.cpp's functions for hidden rows, by our names; None where this build does not export
+    them."""
     library = llama.llama_cpp._lib
     found = {}
     for name, (symbol, result, arguments) in SYMBOLS.items():
@@ -71,13 +78,16 @@ class DraftHeads(FollowingHeads[Rows]):
     def _rows_of_step(self, n: int) -> Rows:
         """What the model knew at each of the `n` tokens of its last step: a view or a copy."""
 
-    # --- following the model -------------------------------------------------------------------------------------
+    # --- following the model ----------------------------------------------------------------------
 
     def stepped(self, chunks: Sequence[Chunk]) -> None:
         """The model has read `chunks` in one llama_decode."""
         rows = self._rows_of_step(sum(len(c.tokens) for c in chunks))
         ends = list(accumulate(len(c.tokens) for c in chunks))
-        self.follow(chunks, [list(rows[e - len(c.tokens) : e].copy()) for c, e in zip(chunks, ends, strict=True)])
+        self.follow(
+            chunks,
+            [list(rows[e - len(c.tokens) : e].copy()) for c, e in zip(chunks, ends, strict=True)],
+        )
 
     def _cut(self, sequence: SequenceId, n_tokens: int) -> None:
         self._memory.cut(sequence, n_tokens)
@@ -94,14 +104,17 @@ class DraftHeads(FollowingHeads[Rows]):
     def _zero_row(self) -> Rows:
         return np.zeros(self._width, dtype=np.float32)
 
-    # --- in and out ----------------------------------------------------------------------------------------------
+    # --- in and out -------------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int, via: int) -> bytes:
-        """The heads' KV of tokens [start, stop), by way of another sequence where it is not the whole."""
+        """The heads' KV of tokens [start, stop), by way of another sequence where it is not the
+        whole."""
         self.catch_up([sequence])
         return self._memory.export(sequence, start, stop, via)
 
-    def import_range(self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int) -> None:
+    def import_range(
+        self, sequence: SequenceId, data: memoryview, start: int, stop: int, via: int
+    ) -> None:
         """Append tokens [start, stop) of what `export_range` gave."""
         self.catch_up([sequence])
         with self._importing(sequence, stop):

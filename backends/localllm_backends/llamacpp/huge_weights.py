@@ -1,9 +1,12 @@
-"""Weights that are read where the file is mapped, moved into huge pages of this process while nobody asks. Linux only.
+"""Weights that are read where the file is mapped, moved into huge pages of this process while
+nobody asks. Linux only.
 
-llama.cpp lays some formats out anew and reads the others (Q8_0, Q6_K, Q4_1 on x86) in the mapped file, in pages of 4 KiB:
-each token then walks hundreds of thousands of them. What a step has touched is copied into huge pages, and the copy put at the
-very addresses of the mapping (mremap), so that nobody notices but the processor. No byte is resident twice: the file's pages
-go back to the system's cache, and what nobody has asked for yet, such as experts and rows of a table, stays in the file.
+llama.cpp lays some formats out anew and reads the others (Q8_0, Q6_K, Q4_1 on x86) in the mapped
+file, in pages of 4 KiB: each token then walks hundreds of thousands of them. What a step has
+touched is copied into huge pages, and the copy put at the very addresses of the mapping (mremap),
+so that nobody notices but the processor. No byte is resident twice: the file's pages go back to the
+system's cache, and what nobody has asked for yet, such as experts and rows of a table, stays in the
+file.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def huge_page_bytes(root: Path = _SYSTEM) -> int:
-    """Bytes of a huge page that this process may ask for; 0 where the system gives none, or where usual pages aren't of 4 KiB
-    (huge ones are half a GB where they are of 64). `root`: where its files begin."""
+    """Bytes of a huge page that this process may ask for; 0 where the system gives none, or where
+    usual pages aren't of 4 KiB (huge ones are half a GB where they are of 64). `root`: where its
+    files begin."""
     if sys.platform != "linux" or mmap.PAGESIZE != _PAGE_BYTES:
         return 0
     folder = root / "sys/kernel/mm/transparent_hugepage"
@@ -51,7 +55,8 @@ def huge_page_bytes(root: Path = _SYSTEM) -> int:
 
 
 def weights_of(path: Path, spec: LoadSpec) -> HugeWeights:
-    """Those of `path` as loaded by `spec`: none where a device may compute from the mapping itself, and none that are locked."""
+    """Those of `path` as loaded by `spec`: none where a device may compute from the mapping itself,
+    and none that are locked."""
     on_host = spec.n_gpu_layers == 0 or not has_gpu()
     return HugeWeights(path, None if on_host and spec.placement.weights != "locked" else 0)
 
@@ -59,7 +64,9 @@ def weights_of(path: Path, spec: LoadSpec) -> HugeWeights:
 class HugeWeights:
     """The mapped weights of one model file, piece by piece on their way into huge pages."""
 
-    def __init__(self, path: Path, page_bytes: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, page_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._page = huge_page_bytes() if page_bytes is None else page_bytes
         self._path, self._clock = path, clock
         self._round: Iterator[tuple[int, int]] | None = None
@@ -67,14 +74,16 @@ class HugeWeights:
         self.moved_bytes = 0
 
     def move(self, spare_bytes: int | None) -> bool:
-        """Move one piece, if `spare_bytes` of memory have room for it (None: unknown), or look for one; True while there
-        may be more. What was not in use then is looked at again after a minute, after two more, and so on."""
+        """Move one piece, if `spare_bytes` of memory have room for it (None: unknown), or look for
+        one; True while there may be more. What was not in use then is looked at again after a
+        minute, after two more, and so on."""
         if not self._page or (spare_bytes is not None and spare_bytes < _PIECE_BYTES):
             return False
         if self._round is None:
             if self._clock() < self._again_s:
                 return False
-            # The system can drop a file's pages when memory gets short, but not ours: only where that is far away.
+            # The system can drop a file's pages when memory gets short, but not ours: only where
+            # that is far away.
             mapped_bytes = sum(stop - start for start, stop in mapped_at(self._path))
             ample = spare_bytes is None or spare_bytes >= _AMPLE * mapped_bytes
             self._round = self._pieces() if ample else iter(())
@@ -88,8 +97,8 @@ class HugeWeights:
         return True
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of runs of huge pages whose small pages are in use, a piece at most each; 0 bytes where much was
-        looked through."""
+        """(address, bytes) of runs of huge pages whose small pages are in use, a piece at most
+        each; 0 bytes where much was looked through."""
         most = max(1, _PIECE_BYTES // self._page)
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             for start, stop in mapped_at(self._path):
@@ -107,9 +116,17 @@ class HugeWeights:
                     yield last - run * self._page, run * self._page
 
     def _replace(self, address: int, n_bytes: int) -> bool:
-        """Put a copy in huge pages where `n_bytes` at `address` are mapped; False (nothing changed) where it can't be."""
+        """Put a copy in huge pages where `n_bytes` at `address` are mapped; False (nothing changed)
+        where it can't be."""
         libc = _libc()
-        taken = libc.mmap(None, n_bytes + self._page, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
+        taken = libc.mmap(
+            None,
+            n_bytes + self._page,
+            _PROT_READ | _PROT_WRITE,
+            _MAP_PRIVATE | _MAP_ANONYMOUS,
+            -1,
+            0,
+        )
         if taken == _FAILED:
             return False
         copy = -(-taken // self._page) * self._page
@@ -120,15 +137,22 @@ class HugeWeights:
         libc.madvise(copy, n_bytes, _MADV_HUGEPAGE)
         ctypes.memmove(copy, address, n_bytes)
         libc.mprotect(copy, n_bytes, _PROT_READ)
-        # The kernel does both under one lock: a thread that reads there waits, and finds the same bytes.
-        if libc.mremap(copy, n_bytes, n_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(address)) == _FAILED:
+        # The kernel does both under one lock: a thread that reads there waits, and finds the same
+        # bytes.
+        if (
+            libc.mremap(
+                copy, n_bytes, n_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(address)
+            )
+            == _FAILED
+        ):
             libc.munmap(copy, n_bytes)
             return False
         return True
 
 
 def _in_use(pagemap: BinaryIO, address: int, n_bytes: int) -> bool:
-    """Are most small pages of the `n_bytes` at `address` mapped in, so that they were read by somebody?"""
+    """Are most small pages of the `n_bytes` at `address` mapped in, so that they were read by
+    somebody?"""
     pagemap.seek(address // _PAGE_BYTES * 8)
     entries = memoryview(pagemap.read(n_bytes // _PAGE_BYTES * 8)).cast("Q")
     return sum(entry & _PRESENT != 0 for entry in entries) >= _MOSTLY * len(entries)
@@ -140,6 +164,16 @@ def _libc() -> Any:
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     for name in ("munmap", "mprotect", "madvise"):
-        getattr(libc, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * (name != "munmap")]
-    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        getattr(libc, name).argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            *[ctypes.c_int] * (name != "munmap"),
+        ]
+    libc.mremap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
     return libc

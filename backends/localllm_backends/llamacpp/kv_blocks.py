@@ -1,8 +1,10 @@
-"""KV and states as bytes: llama.cpp's own sequence state behind a 16-byte header that says which tokens it holds.
+"""KV and states as bytes: llama.cpp's own sequence state behind a 16-byte header that says which
+tokens it holds.
 
-Of a model with sliding windows or recurrent layers llama.cpp writes two sections: the attention KV of every token, then the
-state (the window's cells, the recurrent tensors), and either both or the state alone (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY).
-So the first section is what the two differ by; read back with an empty second one, it can be joined piece by piece.
+Of a model with sliding windows or recurrent layers llama.cpp writes two sections: the attention KV
+of every token, then the state (the window's cells, the recurrent tensors), and either both or the
+state alone (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY). So the first section is what the two differ by;
+read back with an empty second one, it can be joined piece by piece.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ MAGIC = b"LKV1"
 MAGIC_MTP = b"LKM1"
 _KV, _STATE = b"LKA1", b"LKS1"
 HEADER = struct.Struct("<4sIII")
-# Before the sections llama.cpp writes a magic number and the sequence's id, which it does not look at again.
+# Before the sections llama.cpp writes a magic number and the sequence's id, which it does not look
+# at again.
 _PREFIX_BYTES = 8
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -29,10 +32,11 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
 
 
 def _written(header: bytes, size: int, write: Callable[[Any], int]) -> bytes:
-    """`header`, and behind it the `size` bytes that `write` puts at the address it is given; it returns how many.
+    """`header`, and behind it the `size` bytes that `write` puts at the address it is given; it
+    returns how many.
 
-    Not copied into bytes afterwards: memory that is touched for the first time is half of what an export costs. CPython's
-    PyBytes_FromStringAndSize allows to fill what nobody else has yet."""
+    Not copied into bytes afterwards: memory that is touched for the first time is half of what an
+    export costs. CPython's PyBytes_FromStringAndSize allows to fill what nobody else has yet."""
     # A single byte, or none, is everybody's.
     data: bytes = _new_bytes(None, max(len(header) + size, 2))
     at = np.frombuffer(data, dtype=np.uint8).ctypes.data
@@ -43,7 +47,8 @@ def _written(header: bytes, size: int, write: Callable[[Any], int]) -> bytes:
 
 
 def span(data: bytes | memoryview, magic: bytes) -> tuple[int, int]:
-    """(first, last) of a block: it holds the tokens [first, last). BackendFailure for anything else."""
+    """(first, last) of a block: it holds the tokens [first, last). BackendFailure for anything
+    else."""
     if len(data) <= HEADER.size:
         raise BackendFailure("this is not an exported KV block: too short")
     found, first, last, _ = HEADER.unpack_from(data, 0)
@@ -64,7 +69,8 @@ class SequenceMemory:
         self._llama.llama_memory_seq_cp(self._memory, source, target, start, stop)
 
     def cut(self, sequence: int, position: int = -1) -> bool:
-        """Take out what lies from `position` on (-1: everything); False where this memory can't be cut there."""
+        """Take out what lies from `position` on (-1: everything); False where this memory can't be
+        cut there."""
         return bool(self._llama.llama_memory_seq_rm(self._memory, sequence, position, -1))
 
     def first(self, sequence: int) -> int:
@@ -77,27 +83,40 @@ class SequenceMemory:
 
     def _flags(self, partial: bool) -> int:
         return int(
-            self._llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else self._llama.LLAMA_STATE_SEQ_FLAGS_NONE
+            self._llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+            if partial
+            else self._llama.LLAMA_STATE_SEQ_FLAGS_NONE
         )
 
     def size(self, sequence: int, *, partial: bool = False) -> int:
-        return int(self._llama.llama_state_seq_get_size_ext(self._context, sequence, self._flags(partial)))
+        return int(
+            self._llama.llama_state_seq_get_size_ext(self._context, sequence, self._flags(partial))
+        )
 
     def write(self, sequence: int, header: bytes = b"", *, partial: bool = False) -> bytes:
         """All of `sequence`, behind `header`. BackendFailure if llama.cpp won't give it."""
-        get, context, flags = self._llama.llama_state_seq_get_data_ext, self._context, self._flags(partial)
+        get, context, flags = (
+            self._llama.llama_state_seq_get_data_ext,
+            self._context,
+            self._flags(partial),
+        )
         size = self.size(sequence, partial=partial)
-        return _written(header, size, lambda target: int(get(context, target, size, sequence, flags)))
+        return _written(
+            header, size, lambda target: int(get(context, target, size, sequence, flags))
+        )
 
     def read(self, sequence: int, raw: bytes | memoryview, *, partial: bool = False) -> None:
         """Give `sequence` what `write` gave. BackendFailure when llama.cpp refuses."""
         pointer = np.frombuffer(raw, dtype=np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         read = self._llama.llama_state_seq_set_data_ext
         if read(self._context, pointer, len(raw), sequence, self._flags(partial)) != len(raw):
-            raise BackendFailure("llama.cpp refused this KV block: it was written by another model or KV type")
+            raise BackendFailure(
+                "llama.cpp refused this KV block: it was written by another model or KV type"
+            )
 
     def export(self, sequence: int, start: int, stop: int, via: int, header: bytes = b"") -> bytes:
-        """The positions [start, stop), by way of the empty sequence `via` where they are not all of it."""
+        """The positions [start, stop), by way of the empty sequence `via` where they are not all of
+        it."""
         if via == sequence:
             return self.write(sequence, header)
         self.copy(sequence, via, start, stop)
@@ -107,14 +126,23 @@ class SequenceMemory:
             self.cut(via)
 
     def append(
-        self, sequence: int, raw: bytes | memoryview, start: int, stop: int, via: int, ends: range | None = None
+        self,
+        sequence: int,
+        raw: bytes | memoryview,
+        start: int,
+        stop: int,
+        via: int,
+        ends: range | None = None,
     ) -> None:
-        """Append the positions [start, stop) of `raw`, by way of the empty sequence `via` where it is not empty itself.
-        BackendFailure, having appended nothing, when llama.cpp refuses or what it read `ends` elsewhere."""
+        """Append the positions [start, stop) of `raw`, by way of the empty sequence `via` where it
+        is not empty itself. BackendFailure, having appended nothing, when llama.cpp refuses or what
+        it read `ends` elsewhere."""
         try:
             self.read(via, raw)
             if ends is not None and self.end(via) not in ends:
-                raise BackendFailure("llama.cpp refused this KV block: it holds other tokens than it says")
+                raise BackendFailure(
+                    "llama.cpp refused this KV block: it holds other tokens than it says"
+                )
             if via != sequence:
                 self.copy(via, sequence, start, stop)
         except BackendFailure:
@@ -132,8 +160,12 @@ class States:
         self._empty = memory.write(spare, partial=True)
 
     def split(self, sequence: int) -> bool:
-        """Does llama.cpp write this sequence, which holds a token, as the two sections this relies on?"""
-        both, state = self._memory.write(sequence), self._memory.write(sequence, partial=True)[_PREFIX_BYTES:]
+        """Does llama.cpp write this sequence, which holds a token, as the two sections this relies
+        on?"""
+        both, state = (
+            self._memory.write(sequence),
+            self._memory.write(sequence, partial=True)[_PREFIX_BYTES:],
+        )
         nothing, empty = self._memory.write(self._spare), self._empty[_PREFIX_BYTES:]
         return (
             len(both) - _PREFIX_BYTES > len(state) > len(empty) > 0
@@ -147,11 +179,13 @@ class States:
 
     def export(self, sequence: int, n_tokens: int) -> bytes:
         """The state behind `n_tokens`, which is all that `sequence` holds."""
-        return self._memory.write(sequence, HEADER.pack(_STATE, n_tokens, n_tokens, 0), partial=True)
+        return self._memory.write(
+            sequence, HEADER.pack(_STATE, n_tokens, n_tokens, 0), partial=True
+        )
 
     def load(self, sequence: int, data: bytes | memoryview, n_tokens: int, last: int) -> None:
-        """Give `sequence` the state exported behind `n_tokens`, the `last` position among them. BackendFailure where that is
-        refused; its old state is gone then."""
+        """Give `sequence` the state exported behind `n_tokens`, the `last` position among them.
+        BackendFailure where that is refused; its old state is gone then."""
         if span(data, _STATE) != (n_tokens, n_tokens):
             raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
         self._memory.read(sequence, memoryview(data)[HEADER.size :], partial=True)
@@ -159,9 +193,10 @@ class States:
             raise BackendFailure("llama.cpp refused this state: it ends elsewhere")
 
     def separate_windows(self, sequences: Iterable[int]) -> None:
-        """Give each of the `sequences` cells of its own for its window. llama.cpp uses a cell behind a window again only where
-        a single sequence holds it: what forks hold together stays taken, and fills the memory of the window, which is
-        made for as many windows as there are sequences."""
+        """Give each of the `sequences` cells of its own for its window. llama.cpp uses a cell
+        behind a window again only where a single sequence holds it: what forks hold together stays
+        taken, and fills the memory of the window, which is made for as many windows as there are
+        sequences."""
         written = [(s, self._memory.write(s, partial=True)) for s in sequences]
         refused: list[tuple[int, bytes]] = []
         for sequence, state in written:
@@ -169,7 +204,8 @@ class States:
                 self._memory.read(sequence, state, partial=True)
             except BackendFailure:
                 refused.append((sequence, state))
-        # Reading a state lets go of the sequence's old one before there is room for it: the second time there is.
+        # Reading a state lets go of the sequence's old one before there is room for it: the second
+        # time there is.
         for sequence, state in refused:
             self._memory.read(sequence, state, partial=True)
 
@@ -185,8 +221,11 @@ class States:
         finally:
             memory.cut(spare)
 
-    def import_kv(self, sequence: int, data: bytes | memoryview, positions: tuple[int, int]) -> None:
-        """Append these `positions` of exported attention KV to `sequence`, which has no state then."""
+    def import_kv(
+        self, sequence: int, data: bytes | memoryview, positions: tuple[int, int]
+    ) -> None:
+        """Append these `positions` of exported attention KV to `sequence`, which has no state
+        then."""
         both = b"".join([memoryview(data)[HEADER.size :], self._empty[_PREFIX_BYTES:]])
         self._memory.append(sequence, both, *positions, via=self._spare)
 

@@ -1,6 +1,8 @@
-"""What KV types cost in precision on the loaded weights: the same text read with each and with f16, row by row.
+"""What KV types cost in precision on the loaded weights: the same text read with each and with f16,
+row by row.
 
-Small contexts over the same weights, a few tokens at a time, so that whoever asks can stop between two pieces.
+Small contexts over the same weights, a few tokens at a time, so that whoever asks can stop between
+two pieces.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import BackendFailure, KvComparison, KvFidelity, KvType, LoadError, LoadSpec
+from localllm_backends.contract import (
+    BackendFailure,
+    KvComparison,
+    KvFidelity,
+    KvType,
+    LoadError,
+    LoadSpec,
+)
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.native import GGML_TYPES
@@ -44,18 +53,29 @@ class _Pair:
         self.flips += int((exact.argmax(axis=1) != near.argmax(axis=1)).sum())
 
     def result(self, n: int) -> KvFidelity:
-        return KvFidelity(self.k, self.v, n, max(0.0, self.divergence / n), self.worst, self.flips / n)
+        return KvFidelity(
+            self.k, self.v, n, max(0.0, self.divergence / n), self.worst, self.flips / n
+        )
 
 
 class KvTypeComparison(KvComparison):
     """Pairs of KV types against f16 over `tokens`."""
 
     def __init__(
-        self, llama: Any, model: Any, spec: LoadSpec, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
+        self,
+        llama: Any,
+        model: Any,
+        spec: LoadSpec,
+        pairs: Sequence[tuple[str, str]],
+        tokens: Sequence[int],
     ) -> None:
-        unknown = next((kind for kind in chain.from_iterable(pairs) if kind not in GGML_TYPES), None)
+        unknown = next(
+            (kind for kind in chain.from_iterable(pairs) if kind not in GGML_TYPES), None
+        )
         if unknown is not None:
-            raise BackendFailure(f"unknown KV cache type {unknown!r}: llama.cpp knows {', '.join(GGML_TYPES)}")
+            raise BackendFailure(
+                f"unknown KV cache type {unknown!r}: llama.cpp knows {', '.join(GGML_TYPES)}"
+            )
         self._llama, self._model, self._tokens, self._at = llama, model, list(tokens), 0
         self._batch = Batch(llama, PIECE_TOKENS)
         self._n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
@@ -84,7 +104,8 @@ class KvTypeComparison(KvComparison):
             raise
 
     def run(self) -> tuple[KvFidelity, ...] | None:
-        """Read the next piece in one context; one result for each pair once the text is read in all, else None."""
+        """Read the next piece in one context; one result for each pair once the text is read in
+        all, else None."""
         piece = self._tokens[self._at : self._at + PIECE_TOKENS]
         if self._rows is None:
             self._rows = self._log_probabilities(self._exact, piece)
@@ -117,8 +138,12 @@ class KvTypeComparison(KvComparison):
         self._batch.add(0, self._at, piece, len(piece))
         code = self._llama.llama_decode(context, self._batch.native)
         if code:
-            raise BackendFailure(f"llama_decode failed with code {code} while KV types were compared")
-        rows = np.ctypeslib.as_array(self._llama.llama_get_logits(context), (len(piece), self._n_vocab))
+            raise BackendFailure(
+                f"llama_decode failed with code {code} while KV types were compared"
+            )
+        rows = np.ctypeslib.as_array(
+            self._llama.llama_get_logits(context), (len(piece), self._n_vocab)
+        )
         values = np.maximum(rows.astype(np.float64), _LEAST)
         values -= values.max(axis=1, keepdims=True)
         normal: Rows = values - np.log(np.exp(values).sum(axis=1, keepdims=True))

@@ -1,11 +1,14 @@
-"""Is the wanted KV type fast here? Decodes a few tokens with it and with f16 on the loaded weights, before the context.
+"""Is the wanted KV type fast here? Decodes a few tokens with it and with f16 on the loaded weights,
+before the context.
 
-A quantised cache should cost no speed; where it does, its kernel is missing on this device (CUDA builds without all
-flash-attention pairs, heads that are no multiple of a block) and attention fell to a slow path. Then a type that is
-served at full speed is better, and the load says so in `ModelInfo.metadata`.
+A quantised cache should cost no speed; where it does, its kernel is missing on this device (CUDA
+builds without all flash-attention pairs, heads that are no multiple of a block) and attention fell
+to a slow path. Then a type that is served at full speed is better, and the load says so in
+`ModelInfo.metadata`.
 
-Near the start a slow path of attention hides behind the weights (an RTX 3080 with q8_0: as f16 there, 0.6 of its speed at
-52k). So on an accelerator both types are timed at two depths, and what a token costs is carried on to half of the context.
+Near the start a slow path of attention hides behind the weights (an RTX 3080 with q8_0: as f16
+there, 0.6 of its speed at 52k). So on an accelerator both types are timed at two depths, and what a
+token costs is carried on to half of the context.
 """
 
 from __future__ import annotations
@@ -21,22 +24,24 @@ from localllm_backends.llamacpp.context import new_context, served_context
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import log, start_native
 
-# On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2, q8_0 and q4_0); off
-# it, it costs multiples. What lies between is noise of a shared machine, which can also look like more once: a slow
-# verdict must come out every time.
+# On the fast path a quantised type is within a tenth of f16 at this depth (two CPU cores, SmolLM2,
+# q8_0 and q4_0); off it, it costs multiples. What lies between is noise of a shared machine, which
+# can also look like more once: a slow verdict must come out every time.
 SLOWER_RATIO = 1.5
 _VERDICTS = 3
 _PROMPT_TOKENS = 64
 _DECODE_TOKENS = 64
 _ROUND_TOKENS = 8
-# The second depth: what the slower type reads in this time, and never more than a quarter of the context, so that both
-# caches of the probe fit where the served one will.
+# The second depth: what the slower type reads in this time, and never more than a quarter of the
+# context, so that both caches of the probe fit where the served one will.
 _PREFILL_S = 0.5
 _DEEP_TOKENS = 4096
 _PREFILL_BATCH = 512
-# Costs are carried on to at most so many times the depth that was reached: the noise of two depths grows with it.
+# Costs are carried on to at most so many times the depth that was reached: the noise of two depths
+# grows with it.
 _LEVER = 16
-# A model of 2 tok/s is not decoded for a minute: as many rounds as fit in this, and at least one of each.
+# A model of 2 tok/s is not decoded for a minute: as many rounds as fit in this, and at least one of
+# each.
 _BUDGET_S = 1.0
 _PLAIN: tuple[KvType, ...] = ("f16", "bf16", "f32")
 # After growing the cache to f16, this share of what is free must remain.
@@ -47,9 +52,9 @@ Pair = tuple[KvType, KvType]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of the fastest decoded token with a wanted pair of KV types and with f16, taken in turns, and the tokens of
-    context they hold for. The fastest, because other processes only ever add time: on a busy machine medians of equal
-    types differed tenfold."""
+    """Seconds of the fastest decoded token with a wanted pair of KV types and with f16, taken in
+    turns, and the tokens of context they hold for. The fastest, because other processes only ever
+    add time: on a busy machine medians of equal types differed tenfold."""
 
     wanted_s: float
     f16_s: float
@@ -61,7 +66,8 @@ class Timing:
         return self.wanted_s > SLOWER_RATIO * self.f16_s
 
     def extrapolated(self, near: Timing, depth: int) -> Timing:
-        """What a token costs at `depth`, by the line through `near` and this: attention reads every token of context."""
+        """What a token costs at `depth`, by the line through `near` and this: attention reads every
+        token of context."""
         further = (depth - self.depth) / (self.depth - near.depth)
         return Timing(
             self.wanted_s + further * max(0.0, self.wanted_s - near.wanted_s),
@@ -74,8 +80,9 @@ Measure = Callable[[Any, LoadSpec, Pair], Timing]
 
 
 def candidates(wanted: Pair, *, flash_attention: bool) -> list[Pair]:
-    """Pairs to try in order, the wanted first and f16 last. A quantised V needs flash attention (llama.cpp refuses it
-    otherwise), so without it only K is quantised; a mixed pair is followed by K's type for both."""
+    """Pairs to try in order, the wanted first and f16 last. A quantised V needs flash attention
+    (llama.cpp refuses it otherwise), so without it only K is quantised; a mixed pair is followed by
+    K's type for both."""
     k, v = wanted
     tried: list[Pair] = [(k, v), (k, k)] if flash_attention or v in _PLAIN else []
     if k not in _PLAIN:
@@ -84,7 +91,8 @@ def candidates(wanted: Pair, *, flash_attention: bool) -> list[Pair]:
 
 
 def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[LoadSpec, str]:
-    """The spec with KV types that are fast here, and one sentence if they are not the wanted ones ("" otherwise)."""
+    """The spec with KV types that are fast here, and one sentence if they are not the wanted ones
+    ("" otherwise)."""
     wanted: Pair = (spec.kv_type_k, spec.kv_type_v)
     if all(kind in _PLAIN for kind in wanted):
         return spec, ""
@@ -100,11 +108,17 @@ def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
         if not timing.slow:
             return _chosen(spec, wanted, pair, why)
         why = why or (
-            f"with {timing.depth:,} tokens of context it decodes at {1 / timing.wanted_s:.0f} tok/s here, "
+            f"with {timing.depth:,} tokens of context it decodes at {1 / timing.wanted_s:.0f} "
+            "tok/s here, "
             f"f16 at {1 / timing.f16_s:.0f}: this device has no fast kernel for it"
         )
     if not room_for_f16(model, spec):
-        return spec, f"KV type {_name(wanted)} is slow here ({why}), and is kept: an f16 cache does not fit in memory"
+        return spec, (
+            f"KV type {_name(wanted)} is slow here ({why}), and is kept: an f16 cache "
+            "does "
+            "not "
+            "fit in memory"
+        )
     return _chosen(spec, wanted, ("f16", "f16"), why)
 
 
@@ -130,8 +144,9 @@ def _name(pair: Pair) -> str:
 
 
 def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
-    """Decode alternately on two small contexts over the same weights, near the start and then, on an accelerator, deeper;
-    raises what making the wanted one raises. (The processor has all kernels, and other work on it is louder than depth.)"""
+    """Decode alternately on two small contexts over the same weights, near the start and then, on
+    an accelerator, deeper; raises what making the wanted one raises. (The processor has all
+    kernels, and other work on it is louder than depth.)"""
     served = served_context(model, spec)
     offloaded = spec.n_gpu_layers != 0 and bool(accelerators(spec.placement.cards))
     most = max(_PROMPT_TOKENS, min(_DEEP_TOKENS, served // 4)) if offloaded else _PROMPT_TOKENS
@@ -170,7 +185,8 @@ def _alternating(wanted: _Small, plain: _Small) -> tuple[Timing, float]:
 
 
 class _Small:
-    """A context just large enough for the probe: a prompt of `most` tokens, and what is decoded at two depths."""
+    """A context just large enough for the probe: a prompt of `most` tokens, and what is decoded at
+    two depths."""
 
     def __init__(self, model: Any, spec: LoadSpec, pair: Pair, most: int = _PROMPT_TOKENS) -> None:
         self._llama = start_native()
@@ -198,13 +214,17 @@ class _Small:
         return [self._run(1) for _ in range(n)]
 
     def _run(self, n: int) -> float:
-        tokens = (self._llama.llama_token * n)(*((7 * (self.depth + i)) % self._n_vocab for i in range(n)))
+        tokens = (self._llama.llama_token * n)(
+            *((7 * (self.depth + i)) % self._n_vocab for i in range(n))
+        )
         self.depth += n
         started = time.perf_counter()
         code = self._llama.llama_decode(self._context, self._llama.llama_batch_get_one(tokens, n))
         self._llama.llama_synchronize(self._context)
         if code:
-            raise BackendFailure(f"llama_decode failed with code {code} while this KV type was tried")
+            raise BackendFailure(
+                f"llama_decode failed with code {code} while this KV type was tried"
+            )
         return time.perf_counter() - started
 
     def close(self) -> None:
@@ -214,7 +234,8 @@ class _Small:
 
 
 def room_for_f16(model: Any, spec: LoadSpec) -> bool:
-    """Would an f16 cache of the whole context leave memory over, where its layers are? Scaled from a small one's own log."""
+    """Would an f16 cache of the whole context leave memory over, where its layers are? Scaled from
+    a small one's own log."""
     import psutil
 
     log.mark()
@@ -225,7 +246,9 @@ def room_for_f16(model: Any, spec: LoadSpec) -> bool:
     need_bytes = kv_bytes / max(cells, 1) * served_context(model, spec)
     there = accelerators(spec.placement.cards) if spec.n_gpu_layers else []
     layers = int(start_native().llama_model_n_layer(model)) + 1
-    share = 0.0 if not there else 1.0 if spec.n_gpu_layers < 0 else min(1.0, spec.n_gpu_layers / layers)
+    share = (
+        0.0 if not there else 1.0 if spec.n_gpu_layers < 0 else min(1.0, spec.n_gpu_layers / layers)
+    )
     fits_there = share * need_bytes <= _MEMORY_SHARE * sum(device.free_bytes for device in there)
     free_bytes: int = psutil.virtual_memory().available
     return fits_there and (1 - share) * need_bytes <= _MEMORY_SHARE * free_bytes

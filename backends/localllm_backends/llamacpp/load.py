@@ -22,7 +22,9 @@ from localllm_backends.llamacpp.weights import check_file, load_model
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> LlamaCppBackend:
     for kind in (spec.kv_type_k, spec.kv_type_v):
         if kind not in GGML_TYPES:
-            raise LoadError(f"unknown KV cache type {kind!r}", f"llama.cpp knows {', '.join(GGML_TYPES)}")
+            raise LoadError(
+                f"unknown KV cache type {kind!r}", f"llama.cpp knows {', '.join(GGML_TYPES)}"
+            )
     llama = start_native()
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
@@ -49,18 +51,27 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
             freed.callback(heads.free)
         projector = vision.open_projector(llama, model, spec) if spec.projector else None
         freed.pop_all()
-    make: Any = LlamaCppBackend if projector is None else partial(vision.LlamaCppVisionBackend, projector=projector)
-    backend: LlamaCppBackend = make(llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads)
+    make: Any = (
+        LlamaCppBackend
+        if projector is None
+        else partial(vision.LlamaCppVisionBackend, projector=projector)
+    )
+    backend: LlamaCppBackend = make(
+        llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads
+    )
     if note:
         backend.info.metadata[KV_FALLBACK] = note
     if left_out:
-        backend.info.metadata[DRAFTER_LEFT_OUT] = f"what would draft for the model is left out: {left_out}"
+        backend.info.metadata[DRAFTER_LEFT_OUT] = (
+            f"what would draft for the model is left out: {left_out}"
+        )
     return backend
 
 
 def _n_spare(llama: Any, model: Any, spec: LoadSpec) -> int:
-    """A spare sequence receives imported segments. It has a window and a recurrent state like every other. A model that is
-    nothing but state has no segments, and draft heads keep the state from being had apart."""
+    """A spare sequence receives imported segments. It has a window and a recurrent state like every
+    other. A model that is nothing but state has no segments, and draft heads keep the state from
+    being had apart."""
     recurrent, hybrid = llama.llama_model_is_recurrent(model), llama.llama_model_is_hybrid(model)
     states = llama.llama_model_n_swa(model) > 0 or recurrent or hybrid
     drafts = spec.mtp or bool(spec.drafter)
@@ -70,7 +81,8 @@ def _n_spare(llama: Any, model: Any, spec: LoadSpec) -> int:
 def _open_heads(
     llama: Any, model: Any, context: Any, spec: LoadSpec, n_seq_max: int
 ) -> tuple[DraftHeads | None, BufferSizes]:
-    """What drafts for the model behind `context`, if anything does, and the buffers it is in. LoadError."""
+    """What drafts for the model behind `context`, if anything does, and the buffers it is in.
+    LoadError."""
     if spec.mtp:
         second = new_context(model, spec, n_seq_max=n_seq_max, mtp=True)
         return mtp.MtpHeads(llama, model, context, second), log.buffer_sizes()
@@ -81,7 +93,8 @@ def _open_heads(
 
 
 def _with_own_heads(llama: Any, spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:
-    """`spec` with what can draft, as far as files' headers say, and why the model's own heads can't. Raises LoadError."""
+    """`spec` with what can draft, as far as files' headers say, and why the model's own heads
+    can't. Raises LoadError."""
     if spec.mtp:
         check_file(path)
     reason = mtp.why_not(llama, path) if spec.mtp else ""

@@ -1,14 +1,17 @@
-"""How fast the installed llama.cpp multiplies matrices on the processor: its own kernels, timed type by type.
+"""How fast the installed llama.cpp multiplies matrices on the processor: its own kernels, timed
+type by type.
 
-What a core makes of them differs tenfold with its vector units, with what the build was compiled for, and with the type of the
-weights; neither a name nor a clock tells it. A program of its own, as a build for another processor ends with an illegal
-instruction:
+What a core makes of them differs tenfold with its vector units, with what the build was compiled
+for, and with the type of the weights; neither a name nor a clock tells it. A program of its own, as
+a build for another processor ends with an illegal instruction:
 
-    python -m localllm_backends.llamacpp.matrix_rate TYPE…        (such as Q4_K; prints one JSON object)
+    python -m localllm_backends.llamacpp.matrix_rate TYPE…        (such as Q4_K; prints one JSON
+                                                                  object)
 
-Weights are multiplied as they are stored and as llama.cpp lays them out when it loads a model (the first buffer type of the CPU
-backend that takes the product: ggml-backend.h, `ggml_backend_dev_get_extra_bufts`): which is quicker is not the same for a
-prompt and for a token, nor on every processor.
+Weights are multiplied as they are stored and as llama.cpp lays them out when it loads a model (the
+first buffer type of the CPU backend that takes the product: ggml-backend.h,
+`ggml_backend_dev_get_extra_bufts`): which is quicker is not the same for a prompt and for a token,
+nor on every processor.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from localllm_backends.program import print_answer
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
 _F32, _I32, _CPU = 0, 26, 0
 _TYPES = {
-    "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
-    "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ4_NL": 20, "IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
+    "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11,
+    "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
+    "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ4_NL": 20, "IQ3_S": 21, "IQ2_S": 22,
+    "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
 }  # fmt: skip
 # The best of so many seconds' products, and of so many at least, is what the kernels give.
 _SECONDS = 0.1
@@ -41,7 +46,8 @@ _CONTEXT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """FLOP/s (two per weight and token) at a prompt's product, at a prompt's with experts, and at one token's."""
+    """FLOP/s (two per weight and token) at a prompt's product, at a prompt's with experts, and at
+    one token's."""
 
     prompt_flops_s: float
     experts_flops_s: float
@@ -50,7 +56,8 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A product: `tokens` by a matrix of so many rows and columns, or by `n_chosen` each of `n_experts` such matrices (0: one)."""
+    """A product: `tokens` by a matrix of so many rows and columns, or by `n_chosen` each of
+    `n_experts` such matrices (0: one)."""
 
     rows: int
     columns: int
@@ -63,22 +70,32 @@ class _Size:
         return 2 * self.rows * self.columns * self.tokens * self.n_chosen
 
 
-# A prompt, whose matrices are computed; the same through experts, of which each token is sent to two: other kernels, and 64 rows
-# each; and a token, whose 66 MB (of Q4_K) no cache holds.
-_PROMPT, _EXPERTS, _TOKEN = _Size(2048, 2048, 512), _Size(768, 2048, 512, 16, 2), _Size(28672, 4096, 1)
+# A prompt, whose matrices are computed; the same through experts, of which each token is sent to
+# two: other kernels, and 64 rows each; and a token, whose 66 MB (of Q4_K) no cache holds.
+_PROMPT, _EXPERTS, _TOKEN = (
+    _Size(2048, 2048, 512),
+    _Size(768, 2048, 512, 16, 2),
+    _Size(28672, 4096, 1),
+)
 
 
 def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
-    """What the CPU backend makes of matrices of each of `types` with `n_threads` threads: "stored" as they lie in a file, and
-    "laid_out" anew where this build has a layout for them on this processor. A type that this build does not know is left out.
+    """What the CPU backend makes of matrices of each of `types` with `n_threads` threads: "stored"
+    as they lie in a file, and "laid_out" anew where this build has a layout for them on this
+    processor. A type that this build does not know is left out.
 
-    Raises RuntimeError where this build has no CPU backend or its kernels fail, AttributeError where it lacks a function.
+    Raises RuntimeError where this build has no CPU backend or its kernels fail, AttributeError
+    where it lacks a function.
     """
     start_native()
     processor = _Processor(n_threads)
     name_of = ggml_function("ggml_type_name")
     numbers = {name: _TYPES[name] for name in types if name in _TYPES}
-    known = [name for name, n in numbers.items() if (name_of(n) or b"").decode(errors="replace").upper() == name]
+    known = [
+        name
+        for name, n in numbers.items()
+        if (name_of(n) or b"").decode(errors="replace").upper() == name
+    ]
     return {name: processor.rates(numbers[name]) for name in known}
 
 
@@ -101,10 +118,15 @@ class _Processor:
     def rates(self, weights: int) -> dict[str, Rates]:
         """Of weights of that type, by how they lie in memory."""
         found: dict[str, Rates] = {}
-        for layout, memory in [("stored", self.stored), *(("laid_out", memory) for memory in self._laid_out())]:
+        for layout, memory in [
+            ("stored", self.stored),
+            *(("laid_out", memory) for memory in self._laid_out()),
+        ]:
             if layout in found:
                 continue
-            prompt, experts, token = (self._flops_s(memory, weights, size) for size in (_PROMPT, _EXPERTS, _TOKEN))
+            prompt, experts, token = (
+                self._flops_s(memory, weights, size) for size in (_PROMPT, _EXPERTS, _TOKEN)
+            )
             if prompt is None or token is None:
                 continue
             if experts is None and found:
@@ -114,11 +136,14 @@ class _Processor:
         return found
 
     def _laid_out(self) -> list[int]:
-        """The buffer types that lay weights out anew, in the order in which llama.cpp tries them."""
+        """The buffer types that lay weights out anew, in the order in which llama.cpp tries
+        them."""
         address = self._address(b"ggml_backend_dev_get_extra_bufts")
         if not address:
             return []
-        listed = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(self.device)
+        listed = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(
+            self.device
+        )
         found: list[int] = []
         while listed and listed[len(found)]:
             found.append(int(listed[len(found)]))
@@ -136,9 +161,11 @@ class _Processor:
 
 
 @contextmanager
-def _product(processor: _Processor, memory: int, weights_type: int, size: _Size) -> Iterator[int | None]:
-    """The graph of one product of matrices in that kind of memory and tokens in plain memory; None where the processor does not
-    support it."""
+def _product(
+    processor: _Processor, memory: int, weights_type: int, size: _Size
+) -> Iterator[int | None]:
+    """The graph of one product of matrices in that kind of memory and tokens in plain memory; None
+    where the processor does not support it."""
     with ExitStack() as freed:
         weights_in, rest_in = _context(freed), _context(freed)
         weights = _tensor(weights_in, weights_type, size.columns, size.rows, max(1, size.n_experts))
@@ -164,7 +191,8 @@ def _product(processor: _Processor, memory: int, weights_type: int, size: _Size)
         if not ggml_function("ggml_backend_dev_supports_op")(processor.device, product):
             yield None  # and nothing can be written to that memory
             return
-        # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some processors are slow at.
+        # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some
+        # processors are slow at.
         for tensor, data in filled:
             n_bytes = ggml_function("ggml_nbytes")(tensor)
             ggml_function("ggml_backend_tensor_set")(tensor, data or bytes(n_bytes), 0, n_bytes)

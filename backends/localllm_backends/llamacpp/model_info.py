@@ -1,4 +1,5 @@
-"""What a loaded GGUF says of itself: its vocabulary (text to token ids and back, for any thread) and its ModelInfo."""
+"""What a loaded GGUF says of itself: its vocabulary (text to token ids and back, for any thread)
+and its ModelInfo."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class LlamaCppVocabulary(TokenBytes):
         n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
         controls, added, cuts = _special_texts(llama, self._vocab, n_vocab)
         super().__init__(n_vocab, controls, added)
-        self._cuts = re.compile("|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) or r"(?!)")
+        self._cuts = re.compile(
+            "|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) or r"(?!)"
+        )
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         tokens: list[int] = []
@@ -44,8 +47,8 @@ class LlamaCppVocabulary(TokenBytes):
             adds_end = False
 
     def _before_controls(self, text: str) -> Iterator[str]:
-        """`text`, cut before control tokens: llama.cpp looks through all that lies behind one for the next, so that 40,000
-        short messages took 17.4 s in one go, and 2.2 s in these."""
+        """`text`, cut before control tokens: llama.cpp looks through all that lies behind one for
+        the next, so that 40,000 short messages took 17.4 s in one go, and 2.2 s in these."""
         begin = 0
         for found in self._cuts.finditer(text) if len(text) > PIECE_CHARS else ():
             if found.start() - begin >= PIECE_CHARS:
@@ -57,10 +60,14 @@ class LlamaCppVocabulary(TokenBytes):
         data = text.encode("utf-8", "replace")
         capacity = len(data) + 8
         buffer = (self._llama.llama_token * capacity)()
-        n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, capacity, add_bos, special)
+        n = self._llama.llama_tokenize(
+            self._vocab, data, len(data), buffer, capacity, add_bos, special
+        )
         if n < 0:
             buffer = (self._llama.llama_token * -n)()
-            n = self._llama.llama_tokenize(self._vocab, data, len(data), buffer, -n, add_bos, special)
+            n = self._llama.llama_tokenize(
+                self._vocab, data, len(data), buffer, -n, add_bos, special
+            )
         return list(buffer[:n])
 
     def _bytes(self, token: int, special: bool) -> bytes:
@@ -73,8 +80,11 @@ class LlamaCppVocabulary(TokenBytes):
 _FIM = ("pre", "suf", "mid", "pad", "rep", "sep")
 
 
-def model_info(words: LlamaCppVocabulary, llama: Any, model: Any, spec: LoadSpec, **served: Any) -> ModelInfo:
-    """The facts of `model`; `served` are those of what was made of it (fingerprint, n_ctx, n_seq_max …)."""
+def model_info(
+    words: LlamaCppVocabulary, llama: Any, model: Any, spec: LoadSpec, **served: Any
+) -> ModelInfo:
+    """The facts of `model`; `served` are those of what was made of it (fingerprint, n_ctx,
+    n_seq_max …)."""
     vocab = llama.llama_model_get_vocab(model)
     metadata = _metadata(llama, model)
     template = llama.llama_model_chat_template(model, None)
@@ -107,7 +117,9 @@ def model_info(words: LlamaCppVocabulary, llama: Any, model: Any, spec: LoadSpec
     )
 
 
-def capabilities(llama: Any, context: Any, heads: DraftHeads | None, *, states: bool, on_device: bool) -> Capabilities:
+def capabilities(
+    llama: Any, context: Any, heads: DraftHeads | None, *, states: bool, on_device: bool
+) -> Capabilities:
     """What the memory of `context` can do; `states`: they can be had apart."""
     model = llama.llama_get_model(context)
     windowed = llama.llama_model_n_swa(model) > 0
@@ -152,8 +164,8 @@ def _metadata(llama: Any, model: Any) -> dict[str, str]:
 
 
 def _special_texts(llama: Any, vocab: Any, n_vocab: int) -> tuple[list[str], list[str], list[str]]:
-    """How the tokens are written that are read out of a text only where that is asked for, those read anyway, and of the first
-    those that leave what stands before them as it is."""
+    """How the tokens are written that are read out of a text only where that is asked for, those
+    read anyway, and of the first those that leave what stands before them as it is."""
     asked_for = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
     attributes, text = llama.llama_vocab_get_attr, llama.llama_vocab_get_text
     found: tuple[list[str], list[str], list[str]] = ([], [], [])
@@ -162,6 +174,10 @@ def _special_texts(llama: Any, vocab: Any, n_vocab: int) -> tuple[list[str], lis
         if kind & (asked_for | llama.LLAMA_TOKEN_ATTR_USER_DEFINED):
             spelled = text(vocab, token).decode("utf-8", "replace")
             found[not kind & asked_for].append(spelled)
-            if spelled and kind & llama.LLAMA_TOKEN_ATTR_CONTROL and not kind & llama.LLAMA_TOKEN_ATTR_LSTRIP:
+            if (
+                spelled
+                and kind & llama.LLAMA_TOKEN_ATTR_CONTROL
+                and not kind & llama.LLAMA_TOKEN_ATTR_LSTRIP
+            ):
                 found[2].append(spelled)
     return found

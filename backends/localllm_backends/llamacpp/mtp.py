@@ -1,7 +1,8 @@
 """A model's own draft heads (MTP, "NextN") on llama.cpp: layers behind the model's last.
 
 A head guesses the token after next from a token and the hidden state the model had just before it.
-Order of operations after llama.cpp's own driver: common/speculative.cpp, common_speculative_impl_draft_mtp.
+Order of operations after llama.cpp's own driver: common/speculative.cpp,
+common_speculative_impl_draft_mtp.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 from localllm_backends.reasons import first_reason
 
-# Architectures whose heads llama.cpp runs in a context of their own (src/models: DECODER_MTP graphs), and whether it
-# runs several (nextn_layer_offset); with any others it aborts the process. Heads that share the model's own KV (Gemma
-# 4's assistants) are models of their own there, and not run here.
+# Architectures whose heads llama.cpp runs in a context of their own (src/models: DECODER_MTP
+# graphs), and whether it runs several (nextn_layer_offset); with any others it aborts the process.
+# Heads that share the model's own KV (Gemma 4's assistants) are models of their own there, and not
+# run here.
 _ARCHITECTURES = {
-    "bailingmoe3": False, "cohere2moe": False, "deepseek2": False, "deepseek32": False, "deepseek4": False,
-    "glm-dsa": False, "glm4moe": False, "glm5-next": False, "hy_v3": True, "mimo2": True, "nemotron_h_moe": False,
+    "bailingmoe3": False, "cohere2moe": False, "deepseek2": False, "deepseek32": False,
+    "deepseek4": False,
+    "glm-dsa": False, "glm4moe": False, "glm5-next": False, "hy_v3": True, "mimo2": True,
+    "nemotron_h_moe": False,
     "qwen35": False, "qwen35moe": False, "qwen3next": False, "step35": True,
 }  # fmt: skip
 
@@ -30,7 +34,9 @@ _ARCHITECTURES = {
 def why_not(llama: Any, path: Path) -> str:
     """Why the heads in this GGUF can't draft here; "" if they can. Reads headers only."""
     if staging_functions(llama) is None:
-        return "this build of llama.cpp does not export what drafting with a model's own heads needs"
+        return (
+            "this build of llama.cpp does not export what drafting with a model's own heads needs"
+        )
     headers = [NativeHeader(p) for p in parts(path)]
     try:
         first = headers[0]
@@ -43,11 +49,13 @@ def why_not(llama: Any, path: Path) -> str:
                 (not n_heads, "its header names no draft heads (nextn_predict_layers)"),
                 (
                     architecture not in _ARCHITECTURES,
-                    f"llama.cpp can't run the draft heads of {architecture!r} models beside the model",
+                    f"llama.cpp can't run the draft heads of {architecture!r} models beside the "
+                    "model",
                 ),
                 (
                     n_heads > 1 and not _ARCHITECTURES.get(architecture),
-                    f"llama.cpp runs one draft head of {architecture!r} models, and this file has {n_heads}",
+                    f"llama.cpp runs one draft head of {architecture!r} models, and this file has "
+                    f"{n_heads}",
                 ),
                 (
                     is_v2 and not first.number("deepseek2.attention.key_length_mla"),
@@ -65,7 +73,8 @@ def why_not(llama: Any, path: Path) -> str:
 
 
 class MtpHeads(DraftHeads):
-    """Heads that guess one token after another, each from the row that the one before it left behind."""
+    """Heads that guess one token after another, each from the row that the one before it left
+    behind."""
 
     kind = "mtp"
 
@@ -110,7 +119,8 @@ class MtpHeads(DraftHeads):
             batch.add_row(line.unread[i], line.read + i, sequence, row, output=False)
         for head in range(self._n_heads):
             if head:
-                # Each head has a layer of its own: the same cells are written again, for that layer.
+                # Each head has a layer of its own: the same cells are written again, for that
+                # layer.
                 for sequence, position in first.items():
                     self._memory.cut(sequence, position)
             if not self.decode(head):
@@ -131,7 +141,9 @@ class MtpHeads(DraftHeads):
         self.catch_up([sequence for sequence, _, _ in wanted])
         newest = self._inputs([self._lines[sequence].rows[-1] for sequence, _, _ in wanted])
         rows: list[list[Rows]] = [[row] for row in newest]
-        active = [i for i, (_, _, most) in enumerate(wanted) if most > 0][: self._n_batch // self._n_heads]
+        active = [i for i, (_, _, most) in enumerate(wanted) if most > 0][
+            : self._n_batch // self._n_heads
+        ]
         step = 0
         while active and step < self.longest:
             self._batch.clear()
@@ -139,7 +151,8 @@ class MtpHeads(DraftHeads):
                 self._add_draft_rows(wanted[i], drafts[i], rows[i], step)
             if not self.decode(step if self._n_heads > 1 else 0):
                 break
-            # All rows are outputs: whether a model's graph gives the hidden rows of all or of outputs, they are these.
+            # All rows are outputs: whether a model's graph gives the hidden rows of all or of
+            # outputs, they are these.
             n = int(self._batch.native.n_tokens)
             each = n // len(active)
             logits, hidden = self._logits.rows(n), self._view(self._context, n)
@@ -156,8 +169,9 @@ class MtpHeads(DraftHeads):
     def _add_draft_rows(
         self, want: tuple[SequenceId, int, int], drafted: list[int], rows: list[Rows], step: int
     ) -> None:
-        """Put a sequence's next drafting rows into the batch. A single head goes on from its last guess; of several,
-        each reads everything since the model's last token again, as it alone can write its layer's KV."""
+        """Put a sequence's next drafting rows into the batch. A single head goes on from its last
+        guess; of several, each reads everything since the model's last token again, as it alone can
+        write its layer's KV."""
         sequence, newest, _ = want
         base = self._lines[sequence].read
         tokens = [newest, *drafted]

@@ -1,4 +1,5 @@
-"""llama.cpp's library: started once per process, its log (captured, never printed), and small calls that fill a buffer.
+"""llama.cpp's library: started once per process, its log (captured, never printed), and small calls
+that fill a buffer.
 
 The log's text is not an API: every reader here treats a line it does not find as "not known".
 """
@@ -15,8 +16,8 @@ from typing import Any
 
 from localllm_backends.values import MemoryReport
 
-# CUDA counts the fastest card first, the driver's tools by PCI address. Plans name cards as the tools do; read when the library
-# starts, in whichever process that is.
+# CUDA counts the fastest card first, the driver's tools by PCI address. Plans name cards as the
+# tools do; read when the library starts, in whichever process that is.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 _MIB = 2**20
@@ -42,12 +43,19 @@ class BufferSizes:
     def report(self, weights_bytes: int, projector_bytes: int) -> MemoryReport:
         """The same with the weights' own bytes."""
         return MemoryReport(
-            weights_bytes, self.kv_bytes, self.recurrent_bytes, self.compute_bytes, self.output_bytes, projector_bytes,
+            weights_bytes,
+            self.kv_bytes,
+            self.recurrent_bytes,
+            self.compute_bytes,
+            self.output_bytes,
+            projector_bytes,
             dict(self.places),
-        )  # fmt: skip
+        )
 
     def plus(self, other: BufferSizes) -> BufferSizes:
-        return BufferSizes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        return BufferSizes(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
 
 
 @dataclass
@@ -89,10 +97,13 @@ class NativeLog:
 
     def errors(self) -> list[str]:
         """Error lines since the mark, without llama.cpp's function-name prefixes."""
-        return [_strip(line) for level, line in self.lines if level >= _ERROR_LEVEL and line.strip()]
+        return [
+            _strip(line) for level, line in self.lines if level >= _ERROR_LEVEL and line.strip()
+        ]
 
     def reason(self, default: str = "no reason given") -> str:
-        """Why the last call failed, by the last lines it logged; `default` where it said nothing."""
+        """Why the last call failed, by the last lines it logged; `default` where it said
+        nothing."""
         return "; ".join(self.errors()[-2:]) or default
 
     def buffer_sizes(self) -> BufferSizes:
@@ -123,7 +134,8 @@ log = NativeLog()
 
 # ggml.h: enum ggml_type
 GGML_TYPES = {
-    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30,
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20,
+    "bf16": 30,
 }  # fmt: skip
 
 # ggml-backend.h: enum ggml_backend_dev_type
@@ -136,7 +148,11 @@ _started = False
 class GgmlInitParams(ctypes.Structure):
     """ggml.h: struct ggml_init_params."""
 
-    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+    _fields_ = [
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    ]
 
 
 def start_native() -> Any:
@@ -154,7 +170,8 @@ def start_native() -> Any:
 _POINTER, _TEXT, _INT, _SIZE, _LONG, _BOOL = (
     ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int64, ctypes.c_bool,
 )  # fmt: skip
-# ggml.h, ggml-backend.h: what each function returns, and what it takes. Structures go by their address.
+# ggml.h, ggml-backend.h: what each function returns, and what it takes. Structures go by their
+# address.
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_init": (_POINTER, [GgmlInitParams]),
     "ggml_free": (None, [_POINTER]),
@@ -198,8 +215,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def ggml_function(name: str) -> Any:
-    """ggml's function `name`, of the very library that llama.cpp runs on. The bindings' own handle on ggml may be of another
-    copy (a wheel holds `libggml.so` and `libggml.so.0`, `LLAMA_CPP_LIB_PATH` names a foreign build) that knows no device."""
+    """ggml's function `name`, of the very library that llama.cpp runs on. The bindings' own handle
+    on ggml may be of another copy (a wheel holds `libggml.so` and `libggml.so.0`,
+    `LLAMA_CPP_LIB_PATH` names a foreign build) that knows no device."""
     from llama_cpp import llama_cpp
 
     try:
@@ -215,14 +233,16 @@ def ggml_function(name: str) -> Any:
 
 
 def has_gpu() -> bool:
-    """True when this llama.cpp build sees an accelerator here (llama_supports_gpu_offload also counts plain RPC)."""
+    """True when this llama.cpp build sees an accelerator here (llama_supports_gpu_offload also
+    counts plain RPC)."""
     find = ggml_function("ggml_backend_dev_by_type")
     return any(find(kind) for kind in (_GGML_DEVICE_GPU, _GGML_DEVICE_IGPU))
 
 
 def offload(params: Any, n_gpu_layers: int) -> None:
-    """Have model parameters put that many layers on the accelerators, all for a negative number. For 0 the model is given no
-    device at all: it would otherwise hold memory on each, and large products of the CPU's layers would be sent there."""
+    """Have model parameters put that many layers on the accelerators, all for a negative number.
+    For 0 the model is given no device at all: it would otherwise hold memory on each, and large
+    products of the CPU's layers would be sent there."""
     params.n_gpu_layers = n_gpu_layers if n_gpu_layers >= 0 else 999
     if not n_gpu_layers:
         params.devices = ctypes.addressof(_NO_DEVICES)
@@ -239,7 +259,8 @@ def token_piece(llama: Any, vocab: Any, token: int, *, special: bool) -> bytes:
 
 
 def c_string(function: Any, *args: Any, size: int = 2048) -> str | None:
-    """Call one of llama.cpp's fill-this-buffer functions; grows the buffer when told it is too small."""
+    """Call one of llama.cpp's fill-this-buffer functions; grows the buffer when told it is too
+    small."""
     while True:
         buffer = ctypes.create_string_buffer(size)
         n = function(*args, buffer, size)
@@ -253,6 +274,14 @@ def c_string(function: Any, *args: Any, size: int = 2048) -> str | None:
 def cause(default: str) -> str:
     """Why llama.cpp refused the last load, in its own words; `default` where it said nothing."""
     lines = log.errors()
-    useful = [line for line in lines if "failed to load model" not in line and "error loading model" not in line]
-    loading = [line.split("error loading model:", 1)[1].strip() for line in lines if "error loading model:" in line]
+    useful = [
+        line
+        for line in lines
+        if "failed to load model" not in line and "error loading model" not in line
+    ]
+    loading = [
+        line.split("error loading model:", 1)[1].strip()
+        for line in lines
+        if "error loading model:" in line
+    ]
     return "; ".join(dict.fromkeys((loading or useful)[:2])) or default

@@ -1,10 +1,12 @@
-"""A long prompt read beside the streams: a second context that computes node by node and can be paused at any of them.
+"""A long prompt read beside the streams: a second context that computes node by node and can be
+paused at any of them.
 
-llama.cpp computes a micro-batch in one go, and on a CPU a large one takes seconds while a small one wastes them: its
-tiled attention starts at 64 rows (ops.cpp, ggml_compute_forward_flash_attn_ext). So the prompt is read in large
-micro-batches on a thread of its own, which stops between graph nodes (`cb_eval`) whenever its time is up. While it is paused
-there it also computes the steps of the backend that owns it: two threads that compute in turn have OpenMP helpers each, more
-than there are processors, and sleep at their barriers (threads.py).
+llama.cpp computes a micro-batch in one go, and on a CPU a large one takes seconds while a small one
+wastes them: its tiled attention starts at 64 rows (ops.cpp, ggml_compute_forward_flash_attn_ext).
+So the prompt is read in large micro-batches on a thread of its own, which stops between graph nodes
+(`cb_eval`) whenever its time is up. While it is paused there it also computes the steps of the
+backend that owns it: two threads that compute in turn have OpenMP helpers each, more than there are
+processors, and sleep at their barriers (threads.py).
 """
 
 from __future__ import annotations
@@ -25,24 +27,32 @@ from localllm_backends.llamacpp.threads import lower_priority, release_helpers
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# On a CPU as quick as 512, llama.cpp's own choice (3,000 tokens of SmolLM2, 4 rounds: 0.97 to 1.00 of its time; 128 take 4 to
-# 12 % longer), and its nodes half as long: attention behind 2,500 tokens, 18 ms with 512, left a third of a slice unused. The
-# first is smaller, to learn what its nodes take; later ones are where a node takes too long.
+# On a CPU as quick as 512, llama.cpp's own choice (3,000 tokens of SmolLM2, 4 rounds: 0.97 to 1.00
+# of its time; 128 take 4 to 12 % longer), and its nodes half as long: attention behind 2,500
+# tokens, 18 ms with 512, left a third of a slice unused. The first is smaller, to learn what its
+# nodes take; later ones are where a node takes too long.
 MICRO_BATCH = 256
 _FIRST_BATCH = 128
 _SMALLEST_BATCH = 64
-# A pause is possible after every so many graph nodes. Launching the threads anew costs microseconds, a large matrix
-# product or attention milliseconds: few of them may come together.
+# A pause is possible after every so many graph nodes. Launching the threads anew costs
+# microseconds, a large matrix product or attention milliseconds: few of them may come together.
 _NODES = 3
 _PIECE_TOKENS = 128
 _LINE, _SPARE = 0, 1
 
 
 class PausingPrefill(PrefillSlices):
-    """`tokens` that follow what `sequence` holds, computed in slices by `run` and then appended to it by `join`."""
+    """`tokens` that follow what `sequence` holds, computed in slices by `run` and then appended to
+    it by `join`."""
 
     def __init__(
-        self, llama: Any, model: Any, spec: LoadSpec, backend: Backend, sequence: int, tokens: Sequence[int]
+        self,
+        llama: Any,
+        model: Any,
+        spec: LoadSpec,
+        backend: Backend,
+        sequence: int,
+        tokens: Sequence[int],
     ) -> None:
         self._llama, self._backend, self._sequence = llama, backend, sequence
         self._tokens = list(tokens)
@@ -62,17 +72,24 @@ class PausingPrefill(PrefillSlices):
         self._context: Any = None
         self.memory: Any = None
         self._made = threading.Event()
-        cells = replace(spec, n_ctx=cells_for(self._prefix + len(self._tokens)), n_batch=MICRO_BATCH, n_outputs=1)
-        threading.Thread(target=self._make, args=(model, cells), name="sliced-prefill-context", daemon=True).start()
+        cells = replace(
+            spec,
+            n_ctx=cells_for(self._prefix + len(self._tokens)),
+            n_batch=MICRO_BATCH,
+            n_outputs=1,
+        )
+        threading.Thread(
+            target=self._make, args=(model, cells), name="sliced-prefill-context", daemon=True
+        ).start()
         self._thread = threading.Thread(target=self._work, name="sliced-prefill", daemon=True)
         self._thread.start()
 
     def run(self, seconds: float) -> int:
-        """Compute for about `seconds`, more only by one node; returns how many of the tokens are computed so far.
-        BackendFailure when there is no memory for it, or llama.cpp failed."""
+        """Compute for about `seconds`, more only by one node; returns how many of the tokens are
+        computed so far. BackendFailure when there is no memory for it, or llama.cpp failed."""
         until = time.perf_counter() + seconds
-        # Memory nobody has touched yet takes the system up to milliseconds per MB: what the slice does not suffice for goes
-        # on beside the step.
+        # Memory nobody has touched yet takes the system up to milliseconds per MB: what the slice
+        # does not suffice for goes on beside the step.
         if not self._made.wait(seconds):
             return 0
         while self._failure is None and self._copied < self._prefix:
@@ -90,7 +107,8 @@ class PausingPrefill(PrefillSlices):
         return self._read
 
     def beside(self, step: Callable[[], int]) -> int:
-        """`step()`, computed by the thread of the prompt where that is paused, so that only one thread has helpers."""
+        """`step()`, computed by the thread of the prompt where that is paused, so that only one
+        thread has helpers."""
         if not self.paused:
             return step()
         self._other_work = step
@@ -107,8 +125,8 @@ class PausingPrefill(PrefillSlices):
             release_helpers(self._llama.llama_n_threads(self._context))
 
     def join(self) -> int:
-        """Append one piece of what is computed to the sequence; returns how many tokens are still to be appended.
-        NoCellsError (nothing appended) when the backend has no room."""
+        """Append one piece of what is computed to the sequence; returns how many tokens are still
+        to be appended. NoCellsError (nothing appended) when the backend has no room."""
         start = self._prefix + self._joined
         stop = self._prefix + min(self._read, self._joined + _PIECE_TOKENS)
         if start < stop:
@@ -119,12 +137,13 @@ class PausingPrefill(PrefillSlices):
         return len(self._tokens) - self._joined
 
     def stop(self) -> int:
-        """End the micro-batch that is being computed, in its middle; returns how many tokens those before it have. May be
-        called at any time, `run` not any more."""
+        """End the micro-batch that is being computed, in its middle; returns how many tokens those
+        before it have. May be called at any time, `run` not any more."""
         self._stopping, self.paused = True, False
         if self._context is not None:
-            # Ends the whole computation. The answer False of a node would end only what one device computes at a time, and
-            # the next one would go on from what was never computed: expert numbers out of range abort the process.
+            # Ends the whole computation. The answer False of a node would end only what one device
+            # computes at a time, and the next one would go on from what was never computed: expert
+            # numbers out of range abort the process.
             self._llama.llama_set_abort_callback(self._context, self._abort, None)
         self._continue.release()
         self._thread.join()
@@ -143,11 +162,12 @@ class PausingPrefill(PrefillSlices):
         self.memory.append(_LINE, raw, start, stop, _SPARE, range(stop, stop + 1))
         self._copied = stop
 
-    # --- the thread that computes ------------------------------------------------------------------------------------
+    # --- the thread that computes -----------------------------------------------------------------
 
     def _make(self, model: Any, cells: LoadSpec) -> None:
-        """On a thread of its own that gives way to those of a step: a step beside it took up to 165 ms instead of 6, waiting at
-        each of its barriers for the processor that clears the memory."""
+        """On a thread of its own that gives way to those of a step: a step beside it took up to 165
+        ms instead of 6, waiting at each of its barriers for the processor that clears the
+        memory."""
         lower_priority()
         try:
             self._context = new_context(model, cells, n_seq_max=2, at_node=self._callback)
@@ -178,7 +198,8 @@ class PausingPrefill(PrefillSlices):
             self._timer.begin(len(tokens))
             code = self._llama.llama_decode(self._context, batch.native)
             if code and self._stopping:
-                # Ended in its middle: llama.cpp takes all of its cells back. One that came to its end all the same counts.
+                # Ended in its middle: llama.cpp takes all of its cells back. One that came to its
+                # end all the same counts.
                 break
             if code:
                 self._failure = StepError(f"llama_decode failed with code {code}: {log.reason()}")
@@ -212,7 +233,8 @@ class PausingPrefill(PrefillSlices):
 
 
 class PauseTimer:
-    """When to pause: before a stretch of nodes that would go past `until`, judged by the same stretch last time."""
+    """When to pause: before a stretch of nodes that would go past `until`, judged by the same
+    stretch last time."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -256,14 +278,19 @@ class PauseTimer:
 
     @property
     def too_coarse(self) -> bool:
-        """Did many stretches of the last micro-batch take longer than is wanted? (One may have been disturbed.)"""
+        """Did many stretches of the last micro-batch take longer than is wanted? (One may have been
+        disturbed.)"""
         longest = sorted(self._spent, reverse=True)[: max(1, len(self._spent) // 20)]
         return bool(longest) and longest[-1] > self.longest_wanted_s
 
 
 def _as_failure(error: Exception) -> BackendFailure:
     """What ended the thread, as the only kind of error that crosses the contract."""
-    return error if isinstance(error, BackendFailure) else StepError(f"{type(error).__name__}: {error}")
+    return (
+        error
+        if isinstance(error, BackendFailure)
+        else StepError(f"{type(error).__name__}: {error}")
+    )
 
 
 def cells_for(n_tokens: int) -> int:
@@ -272,7 +299,8 @@ def cells_for(n_tokens: int) -> int:
 
 
 def bytes_for(n_tokens: int, sizes: BufferSizes, n_ctx: int, n_batch: int) -> int:
-    """Memory of a prefill that ends up with `n_tokens`, by the buffers of a context of `n_ctx` cells and micro-batches of
+    """Memory of a prefill that ends up with `n_tokens`, by the buffers of a context of `n_ctx`
+    cells and micro-batches of
     `n_batch`: its own KV, and buffers for its larger micro-batches."""
     kv = sizes.kv_bytes * cells_for(n_tokens) // n_ctx
     return kv + sizes.compute_bytes * MICRO_BATCH // min(MICRO_BATCH, n_batch)

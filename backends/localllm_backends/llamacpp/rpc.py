@@ -1,4 +1,5 @@
-"""llama.cpp's RPC: devices of other machines among ours, and our devices for others'. Only in builds made with it.
+"""llama.cpp's RPC: devices of other machines among ours, and our devices for others'. Only in
+builds made with it.
 
 As a program it is the server, until it is ended:
 
@@ -26,7 +27,8 @@ _connected: set[str] = set()
 
 
 def library_path() -> Path | None:
-    """The library that speaks RPC, in the build of llama.cpp that runs here; None where it was built without."""
+    """The library that speaks RPC, in the build of llama.cpp that runs here; None where it was
+    built without."""
     from importlib.util import find_spec
 
     own = find_spec("llama_cpp")
@@ -39,14 +41,16 @@ def library_path() -> Path | None:
 def _library() -> Any:
     path = library_path()
     if path is None:
-        raise OtherMachineError("this build of llama.cpp has no RPC: `localllm setup --rpc` makes one that has")
+        raise OtherMachineError(
+            "this build of llama.cpp has no RPC: `localllm setup --rpc` makes one that has"
+        )
     start_native()
     return ctypes.CDLL(str(path))
 
 
 def connect(workers: Sequence[str]) -> None:
-    """Make the devices of the `workers` (host:port) llama.cpp's, in front of its own. Raises OtherMachineError for one that does
-    not answer, by its name."""
+    """Make the devices of the `workers` (host:port) llama.cpp's, in front of its own. Raises
+    OtherMachineError for one that does not answer, by its name."""
     for worker in workers:
         if worker in _connected:
             continue
@@ -59,25 +63,35 @@ def connect(workers: Sequence[str]) -> None:
         except (OSError, ValueError) as e:
             why = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
             raise OtherMachineError(
-                f"the worker at {worker} does not answer ({why}): is `localllm worker` running there?"
+                f"the worker at {worker} does not answer ({why}): is `localllm worker` running "
+                "there?"
             ) from e
         rpc.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
         rpc.ggml_backend_rpc_add_server.argtypes = [ctypes.c_char_p]
         found = rpc.ggml_backend_rpc_add_server(worker.encode())
         if not found:
-            raise OtherMachineError(f"what answers at {worker} is no worker of this version of llama.cpp")
+            raise OtherMachineError(
+                f"what answers at {worker} is no worker of this version of llama.cpp"
+            )
         ggml_function("ggml_backend_register")(found)
         _connected.add(worker)
 
 
 def serve(endpoint: str, n_threads: int) -> None:
-    """Lend this machine's devices at `endpoint` (its accelerators, else its processor) until the process is ended."""
+    """Lend this machine's devices at `endpoint` (its accelerators, else its processor) until the
+    process is ended."""
     rpc = _library()
     lent = devices_of_type(GPU, INTEGRATED) or devices_of_type(PROCESSOR)
     devices = (ctypes.c_void_p * len(lent))(*lent)
     start = rpc.ggml_backend_rpc_start_server
     start.restype = None
-    start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
+    start.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    ]
     start(endpoint.encode(), None, n_threads, len(lent), devices)
 
 

@@ -1,4 +1,5 @@
-"""Threads of a step: how many are worth it here, how many a short step takes beside others, and OpenMP's idle helpers."""
+"""Threads of a step: how many are worth it here, how many a short step takes beside others, and
+OpenMP's idle helpers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _NICE = 10
 
 
 def usable_cores(root: Path = _SYSTEM) -> int:
-    """Physical performance cores that this process may use at the same time; more threads than that slow decode down.
+    """Physical performance cores that this process may use at the same time; more threads than that
+    slow decode down.
     `root`: where the system's own files begin."""
     import psutil
 
@@ -45,20 +47,23 @@ def _allowed() -> set[int] | None:
 
 
 def lower_priority() -> None:
-    """Let this thread have what other threads of the same processors leave, from now on: Linux counts that by thread, and only
-    its administrator may take it back. Elsewhere nothing is changed."""
+    """Let this thread have what other threads of the same processors leave, from now on: Linux
+    counts that by thread, and only its administrator may take it back. Elsewhere nothing is
+    changed."""
     if sys.platform != "linux":
         return
     if os.getloadavg()[0] > processors() + 1:
         # Where others leave nothing it would never come to its end.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     else:
-        # Its processor counts as idle for others, so two threads of a step aren't put on the other one together.
+        # Its processor counts as idle for others, so two threads of a step aren't put on the other
+        # one together.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def cpu_quota(root: Path = _SYSTEM) -> float | None:
-    """Processors' worth of time that the tightest control group around this process gives it; None where none limits it."""
+    """Processors' worth of time that the tightest control group around this process gives it; None
+    where none limits it."""
     limits = [_limit(folder) for folder in _groups(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -82,7 +87,10 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _limit(folder: Path) -> float | None:
-    found = _words(folder / "cpu.max") or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+    found = _words(folder / "cpu.max") or [
+        *_words(folder / "cpu.cfs_quota_us"),
+        *_words(folder / "cpu.cfs_period_us"),
+    ]
     try:
         quota, period = (int(word) for word in found)
     except ValueError:  # "max", or not there
@@ -96,7 +104,10 @@ def _performance_cores(root: Path, allowed: set[int] | None) -> int | None:
     if not words:
         return None
     fast = _numbers(words[0]) if allowed is None else _numbers(words[0]) & allowed
-    cores = {tuple(_words(root / f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list")) or n for n in fast}
+    cores = {
+        tuple(_words(root / f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list")) or n
+        for n in fast
+    }
     return len(cores) or None
 
 
@@ -118,18 +129,19 @@ def _numbers(ranges: str) -> set[int]:
     return found
 
 
-# ggml computes with GNU's OpenMP on Linux, where every thread that computes keeps helpers. Once those of all callers are more than
-# the processors, libgomp's threads hardly look at a barrier before they sleep at it (libgomp/config/linux/wait.h:
-# `gomp_throttled_spin_count_var`), and a step has hundreds: with a second caller's two threads at rest on two processors a
-# decode step of SmolLM2 took 18.7 ms and slept 680 times, without them 12.4 ms and never.
-# omp_pause_soft, OpenMP 5.0, section 2.11.8: what is given up comes back with the next parallel region.
+# ggml computes with GNU's OpenMP on Linux, where every thread that computes keeps helpers. Once
+# those of all callers are more than the processors, libgomp's threads hardly look at a barrier
+# before they sleep at it (libgomp/config/linux/wait.h: `gomp_throttled_spin_count_var`), and a step
+# has hundreds: with a second caller's two threads at rest on two processors a decode step of
+# SmolLM2 took 18.7 ms and slept 680 times, without them 12.4 ms and never. omp_pause_soft, OpenMP
+# 5.0, section 2.11.8: what is given up comes back with the next parallel region.
 _SOFT = 1
 
 
 def release_helpers(n_threads: int) -> None:
-    """Let go of the helpers this thread computes with, if two callers of `n_threads` each are more threads than processors;
-    they are made anew (some 0.1 ms) when it computes next. Call it outside of any computation. Does nothing where another
-    library than GNU's is used, or none."""
+    """Let go of the helpers this thread computes with, if two callers of `n_threads` each are more
+    threads than processors; they are made anew (some 0.1 ms) when it computes next. Call it outside
+    of any computation. Does nothing where another library than GNU's is used, or none."""
     library = libgomp()
     if library is not None and 2 * n_threads > processors():
         library.omp_pause_resource_all(_SOFT)
@@ -137,18 +149,21 @@ def release_helpers(n_threads: int) -> None:
 
 @cache
 def libgomp() -> Any:
-    """The one ggml's CPU backend is linked with, once that is loaded: asked through it, since other packages bring copies of
-    their own into this process."""
+    """The one ggml's CPU backend is linked with, once that is loaded: asked through it, since other
+    packages bring copies of their own into this process."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:
-            path = next((line[line.index("/") :].strip() for line in maps if "/libggml-cpu" in line), None)
+            path = next(
+                (line[line.index("/") :].strip() for line in maps if "/libggml-cpu" in line), None
+            )
         library = ctypes.CDLL(path) if path else None
         return library if hasattr(library, "omp_pause_resource_all") else None
     except OSError:
         return None
 
 
-# With more tokens than this a step computes long between its barriers: the more threads the better, whoever else there is.
+# With more tokens than this a step computes long between its barriers: the more threads the better,
+# whoever else there is.
 _SHORT_TOKENS = 32
 
 
@@ -167,12 +182,16 @@ class Threads:
     @property
     def in_use(self) -> tuple[int, int]:
         """(threads of a step of one token, of a batch), as llama.cpp has them now."""
-        return int(self._llama.llama_n_threads(self._context)), int(self._llama.llama_n_threads_batch(self._context))
+        return int(self._llama.llama_n_threads(self._context)), int(
+            self._llama.llama_n_threads_batch(self._context)
+        )
 
     def ready(self, n_tokens: int) -> None:
         """A step of `n_tokens` is computed next."""
         one, many = self._all
-        wanted = (min(one, self._few), min(many, self._few)) if n_tokens <= _SHORT_TOKENS else self._all
+        wanted = (
+            (min(one, self._few), min(many, self._few)) if n_tokens <= _SHORT_TOKENS else self._all
+        )
         if wanted != self._now:
             self._llama.llama_set_n_threads(self._context, *wanted)
             self._now = wanted

@@ -1,9 +1,11 @@
-"""The greatest logits of each row, sorted out by the device that computed it: with several streams whole rows need not cross.
+"""The greatest logits of each row, sorted out by the device that computed it: with several streams
+whole rows need not cross.
 
-llama.cpp's samplers on devices (llama.h: "backend sampling", experimental) are chains bound to a sequence; ours are a top-k of
-`KEPT` and, where draws hang on the weight of all tokens, one that says that. The choice is made here (candidates.py), so that seeds
-and filters hold; a row that the few don't decide is read from the device. To bind or unbind a chain has llama.cpp reserve its
-graphs anew, a few milliseconds: so a sequence whose rows were wanted whole lately is left as it is.
+llama.cpp's samplers on devices (llama.h: "backend sampling", experimental) are chains bound to a
+sequence; ours are a top-k of `KEPT` and, where draws hang on the weight of all tokens, one that
+says that. The choice is made here (candidates.py), so that seeds and filters hold; a row that the
+few don't decide is read from the device. To bind or unbind a chain has llama.cpp reserve its graphs
+anew, a few milliseconds: so a sequence whose rows were wanted whole lately is left as it is.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ from localllm_backends.llamacpp.native import ggml_function
 from localllm_backends.values import Chunk, SequenceId
 
 KEPT = 256
-# With fewer streams reading whole rows costs less than what the device does for it; and once it is on it stays on for two. A draw
-# that weighs all tokens costs the host so much that one stream is enough.
+# With fewer streams reading whole rows costs less than what the device does for it; and once it is
+# on it stays on for two. A draw that weighs all tokens costs the host so much that one stream is
+# enough.
 _FEWEST, _FEWEST_ON = 4, 2
 # Steps; so long after its rows were wanted whole a sequence has no sampler.
 _PATIENCE = 256
 
 
 class _Chain:
-    """What a device does with the rows of one sequence: it keeps each until the next step, `weighs` its tokens where that is asked for,
-    and sorts out the greatest."""
+    """What a device does with the rows of one sequence: it keeps each until the next step, `weighs`
+    its tokens where that is asked for, and sorts out the greatest."""
 
     def __init__(self, llama: Any, *, weighs: bool) -> None:
         self.weighs, self._llama = weighs, llama
@@ -39,9 +42,16 @@ class _Chain:
         self._shares: int | None = None
         self.native = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
         # As long as llama.cpp may call them.
-        self._interfaces = [self._interface(self._keep_row), self._interface(self._weigh_candidates)]
+        self._interfaces = [
+            self._interface(self._keep_row),
+            self._interface(self._weigh_candidates),
+        ]
         before, behind = (llama.llama_sampler_init(ctypes.byref(i), None) for i in self._interfaces)
-        for sampler in (before, llama.llama_sampler_init_top_k(KEPT), *([behind] if weighs else ())):
+        for sampler in (
+            before,
+            llama.llama_sampler_init_top_k(KEPT),
+            *([behind] if weighs else ()),
+        ):
             llama.llama_sampler_chain_add(self.native, sampler)
 
     def _interface(self, applied: Any) -> Any:
@@ -49,7 +59,9 @@ class _Chain:
         llama = self._llama
         return llama.llama_sampler_i(
             apply=llama.llama_sampler_i_apply(lambda _sampler, _tokens: None),
-            backend_init=llama.llama_sampler_i_backend_init(lambda _sampler, _buffer_type, _outputs: True),
+            backend_init=llama.llama_sampler_i_backend_init(
+                lambda _sampler, _buffer_type, _outputs: True
+            ),
             backend_apply=llama.llama_sampler_i_backend_apply(
                 lambda _sampler, context, _graph, data: applied(context, data.contents)
             ),
@@ -57,11 +69,15 @@ class _Chain:
 
     def _keep_row(self, context: int, data: Any) -> None:
         n, reshaped = ggml_function("ggml_nelements")(data.logits), ggml_function("ggml_reshape_2d")
-        self._row = data.logits = ggml_function("ggml_cont")(context, reshaped(context, data.logits, n, 1))
+        self._row = data.logits = ggml_function("ggml_cont")(
+            context, reshaped(context, data.logits, n, 1)
+        )
         # Nothing else is written where it lies.
         ggml_function("ggml_set_output")(self._row)
         if self.weighs:
-            self._shares = reshaped(context, ggml_function("ggml_soft_max")(context, self._row), 1, n)
+            self._shares = reshaped(
+                context, ggml_function("ggml_soft_max")(context, self._row), 1, n
+            )
 
     def _weigh_candidates(self, context: int, data: Any) -> None:
         data.probs = ggml_function("ggml_get_rows")(context, self._shares, data.candidates)
@@ -94,10 +110,13 @@ class TopLogits:
                 self._whole_at[chunk.sequence] = self._steps
         weighs = self._wanted(outputs)
         self._rebind(weighs, {c.sequence for c in outputs})
-        return [i for i, c in enumerate(chunks) if c.sequence in weighs and c.sequence in self._chains]
+        return [
+            i for i, c in enumerate(chunks) if c.sequence in weighs and c.sequence in self._chains
+        ]
 
     def _wanted(self, outputs: Sequence[Chunk]) -> dict[SequenceId, bool]:
-        """Of which sequences rows are to be sorted out, and does what they draw hang on the weight of all tokens?"""
+        """Of which sequences rows are to be sorted out, and does what they draw hang on the weight
+        of all tokens?"""
         weighs: dict[SequenceId, bool] = {}
         for chunk in outputs:
             if self._steps - self._whole_at.get(chunk.sequence, -_PATIENCE) >= _PATIENCE:
@@ -106,7 +125,8 @@ class TopLogits:
         return weighs if self.able and (any(weighs.values()) or len(weighs) >= fewest) else {}
 
     def _rebind(self, weighs: dict[SequenceId, bool], stepped: set[SequenceId]) -> None:
-        """Give the sequences in `weighs` their chains. Of others those may keep them that are not stepped now."""
+        """Give the sequences in `weighs` their chains. Of others those may keep them that are not
+        stepped now."""
         for sequence, chain in [*self._chains.items()]:
             idle = bool(weighs) and sequence not in stepped
             fits = sequence in weighs and chain.weighs >= weighs[sequence]
@@ -136,7 +156,12 @@ class TopLogits:
         # All that needs no row, while the device computes.
         chooser = FewChooser(chunks, numbers)
         weighed = np.array([self._chains[chunks[i].sequence].weighs for i in numbers])
-        ends, rows = np.cumsum([[len(c.tokens), min(c.outputs, len(c.tokens))] for c in chunks], axis=0)[numbers].T - 1
+        ends, rows = (
+            np.cumsum([[len(c.tokens), min(c.outputs, len(c.tokens))] for c in chunks], axis=0)[
+                numbers
+            ].T
+            - 1
+        )
         llama.llama_synchronize(context)
         if llama.llama_get_sampled_candidates_count_ith(context, int(ends[0])) != KEPT:
             # This device leaves it to the host, and so do we from here on.
@@ -145,17 +170,22 @@ class TopLogits:
 
         def read(function: Any, kind: Any, which: NDArray[np.bool_]) -> Any:
             at, mine = rows[which], ends[which]
-            return self._rows(function(context, int(mine[0])), kind, int(at[0]), int(at[-1]) + 1)[at - at[0], :KEPT]
+            return self._rows(function(context, int(mine[0])), kind, int(at[0]), int(at[-1]) + 1)[
+                at - at[0], :KEPT
+            ]
 
         every, totals = np.ones(len(numbers), dtype=np.bool_), np.zeros(len(numbers))
         if weighed.any():
-            totals[weighed] = 1.0 / read(llama.llama_get_sampled_probs_ith, ctypes.c_float, weighed).max(axis=1)
+            totals[weighed] = 1.0 / read(
+                llama.llama_get_sampled_probs_ith, ctypes.c_float, weighed
+            ).max(axis=1)
         ids = read(llama.llama_get_sampled_candidates_ith, ctypes.c_int32, every)
         logits = read(llama.llama_get_sampled_logits_ith, ctypes.c_float, every)
         return chooser.of(TopRows(ids, logits, totals))
 
     def _rows(self, first: Any, kind: Any, start: int, stop: int) -> Any:
-        """A view of rows [start, stop), `n_vocab` apart as llama.cpp keeps them, of which this is the first."""
+        """A view of rows [start, stop), `n_vocab` apart as llama.cpp keeps them, of which this is
+        the first."""
         address = ctypes.cast(first, ctypes.c_void_p).value
         assert address is not None
         buffer = (kind * ((stop - start) * self._n_vocab)).from_address(address)
@@ -186,7 +216,8 @@ class SortedOut:
         return self._tokens[chunk] if self._chunks[chunk].sample is not None else None
 
     def best(self, chunk: int) -> int | None:
-        """The best logit's token, which somebody may forbid; None where something else was asked for."""
+        """The best logit's token, which somebody may forbid; None where something else was asked
+        for."""
         return self._tokens[chunk] if self._chunks[chunk].sample is None else None
 
     def row(self, chunk: int) -> Rows:

@@ -1,5 +1,5 @@
-"""Images through llama.cpp's mtmd: a projector beside the text model turns pixels into embeddings, which go into a sequence as
-tokens do, in steps of their own."""
+"""Images through llama.cpp's mtmd: a projector beside the text model turns pixels into embeddings,
+which go into a sequence as tokens do, in steps of their own."""
 
 from __future__ import annotations
 
@@ -42,11 +42,14 @@ _TEXT, _IMAGE = 0, 1
 _FLASH_AUTO, _FLASH_OFF = -1, 0
 _BUFFER = re.compile(r"(\S+) compute buffer size\s*=\s*([0-9.]+)\s*MiB")
 _MIB = 2**20
-WITHOUT = "this build of llama-cpp-python reads no images: it was made without mtmd (`-DLLAVA_BUILD=OFF`)"
+WITHOUT = (
+    "this build of llama-cpp-python reads no images: it was made without mtmd (`-DLLAVA_BUILD=OFF`)"
+)
 
 
 def library_there() -> bool:
-    """Is mtmd among the libraries of the llama-cpp-python that would be imported? Looks at files only."""
+    """Is mtmd among the libraries of the llama-cpp-python that would be imported? Looks at files
+    only."""
     folder = os.environ.get("MTMD_CPP_LIB")
     if folder is None:
         found = importlib.util.find_spec("llama_cpp")
@@ -78,7 +81,8 @@ def open_projector(llama: Any, model: Any, spec: LoadSpec) -> Projector:
 
 
 class Projector:
-    """One loaded mtmd context. `tokenize_images` may be called by any thread, `encode_image` by one at a time (it holds a lock)."""
+    """One loaded mtmd context. `tokenize_images` may be called by any thread, `encode_image` by one
+    at a time (it holds a lock)."""
 
     def __init__(self, llama: Any, model: Any, path: Path, spec: LoadSpec) -> None:
         import llama_cpp.mtmd_cpp as mtmd
@@ -90,7 +94,8 @@ class Projector:
         if params.use_gpu and spec.placement.cards:  # by itself it takes the first of all GPUs
             os.environ.setdefault("MTMD_BACKEND_DEVICE", accelerators(spec.placement.cards)[0].name)
         params.print_timings = False
-        # Its buffers are there from the beginning: an image never finds the memory gone that loading was given.
+        # Its buffers are there from the beginning: an image never finds the memory gone that
+        # loading was given.
         params.warmup = True
         self._n_threads = spec.n_threads or usable_cores()
         params.n_threads = self._n_threads
@@ -119,10 +124,13 @@ class Projector:
                 self._mtmd.mtmd_free(self._context)
                 self._context = None
 
-    def tokenize_images(self, parts: Sequence[str | ImagePixels], *, add_bos: bool) -> list[list[int] | ImageRun]:
+    def tokenize_images(
+        self, parts: Sequence[str | ImagePixels], *, add_bos: bool
+    ) -> list[list[int] | ImageRun]:
         pictures = [p for p in parts if isinstance(p, ImagePixels)]
         runs: list[list[int] | ImageRun] = []
-        # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than for a small one.
+        # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than
+        # for a small one.
         with self._chunks(parts, pixels=False, add_bos=add_bos) as chunks:
             owners = self._owners(chunks, pictures)
             for chunk in chunks:
@@ -142,15 +150,20 @@ class Projector:
             # Steps are computed by another thread, and until the next image by nobody else.
             release_helpers(self._n_threads)
             if code:
-                raise BackendFailure(f"the image could not be encoded: {log.reason('llama.cpp gave no reason')}")
+                raise BackendFailure(
+                    f"the image could not be encoded: {log.reason('llama.cpp gave no reason')}"
+                )
             found = mtmd.mtmd_get_output_embd(self._context)
             values = np.ctypeslib.as_array(
                 ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (run.n_tokens, self.width)
             )
             return values.astype(np.float32, copy=True)
 
-    def _owners(self, chunks: list[Any], pictures: list[ImagePixels]) -> Iterator[tuple[ImagePixels, int]]:
-        """For each image chunk in turn, its picture and its number among the chunks of that picture."""
+    def _owners(
+        self, chunks: list[Any], pictures: list[ImagePixels]
+    ) -> Iterator[tuple[ImagePixels, int]]:
+        """For each image chunk in turn, its picture and its number among the chunks of that
+        picture."""
         kind, key = self._mtmd.mtmd_input_chunk_get_type, self._mtmd.mtmd_input_chunk_get_id
         ids = [key(chunk) for chunk in chunks if kind(chunk) == _IMAGE]
         part = 0
@@ -166,11 +179,17 @@ class Projector:
             image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
             places = [mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i) for i in range(n)]
             grid = np.array([[p.t, p.y, p.x] for p in places], dtype=np.int32).T.copy()
-        key = hashlib.blake2b(picture.key, digest_size=16, salt=part.to_bytes(4, "little"), key=self._identity[:64])
-        return ImageRun(picture, part, key.digest(), n, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), grid)
+        key = hashlib.blake2b(
+            picture.key, digest_size=16, salt=part.to_bytes(4, "little"), key=self._identity[:64]
+        )
+        return ImageRun(
+            picture, part, key.digest(), n, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), grid
+        )
 
     @contextmanager
-    def _chunks(self, parts: Sequence[str | ImagePixels], *, pixels: bool, add_bos: bool) -> Iterator[list[Any]]:
+    def _chunks(
+        self, parts: Sequence[str | ImagePixels], *, pixels: bool, add_bos: bool
+    ) -> Iterator[list[Any]]:
         """The prompt as mtmd lays it out. Each bitmap's id is its number among the pictures."""
         mtmd = self._mtmd
         native = mtmd.mtmd_input_chunks_init()
@@ -181,7 +200,9 @@ class Projector:
             for part in parts:
                 if isinstance(part, str):
                     text = part.encode("utf-8", "replace")
-                    spoken = mtmd.mtmd_input_text(text, len(text), False, not isinstance(part, LiteralText))
+                    spoken = mtmd.mtmd_input_text(
+                        text, len(text), False, not isinstance(part, LiteralText)
+                    )
                     made.append(mtmd.mtmd_input_part(ctypes.pointer(spoken), None))
                     continue
                 data = None
@@ -192,11 +213,18 @@ class Projector:
                 bitmaps.append(bitmap)
                 kept.append(data)
                 made.append(mtmd.mtmd_input_part(None, bitmap))
-            pointers = (ctypes.POINTER(mtmd.mtmd_input_part) * len(made))(*[ctypes.pointer(p) for p in made])
-            code = mtmd.mtmd_tokenize_from_parts(self._context, native, pointers, len(made), add_bos)
+            pointers = (ctypes.POINTER(mtmd.mtmd_input_part) * len(made))(
+                *[ctypes.pointer(p) for p in made]
+            )
+            code = mtmd.mtmd_tokenize_from_parts(
+                self._context, native, pointers, len(made), add_bos
+            )
             if code:
                 raise BackendFailure(f"the image could not be read: {log.reason(f'code {code}')}")
-            yield [mtmd.mtmd_input_chunks_get(native, i) for i in range(mtmd.mtmd_input_chunks_size(native))]
+            yield [
+                mtmd.mtmd_input_chunks_get(native, i)
+                for i in range(mtmd.mtmd_input_chunks_size(native))
+            ]
         finally:
             mtmd.mtmd_input_chunks_free(native)
             for bitmap in bitmaps:
@@ -251,14 +279,21 @@ class LlamaCppVisionBackend(LlamaCppBackend):
             if whole:
                 self._llama.llama_set_causal_attn(self._context, True)
         if self._two_dimensional:
-            self._positions.place(chunk.sequence, PlacedImage(start, image.run.n_tokens, image.run.n_positions))
+            self._positions.place(
+                chunk.sequence, PlacedImage(start, image.run.n_tokens, image.run.n_positions)
+            )
         return rows
 
     def _can_undo(self, chunks: Sequence[Chunk]) -> bool:
-        """Not the middle of an image whose tokens stand at one position: its beginning would go with it."""
-        return not (self._two_dimensional and any(c.image is not None and c.image.start for c in chunks))
+        """Not the middle of an image whose tokens stand at one position: its beginning would go
+        with it."""
+        return not (
+            self._two_dimensional and any(c.image is not None and c.image.start for c in chunks)
+        )
 
-    def _places(self, sequence: SequenceId, start: int, image: ImagePart, n: int) -> NDArray[np.int32]:
+    def _places(
+        self, sequence: SequenceId, start: int, image: ImagePart, n: int
+    ) -> NDArray[np.int32]:
         """The positions of the next `n` tokens of an image that begins at token `start`."""
         first = self._positions.at(sequence, start)
         if image.run.grid is None:

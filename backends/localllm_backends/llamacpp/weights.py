@@ -1,4 +1,5 @@
-"""GGUF files: what identifies one, what its KV means, its weights and its vocabulary as llama.cpp reads them."""
+"""GGUF files: what identifies one, what its KV means, its weights and its vocabulary as llama.cpp
+reads them."""
 
 from __future__ import annotations
 
@@ -22,14 +23,22 @@ def fingerprint(path: Path) -> str:
 
 
 def kv_meaning(llama: Any, spec: LoadSpec) -> str:
-    """What gives exported KV its meaning besides weights and KV types: the bindings, the native libraries that compute
-    it, flash attention (V is laid out in another way without) and llama.cpp's rotation of quantised KV, which an
-    environment variable turns off (llama-kv-cache.cpp). KV read under another meaning gives garbage, unnoticed."""
+    """What gives exported KV its meaning besides weights and KV types: the bindings, the native
+    libraries that compute it, flash attention (V is laid out in another way without) and
+    llama.cpp's rotation of quantised KV, which an environment variable turns off
+    (llama-kv-cache.cpp). KV read under another meaning gives garbage, unnoticed."""
     loaded = Path(str(llama.llama_cpp._lib._name))
-    libraries = [p for p in sorted(loaded.parent.glob("*")) if p.suffix in (".so", ".dylib", ".dll") and p.is_file()]
+    libraries = [
+        p
+        for p in sorted(loaded.parent.glob("*"))
+        if p.suffix in (".so", ".dylib", ".dll") and p.is_file()
+    ]
     native = " ".join(f"{p.name}:{fingerprint(p)}" for p in libraries or [loaded] if p.is_file())
     rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
-    return f"llama-cpp-python {llama.__version__}; {native}; flash {spec.flash_attention}; no rotation {rotation}"
+    return (
+        f"llama-cpp-python {llama.__version__}; {native}; flash {spec.flash_attention}; no "
+        f"rotation {rotation}"
+    )
 
 
 def check_file(path: Path) -> None:
@@ -44,11 +53,14 @@ def check_file(path: Path) -> None:
     except OSError as e:
         raise LoadError(f"{path.name!r} can't be read: {e.strerror}") from e
     if magic != b"GGUF":
-        raise LoadError(f"{path.name!r} is not a GGUF file (it does not begin with the letters GGUF)")
+        raise LoadError(
+            f"{path.name!r} is not a GGUF file (it does not begin with the letters GGUF)"
+        )
 
 
 def open_file(path: Path, params: Any, on_progress: Callable[[float], None] | None = None) -> Any:
-    """The llama_model pointer for `path`; LoadError or OutOfMemoryError with llama.cpp's own reason otherwise."""
+    """The llama_model pointer for `path`; LoadError or OutOfMemoryError with llama.cpp's own reason
+    otherwise."""
     llama = start_native()
     check_file(path)
 
@@ -70,28 +82,38 @@ def open_file(path: Path, params: Any, on_progress: Callable[[float], None] | No
 
 
 def load_model(
-    path: Path, spec: LoadSpec, on_progress: Callable[[float], None] | None, *, drafter: bool = False
+    path: Path,
+    spec: LoadSpec,
+    on_progress: Callable[[float], None] | None,
+    *,
+    drafter: bool = False,
 ) -> tuple[Any, BufferSizes]:
-    """The model in `path` and the buffers its weights are in; LoadError, also for one that makes no text. A `drafter` makes
-    none by itself."""
+    """The model in `path` and the buffers its weights are in; LoadError, also for one that makes no
+    text. A `drafter` makes none by itself."""
     llama = start_native()
     check_file(path)
     with context.model_params(llama, spec) as params:
         params.load_mtp = spec.mtp and not drafter
         model = open_file(path, params, on_progress)
-    if not drafter and (not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model)):
+    if not drafter and (
+        not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model)
+    ):
         llama.llama_model_free(model)
         raise LoadError(
             f"{path.name!r} is not a text-generating (decoder-only) model",
-            "name a model that makes text; models of embeddings and rerankers are served by their name",
+            "name a model that makes text; models of embeddings and rerankers are served by their "
+            "name",
         )
     sizes = log.buffer_sizes()
-    if spec.placement.weights != "locked" and any(not place.endswith("_Mapped") for place in sizes.places):
+    if spec.placement.weights != "locked" and any(
+        not place.endswith("_Mapped") for place in sizes.places
+    ):
         context.release_pages(path)
     return model, sizes
 
 
-# What llama.cpp says of files that are cut short or spoilt (src/llama-model-loader.cpp, ggml/src/gguf.cpp).
+# What llama.cpp says of files that are cut short or spoilt (src/llama-model-loader.cpp,
+# ggml/src/gguf.cpp).
 _DAMAGED = (
     "file bounds",
     "corrupted",
@@ -104,27 +126,33 @@ _DAMAGED = (
 
 
 def what_to_do(why: str) -> str:
-    """The way out of a refusal in llama.cpp's words; "" where the file is damaged, whose way out goes without saying."""
+    """The way out of a refusal in llama.cpp's words; "" where the file is damaged, whose way out
+    goes without saying."""
     if any(sign in why for sign in _DAMAGED):
         return ""
     if "unknown model architecture" in why:
         return (
-            "a newer llama.cpp may know it (`localllm setup`); a file from Ollama's store may call it otherwise: "
+            "a newer llama.cpp may know it (`localllm setup`); a file from Ollama's store may "
+            "call it otherwise: "
             "fetch a GGUF file of the model from the hub"
         )
     return (
-        "the file is laid out otherwise than this llama.cpp reads it, as some of Ollama's own are: fetch a GGUF file of the "
+        "the file is laid out otherwise than this llama.cpp reads it, as some of Ollama's own "
+        "are: fetch a GGUF file of the "
         "model from the hub, or get a newer llama.cpp (`localllm setup`)"
     )
 
 
 def vocabulary(path: str) -> list[bytes]:
-    """Every token's bytes, control tokens as written. Reads the header only; LoadError when it can't be read."""
+    """Every token's bytes, control tokens as written. Reads the header only; LoadError when it
+    can't be read."""
     llama = start_native()
     params = llama.llama_model_default_params()
     params.vocab_only = True
     model = open_file(Path(path), params)
     vocab = llama.llama_model_get_vocab(model)
-    tokens = [token_piece(llama, vocab, t, special=True) for t in range(llama.llama_vocab_n_tokens(vocab))]
+    tokens = [
+        token_piece(llama, vocab, t, special=True) for t in range(llama.llama_vocab_n_tokens(vocab))
+    ]
     llama.llama_model_free(model)
     return tokens

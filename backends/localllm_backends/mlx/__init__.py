@@ -15,16 +15,21 @@ from localllm_backends.mlx.files import checkpoint_folder
 if TYPE_CHECKING:
     from localllm_backends.contract import Backend, LoadSpec
 
-# What MLX's CPU build calls to compile its kernels (mlx/backend/cpu/jit_compiler.cpp runs `g++` on Linux).
+# What MLX's CPU build calls to compile its kernels (mlx/backend/cpu/jit_compiler.cpp runs `g++` on
+# Linux).
 _CPU_COMPILER = "g++"
 
 
-# The packages that bring MLX's CUDA side; it needs the driver's libcuda besides, else MLX computes on the CPU.
+# The packages that bring MLX's CUDA side; it needs the driver's libcuda besides, else MLX computes
+# on the CPU.
 _CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda")
 
 
-def needs_compiler(platform: str, which: Callable[[str], str | None], *, cuda: bool = False) -> bool:
-    """True where MLX computes on the CPU by compiling kernels as it goes, and the compiler it calls is not on PATH."""
+def needs_compiler(
+    platform: str, which: Callable[[str], str | None], *, cuda: bool = False
+) -> bool:
+    """True where MLX computes on the CPU by compiling kernels as it goes, and the compiler it calls
+    is not on PATH."""
     return platform == "linux" and not cuda and which(_CPU_COMPILER) is None
 
 
@@ -51,28 +56,35 @@ class MlxType(BackendType):
         kv_quants="groups",
         snapshots=True,
         tensor_parallel=True,
-        # mlx/backend/metal/scaled_dot_product_attention.cpp, `use_fallback`: heads of 192 and 256 (faster unfused, it says) and
-        # widths of no kernel hold every score. An M5 on macOS 26.2 has a kernel for 256 in steps of 1,024 and more (MLX from
-        # August 2026); a prompt's last tokens are fewer, so the most that is held is the same.
+        # mlx/backend/metal/scaled_dot_product_attention.cpp, `use_fallback`: heads of 192 and 256
+        # (faster unfused, it says) and widths of no kernel hold every score. An M5 on macOS 26.2
+        # has a kernel for 256 in steps of 1,024 and more (MLX from August 2026); a prompt's last
+        # tokens are fewer, so the most that is held is the same.
         fused_heads=(64, 80, 128),
         # As stepping.py computes where every score is held.
         scores_at_once=512 * 65_536,
     )
 
     def available(self) -> str | None:
-        """None when mlx and mlx-lm are importable and can compute here, else what is missing and how to get it."""
+        """None when mlx and mlx-lm are importable and can compute here, else what is missing and
+        how to get it."""
         for module in ("mlx", "mlx_lm"):
             if importlib.util.find_spec(module) is None:
-                return f"{module.replace('_', '-')} is not installed: run `pip install 'localllm[mlx]'`"
+                return (
+                    f"{module.replace('_', '-')} is not installed: run `pip install "
+                    "'localllm[mlx]'`"
+                )
         if needs_compiler(sys.platform, shutil.which, cuda=_has_cuda()):
             return (
-                f"MLX on a Linux CPU compiles its kernels while it runs and needs the C++ compiler `{_CPU_COMPILER}` "
+                "MLX on a Linux CPU compiles its kernels while it runs and needs the C++ "
+                f"compiler `{_CPU_COMPILER}` "
                 "on PATH: install it (Debian, Ubuntu: `apt install g++`)"
             )
         return None
 
     def accepts(self, path: str) -> bool:
-        """True for a folder with config.json and safetensors weights, or for one of those weight files."""
+        """True for a folder with config.json and safetensors weights, or for one of those weight
+        files."""
         folder = checkpoint_folder(path)
         return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
@@ -89,7 +101,11 @@ class MlxType(BackendType):
         from localllm_backends.mlx.load import load
         from localllm_backends.mlx.tensor_parallel import load_tensor_parallel
 
-        return load_tensor_parallel(spec, on_progress) if spec.placement.workers else load(spec, on_progress)
+        return (
+            load_tensor_parallel(spec, on_progress)
+            if spec.placement.workers
+            else load(spec, on_progress)
+        )
 
 
 backend_type = MlxType()

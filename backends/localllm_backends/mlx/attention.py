@@ -1,12 +1,16 @@
-"""Keys and values of one layer, for one sequence (`LineAttention`) or for the rows of a batch (`BatchAttention`).
+"""Keys and values of one layer, for one sequence (`LineAttention`) or for the rows of a batch
+(`BatchAttention`).
 
-Both satisfy mlx-lm's cache protocol (update_and_fetch, offset, make_mask, keys, values; mlx_lm/models/cache.py) and
-differ from its own classes in three ways that the contract needs. Positions are host integers apart from the buffers,
-so taking tokens back is a subtraction: what stands behind a row's end is never seen and is overwritten. BatchOffsets begin at
-the buffer's left edge and may end anywhere, so each row can grow and shrink by itself. A sliding window is a plain
-buffer whose front is cut off now and then, instead of a ring, so the last tokens can be taken back there too.
+Both satisfy mlx-lm's cache protocol (update_and_fetch, offset, make_mask, keys, values;
+mlx_lm/models/cache.py) and differ from its own classes in three ways that the contract needs.
+Positions are host integers apart from the buffers, so taking tokens back is a subtraction: what
+stands behind a row's end is never seen and is overwritten. BatchOffsets begin at the buffer's left
+edge and may end anywhere, so each row can grow and shrink by itself. A sliding window is a plain
+buffer whose front is cut off now and then, instead of a ring, so the last tokens can be taken back
+there too.
 
-Every buffer ("plane") is [rows, heads, slots, width]; plain memory has two planes, quantised memory six.
+Every buffer ("plane") is [rows, heads, slots, width]; plain memory has two planes, quantised memory
+six.
 """
 
 from __future__ import annotations
@@ -29,13 +33,15 @@ def rounded(slots: int, phase: int = 0) -> int:
 
 
 def phase_of(layer: int) -> int:
-    """Slots by which `layer`'s buffers end behind a whole block. Growing copies a buffer: if all layers grew in the
-    same step, that step would be a stall, so consecutive layers grow a quarter of a block apart."""
+    """Slots by which `layer`'s buffers end behind a whole block. Growing copies a buffer: if all
+    layers grew in the same step, that step would be a stall, so consecutive layers grow a quarter
+    of a block apart."""
     return layer % _PHASES * (BLOCK_TOKENS // _PHASES)
 
 
 class KvFormat:
-    """How keys and values are stored: as the model computes them, or quantised in groups (`bits` 4 or 8)."""
+    """How keys and values are stored: as the model computes them, or quantised in groups (`bits` 4
+    or 8)."""
 
     def __init__(self, bits: int = 0, group_size: int = 64) -> None:
         self.bits, self.group_size = bits, group_size
@@ -50,8 +56,8 @@ class KvFormat:
 
 
 class _Attention:
-    """What a model sees of either kind. `bits` and `group_size` exist only on quantised memory: mlx-lm asks for them
-    with hasattr (mlx_lm/models/base.py, scaled_dot_product_attention)."""
+    """What a model sees of either kind. `bits` and `group_size` exist only on quantised memory:
+    mlx-lm asks for them with hasattr (mlx_lm/models/base.py, scaled_dot_product_attention)."""
 
     planes: list[Any] | None
 
@@ -105,16 +111,21 @@ class _Attention:
         grown = []
         for i, piece in enumerate(like):
             rows, heads, _, width = piece.shape
-            held = [] if self.planes is None or used == drop else [self.planes[i][..., drop:used, :]]
+            held = (
+                [] if self.planes is None or used == drop else [self.planes[i][..., drop:used, :]]
+            )
             room = mx.zeros((rows, heads, wider - (used - drop), width), dtype=piece.dtype)
             grown.append(mx.concatenate([*held, room], axis=2) if held else room)
         self.planes = grown
 
 
 class LineAttention(_Attention):
-    """One sequence: the thin path, a slice written and a slice read per step, as mlx-lm's own KVCache does it."""
+    """One sequence: the thin path, a slice written and a slice read per step, as mlx-lm's own
+    KVCache does it."""
 
-    def __init__(self, form: KvFormat, window: int | None = None, slack: int = 0, phase: int = 0) -> None:
+    def __init__(
+        self, form: KvFormat, window: int | None = None, slack: int = 0, phase: int = 0
+    ) -> None:
         super().__init__(form, window, phase)
         self.offset = 0
         self.start = 0
@@ -137,7 +148,8 @@ class LineAttention(_Attention):
         self._tail_end = 0
 
     def _join(self, n: int) -> None:
-        """Copy what `write` was given into the buffers, all in one go, and leave room for `n` more tokens."""
+        """Copy what `write` was given into the buffers, all in one go, and leave room for `n` more
+        tokens."""
         tail, self._tail = self._tail, []
         # Not where the line ends: it may have been cut since.
         end = self._tail_end
@@ -204,10 +216,12 @@ class LineAttention(_Attention):
         return self.window is None or self.start <= max(0, n_tokens - self.window + 1)
 
     def fork(self) -> LineAttention:
-        """Another line over the same buffers. MLX arrays never change: the first to write gets its own copy."""
+        """Another line over the same buffers. MLX arrays never change: the first to write gets its
+        own copy."""
         other = LineAttention(self.form, self.window, self._slack, self.phase)
         other.offset, other.start = self.offset, self.start
-        # `[...]` makes a second handle; assigning into one handle leaves the other with the old contents.
+        # `[...]` makes a second handle; assigning into one handle leaves the other with the old
+        # contents.
         other.planes = None if self.planes is None else [p[...] for p in self.planes]
         return other
 
@@ -217,8 +231,9 @@ class LineAttention(_Attention):
         return [p[..., : self.offset - self.start, :] for p in self.planes]
 
     def write(self, pieces: Sequence[Any], position: int) -> None:
-        """Append `pieces`, whose first token stands at absolute `position`; an empty line may start anywhere. They
-        are copied into the buffers when those are asked for: a prefix of many blocks is then copied once."""
+        """Append `pieces`, whose first token stands at absolute `position`; an empty line may start
+        anywhere. They are copied into the buffers when those are asked for: a prefix of many blocks
+        is then copied once."""
         if self.offset == 0:
             self.start, self.offset, self.planes = position, position, None
         used = self.offset - self.start
@@ -230,7 +245,8 @@ class LineAttention(_Attention):
 
 
 class BatchOffsets:
-    """Where each row of a batch stands, shared by all layers of one window: counted once per step, not per layer."""
+    """Where each row of a batch stands, shared by all layers of one window: counted once per step,
+    not per layer."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
@@ -255,7 +271,8 @@ class BatchOffsets:
         return memo["offset", ahead]
 
     def index(self, n: int) -> Any:
-        """Slots the next `n` tokens of every row go to, int32 [rows, 1, n, 1]; an int when it is the same slot."""
+        """Slots the next `n` tokens of every row go to, int32 [rows, 1, n, 1]; an int when it is
+        the same slot."""
         memo = self._memo()
         if ("index", n) not in memo:
             used = self.used()
@@ -287,14 +304,17 @@ class BatchOffsets:
             window = None
         if n == 1 and len(set(used)) == 1 and window is None and not return_array:
             return None
-        queries = mx.array(used, dtype=mx.int32)[:, None, None, None] + mx.arange(n)[None, None, :, None]
+        queries = (
+            mx.array(used, dtype=mx.int32)[:, None, None, None] + mx.arange(n)[None, None, :, None]
+        )
         slots = mx.arange(first, last)[None, None, None]
         mask = slots <= queries
         return mask if window is None else mask & (slots > queries - window)
 
 
 class BatchAttention(_Attention):
-    """The rows of a batch in one set of buffers. Row positions are in `rows`; the batch moves them after each call."""
+    """The rows of a batch in one set of buffers. Row positions are in `rows`; the batch moves them
+    after each call."""
 
     def __init__(self, form: KvFormat, rows: BatchOffsets, phase: int = 0) -> None:
         super().__init__(form, rows.window, phase)
@@ -337,7 +357,9 @@ class BatchAttention(_Attention):
         """Cut `drops[i]` slots off the front of row i."""
         assert self.planes is not None
         slots = self.slots
-        index = mx.minimum(mx.arange(slots)[None, :] + mx.array(list(drops))[:, None], slots - 1)[:, None, :, None]
+        index = mx.minimum(mx.arange(slots)[None, :] + mx.array(list(drops))[:, None], slots - 1)[
+            :, None, :, None
+        ]
         self.planes = [mx.take_along_axis(p, index, axis=2) for p in self.planes]
 
     def row(self, i: int) -> list[Any]:
@@ -352,7 +374,8 @@ class BatchAttention(_Attention):
         stacked = []
         for pieces in zip(*rows, strict=True):
             _, heads, _, width = pieces[0].shape
-            # Written in place: padding each row and then joining them would copy everything once more.
+            # Written in place: padding each row and then joining them would copy everything once
+            # more.
             whole = mx.zeros((len(pieces), heads, slots, width), dtype=pieces[0].dtype)
             for i, piece in enumerate(pieces):
                 whole[i : i + 1, :, : int(piece.shape[2]), :] = piece

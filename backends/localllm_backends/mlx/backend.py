@@ -40,7 +40,8 @@ from localllm_backends.owned import OwnedBackend
 
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
-# Tokens that a recurrent model with draft heads can take back where nobody said how many: few drafts get further.
+# Tokens that a recurrent model with draft heads can take back where nobody said how many: few
+# drafts get further.
 _DRAFT_REWIND = 3
 
 
@@ -83,23 +84,31 @@ class MlxBackend(OwnedBackend):
         rewind = spec.n_rewind or (_DRAFT_REWIND if loaded.heads is not None else 0)
         self._n_rewind = min(rewind, n_batch) if layout.recurrent else 0
         self.stepper = Stepper(
-            loaded.model, layout, self._lines, n_vocab=shapes.n_vocab, n_ctx=loaded.n_ctx, n_rewind=self._n_rewind,
+            loaded.model,
+            layout,
+            self._lines,
+            n_vocab=shapes.n_vocab,
+            n_ctx=loaded.n_ctx,
+            n_rewind=self._n_rewind,
             # What others are to compute is what was asked for, never what one of them expects.
-            looks_ahead=spec.looks_ahead and loaded.n_shares == 1, fused=shapes.widths <= set(backend_type.declaration.fused_heads),
-        )  # fmt: skip
+            looks_ahead=spec.looks_ahead and loaded.n_shares == 1,
+            fused=shapes.widths <= set(backend_type.declaration.fused_heads),
+        )
         self._bound = memory.BufferBound(_total_bytes())
         self._wired = memory.Wired(wanted=spec.wired)
         self.capabilities = _capabilities(loaded, self._n_rewind)
         self.info = _model_info(loaded)
         identity = f"{self.info.fingerprint} {shapes.kv_type}"
         self._heads = (
-            MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch) if loaded.heads is not None else None
+            MlxHeads(loaded.heads, self.stepper, identity, n_batch=n_batch)
+            if loaded.heads is not None
+            else None
         )
         self._exports = KvExport(identity, layout, shapes, self.stepper, self.capabilities.states)
         # One to compile what a step needs, one as decoding has it.
         self.drop(self._warm_up(2, 1))
 
-    # --- vocabulary (any thread) ---------------------------------------------------------------------------------
+    # --- vocabulary (any thread) ------------------------------------------------------------------
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         return self._vocabulary.tokenize(text, special=special, add_bos=add_bos)
@@ -113,7 +122,7 @@ class MlxBackend(OwnedBackend):
     def is_control(self, token: int) -> bool:
         return self._vocabulary.is_control(token)
 
-    # --- sequences -----------------------------------------------------------------------------------------------
+    # --- sequences --------------------------------------------------------------------------------
 
     def new_sequence(self) -> SequenceId:
         self._check_owner()
@@ -126,15 +135,17 @@ class MlxBackend(OwnedBackend):
         return self._next
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
-        """A sequence with the first `n_tokens` of `source`: it takes as many cells at once, and copies their contents
-        only when one of the two writes."""
+        """A sequence with the first `n_tokens` of `source`: it takes as many cells at once, and
+        copies their contents only when one of the two writes."""
         self._check_owner()
         line = self._line(source)
         if not n_tokens:
             return self.new_sequence()
         self._check_range(source, 0, n_tokens)
         if n_tokens < line.length and (self._layout.recurrent or not line.holds(n_tokens)):
-            raise CannotRewindError(f"this model's memory can't be split at {n_tokens} of {line.length} tokens")
+            raise CannotRewindError(
+                f"this model's memory can't be split at {n_tokens} of {line.length} tokens"
+            )
         self._require_cells(n_tokens)
         target = self.new_sequence()
         self.stepper.undo_ahead_of(line)
@@ -149,7 +160,9 @@ class MlxBackend(OwnedBackend):
         if n_tokens >= line.length:
             return
         if not self.can_rewind(sequence, n_tokens):
-            raise CannotRewindError(f"this model's memory can't go back from {line.length} to {n_tokens} tokens")
+            raise CannotRewindError(
+                f"this model's memory can't go back from {line.length} to {n_tokens} tokens"
+            )
         if n_tokens == 0:
             self.stepper.undo_ahead_of(line)
             line.clear()
@@ -175,7 +188,8 @@ class MlxBackend(OwnedBackend):
         return line.holds(undo.length)
 
     def _rewind_state(self, line: SequenceCache, undo: Undo, n_tokens: int) -> None:
-        """Recurrent state can't be cut: go back to the state before the last chunk, and read again what stays."""
+        """Recurrent state can't be cut: go back to the state before the last chunk, and read again
+        what stays."""
         self.stepper.undo_ahead_of(line)
         line.leave_batch()
         line.restore(undo.state)
@@ -215,10 +229,11 @@ class MlxBackend(OwnedBackend):
             raise BackendFailure("this sequence was lost when a step failed")
         return line
 
-    # --- compute -------------------------------------------------------------------------------------------------
+    # --- compute ----------------------------------------------------------------------------------
 
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
-        """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one graph."""
+        """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one
+        graph."""
         self._check_owner()
         return self._sweep(chunks, self._checked(chunks))
 
@@ -247,27 +262,38 @@ class MlxBackend(OwnedBackend):
         if len({line.id for line in lines}) != len(lines):
             raise BackendFailure("a sequence stands twice in one step")
         if any(line.broken for line in lines):
-            raise StepError("a sequence in this step was lost when an earlier step failed: it must be dropped")
+            raise StepError(
+                "a sequence in this step was lost when an earlier step failed: it must be dropped"
+            )
         n_vocab = self._shapes.n_vocab
         if any(min(c.tokens) < 0 or max(c.tokens) >= n_vocab for c in chunks):
             raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
         self._check_step(n_tokens, n_outputs)
         if n_tokens > WHOLE_TOKENS:
-            needed = (n_tokens + self.info.n_batch) * self._sizes.token_bytes + n_outputs * n_vocab * 4
+            needed = (
+                n_tokens + self.info.n_batch
+            ) * self._sizes.token_bytes + n_outputs * n_vocab * 4
             memory.require(needed, f"a step of {n_tokens} tokens")
         return lines
 
-    # --- KV in and out -------------------------------------------------------------------------------------------
+    # --- KV in and out ----------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header (kv_export.py)."""
+        """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header
+        (kv_export.py)."""
         self._check_owner()
         self._check_range(sequence, start, stop)
         line = self._intact_line(sequence)
         data = self._exports.export_range(line, start, stop)
-        return data if self._heads is None else with_heads(data, self._heads.export_range(sequence, start, stop))
+        return (
+            data
+            if self._heads is None
+            else with_heads(data, self._heads.export_range(sequence, start, stop))
+        )
 
-    def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
+    def import_range(
+        self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
+    ) -> None:
         self._check_owner()
         line = self._line(sequence)
         self._check_follows(sequence, start, stop)
@@ -307,7 +333,7 @@ class MlxBackend(OwnedBackend):
             self._heads.fork(source, target, n_tokens)
         return target
 
-    # --- facts ---------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
         kv = state = 0
@@ -324,7 +350,9 @@ class MlxBackend(OwnedBackend):
                     state += sum(int(a.nbytes) for a in leaf.cache if a is not None)
         for line in self._lines.values():
             if line.undo is not None:
-                state += sum(int(a.nbytes) for a in chain.from_iterable(line.undo.state) if a is not None)
+                state += sum(
+                    int(a.nbytes) for a in chain.from_iterable(line.undo.state) if a is not None
+                )
         return MemoryReport(
             weights_bytes=self.info.weights_bytes,
             kv_bytes=kv,
@@ -334,7 +362,8 @@ class MlxBackend(OwnedBackend):
         )
 
     def check_integrity(self) -> None:
-        """free + held == capacity, and every line stands where its length says; AssertionError otherwise."""
+        """free + held == capacity, and every line stands where its length says; AssertionError
+        otherwise."""
         assert 0 <= self.cells_free() <= self.info.n_ctx, "more cells are held than there are"
         begun = self.stepper.ahead
         ahead = {id(line) for line in begun.lines} if begun else set()
@@ -342,7 +371,9 @@ class MlxBackend(OwnedBackend):
             if line.batch is None and not line.broken:
                 for leaf in line.leaves:
                     if isinstance(leaf, LineAttention):
-                        assert leaf.offset - line.computed in ((0, 1) if id(line) in ahead else (0,)), "a line moved"
+                        assert leaf.offset - line.computed in (
+                            (0, 1) if id(line) in ahead else (0,)
+                        ), "a line moved"
 
     def close(self) -> None:
         if self.stepper.model is None:
@@ -361,16 +392,20 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     # Where no layer keeps every token there is nothing that states could be apart from.
     apart = layout.keeps_tokens and not layout.plain and loaded.n_shares == 1
-    rewind: Literal["any", "bounded", "none"] = "none" if layout.recurrent and not n_rewind else "bounded"
+    rewind: Literal["any", "bounded", "none"] = (
+        "none" if layout.recurrent and not n_rewind else "bounded"
+    )
     return Capabilities(
         rewind="any" if layout.plain else rewind,
         rewind_tokens=n_rewind if layout.recurrent else layout.slack,
-        # The first token written after a fork copies the buffers, so a fork's cells are taken when it is made.
+        # The first token written after a fork copies the buffers, so a fork's cells are taken when
+        # it is made.
         shares_cells=False,
         segments=layout.plain or apart,
         states=apart,
         kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
-        # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far away.
+        # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far
+        # away.
         samples=on_gpu and loaded.n_shares == 1,
         kv_on_device=on_gpu,
         drafts=MlxHeads.longest if heads is not None else 0,

@@ -1,6 +1,8 @@
-"""Asks MLX for its device and has it compute something: a program of its own, since a driver may end its process.
+"""Asks MLX for its device and has it compute something: a program of its own, since a driver may
+end its process.
 
-python -m localllm_backends.mlx.devices        (prints one JSON object, exits with 1 where MLX does not compute)
+python -m localllm_backends.mlx.devices        (prints one JSON object, exits with 1 where MLX does
+                                               not compute)
 """
 
 from __future__ import annotations

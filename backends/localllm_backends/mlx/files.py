@@ -1,4 +1,5 @@
-"""An mlx-lm checkpoint on disk: its folder, its weight files, and what identifies them and the KV made with them."""
+"""An mlx-lm checkpoint on disk: its folder, its weight files, and what identifies them and the KV
+made with them."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def check_folder(path: str) -> Path:
                 not (folder / "config.json").is_file(),
                 f"{name!r} has no config.json: it is not an MLX checkpoint folder",
             ),
-            (not weight_files(folder), f"{name!r} has no model*.safetensors: weights in other formats are not read"),
+            (
+                not weight_files(folder),
+                f"{name!r} has no model*.safetensors: weights in other formats are not read",
+            ),
         ]
     )
     if reason:
@@ -42,7 +46,8 @@ def check_folder(path: str) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Identity of a checkpoint (hex, 32 digits): its config and tokenizer, and samples of every weight file."""
+    """Identity of a checkpoint (hex, 32 digits): its config and tokenizer, and samples of every
+    weight file."""
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
         if (folder / name).is_file():
@@ -54,7 +59,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def kv_meaning() -> str:
-    """What gives exported KV its meaning besides weights and KV types: the libraries that compute it and lay it out."""
+    """What gives exported KV its meaning besides weights and KV types: the libraries that compute
+    it and lay it out."""
     from importlib.metadata import version
 
     return f"mlx {version('mlx')}; mlx-lm {version('mlx-lm')}"

@@ -1,5 +1,6 @@
-"""A sequence's memory as bytes, and back: KV of any of its tokens and, apart from that, the state behind its last one; or, where
-there is nothing but state or several machines hold it, everything at once.
+"""A sequence's memory as bytes, and back: KV of any of its tokens and, apart from that, the state
+behind its last one; or, where there is nothing but state or several machines hold it, everything at
+once.
 
 The bytes are a header that says what they are, then the arrays one after another."""
 
@@ -25,7 +26,12 @@ from localllm_backends.mlx.stepping import Stepper
 _HEAD = struct.Struct("<4sI")
 _MAGIC = b"LMX1"
 # NumPy has no bfloat16 and needs none: the bytes travel as unsigned integers of the same size.
-_CARRIER = {1: (np.uint8, "uint8"), 2: (np.uint16, "uint16"), 4: (np.uint32, "uint32"), 8: (np.uint64, "uint64")}
+_CARRIER = {
+    1: (np.uint8, "uint8"),
+    2: (np.uint16, "uint16"),
+    4: (np.uint32, "uint32"),
+    8: (np.uint64, "uint64"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +72,14 @@ def _described(identity: str, blob: Blob) -> bytes:
     leaves = []
     for part in blob.parts:
         leaves.append([part.position, [[list(a.shape), _name(a)] for a in part.arrays]])
-    return json.dumps({"of": identity, "start": blob.start, "stop": blob.stop, "leaves": leaves}).encode()
+    return json.dumps(
+        {"of": identity, "start": blob.start, "stop": blob.stop, "leaves": leaves}
+    ).encode()
 
 
 def _unpack(identity: str, data: bytes | memoryview) -> Blob:
-    """The blob in `data`; BackendFailure where it is not one of `identity`, whole and of the sizes it says."""
+    """The blob in `data`; BackendFailure where it is not one of `identity`, whole and of the sizes
+    it says."""
     view = memoryview(data).cast("B")
     header = _header(view)
     if header.get("of") != identity:
@@ -140,7 +149,8 @@ def _same_arrays(one: Sequence[Any], other: Sequence[Any], *, axis: int | None) 
 
 @dataclass
 class KvExport:
-    """Reads and fills lines. `apart`: windows and recurrent state are exported apart from the KV that every token keeps."""
+    """Reads and fills lines. `apart`: windows and recurrent state are exported apart from the KV
+    that every token keeps."""
 
     identity: str
     layout: Layout
@@ -166,8 +176,11 @@ class KvExport:
             parts = self._states(line, range(len(self.shapes.leaves)))
         return _pack(self.identity, Blob(start, stop, parts))
 
-    def import_range(self, line: SequenceCache, data: bytes | memoryview, start: int, stop: int) -> None:
-        """Append tokens [start, stop) of an exported block; BackendFailure, having appended nothing, on anything else."""
+    def import_range(
+        self, line: SequenceCache, data: bytes | memoryview, start: int, stop: int
+    ) -> None:
+        """Append tokens [start, stop) of an exported block; BackendFailure, having appended
+        nothing, on anything else."""
         block = _unpack(self.identity, data)
         if not block.start <= start < stop <= block.stop:
             raise BackendFailure("this is not an exported KV block of these tokens")
@@ -178,14 +191,17 @@ class KvExport:
         line.leave_batch()
         if pieces:
             for i, part in zip(self._kept, block.parts, strict=True):
-                line.leaves[i].write([a[:, :, start - block.start : stop - block.start] for a in part.arrays], start)
+                line.leaves[i].write(
+                    [a[:, :, start - block.start : stop - block.start] for a in part.arrays], start
+                )
             # Until their state comes.
             for leaf in [line.leaves[i] for i in self._state]:
                 if isinstance(leaf, LineAttention):
                     leaf.planes, leaf.start, leaf.offset = None, stop, stop
         else:
             self._fill(line, range(len(line.leaves)), block)
-            # A line that can be cut comes in many blocks: its buffers are made when the last one is there.
+            # A line that can be cut comes in many blocks: its buffers are made when the last one is
+            # there.
             mx.eval(arrays_of(line.leaves))
         line.continue_at(stop)
 
@@ -201,7 +217,8 @@ class KvExport:
         return _pack(self.identity, self._state_of(line))
 
     def load_state(self, line: SequenceCache, block: Blob) -> None:
-        """Cut `line` to where the state in `block`, which `read_state` has found good, was taken, and give it that."""
+        """Cut `line` to where the state in `block`, which `read_state` has found good, was taken,
+        and give it that."""
         self.stepper.undo_ahead_of(line)
         line.leave_batch()
         for i in self._kept:
@@ -210,7 +227,8 @@ class KvExport:
         line.continue_at(block.stop)
 
     def read_state(self, data: bytes | memoryview, n_tokens: int) -> Blob:
-        """The state in `data`; BackendFailure where it is not one of this model behind `n_tokens`."""
+        """The state in `data`; BackendFailure where it is not one of this model behind
+        `n_tokens`."""
         block = _unpack(self.identity, data)
         if (block.start, block.stop) != (n_tokens, n_tokens):
             raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
@@ -218,7 +236,8 @@ class KvExport:
         return block
 
     def _states(self, line: SequenceCache, which: Sequence[int]) -> list[BlobPart]:
-        """What the leaves of those numbers hold at the end of `line`; of a window what the next token sees."""
+        """What the leaves of those numbers hold at the end of `line`; of a window what the next
+        token sees."""
         recurrent = iter(self.stepper.recurrent_state(line))
         parts = []
         for i in which:
@@ -245,8 +264,12 @@ class KvExport:
         fits = len(block.parts) == len(which)
         for part, i in zip(block.parts, which, strict=False):
             slots = self.shapes.slots[i]
-            fits = fits and _same_arrays(part.arrays, self.shapes.leaves[i], axis=2 if slots else None)
+            fits = fits and _same_arrays(
+                part.arrays, self.shapes.leaves[i], axis=2 if slots else None
+            )
             tokens = {int(a.shape[2]) for a in part.arrays} if slots and fits else set()
-            fits = fits and (not slots or (len(tokens) == 1 and part.position + next(iter(tokens)) == block.stop))
+            fits = fits and (
+                not slots or (len(tokens) == 1 and part.position + next(iter(tokens)) == block.stop)
+            )
         if not fits:
             raise BackendFailure("this KV block holds arrays of another shape than this model's")

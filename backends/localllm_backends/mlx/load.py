@@ -14,7 +14,14 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters, load_model
 
-from localllm_backends.contract import BackendFailure, KvType, LoadError, LoadSpec, OutOfMemoryError, Placement
+from localllm_backends.contract import (
+    BackendFailure,
+    KvType,
+    LoadError,
+    LoadSpec,
+    OutOfMemoryError,
+    Placement,
+)
 from localllm_backends.mlx import memory, mtp
 from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.backend import Loaded, MlxBackend
@@ -26,30 +33,48 @@ from localllm_backends.reasons import first_reason
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
 _OWN_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-# As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less. On a GPU as many as mlx-lm's own.
+# As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less. On a GPU as
+# many as mlx-lm's own.
 _CPU_BATCH = 128
 _GPU_BATCH = 2048
 _GROUP_SIZES = (64, 32)
-# Tokens that can be taken back from behind a sliding window: any draft, and little memory beside the window's own.
+# Tokens that can be taken back from behind a sliding window: any draft, and little memory beside
+# the window's own.
 _REWIND_TOKENS = 512
 _DEFAULT_CONTEXT = 8192
 _PARTS_OF_PROGRESS = 16
-# Families that are served in float16 by others, in AWQ files above all, whose kernels know nothing else. Not Gemma (its hidden
-# states leave 65,504: github.com/unslothai/unsloth/pull/5092), Falcon-H1 (github.com/unslothai/unsloth-zoo/pull/212), dense
-# Qwen3 (github.com/vllm-project/vllm/pull/33972), nor any that nobody was seen to run so.
+# Families that are served in float16 by others, in AWQ files above all, whose kernels know nothing
+# else. Not Gemma (its hidden states leave 65,504: github.com/unslothai/unsloth/pull/5092),
+# Falcon-H1 (github.com/unslothai/unsloth-zoo/pull/212), dense Qwen3
+# (github.com/vllm-project/vllm/pull/33972), nor any that nobody was seen to run so.
 _HALF_FAMILIES = {"llama", "mistral", "qwen3_5_moe"}
 
 
 def check_spec(spec: LoadSpec) -> None:
     """LoadError for what MLX has no setting for: nothing asked for is quietly left out."""
-    placed_apart = spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement()
+    placed_apart = (
+        spec.n_gpu_layers > 0 or replace(spec.placement, gpu_layers=-1, workers=()) != Placement()
+    )
     k, v = spec.kv_type_k, spec.kv_type_v
     reason = first_reason(
         [
-            (spec.n_threads, "MLX has no setting for CPU threads: leave the number of threads to it"),
-            (not spec.flash_attention, "MLX has one attention kernel and no setting to turn it off"),
+            (
+                spec.n_threads,
+                "MLX has no setting for CPU threads: leave the number of threads to it",
+            ),
+            (
+                not spec.flash_attention,
+                "MLX has one attention kernel and no setting to turn it off",
+            ),
             (k != v, f"MLX stores keys and values in one type: {k} and {v} were asked for"),
-            (placed_apart, "MLX keeps a model in one memory: its layers and experts can't be placed one by one"),
+            (
+                placed_apart,
+                "MLX keeps a model in one memory: its layers and experts can't be "
+                "placed "
+                "one "
+                "by "
+                "one",
+            ),
             (
                 spec.drafter and not spec.drafter_optional,
                 "trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file",
@@ -61,10 +86,17 @@ def check_spec(spec: LoadSpec) -> None:
 
 
 def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The model with its weights not read yet, and its config; never runs code from the checkpoint."""
-    # Older mlx-lm imports such a file without asking, newer ones unless told to: neither gets the chance.
+    """The model with its weights not read yet, and its config; never runs code from the
+    checkpoint."""
+    # Older mlx-lm imports such a file without asking, newer ones unless told to: neither gets the
+    # chance.
     if read_json(folder / "config.json").get("model_file") is not None:
-        raise LoadError(f"{folder.name!r} wants to run Python code of its own to build the model, which is not done")
+        raise LoadError(
+            f"{folder.name!r} wants to run Python code of its own to build the model, "
+            "which "
+            "is "
+            "not done"
+        )
     try:
         model, config = load_model(folder, lazy=True)
         return model, config
@@ -73,17 +105,24 @@ def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def half_precision(chip: str, family: str) -> bool:
-    """True where bfloat16 weights are better computed in float16: on M1 and M2, which emulate bfloat16 (prompts a fifth to a third
-    slower: github.com/jundot/omlx/issues/604), and in families that were seen not to leave its range."""
+    """True where bfloat16 weights are better computed in float16: on M1 and M2, which emulate
+    bfloat16 (prompts a fifth to a third
+    slower: github.com/jundot/omlx/issues/604), and in families that were seen not to leave its
+    range."""
     return re.match(r"Apple M[12]\b", chip) is not None and family in _HALF_FAMILIES
 
 
 def as_computed_fastest(model: Any, config: dict[str, Any]) -> None:
-    """Leave the bfloat16 parts of `model`, not read yet, in float16 where this GPU is faster in it and the family allows."""
+    """Leave the bfloat16 parts of `model`, not read yet, in float16 where this GPU is faster in it
+    and the family allows."""
     family, chip = str(config.get("model_type", "")), str(mx.device_info().get("device_name", ""))
     if mx.default_device() == mx.Device(mx.cpu) or not half_precision(chip, family):
         return
-    model.update(tree_map(lambda a: a.astype(mx.float16) if a.dtype == mx.bfloat16 else a, model.parameters()))
+    model.update(
+        tree_map(
+            lambda a: a.astype(mx.float16) if a.dtype == mx.bfloat16 else a, model.parameters()
+        )
+    )
 
 
 def read_weights(model: Any, name: str, on_progress: Callable[[float], None] | None) -> int:
@@ -105,7 +144,9 @@ def read_weights(model: Any, name: str, on_progress: Callable[[float], None] | N
                     on_progress(done / max(total, 1))
     except Exception as e:
         if memory.out_of_memory(e):
-            raise OutOfMemoryError(f"not enough memory for the weights of {name!r}: {_short(e)}") from e
+            raise OutOfMemoryError(
+                f"not enough memory for the weights of {name!r}: {_short(e)}"
+            ) from e
         raise LoadError(f"the weights of {name!r} can't be read: {_short(e)}") from e
     return total
 
@@ -119,7 +160,9 @@ def own_type(probe: Any) -> KvType:
     """The contract's name for the type the model itself computes keys and values in."""
     name = str(probe.dtype).rpartition(".")[2]
     if name not in _OWN_TYPES:
-        raise LoadError(f"this model keeps its memory in {name}, which the MLX backend does not know")
+        raise LoadError(
+            f"this model keeps its memory in {name}, which the MLX backend does not know"
+        )
     return _OWN_TYPES[name]  # type: ignore[return-value]
 
 
@@ -135,10 +178,13 @@ def n_batch_for(spec: LoadSpec) -> int:
 
 
 def n_ctx_for(spec: LoadSpec, config: dict[str, Any]) -> tuple[int, int]:
-    """KV cells to serve, and the context the model was trained with (0 where the config does not say)."""
+    """KV cells to serve, and the context the model was trained with (0 where the config does not
+    say)."""
     nested = config.get("text_config")
     sources = [config, *([nested] if isinstance(nested, dict) else [])]
-    trained = next((int(s["max_position_embeddings"]) for s in sources if s.get("max_position_embeddings")), 0)
+    trained = next(
+        (int(s["max_position_embeddings"]) for s in sources if s.get("max_position_embeddings")), 0
+    )
     return spec.n_ctx or min(trained or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT), trained
 
 
@@ -146,9 +192,11 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     return MlxBackend(read_checkpoint(spec, on_progress))
 
 
-def read_checkpoint(spec: LoadSpec, on_progress: Callable[[float], None] | None = None, group: Any = None) -> Loaded:
-    """All that a backend is made from; with a `group` of mx.distributed, this machine's share of it. LoadError or
-    OutOfMemoryError."""
+def read_checkpoint(
+    spec: LoadSpec, on_progress: Callable[[float], None] | None = None, group: Any = None
+) -> Loaded:
+    """All that a backend is made from; with a `group` of mx.distributed, this machine's share of
+    it. LoadError or OutOfMemoryError."""
     check_spec(spec)
     folder = check_folder(spec.path)
     if spec.n_gpu_layers == 0:
@@ -165,7 +213,9 @@ def read_checkpoint(spec: LoadSpec, on_progress: Callable[[float], None] | None 
         raise LoadError(f"{folder.name!r} can't be loaded: {_short(e)}") from e
 
 
-def _read(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | None, group: Any) -> Loaded:
+def _read(
+    spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | None, group: Any
+) -> Loaded:
     model, config = read_model(folder)
     n_params = int(get_total_parameters(model))
     as_computed_fastest(model, config)
@@ -178,7 +228,9 @@ def _read(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | N
     heads, left_out = draft_heads(model, spec, folder, config, group)
     n_ctx, n_trained = n_ctx_for(spec, config)
     sizes = Sizes.of(shapes)
-    token_bytes = sizes.token_bytes + (Sizes.of(mtp.shapes(heads)).token_bytes if heads is not None else 0)
+    token_bytes = sizes.token_bytes + (
+        Sizes.of(mtp.shapes(heads)).token_bytes if heads is not None else 0
+    )
     memory.require(
         weights_bytes + n_ctx * token_bytes + spec.n_seq_max * sizes.line_bytes,
         f"{folder.name!r} ({weights_bytes / 1e9:.2f} GB of weights and the KV cache of {n_ctx:,} tokens)",
@@ -187,22 +239,37 @@ def _read(spec: LoadSpec, folder: Path, on_progress: Callable[[float], None] | N
     weights_bytes += read_weights(heads, folder.name, None) if heads is not None else 0
     vocabulary = MlxVocabulary(folder, config, shapes.n_vocab)
     return Loaded(
-        model, vocabulary, layout, shapes, sizes, spec, folder, config,
-        n_ctx=n_ctx, n_ctx_train=n_trained, n_batch=n_batch, weights_bytes=weights_bytes, n_params=n_params,
-        n_shares=1 if group is None else int(group.size()), heads=heads, left_out=left_out,
-    )  # fmt: skip
+        model,
+        vocabulary,
+        layout,
+        shapes,
+        sizes,
+        spec,
+        folder,
+        config,
+        n_ctx=n_ctx,
+        n_ctx_train=n_trained,
+        n_batch=n_batch,
+        weights_bytes=weights_bytes,
+        n_params=n_params,
+        n_shares=1 if group is None else int(group.size()),
+        heads=heads,
+        left_out=left_out,
+    )
 
 
 def draft_heads(
     model: Any, spec: LoadSpec, folder: Path, config: dict[str, Any], group: Any
 ) -> tuple[mtp.MtpModule | None, str]:
-    """The model's own draft heads where they are wanted, and why they are left out where they may be. LoadError."""
+    """The model's own draft heads where they are wanted, and why they are left out where they may
+    be. LoadError."""
     if not spec.mtp:
         return None, ""
     try:
         if group is not None:
             raise LoadError(
-                "draft heads can't be shared by several machines: run the model on one, or with --draft off"
+                "draft heads can't be shared by several machines: run the model on one, or with "
+                "--draft off"
             )
         heads = mtp.read_heads(folder, model, config)
         as_computed_fastest(heads, config)
@@ -214,23 +281,29 @@ def draft_heads(
 
 
 def shard(model: Any, config: dict[str, Any], group: Any) -> None:
-    """Leave `model` with this machine's share of every layer (tensor parallel, as mlx-lm does it). LoadError where it has no
-    such form, or can't be shared evenly by as many."""
+    """Leave `model` with this machine's share of every layer (tensor parallel, as mlx-lm does it).
+    LoadError where it has no such form, or can't be shared evenly by as many."""
     n, kind = int(group.size()), str(config.get("model_type", ""))
     if not hasattr(model, "shard"):
-        raise LoadError(f"mlx-lm has no form of {kind!r} models that several machines can share", "run it on one")
+        raise LoadError(
+            f"mlx-lm has no form of {kind!r} models that several machines can share",
+            "run it on one",
+        )
     text = config.get("text_config", config)
     even = "take a number of machines that divides it"
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = text.get(name)
         if isinstance(heads, int) and heads % n:
-            raise LoadError(f"{n} machines can't share this model evenly: its {name} are {heads}", even)
+            raise LoadError(
+                f"{n} machines can't share this model evenly: its {name} are {heads}", even
+            )
     model.shard(group)
 
 
 def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Shapes]:
-    """The memory this model wants and the exact shapes it will have, without computing anything: MLX knows the shapes
-    of arrays it has not computed. LoadError where the asked KV type can't be had."""
+    """The memory this model wants and the exact shapes it will have, without computing anything:
+    MLX knows the shapes of arrays it has not computed. LoadError where the asked KV type can't be
+    had."""
     caches, slack = list(make_prompt_cache(model)), min(n_batch, _REWIND_TOKENS)
     layout = Layout(caches, KvFormat(), slack)
     shapes = Shapes.of(model, layout)
@@ -239,24 +312,33 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Shapes]:
     quantised = None
     group = group_size_for(shapes.widths) if layout.attention and not layout.windows else None
     if group is not None:
-        quantised = _quantised(model, Layout(caches, KvFormat(QUANTISED_BITS.get(asked, 8), group), slack))
+        quantised = _quantised(
+            model, Layout(caches, KvFormat(QUANTISED_BITS.get(asked, 8), group), slack)
+        )
     if asked in QUANTISED_BITS:
         if quantised is None:
             raise LoadError(
                 f"this model's KV cache can't be stored as {asked} in MLX "
-                f"(sliding windows, latent attention and heads that 32 does not divide can't); it is kept as {own}"
+                "(sliding windows, latent attention and heads that 32 does not divide can't); it "
+                f"is kept as {own}"
             )
         layout, shapes = quantised
-    # "f16" is the contract's word for "not quantised": MLX then keeps what the model computes, and info says what.
+    # "f16" is the contract's word for "not quantised": MLX then keeps what the model computes, and
+    # info says what.
     elif asked not in ("f16", own):
-        raise LoadError(f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); {asked} can't be had")
+        raise LoadError(
+            f"MLX keeps this model's KV cache as {own} (or f16 meaning the same); "
+            f"{asked} "
+            "can't "
+            "be had"
+        )
     kv_type = asked if asked in QUANTISED_BITS else own
     return layout, replace(shapes, kv_type=kv_type, own_type=own, quantisable=quantised is not None)
 
 
 def _quantised(model: Any, layout: Layout) -> tuple[Layout, Shapes] | None:
-    """None where the model can't work with such memory: some attention code reads keys and values as arrays, and fails while the
-    graph is built, before any work."""
+    """None where the model can't work with such memory: some attention code reads keys and values
+    as arrays, and fails while the graph is built, before any work."""
     try:
         return layout, Shapes.of(model, layout)
     except Exception:

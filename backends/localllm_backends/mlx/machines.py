@@ -1,7 +1,9 @@
-"""The machines that share one MLX model: who they are, how they reach each other, and the pipe to each of their processes.
+"""The machines that share one MLX model: who they are, how they reach each other, and the pipe to
+each of their processes.
 
-mlx.launch would start them too, but hands output on ten times a second and keeps a core busy; a stream of tokens wants
-neither. The hostfile is the same one, the environment that MLX reads as well.
+mlx.launch would start them too, but hands output on ten times a second and keeps a core busy; a
+stream of tokens wants neither. The hostfile is the same one, the environment that MLX reads as
+well.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ from localllm_backends.contract import OtherMachineError
 from localllm_backends.reasons import first_reason
 
 Frame = dict[str, Any]
-HINT = "`ssh` must reach each machine without a password, and find the same releases and files there: docs/many-machines.md"
-# A machine that is cut off says nothing: ssh notices within 20 seconds, and its end is what we hear.
+HINT = (
+    "`ssh` must reach each machine without a password, and find the same releases and files "
+    "there: docs/many-machines.md"
+)
+# A machine that is cut off says nothing: ssh notices within 20 seconds, and its end is what we
+# hear.
 _ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *_ALIVE)
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -34,8 +40,9 @@ _FIRST_PORT = 32323
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One of them. `ssh`: how it is reached by SSH ("": this one). `addresses`: its own, one for each cable. `rdma`: its
-    device toward each of the machines (None: itself), where it has Thunderbolt 5's."""
+    """One of them. `ssh`: how it is reached by SSH ("": this one). `addresses`: its own, one for
+    each cable. `rdma`: its device toward each of the machines (None: itself), where it has
+    Thunderbolt 5's."""
 
     ssh: str
     addresses: tuple[str, ...]
@@ -48,7 +55,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class MachineRing:
-    """All machines, this one first, and what they speak as mlx.launch calls it: "ring", "jaccl" or "jaccl-ring"."""
+    """All machines, this one first, and what they speak as mlx.launch calls it: "ring", "jaccl" or
+    "jaccl-ring"."""
 
     machines: tuple[Machine, ...]
     kind: str = "ring"
@@ -60,7 +68,8 @@ class MachineRing:
         return self.kind.partition("-")[0]
 
     def files(self, ports: Sequence[int]) -> dict[str, str]:
-        """What MLX wants in a file, by the variable that names it; `ports`: one for each address of each machine."""
+        """What MLX wants in a file, by the variable that names it; `ports`: one for each address of
+        each machine."""
         if self.backend == "jaccl":
             return {"MLX_IBV_DEVICES": json.dumps([m.rdma for m in self.machines])}
         numbers, at = iter(ports), []
@@ -79,8 +88,8 @@ class MachineRing:
 
 
 def ring_of(named: Sequence[str]) -> MachineRing:
-    """The machines named: SSH destinations beside this machine, or one hostfile as `mlx.distributed_config` writes it.
-    OtherMachineError where that can't be."""
+    """The machines named: SSH destinations beside this machine, or one hostfile as
+    `mlx.distributed_config` writes it. OtherMachineError where that can't be."""
     if len(named) == 1 and named[0].endswith(".json"):
         return _of_hostfile(Path(named[0]))
     others = tuple(Machine("" if _is_local(n) else n, (_address_of(n),)) for n in named)
@@ -95,7 +104,9 @@ def _of_hostfile(path: Path) -> MachineRing:
         kind = str(given.get("backend") or "ring")
         environment = tuple(str(e) for e in given.get("envs") or ())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise OtherMachineError(f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})", HINT) from e
+        raise OtherMachineError(
+            f"{path.name!r} is no hostfile of MLX ({type(e).__name__}: {e})", HINT
+        ) from e
     fault = _fault(machines, kind)
     if fault:
         raise OtherMachineError(f"{path.name!r} {fault}", HINT)
@@ -137,7 +148,9 @@ def _is_local(destination: str) -> bool:
 def _destination(text: str) -> str:
     """An SSH destination that is no option of ssh's."""
     if not text or text.startswith("-") or any(c.isspace() for c in text):
-        raise OtherMachineError(f"{text!r} is no SSH destination, such as 10.0.0.8 or anna@studio.local", HINT)
+        raise OtherMachineError(
+            f"{text!r} is no SSH destination, such as 10.0.0.8 or anna@studio.local", HINT
+        )
     return text
 
 
@@ -149,8 +162,12 @@ def _address_of(destination: str) -> str:
     try:
         socket.getaddrinfo(host, None)
     except OSError:
-        asked = subprocess.run(["ssh", "-G", destination], capture_output=True, text=True, check=False)
-        host = next((x.split()[1] for x in asked.stdout.splitlines() if x.startswith("hostname ")), host)
+        asked = subprocess.run(
+            ["ssh", "-G", destination], capture_output=True, text=True, check=False
+        )
+        host = next(
+            (x.split()[1] for x in asked.stdout.splitlines() if x.startswith("hostname ")), host
+        )
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
     except OSError as e:
@@ -163,12 +180,15 @@ def _own_address(other: str) -> str:
         try:
             s.connect((other, 9))
         except OSError as e:
-            raise OtherMachineError(f"there is no way from here to {other} ({e.strerror or e})", HINT) from e
+            raise OtherMachineError(
+                f"there is no way from here to {other} ({e.strerror or e})", HINT
+            ) from e
         return str(s.getsockname()[0])
 
 
 def ports_for(ring: MachineRing) -> list[int]:
-    """A port for every address: such as are free here where all of them are ours, else those that mlx.launch takes."""
+    """A port for every address: such as are free here where all of them are ours, else those that
+    mlx.launch takes."""
     n = sum(len(m.addresses) for m in ring.machines)
     if any(m.ssh for m in ring.machines):
         return list(range(_FIRST_PORT, _FIRST_PORT + n))
@@ -182,8 +202,8 @@ def ports_for(ring: MachineRing) -> list[int]:
 
 
 class Follower:
-    """A process on another machine that does what this one does. Frames: one line of JSON, then as many bytes as its
-    "bytes" says."""
+    """A process on another machine that does what this one does. Frames: one line of JSON, then as
+    many bytes as its "bytes" says."""
 
     def __init__(self, machine: Machine, program: Sequence[str]) -> None:
         self.machine = machine
@@ -199,13 +219,17 @@ class Follower:
         try:
             write_frame(self._into, frame, body)
         except (OSError, ValueError) as e:
-            raise OtherMachineError(f"{self.machine.name} is gone ({self._exit_reason()})", HINT) from e
+            raise OtherMachineError(
+                f"{self.machine.name} is gone ({self._exit_reason()})", HINT
+            ) from e
 
     def receive(self) -> tuple[Frame, bytes]:
         """Its next frame. OtherMachineError where it has gone, or says that it can't."""
         received = read_frame(self._out)
         if received is None:
-            raise OtherMachineError(f"{self.machine.name} does not answer ({self._exit_reason()})", HINT)
+            raise OtherMachineError(
+                f"{self.machine.name} does not answer ({self._exit_reason()})", HINT
+            )
         if "failed" in received[0]:
             raise OtherMachineError(f"{self.machine.name}: {received[0]['failed']}", HINT)
         return received
@@ -238,16 +262,24 @@ class Follower:
         except subprocess.TimeoutExpired:
             return "it said nothing"
         # ssh's own failures (ssh(1)).
-        return "ssh could not reach it" if self.machine.ssh and code == 255 else f"its process ended with {code}"
+        return (
+            "ssh could not reach it"
+            if self.machine.ssh and code == 255
+            else (f"its process ended with {code}")
+        )
 
 
 def _command(machine: Machine, program: Sequence[str]) -> list[str]:
-    """How `program` (a module and its arguments, for our Python) is started there: with the Python at the same place, also
-    below another home folder."""
+    """How `program` (a module and its arguments, for our Python) is started there: with the Python
+    at the same place, also below another home folder."""
     if not machine.ssh:
         return [sys.executable, "-m", *program]
     python, home = sys.executable, str(Path.home())
-    inside = f'"$HOME"{shlex.quote(python.removeprefix(home))}' if python.startswith(home + os.sep) else "''"
+    inside = (
+        f'"$HOME"{shlex.quote(python.removeprefix(home))}'
+        if python.startswith(home + os.sep)
+        else "''"
+    )
     there = (
         f'p={inside}; [ -x "$p" ] || p={shlex.quote(python)}; '
         f'[ -x "$p" ] || {{ echo "localllm is not installed there at $p" >&2; exit 3; }}; '

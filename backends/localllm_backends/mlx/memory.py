@@ -1,7 +1,9 @@
-"""How much memory MLX may use here, and the bounds this backend keeps on what MLX holds back for reuse.
+"""How much memory MLX may use here, and the bounds this backend keeps on what MLX holds back for
+reuse.
 
-The wired limit is raised to the weights alone, and only for a model that fills much of the memory: with room in it for
-buffers that come and go, several streams were reported to panic macOS (github.com/ml-explore/mlx/issues/3186).
+The wired limit is raised to the weights alone, and only for a model that fills much of the memory:
+with room in it for buffers that come and go, several streams were reported to panic macOS
+(github.com/ml-explore/mlx/issues/3186).
 """
 
 from __future__ import annotations
@@ -13,22 +15,26 @@ import mlx.core as mx
 
 from localllm_backends.contract import OutOfMemoryError
 
-# Freed buffers MLX may keep: enough for one step's temporaries, little beside any model worth serving.
+# Freed buffers MLX may keep: enough for one step's temporaries, little beside any model worth
+# serving.
 _CACHE_HIGH_BYTES = 512 * 2**20
 _CACHE_LOW_BYTES = 64 * 2**20
 _CACHE_SHARE = 0.1
 # Left to the system where memory is shared with everything else.
 _MARGIN_BYTES = 256 * 2**20
-# Models above 60 to 75 % of memory ran 40 to 150 times slower unwired (github.com/osaurus-ai/vmlx-swift/issues/418); below half
-# macOS leaves them where they are.
+# Models above 60 to 75 % of memory ran 40 to 150 times slower unwired
+# (github.com/osaurus-ai/vmlx-swift/issues/418); below half macOS leaves them where they are.
 _WIRED_FROM_SHARE = 0.5
 
 
-def usable_bytes(device: Mapping[str, Any], active_bytes: int, held_bytes: int, available_bytes: int) -> int:
-    """Bytes that can still be allocated. On Metal: what the system recommends as a working set, less what is in use
-    (`device` is mx.device_info(); key max_recommended_working_set_size). With CUDA: what the device says is free (which may
-    be of when it was first asked: never more than its total less what is in use). Elsewhere: what the operating system says
-    is available. Both plus what MLX holds unused, less a margin."""
+def usable_bytes(
+    device: Mapping[str, Any], active_bytes: int, held_bytes: int, available_bytes: int
+) -> int:
+    """Bytes that can still be allocated. On Metal: what the system recommends as a working set,
+    less what is in use (`device` is mx.device_info(); key max_recommended_working_set_size). With
+    CUDA: what the device says is free (which may be of when it was first asked: never more than its
+    total less what is in use). Elsewhere: what the operating system says is available. Both plus
+    what MLX holds unused, less a margin."""
     recommended = device.get("max_recommended_working_set_size")
     if isinstance(recommended, int) and recommended > 0:
         return max(0, recommended - active_bytes)
@@ -43,31 +49,43 @@ def usable_now() -> int:
     import psutil
 
     return usable_bytes(
-        mx.device_info(), mx.get_active_memory(), mx.get_cache_memory(), psutil.virtual_memory().available
+        mx.device_info(),
+        mx.get_active_memory(),
+        mx.get_cache_memory(),
+        psutil.virtual_memory().available,
     )
 
 
 def require(needed_bytes: int, what: str) -> None:
-    """OutOfMemoryError with both figures unless `needed_bytes` can be allocated; tries again without MLX's reserve."""
+    """OutOfMemoryError with both figures unless `needed_bytes` can be allocated; tries again
+    without MLX's reserve."""
     if needed_bytes <= usable_now():
         return
     mx.clear_cache()
     usable = usable_now()
     if needed_bytes > usable:
-        raise OutOfMemoryError(f"{what} needs {needed_bytes / 1e9:.2f} GB and {usable / 1e9:.2f} GB can be used now")
+        raise OutOfMemoryError(
+            f"{what} needs {needed_bytes / 1e9:.2f} GB and {usable / 1e9:.2f} GB can be used now"
+        )
 
 
 def wired_bytes(device: Mapping[str, Any], active_bytes: int) -> int:
-    """The wired limit for what is loaded now, in bytes: all of it, never more than Metal recommends; 0 = leave it as it is,
-    where MLX knows no Metal device (`device` is mx.device_info()) or the model is small beside the machine's memory."""
+    """The wired limit for what is loaded now, in bytes: all of it, never more than Metal
+    recommends; 0 = leave it as it is, where MLX knows no Metal device (`device` is
+    mx.device_info()) or the model is small beside the machine's memory."""
     recommended, total = device.get("max_recommended_working_set_size"), device.get("memory_size")
-    if not isinstance(recommended, int) or not isinstance(total, int) or active_bytes < _WIRED_FROM_SHARE * total:
+    if (
+        not isinstance(recommended, int)
+        or not isinstance(total, int)
+        or active_bytes < _WIRED_FROM_SHARE * total
+    ):
         return 0
     return min(active_bytes, recommended)
 
 
 class Wired:
-    """Holds the weights in memory on a GPU, so that macOS neither compresses nor moves them, until `close`."""
+    """Holds the weights in memory on a GPU, so that macOS neither compresses nor moves them, until
+    `close`."""
 
     def __init__(self, *, wanted: bool) -> None:
         self._before: int | None = None
@@ -87,15 +105,18 @@ class Wired:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """True for what MLX throws when an allocation fails (std::bad_alloc, [malloc] and [metal::malloc] messages)."""
+    """True for what MLX throws when an allocation fails (std::bad_alloc, [malloc] and
+    [metal::malloc] messages)."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said
 
 
 class BufferBound:
-    """Holds MLX's reserve of freed buffers under a high mark, and empties it at rest if it is over a low one.
+    """Holds MLX's reserve of freed buffers under a high mark, and empties it at rest if it is over
+    a low one.
 
-    Between the marks buffers are reused as they are: emptying it in every step would allocate everything anew."""
+    Between the marks buffers are reused as they are: emptying it in every step would allocate
+    everything anew."""
 
     def __init__(self, total_bytes: int) -> None:
         self.high_bytes = int(min(_CACHE_HIGH_BYTES, total_bytes * _CACHE_SHARE))

@@ -1,8 +1,10 @@
-"""A model's own draft heads (MTP) on MLX: the layer behind the model's last, which mlx-lm leaves out of what it loads.
+"""A model's own draft heads (MTP) on MLX: the layer behind the model's last, which mlx-lm leaves
+out of what it loads.
 
-A head guesses the token after next from a token and the hidden state the model had just before it: what its last norm made,
-which is what its output matrix reads, and so is what the head guesses on from (github.com/ggml-org/llama.cpp/pull/24025,
-github.com/vllm-project/vllm/pull/47448; vLLM's qwen3_next_mtp and mimo_mtp).
+A head guesses the token after next from a token and the hidden state the model had just before it:
+what its last norm made, which is what its output matrix reads, and so is what the head guesses on
+from (github.com/ggml-org/llama.cpp/pull/24025, github.com/vllm-project/vllm/pull/47448; vLLM's
+qwen3_next_mtp and mimo_mtp).
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How checkpoints name a head's weights: behind `prefix` its transformer layer's, which begin with `layer`, and those of
-    the norms of the embedding, the hidden state and the output, and of what joins the first two, hidden state first or not."""
+    """How checkpoints name a head's weights: behind `prefix` its transformer layer's, which begin
+    with `layer`, and those of the norms of the embedding, the hidden state and the output, and of
+    what joins the first two, hidden state first or not."""
 
     prefix: str
     layer: str
@@ -51,11 +54,17 @@ _FAMILIES = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "mimo": _Family(
-        "model.mtp_layers.0.", "", "token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj", hidden_first=True
+        "model.mtp_layers.0.", "", "token_layernorm", "hidden_layernorm", "final_layernorm",
+        "input_proj", hidden_first=True
     ),
 }  # fmt: skip
 # Settings that leave a model with one layer, such as the head's is.
-_ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
+_ONE_LAYER = {
+    "num_hidden_layers": 1,
+    "full_attention_interval": 1,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
 
 
 class _HiddenTap(nn.Module):  # type: ignore[misc]
@@ -73,27 +82,36 @@ class _HiddenTap(nn.Module):  # type: ignore[misc]
 
 
 class MtpModule(nn.Module):  # type: ignore[misc]
-    """A head's weights, loaded by mlx-lm as it loads a model: one of that kind with no other layer says how they are stored."""
+    """A head's weights, loaded by mlx-lm as it loads a model: one of that kind with no other layer
+    says how they are stored."""
 
     def __init__(self, config: dict[str, Any], model: Any) -> None:
         super().__init__()
         text = {**config.get("text_config", config), **_ONE_LAYER}
         kin = type(model)(
-            type(model.args).from_dict({**config, "text_config": text} if "text_config" in config else text)
+            type(model.args).from_dict(
+                {**config, "text_config": text} if "text_config" in config else text
+            )
         )
         whole = getattr(model, "language_model", model)
-        self._family, self._sanitize = _FAMILIES[str(config["model_type"])], getattr(kin, "sanitize", dict)
+        self._family, self._sanitize = (
+            _FAMILIES[str(config["model_type"])],
+            getattr(kin, "sanitize", dict),
+        )
         # Not as a member: its weights are no part of the head's.
         self._whole: Callable[[], Any] = lambda: whole
         width = int(text["hidden_size"])
         self.layer, self.norm = kin.model.layers[0], kin.model.norm
-        self.embed_norm, self.hidden_norm = (nn.RMSNorm(width, eps=text["rms_norm_eps"]) for _ in range(2))
+        self.embed_norm, self.hidden_norm = (
+            nn.RMSNorm(width, eps=text["rms_norm_eps"]) for _ in range(2)
+        )
         self.join = nn.Linear(2 * width, width, bias=False)
 
     def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The head's of a checkpoint's weights, as mlx-lm changes those of such a layer."""
         family = self._family
-        # Named so that mlx-lm's own rule for norms holds of them; how convolutions are stored is part of that rule.
+        # Named so that mlx-lm's own rule for norms holds of them; how convolutions are stored is
+        # part of that rule.
         named = {
             family.embed_norm: "embed_norm.input_layernorm",
             family.hidden_norm: "hidden_norm.input_layernorm",
@@ -124,28 +142,46 @@ class MtpModule(nn.Module):  # type: ignore[misc]
         """Hidden rows behind `tokens` [lines, n], given the model's hidden rows before them."""
         known = self.embed_norm(self._whole().model.embed_tokens(tokens))
         before = self.hidden_norm(rows.astype(known.dtype))
-        x = self.join(mx.concatenate([before, known] if self._family.hidden_first else [known, before], axis=-1))
+        x = self.join(
+            mx.concatenate(
+                [before, known] if self._family.hidden_first else [known, before], axis=-1
+            )
+        )
         return self.norm(self.layer(x, create_attention_mask(x, cache), cache))
 
     def logits(self, hidden: Any) -> Any:
         """By the model's own output matrix."""
         whole = self._whole()
-        return whole.lm_head(hidden) if "lm_head" in whole else whole.model.embed_tokens.as_linear(hidden)
+        return (
+            whole.lm_head(hidden)
+            if "lm_head" in whole
+            else whole.model.embed_tokens.as_linear(hidden)
+        )
 
 
 def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
-    """The draft head of `model`, whose checkpoint that is, its weights not read yet. LoadError where it has none that runs here."""
+    """The draft head of `model`, whose checkpoint that is, its weights not read yet. LoadError
+    where it has none that runs here."""
     kind = str(config.get("model_type", ""))
     if kind not in _FAMILIES:
-        raise LoadError(f"draft heads of {kind!r} models can't run on MLX here; those of {', '.join(_FAMILIES)} can")
+        raise LoadError(
+            f"draft heads of {kind!r} models can't run on MLX here; those of "
+            f"{', '.join(_FAMILIES)} can"
+        )
     prefix = _FAMILIES[kind].prefix
     stored: Iterable[Any] = chain.from_iterable(mx.load(str(file)) for file in weight_files(folder))
     names = [name for name in stored if prefix[:-2] in name]
     if not any(prefix in name for name in names):
         why = "mlx-lm leaves them out of what it converts"
-        hint = f"use a checkpoint that has them (weights named {prefix}*), as its makers' own files do, or --draft auto"
+        hint = (
+            f"use a checkpoint that has them (weights named {prefix}*), as its makers' own "
+            "files "
+            "do, or --draft auto"
+        )
         raise LoadError(f"{folder.name!r} has no draft heads in its weights: {why}", hint)
-    if any((prefix.replace("0", "1") if "0" in prefix else "mtp.layers.1.") in name for name in names):
+    if any(
+        (prefix.replace("0", "1") if "0" in prefix else "mtp.layers.1.") in name for name in names
+    ):
         raise LoadError(f"{folder.name!r} has several draft heads, and one is run on MLX here")
 
     class Arguments:
@@ -153,16 +189,20 @@ def read_heads(folder: Path, model: Any, config: dict[str, Any]) -> MtpModule:
 
     try:
         head, _ = load_model(
-            folder, lazy=True, get_model_classes=lambda config: (lambda own: MtpModule(own, model), Arguments)
+            folder,
+            lazy=True,
+            get_model_classes=lambda config: (lambda own: MtpModule(own, model), Arguments),
         )
     except Exception as e:
-        raise LoadError(f"the draft head in {folder.name!r} can't be read: {str(e).strip()[:300]}") from e
+        raise LoadError(
+            f"the draft head in {folder.name!r} can't be read: {str(e).strip()[:300]}"
+        ) from e
     return head  # type: ignore[no-any-return]
 
 
 class MlxHeads(FollowingHeads[HiddenRow]):
-    """A head that guesses one token after another, each from the row that the one before it left behind; all sequences in
-    lockstep."""
+    """A head that guesses one token after another, each from the row that the one before it left
+    behind; all sequences in lockstep."""
 
     kind = "mtp"
     longest = LONGEST_DRAFT
@@ -174,7 +214,9 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         self._caches: dict[SequenceId, SequenceCache] = {}
         self._batch = SequenceBatch(self._layout)
         self._zeros = mx.zeros((1, 1, int(module.norm.weight.shape[0])))
-        self._exports = KvExport(f"{identity} heads", self._layout, shapes(module), stepper, apart=False)
+        self._exports = KvExport(
+            f"{identity} heads", self._layout, shapes(module), stepper, apart=False
+        )
 
     def open(self, sequence: SequenceId) -> None:
         super().open(sequence)
@@ -189,7 +231,10 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         sequences = [sequence for sequence, _, _ in wanted]
         self.catch_up(sequences)
         lines = [self._caches[s] for s in sequences]
-        tokens, rows = [[newest] for _, newest, _ in wanted], [_stacked([self._lines[s].rows[-1]]) for s in sequences]
+        tokens, rows = (
+            [[newest] for _, newest, _ in wanted],
+            [_stacked([self._lines[s].rows[-1]]) for s in sequences],
+        )
         limits = [min(most, self.longest) for _, _, most in wanted]
         active = [i for i, limit in enumerate(limits) if limit > 0]
         step = 0
@@ -221,19 +266,27 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         mx.eval(best, share)
         return list(zip(np.array(best).tolist(), np.array(share).tolist(), strict=True))
 
-    # --- their memory --------------------------------------------------------------------------------------------
+    # --- their memory -----------------------------------------------------------------------------
 
-    def _call(self, lines: Sequence[SequenceCache], tokens: Sequence[list[int]], rows: Sequence[Any]) -> list[Any]:
+    def _call(
+        self, lines: Sequence[SequenceCache], tokens: Sequence[list[int]], rows: Sequence[Any]
+    ) -> list[Any]:
         """The head over these tokens of each line: hidden rows [1, n, width], not computed yet."""
         together = [
-            k for k, t in enumerate(tokens) if lines[k].start_of(0) < lines[k].length and len(t) <= WHOLE_TOKENS
+            k
+            for k, t in enumerate(tokens)
+            if lines[k].start_of(0) < lines[k].length and len(t) <= WHOLE_TOKENS
         ]
         made: dict[int, Any] = {}
         if len(together) > 1:
-            order, ids = self._batch.gather([lines[k] for k in together], [tokens[k] for k in together])
+            order, ids = self._batch.gather(
+                [lines[k] for k in together], [tokens[k] for k in together]
+            )
             at = [together[i] for i in order]
             longest = int(ids.shape[1])
-            padded = mx.stack([mx.pad(rows[k], [(0, longest - len(tokens[k])), (0, 0)]) for k in at])
+            padded = mx.stack(
+                [mx.pad(rows[k], [(0, longest - len(tokens[k])), (0, 0)]) for k in at]
+            )
             hidden = self._module(ids, padded, self._batch.caches[0])
             self._batch.advance([len(tokens[k]) for k in at])
             made = {k: hidden[row : row + 1, : len(tokens[k])] for row, k in enumerate(at)}
@@ -298,7 +351,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         alone = {id(line.buffers): line for line in self._caches.values() if line.batch is None}
         return [*chain.from_iterable(line.leaves for line in alone.values()), *self._batch.leaves]
 
-    # --- in and out ----------------------------------------------------------------------------------------------
+    # --- in and out -------------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """The heads' KV of tokens [start, stop); nothing where they have not read all of them."""
@@ -321,7 +374,11 @@ def layout() -> Layout:
 def shapes(module: MtpModule) -> Shapes:
     """Of a head's memory, computing nothing."""
     line = SequenceCache(0, layout())
-    module(mx.zeros((1, 2), dtype=mx.int32), mx.zeros((1, 2, int(module.norm.weight.shape[0]))), line.caches[0])
+    module(
+        mx.zeros((1, 2), dtype=mx.int32),
+        mx.zeros((1, 2, int(module.norm.weight.shape[0]))),
+        line.caches[0],
+    )
     (leaf,) = line.leaves
     return Shapes(n_vocab=0, leaves=[list(leaf.planes)], slots=[leaf.slots], windows=[None])
 

@@ -1,4 +1,5 @@
-"""What a step of MLX gives: logits that stay on the device until somebody asks, tokens sampled there, and hidden rows."""
+"""What a step of MLX gives: logits that stay on the device until somebody asks, tokens sampled
+there, and hidden rows."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class LogitRows:
 
 @dataclass
 class MlxStepResult(StepResult):
-    """See StepResult. Logits stay in MLX's memory until somebody asks for them as numbers: on a stream of their own, since the next
-    step may be under way."""
+    """See StepResult. Logits stay in MLX's memory until somebody asks for them as numbers: on a
+    stream of their own, since the next step may be under way."""
 
     n_vocab: int
     chunks: Sequence[Chunk]
@@ -65,7 +66,8 @@ class MlxStepResult(StepResult):
         return None if token == UNSURE else token
 
     def next_token(self, chunk: int) -> int | None:
-        """What most likely follows the chunk: what was sampled, else its best token; None where nothing was asked for."""
+        """What most likely follows the chunk: what was sampled, else its best token; None where
+        nothing was asked for."""
         if self.samples[chunk] is not None:
             return self.sampled(chunk)
         piece = self.pieces[chunk]
@@ -74,7 +76,9 @@ class MlxStepResult(StepResult):
     def chosen(self) -> list[Any]:
         """The arrays that say what follows the chunks."""
         found = [
-            s[0].tokens if s is not None else p[0].best for s, p in zip(self.samples, self.pieces, strict=True) if p
+            s[0].tokens if s is not None else p[0].best
+            for s, p in zip(self.samples, self.pieces, strict=True)
+            if p
         ]
         return list({id(a): a for a in found}.values())
 
@@ -85,7 +89,9 @@ class MlxStepResult(StepResult):
         group, start, stop = piece
         try:
             with mx.stream(self.stream):
-                rows: NDArray[np.float32] = np.array(group.logits[start:stop].astype(mx.float32), copy=False)
+                rows: NDArray[np.float32] = np.array(
+                    group.logits[start:stop].astype(mx.float32), copy=False
+                )
         except Exception as e:
             raise StepError(f"MLX could not give out the logits of this step: {e}") from e
         rows.flags.writeable = False

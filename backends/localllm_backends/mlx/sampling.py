@@ -1,8 +1,9 @@
 """Tokens sampled on the device, so that the next step can begin before anybody here has seen them.
 
-What is computed, and in which order, is the contract's (`SampleSpec`). A row's best tokens are found by the peaks of blocks, so
-that no vocabulary is put in order, and all that lies between two reductions is one kernel (mx.compile). Parameters are arrays: one
-compiled function serves every mix of requests with the same stages.
+What is computed, and in which order, is the contract's (`SampleSpec`). A row's best tokens are
+found by the peaks of blocks, so that no vocabulary is put in order, and all that lies between two
+reductions is one kernel (mx.compile). Parameters are arrays: one compiled function serves every mix
+of requests with the same stages.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from numpy.typing import NDArray
 from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
 UNSURE = -1
-# The fewest tokens that are ranked: what top_k keeps is rounded up to a power of two, so that few functions are compiled.
+# The fewest tokens that are ranked: what top_k keeps is rounded up to a power of two, so that few
+# functions are compiled.
 _LEAST_HEAD = 64
-# Metal sorts rows up to so long in one kernel (mlx/backend/metal/sort.cpp: 512 threads, 8 values each).
+# Metal sorts rows up to so long in one kernel (mlx/backend/metal/sort.cpp: 512 threads, 8 values
+# each).
 _SORTED_AT_ONCE = 4096
 # What lies behind the ranked tokens is summed up by blocks of so many.
 _BLOCK = 64
-# Lists of tokens that differ in length between requests and steps are filled up to a power of two, at least so many.
+# Lists of tokens that differ in length between requests and steps are filled up to a power of two,
+# at least so many.
 _LEAST_LIST = 16
 
 
 @dataclass
 class DeviceSamples:
-    """The tokens sampled by each of `asked`, on their way from the device; `readable` as a model takes them, any one where it is
-    unsure."""
+    """The tokens sampled by each of `asked`, on their way from the device; `readable` as a model
+    takes them, any one where it is unsure."""
 
     tokens: Any
     readable: Any
@@ -48,8 +52,9 @@ class DeviceSamples:
 
 @dataclass(frozen=True, slots=True)
 class _Stages:
-    """What a compiled function does: draws from `head` ranked tokens (0: nobody wants that), with the sum of the whole row (`total`)
-    for a top_p among all tokens; draws from all by their ids (`free`); takes the `best`."""
+    """What a compiled function does: draws from `head` ranked tokens (0: nobody wants that), with
+    the sum of the whole row (`total`) for a top_p among all tokens; draws from all by their ids
+    (`free`); takes the `best`."""
 
     head: int
     total: bool
@@ -85,20 +90,28 @@ def _some(asked: Sequence[SampleSpec], stage: str) -> bool:
     return any(getattr(spec, stage) is not None for spec in asked)
 
 
-def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None, stream: Any = None) -> DeviceSamples:
-    """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab]), on `stream`. With `drawn`, tokens
-    [len(asked)] that nobody has seen yet have come behind what the specs tell of."""
+def sample(
+    rows: Any, asked: Sequence[SampleSpec], drawn: Any = None, stream: Any = None
+) -> DeviceSamples:
+    """Begin sampling one token from each of `rows` (logits [len(asked), n_vocab]), on `stream`.
+    With `drawn`, tokens [len(asked)] that nobody has seen yet have come behind what the specs tell
+    of."""
     n_vocab = int(rows.shape[-1])
     stages = _Stages.of(asked, n_vocab, drawn is not None)
     stream = mx.default_stream(mx.default_device()) if stream is None else stream
     arrays = [_parameters(asked, n_vocab)]
     if stages.biased:
         # What is banned stays so whatever is done to it.
-        arrays += _sparse([[*([d.bias] if d.bias is not None else []), _banned(d)] for d in asked], n_vocab)
+        arrays += _sparse(
+            [[*([d.bias] if d.bias is not None else []), _banned(d)] for d in asked], n_vocab
+        )
     if stages.penalised:
         arrays += _seen(asked)
     if stages.ahead:
-        arrays += [mx.array([[-1 if d.seen is None else d.seen.leaving] for d in asked], dtype=mx.int32), drawn]
+        arrays += [
+            mx.array([[-1 if d.seen is None else d.seen.leaving] for d in asked], dtype=mx.int32),
+            drawn,
+        ]
     if stages.reduced:
         arrays += _sparse([[d.reduced] if d.reduced is not None else [] for d in asked], n_vocab)
     if stages.masked:
@@ -108,7 +121,7 @@ def sample(rows: Any, asked: Sequence[SampleSpec], drawn: Any = None, stream: An
     return DeviceSamples(tokens, readable, list(asked))
 
 
-# --- from specs to arrays ----------------------------------------------------------------------------------------------
+# --- from specs to arrays -------------------------------------------------------------------------
 
 _PARAMETERS = 8
 
@@ -117,8 +130,18 @@ def _parameters(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
     """One row of numbers for each spec."""
     table = np.empty((len(asked), _PARAMETERS), dtype=np.float32)
     for row, d in zip(table, asked, strict=True):
-        row[:5] = d.temperature, d.top_k if 0 < d.top_k < n_vocab else n_vocab, d.top_p, d.min_p, d.uniform
-        row[5:] = (1.0, 0.0, 0.0) if d.seen is None else (d.seen.repeat, d.seen.presence, d.seen.frequency)
+        row[:5] = (
+            d.temperature,
+            d.top_k if 0 < d.top_k < n_vocab else n_vocab,
+            d.top_p,
+            d.min_p,
+            d.uniform,
+        )
+        row[5:] = (
+            (1.0, 0.0, 0.0)
+            if d.seen is None
+            else (d.seen.repeat, d.seen.presence, d.seen.frequency)
+        )
     return mx.array(table)
 
 
@@ -127,7 +150,8 @@ def _power(n: int, least: int) -> int:
 
 
 def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
-    """Lists of (ids, numbers) as two arrays, filled up with whatever each list begins with, or a token 0 of number 0."""
+    """Lists of (ids, numbers) as two arrays, filled up with whatever each list begins with, or a
+    token 0 of number 0."""
     longest = _power(max(len(ids) for ids, _ in lists), _LEAST_LIST)
     ids = np.zeros((len(lists), longest), dtype=np.int32)
     numbers = np.zeros((len(lists), longest), dtype=np.float32)
@@ -138,7 +162,9 @@ def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
     return [mx.array(ids), mx.array(numbers)]
 
 
-def _sparse(lists: Sequence[Sequence[tuple[NDArray[Any], NDArray[Any]]]], n_vocab: int) -> list[Any]:
+def _sparse(
+    lists: Sequence[Sequence[tuple[NDArray[Any], NDArray[Any]]]], n_vocab: int
+) -> list[Any]:
     """What is added to some logits of each row, several lists of it."""
     joined = []
     for parts in lists:
@@ -151,12 +177,16 @@ def _sparse(lists: Sequence[Sequence[tuple[NDArray[Any], NDArray[Any]]]], n_voca
 
 
 def _banned(spec: SampleSpec) -> tuple[NDArray[Any], NDArray[Any]]:
-    return np.array(spec.banned, dtype=np.int64), np.full(len(spec.banned), -np.inf, dtype=np.float32)
+    return np.array(spec.banned, dtype=np.int64), np.full(
+        len(spec.banned), -np.inf, dtype=np.float32
+    )
 
 
 def _seen(asked: Sequence[SampleSpec]) -> list[Any]:
     nothing = np.zeros(0, dtype=np.int32)
-    return _filled([(nothing, nothing) if d.seen is None else (d.seen.ids, d.seen.counts) for d in asked])
+    return _filled(
+        [(nothing, nothing) if d.seen is None else (d.seen.ids, d.seen.counts) for d in asked]
+    )
 
 
 def _bits(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
@@ -169,7 +199,7 @@ def _bits(asked: Sequence[SampleSpec], n_vocab: int) -> Any:
     return mx.array(table)
 
 
-# --- on the device -----------------------------------------------------------------------------------------------------
+# --- on the device --------------------------------------------------------------------------------
 
 
 @cache
@@ -187,7 +217,9 @@ def _numbers(n: int, dtype: Any = mx.uint32) -> Any:
 
 
 def _sample(stages: _Stages, rows: Any, parameters: Any, *arrays: Any) -> tuple[Any, Any]:
-    return _drawn(stages, _adjusted(stages, rows.astype(mx.float32), parameters, iter(arrays)), parameters)
+    return _drawn(
+        stages, _adjusted(stages, rows.astype(mx.float32), parameters, iter(arrays)), parameters
+    )
 
 
 def _adjusted(stages: _Stages, rows: Any, parameters: Any, arrays: Iterator[Any]) -> Any:
@@ -197,10 +229,14 @@ def _adjusted(stages: _Stages, rows: Any, parameters: Any, arrays: Iterator[Any]
     if stages.penalised:
         ids, counts = next(arrays), next(arrays)
         if stages.ahead:
-            ids, counts = _counted_on(ids, counts, leaving=next(arrays), drawn=next(arrays)[:, None])
+            ids, counts = _counted_on(
+                ids, counts, leaving=next(arrays), drawn=next(arrays)[:, None]
+            )
         repeat, presence, frequency = (parameters[:, i : i + 1] for i in (5, 6, 7))
         values = mx.take_along_axis(rows, ids, axis=1)
-        lower = mx.where(values > 0, values / repeat, values * repeat) - presence - counts * frequency
+        lower = (
+            mx.where(values > 0, values / repeat, values * repeat) - presence - counts * frequency
+        )
         # An id that stands there twice has the same count both times.
         rows = mx.put_along_axis(rows, ids, mx.where(counts > 0, lower, values), axis=1)
     if stages.reduced:
@@ -216,15 +252,18 @@ def _added(rows: Any, ids: Any, amounts: Any) -> Any:
 
 
 def _counted_on(ids: Any, counts: Any, leaving: Any, drawn: Any) -> tuple[Any, Any]:
-    """`ids` and their counts, after `drawn` has come and `leaving` (-1: none) has left the window."""
+    """`ids` and their counts, after `drawn` has come and `leaving` (-1: none) has left the
+    window."""
     same = ids == drawn
     new = mx.where(same, counts, 0.0).max(axis=1, keepdims=True) + 1.0 - (drawn == leaving)
-    return mx.concatenate([ids, drawn], axis=1), mx.concatenate([counts + same - (ids == leaving), new], axis=1)
+    return mx.concatenate([ids, drawn], axis=1), mx.concatenate(
+        [counts + same - (ids == leaving), new], axis=1
+    )
 
 
 def _drawn(stages: _Stages, rows: Any, parameters: Any) -> tuple[Any, Any]:
-    """A token of each row, UNSURE where the best logit is no finite number or top_p ends behind the ranked tokens; and one that can
-    be read wherever it is unsure."""
+    """A token of each row, UNSURE where the best logit is no finite number or top_p ends behind the
+    ranked tokens; and one that can be read wherever it is unsure."""
     asked, top_k, top_p, min_p, uniform = (parameters[:, i : i + 1] for i in range(5))
     temperature = mx.where(asked > 0, asked, 1.0)
     ranks = (top_k < rows.shape[-1]) | (top_p < 1.0)
@@ -248,7 +287,8 @@ def _drawn(stages: _Stages, rows: Any, parameters: Any) -> tuple[Any, Any]:
 def _of_ranked(
     stages: _Stages, rows: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, uniform: Any
 ) -> tuple[Any, Any, Any]:
-    """The token where a running sum of the ranked ones passes `uniform`, whether top_p ends behind them, and the best logit."""
+    """The token where a running sum of the ranked ones passes `uniform`, whether top_p ends behind
+    them, and the best logit."""
     n_vocab = int(rows.shape[-1])
     ids, values, best = _ranked(rows, stages.head)
     rank = _numbers(stages.head)[None]
@@ -261,15 +301,19 @@ def _of_ranked(
         total = mx.where(top_k < n_vocab, total, whole)
         if stages.head < n_vocab:
             unsure = (top_k >= n_vocab) & (top_p < 1.0) & (reached[:, -1:] < top_p * total)
-    keep = ((top_p >= 1.0) | (reached - weights < top_p * total)) & (weights >= min_p) & (values > -mx.inf)
+    keep = (
+        ((top_p >= 1.0) | (reached - weights < top_p * total))
+        & (weights >= min_p)
+        & (values > -mx.inf)
+    )
     keep = (keep & (rank < top_k)) | (rank < 1)
     hot = mx.cumsum(mx.where(keep, mx.exp((values - best) / temperature), 0.0), axis=-1)
     return mx.take_along_axis(ids, _at(hot, uniform * hot[:, -1:]), axis=-1), unsure, best
 
 
 def _of_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) -> Any:
-    """The token where a running sum of all by their ids, as far as min_p leaves them, passes `uniform`: first of blocks, then
-    within one."""
+    """The token where a running sum of all by their ids, as far as min_p leaves them, passes
+    `uniform`: first of blocks, then within one."""
     weights = mx.where(mx.exp(rows - best) >= min_p, mx.exp((rows - best) / temperature), 0.0)
     blocks = _blocks(weights, _BLOCK, 0.0)
     sums = blocks.sum(axis=-1)
@@ -283,7 +327,11 @@ def _of_all(rows: Any, best: Any, temperature: Any, min_p: Any, uniform: Any) ->
 
 def _at(reached: Any, goal: Any) -> Any:
     """The first place at which a running sum passes `goal`, and none behind that where it ends."""
-    return ((reached <= goal) & (reached < reached[:, -1:])).astype(mx.uint32).sum(axis=-1, keepdims=True)
+    return (
+        ((reached <= goal) & (reached < reached[:, -1:]))
+        .astype(mx.uint32)
+        .sum(axis=-1, keepdims=True)
+    )
 
 
 def _blocks(rows: Any, size: int, filling: float) -> Any:
@@ -295,11 +343,12 @@ def _blocks(rows: Any, size: int, filling: float) -> Any:
 
 
 def _ranked(rows: Any, n: int) -> tuple[Any, Any, Any]:
-    """Ids and values of the `n` greatest of each row, greatest first and the lower id first among equals; and the greatest
-    alone, no number where the row holds one.
+    """Ids and values of the `n` greatest of each row, greatest first and the lower id first among
+    equals; and the greatest alone, no number where the row holds one.
 
-    They all lie in the `n` blocks with the greatest peaks, of equal peaks those of the lowest ids: for any other block there
-    are `n` tokens before its best one. So rows are narrowed until they can be put in order at once."""
+    They all lie in the `n` blocks with the greatest peaks, of equal peaks those of the lowest ids:
+    for any other block there are `n` tokens before its best one. So rows are narrowed until they
+    can be put in order at once."""
     best, ids = None, None
     while int(rows.shape[-1]) > max(_SORTED_AT_ONCE, 2 * n):
         blocks = _blocks(rows, _power(-(-int(rows.shape[-1]) // _SORTED_AT_ONCE), 2), -mx.inf)

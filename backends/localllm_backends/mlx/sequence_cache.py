@@ -1,7 +1,9 @@
-"""A sequence's whole memory (`Line`) and several of them laid side by side for one call of the model (`Batch`).
+"""A sequence's whole memory (`Line`) and several of them laid side by side for one call of the
+model (`Batch`).
 
-A `Layout` is what `model.make_cache()` said, reduced to three kinds of leaf: attention over everything, attention over
-a window, and recurrent state (mlx-lm's own ArraysCache: a few arrays that each step replaces).
+A `Layout` is what `model.make_cache()` said, reduced to three kinds of leaf: attention over
+everything, attention over a window, and recurrent state (mlx-lm's own ArraysCache: a few arrays
+that each step replaces).
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from localllm_backends.contract import LoadError
-from localllm_backends.mlx.attention import BatchAttention, BatchOffsets, KvFormat, LineAttention, phase_of
+from localllm_backends.mlx.attention import (
+    BatchAttention,
+    BatchOffsets,
+    KvFormat,
+    LineAttention,
+    phase_of,
+)
 
 # A batch that forms copies its rows, and waits for those copies whenever they come to so much.
 _COPIED_AT_ONCE_BYTES = 2**28
@@ -22,7 +30,8 @@ _COPIED_AT_ONCE_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One layer's memory: "full", "window" (with its size) or "state" (with its number of arrays)."""
+    """One layer's memory: "full", "window" (with its size) or "state" (with its number of
+    arrays)."""
 
     kind: str
     size: int = 0
@@ -46,7 +55,8 @@ class Layout:
         return not self.windows and not self.recurrent
 
     def build(self, make: Callable[[Leaf, int], Any]) -> tuple[list[Any], list[Any]]:
-        """The list of caches a model takes, and the same leaves in one flat list; `make` is told each one's place."""
+        """The list of caches a model takes, and the same leaves in one flat list; `make` is told
+        each one's place."""
         flat: list[Any] = []
         return [_made(node, make, flat) for node in self._tree], flat
 
@@ -66,11 +76,14 @@ class Layout:
             return Leaf("window", int(cache.max_size))
         if isinstance(cache, ArraysCache):
             return Leaf("state", len(cache.cache))
-        raise LoadError(f"this model keeps its memory in a {name}, which the MLX backend does not know")
+        raise LoadError(
+            f"this model keeps its memory in a {name}, which the MLX backend does not know"
+        )
 
 
 def _made(node: Any, make: Callable[[Leaf, int], Any], flat: list[Any]) -> Any:
-    # Not a closure that calls itself: such a cycle would keep a dropped sequence's buffers until a collection.
+    # Not a closure that calls itself: such a cycle would keep a dropped sequence's buffers until a
+    # collection.
     if isinstance(node, list):
         return CacheList(*(_made(child, make, flat) for child in node))
     flat.append(make(node, len(flat)))
@@ -96,7 +109,8 @@ def arrays_of(leaves: Iterable[Any]) -> list[Any]:
 
 @dataclass(slots=True)
 class Undo:
-    """What taking tokens back out of recurrent state needs: the state before a chunk, and the chunk."""
+    """What taking tokens back out of recurrent state needs: the state before a chunk, and the
+    chunk."""
 
     length: int
     tokens: list[int]
@@ -141,8 +155,9 @@ def row_of_state(state: Sequence[Sequence[Any]], row: int) -> list[list[Any]]:
 
 @dataclass(eq=False)
 class SequenceCache(_Memory):
-    """One sequence. `length` is what the contract counts; `replay` are tokens of it that recurrent memory, having been
-    set back to an older state, has yet to read again: they go in front of the next chunk."""
+    """One sequence. `length` is what the contract counts; `replay` are tokens of it that recurrent
+    memory, having been set back to an older state, has yet to read again: they go in front of the
+    next chunk."""
 
     id: int
     layout: Layout
@@ -212,7 +227,8 @@ class SequenceCache(_Memory):
         return [p[rows, :, start - first : stop - first, :] for p in planes]
 
     def fork_into(self, other: SequenceCache, n_tokens: int) -> None:
-        """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared until one writes."""
+        """Make the empty line `other` hold the first `n_tokens` of this one; buffers are shared
+        until one writes."""
         if self.batch is not None:
             self.batch.copy_row(self, other.leaves)
         else:
@@ -245,15 +261,17 @@ class SequenceBatch(_Memory):
     def row_of(self, line: SequenceCache) -> int:
         return self.lines.index(line)
 
-    # --- who is in it --------------------------------------------------------------------------------------------
+    # --- who is in it -----------------------------------------------------------------------------
 
     def is_of(self, lines: Sequence[SequenceCache]) -> bool:
         here = [line for line in self.lines if line.batch is self]
         return len(here) == len(self.lines) == len(lines) and set(here) == set(lines)
 
-    def gather(self, lines: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]) -> tuple[list[int], Any]:
-        """Hold exactly `lines`, with room for the `tokens` of each; returns the place in `lines` of each row's, and the tokens
-        row by row, padded to the longest."""
+    def gather(
+        self, lines: Sequence[SequenceCache], tokens: Sequence[Sequence[int]]
+    ) -> tuple[list[int], Any]:
+        """Hold exactly `lines`, with room for the `tokens` of each; returns the place in `lines` of
+        each row's, and the tokens row by row, padded to the longest."""
         self.hold(lines)
         order = sorted(range(len(lines)), key=lambda i: self.row_of(lines[i]))
         longest = max(map(len, tokens))
@@ -284,15 +302,24 @@ class SequenceBatch(_Memory):
         self.lines = list(lines)
 
     def _collect(self, sources: Sequence[tuple[int | None, SequenceCache]]) -> None:
-        """Fill the leaves from rows and lines; as many layers at a time as are small, so that little is ever held twice."""
+        """Fill the leaves from rows and lines; as many layers at a time as are small, so that
+        little is ever held twice."""
         copied: list[Any] = []
         for n, leaf in enumerate(self.leaves):
             if isinstance(leaf, ArraysCache):
                 held = leaf.cache
-                states = [_rows_of(held, i) if i is not None else line.leaves[n].cache for i, line in sources]
-                leaf.cache = [mx.concatenate(list(parts), axis=0) for parts in zip(*states, strict=True)]
+                states = [
+                    _rows_of(held, i) if i is not None else line.leaves[n].cache
+                    for i, line in sources
+                ]
+                leaf.cache = [
+                    mx.concatenate(list(parts), axis=0) for parts in zip(*states, strict=True)
+                ]
             else:
-                rows = [leaf.row(i) if i is not None else line.leaves[n].read_used() for i, line in sources]
+                rows = [
+                    leaf.row(i) if i is not None else line.leaves[n].read_used()
+                    for i, line in sources
+                ]
                 leaf.fill(rows, max(int(r[0].shape[2]) for r in rows) + 1)
             for i, line in sources:
                 if i is None:
@@ -304,7 +331,9 @@ class SequenceBatch(_Memory):
         mx.async_eval(copied)
 
     @staticmethod
-    def _offset_and_start(rows: BatchOffsets, i: int | None, line: SequenceCache) -> tuple[int, int]:
+    def _offset_and_start(
+        rows: BatchOffsets, i: int | None, line: SequenceCache
+    ) -> tuple[int, int]:
         if i is not None:
             return rows.offsets[i], rows.starts[i]
         for leaf in line.leaves:
@@ -327,7 +356,8 @@ class SequenceBatch(_Memory):
                 theirs.cache = [mx.contiguous(a) for a in _rows_of(mine.cache, i)]
             else:
                 theirs.write(mine.row(i), mine.rows.starts[i])
-        # Until it is computed, a copy holds on to the batch's buffers, which the next step could not then reuse.
+        # Until it is computed, a copy holds on to the batch's buffers, which the next step could
+        # not then reuse.
         mx.eval(arrays_of(leaves))
 
     def forget(self, line: SequenceCache) -> None:
@@ -338,12 +368,15 @@ class SequenceBatch(_Memory):
             self.lines = []
             self._clear()
 
-    # --- where they stand ----------------------------------------------------------------------------------------
+    # --- where they stand -------------------------------------------------------------------------
 
     def holds(self, line: SequenceCache, n_tokens: int) -> bool:
         """Can `line` be cut to `n_tokens`?"""
         i = self.row_of(line)
-        return all(w is None or rows.starts[i] <= max(0, n_tokens - w + 1) for w, rows in self._rows.items())
+        return all(
+            w is None or rows.starts[i] <= max(0, n_tokens - w + 1)
+            for w, rows in self._rows.items()
+        )
 
     def place(self, line: SequenceCache, n_tokens: int) -> None:
         i = self.row_of(line)
@@ -351,7 +384,8 @@ class SequenceBatch(_Memory):
             rows.offsets[i] = n_tokens
 
     def make_room(self, n: int) -> None:
-        """Room for `n` more tokens in every row; windows that are full lose what nobody sees any more."""
+        """Room for `n` more tokens in every row; windows that are full lose what nobody sees any
+        more."""
         for window, rows in self._rows.items():
             leaves = [x for x in self.leaves if isinstance(x, BatchAttention) and x.rows is rows]
             if not leaves or max(rows.used()) + n <= min(leaf.slots for leaf in leaves):

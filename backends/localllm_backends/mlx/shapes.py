@@ -1,4 +1,5 @@
-"""What a call of a model gives, and how much memory a sequence takes, known before anything is computed."""
+"""What a call of a model gives, and how much memory a sequence takes, known before anything is
+computed."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ class Shapes:
         """Build the graph of a two-token prompt and read its shapes."""
         line = SequenceCache(0, layout)
         logits = model(mx.zeros((1, 2), dtype=mx.int32), cache=line.caches)
-        leaves = [list(x.planes or ()) if isinstance(x, LineAttention) else list(x.cache) for x in line.leaves]
+        leaves = [
+            list(x.planes or ()) if isinstance(x, LineAttention) else list(x.cache)
+            for x in line.leaves
+        ]
         return cls(
             n_vocab=int(logits.shape[-1]),
             leaves=leaves,
@@ -52,7 +56,8 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes: of one token in the layers that keep every token, and of everything else one sequence holds."""
+    """Bytes: of one token in the layers that keep every token, and of everything else one sequence
+    holds."""
 
     token_bytes: int
     line_bytes: int

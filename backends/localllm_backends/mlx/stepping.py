@@ -1,4 +1,5 @@
-"""One step over several lines: a batch of those that decode, each prefill by itself, and the next step begun early."""
+"""One step over several lines: a batch of those that decode, each prefill by itself, and the next
+step begun early."""
 
 from __future__ import annotations
 
@@ -12,22 +13,32 @@ import mlx.core as mx
 from localllm_backends.contract import Chunk, SampleSpec
 from localllm_backends.mlx.results import HiddenRow, LogitRows, MlxStepResult
 from localllm_backends.mlx.sampling import DeviceSamples, sample
-from localllm_backends.mlx.sequence_cache import Layout, SequenceBatch, SequenceCache, Undo, arrays_of, row_of_state
+from localllm_backends.mlx.sequence_cache import (
+    Layout,
+    SequenceBatch,
+    SequenceCache,
+    Undo,
+    arrays_of,
+    row_of_state,
+)
 
-# A chunk up to this long computes all its rows of logits; a longer one is cut, so that the vocabulary is multiplied
-# only where logits are wanted (mlx-lm computes a prompt's last token by itself for the same reason).
+# A chunk up to this long computes all its rows of logits; a longer one is cut, so that the
+# vocabulary is multiplied only where logits are wanted (mlx-lm computes a prompt's last token by
+# itself for the same reason).
 WHOLE_TOKENS = 16
-# New tokens times all tokens that one call of the model attends with, mlx-lm's 2,048 at a depth of 65,536: beyond that a chunk is
-# computed in pieces. Where every score is held, a quarter of it: heads of 256 took 11 GB more in steps of 2,048 than of 512 at a
-# depth of 131,072, and were no faster (github.com/ml-explore/mlx-lm/pull/1781).
+# New tokens times all tokens that one call of the model attends with, mlx-lm's 2,048 at a depth of
+# 65,536: beyond that a chunk is computed in pieces. Where every score is held, a quarter of it:
+# heads of 256 took 11 GB more in steps of 2,048 than of 512 at a depth of 131,072, and were no
+# faster (github.com/ml-explore/mlx-lm/pull/1781).
 SCORES_AT_ONCE = 2048 * 65_536
 _PIECE = 64
 
 
 @dataclass
 class _Ahead:
-    """The next decode step, started before anybody asked for it, with the best token of each of `lines` or the one sampled for
-    it; the `memory` it was made in, the recurrent state before it, and what the model knew. `samples`: what was sampled from it."""
+    """The next decode step, started before anybody asked for it, with the best token of each of
+    `lines` or the one sampled for it; the `memory` it was made in, the recurrent state before it,
+    and what the model knew. `samples`: what was sampled from it."""
 
     lines: list[SequenceCache]
     memory: SequenceCache | SequenceBatch
@@ -38,7 +49,8 @@ class _Ahead:
 
 
 class Stepper:
-    """Runs steps over `lines` (those alive, by id) and owns what outlives one: the batch, and the step begun early."""
+    """Runs steps over `lines` (those alive, by id) and owns what outlives one: the batch, and the
+    step begun early."""
 
     def __init__(
         self, model: Any, layout: Layout, lines: Mapping[int, SequenceCache], *,
@@ -64,15 +76,21 @@ class Stepper:
         return self._n_ctx - sum(line.length for line in self._lines.values())
 
     def run(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
-        """Append every chunk to its line; on any exception no line is longer, but what they hold can't be trusted."""
-        # Whose next token is known here, sampled or by the engine's habit of taking the best one, can go on unasked.
-        followed = [line.follows_best and c.tokens[0] == line.predicted for c, line in zip(chunks, lines, strict=True)]
+        """Append every chunk to its line; on any exception no line is longer, but what they hold
+        can't be trusted."""
+        # Whose next token is known here, sampled or by the engine's habit of taking the best one,
+        # can go on unasked.
+        followed = [
+            line.follows_best and c.tokens[0] == line.predicted
+            for c, line in zip(chunks, lines, strict=True)
+        ]
         result = MlxStepResult(self._n_vocab, chunks, lines, self._stream)
         taken = self._take_ahead(result)
         self._compute(result, taken)
         late = self._sample(result, taken)
         if result.fresh:
-            # Apart from what is begun unasked, so that nobody waits for that. First what decides on the stream of the whole.
+            # Apart from what is begun unasked, so that nobody waits for that. First what decides on
+            # the stream of the whole.
             mx.async_eval(*result.fresh, *late)
             late = []
         for chunk, line in zip(chunks, lines, strict=True):
@@ -94,7 +112,11 @@ class Stepper:
     def _compute(self, result: MlxStepResult, taken: set[int]) -> None:
         """Call the model with all chunks but those `taken`, whose outputs are under way."""
         rest = [i for i in range(len(result.chunks)) if i not in taken]
-        together = [i for i in rest if self._batchable(result.chunks[i], result.lines[i])] if not taken else []
+        together = (
+            [i for i in rest if self._batchable(result.chunks[i], result.lines[i])]
+            if not taken
+            else []
+        )
         if len(together) > 1:
             self._call_batch(together, result)
             rest = [i for i in rest if i not in together]
@@ -102,7 +124,8 @@ class Stepper:
             self._call_line(i, result)
 
     def _batchable(self, chunk: Chunk, line: SequenceCache) -> bool:
-        """A decoding line: every token wants logits. Recurrent state would also read the padding of uneven chunks."""
+        """A decoding line: every token wants logits. Recurrent state would also read the padding of
+        uneven chunks."""
         n = len(chunk.tokens)
         if chunk.outputs < n or n > WHOLE_TOKENS or line.replay or not line.length:
             return False
@@ -111,7 +134,9 @@ class Stepper:
     def _call_batch(self, which: list[int], result: MlxStepResult) -> None:
         """All chunks of these numbers in one call of the model."""
         batch = self.batch
-        order, ids = batch.gather([result.lines[i] for i in which], [result.chunks[i].tokens for i in which])
+        order, ids = batch.gather(
+            [result.lines[i] for i in which], [result.chunks[i].tokens for i in which]
+        )
         rows = [which[at] for at in order]
         state = batch.snapshot() if self._layout.recurrent else []
         self.hidden.clear()
@@ -132,7 +157,9 @@ class Stepper:
         if self._layout.recurrent:
             result.fresh.extend(arrays_of(batch.leaves))
 
-    def _remember(self, line: SequenceCache, tokens: Sequence[int], state: list[list[Any]], row: int) -> None:
+    def _remember(
+        self, line: SequenceCache, tokens: Sequence[int], state: list[list[Any]], row: int
+    ) -> None:
         """Row `row` of `state` is what was before `tokens`, which may be taken back."""
         if self._n_rewind:
             line.undo = Undo(line.length, list(tokens), row_of_state(state, row))
@@ -166,11 +193,14 @@ class Stepper:
         hidden = self._take_hidden()
         result.fresh.extend(hidden)
         # A long chunk is computed in several calls, and with what is read again.
-        known = list(chain.from_iterable(_hidden_rows([rows], 0, int(rows.shape[1])) for rows in hidden))
+        known = list(
+            chain.from_iterable(_hidden_rows([rows], 0, int(rows.shape[1])) for rows in hidden)
+        )
         result.hidden[i] = known[-len(chunk.tokens) :]
 
     def _read(self, ids: Any, line: SequenceCache) -> Any:
-        """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns the rest."""
+        """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns
+        the rest."""
         scores = SCORES_AT_ONCE if self._fused else SCORES_AT_ONCE // 4
         most = max(_PIECE, scores // (line.length + int(ids.shape[1])) // _PIECE * _PIECE)
         while int(ids.shape[1]) > most:
@@ -180,9 +210,10 @@ class Stepper:
         return ids
 
     def _sample(self, result: MlxStepResult, taken: set[int]) -> list[Any]:
-        """Begin sampling what the chunks ask for and is not under way: all rows of one group together. What comes from logits of
-        this step is `fresh` with them. The rest is returned: it is sampled on a stream of its own, which is done before the
-        next step is, though that is begun in the same call."""
+        """Begin sampling what the chunks ask for and is not under way: all rows of one group
+        together. What comes from logits of this step is `fresh` with them. The rest is returned: it
+        is sampled on a stream of its own, which is done before the next step is, though that is
+        begun in the same call."""
         groups: dict[int, list[tuple[int, tuple[Any, int], SampleSpec]]] = {}
         for i, (chunk, piece) in enumerate(zip(result.chunks, result.pieces, strict=True)):
             if chunk.sample is not None and piece is not None and result.samples[i] is None:
@@ -199,21 +230,26 @@ class Stepper:
             (late if begun else result.fresh).append(sampled.tokens)
         return late
 
-    # --- one step ahead ------------------------------------------------------------------------------------------
+    # --- one step ahead ---------------------------------------------------------------------------
 
     def _continuing(self, result: MlxStepResult, followed: Sequence[bool]) -> list[int]:
-        """The chunks whose lines decode on, where what follows all of them is known; none where it isn't."""
+        """The chunks whose lines decode on, where what follows all of them is known; none where it
+        isn't."""
         known = []
         for chunk, sampled, follows in zip(result.chunks, result.samples, followed, strict=True):
             takes_best = follows and len(chunk.tokens) == 1 and chunk.sample is None
             known.append(sampled is not None or takes_best)
-        which = [i for i, c in enumerate(result.chunks) if c.outputs and (len(c.tokens) == 1 or known[i])]
+        which = [
+            i for i, c in enumerate(result.chunks) if c.outputs and (len(c.tokens) == 1 or known[i])
+        ]
         return which if self._looks_ahead and all(known[i] for i in which) else []
 
     def _look_ahead(self, result: MlxStepResult, which: list[int]) -> list[Any]:
-        """Build the next decode step with the best tokens of this one, or those sampled from it, before anybody has seen them:
-        that then costs no time. Returns what is to be computed. If something else is asked for, positions are set back and it is
-        forgotten. A batch that has yet to form waits for the next step: its copies would keep this one's tokens from whoever waits."""
+        """Build the next decode step with the best tokens of this one, or those sampled from it,
+        before anybody has seen them: that then costs no time. Returns what is to be computed. If
+        something else is asked for, positions are set back and it is forgotten. A batch that has
+        yet to form waits for the next step: its copies would keep this one's tokens from whoever
+        waits."""
         lines = [result.lines[i] for i in which]
         if not lines or self.free() < len(lines) or any(line.replay for line in lines):
             return []
@@ -230,7 +266,8 @@ class Stepper:
         return [*arrays, *self.ahead.hidden, *held]
 
     def _call_ahead(self, lines: list[SequenceCache], given: Any) -> _Ahead:
-        """The model over one more token of each of `lines`, the rows of the batch or the only one."""
+        """The model over one more token of each of `lines`, the rows of the batch or the only
+        one."""
         memory = lines[0] if len(lines) == 1 else self.batch
         if isinstance(memory, SequenceCache):
             memory.leave_batch()
@@ -241,12 +278,15 @@ class Stepper:
         logits = self.model(given[:, None], cache=memory.caches)[:, -1]
         if isinstance(memory, SequenceBatch):
             memory.advance([1] * len(lines))
-        return _Ahead(lines, memory, state, LogitRows(logits, mx.argmax(logits, axis=-1)), self._take_hidden())
+        return _Ahead(
+            lines, memory, state, LogitRows(logits, mx.argmax(logits, axis=-1)), self._take_hidden()
+        )
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
-        """Begin sampling from the step ahead as the next one will ask; what is to be computed of its rows. A row whose sampling
-        depends on the token `given` is only computed; the next step brings how it is sampled."""
+        """Begin sampling from the step ahead as the next one will ask; what is to be computed of
+        its rows. A row whose sampling depends on the token `given` is only computed; the next step
+        brings how it is sampled."""
         following = [None if spec is None else spec.next() for spec in asked]
         specs = {row: spec for row, spec in enumerate(following) if spec is not None}
         arrays: list[Any] = []
@@ -256,7 +296,9 @@ class Stepper:
             arrays.append(ahead.group.logits)
         if specs:
             rows = _gathered([(ahead.group.logits, row) for row in specs])
-            sampled = sample(rows, list(specs.values()), drawn=_gathered([(given, row) for row in specs]))
+            sampled = sample(
+                rows, list(specs.values()), drawn=_gathered([(given, row) for row in specs])
+            )
             ahead.samples = {ahead.lines[row]: (sampled, at) for at, row in enumerate(specs)}
             arrays.append(sampled.tokens)
         return arrays
@@ -277,7 +319,9 @@ class Stepper:
             return set()
         rows = {line: row for row, line in enumerate(ahead.lines)}
         asked = {i: rows[line] for i, line in enumerate(result.lines) if line in rows}
-        fits = bool(asked) and all(self._is_expected(result.chunks[i], result.lines[i]) for i in asked)
+        fits = bool(asked) and all(
+            self._is_expected(result.chunks[i], result.lines[i]) for i in asked
+        )
         if not fits or (self._layout.recurrent and len(asked) < len(ahead.lines)):
             self.undo_ahead()
             return set()
@@ -299,7 +343,8 @@ class Stepper:
         return len(chunk.tokens) == 1 and bool(chunk.outputs) and chunk.tokens[0] == line.predicted
 
     def _set_back(self, lines: Iterable[SequenceCache]) -> None:
-        """Those of `lines` that are still alive stand where they stood before they were stepped unasked."""
+        """Those of `lines` that are still alive stand where they stood before they were stepped
+        unasked."""
         for line in lines:
             if line.id in self._lines:
                 line.place(line.computed)
@@ -312,18 +357,24 @@ class Stepper:
                 ahead.memory.restore(ahead.state)
 
     def undo_ahead_of(self, line: SequenceCache) -> None:
-        """Set back what was started for `line` unasked, where its memory could not be read otherwise."""
+        """Set back what was started for `line` unasked, where its memory could not be read
+        otherwise."""
         if self.ahead is not None and self._layout.recurrent and line in self.ahead.lines:
             self.undo_ahead()
 
     def recurrent_state(self, line: SequenceCache) -> list[list[Any]]:
         """The arrays behind all tokens of `line`, whatever was started for it unasked."""
         begun = self.ahead is not None and line in self.ahead.lines
-        held = self.ahead.state if self.ahead is not None and begun else (line.batch or line).snapshot()
+        held = (
+            self.ahead.state
+            if self.ahead is not None and begun
+            else (line.batch or line).snapshot()
+        )
         return held if line.batch is None else row_of_state(held, line.batch.row_of(line))
 
     def touched_by_failure(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
-        """A step over `lines` failed: every line whose buffers it may have touched. Forgets what was begun."""
+        """A step over `lines` failed: every line whose buffers it may have touched. Forgets what
+        was begun."""
         ahead, self.ahead = self.ahead, None
         touched = {*lines, *(ahead.lines if ahead else ())}
         if any(line.batch is self.batch for line in touched):

@@ -1,5 +1,6 @@
-"""One MLX model on several machines: each holds a share of every layer (mlx-lm's tensor parallelism) and does every
-operation, this one's first. What a sweep adds up goes over mx.distributed; which operations, over a pipe to each machine.
+"""One MLX model on several machines: each holds a share of every layer (mlx-lm's tensor
+parallelism) and does every operation, this one's first. What a sweep adds up goes over
+mx.distributed; which operations, over a pipe to each machine.
 
 As a program it is another machine's process, asked over its input until that ends:
 
@@ -23,7 +24,14 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from localllm_backends.contract import BackendFailure, Chunk, LoadSpec, OtherMachineError, Placement, SequenceId
+from localllm_backends.contract import (
+    BackendFailure,
+    Chunk,
+    LoadSpec,
+    OtherMachineError,
+    Placement,
+    SequenceId,
+)
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, fingerprint
 from localllm_backends.mlx.load import read_checkpoint
@@ -49,7 +57,8 @@ _PLAIN_OPERATIONS = ("new_sequence", "fork", "truncate", "drop")
 
 
 class TensorParallelBackend(MlxBackend):
-    """This machine's share, which the `others` follow. One that ends, ends this process: nothing can be computed without."""
+    """This machine's share, which the `others` follow. One that ends, ends this process: nothing
+    can be computed without."""
 
     def __init__(self, loaded: Loaded, others: Sequence[Follower]) -> None:
         self._others = others
@@ -107,9 +116,13 @@ class TensorParallelBackend(MlxBackend):
                 failure = BackendFailure(f"{other.machine.name}: {frame['refused']}")
         if failure is not None:
             raise failure
-        return b"".join([_PARTS.pack(_MAGIC, len(parts)), *(_LENGTH.pack(len(p)) for p in parts), *parts])
+        return b"".join(
+            [_PARTS.pack(_MAGIC, len(parts)), *(_LENGTH.pack(len(p)) for p in parts), *parts]
+        )
 
-    def import_range(self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int) -> None:
+    def import_range(
+        self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
+    ) -> None:
         parts = _shares_in(data, 1 + len(self._others))
         super().import_range(sequence, parts[0], start, stop)
         for other, part in zip(self._others, parts[1:], strict=True):
@@ -157,8 +170,11 @@ def _shares_in(data: bytes | memoryview, n: int) -> list[memoryview]:
     return found
 
 
-def load_tensor_parallel(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> TensorParallelBackend:
-    """Load `spec` over this machine and those that its placement names. OtherMachineError by the name of one that can't."""
+def load_tensor_parallel(
+    spec: LoadSpec, on_progress: Callable[[float], None] | None = None
+) -> TensorParallelBackend:
+    """Load `spec` over this machine and those that its placement names. OtherMachineError by the
+    name of one that can't."""
     folder = check_folder(spec.path)
     ring = ring_of(spec.placement.workers)
     followers: list[Follower] = []
@@ -178,13 +194,21 @@ def load_tensor_parallel(spec: LoadSpec, on_progress: Callable[[float], None] | 
         raise
 
 
-def _form_group(spec: LoadSpec, ring: MachineRing, followers: Sequence[Follower], ours: Mapping[str, str]) -> Any:
+def _form_group(
+    spec: LoadSpec, ring: MachineRing, followers: Sequence[Follower], ours: Mapping[str, str]
+) -> Any:
     """The group of all machines, once each has said that it has the same as this one."""
     ports = ports_for(ring)
     order: Frame = {
-        "spec": asdict(replace(spec, placement=Placement(gpu_layers=spec.n_gpu_layers), path=_portable(spec.path))),
-        "files": ring.files(ports), "variables": ring.variables(ports), "backend": ring.backend,
-    }  # fmt: skip
+        "spec": asdict(
+            replace(
+                spec, placement=Placement(gpu_layers=spec.n_gpu_layers), path=_portable(spec.path)
+            )
+        ),
+        "files": ring.files(ports),
+        "variables": ring.variables(ports),
+        "backend": ring.backend,
+    }
     for rank, follower in enumerate(followers, 1):
         follower.send({**order, "rank": rank})
     for follower in followers:
@@ -193,19 +217,27 @@ def _form_group(spec: LoadSpec, ring: MachineRing, followers: Sequence[Follower]
         follower.send({"do": "join"})
     met: list[Any] = []
     # Apart, since who waits for one that will never come is not told so.
-    joining = threading.Thread(target=lambda: met.append(_join({**order, "rank": 0})), name="join", daemon=True)
+    joining = threading.Thread(
+        target=lambda: met.append(_join({**order, "rank": 0})), name="join", daemon=True
+    )
     joining.start()
     for follower in followers:
         follower.receive()
     joining.join()
     if not met:
-        raise OtherMachineError(f"the machines can't reach each other over MLX's {ring.backend}", HINT)
+        raise OtherMachineError(
+            f"the machines can't reach each other over MLX's {ring.backend}", HINT
+        )
     return met[0]
 
 
 def _portable(path: str) -> str:
     absolute, home = Path(path).absolute(), Path.home()
-    return f"~/{absolute.relative_to(home).as_posix()}" if absolute.is_relative_to(home) else str(absolute)
+    return (
+        f"~/{absolute.relative_to(home).as_posix()}"
+        if absolute.is_relative_to(home)
+        else str(absolute)
+    )
 
 
 def _identity(folder: Path) -> dict[str, str]:
@@ -220,12 +252,19 @@ def _check_same(follower: Follower, ours: Mapping[str, str]) -> None:
     theirs = follower.receive()[0]["is"]
     for what, value in ours.items():
         if theirs.get(what) != value:
-            other = f" ({theirs.get(what)} there, {value} here)" if what != "the model's files" else ""
-            raise OtherMachineError(f"{follower.machine.name} differs in {what}{other}: all must have the same", HINT)
+            other = (
+                f" ({theirs.get(what)} there, {value} here)"
+                if what != ("the model's files")
+                else ""
+            )
+            raise OtherMachineError(
+                f"{follower.machine.name} differs in {what}{other}: all must have the same", HINT
+            )
 
 
 def _join(order: Frame) -> Any:
-    """Meet the others: MLX reads how from the environment and files. OtherMachineError where they can't be met."""
+    """Meet the others: MLX reads how from the environment and files. OtherMachineError where they
+    can't be met."""
     with tempfile.TemporaryDirectory() as kept:
         for name, text in order["files"].items():
             (Path(kept) / name).write_text(text, encoding="utf-8")
@@ -235,7 +274,9 @@ def _join(order: Frame) -> Any:
         try:
             return mx.distributed.init(strict=True, backend=order["backend"])
         except RuntimeError as e:
-            raise OtherMachineError(f"it can't reach the others over MLX's {order['backend']}: {e}", HINT) from e
+            raise OtherMachineError(
+                f"it can't reach the others over MLX's {order['backend']}: {e}", HINT
+            ) from e
 
 
 class _FollowerProcess:
@@ -270,7 +311,8 @@ class _FollowerProcess:
 
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Be told what to load, meet the others, and do what the first machine does until its process ends."""
+    """Be told what to load, meet the others, and do what the first machine does until its process
+    ends."""
     inbox: queue.SimpleQueue[tuple[Frame, bytes]] = queue.SimpleQueue()
 
     def read() -> None:
@@ -303,7 +345,8 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _main() -> None:
-    # Ctrl-C and a service's SIGTERM reach the whole group: the first machine decides, the end of our input says so.
+    # Ctrl-C and a service's SIGTERM reach the whole group: the first machine decides, the end of
+    # our input says so.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

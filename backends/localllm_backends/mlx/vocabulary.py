@@ -1,4 +1,5 @@
-"""From a checkpoint's tokenizer files to token ids, exact bytes, control tokens and the chat template's text."""
+"""From a checkpoint's tokenizer files to token ids, exact bytes, control tokens and the chat
+template's text."""
 
 from __future__ import annotations
 
@@ -11,12 +12,36 @@ from localllm_backends.contract import LoadError
 from localllm_backends.control_text import LiteralText
 from localllm_backends.vocabulary import TokenBytes
 
-# Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives them
-# (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
+# Names the published coder models give their fill-in-the-middle tokens, by the role llama.cpp gives
+# them (llama.cpp src/llama-vocab.cpp, special_fim_*_id).
 _FIM = {
-    "pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>", "<｜fim▁begin｜>", "<|code_prefix|>"),
-    "suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>", "<｜fim▁hole｜>", "<|code_suffix|>"),
-    "mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>", "<｜fim▁end｜>", "<|code_middle|>"),
+    "pre": (
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<PRE>",
+        "▁<PRE>",
+        "<｜fim▁begin｜>",
+        "<|code_prefix|>",
+    ),
+    "suf": (
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<SUF>",
+        "▁<SUF>",
+        "<｜fim▁hole｜>",
+        "<|code_suffix|>",
+    ),
+    "mid": (
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<MID>",
+        "▁<MID>",
+        "<｜fim▁end｜>",
+        "<|code_middle|>",
+    ),
     "pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>"),
     "rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>"),
     "sep": ("<|file_sep|>",),
@@ -36,8 +61,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def byte_of_char() -> dict[str, int]:
-    """GPT-2's table of the printable character that stands for each byte, turned round (openai/gpt-2, encoder.py)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """GPT-2's table of the printable character that stands for each byte, turned round
+    (openai/gpt-2, encoder.py)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     table = {chr(b): b for b in printable}
     others = (b for b in range(256) if b not in set(printable))
     table.update({chr(256 + i): b for i, b in enumerate(others)})
@@ -53,14 +83,20 @@ class MlxVocabulary(TokenBytes):
         parsed = json.loads(source)
         self._parsing, self._literal = _tokenizers(source)
         self._added = {int(t["id"]): str(t["content"]) for t in parsed.get("added_tokens", [])}
-        self._control = frozenset(int(t["id"]) for t in parsed.get("added_tokens", []) if t.get("special"))
+        self._control = frozenset(
+            int(t["id"]) for t in parsed.get("added_tokens", []) if t.get("special")
+        )
         controls = [text for i, text in sorted(self._added.items()) if i in self._control]
-        super().__init__(n_vocab, controls, [text for i, text in self._added.items() if i not in self._control])
+        super().__init__(
+            n_vocab, controls, [text for i, text in self._added.items() if i not in self._control]
+        )
         self._kind = _kind(parsed.get("decoder"))
         self._chars = byte_of_char()
         self.eog_tokens = self._ends(config, settings, read_json(folder / "generation_config.json"))
         self.bos_token = self._named(settings.get("bos_token"), config.get("bos_token_id"))
-        self.eos_token = self._named(settings.get("eos_token"), next(iter(_ids(config.get("eos_token_id"))), None))
+        self.eos_token = self._named(
+            settings.get("eos_token"), next(iter(_ids(config.get("eos_token_id"))), None)
+        )
         start = list(self._parsing.encode("", add_special_tokens=True).ids)
         adds_bos = settings.get("add_bos_token", start[:1] == [self.bos_token])
         self.adds_bos = bool(adds_bos) and self.bos_token is not None
@@ -77,7 +113,9 @@ class MlxVocabulary(TokenBytes):
         tokenizer = self._parsing if special else self._literal
         ids = [self.bos_token] if add_bos and self.adds_bos and self.bos_token is not None else []
         for piece in pieces:
-            ids += tokenizer.encode(piece.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+            ids += tokenizer.encode(
+                piece.encode("utf-8", "replace").decode(), add_special_tokens=False
+            ).ids
         return ids
 
     def is_control(self, token: int) -> bool:
@@ -88,13 +126,16 @@ class MlxVocabulary(TokenBytes):
         if token in self._control and not special:
             return b""
         text = self._parsing.id_to_token(token)
-        # The logits may be wider than the vocabulary: rows padded for the hardware stand for nothing.
+        # The logits may be wider than the vocabulary: rows padded for the hardware stand for
+        # nothing.
         if text is None:
             return b""
         if token in self._added:
             return self._added[token].encode()
         if self._kind == "bytelevel":
-            return b"".join(bytes([self._chars[c]]) if c in self._chars else c.encode() for c in text)
+            return b"".join(
+                bytes([self._chars[c]]) if c in self._chars else c.encode() for c in text
+            )
         if self._kind == "sentencepiece":
             if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
                 return bytes([int(text[3:5], 16)])
@@ -107,8 +148,11 @@ class MlxVocabulary(TokenBytes):
         token = self._parsing.token_to_id(name) if isinstance(name, str) else None
         return token if token is not None else next(iter(_ids(fallback)), None)
 
-    def _ends(self, config: dict[str, Any], settings: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-        """Every token the checkpoint names as an end, in its own order; those of text_config where it has one."""
+    def _ends(
+        self, config: dict[str, Any], settings: dict[str, Any], generation: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """Every token the checkpoint names as an end, in its own order; those of text_config where
+        it has one."""
         nested = config.get("text_config")
         named = self._named(settings.get("eos_token"), None)
         found = [
@@ -121,7 +165,8 @@ class MlxVocabulary(TokenBytes):
 
 
 def tokenizer_json(folder: Path) -> str:
-    """The text of tokenizer.json; made from the older files by transformers where the checkpoint has only those."""
+    """The text of tokenizer.json; made from the older files by transformers where the checkpoint
+    has only those."""
     path = folder / "tokenizer.json"
     if path.is_file():
         return path.read_text("utf-8")
@@ -132,12 +177,14 @@ def tokenizer_json(folder: Path) -> str:
         return str(wrapper._tokenizer.backend_tokenizer.to_str())
     except Exception as e:
         raise LoadError(
-            f"{folder.name!r} has no tokenizer.json, and none could be made from its other tokenizer files: {e}"
+            f"{folder.name!r} has no tokenizer.json, and none could be made from its other "
+            f"tokenizer files: {e}"
         ) from e
 
 
 def _tokenizers(source: str) -> tuple[Any, Any]:
-    """The tokenizer that parses control tokens written in text, and the one that reads them as plain text."""
+    """The tokenizer that parses control tokens written in text, and the one that reads them as
+    plain text."""
     from tokenizers import Tokenizer
 
     try:
@@ -162,13 +209,20 @@ def _kind(decoder: Any) -> str:
 
 
 def chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The template's text: chat_template.jinja, chat_template.json, or the tokenizer_config's (its "default")."""
+    """The template's text: chat_template.jinja, chat_template.json, or the tokenizer_config's (its
+    "default")."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")
-    given = read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    given = read_json(folder / "chat_template.json").get("chat_template") or settings.get(
+        "chat_template"
+    )
     if isinstance(given, list):
-        named = {t["name"]: t["template"] for t in given if isinstance(t, dict) and {"name", "template"} <= t.keys()}
+        named = {
+            t["name"]: t["template"]
+            for t in given
+            if isinstance(t, dict) and {"name", "template"} <= t.keys()
+        }
         given = named.get("default") or next(iter(named.values()), None)
     return given if isinstance(given, str) and given else None
 

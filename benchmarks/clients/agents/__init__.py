@@ -16,6 +16,7 @@ from benchmarks.clients.agents import (
 )
 
 AGENTS = (
-    codex.AGENT, claude.AGENT, opencode.AGENT, aider.AGENT, qwen.AGENT, cline.AGENT, continue_cli.AGENT, copilot.AGENT,
+    codex.AGENT, claude.AGENT, opencode.AGENT, aider.AGENT, qwen.AGENT, cline.AGENT,
+    continue_cli.AGENT, copilot.AGENT,
     pi.AGENT, mini_swe.AGENT, llm.AGENT, *libraries.AGENTS,
 )  # fmt: skip

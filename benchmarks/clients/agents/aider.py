@@ -1,4 +1,5 @@
-"""aider: it offers no tools. The file is in its prompt, an answer holds the whole new file, and a test runs behind."""
+"""aider: it offers no tools. The file is in its prompt, an answer holds the whole new file, and a
+test runs behind."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ AGENT = Agent(
     "aider-chat",
     "0.86.2",
     lambda place: (
-        "aider", "--model", f"openai/{place.target.model}", "--yes-always", "--no-check-update", "--analytics-disable",
+        "aider", "--model", f"openai/{place.target.model}", "--yes-always", "--no-check-update",
+        "--analytics-disable",
         "--no-show-release-notes", "--no-gitignore", "--edit-format", "whole", "--no-auto-commits",
         "--test-cmd", f"grep '{NEW}' notes.txt", "--auto-test", "--message", TASK, "notes.txt",
     ),

@@ -20,7 +20,15 @@ AGENT = Agent(
     "npm",
     "@anthropic-ai/claude-code",
     "2.1.197",
-    lambda place: ("claude", "-p", TASK, "--permission-mode", "acceptEdits", "--allowedTools", "Bash Edit Read Write"),
+    lambda place: (
+        "claude",
+        "-p",
+        TASK,
+        "--permission-mode",
+        "acceptEdits",
+        "--allowedTools",
+        "Bash Edit Read Write",
+    ),
     recipe="claude",
     mcp=_mcp,
 )

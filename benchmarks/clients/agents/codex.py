@@ -10,7 +10,12 @@ from benchmarks.clients.agent import TASK, Agent, Place
 
 def _mcp(place: Place, command: Sequence[str]) -> list[str]:
     first, *rest = command
-    return ["-c", f"mcp_servers.birds.command={json.dumps(first)}", "-c", f"mcp_servers.birds.args={json.dumps(rest)}"]
+    return [
+        "-c",
+        f"mcp_servers.birds.command={json.dumps(first)}",
+        "-c",
+        f"mcp_servers.birds.args={json.dumps(rest)}",
+    ]
 
 
 AGENT = Agent(
@@ -19,7 +24,8 @@ AGENT = Agent(
     "@openai/codex",
     "0.169.0",
     lambda place: (
-        "codex", "exec", "--profile", "localllm", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK,
+        "codex", "exec", "--profile", "localllm", "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox", TASK,
     ),
     recipe="codex",
     mcp=_mcp,

@@ -7,6 +7,13 @@ AGENT = Agent(
     "npm",
     "@continuedev/cli",
     "1.5.47",
-    lambda place: ("cn", "--config", str(place.home / ".continue/config.yaml"), "--auto", "-p", TASK),
+    lambda place: (
+        "cn",
+        "--config",
+        str(place.home / ".continue/config.yaml"),
+        "--auto",
+        "-p",
+        TASK,
+    ),
     recipe="continue",
 )

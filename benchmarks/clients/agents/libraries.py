@@ -1,4 +1,5 @@
-"""Libraries and frameworks: each is a script in ../sdk that gives the same three tools to the library's own loop."""
+"""Libraries and frameworks: each is a script in ../sdk that gives the same three tools to the
+library's own loop."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ class Forms(Worker):
         """The call, its JSON, and its arguments alone."""
         self.steps.append("answer")
         arguments = '{"name": "grey heron", "weight_mg": 1500000}'
-        call = self.notation.write("", "", [("Bird", {"name": "grey heron", "weight_mg": 1_500_000})])
+        call = self.notation.write(
+            "", "", [("Bird", {"name": "grey heron", "weight_mg": 1_500_000})]
+        )
         return [call, f'{{"name": "Bird", "arguments": {arguments}}}', arguments]
 
 
@@ -90,16 +93,46 @@ AGENTS = (
     _library("ollama", "ollama", "0.6.3", "ollama_chat.py"),
     _library("openai.js chat", "openai", "7.57.0", "openai_chat.mjs", *_AI, run=_node),
     _library("openai.js responses", "openai", "7.57.0", "openai_responses.mjs", *_AI, run=_node),
-    _library("@anthropic-ai/sdk", "@anthropic-ai/sdk", "1.14.0", "anthropic_messages.mjs", *_AI, run=_node),
+    _library(
+        "@anthropic-ai/sdk",
+        "@anthropic-ai/sdk",
+        "1.14.0",
+        "anthropic_messages.mjs",
+        *_AI,
+        run=_node,
+    ),
     _library("ollama.js", "ollama", "0.6.4", "ollama_chat.mjs", *_AI, run=_node),
     _library("@ai-sdk/openai", "@ai-sdk/openai", "4.0.118", "ai_openai.mjs", *_AI, run=_node),
-    _library("@ai-sdk/openai-compatible", "@ai-sdk/openai-compatible", "3.0.92", "ai_compatible.mjs", *_AI, run=_node),
-    _library("@ai-sdk/anthropic", "@ai-sdk/anthropic", "4.0.105", "ai_anthropic.mjs", *_AI, run=_node),
-    _library("langchain-openai", "langchain-openai", "1.7.3", "langchain_openai_agent.py", "langgraph==1.2.22"),
-    _library("langchain-ollama", "langchain-ollama", "1.1.0", "langchain_ollama_agent.py", "langgraph==1.2.22"),
+    _library(
+        "@ai-sdk/openai-compatible",
+        "@ai-sdk/openai-compatible",
+        "3.0.92",
+        "ai_compatible.mjs",
+        *_AI,
+        run=_node,
+    ),
+    _library(
+        "@ai-sdk/anthropic", "@ai-sdk/anthropic", "4.0.105", "ai_anthropic.mjs", *_AI, run=_node
+    ),
+    _library(
+        "langchain-openai",
+        "langchain-openai",
+        "1.7.3",
+        "langchain_openai_agent.py",
+        "langgraph==1.2.22",
+    ),
+    _library(
+        "langchain-ollama",
+        "langchain-ollama",
+        "1.1.0",
+        "langchain_ollama_agent.py",
+        "langgraph==1.2.22",
+    ),
     _library("litellm", "litellm", "1.110.2", "litellm_chat.py"),
     _library("pydantic-ai", "pydantic-ai-slim", "2.38.0", "pydantic_ai_agent.py", _OPENAI),
     _library("openai-agents", "openai-agents", "0.24.0", "openai_agents.py"),
-    _library("smolagents", "smolagents", "1.26.0", "smolagents_agent.py", _OPENAI, worker=Finishing),
+    _library(
+        "smolagents", "smolagents", "1.26.0", "smolagents_agent.py", _OPENAI, worker=Finishing
+    ),
     _library("instructor", "instructor", "1.17.0", "instructor_form.py", edits=False, worker=Forms),
 )

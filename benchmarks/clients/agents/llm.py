@@ -13,7 +13,16 @@ AGENT = Agent(
     "pip",
     "llm",
     "0.36",
-    lambda place: ("llm", "-m", f"local/{place.target.model}", "--functions", str(_TOOLS), "--chain-limit", "8", TASK),
+    lambda place: (
+        "llm",
+        "-m",
+        f"local/{place.target.model}",
+        "--functions",
+        str(_TOOLS),
+        "--chain-limit",
+        "8",
+        TASK,
+    ),
     recipe="llm",
     limit_s=60.0,
 )

@@ -26,7 +26,15 @@ AGENT = Agent(
     "pip",
     "mini-swe-agent",
     "2.4.6",
-    lambda place: ("mini", "-y", "--exit-immediately", "-m", f"openai/{place.target.model}", "-t", TASK),
+    lambda place: (
+        "mini",
+        "-y",
+        "--exit-immediately",
+        "-m",
+        f"openai/{place.target.model}",
+        "-t",
+        TASK,
+    ),
     recipe="mini-swe",
     also=("mcp",),  # LiteLLM asks for it
     worker=Submitting,

@@ -7,6 +7,15 @@ AGENT = Agent(
     "npm",
     "@mariozechner/pi-coding-agent",
     "0.73.1",
-    lambda place: ("pi", "--offline", "--provider", "localllm", "--model", place.target.model, "-p", TASK),
+    lambda place: (
+        "pi",
+        "--offline",
+        "--provider",
+        "localllm",
+        "--model",
+        place.target.model,
+        "-p",
+        TASK,
+    ),
     recipe="pi",
 )

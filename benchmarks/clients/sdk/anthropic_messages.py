@@ -4,10 +4,14 @@ import anthropic
 from tools import FUNCTIONS, MODEL, MOST_TURNS, SCHEMAS, TASK, URL, call
 
 client = anthropic.Anthropic(base_url=URL, api_key="local", max_retries=0)
-tools = [{"name": n, "description": FUNCTIONS[n].__doc__, "input_schema": s} for n, s in SCHEMAS.items()]
+tools = [
+    {"name": n, "description": FUNCTIONS[n].__doc__, "input_schema": s} for n, s in SCHEMAS.items()
+]
 messages = [{"role": "user", "content": TASK}]
 for _ in range(MOST_TURNS):
-    with client.messages.stream(model=MODEL, max_tokens=32_000, messages=messages, tools=tools) as stream:
+    with client.messages.stream(
+        model=MODEL, max_tokens=32_000, messages=messages, tools=tools
+    ) as stream:
         answer = stream.get_final_message()
     messages.append({"role": "assistant", "content": answer.content})
     results = [

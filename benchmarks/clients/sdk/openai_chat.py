@@ -8,7 +8,9 @@ from tools import MODEL, MOST_TURNS, TASK, URL, call, chat_tools
 client = openai.OpenAI(base_url=URL + "/v1", api_key="local", max_retries=0)
 messages = [{"role": "user", "content": TASK}]
 for _ in range(MOST_TURNS):
-    with client.chat.completions.stream(model=MODEL, messages=messages, tools=chat_tools()) as stream:
+    with client.chat.completions.stream(
+        model=MODEL, messages=messages, tools=chat_tools()
+    ) as stream:
         for _event in stream:
             pass
         message = stream.get_final_completion().choices[0].message

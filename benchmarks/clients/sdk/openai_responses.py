@@ -7,7 +7,13 @@ from tools import FUNCTIONS, MODEL, MOST_TURNS, SCHEMAS, TASK, URL, call
 
 client = openai.OpenAI(base_url=URL + "/v1", api_key="local", max_retries=0)
 tools = [
-    {"type": "function", "name": n, "description": FUNCTIONS[n].__doc__, "parameters": s, "strict": False}
+    {
+        "type": "function",
+        "name": n,
+        "description": FUNCTIONS[n].__doc__,
+        "parameters": s,
+        "strict": False,
+    }
     for n, s in SCHEMAS.items()
 ]
 asked, before = [{"role": "user", "content": TASK}], None
@@ -21,7 +27,9 @@ for _ in range(MOST_TURNS):
     for made in answer.output:
         if made.type == "function_call":
             result = call(made.name, json.loads(made.arguments))
-            asked.append({"type": "function_call_output", "call_id": made.call_id, "output": result})
+            asked.append(
+                {"type": "function_call_output", "call_id": made.call_id, "output": result}
+            )
     if not asked:
         print(answer.output_text)
         break

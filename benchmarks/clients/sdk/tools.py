@@ -44,7 +44,9 @@ def run_command(command: str, timeout_ms: int) -> str:
         timeout_ms: How long it may take.
     """
     assert timeout_ms == 120_000, f"the number came as {timeout_ms!r}"
-    return subprocess.run(command, shell=True, capture_output=True, text=True, timeout=timeout_ms / 1000).stdout
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=timeout_ms / 1000
+    ).stdout
 
 
 FUNCTIONS = {f.__name__: f for f in (read_file, edit_file, run_command)}
@@ -52,7 +54,10 @@ _TEXT = {"type": "string"}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "read_file": {
         "type": "object",
-        "properties": {"path": _TEXT, "limit": {"type": "integer", "minimum": 1, "maximum": 9_007_199_254_740_991}},
+        "properties": {
+            "path": _TEXT,
+            "limit": {"type": "integer", "minimum": 1, "maximum": 9_007_199_254_740_991},
+        },
         "required": ["path"],
     },
     "edit_file": {
@@ -62,7 +67,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "run_command": {
         "type": "object",
-        "properties": {"command": _TEXT, "timeout_ms": {"type": "integer", "minimum": 1, "maximum": 600_000}},
+        "properties": {
+            "command": _TEXT,
+            "timeout_ms": {"type": "integer", "minimum": 1, "maximum": 600_000},
+        },
         "required": ["command", "timeout_ms"],
     },
 }
@@ -71,7 +79,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 def chat_tools() -> list[dict[str, Any]]:
     """As OpenAI's chat has them."""
     return [
-        {"type": "function", "function": {"name": n, "description": FUNCTIONS[n].__doc__, "parameters": s}}
+        {
+            "type": "function",
+            "function": {"name": n, "description": FUNCTIONS[n].__doc__, "parameters": s},
+        }
         for n, s in SCHEMAS.items()
     ]
 

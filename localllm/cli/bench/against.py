@@ -1,4 +1,5 @@
-"""`localllm bench --against`: servers compared under the same load, ours among them where a model is named."""
+"""`localllm bench --against`: servers compared under the same load, ours among them where a model
+is named."""
 
 from __future__ import annotations
 
@@ -23,17 +24,28 @@ _STARTED_S, _STOPPED_S = 300.0, 30.0
 
 
 def compare(
-    model: str | None, urls: Sequence[str], restarts: Sequence[str], scenarios: str | None, rounds: int
+    model: str | None,
+    urls: Sequence[str],
+    restarts: Sequence[str],
+    scenarios: str | None,
+    rounds: int,
 ) -> against.ScenarioResult:
-    """Measure the servers at `urls`, with a command for each that starts it again, or none, and before them `localllm serve`
-    on `model` if one is named. `scenarios`: a list with commas, None for the usual ones. Raises UsageError, and BackendError
-    where one does not answer."""
+    """Measure the servers at `urls`, with a command for each that starts it again, or none, and
+    before them `localllm serve` on `model` if one is named. `scenarios`: a list with commas, None
+    for the usual ones. Raises UsageError, and BackendError where one does not answer."""
     if restarts and len(restarts) != len(urls):
-        raise UsageError(f"{len(restarts)} --restart-cmd for {len(urls)} --against", hint="give one for each, in order")
-    names = against.chosen(scenarios) if scenarios else [*DEFAULT, *(["restart"] if restarts else [])]
+        raise UsageError(
+            f"{len(restarts)} --restart-cmd for {len(urls)} --against",
+            hint="give one for each, in order",
+        )
+    names = (
+        against.chosen(scenarios) if scenarios else [*DEFAULT, *(["restart"] if restarts else [])]
+    )
     key = Settings().value("api_key") or ""
     commands: Sequence[str | None] = restarts or [None] * len(urls)
-    others = [against.target_of(url, key, command) for url, command in zip(urls, commands, strict=True)]
+    others = [
+        against.target_of(url, key, command) for url, command in zip(urls, commands, strict=True)
+    ]
 
     def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -53,9 +65,21 @@ def show(found: against.ScenarioResult, *, as_json: bool) -> None:
 
 @contextmanager
 def own_server(model: str, key: str) -> Iterator[BenchTarget]:
-    """`localllm serve MODEL` in a process of its own, with a cache of its own, for as long as the block runs."""
+    """`localllm serve MODEL` in a process of its own, with a cache of its own, for as long as the
+    block runs."""
     port = free_port()
-    command = [sys.executable, "-m", "localllm", "serve", model, "--host", "127.0.0.1", "--port", str(port), "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "localllm",
+        "serve",
+        model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--quiet",
+    ]
     with tempfile.TemporaryDirectory(prefix="localllm-bench-") as cache:
         environment = {**os.environ, "LOCALLLM_CACHE_DIR": cache}
         running: list[subprocess.Popen[bytes]] = []
@@ -85,7 +109,9 @@ def _wait(target: BenchTarget, process: subprocess.Popen[bytes]) -> None:
     end_s = time.monotonic() + _STARTED_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            raise BackendError(f"localllm serve ended with exit code {process.returncode}", hint="see above")
+            raise BackendError(
+                f"localllm serve ended with exit code {process.returncode}", hint="see above"
+            )
         try:
             target.wait_ready(0.0)
             return

@@ -22,7 +22,9 @@ def read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise UsageError(f"{file} can't be read as figures of bench: {e}") from e
     if not isinstance(body, dict) or not isinstance(body.get("decode_tok_s"), (int, float)):
-        raise UsageError(f"{file} holds no figures of bench", hint=f"localllm bench MODEL --json > {file}")
+        raise UsageError(
+            f"{file} holds no figures of bench", hint=f"localllm bench MODEL --json > {file}"
+        )
     return body
 
 
@@ -38,12 +40,25 @@ def compared(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, dict[
 
 def table(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     head = f"{'':44}{'then':>11}{'now':>11}{'now ÷ then':>12}"
-    return [head, *(f"{n[:44]:44}{r['then']:>11.4g}{r['now']:>11.4g}{r['ratio']:>11.2f}×" for n, r in rows.items())]
+    return [
+        head,
+        *(
+            f"{n[:44]:44}{r['then']:>11.4g}{r['now']:>11.4g}{r['ratio']:>11.2f}×"
+            for n, r in rows.items()
+        ),
+    ]
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
-        own = next((f"{k} {value[k]}" for k in _ROW_NAMES if name and isinstance(value.get(k), (int, str))), "")
+        own = next(
+            (
+                f"{k} {value[k]}"
+                for k in _ROW_NAMES
+                if name and isinstance(value.get(k), (int, str))
+            ),
+            "",
+        )
         for key, inner in value.items():
             if not (own and own.startswith(f"{key} ")):
                 yield from _flat(inner, " ".join(part for part in (name, own, str(key)) if part))

@@ -1,4 +1,5 @@
-"""What `localllm bench` measures of one model: decode, prefill and memory, beside what was predicted; the planner learns from it."""
+"""What `localllm bench` measures of one model: decode, prefill and memory, beside what was
+predicted; the planner learns from it."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
     from localllm.load.load_plan import LoadPlan
 
 ROUNDS = 3
-# Other programs only ever slow a round down: while the fastest is alone, further rounds are run, within this much.
+# Other programs only ever slow a round down: while the fastest is alone, further rounds are run,
+# within this much.
 _MOST_ROUNDS = 8
 _MOST_SECONDS = 30.0
 _ALONE = 1.05
 DECODE_TOKENS = 64
 PROMPT_TOKENS = 512
-# A second answer with next to nothing before it: what it is faster by is attention's, the rest the weights' and layers'.
+# A second answer with next to nothing before it: what it is faster by is attention's, the rest the
+# weights' and layers'.
 SHORT_PROMPT_TOKENS = 16
 # Batteries and GPUs say what they give a few times in a second.
 _POWER_S = 3.0
@@ -57,14 +60,19 @@ async def measure(load: LoadPlan, *, drafting: bool) -> dict[str, Any]:
         return figures
 
 
-async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], list[float], list[float]]:
-    """Decode after a few tokens, decode and prefill of `n_prompt` tokens, in tokens/s, round by round."""
+async def _rounds(
+    engine: WorkerClient, n_prompt: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Decode after a few tokens, decode and prefill of `n_prompt` tokens, in tokens/s, round by
+    round."""
     short: list[float] = []
     decoded: list[float] = []
     prefilled: list[float] = []
     started = time.monotonic()
     for i in range(max(ROUNDS, _MOST_ROUNDS)):
-        disagree = any(max(rates) > _ALONE * second_fastest(rates) for rates in (short, decoded) if rates)
+        disagree = any(
+            max(rates) > _ALONE * second_fastest(rates) for rates in (short, decoded) if rates
+        )
         if i >= ROUNDS and (not disagree or time.monotonic() - started > _MOST_SECONDS):
             break
         # In turn, so that a busy minute falls on both.
@@ -76,7 +84,8 @@ async def _rounds(engine: WorkerClient, n_prompt: int) -> tuple[list[float], lis
 
 
 async def _power(engine: WorkerClient) -> dict[str, Any] | None:
-    """Watts and joules per decoded token, for as long as meters need; None where nothing on this machine says."""
+    """Watts and joules per decoded token, for as long as meters need; None where nothing on this
+    machine says."""
     from localllm.device.probes.power import PowerMeter
 
     tokens, began_s = 0, time.monotonic()
@@ -97,7 +106,8 @@ async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]
 
 
 def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
-    """Predicted figures and likely causes of a shortfall; the run becomes a record the planner reads."""
+    """Predicted figures and likely causes of a shortfall; the run becomes a record the planner
+    reads."""
     from localllm.device.detect import detect
     from localllm.library.catalog import load_catalog
     from localllm.load import measurements
@@ -109,30 +119,62 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         return {}
     device, ran = detect(measure=True), plan.settings
     record = measurements.Record(
-        machine=device.name, model=plan.model.id, quant=plan.variant.quant, backend=plan.backend,
-        decode_tok_s=figures["decode_tok_s"], depth=figures["prompt_tokens"] + DECODE_TOKENS // 2, kv_type=ran.kv_type,
-        prefill_tok_s=figures["prefill_tok_s"], prompt_tokens=figures["prompt_tokens"], file_bytes=plan.variant.file_bytes,
-        n_ctx=ran.n_ctx, slots=ran.slots, n_ubatch=ran.n_batch, memory_bytes=int(figures["memory_bytes"]),
-        predicted_memory_bytes=plan.memory.total_bytes, date=datetime.date.today().isoformat(), file=str(load.local.path),
-        short_tok_s=figures["short_tok_s"], short_depth=SHORT_PROMPT_TOKENS + DECODE_TOKENS // 2,
-        gpu_layers=ran.placement.gpu_layers, experts_on_host=ran.placement.experts_on_host, kv_on_host=ran.placement.kv_on_host,
+        machine=device.name,
+        model=plan.model.id,
+        quant=plan.variant.quant,
+        backend=plan.backend,
+        decode_tok_s=figures["decode_tok_s"],
+        depth=figures["prompt_tokens"] + DECODE_TOKENS // 2,
+        kv_type=ran.kv_type,
+        prefill_tok_s=figures["prefill_tok_s"],
+        prompt_tokens=figures["prompt_tokens"],
+        file_bytes=plan.variant.file_bytes,
+        n_ctx=ran.n_ctx,
+        slots=ran.slots,
+        n_ubatch=ran.n_batch,
+        memory_bytes=int(figures["memory_bytes"]),
+        predicted_memory_bytes=plan.memory.total_bytes,
+        date=datetime.date.today().isoformat(),
+        file=str(load.local.path),
+        short_tok_s=figures["short_tok_s"],
+        short_depth=SHORT_PROMPT_TOKENS + DECODE_TOKENS // 2,
+        gpu_layers=ran.placement.gpu_layers,
+        experts_on_host=ran.placement.experts_on_host,
+        kv_on_host=ran.placement.kv_on_host,
         layout=ran.placement.layout,
-    )  # fmt: skip
+    )
     run = Measured(
-        plan.model, plan.variant, plan.backend, record.decode_tok_s, record.depth, record.kv_type, record.prefill_tok_s,
-        record.prompt_tokens, record.date, record.short_tok_s, record.short_depth, placement=ran.placement, n_batch=ran.n_batch,
-    )  # fmt: skip
-    # What other models taught about this machine counts; this model's own runs would only be compared with themselves.
+        plan.model,
+        plan.variant,
+        plan.backend,
+        record.decode_tok_s,
+        record.depth,
+        record.kv_type,
+        record.prefill_tok_s,
+        record.prompt_tokens,
+        record.date,
+        record.short_tok_s,
+        record.short_depth,
+        placement=ran.placement,
+        n_batch=ran.n_batch,
+    )
+    # What other models taught about this machine counts; this model's own runs would only be
+    # compared with themselves.
     known = [o for o in measurements.load() if o.model != record.model]
     others = measurements.for_planner(known, device.name, load_catalog().by_id)
     result = compare(
-        device, run, others, memory_bytes=record.memory_bytes, predicted_memory_bytes=record.predicted_memory_bytes
+        device,
+        run,
+        others,
+        memory_bytes=record.memory_bytes,
+        predicted_memory_bytes=record.predicted_memory_bytes,
     )
     try:
         measurements.keep(record)
     except OSError as e:
         print(
-            f"the planner does not learn from this: {measurements.path()} can't be written: {e.strerror}",
+            f"the planner does not learn from this: {measurements.path()} can't be written: "
+            f"{e.strerror}",
             file=sys.stderr,
         )
     return {

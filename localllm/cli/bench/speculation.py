@@ -1,4 +1,5 @@
-"""What `localllm bench --speculation` measures: decoding with drafting off and on, in turn, on prose and on an edit."""
+"""What `localllm bench --speculation` measures: decoding with drafting off and on, in turn, on
+prose and on an edit."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 WORKLOADS = ("prose", "copy-edit")
 MODES = ("off", "auto")
 TOKENS = {"prose": 96, "copy-edit": 192}
-# Greedy prose of a small model runs in circles, which drafts copy: a penalty over the whole answer keeps it prose.
+# Greedy prose of a small model runs in circles, which drafts copy: a penalty over the whole answer
+# keeps it prose.
 _PENALTY = {"prose": 1.1, "copy-edit": 1.0}
 # The engine times its verification steps while nobody asks; it allows itself a second for that.
 _PROBE_WAIT_S, _PROBE_LOOK_S = 2.0, 0.05
@@ -35,7 +37,8 @@ class Runs:
     rejected: int = 0
 
     def to_json(self, workload: str) -> dict[str, Any]:
-        """Medians in tokens/s, their ratio as `gain`, and the accepted share of drafted tokens (None: none drafted)."""
+        """Medians in tokens/s, their ratio as `gain`, and the accepted share of drafted tokens
+        (None: none drafted)."""
         off, auto = (statistics.median(self.tok_s[mode]) for mode in MODES)
         drafted = self.accepted + self.rejected
         return {
@@ -50,13 +53,16 @@ class Runs:
 
 
 def prompt(workload: str, seed: int, functions: int = FUNCTIONS) -> str:
-    """Text to continue, another for every seed: the engine drafts from its latest answers too, so none may recur."""
+    """Text to continue, another for every seed: the engine drafts from its latest answers too, so
+    none may recur."""
     rng = random.Random(seed)
     if workload == "prose":
         first, second = rng.sample(NAMES, 2)
         return (
-            f"Letter {seed}, written in the {rng.randrange(2, 90)}th year of the {first} people. Dear friend, let me "
-            f"tell you how we travelled from the old {second} to the coast, whom we met, and what they told us. First,"
+            f"Letter {seed}, written in the {rng.randrange(2, 90)}th year of the {first} people. "
+            "Dear friend, let me "
+            f"tell you how we travelled from the old {second} to the coast, whom we met, and what "
+            "they told us. First,"
         )
     text = source_file(seed, functions)
     # The copy is begun for the model: a small one asked in words writes something else.
@@ -65,10 +71,11 @@ def prompt(workload: str, seed: int, functions: int = FUNCTIONS) -> str:
 
 
 async def measure(engine: WorkerClient, rounds: int) -> dict[str, Any]:
-    """Figures of every workload, `rounds` times with drafting off and on, the first of the two taking turns.
+    """Figures of every workload, `rounds` times with drafting off and on, the first of the two
+    taking turns.
 
-    `state` is "on", or why this engine drafts nothing (then nothing is measured). Raises the LocalLLMError a request
-    ended in, UsageError where the context is too short.
+    `state` is "on", or why this engine drafts nothing (then nothing is measured). Raises the
+    LocalLLMError a request ended in, UsageError where the context is too short.
     """
     state = str((await engine.snapshot()).get("speculation", "on"))
     if state != "on":
@@ -93,7 +100,8 @@ async def measure(engine: WorkerClient, rounds: int) -> dict[str, Any]:
 
 
 async def _probed(engine: WorkerClient) -> None:
-    """Wait until the engine knows what verifying costs here: the figure settles once it was timed."""
+    """Wait until the engine knows what verifying costs here: the figure settles once it was
+    timed."""
     before = (await engine.snapshot()).get("verify_8_cost")
     for _ in range(round(_PROBE_WAIT_S / _PROBE_LOOK_S)):
         await asyncio.sleep(_PROBE_LOOK_S)
@@ -101,14 +109,20 @@ async def _probed(engine: WorkerClient) -> None:
             return
 
 
-async def _decode(engine: WorkerClient, workload: str, seed: int, mode: str) -> tuple[float, int, int]:
+async def _decode(
+    engine: WorkerClient, workload: str, seed: int, mode: str
+) -> tuple[float, int, int]:
     """(tokens/s, accepted, rejected drafted tokens) of one greedy request."""
     from localllm.engine.messages import Generation, Request, Sampling
 
     tokens, n = await _fitting(engine, workload, seed)
-    sampling = Sampling(temperature=0.0, repeat_penalty=_PENALTY[workload], repeat_last_n=TOKENS[workload])
+    sampling = Sampling(
+        temperature=0.0, repeat_penalty=_PENALTY[workload], repeat_last_n=TOKENS[workload]
+    )
     generation = Generation(sampling, n, ignore_eos=True, cache_prompt=False)
-    finish = await finished(engine, Request(f"bench-{workload}-{seed}", tokens, generation, draft=mode))
+    finish = await finished(
+        engine, Request(f"bench-{workload}-{seed}", tokens, generation, draft=mode)
+    )
     usage = finish.usage
     rate = (usage.completion_tokens - 1) / finish.timings.decode_s
     return rate, usage.accepted_draft_tokens, usage.rejected_draft_tokens
@@ -123,7 +137,8 @@ async def _fitting(engine: WorkerClient, workload: str, seed: int) -> tuple[list
         if len(tokens) + share <= engine.info.n_ctx:
             return tokens, share
     raise UsageError(
-        f"a context of {engine.info.n_ctx:,} tokens is too short to measure drafting", hint="give --context 1024"
+        f"a context of {engine.info.n_ctx:,} tokens is too short to measure drafting",
+        hint="give --context 1024",
     )
 
 
@@ -134,8 +149,13 @@ def table(figures: dict[str, Any]) -> list[str]:
     lines = [f"{'drafting':<10}{'off':>8}{'auto':>9} tok/s   gain   drafts accepted"]
     for row in figures["workloads"]:
         drafted = row["accepted_draft_tokens"] + row["rejected_draft_tokens"]
-        share = f"{row['acceptance']:.0%} of {drafted}" if row["acceptance"] is not None else "none tried"
+        share = (
+            f"{row['acceptance']:.0%} of {drafted}"
+            if row["acceptance"] is not None
+            else ("none tried")
+        )
         lines.append(
-            f"{row['workload']:<10}{row['off_tok_s']:>8.1f}{row['auto_tok_s']:>9.1f}       {row['gain']:5.2f}×   {share}"
+            f"{row['workload']:<10}{row['off_tok_s']:>8.1f}{row['auto_tok_s']:>9.1f}       "
+            f"{row['gain']:5.2f}×   {share}"
         )
     return lines

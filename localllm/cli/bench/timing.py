@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Rates in tokens/s after and before the first token (0: nothing of the prompt had to be read), that token's time in
-    seconds, how many prompt tokens were known, and the seconds of decoding."""
+    """Rates in tokens/s after and before the first token (0: nothing of the prompt had to be read),
+    that token's time in seconds, how many prompt tokens were known, and the seconds of decoding."""
 
     decode_tok_s: float
     prefill_tok_s: float
@@ -54,7 +54,9 @@ async def finished(engine: WorkerClient, request: Request) -> Finish:
     raise by_code("backend_error", "the measurement ended without a result")
 
 
-async def answer(engine: WorkerClient, name: str, prompt: list[int], n: int, *, cache: bool = False) -> Timed:
+async def answer(
+    engine: WorkerClient, name: str, prompt: list[int], n: int, *, cache: bool = False
+) -> Timed:
     """`n` tokens behind `prompt`, without drafting. Raises the LocalLLMError that it ended in."""
     from localllm.engine.messages import Generation, Request, Sampling
 
@@ -72,5 +74,6 @@ async def answer(engine: WorkerClient, name: str, prompt: list[int], n: int, *, 
 
 
 def second_fastest(rates: Sequence[float]) -> float:
-    """Of three rounds the median; of more, what the machine does when left alone, without the one lucky round."""
+    """Of three rounds the median; of more, what the machine does when left alone, without the one
+    lucky round."""
     return sorted(rates)[-2:][0]

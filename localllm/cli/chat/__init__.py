@@ -1,1 +1,2 @@
-"""What `localllm chat` is made of, beside its screen: who answers, its configuration, its models."""
+"""What `localllm chat` is made of, beside its screen: who answers, its configuration, its
+models."""

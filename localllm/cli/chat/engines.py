@@ -1,4 +1,5 @@
-"""Who answers a chat: a server that is named, one that runs on this machine, or an engine of the chat's own."""
+"""Who answers a chat: a server that is named, one that runs on this machine, or an engine of the
+chat's own."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _TAGS = (":latest",)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for on the command line: `placed` is where the model is to lie, `own` insists on an engine of the
-    chat's own."""
+    """What was asked for on the command line: `placed` is where the model is to lie, `own` insists
+    on an engine of the chat's own."""
 
     model: str | None = None
     context: int | None = None
@@ -42,8 +43,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A server that answers (one kind of the chat's ChatEngine), and the name of the model there. `unix_socket`: the path it
-    listens on, "" for a port."""
+    """A server that answers (one kind of the chat's ChatEngine), and the name of the model there.
+    `unix_socket`: the path it listens on, "" for a port."""
 
     base_url: str
     model: str
@@ -81,8 +82,9 @@ def checked(wanted: Wanted) -> Wanted:
 
 
 def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: bool) -> ChatEngine:
-    """Who answers, for as long as `stack` is open. `last`: the model of the conversation that is gone on with. An engine of
-    the chat's own is loaded here, unless `at_once`: then it is to be started by whoever shows how far it is.
+    """Who answers, for as long as `stack` is open. `last`: the model of the conversation that is
+    gone on with. An engine of the chat's own is loaded here, unless `at_once`: then it is to be
+    started by whoever shows how far it is.
 
     Raises LocalLLMError for what is known to go wrong."""
     model = wanted.model or last
@@ -161,14 +163,21 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
     names = [str(entry["id"]) for entry in listed if _makes_text(entry)]
     found = _named(listed, model) if model else _at_hand(listed)
     if found is None:
-        said = f"{base_url} has no model {model!r}" if model else f"{base_url} has no model that makes text"
+        said = (
+            f"{base_url} has no model {model!r}"
+            if model
+            else (f"{base_url} has no model that makes text")
+        )
         raise ModelNotFoundError(said, hint=f"it has {', '.join(names[:20])}" if names else None)
     return Attached(base_url, found, key)
 
 
-def here(model: str | None, api_key: str | None, installed: Callable[[], str | None] = lambda: None) -> Attached | None:
-    """A server of this user on this machine that has `model` or may load it; None where there is none. Without a name, one
-    that has some model in memory. `installed` finds out what `model` is called on this disk."""
+def here(
+    model: str | None, api_key: str | None, installed: Callable[[], str | None] = lambda: None
+) -> Attached | None:
+    """A server of this user on this machine that has `model` or may load it; None where there is
+    none. Without a name, one that has some model in memory. `installed` finds out what `model` is
+    called on this disk."""
     from localllm.cli.serve.running import running
 
     for server in running():
@@ -191,7 +200,9 @@ def _key_of(server: Running, api_key: str | None) -> str | None:
 
     if server.key == "none":
         return None
-    return existing_key() if server.key == "kept" else Settings({"api_key": api_key}).value("api_key")
+    return (
+        existing_key() if server.key == "kept" else Settings({"api_key": api_key}).value("api_key")
+    )
 
 
 def _kept_for(base_url: str) -> str | None:
@@ -207,24 +218,36 @@ def _kept_for(base_url: str) -> str | None:
     return existing_key() if ours and is_loopback(asked.hostname or "") else None
 
 
-def _ask(base_url: str, key: str | None, unix_socket: str, timeout_s: float) -> list[dict[str, Any]]:
+def _ask(
+    base_url: str, key: str | None, unix_socket: str, timeout_s: float
+) -> list[dict[str, Any]]:
     """The server's list of models. Raises ServerUnreachableError or UsageError."""
     import httpx
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     transport = httpx.HTTPTransport(uds=unix_socket) if unix_socket else None
     try:
-        with httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, transport=transport) as client:
+        with httpx.Client(
+            headers=headers, timeout=timeout_s, trust_env=False, transport=transport
+        ) as client:
             reply = client.get(f"{base_url}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        raise ServerUnreachableError(f"no server answers at {base_url}: {e or type(e).__name__}") from e
+        raise ServerUnreachableError(
+            f"no server answers at {base_url}: {e or type(e).__name__}"
+        ) from e
     if reply.status_code in (401, 403):
         raise UsageError(
-            f"the server at {base_url} asks for a key" if key is None else f"the server at {base_url} refuses the key",
+            f"the server at {base_url} asks for a key"
+            if key is None
+            else f"the server at {base_url} refuses the key",
             hint="give it: --api-key KEY, or LOCALLLM_API_KEY",
         )
     try:
-        return [entry for entry in reply.raise_for_status().json()["data"] if isinstance(entry.get("id"), str)]
+        return [
+            entry
+            for entry in reply.raise_for_status().json()["data"]
+            if isinstance(entry.get("id"), str)
+        ]
     except (httpx.HTTPStatusError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ServerUnreachableError(
             f"{base_url} does not speak the OpenAI API (it answers {reply.status_code})"
@@ -237,7 +260,10 @@ def _named(listed: Sequence[Mapping[str, Any]], name: str) -> str | None:
     for tag in _TAGS:
         wanted = wanted.removesuffix(tag)
     for entry in listed:
-        if wanted in (str(entry["id"]).lower(), *(str(a).lower() for a in entry.get("aliases") or ())):
+        if wanted in (
+            str(entry["id"]).lower(),
+            *(str(a).lower() for a in entry.get("aliases") or ()),
+        ):
             return str(entry["id"])
     return None
 
@@ -245,7 +271,9 @@ def _named(listed: Sequence[Mapping[str, Any]], name: str) -> str | None:
 def _in_memory(listed: Sequence[Mapping[str, Any]]) -> str | None:
     """The first model that makes text and is loaded, or is being loaded."""
     states = {str(e["id"]): (e.get("status") or {}).get("value") for e in listed if _makes_text(e)}
-    return next((name for state in ("loaded", "loading") for name, s in states.items() if s == state), None)
+    return next(
+        (name for state in ("loaded", "loading") for name, s in states.items() if s == state), None
+    )
 
 
 def _at_hand(listed: Sequence[Mapping[str, Any]]) -> str | None:

@@ -1,4 +1,5 @@
-"""What the chat's screen of models asks (localllm_tui.control.interfaces.ModelService), answered by planner, device and library."""
+"""What the chat's screen of models asks (localllm_tui.control.interfaces.ModelService), answered by
+planner, device and library."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList, PlanRequest, PullProgress
+from localllm_tui.control.interfaces import (
+    InstalledModel,
+    PlanChoice,
+    PlanList,
+    PlanRequest,
+    PullProgress,
+)
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
@@ -17,15 +24,18 @@ if TYPE_CHECKING:
     from localllm_catalog.catalog import Catalog
 
 _OWNERS = {
-    "hf-cache": "localllm (the hub's cache)", "lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp",
+    "hf-cache": "localllm (the hub's cache)", "lmstudio": "LM Studio", "ollama": "Ollama",
+    "llama.cpp": "llama.cpp",
     "folder": "a folder of yours", "starter": "a Python package", "path": "a file of yours",
 }  # fmt: skip
 _LEFT_OUT = {
-    "memory": "too large", "speed": "too slow", "context": "of a shorter context", "purpose": "for other purposes",
+    "memory": "too large", "speed": "too slow", "context": "of a shorter context",
+    "purpose": "for other purposes",
     "ranking": "that others match",
 }  # fmt: skip
 _DOING = {
-    "listing": "asking the hub about", "checking": "checking", "downloading": "pulling", "waiting": "waiting for the hub:",
+    "listing": "asking the hub about", "checking": "checking", "downloading": "pulling",
+    "waiting": "waiting for the hub:",
     "verifying": "verifying", "done": "done",
 }  # fmt: skip
 
@@ -53,7 +63,9 @@ class LocalModelService:
         waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
         here = {} if request.machine else installed_names(answer.plans, catalog)
         choices = [
-            PlanChoice(plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), ""))
+            PlanChoice(
+                plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), "")
+            )
             for p in answer.plans
         ]
         limit_s = request.longest_wait_s or float("inf")
@@ -101,8 +113,10 @@ class LocalModelService:
             return "its header says too little to plan by: the engine decides"
         need = plan.memory
         return (
-            f"takes {need.total_bytes / 1e9:.1f} of {need.limit_bytes / 1e9:.1f} GB with {plan.settings.n_ctx:,} tokens of "
-            f"{plan.settings.kv_type} context; {plan.decode_tok_s.low:.0f} to {plan.decode_tok_s.high:.0f} tokens/s"
+            f"takes {need.total_bytes / 1e9:.1f} of {need.limit_bytes / 1e9:.1f} GB with "
+            f"{plan.settings.n_ctx:,} tokens of "
+            f"{plan.settings.kv_type} context; {plan.decode_tok_s.low:.0f} to "
+            f"{plan.decode_tok_s.high:.0f} tokens/s"
         )
 
     def remove(self, model: InstalledModel) -> int:
@@ -115,11 +129,15 @@ class LocalModelService:
         from localllm.load.candidates import variant_choice
 
         def hear(p: DownloadProgress) -> None:
-            told(PullProgress(_DOING[p.state], p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s))
+            told(
+                PullProgress(_DOING[p.state], p.done_bytes, p.total_bytes, p.speed_bytes_s, p.eta_s)
+            )
 
-        return pull(ref, on_progress=hear, choose=variant_choice(ref), offline=self._offline, mmproj=True).name
+        return pull(
+            ref, on_progress=hear, choose=variant_choice(ref), offline=self._offline, mmproj=True
+        ).name
 
-    # -- what is looked up once -----------------------------------------------------------------------------------
+    # -- what is looked up once --------------------------------------------------------------------
 
     @property
     def catalog(self) -> Catalog:
@@ -162,7 +180,9 @@ def _workload(request: PlanRequest) -> Workload:
 
 def _described(device: Device) -> str:
     known = device.bandwidth_gbps
-    beside = " beside other load, and to be measured again" if known is not None and known.busy else ""
+    beside = (
+        " beside other load, and to be measured again" if known is not None and known.busy else ""
+    )
     bandwidth = f", {known.value:,.0f} GB/s ({known.basis}{beside})" if known else ""
     simulated = " (simulated)" if device.simulated else ""
     return f"{device.name}{simulated}: {device.memory.limit_bytes / 1e9:.1f} GB usable{bandwidth}"
@@ -171,4 +191,6 @@ def _described(device: Device) -> str:
 def _on_disk(local: LocalModel) -> InstalledModel:
     ref = f"{local.repo or local.name}:{local.quant}" if local.quant else local.repo or local.name
     ours = local.origin == "hf-cache"
-    return InstalledModel(local.name, local.quant, local.size_bytes, _OWNERS[local.origin], str(local.path), ours, ref)
+    return InstalledModel(
+        local.name, local.quant, local.size_bytes, _OWNERS[local.origin], str(local.path), ours, ref
+    )

@@ -1,4 +1,5 @@
-"""The engine of a chat's own: a server in the background for as long as it runs, which offers what is installed here."""
+"""The engine of a chat's own: a server in the background for as long as it runs, which offers what
+is installed here."""
 
 from __future__ import annotations
 
@@ -29,15 +30,18 @@ _STOP_S = 10.0
 
 
 class OwnEngine:
-    """Implements localllm_tui.control.interfaces.ChatEngine, on a free loopback port. `placed`: settings of where the model lies,
-    None where nothing was said. Made at once: the model is known by name then. Raises ModelNotFoundError, ModelFileError
-    or UsageError."""
+    """Implements localllm_tui.control.interfaces.ChatEngine, on a free loopback port. `placed`:
+    settings of where the model lies, None where nothing was said. Made at once: the model is known
+    by name then. Raises ModelNotFoundError, ModelFileError or UsageError."""
 
     where = unix_socket = ""
     api_key: str | None = None
 
     def __init__(
-        self, model: str | None, context: int | None = None, placed: Mapping[str, str | None] | None = None
+        self,
+        model: str | None,
+        context: int | None = None,
+        placed: Mapping[str, str | None] | None = None,
     ) -> None:
         from localllm.cli.serve.presets import load_presets
         from localllm.cli.serve.served_models import ServedModels
@@ -73,8 +77,14 @@ class OwnEngine:
         from localllm_tui.control.interfaces import EngineProgress
 
         if not self._tried.is_set():
-            return EngineProgress("loading", self._first.worker.progress if self._first is not None else 0.0)
-        return EngineProgress("failed", 0.0, self._error, self._down) if self._error is not None else EngineProgress()
+            return EngineProgress(
+                "loading", self._first.worker.progress if self._first is not None else 0.0
+            )
+        return (
+            EngineProgress("failed", 0.0, self._error, self._down)
+            if self._error is not None
+            else EngineProgress()
+        )
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until loading has ended, well or not; False where it has not by then."""
@@ -92,7 +102,7 @@ class OwnEngine:
                 loop.call_soon_threadsafe(task.cancel)
         self._thread.join(timeout=_STOP_S)
 
-    # -- its thread -----------------------------------------------------------------------------------------------
+    # -- its thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         import asyncio
@@ -116,7 +126,9 @@ class OwnEngine:
             self._tried.set()
 
     def _fail(self, e: BaseException) -> None:
-        self._error = e if isinstance(e, LocalLLMError) else LocalLLMError(f"the chat's server failed: {e!r}")
+        self._error = (
+            e if isinstance(e, LocalLLMError) else LocalLLMError(f"the chat's server failed: {e!r}")
+        )
 
     async def _serve(self) -> None:
         import asyncio
@@ -154,7 +166,9 @@ class OwnEngine:
     def _plan(self) -> LoadPlan:
         from localllm.load.load_plan import make_load_plan
 
-        load = make_load_plan(self._local, self._served.settings_for(self._local, self._preset), "chat")
+        load = make_load_plan(
+            self._local, self._served.settings_for(self._local, self._preset), "chat"
+        )
         if load.embedding is not None:
             raise UsageError(
                 f"{load.name} makes {'scores' if load.ranks else 'embeddings'}, not text",
@@ -165,13 +179,15 @@ class OwnEngine:
     def _router(self, loads: list[LoadPlan]) -> ModelRouter:
         from localllm.cli.serve.model_router import router_for
 
-        return router_for(loads, served=self._served, presets=[self._preset] * len(loads), only=False)
+        return router_for(
+            loads, served=self._served, presets=[self._preset] * len(loads), only=False
+        )
 
 
 @contextmanager
 def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
-    """`engine`, loaded, for as long as the block runs; says so on stderr when it takes over a second. Raises what loading
-    ended in."""
+    """`engine`, loaded, for as long as the block runs; says so on stderr when it takes over a
+    second. Raises what loading ended in."""
     try:
         with loading_note(engine.model) as note:
             engine.start()
@@ -189,7 +205,8 @@ def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
 def background_server(
     model: str | None, context: int | None = None, placed: Mapping[str, str | None] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """A server of one's own with a loaded model, for as long as the block runs: yields (base_url, model name)."""
+    """A server of one's own with a loaded model, for as long as the block runs: yields (base_url,
+    model name)."""
     with loaded(OwnEngine(model, context, placed)) as engine:
         yield engine.base_url, engine.model
 
@@ -198,7 +215,8 @@ _PATIENCE_S = 1.0
 
 
 def _reach(own: socket.socket) -> None:
-    """Raises LocalLLMError where this machine can't call itself: a namespace or container whose loopback is down."""
+    """Raises LocalLLMError where this machine can't call itself: a namespace or container whose
+    loopback is down."""
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
@@ -207,8 +225,10 @@ def _reach(own: socket.socket) -> None:
         except OSError as e:
             own.close()
             raise LocalLLMError(
-                f"127.0.0.1 can't be reached here ({e.strerror}), and the chat asks its engine there",
-                hint="the loopback network is down: `ip link set lo up`, or start the container with a network",
+                f"127.0.0.1 can't be reached here ({e.strerror}), and the chat asks its engine "
+                "there",
+                hint="the loopback network is down: `ip link set lo up`, or start the container "
+                "with a network",
             ) from e
 
 

@@ -1,4 +1,5 @@
-"""Plans for the chat's screens, made in a process beside it: planning takes the interpreter for seconds, and no key waits for it."""
+"""Plans for the chat's screens, made in a process beside it: planning takes the interpreter for
+seconds, and no key waits for it."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from localllm_tui.control.interfaces import InstalledModel, PlanList, PlanReques
 
 
 class PlanningProcess:
-    """Implements ModelService: what plans runs in a child, from the first call to `close` or this process's end. `offline`:
-    nothing is fetched."""
+    """Implements ModelService: what plans runs in a child, from the first call to `close` or this
+    process's end. `offline`: nothing is fetched."""
 
     def __init__(self, *, offline: bool = False) -> None:
         self._here = LocalModelService(offline=offline)
@@ -74,7 +75,9 @@ class PlanningProcess:
                 to.flush()
                 said, error = pickle.load(back)
             except (OSError, EOFError, pickle.UnpicklingError) as e:
-                raise LocalLLMError("planning broke off: its process ended", hint="try again") from e
+                raise LocalLLMError(
+                    "planning broke off: its process ended", hint="try again"
+                ) from e
         if error is not None:
             raise error
         return said

@@ -1,4 +1,5 @@
-"""`localllm bench`: how fast a model really is here, beside what was predicted; the planner learns from it."""
+"""`localllm bench`: how fast a model really is here, beside what was predicted; the planner learns
+from it."""
 
 from __future__ import annotations
 
@@ -18,32 +19,53 @@ if TYPE_CHECKING:
 
 def bench(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="What to measure (default: best at hand).")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="What to measure (default: best at hand)."),
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Context in tokens (default: what fits).")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Context in tokens (default: what fits).")
+    ] = None,
     power: Power = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL[#MODEL]", help="Compare OpenAI-compatible servers (…/v1) under the same load; may be repeated."
+            metavar="URL[#MODEL]",
+            help="Compare OpenAI-compatible servers (…/v1) under the same load; may be repeated.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="With --against: how often each server is measured.")] = ROUNDS,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="With --against: how often each server is measured.")
+    ] = ROUNDS,
     scenarios: Annotated[
-        str | None, typer.Option(metavar="NAME,…", help="With --against: what is measured, such as single,four,stall.")
+        str | None,
+        typer.Option(
+            metavar="NAME,…", help="With --against: what is measured, such as single,four,stall."
+        ),
     ] = None,
     restart_cmd: Annotated[
         list[str] | None,
-        typer.Option(metavar="COMMAND", help="With --against: how each server is started again, in the same order."),
+        typer.Option(
+            metavar="COMMAND",
+            help="With --against: how each server is started again, in the same order.",
+        ),
     ] = None,
     speculation: Annotated[
-        bool, typer.Option("--speculation", help="Also measure drafting off and on, for prose and for an edit.")
+        bool,
+        typer.Option(
+            "--speculation", help="Also measure drafting off and on, for prose and for an edit."
+        ),
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Measure every depth, streams, KV types, drafting, restarts (minutes).")
+        bool,
+        typer.Option(
+            "--full", help="Measure every depth, streams, KV types, drafting, restarts (minutes)."
+        ),
     ] = False,
     to_compare: Annotated[
-        Path | None, typer.Option("--compare", metavar="FILE", help="Compare with an earlier run: what --json printed.")
+        Path | None,
+        typer.Option(
+            "--compare", metavar="FILE", help="Compare with an earlier run: what --json printed."
+        ),
     ] = None,
     share: Annotated[
         Path | None,
@@ -54,13 +76,16 @@ def bench(
         ),
     ] = None,
     take_in: Annotated[
-        Path | None, typer.Option("--import", metavar="FILE", help="Take in speeds that somebody shared.")
+        Path | None,
+        typer.Option("--import", metavar="FILE", help="Take in speeds that somebody shared."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure decode and prefill speed and memory, compare with the prediction, and remember the figures.
+    """Measure decode and prefill speed and memory, compare with the prediction, and remember the
+    figures.
 
-    With --against, servers are measured instead, in turn: those named, and `localllm serve MODEL` if a MODEL is named.
+    With --against, servers are measured instead, in turn: those named, and `localllm serve MODEL`
+    if a MODEL is named.
     """
     from localllm.cli.bench import compare as earlier
 
@@ -120,24 +145,29 @@ def lines(figures: dict[str, Any]) -> list[str]:
     from localllm.formatting import gb
 
     decode, short, prefill, memory = (
-        figures.get(f"predicted_{name}") for name in ("decode_tok_s", "short_tok_s", "prefill_tok_s", "memory_bytes")
+        figures.get(f"predicted_{name}")
+        for name in ("decode_tok_s", "short_tok_s", "prefill_tok_s", "memory_bytes")
     )
     long = f"{figures['prompt_tokens']:,} tokens"
     memory_text = "unknown" if memory is None else gb(memory, 2)
     said = [
-        f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(decode)}   after a prompt of {long}",
-        f"          {figures['short_tok_s']:8.1f} tok/s   predicted {_text(short)}   after a prompt of {SHORT_PROMPT_TOKENS} tokens",
+        f"decode    {figures['decode_tok_s']:8.1f} tok/s   predicted {_text(decode)}   after a "
+        f"prompt of {long}",
+        f"          {figures['short_tok_s']:8.1f} tok/s   predicted {_text(short)}   after a "
+        f"prompt of {SHORT_PROMPT_TOKENS} tokens",
         f"prefill   {figures['prefill_tok_s']:8.1f} tok/s   predicted {_text(prefill)}   of {long}",
         f"memory    {figures['memory_bytes'] / 1e9:8.2f} GB      predicted {memory_text}",
     ]
     if "power_share" in figures:
         said.append(
-            f"paced     computing in {figures['power_share']:.0%} of the time: not compared, and not remembered"
+            f"paced     computing in {figures['power_share']:.0%} of the time: not compared, and "
+            "not remembered"
         )
     if "power" in figures:
         used = figures["power"]
         said.append(
-            f"power     {used['watts']:8.1f} W       {used['joules_per_token']:.2f} J a token   by {used['source']}"
+            f"power     {used['watts']:8.1f} W       {used['joules_per_token']:.2f} J a token   "
+            f"by {used['source']}"
         )
     if "full" in figures:
         said += full.table(figures["full"])

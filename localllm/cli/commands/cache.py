@@ -1,4 +1,5 @@
-"""`localllm cache`: the prefixes kept on disk, model by model, how much was written today, and clearing them."""
+"""`localllm cache`: the prefixes kept on disk, model by model, how much was written today, and
+clearing them."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ from localllm.formatting import byte_size
 if TYPE_CHECKING:
     from localllm.cli.cached_prefixes import ModelPrefixes
 
-app = typer.Typer(name="cache", help="Prefixes kept on disk.", rich_markup_mode=None, add_completion=False)
+app = typer.Typer(
+    name="cache", help="Prefixes kept on disk.", rich_markup_mode=None, add_completion=False
+)
 
 
 @app.callback(invoke_without_command=True)
 def cache(context: typer.Context, as_json: Json = False) -> None:
-    """What is kept of earlier prompts, so that nothing is computed twice: where, how much, for which models."""
+    """What is kept of earlier prompts, so that nothing is computed twice: where, how much, for
+    which models."""
     if context.invoked_subcommand is not None:
         return
     from localllm import paths
@@ -35,12 +39,14 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def clear(
     model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Only this model's (default: all).")
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Only this model's (default: all)."),
     ] = None,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Remove cached prefixes; a server may run. It keeps what it has in memory, and fills the disk again."""
+    """Remove cached prefixes; a server may run. It keeps what it has in memory, and fills the disk
+    again."""
     import sys
 
     from localllm import paths
@@ -55,27 +61,39 @@ def clear(
         return
     cleared = remove(chosen)
     if as_json:
-        print_json({"removed_files": cleared.n_files, "freed_bytes": cleared.freed_bytes, "left_files": cleared.n_left})
+        print_json(
+            {
+                "removed_files": cleared.n_files,
+                "freed_bytes": cleared.freed_bytes,
+                "left_files": cleared.n_left,
+            }
+        )
     else:
-        print(f"{cleared.n_files} file(s) removed, {byte_size(cleared.freed_bytes)} freed", file=sys.stderr)
+        print(
+            f"{cleared.n_files} file(s) removed, {byte_size(cleared.freed_bytes)} freed",
+            file=sys.stderr,
+        )
     if cleared.n_left:
         from localllm.errors import LocalLLMError
 
         raise LocalLLMError(
             f"{cleared.n_left} file(s) could not be removed",
-            hint="another program may have them open, or they belong to another user: try again without it",
+            hint="another program may have them open, or they belong to another user: try again "
+            "without it",
         )
 
 
 def _of(name: str, found: list[ModelPrefixes]) -> list[ModelPrefixes]:
-    """The folders of one model: by its name, or by the folder's where that doesn't say whose it is."""
+    """The folders of one model: by its name, or by the folder's where that doesn't say whose it
+    is."""
     from localllm.errors import ModelNotFoundError
 
     chosen = [m for m in found if name.lower() in (_name(m).lower(), m.folder.name.lower())]
     if not chosen:
         known = ", ".join(sorted({_name(m) for m in found}))
         raise ModelNotFoundError(
-            f"nothing is cached for {name}", hint=f"cached are: {known}" if known else "the cache is empty"
+            f"nothing is cached for {name}",
+            hint=f"cached are: {known}" if known else "the cache is empty",
         )
     return chosen
 
@@ -144,7 +162,13 @@ def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
         return [*lines, "", "no prefix is kept yet"]
     head = ("MODEL", "FILES", "SIZE", "WRITTEN TODAY", "LAST USED")
     rows = [
-        (_name(m), str(m.n_files), byte_size(m.size_bytes), byte_size(m.written_today_bytes), _when(m.used_s))
+        (
+            _name(m),
+            str(m.n_files),
+            byte_size(m.size_bytes),
+            byte_size(m.written_today_bytes),
+            _when(m.used_s),
+        )
         for m in found
     ]
     return [*lines, "", table([head, *rows], right=(1, 2, 3))]

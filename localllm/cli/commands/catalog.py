@@ -1,4 +1,5 @@
-"""`localllm catalog`: how old the catalog's listings are, and `update`, which reads them anew from the hub."""
+"""`localllm catalog`: how old the catalog's listings are, and `update`, which reads them anew from
+the hub."""
 
 from __future__ import annotations
 
@@ -21,23 +22,36 @@ def catalog(context: typer.Context) -> None:
     variants = list(chain.from_iterable(m.variants for m in models))
     made = sum(v.is_estimate for v in variants)
     days = age_days(user_folder())
-    print(f"{len(models)} models, {len(variants)} files, {made} of them constructed: no listing shows them")
-    print(f"listings read {days} days ago" + (": localllm catalog update" if days > OLD_DAYS else ""))
+    print(
+        f"{len(models)} models, {len(variants)} files, {made} of them constructed: no listing "
+        "shows them"
+    )
+    print(
+        f"listings read {days} days ago" + (": localllm catalog update" if days > OLD_DAYS else "")
+    )
 
 
 @app.command(short_help="Read the models' file listings from the hub.")
 def update(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL…]", help="Which models (default: every one); ORG/NAME-GGUF adds a new one."),
+        typer.Argument(
+            metavar="[MODEL…]",
+            help="Which models (default: every one); ORG/NAME-GGUF adds a new one.",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change; write nothing.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Refuse: an update needs the network.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would change; write nothing.")
+    ] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Refuse: an update needs the network.")
+    ] = False,
 ) -> None:
-    """Read which files the hub holds of the catalog's models, with their exact sizes, into a catalog file of yours.
+    """Read which files the hub holds of the catalog's models, with their exact sizes, into a
+    catalog file of yours.
 
-    A GGUF repository that no model of the catalog claims is read as a new model: shapes, template and sampling from the
-    header of its smallest file.
+    A GGUF repository that no model of the catalog claims is read as a new model: shapes, template
+    and sampling from the header of its smallest file.
     """
     import sys
 
@@ -47,10 +61,17 @@ def update(
     from localllm.library.describe import describe
 
     if offline or hub.is_offline():
-        raise UsageError("an update of the catalog asks the hub", hint="run it without --offline and HF_HUB_OFFLINE")
+        raise UsageError(
+            "an update of the catalog asks the hub",
+            hint="run it without --offline and HF_HUB_OFFLINE",
+        )
     known = load_catalog()
     new = [name for name in models or () if "/" in name and known.recognise(name) is None]
-    named = [known.recognise(name) or describe(name, known)[0] for name in models or () if name not in new]
+    named = [
+        known.recognise(name) or describe(name, known)[0]
+        for name in models or ()
+        if name not in new
+    ]
     wanted = named if models else list(known.models)
     print(f"asking the hub about {len(wanted) + len(new)} models …", file=sys.stderr)
     found = catalog_update.read(wanted, hub.list_files)

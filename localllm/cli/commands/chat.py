@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from localllm_tui.control.session import Session
     from localllm_tui.control.terminal import TerminalQuestion
 
-# Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that everything works.
+# Asked when there is neither a terminal nor a question (`localllm chat </dev/null`): shows that
+# everything works.
 FIRST_QUESTION = "Say hello and tell me in one sentence what you can help with."
 
 
@@ -30,39 +31,63 @@ def chat(
     prompt: Annotated[str | None, typer.Argument(help="Answer this on stdout and exit.")] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", autocompletion=installed_names, help="Model: a name, a hub repo or a path."),
+        typer.Option(
+            "--model",
+            "-m",
+            autocompletion=installed_names,
+            help="Model: a name, a hub repo or a path.",
+        ),
     ] = None,
     attach: Annotated[
         list[Path] | None,
-        typer.Option("--attach", metavar="PATH", help="Send a text, an image or a folder's texts along (repeatable)."),
+        typer.Option(
+            "--attach",
+            metavar="PATH",
+            help="Send a text, an image or a folder's texts along (repeatable).",
+        ),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Line by line, without the full screen.")] = False,
-    inline: Annotated[
-        bool, typer.Option("--inline", help="In the terminal's own scrollback, without the full screen.")
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Line by line, without the full screen.")
     ] = False,
-    continue_: Annotated[bool, typer.Option("--continue", help="Go on with the last conversation.")] = False,
-    context: Annotated[int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")] = None,
+    inline: Annotated[
+        bool,
+        typer.Option("--inline", help="In the terminal's own scrollback, without the full screen."),
+    ] = False,
+    continue_: Annotated[
+        bool, typer.Option("--continue", help="Go on with the last conversation.")
+    ] = False,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")
+    ] = None,
     gpu_layers: GpuLayers = None,
     cpu_moe: CpuMoe = None,
     split: Split = None,
     power: Power = None,
     url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="Ask the server at this address (with /v1 or without).")
+        str | None,
+        typer.Option(
+            "--url", metavar="URL", help="Ask the server at this address (with /v1 or without)."
+        ),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")
+    ] = None,
     own: Annotated[
         bool, typer.Option("--own", help="Load the model here, also where a running server has it.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy (default: the model's own).")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy (default: the model's own).")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
 ) -> None:
-    """Chat in the terminal. With a PROMPT or without a terminal: stream one answer to stdout and exit.
+    """Chat in the terminal. With a PROMPT or without a terminal: stream one answer to stdout and
+    exit.
 
-    A `localllm serve` that runs on this machine and has the model, or may load it, answers; else the model is loaded here.
-    Text piped in is read as part of the question. Conversations are kept on this machine; one answer on stdout is
-    kept only with --continue.
+    A `localllm serve` that runs on this machine and has the model, or may load it, answers; else
+    the model is loaded here. Text piped in is read as part of the question. Conversations are kept
+    on this machine; one answer on stdout is kept only with --continue.
     """
     from contextlib import ExitStack
 
@@ -72,17 +97,26 @@ def chat(
 
     # Everything that can be wrong with what was typed is said before a model is loaded.
     if prompt is not None and not prompt.strip() and not attach:
-        raise UsageError("the question is empty", hint='ask something: localllm chat "What is a lighthouse?"')
+        raise UsageError(
+            "the question is empty", hint='ask something: localllm chat "What is a lighthouse?"'
+        )
     attached = list(chain.from_iterable(_texts(path) for path in attach or ()))
     check_room(attached, context)
     question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
     drawn = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
-    sampling: dict[str, float | int | str] = {name: value for name, value in drawn.items() if value is not None}
+    sampling: dict[str, float | int | str] = {
+        name: value for name, value in drawn.items() if value is not None
+    }
     try:
         with ExitStack() as stack:
             placed = {"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split, "power": power}
             wanted = engines.checked(engines.Wanted(model, context, placed, url, api_key, own))
-            _run(stack, _Asked(wanted, question, attached, _how(plain, inline), continue_, system, sampling))
+            _run(
+                stack,
+                _Asked(
+                    wanted, question, attached, _how(plain, inline), continue_, system, sampling
+                ),
+            )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -96,7 +130,13 @@ def _texts(path: Path) -> list[tuple[str, str]]:
         return [read_text(path)]
     texts, left_out = read_folder(path)
     if left_out:
-        typer.echo(f"{one_line(str(path))}: {left_out} of {len(texts) + left_out} files are no text and stay", err=True)
+        typer.echo(
+            f"{one_line(str(path))}: {left_out} of {len(texts) + left_out} files are no "
+            "text "
+            "and "
+            "stay",
+            err=True,
+        )
     return texts
 
 
@@ -106,7 +146,9 @@ _How: TypeAlias = Literal["screen", "inline", "plain"]
 def _how(plain: bool, inline: bool) -> _How:
     import os
 
-    return "plain" if plain or os.environ.get("TERM") == "dumb" else "inline" if inline else "screen"
+    return (
+        "plain" if plain or os.environ.get("TERM") == "dumb" else "inline" if inline else "screen"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +187,35 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         history = stack.enter_context(History())
         last = next(iter(history.list(limit=1)), None) if asked.continues else None
         if asked.continues and asked.question is not None and last is None:
-            raise NotFoundError("there is no earlier conversation to continue", hint="ask without --continue")
+            raise NotFoundError(
+                "there is no earlier conversation to continue", hint="ask without --continue"
+            )
     sampling = dict(asked.sampling)
     if Settings().value("compaction") == "auto":
         sampling["truncation"] = "auto"
     if not screen:
         gc.enable()  # the screen does so once it is drawn
-    engine = engines.engine_for(stack, asked.wanted, last.model if last is not None else None, at_once=screen)
+    engine = engines.engine_for(
+        stack, asked.wanted, last.model if last is not None else None, at_once=screen
+    )
     client, name = ChatClient.of(engine, sampling), engine.model
     resume = last.id if last else None
     if asked.question is not None:
-        session = None if history is None else Session(history, name, conv_id=resume, system=asked.system)
+        session = (
+            None if history is None else Session(history, name, conv_id=resume, system=asked.system)
+        )
         _ask_once(client, name, asked, session)
         return
     assert history is not None
     nothing_to_continue = asked.continues and last is None
-    greeting = "There is no earlier conversation to continue: this is a new one." if nothing_to_continue else ""
-    opening = ChatOptions(client, history, name, resume, asked.system, tuple(asked.attached), greeting)
+    greeting = (
+        "There is no earlier conversation to continue: this is a new one."
+        if nothing_to_continue
+        else ""
+    )
+    opening = ChatOptions(
+        client, history, name, resume, asked.system, tuple(asked.attached), greeting
+    )
     if not screen:
         _in_lines(opening, asked.how)
         return
@@ -181,11 +235,18 @@ def _ask_once(client: ChatClient, name: str, asked: _Asked, session: Session | N
         ask_once(client, name, answer.messages, answer)
         return
     messages = [{"role": "system", "content": asked.system}] if asked.system else []
-    ask_once(client, name, [*messages, {"role": "user", "content": with_files(asked.question, asked.attached)}])
+    ask_once(
+        client,
+        name,
+        [*messages, {"role": "user", "content": with_files(asked.question, asked.attached)}],
+    )
 
 
-def _with_helpers(stack: ExitStack, opening: ChatOptions, engine: ChatEngine, wanted: Wanted) -> ChatOptions:
-    """What the screen may call, which ends with `stack`: engines, plans, tools and a meter of energy."""
+def _with_helpers(
+    stack: ExitStack, opening: ChatOptions, engine: ChatEngine, wanted: Wanted
+) -> ChatOptions:
+    """What the screen may call, which ends with `stack`: engines, plans, tools and a meter of
+    energy."""
     from dataclasses import replace
 
     from localllm.cli.chat import engines
@@ -265,12 +326,14 @@ def _question(prompt: str | None, attached: bool) -> str:
             piped = sys.stdin.buffer.read().decode("utf-8-sig").strip()
         except UnicodeDecodeError as e:
             raise UsageError(
-                "what is piped in is not UTF-8 text", hint="convert it first, for example with iconv"
+                "what is piped in is not UTF-8 text",
+                hint="convert it first, for example with iconv",
             ) from e
     question = "\n\n".join(part for part in (piped, (prompt or "").strip()) if part)
     if not question and attached:
         raise UsageError(
-            "--attach needs a question", hint='for example: localllm chat --attach notes.txt "Summarise this"'
+            "--attach needs a question",
+            hint='for example: localllm chat --attach notes.txt "Summarise this"',
         )
     if not question:
         question = FIRST_QUESTION

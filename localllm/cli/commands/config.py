@@ -1,4 +1,5 @@
-"""`localllm config`: every setting, its value now and where that came from; and changing what config.toml says."""
+"""`localllm config`: every setting, its value now and where that came from; and changing what
+config.toml says."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def config(
     context: typer.Context,
     as_json: Json = False,
 ) -> None:
-    """Show the settings: value, where it comes from, and the names to change it by. Keys are never shown."""
+    """Show the settings: value, where it comes from, and the names to change it by. Keys are never
+    shown."""
     import sys
 
     from localllm.settings import config_path
@@ -51,21 +53,30 @@ def config(
 
 @app.command("keys", short_help="The chat's keys, by their names in [chat_keys].")
 def keys() -> None:
-    """List the chat's keys: what config.toml calls each in its table [chat_keys], the keys now, and what they do."""
+    """List the chat's keys: what config.toml calls each in its table [chat_keys], the keys now, and
+    what they do."""
     from localllm.cli.chat.config import take_keys
     from localllm_tui.control.commands import COMMANDS
     from localllm_tui.control.keys import KEYS, remapped
 
     take_keys()
     rows = [(key.id, key.keys_now, key.help) for key in KEYS if key.id]
-    rows += [(f"command.{c.name}", remapped().get(f"command.{c.name}", c.keys), c.help) for c in COMMANDS if c.keys]
+    rows += [
+        (f"command.{c.name}", remapped().get(f"command.{c.name}", c.keys), c.help)
+        for c in COMMANDS
+        if c.keys
+    ]
     print(table(rows))
 
 
 @app.command("set", short_help="Set one in config.toml: `config set context 16384`.")
 def set_(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")],
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="Its value; several with commas between them.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")
+    ],
+    value: Annotated[
+        str, typer.Argument(metavar="VALUE", help="Its value; several with commas between them.")
+    ],
 ) -> None:
     """Set NAME in config.toml. What stands there otherwise, comments too, stays as it is."""
     from localllm.settings import checked
@@ -75,12 +86,16 @@ def set_(
     document = _document()
     document[setting.name] = list(parsed) if isinstance(parsed, tuple) else parsed
     path = _write(document)
-    _print_origin(setting, f"{setting.name} = {'(set)' if name in _SECRET else _shown(parsed)} in {path}")
+    _print_origin(
+        setting, f"{setting.name} = {'(set)' if name in _SECRET else _shown(parsed)} in {path}"
+    )
 
 
 @app.command(short_help="Remove one from config.toml.")
 def unset(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A setting, as `localllm config` lists them.")
+    ],
 ) -> None:
     """Remove NAME from config.toml: its default holds again."""
     setting = _named(name)
@@ -90,7 +105,9 @@ def unset(
         return
     del document[setting.name]
     path = _write(document)
-    _print_origin(setting, f"{setting.name} is no longer set in {path}: {_shown(setting.default)} by default")
+    _print_origin(
+        setting, f"{setting.name} is no longer set in {path}: {_shown(setting.default)} by default"
+    )
 
 
 @app.command(short_help="Open config.toml in your editor, and check it afterwards.")
@@ -104,7 +121,12 @@ def edit() -> None:
     from localllm.errors import UsageError
     from localllm.settings import Settings, config_path
 
-    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or shutil.which("nano") or shutil.which("vi")
+    editor = (
+        os.environ.get("VISUAL")
+        or os.environ.get("EDITOR")
+        or shutil.which("nano")
+        or shutil.which("vi")
+    )
     if not editor:
         raise UsageError("no editor is known", hint="set EDITOR, for example EDITOR=nano")
     if not config_path().exists():
@@ -112,7 +134,9 @@ def edit() -> None:
     try:
         ended = subprocess.run([*shlex.split(editor), str(config_path())], check=False).returncode
     except OSError as e:
-        raise UsageError(f"the editor {editor!r} can't be started: {e}", hint="set EDITOR to one that is there") from e
+        raise UsageError(
+            f"the editor {editor!r} can't be started: {e}", hint="set EDITOR to one that is there"
+        ) from e
     if ended:
         raise UsageError(f"the editor ended with {ended}: the file is as it left it")
     Settings()  # raises, naming what is wrong
@@ -134,7 +158,8 @@ def _named(name: str) -> Setting:
 
 
 def _document() -> TOMLDocument:
-    """config.toml with its comments; an empty one where it is not there. Raises UsageError for one that can't be read."""
+    """config.toml with its comments; an empty one where it is not there. Raises UsageError for one
+    that can't be read."""
     import tomlkit
 
     from localllm.settings import config_path, config_text, read_config
@@ -157,7 +182,9 @@ def _write(document: TOMLDocument) -> Path:
         paths.private_dir(path.parent)
         paths.write_private(path, tomlkit.dumps(document))
     except OSError as e:
-        raise UsageError(f"{path} can't be written: {e}", hint="check the folder's rights and the disk") from e
+        raise UsageError(
+            f"{path} can't be written: {e}", hint="check the folder's rights and the disk"
+        ) from e
     return path
 
 
@@ -171,14 +198,17 @@ def _print_origin(setting: Setting, said: str) -> None:
 
 
 def settings_now() -> list[dict[str, Any]]:
-    """One entry per setting. Raises UsageError for a value that can't be read, naming where it stands."""
+    """One entry per setting. Raises UsageError for a value that can't be read, naming where it
+    stands."""
     from localllm.settings import TABLE, Settings
 
     settings = Settings()
     return [
         {
             "name": s.name,
-            "value": "(set)" if s.name in _SECRET and settings.value(s.name) is not None else settings.value(s.name),
+            "value": "(set)"
+            if s.name in _SECRET and settings.value(s.name) is not None
+            else settings.value(s.name),
             "origin": settings[s.name].origin,
             "default": s.default,
             "environment": s.env,
@@ -192,4 +222,10 @@ def settings_now() -> list[dict[str, Any]]:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
-    return "automatic" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "automatic"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )

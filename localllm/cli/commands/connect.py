@@ -1,4 +1,5 @@
-"""`localllm connect EDITOR`: the exact configuration for an editor or agent, written on request, checked by a tool loop."""
+"""`localllm connect EDITOR`: the exact configuration for an editor or agent, written on request,
+checked by a tool loop."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm import paths
-from localllm.errors import BackendError, LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
+from localllm.errors import (
+    BackendError,
+    LocalLLMError,
+    NotFoundError,
+    ServerUnreachableError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe, ClientTarget, ConfigFile, Probe
@@ -23,13 +30,22 @@ _TIMEOUT_S = 120.0
 
 def connect(
     editor: Annotated[
-        str, typer.Argument(metavar="EDITOR", help="codex, claude, opencode, aider, continue, cline, zed, vscode, …")
+        str,
+        typer.Argument(
+            metavar="EDITOR", help="codex, claude, opencode, aider, continue, cline, zed, vscode, …"
+        ),
     ],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Which served model.")] = None,
-    url: Annotated[str | None, typer.Option(help="Address of the server (default: this machine's).")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Address of the server (default: this machine's).")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's key, if it has one.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write the configuration, keeping a backup.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Make that editor's calls to the running server.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the configuration, keeping a backup.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Make that editor's calls to the running server.")
+    ] = False,
 ) -> None:
     """Print (or write) the configuration that connects EDITOR to the running server."""
     from localllm.cli.editors.recipes import recipe_named
@@ -61,11 +77,15 @@ def _print_steps(recipe: ClientRecipe, write: bool) -> None:
     if write and not recipe.files:
         print(f"{recipe.name} has no file to write: follow the steps above", file=sys.stderr)
     if not recipe.checked and recipe.probes:
-        print(f"(from {recipe.name}'s documentation; not checked here with the program itself)", file=sys.stderr)
+        print(
+            f"(from {recipe.name}'s documentation; not checked here with the program itself)",
+            file=sys.stderr,
+        )
 
 
 def _own_key(base: str) -> str | None:
-    """The key that this machine's server made up and keeps, where the one at `base` is on this machine and asks for a
+    """The key that this machine's server made up and keeps, where the one at `base` is on this
+    machine and asks for a
     key: it is shown to no other."""
     import httpx
 
@@ -82,7 +102,8 @@ def _own_key(base: str) -> str | None:
 
 
 def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget:
-    """Ask the server what it serves. Raises ServerUnreachableError, or NotFoundError for a model it does not serve."""
+    """Ask the server what it serves. Raises ServerUnreachableError, or NotFoundError for a model it
+    does not serve."""
     import httpx
 
     from localllm.cli.editors.recipes import ClientTarget
@@ -105,21 +126,26 @@ def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget
     fills = sorted((n for n in served if "insert" in can[n]), key=lambda n: n == name)
     embeds = [n for n in served if "embedding" in can[n]]
     n_ctx = int(served[name].get("context_length") or 4096)
-    return ClientTarget(base, name, n_ctx, api_key, next(iter(fills), None), next(iter(embeds), None))
+    return ClientTarget(
+        base, name, n_ctx, api_key, next(iter(fills), None), next(iter(embeds), None)
+    )
 
 
 def write_file(file: ConfigFile) -> str:
-    """Write one configuration, keeping what is there and a backup of it; returns a sentence about it.
+    """Write one configuration, keeping what is there and a backup of it; returns a sentence about
+    it.
 
-    Raises UsageError where the file can't be changed without losing something: JSON with comments, or a file of
-    another format that already exists with other content.
+    Raises UsageError where the file can't be changed without losing something: JSON with comments,
+    or a file of another format that already exists with other content.
     """
     path = file.path
     old = path.read_text(encoding="utf-8") if path.exists() else None
     if file.text is not None:
         new = file.text
         if old is not None and old != new and path.name != "localllm.config.toml":
-            raise UsageError(f"{path} exists already", hint="add the part printed without --write by hand")
+            raise UsageError(
+                f"{path} exists already", hint="add the part printed without --write by hand"
+            )
     else:
         new = json.dumps(_merged(file, old), indent=2, ensure_ascii=False) + "\n"
     if new == old:
@@ -146,7 +172,9 @@ def _merged(file: ConfigFile, old: str | None) -> Any:
     if file.merge_list_by:
         ours = file.merge
         names = {e[file.merge_list_by] for e in ours}
-        kept = [e for e in value if not (isinstance(e, dict) and e.get(file.merge_list_by) in names)]
+        kept = [
+            e for e in value if not (isinstance(e, dict) and e.get(file.merge_list_by) in names)
+        ]
         return [*kept, *ours]
     return deep_merge(value, file.merge)
 
@@ -166,7 +194,9 @@ def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
 
     failures = 0
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    with httpx.Client(base_url=target.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(
+        base_url=target.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+    ) as client:
         for check in (c for probe in probes for c in checks(probe, target.model)):
             started, said = time.monotonic(), ""
             try:

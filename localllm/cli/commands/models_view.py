@@ -37,7 +37,10 @@ def listing(found: list[LocalModel]) -> str:
     beside = {file: kind for m in found for kind, file in m.companions if file not in attached}
     lines = [f"{plain(file.name)}: {_what(kind)}" for file, kind in beside.items()]
     return "\n".join(
-        [table([head, *rows], right=(2,)), *(["", "Beside them, and no models:", *lines] if lines else [])]
+        [
+            table([head, *rows], right=(2,)),
+            *(["", "Beside them, and no models:", *lines] if lines else []),
+        ]
     )
 
 
@@ -89,7 +92,12 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
         said += [
             ("name", local.name),
             ("path", str(local.path)),
-            ("size", f"{byte_size(local.size_bytes)} ({local.size_bytes:,} bytes in {len(local.files)} file(s))"),
+            (
+                "size",
+                f"{byte_size(local.size_bytes)} ({local.size_bytes:,} bytes in "
+                f"{len(local.files)} "
+                "file(s))",
+            ),
             ("quant", f"{local.quant or 'not said'} ({local.format})"),
             ("from", local.origin + (f", {local.repo}" if local.repo else "")),
         ]
@@ -102,8 +110,16 @@ def info_lines(model: Model | None, local: LocalModel | None) -> list[str]:
     lines = [f"{key:<{width}}  {plain(value)}" for key, value in said]
     if local is None and model is not None:
         head = ("QUANT", "FORMAT", "SIZE", "REPOSITORY")
-        rows = [(v.quant, v.format, ("" if v.exact else "~") + byte_size(v.file_bytes), v.repo) for v in model.variants]
-        lines += ["", table([head, *rows], right=(2,)), "", f"not on this disk; fetch it: localllm pull {model.id}"]
+        rows = [
+            (v.quant, v.format, ("" if v.exact else "~") + byte_size(v.file_bytes), v.repo)
+            for v in model.variants
+        ]
+        lines += [
+            "",
+            table([head, *rows], right=(2,)),
+            "",
+            f"not on this disk; fetch it: localllm pull {model.id}",
+        ]
     return lines
 
 
@@ -117,7 +133,13 @@ def _model_facts(model: Model) -> list[tuple[str, str]]:
     facts = [
         ("model", f"{model.name} ({model.architecture})"),
         ("parameters", size),
-        ("context", f"{model.native_context:,} tokens; {shapes.kv_bytes_per_token(model):,} bytes of KV each at f16"),
+        (
+            "context",
+            f"{model.native_context:,} tokens; {shapes.kv_bytes_per_token(model):,} bytes "
+            "of "
+            "KV "
+            "each at f16",
+        ),
     ]
     if seen := image_facts(model):
         facts.append(("images", seen))

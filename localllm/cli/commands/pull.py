@@ -1,4 +1,5 @@
-"""`localllm pull REF`: fetches a model once and intact, with progress on stderr and its path on stdout."""
+"""`localllm pull REF`: fetches a model once and intact, with progress on stderr and its path on
+stdout."""
 
 from __future__ import annotations
 
@@ -26,14 +27,23 @@ _LONG_BYTES = 10**9
 
 
 def pull(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="Catalog id, org/name[:QUANT], or an hf.co URL.")],
-    mmproj: Annotated[bool, typer.Option(help="Bring the image projector too, where there is one.")] = True,
-    drafter: Annotated[bool, typer.Option("--drafter", help="Bring the drafter published for it too.")] = False,
-    offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,
+    ref: Annotated[
+        str, typer.Argument(metavar="REF", help="Catalog id, org/name[:QUANT], or an hf.co URL.")
+    ],
+    mmproj: Annotated[
+        bool, typer.Option(help="Bring the image projector too, where there is one.")
+    ] = True,
+    drafter: Annotated[
+        bool, typer.Option("--drafter", help="Bring the drafter published for it too.")
+    ] = False,
+    offline: Annotated[
+        bool | None, typer.Option("--offline", help="Never contact the hub.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Download a model: picks the variant, checks the disk, resumes after any interruption, verifies hashes."""
+    """Download a model: picks the variant, checks the disk, resumes after any interruption,
+    verifies hashes."""
     import sys
 
     from localllm.cli.commands.models_view import as_row
@@ -48,9 +58,13 @@ def pull(
     meter = None if quiet else ProgressLine(raw_write(sys.stderr))
     try:
         watch = timing_meanwhile(meter)
-        found: LocalModel = fetch(ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network)
+        found: LocalModel = fetch(
+            ref, on_progress=watch, choose=variant_choice(ref), mmproj=mmproj, offline=no_network
+        )
         trained = (
-            [c for c in companions_of(ref) if c.kind in ("eagle3", "dflash")] if drafter and not no_network else []
+            [c for c in companions_of(ref) if c.kind in ("eagle3", "dflash")]
+            if drafter and not no_network
+            else []
         )
         brought = {c: pull_drafter(c, on_progress=meter) for c in trained[:1]}
     except KeyboardInterrupt:
@@ -62,18 +76,24 @@ def pull(
         if meter is not None:
             meter.close()
     if as_json:
-        print_json({**as_row(found), "drafter": next((str(file) for file in brought.values()), None)})
+        print_json(
+            {**as_row(found), "drafter": next((str(file) for file in brought.values()), None)}
+        )
         return
     if not quiet:
         quant = f" {found.quant}" if found.quant else ""
         print(
-            f"{found.name}{quant}, {byte_size(found.size_bytes)}: `localllm chat -m {_typed(ref, found)}`",
+            f"{found.name}{quant}, {byte_size(found.size_bytes)}: `localllm chat -m "
+            f"{_typed(ref, found)}`",
             file=sys.stderr,
         )
         for companion in companions_of(ref):
             print(offered(ref, companion, brought.get(companion)), file=sys.stderr)
         if drafter and not brought:
-            print("no drafter of its own was fetched: none is known that llama.cpp loads beside it", file=sys.stderr)
+            print(
+                "no drafter of its own was fetched: none is known that llama.cpp loads beside it",
+                file=sys.stderr,
+            )
     print(found.path)
 
 
@@ -87,23 +107,29 @@ def companions_of(ref: str) -> tuple[Companion, ...]:
 
 def offered(ref: str, companion: Companion, here: Path | None) -> str:
     """What drafts for a model, and how to have it: where it is if it was brought."""
-    what = f"a drafter for it ({companion.kind}, {companion.repo}{', ' + companion.file if companion.file else ''})"
+    what = (
+        f"a drafter for it ({companion.kind}, "
+        f"{companion.repo}{', ' + companion.file if companion.file else ''})"
+    )
     if here is not None:
         return f"{what} is here too: `--draft auto` takes it where it pays, `--draft {here}` always"
     if companion.kind in ("eagle3", "dflash"):
         return f"{what}: `localllm pull {ref} --drafter` fetches it"
     if companion.kind == "mtp" and companion.file:
         return (
-            f"{what}: its own heads in a file apart, which is not loaded here; files of the model that carry them are"
+            f"{what}: its own heads in a file apart, which is not loaded here; files of the model "
+            "that carry them are"
         )
     if companion.kind == "mtp":
         return f"{what}: this model with its own heads, `localllm pull {companion.repo}`"
     return f"{what}: `--draft {companion.repo}` once it is pulled"
 
 
-def timing_meanwhile(meter: Callable[[DownloadProgress], None] | None) -> Callable[[DownloadProgress], None]:
-    """`meter`, and once a download is long: time meanwhile what this processor multiplies and its memory delivers, where
-    nobody has, so that no later answer waits for it or goes without."""
+def timing_meanwhile(
+    meter: Callable[[DownloadProgress], None] | None,
+) -> Callable[[DownloadProgress], None]:
+    """`meter`, and once a download is long: time meanwhile what this processor multiplies and its
+    memory delivers, where nobody has, so that no later answer waits for it or goes without."""
     started = False
 
     def watch(progress: DownloadProgress) -> None:
@@ -132,7 +158,11 @@ def _time_processor() -> None:
 
 def _typed(ref: str, found: LocalModel) -> str:
     """What to type to run it: the name where that is enough, else what was asked for."""
-    return ref if "://" not in ref else (f"{found.repo}:{found.quant}" if found.quant else found.repo or found.name)
+    return (
+        ref
+        if "://" not in ref
+        else (f"{found.repo}:{found.quant}" if found.quant else found.repo or found.name)
+    )
 
 
 class ProgressLine:
@@ -185,13 +215,15 @@ class ProgressLine:
 
 
 _VERBS = {
-    "checking": "checking what is here of", "downloading": "downloading", "waiting": "waiting for the hub:",
+    "checking": "checking what is here of", "downloading": "downloading",
+    "waiting": "waiting for the hub:",
     "verifying": "verifying", "listing": "asking the hub about", "done": "done:",
 }  # fmt: skip
 
 
 def text(progress: DownloadProgress, columns: int) -> str:
-    """`downloading NAME   2.1 of 4.7 GB   45 %   85 MB/s   31 s left`; the name gives way on narrow terminals."""
+    """`downloading NAME   2.1 of 4.7 GB   45 %   85 MB/s   31 s left`; the name gives way on narrow
+    terminals."""
     name = progress.file.rpartition("/")[2] if progress.state != "listing" else progress.file
     numbers = ""
     if progress.total_bytes:

@@ -1,4 +1,5 @@
-"""`localllm recommend`: the plans worth running on this machine, or on one you name, with the arithmetic on request."""
+"""`localllm recommend`: the plans worth running on this machine, or on one you name, with the
+arithmetic on request."""
 
 from __future__ import annotations
 
@@ -23,79 +24,146 @@ if TYPE_CHECKING:
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 
 
-# As many parameters as the command has options, and as long for it: Typer reads them off the signature.
+# As many parameters as the command has options, and as long for it: Typer reads them off the
+# signature.
 def recommend(
     device: Annotated[
         str | None,
-        typer.Option("--device", metavar="NAME", help='Another machine, as you would type it: "M4 Max 128GB".'),
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help='Another machine, as you would type it: "M4 Max 128GB".',
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("-m", "--model", metavar="MODEL", help="What one model would need here, every variant."),
+        typer.Option(
+            "-m", "--model", metavar="MODEL", help="What one model would need here, every variant."
+        ),
     ] = None,
     purpose: Annotated[
-        str, typer.Option("--for", metavar="PURPOSE", help="chat, coding (agents), autocomplete or long (documents).")
+        str,
+        typer.Option(
+            "--for",
+            metavar="PURPOSE",
+            help="chat, coding (agents), autocomplete or long (documents).",
+        ),
     ] = "chat",
     context: Annotated[
-        int, typer.Option("--context", metavar="TOKENS", min=0, help="Context length (default: by purpose).")
+        int,
+        typer.Option(
+            "--context", metavar="TOKENS", min=0, help="Context length (default: by purpose)."
+        ),
     ] = 0,
     min_speed: Annotated[
-        float, typer.Option("--min-speed", metavar="TOK_S", min=0.0, help="The slowest decode speed you would accept.")
+        float,
+        typer.Option(
+            "--min-speed",
+            metavar="TOK_S",
+            min=0.0,
+            help="The slowest decode speed you would accept.",
+        ),
     ] = 0.0,
     parallel: Annotated[
-        int, typer.Option("--parallel", metavar="N", min=1, help="Requests to serve at once, each with that context.")
+        int,
+        typer.Option(
+            "--parallel",
+            metavar="N",
+            min=1,
+            help="Requests to serve at once, each with that context.",
+        ),
     ] = 1,
-    explain: Annotated[bool, typer.Option("--explain", help="First the arithmetic of the first plan.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="First the arithmetic of the first plan.")
+    ] = False,
     at: Annotated[
-        float, typer.Option("--at", metavar="TOK_S", min=0.0, help="With -m: which machines reach this decode speed.")
+        float,
+        typer.Option(
+            "--at",
+            metavar="TOK_S",
+            min=0.0,
+            help="With -m: which machines reach this decode speed.",
+        ),
     ] = 0.0,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Machines side by side: --compare NAME NAME … (in quotes).")
+        bool,
+        typer.Option("--compare", help="Machines side by side: --compare NAME NAME … (in quotes)."),
     ] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw the roofline (to FILE.svg or FILE.png if given).")] = False,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw the roofline (to FILE.svg or FILE.png if given).")
+    ] = False,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE | NAME…]", help="With --plot: the picture to write; with --compare: machines."),
+        typer.Argument(
+            metavar="[FILE | NAME…]",
+            help="With --plot: the picture to write; with --compare: machines.",
+        ),
     ] = None,
     what_if: Annotated[
-        list[str] | None, typer.Option("--what-if", metavar="NAME", help="Compare with another machine (repeatable).")
+        list[str] | None,
+        typer.Option(
+            "--what-if", metavar="NAME", help="Compare with another machine (repeatable)."
+        ),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="List every model that fits, and why others don't.")
     ] = False,
     sees: Annotated[bool, typer.Option("--sees", help="Only models that read images.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Predicted beside measured, for what was run here.")] = False,
-    memory: Annotated[float | None, typer.Option("--memory", metavar="GB", help="The machine's memory in GB.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Predicted beside measured, for what was run here.")
+    ] = False,
+    memory: Annotated[
+        float | None, typer.Option("--memory", metavar="GB", help="The machine's memory in GB.")
+    ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s.")
+        float | None,
+        typer.Option("--bandwidth", metavar="GBPS", help="Its memory bandwidth in GB/s."),
     ] = None,
     ram: Annotated[
-        float | None, typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB.")
+        float | None,
+        typer.Option("--ram", metavar="GB", help="System memory beside its GPU in GB."),
     ] = None,
     vram_headroom: Annotated[
         float | None,
-        typer.Option("--vram-headroom", metavar="GB", min=0.0, help="GB of its GPU's memory to leave to others."),
+        typer.Option(
+            "--vram-headroom",
+            metavar="GB",
+            min=0.0,
+            help="GB of its GPU's memory to leave to others.",
+        ),
     ] = None,
     headroom: Annotated[
-        float | None, typer.Option("--headroom", metavar="GB", min=0.0, help="GB of system memory to leave to others.")
+        float | None,
+        typer.Option(
+            "--headroom", metavar="GB", min=0.0, help="GB of system memory to leave to others."
+        ),
     ] = None,
     gpu_layers: GpuLayers = None,
     cpu_moe: CpuMoe = None,
     split: Split = None,
     link: Annotated[
         str | None,
-        typer.Option("--link", metavar="LINK", help="Machines joined by 10gbe, thunderbolt5 or connectx7 (with -m)."),
+        typer.Option(
+            "--link",
+            metavar="LINK",
+            help="Machines joined by 10gbe, thunderbolt5 or connectx7 (with -m).",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON (localllm/planner/recommend.schema.json).")
     ] = False,
-    as_list: Annotated[bool, typer.Option("--plain", help="Print the list, also on a terminal.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Never use the network (-m ORG/NAME does).")] = False,
+    as_list: Annotated[
+        bool, typer.Option("--plain", help="Print the list, also on a terminal.")
+    ] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Never use the network (-m ORG/NAME does).")
+    ] = False,
 ) -> None:
     """Recommend models for this machine, with the memory and the speed to expect.
 
-    On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait, which pulls and starts
-    models too; --plain, a pipe, --json and the options that ask for one answer print a list.
+    On a terminal this opens a screen with sliders for context, purpose, machine, memory and wait,
+    which pulls and starts models too; --plain, a pipe, --json and the options that ask for one
+    answer print a list.
     """
     from localllm.cli.recommend import answers, measured_view, page
     from localllm.device.overrides import with_memory
@@ -114,8 +182,28 @@ def recommend(
     if compare:
         answers.compare(names or [], workload, everything=everything, as_json=as_json)
         return
-    asks_one = (sees, as_list, as_json, explain, at, plot, names, what_if, everything, check, model, bandwidth, ram,
-                vram_headroom is not None, headroom is not None, parallel > 1, min_speed, gpu_layers, cpu_moe, split)  # fmt: skip
+    asks_one = (
+        sees,
+        as_list,
+        as_json,
+        explain,
+        at,
+        plot,
+        names,
+        what_if,
+        everything,
+        check,
+        model,
+        bandwidth,
+        ram,
+        vram_headroom is not None,
+        headroom is not None,
+        parallel > 1,
+        min_speed,
+        gpu_layers,
+        cpu_moe,
+        split,
+    )
     if not any(asks_one) and _on_a_terminal():
         import gc
 
@@ -124,17 +212,25 @@ def recommend(
         return
     file = _picture(names, plot=plot)
     if at and model is None:
-        raise UsageError("--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30")
+        raise UsageError(
+            "--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30"
+        )
     catalog = load_catalog()
     no_network = bool(Settings({"offline": offline or None}).value("offline"))
     if model is not None and at:
-        answers.reaching(describe(model, catalog, offline=no_network), workload, at, as_json=as_json)
+        answers.reaching(
+            describe(model, catalog, offline=no_network), workload, at, as_json=as_json
+        )
         return
     machine = with_memory(
-        device_named(device, memory, bandwidth), ram_gb=ram, vram_headroom_gb=vram_headroom, headroom_gb=headroom
+        device_named(device, memory, bandwidth),
+        ram_gb=ram,
+        vram_headroom_gb=vram_headroom,
+        headroom_gb=headroom,
     )
     placed = check_offload(
-        offload_options(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})), machine
+        offload_options(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})),
+        machine,
     )
     overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
     if check:
@@ -170,13 +266,19 @@ class _PlanQuery:
         """Those that can be picked: where images are to be read, those that read them."""
         from localllm.load import candidates
 
-        return candidates.image_readers(self.catalog.models) if self.overrides.sees else self.catalog.models
+        return (
+            candidates.image_readers(self.catalog.models)
+            if self.overrides.sees
+            else self.catalog.models
+        )
 
     def answer(self, everything: bool) -> Recommendation:
         from localllm.planner import recommend as planner
 
         limit = 0 if everything else _PICKS
-        return planner.recommend(self.machine, self.models, self.workload, overrides=self.overrides, limit=limit)
+        return planner.recommend(
+            self.machine, self.models, self.workload, overrides=self.overrides, limit=limit
+        )
 
 
 def _answer_for_model(question: _PlanQuery, model: Model, quant: str) -> None:
@@ -185,17 +287,27 @@ def _answer_for_model(question: _PlanQuery, model: Model, quant: str) -> None:
     from localllm.load import candidates
     from localllm.planner import recommend as planner
 
-    machine, workload, overrides, catalog = question.machine, question.workload, question.overrides, question.catalog
+    machine, workload, overrides, catalog = (
+        question.machine,
+        question.workload,
+        question.overrides,
+        question.catalog,
+    )
     if overrides.sees:
         model = next(iter(candidates.image_readers([model])), model)
     plans = of_quant(planner.variants_of(machine, model, workload, overrides=overrides), quant)
     best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
     if best is not None:
-        plain, best = best, planner.detailed_plan(machine, best, catalog.models, workload, overrides)
+        plain, best = (
+            best,
+            planner.detailed_plan(machine, best, catalog.models, workload, overrides),
+        )
         plans = [best if p is plain else p for p in plans]
     installed = _installed(plans, machine, catalog)
     explain, as_json = question.explain, question.as_json
-    answers.show_model(model, plans, best, machine, workload, installed, explain=explain, as_json=as_json)
+    answers.show_model(
+        model, plans, best, machine, workload, installed, explain=explain, as_json=as_json
+    )
 
 
 def _answer_side_by_side(question: _PlanQuery, names: Sequence[str], *, everything: bool) -> None:
@@ -231,7 +343,11 @@ def _answer_for_machine(question: _PlanQuery, *, everything: bool) -> None:
         page.out([*lines(answer.plans[0], machine, columns=page.width()), ""])
     installed = _installed(answer.plans, machine, question.catalog)
     listings_days = age_days(user_folder())
-    page.out(view.table(answer, machine, everything=everything, installed=installed, listings_days=listings_days))
+    page.out(
+        view.table(
+            answer, machine, everything=everything, installed=installed, listings_days=listings_days
+        )
+    )
     page.out(engine_builds.note(machine, answer.plans))
 
 
@@ -240,11 +356,16 @@ def _on_a_terminal() -> bool:
     import os
     import sys
 
-    return os.environ.get("TERM") != "dumb" and all(s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
+    return os.environ.get("TERM") != "dumb" and all(
+        s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr)
+    )
 
 
-def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float, *, offline: bool) -> None:
-    """Show what fits; a model that is chosen there starts the chat. Raises DeviceNotFoundError and what the chat ends in."""
+def _open_screen(
+    purpose: Purpose, context: int, machine: str, memory_gb: float, *, offline: bool
+) -> None:
+    """Show what fits; a model that is chosen there starts the chat. Raises DeviceNotFoundError and
+    what the chat ends in."""
     from localllm.cli.chat.config import take_keys
     from localllm.cli.chat.planning import PlanningProcess
     from localllm_tui.control.interfaces import PlanRequest
@@ -264,7 +385,9 @@ def _open_screen(purpose: Purpose, context: int, machine: str, memory_gb: float,
         chat(model=chosen)
 
 
-def _installed(plans: Sequence[Plan], device: Device, catalog: Catalog) -> frozenset[tuple[str, str]]:
+def _installed(
+    plans: Sequence[Plan], device: Device, catalog: Catalog
+) -> frozenset[tuple[str, str]]:
     """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
     return frozenset() if device.simulated else frozenset(installed_names(plans, catalog))
 
@@ -275,7 +398,9 @@ def _checked_purpose(name: str) -> str:
 
     name = "coding" if name == "code" else name
     if name not in _PURPOSES:
-        raise UsageError(f"--for {name}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for")
+        raise UsageError(
+            f"--for {name}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for"
+        )
     return name
 
 
@@ -300,5 +425,6 @@ def _picture(names: list[str] | None, *, plot: bool) -> str | None:
 def _purpose(name: str) -> Purpose:
     from typing import cast
 
-    # Agents are what coding plans are made for: their prompts, their cached prefixes, their evidence.
+    # Agents are what coding plans are made for: their prompts, their cached prefixes, their
+    # evidence.
     return cast("Purpose", "coding" if name == "agents" else name)

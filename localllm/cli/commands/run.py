@@ -1,4 +1,5 @@
-"""`localllm run AGENT`: a coding agent on the running server, or one started for it, with settings for that process alone."""
+"""`localllm run AGENT`: a coding agent on the running server, or one started for it, with settings
+for that process alone."""
 
 from __future__ import annotations
 
@@ -15,30 +16,59 @@ if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe
 
 # Of the home folder: what nobody's agent needs to read.
-_SECRETS = (".ssh", ".gnupg", ".aws", ".azure", ".kube", ".docker", ".config/gcloud", ".password-store", ".netrc")
+_SECRETS = (
+    ".ssh",
+    ".gnupg",
+    ".aws",
+    ".azure",
+    ".kube",
+    ".docker",
+    ".config/gcloud",
+    ".password-store",
+    ".netrc",
+)
 
 
 def run(
-    agent: Annotated[str, typer.Argument(metavar="AGENT", help="codex, claude, opencode, aider, qwen, pi, goose, …")],
+    agent: Annotated[
+        str,
+        typer.Argument(metavar="AGENT", help="codex, claude, opencode, aider, qwen, pi, goose, …"),
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGUMENT]...", help="Handed to the agent.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENT]...", help="Handed to the agent.", show_default=False),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", autocompletion=installed_names, help="Model (default: the best at hand)."),
+        typer.Option(
+            "--model",
+            "-m",
+            autocompletion=installed_names,
+            help="Model (default: the best at hand).",
+        ),
     ] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")] = None,
-    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Use the server at this address.")] = None,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="Use the server at this address.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="That server's key (or LOCALLLM_API_KEY).")
+    ] = None,
     sandbox: Annotated[
-        bool, typer.Option("--sandbox", help="Let it write in this folder alone (bubblewrap, or macOS' sandbox-exec).")
+        bool,
+        typer.Option(
+            "--sandbox",
+            help="Let it write in this folder alone (bubblewrap, or macOS' sandbox-exec).",
+        ),
     ] = False,
 ) -> None:
     """Start AGENT on a model of this machine, and end what was started with it.
 
-    A `localllm serve` that runs here and has the model answers; else the model is loaded for as long as the agent runs.
-    Nothing of the agent's own configuration is changed: its settings are variables, arguments and files of a folder that
-    is removed afterwards.
+    A `localllm serve` that runs here and has the model answers; else the model is loaded for as
+    long as the agent runs. Nothing of the agent's own configuration is changed: its settings are
+    variables, arguments and files of a folder that is removed afterwards.
     """
     import shutil
     import tempfile
@@ -52,10 +82,16 @@ def run(
     recipe_of = recipe_named(agent)
     settings = recipe_of(ClientTarget("http://127.0.0.1", "model", 4096), Path.home()).run
     if settings is None:
-        raise UsageError(f"{agent} can't be started with settings of its own", hint=f"see `localllm connect {agent}`")
+        raise UsageError(
+            f"{agent} can't be started with settings of its own",
+            hint=f"see `localllm connect {agent}`",
+        )
     program = shutil.which(settings.command[0])
     if program is None:
-        raise NotFoundError(f"{settings.command[0]} is not installed here", hint=f"install it, then run {agent} again")
+        raise NotFoundError(
+            f"{settings.command[0]} is not installed here",
+            hint=f"install it, then run {agent} again",
+        )
     folder = Path.cwd()
     if sandbox:
         _check_sandbox(folder)
@@ -63,8 +99,13 @@ def run(
         wanted = engines.checked(engines.Wanted(model, context, {}, url, api_key))
         engine = engines.engine_for(stack, wanted, None, at_once=False)
         if engine.unix_socket:
-            raise UsageError("the running server listens on a Unix socket, which agents can't use", hint="add --url")
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="localllm-run-"))).resolve()
+            raise UsageError(
+                "the running server listens on a Unix socket, which agents can't use",
+                hint="add --url",
+            )
+        home = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="localllm-run-"))
+        ).resolve()
         target = target_of(engine.base_url.removesuffix("/v1"), engine.model, engine.api_key)
         recipe = recipe_of(target, home)
         assert recipe.run is not None
@@ -123,7 +164,9 @@ def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequen
         try:
             code = subprocess.run(command, env={**kept, **changed}, check=False).returncode
         except OSError as e:
-            raise LocalLLMError(f"{command[0]} can't be started: {e.strerror}", hint="is it installed whole?") from e
+            raise LocalLLMError(
+                f"{command[0]} can't be started: {e.strerror}", hint="is it installed whole?"
+            ) from e
     return code if code >= 0 else 128 - code
 
 
@@ -131,7 +174,8 @@ def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequen
 def _leaving_interrupts() -> Iterator[None]:
     import signal
 
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # a handler, not SIG_IGN, which the agent would inherit
+    # a handler, not SIG_IGN, which the agent would inherit
+    before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield
     finally:
@@ -145,32 +189,62 @@ def _check_sandbox(folder: Path) -> None:
     from localllm.errors import UsageError
 
     if not (shutil.which("bwrap") or shutil.which("sandbox-exec")):
-        raise UsageError("there is no sandbox here", hint="install bubblewrap (Linux); macOS has sandbox-exec")
+        raise UsageError(
+            "there is no sandbox here", hint="install bubblewrap (Linux); macOS has sandbox-exec"
+        )
     if folder.resolve() in (Path.home().resolve(), *Path.home().resolve().parents):
         raise UsageError(
-            f"in {folder} an agent could write the whole home folder", hint="start it in the folder of a project"
+            f"in {folder} an agent could write the whole home folder",
+            hint="start it in the folder of a project",
         )
 
 
 def sandboxed(command: Sequence[str], folder: Path, home: Path) -> list[str]:
-    """`command` in bubblewrap or sandbox-exec: it reads what its user may but keys and passwords, and writes below `folder`
-    and `home` alone."""
+    """`command` in bubblewrap or sandbox-exec: it reads what its user may but keys and passwords,
+    and writes below `folder` and `home` alone."""
     import json
     import shutil
 
     hidden = [place for place in (Path.home() / name for name in _SECRETS) if place.exists()]
     bwrap = shutil.which("bwrap")
     if bwrap is not None:
-        base = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-pid"]
+        base = [
+            "--ro-bind",
+            "/",
+            "/",
+            "--dev",
+            "/dev",
+            "--proc",
+            "/proc",
+            "--tmpfs",
+            "/tmp",
+            "--unshare-pid",
+        ]
         masks = [
             word
             for place in hidden
-            for word in (["--tmpfs", str(place)] if place.is_dir() else ["--ro-bind", "/dev/null", str(place)])
+            for word in (
+                ["--tmpfs", str(place)]
+                if place.is_dir()
+                else ["--ro-bind", "/dev/null", str(place)]
+            )
         ]
         writes = [word for place in (folder, home) for word in ("--bind", str(place), str(place))]
-        return [bwrap, *base, *masks, *writes, "--chdir", str(folder), "--die-with-parent", "--", *command]
+        return [
+            bwrap,
+            *base,
+            *masks,
+            *writes,
+            "--chdir",
+            str(folder),
+            "--die-with-parent",
+            "--",
+            *command,
+        ]
     sandbox_exec = shutil.which("sandbox-exec") or "sandbox-exec"
-    places = " ".join(f"(subpath {json.dumps(str(p.resolve()))})" for p in (folder, home, Path("/dev")))
+    places = " ".join(
+        f"(subpath {json.dumps(str(p.resolve()))})" for p in (folder, home, Path("/dev"))
+    )
     secrets = "".join(f"(deny file-read* (subpath {json.dumps(str(p))}))" for p in hidden)
     profile = f"(version 1)(allow default)(deny file-write*)(allow file-write* {places}){secrets}"
     return [sandbox_exec, "-p", profile, *command]

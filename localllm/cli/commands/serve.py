@@ -21,75 +21,110 @@ def serve(
         ),
     ] = None,
     also: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="One more model, for example for autocomplete.")
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="One more model, for example for autocomplete."),
     ] = None,
     alias: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[=MODEL]", help="Another name that clients may use; `claude-*` is many (repeatable)."
+            metavar="NAME[=MODEL]",
+            help="Another name that clients may use; `claude-*` is many (repeatable).",
         ),
     ] = None,
     only: Annotated[
-        bool | None, typer.Option("--only", help="Serve no installed model but those named (and their presets).")
+        bool | None,
+        typer.Option(
+            "--only", help="Serve no installed model but those named (and their presets)."
+        ),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (default localhost).")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on (default localhost).")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (default 11535).")] = None,
     unix: Annotated[
-        str | None, typer.Option("--unix", metavar="PATH", help="Listen on a Unix socket instead of a port.")
+        str | None,
+        typer.Option("--unix", metavar="PATH", help="Listen on a Unix socket instead of a port."),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must send.")] = None,
-    new_key: Annotated[bool, typer.Option("--new-key", help="Replace the made-up key kept from earlier.")] = False,
+    new_key: Annotated[
+        bool, typer.Option("--new-key", help="Replace the made-up key kept from earlier.")
+    ] = False,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Another name of this server (repeatable).")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Another name of this server (repeatable)."),
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="A web page that may use it (repeatable).")
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="A web page that may use it (repeatable)."),
     ] = None,
-    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Serve https with this certificate.")] = None,
-    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's private key.")] = None,
-    context: Annotated[int | None, typer.Option(help="Served context in tokens (default: what fits).")] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Serve https with this certificate.")
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The certificate's private key.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Served context in tokens (default: what fits).")
+    ] = None,
     kv_type: Annotated[
         str | None, typer.Option(help="KV cache: auto, f16, q8_0, q8_0/q4_0 (keys/values) or q4_0.")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Drafting: auto, off, ngram, mtp or a MODEL.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Drafting: auto, off, ngram, mtp or a MODEL.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="Engine: auto, llamacpp or mlx.")] = None,
     gpu_layers: GpuLayers = None,
     cpu_moe: CpuMoe = None,
     split: Split = None,
     power: Power = None,
-    parallel: Annotated[int | None, typer.Option(help="Requests served at once (default 8).")] = None,
+    parallel: Annotated[
+        int | None, typer.Option(help="Requests served at once (default 8).")
+    ] = None,
     workers: Annotated[
         list[str] | None,
         typer.Option(
             "--with",
             metavar="MACHINE",
-            help="Share the model with it (repeatable): HOST:PORT of a `localllm worker`; for MLX, as ssh calls it.",
+            help="Share the model with it (repeatable): HOST:PORT of a `localllm worker`; for MLX, "
+            "as ssh calls it.",
         ),
     ] = None,
     pool: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Be the front of other servers of ours (repeatable), and load no model."),
+        typer.Option(
+            metavar="URL",
+            help="Be the front of other servers of ours (repeatable), and load no model.",
+        ),
     ] = None,
     images: Annotated[
         str | None, typer.Option(help="Images in prompts: auto (if the projector fits), on or off.")
     ] = None,
     allow_image_hosts: Annotated[
         list[str] | None,
-        typer.Option("--allow-image-hosts", metavar="NAME", help="Fetch images from that host too (repeatable)."),
+        typer.Option(
+            "--allow-image-hosts",
+            metavar="NAME",
+            help="Fetch images from that host too (repeatable).",
+        ),
     ] = None,
     allow_pull: Annotated[
         bool | None,
-        typer.Option("--allow-pull", help="Let clients fetch and remove models (Ollama's pull and delete)."),
+        typer.Option(
+            "--allow-pull", help="Let clients fetch and remove models (Ollama's pull and delete)."
+        ),
     ] = None,
-    offline: Annotated[bool | None, typer.Option("--offline", help="Never contact the hub.")] = None,
+    offline: Annotated[
+        bool | None, typer.Option("--offline", help="Never contact the hub.")
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print nothing but errors: no line per request either.")
     ] = False,
 ) -> None:
-    """Serve an OpenAI-compatible endpoint on this machine (loopback only unless --host says otherwise).
+    """Serve an OpenAI-compatible endpoint on this machine (loopback only unless --host says
+    otherwise).
 
-    The MODELs are loaded now; any other that is installed when a request names it. They share the machine when they fit
-    together; else the longest unused one makes room.
+    The MODELs are loaded now; any other that is installed when a request names it. They share the
+    machine when they fit together; else the longest unused one makes room.
     """
     import asyncio
 
@@ -102,14 +137,34 @@ def serve(
     from localllm.settings import Settings
 
     flags = {
-        "host": host, "port": port, "unix_socket": unix, "api_key": api_key, "context": context, "kv_type": kv_type,
-        "gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split, "power": power,
-        "draft": draft, "backend": backend, "parallel": parallel, "images": images,
-        "allow_pull": allow_pull, "offline": offline, "only": only,
-        "allow_host": allow_host or None, "allow_origin": allow_origin or None, "tls_cert": tls_cert, "tls_key": tls_key,
-        "allow_image_hosts": list(chain.from_iterable(sent.split(",") for sent in allow_image_hosts or [])) or None,
-        "pool": pool or None, "workers": workers or None,
-    }  # fmt: skip
+        "host": host,
+        "port": port,
+        "unix_socket": unix,
+        "api_key": api_key,
+        "context": context,
+        "kv_type": kv_type,
+        "gpu_layers": gpu_layers,
+        "cpu_moe": cpu_moe,
+        "split": split,
+        "power": power,
+        "draft": draft,
+        "backend": backend,
+        "parallel": parallel,
+        "images": images,
+        "allow_pull": allow_pull,
+        "offline": offline,
+        "only": only,
+        "allow_host": allow_host or None,
+        "allow_origin": allow_origin or None,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "allow_image_hosts": list(
+            chain.from_iterable(sent.split(",") for sent in allow_image_hosts or [])
+        )
+        or None,
+        "pool": pool or None,
+        "workers": workers or None,
+    }
     settings = Settings(flags)
     secured = server_settings(settings, new_key=new_key)
     check_pool(settings, [*(models or []), *(also or []), *(alias or [])])
@@ -123,6 +178,8 @@ def serve(
         router = router_of([*(models or []), *(also or [])], alias or (), settings)
         idle_s = 60.0 * settings.value("idle_unload_min")
         store = LibraryStore(settings.value("offline")) if settings.value("allow_pull") else None
-        serving = serve_until_stopped(router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet)
+        serving = serve_until_stopped(
+            router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet
+        )
         with suppress(asyncio.CancelledError):
             asyncio.run(serving)

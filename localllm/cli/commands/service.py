@@ -1,4 +1,5 @@
-"""`localllm service`: the server kept running for this user by systemd, launchd or Task Scheduler."""
+"""`localllm service`: the server kept running for this user by systemd, launchd or Task
+Scheduler."""
 
 from __future__ import annotations
 
@@ -13,20 +14,35 @@ from localllm.errors import UsageError
 if TYPE_CHECKING:
     from localllm.service.types import Manager, State
 
-app = typer.Typer(help="Keep `localllm serve` running: at login, after a crash.", no_args_is_help=True)
+app = typer.Typer(
+    help="Keep `localllm serve` running: at login, after a crash.", no_args_is_help=True
+)
 
 MANAGERS = {"linux": "systemd", "darwin": "launchd", "win32": "task-scheduler"}
 ManagerName = Annotated[
-    str | None, typer.Option("--manager", metavar="NAME", help="systemd, launchd or task-scheduler, if not this system's.")
-]  # fmt: skip
+    str | None,
+    typer.Option(
+        "--manager",
+        metavar="NAME",
+        help="systemd, launchd or task-scheduler, if not this system's.",
+    ),
+]
 
 
 @app.command()
 def install(
-    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help="What to serve.")] = None,
-    unix: Annotated[str | None, typer.Option(metavar="PATH", help="Listen on a Unix socket instead of a port.")] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="Memory it may use at most (systemd only).")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files, and write nothing.")] = False,
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="What to serve.")
+    ] = None,
+    unix: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Listen on a Unix socket instead of a port.")
+    ] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(help="Memory it may use at most (systemd only).")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files, and write nothing.")
+    ] = False,
     manager: ManagerName = None,
 ) -> None:
     """Start the server now and at each login. Run it again to change something.
@@ -58,7 +74,8 @@ def install(
         port_is_free(settings)
     if left_out := settings_of_this_terminal():
         print(
-            f"not for the service, set here alone: {', '.join(left_out)} (`localllm config set` keeps one)",
+            f"not for the service, set here alone: {', '.join(left_out)} (`localllm config set` "
+            "keeps one)",
             file=sys.stderr,
         )
     for path in kind.install(service):
@@ -66,12 +83,16 @@ def install(
     address = wait_until_it_answers(listen_addresses(settings), settings)
     print(f"serving on {address}, now and at each login", file=sys.stderr)
     if kind.name == "systemd":
-        print("to start at boot, and stay when you log out: sudo loginctl enable-linger $USER", file=sys.stderr)
+        print(
+            "to start at boot, and stay when you log out: sudo loginctl enable-linger $USER",
+            file=sys.stderr,
+        )
 
 
 @app.command()
 def status(as_json: Json = False, manager: ManagerName = None) -> None:
-    """Show whether it runs. Exits with 3 where it is not installed, with 6 where it is and does not run."""
+    """Show whether it runs. Exits with 3 where it is not installed, with 6 where it is and does not
+    run."""
     from dataclasses import asdict
 
     from localllm.cli.service_unit import address_of
@@ -86,8 +107,12 @@ def status(as_json: Json = False, manager: ManagerName = None) -> None:
 
 @app.command()
 def logs(
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")
+    ] = 100,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")
+    ] = False,
     manager: ManagerName = None,
 ) -> None:
     """Show what the server wrote: its starts, models and errors. Prompts are never in it."""
@@ -98,7 +123,8 @@ def logs(
 
 @app.command()
 def restart(manager: ManagerName = None) -> None:
-    """Start the server again, for example after an upgrade. Requests that come meanwhile wait (systemd)."""
+    """Start the server again, for example after an upgrade. Requests that come meanwhile wait
+    (systemd)."""
     from localllm.cli.service_unit import listen_addresses, wait_until_it_answers
     from localllm.settings import Settings
 
@@ -107,7 +133,9 @@ def restart(manager: ManagerName = None) -> None:
         raise UsageError("the service is not installed", hint="`localllm service install`")
     kind.restart()
     settings = Settings({})
-    print(f"serving on {wait_until_it_answers(listen_addresses(settings), settings)}", file=sys.stderr)
+    print(
+        f"serving on {wait_until_it_answers(listen_addresses(settings), settings)}", file=sys.stderr
+    )
 
 
 @app.command()
@@ -123,11 +151,16 @@ def uninstall(manager: ManagerName = None) -> None:
 @app.command(hidden=True)
 def run(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...")] = None,
-    log: Annotated[str | None, typer.Option(metavar="FILE", help="Write there instead of to the terminal.")] = None,
-    variable: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Environment.")] = None,
+    log: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write there instead of to the terminal.")
+    ] = None,
+    variable: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Environment.")
+    ] = None,
     unix: Annotated[str | None, typer.Option(metavar="PATH")] = None,
 ) -> None:
-    """What a manager starts that sets no environment and keeps no log (Task Scheduler): `localllm serve` with both."""
+    """What a manager starts that sets no environment and keeps no log (Task Scheduler): `localllm
+    serve` with both."""
     import os
 
     from localllm.cli.commands.serve import serve
@@ -143,7 +176,8 @@ def run(
 
 @app.command(hidden=True)
 def settle() -> None:
-    """What systemd runs when the server has ended: wait for its workers to have written what they know."""
+    """What systemd runs when the server has ended: wait for its workers to have written what they
+    know."""
     from localllm.cli.service_unit import wait_for_workers
 
     if left := wait_for_workers():
@@ -151,7 +185,8 @@ def settle() -> None:
 
 
 def _manager(name: str | None) -> Manager:
-    """The service manager of that name, or this system's. Raises UsageError where there is none we know."""
+    """The service manager of that name, or this system's. Raises UsageError where there is none we
+    know."""
     from localllm.cli.service_unit import manager_named
 
     known = name or MANAGERS.get("linux" if sys.platform.startswith("linux") else sys.platform)
@@ -165,7 +200,13 @@ def _lines(state: State, address: str | None) -> list[str]:
     """How it stands, for people; `address` is where it answers, as far as that is known."""
     if not state.installed:
         return ["not installed: `localllm service install` starts the server now and at each login"]
-    rows = [("state", ("running" if state.running else "not running") + (f": {state.detail}" if state.detail else ""))]
+    rows = [
+        (
+            "state",
+            ("running" if state.running else "not running")
+            + (f": {state.detail}" if state.detail else ""),
+        )
+    ]
     if address is not None:
         rows.append(("address", address))
     if state.since:
@@ -173,7 +214,12 @@ def _lines(state: State, address: str | None) -> list[str]:
     if state.pid:
         rows.append(("process", str(state.pid)))
     if state.memory_bytes is not None:
-        rows.append(("memory", f"{state.memory_bytes / 1e9:.2f} GB, the model's file in it as far as it was read"))
+        rows.append(
+            (
+                "memory",
+                f"{state.memory_bytes / 1e9:.2f} GB, the model's file in it as far as it was read",
+            )
+        )
     if state.restarts is not None:
         rows.append(("restarts", str(state.restarts)))
     if state.last_exit and not state.running:

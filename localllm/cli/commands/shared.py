@@ -18,11 +18,18 @@ def installed_names(typed: str) -> list[str]:
         return []
 
 
-GpuLayers = Annotated[str | None, typer.Option(metavar="N|all", help="Layers on the GPU (default: as many as fit).")]
-CpuMoe = Annotated[str | None, typer.Option(metavar="N|all", help="Layers whose experts stay in system memory.")]
+GpuLayers = Annotated[
+    str | None, typer.Option(metavar="N|all", help="Layers on the GPU (default: as many as fit).")
+]
+CpuMoe = Annotated[
+    str | None, typer.Option(metavar="N|all", help="Layers whose experts stay in system memory.")
+]
 Split = Annotated[str | None, typer.Option(metavar="A,B", help="Each GPU's share of the layers.")]
 Power = Annotated[
-    str | None, typer.Option(metavar="N%", help="Compute in N % of the time and rest in between: less heat and noise.")
+    str | None,
+    typer.Option(
+        metavar="N%", help="Compute in N % of the time and rest in between: less heat and noise."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
@@ -30,14 +37,18 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
-    """Rows as lines with their columns below each other; those numbered in `right` end at the same place."""
+    """Rows as lines with their columns below each other; those numbered in `right` end at the same
+    place."""
     from localllm.plain_output import plain
 
     rows = [tuple(map(plain, row)) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            c.rjust(w) if i in right else c.ljust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

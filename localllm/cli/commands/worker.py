@@ -1,7 +1,9 @@
-"""`localllm worker`: lends this machine's memory and accelerators to a `localllm serve --with` elsewhere.
+"""`localllm worker`: lends this machine's memory and accelerators to a `localllm serve --with`
+elsewhere.
 
-The protocol of llama.cpp's RPC knows no password: whoever reaches it reads and writes the memory of its process. So the
-server itself listens on loopback only; in front of it an address filter lets in those that were named.
+The protocol of llama.cpp's RPC knows no password: whoever reaches it reads and writes the memory of
+its process. So the server itself listens on loopback only; in front of it an address filter lets in
+those that were named.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import typer
 from localllm.errors import UsageError
 
 RECIPE = (
-    "the protocol has no authentication and no encryption. Safer than an open port: leave it on loopback and, on the "
-    "machine that serves, `ssh -N -L {port}:127.0.0.1:{port} THIS_MACHINE`, then --with 127.0.0.1:{port}; or a WireGuard "
+    "the protocol has no authentication and no encryption. Safer than an open port: leave it on "
+    "loopback and, on the "
+    "machine that serves, `ssh -N -L {port}:127.0.0.1:{port} THIS_MACHINE`, then --with "
+    "127.0.0.1:{port}; or a WireGuard "
     "address as --host, with --allow for its peer"
 )
 
@@ -27,13 +31,19 @@ def worker(
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 50052,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Who may come from elsewhere: an address or a network (repeatable)."),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Who may come from elsewhere: an address or a network (repeatable).",
+        ),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads, where the processor computes (0: as many as it has).")] = 0,
+    threads: Annotated[
+        int, typer.Option(help="Threads, where the processor computes (0: as many as it has).")
+    ] = 0,
 ) -> None:
     """Lend this machine's memory and accelerators to a `localllm serve --with HOST:PORT` elsewhere.
 
-    Loopback only, unless --allow names who may come from elsewhere: the protocol has no authentication."""
+    Loopback only, unless --allow names who may come from elsewhere: the protocol has no
+    authentication."""
     from localllm.errors import BackendMissingError
     from localllm.server.http.settings import is_loopback
     from localllm_backends.llamacpp.rpc import library_path

@@ -1,6 +1,8 @@
-"""`connect --check`: the calls a program makes, made to the running server, in the dialect that program speaks.
+"""`connect --check`: the calls a program makes, made to the running server, in the dialect that
+program speaks.
 
-With tools that is a whole loop: a tool is offered, the model must call it, the result goes back, an answer comes.
+With tools that is a whole loop: a tool is offered, the model must call it, the result goes back, an
+answer comes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _CALL_TOKENS = 200
 
 @dataclass(frozen=True, slots=True)
 class ClientCheck:
-    """One line of the report: `run` makes the calls, and raises BackendError, or httpx.HTTPError."""
+    """One line of the report: `run` makes the calls, and raises BackendError, or
+    httpx.HTTPError."""
 
     what: str
     run: Callable[[httpx.Client], None]
@@ -55,21 +58,34 @@ def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
         "models": (ClientCheck("list of models", _call("GET", "/v1/models", None, model)),),
         "chat": (
             ClientCheck("whole answer", whole),
-            ClientCheck("streamed answer", _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"')),
+            ClientCheck(
+                "streamed answer",
+                _call("POST", "/v1/chat/completions", streaming, '"prompt_tokens"'),
+            ),
         ),
         "tools": (ClientCheck("tool loop", lambda client: _chat_loop(client, model)),),
         "responses": (
-            ClientCheck("responses stream", _call("POST", "/v1/responses", responses, '"type": "response.incomplete"')),
+            ClientCheck(
+                "responses stream",
+                _call("POST", "/v1/responses", responses, '"type": "response.incomplete"'),
+            ),
             ClientCheck("tool loop", lambda client: _responses_loop(client, model)),
         ),
         "anthropic": (
-            ClientCheck("message stream", _call("POST", "/v1/messages", {**chat, "stream": True}, "message_stop")),
-            ClientCheck("token count", _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")),
+            ClientCheck(
+                "message stream",
+                _call("POST", "/v1/messages", {**chat, "stream": True}, "message_stop"),
+            ),
+            ClientCheck(
+                "token count", _call("POST", "/v1/messages/count_tokens", counted, "input_tokens")
+            ),
             ClientCheck("tool loop", lambda client: _messages_loop(client, model)),
         ),
         "ollama": (
             ClientCheck("Ollama's version", _call("GET", "/api/version", None, "version")),
-            ClientCheck("Ollama's model facts", _call("POST", "/api/show", {"model": model}, "capabilities")),
+            ClientCheck(
+                "Ollama's model facts", _call("POST", "/api/show", {"model": model}, "capabilities")
+            ),
             ClientCheck("Ollama chat", _call("POST", "/api/chat", ollama, '"done": true')),
             ClientCheck("Ollama tool loop", lambda client: _ollama_loop(client, model)),
         ),
@@ -78,7 +94,9 @@ def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
     return by_probe[probe]
 
 
-def _call(method: str, path: str, body: Mapping[str, Any] | None, contains: str) -> Callable[[httpx.Client], None]:
+def _call(
+    method: str, path: str, body: Mapping[str, Any] | None, contains: str
+) -> Callable[[httpx.Client], None]:
     def run(client: httpx.Client) -> None:
         if contains not in _taken(client.request(method, path, json=body)).text:
             raise BackendError(f"the answer lacks {contains}")
@@ -129,11 +147,17 @@ def _responses_loop(client: httpx.Client, model: str) -> None:
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": _RESULT}
     back = {**ask, "input": [*_ASK, *items, result], "max_output_tokens": _ANSWER_TOKENS}
     reply = _taken(client.post("/v1/responses", json=back))
-    _check_end(any(e.get("type") in ("response.completed", "response.incomplete") for e in _events(reply)))
+    _check_end(
+        any(e.get("type") in ("response.completed", "response.incomplete") for e in _events(reply))
+    )
 
 
 def _messages_loop(client: httpx.Client, model: str) -> None:
-    tool = {"name": _NOTE["name"], "description": _NOTE["description"], "input_schema": _NOTE["parameters"]}
+    tool = {
+        "name": _NOTE["name"],
+        "description": _NOTE["description"],
+        "input_schema": _NOTE["parameters"],
+    }
     ask = {"model": model, "tools": [tool], "stream": True}
     forced = {**ask, "messages": _ASK, "tool_choice": {"type": "any"}, "max_tokens": _CALL_TOKENS}
     reply = _taken(client.post("/v1/messages", json=forced))
@@ -147,20 +171,34 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
     made = {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
     result = {"type": "tool_result", "tool_use_id": call_id, "content": _RESULT}
     turns = [*_ASK, {"role": "assistant", "content": [made]}, {"role": "user", "content": [result]}]
-    reply = _taken(client.post("/v1/messages", json={**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS}))
+    reply = _taken(
+        client.post("/v1/messages", json={**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS})
+    )
     _check_end(any(e.get("type") == "message_stop" for e in _events(reply)))
 
 
 def _ollama_loop(client: httpx.Client, model: str) -> None:
     ask = {"model": model, "tools": [{"type": "function", "function": _NOTE}]}
     # No word of Ollama's own forces a call: this one is our addition.
-    forced = {**ask, "messages": _ASK, "tool_choice": "required", "options": {"num_predict": _CALL_TOKENS}}
+    forced = {
+        **ask,
+        "messages": _ASK,
+        "tool_choice": "required",
+        "options": {"num_predict": _CALL_TOKENS},
+    }
     reply = _taken(client.post("/api/chat", json=forced))
-    calls = list(chain.from_iterable(line.get("message", {}).get("tool_calls", ()) for line in _lines(reply)))
+    calls = list(
+        chain.from_iterable(line.get("message", {}).get("tool_calls", ()) for line in _lines(reply))
+    )
     call = calls[0] if calls else {"function": {"name": "", "arguments": ""}}
     _check_call(call["function"]["name"], json.dumps(call["function"]["arguments"]))
     made = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "tool_call_id": call["id"], "tool_name": _NOTE["name"], "content": _RESULT}
+    result = {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "tool_name": _NOTE["name"],
+        "content": _RESULT,
+    }
     back = {**ask, "messages": [*_ASK, made, result], "options": {"num_predict": _ANSWER_TOKENS}}
     reply = _taken(client.post("/api/chat", json=back))
     lines = list(_lines(reply))
@@ -185,7 +223,9 @@ def _check_call(name: str, arguments: str) -> None:
     """Raises BackendError for what is no call of our tool."""
     if name != _NOTE["name"]:
         raise BackendError(
-            f"the model was to call a tool, and {name!r} was called" if name else "the forced tool call did not come"
+            f"the model was to call a tool, and {name!r} was called"
+            if name
+            else "the forced tool call did not come"
         )
     try:
         given = json.loads(arguments)

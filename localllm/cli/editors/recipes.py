@@ -25,8 +25,8 @@ _PLACE = re.compile(r"\{([?!]?)([a-z_]+)(:json)?\}")
 
 @dataclass(frozen=True, slots=True)
 class ClientTarget:
-    """The server to connect to: `url` without a path, one model of it, its context in tokens, the key if any; and
-    which of its models complete code and make embeddings, where it serves such."""
+    """The server to connect to: `url` without a path, one model of it, its context in tokens, the
+    key if any; and which of its models complete code and make embeddings, where it serves such."""
 
     url: str
     model: str
@@ -48,7 +48,8 @@ class ClientTarget:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file to write. `merge` is put into the JSON there, `text` is the whole of a file of our own."""
+    """A file to write. `merge` is put into the JSON there, `text` is the whole of a file of our
+    own."""
 
     path: Path
     merge: Any = None
@@ -61,8 +62,8 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """How a program is started for one process alone: its `command`, variables besides those of its recipe, and those of the
-    user's that it must not see."""
+    """How a program is started for one process alone: its `command`, variables besides those of its
+    recipe, and those of the user's that it must not see."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,8 +72,8 @@ class ProcessSettings:
 
 @dataclass(frozen=True, slots=True)
 class ClientRecipe:
-    """How to connect one program. `checked`: the version that a whole tool loop was run with, on this very
-    configuration ("" = the recipe is from its documentation alone)."""
+    """How to connect one program. `checked`: the version that a whole tool loop was run with, on
+    this very configuration ("" = the recipe is from its documentation alone)."""
 
     name: str
     files: tuple[ConfigFile, ...] = ()
@@ -104,7 +105,9 @@ def values(target: ClientTarget) -> dict[str, Any]:
         "embedding": target.embedding,
         "python": sys.executable,
         "xcode_provider": (
-            f"`Locally Hosted`, port {urlsplit(target.url).port}" if here else f"`Internet Hosted`, URL {target.url}"
+            f"`Locally Hosted`, port {urlsplit(target.url).port}"
+            if here
+            else f"`Internet Hosted`, URL {target.url}"
         ),
     }
 
@@ -141,7 +144,9 @@ def _those_filled(texts: Iterable[str], known: Mapping[str, Any]) -> tuple[str, 
 def _file(entry: Mapping[str, Any], known: Mapping[str, Any], home: Path) -> ConfigFile:
     path = home / entry["path"]
     if "text" in entry:
-        return ConfigFile(path, text="".join(_those_filled((part.lstrip("\n") for part in entry["text"]), known)))
+        return ConfigFile(
+            path, text="".join(_those_filled((part.lstrip("\n") for part in entry["text"]), known))
+        )
     merge = _filled_json(json.loads(entry["json"]), known)
     return ConfigFile(path, merge, merge_list_by=entry.get("merge_list_by", ""))
 
@@ -183,5 +188,7 @@ def recipe_named(name: str) -> Callable[[ClientTarget, Path], ClientRecipe]:
 
 RECIPES: Mapping[str, Callable[[ClientTarget, Path], ClientRecipe]] = {
     name: partial(_recipe, entry)
-    for name, entry in tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8")).items()
+    for name, entry in tomllib.loads(
+        Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8")
+    ).items()
 }

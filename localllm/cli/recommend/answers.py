@@ -1,4 +1,5 @@
-"""The answers of `localllm recommend` beside its list: machines side by side, machines for a speed, one model, the roofline."""
+"""The answers of `localllm recommend` beside its list: machines side by side, machines for a speed,
+one model, the roofline."""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ def compare(names: list[str], workload: Workload, *, everything: bool, as_json: 
 
     if len(names) < 2:
         raise UsageError(
-            "--compare needs two machines or more", hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"'
+            "--compare needs two machines or more",
+            hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"',
         )
     catalog = load_catalog()
     machines = [device_named(name, None, None) for name in names]
     known = [overrides_for(d, catalog) for d in machines]
-    side_by_side(machines, known, catalog.models, workload, limit=0 if everything else 8, as_json=as_json)
+    side_by_side(
+        machines, known, catalog.models, workload, limit=0 if everything else 8, as_json=as_json
+    )
 
 
 def side_by_side(
@@ -43,11 +47,14 @@ def side_by_side(
     from localllm.planner import recommend as planner
 
     answers = [
-        planner.recommend(d, models, workload, overrides=o, limit=limit) for d, o in zip(machines, known, strict=True)
+        planner.recommend(d, models, workload, overrides=o, limit=limit)
+        for d, o in zip(machines, known, strict=True)
     ]
 
     def elsewhere(number: int, model: Model) -> Plan | None:
-        plans = planner.recommend(machines[number], [model], workload, overrides=known[number]).plans
+        plans = planner.recommend(
+            machines[number], [model], workload, overrides=known[number]
+        ).plans
         return plans[0] if plans else None
 
     page.out(machines_view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
@@ -64,7 +71,9 @@ def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_j
 
     model, quant = asked
     if quant:
-        model = replace(model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant)))
+        model = replace(
+            model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant))
+        )
     # Both engines: the question is about machines one does not have, not about this installation.
     reach = recommend.reaching(everything(), model, workload, tok_s, overrides=Overrides())
     page.out(machines_view.reach(model, tok_s, reach, as_json=as_json))
@@ -86,7 +95,8 @@ def show_model(
 
     if not plans:
         raise ModelNotFoundError(
-            f"{model.name} has no files that this machine's engines can read", hint="see `localllm models info`"
+            f"{model.name} has no files that this machine's engines can read",
+            hint="see `localllm models info`",
         )
     if as_json:
         page.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])

@@ -21,7 +21,8 @@ _PARTS = {2: "half", 3: "third", 4: "quarter"}
 
 
 def machines(text: str) -> list[Device]:
-    """The machines that `text` joins by plus, each counted ("2x dgx spark"). Raises UsageError and DeviceNotFoundError."""
+    """The machines that `text` joins by plus, each counted ("2x dgx spark"). Raises UsageError and
+    DeviceNotFoundError."""
     from localllm.device.named import resolve
 
     found: list[Device] = []
@@ -29,12 +30,16 @@ def machines(text: str) -> list[Device]:
         match = _COUNTED.fullmatch(part.strip())
         count, name = (int(match[1]), match[2]) if match is not None else (1, part.strip())
         if not 1 <= count <= _MOST_MACHINES:
-            raise UsageError(f"{part.strip()!r}: from 1 to {_MOST_MACHINES} machines are planned for")
+            raise UsageError(
+                f"{part.strip()!r}: from 1 to {_MOST_MACHINES} machines are planned for"
+            )
         found += [resolve(name)] * count
     return found
 
 
-def answer(device: str | None, link: str, reference: str | None, workload: Workload, *, as_json: bool) -> list[str]:
+def answer(
+    device: str | None, link: str, reference: str | None, workload: Workload, *, as_json: bool
+) -> list[str]:
     """The answer, line by line. Raises UsageError where the question lacks something."""
     import json
 
@@ -49,16 +54,33 @@ def answer(device: str | None, link: str, reference: str | None, workload: Workl
     settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
     way = cluster.LINKS[link]
     variants = [v for v in model.variants if not quant or v.quant.lower() == quant.lower()]
-    plans = [(v.quant, cluster.plan(model, v, settings, boxes, way)) for v in variants if not v.is_folder]
+    plans = [
+        (v.quant, cluster.plan(model, v, settings, boxes, way)) for v in variants if not v.is_folder
+    ]
     shareable = [v for v in variants if not cluster.why_not(model, v, boxes)]
-    shared = [(v.quant, cluster.tensor_parallel_plan(model, v, settings, boxes, way)) for v in shareable]
+    shared = [
+        (v.quant, cluster.tensor_parallel_plan(model, v, settings, boxes, way)) for v in shareable
+    ]
     if as_json:
-        return [json.dumps([*(_json(q, p) for q, p in plans), *(_shared_json(q, p) for q, p in shared)], indent=2)]
+        return [
+            json.dumps(
+                [*(_json(q, p) for q, p in plans), *(_shared_json(q, p) for q, p in shared)],
+                indent=2,
+            )
+        ]
     lines = [f"{model.id} over {' + '.join(b.name for b in boxes)}, {way.name}"]
     for name, found in plans:
-        lines += _lines(name, found) if found is not None else [f"{name:8} does not fit on all of them together"]
+        lines += (
+            _lines(name, found)
+            if found is not None
+            else [f"{name:8} does not fit on all of them together"]
+        )
     if shared:
-        lines.append(f"a {_PARTS.get(len(boxes), f'{len(boxes)}th')} of every layer on each (MLX, `serve --with`):")
+        lines.append(
+            f"a {_PARTS.get(len(boxes), f'{len(boxes)}th')} of every layer on each (MLX, "
+            "`serve "
+            "--with`):"
+        )
     for name, part in shared:
         lines += _shared_lines(name, part) if part is not None else [f"{name:8} does not fit so"]
     return [*lines, *_basis(plans), *_basis(shared)]
@@ -75,26 +97,34 @@ def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[
     from localllm.planner import cluster
 
     if link not in cluster.LINKS:
-        raise UsageError(f"--link {link}: not a link", hint=f"one of: {', '.join(cluster.LINKS)}", param="--link")
+        raise UsageError(
+            f"--link {link}: not a link", hint=f"one of: {', '.join(cluster.LINKS)}", param="--link"
+        )
     if device is None or reference is None:
         raise UsageError(
-            "--link joins machines for one model", hint='--device "2x dgx spark" -m MODEL --link connectx7'
+            "--link joins machines for one model",
+            hint='--device "2x dgx spark" -m MODEL --link connectx7',
         )
     boxes = machines(device)
     if len(boxes) < 2:
-        raise UsageError("--link joins two machines or more", hint='such as --device "m3 ultra 512 + rtx 5090"')
+        raise UsageError(
+            "--link joins two machines or more", hint='such as --device "m3 ultra 512 + rtx 5090"'
+        )
     return boxes, reference
 
 
 def _lines(quant: str, plan: ClusterPlan) -> list[str]:
     parts = ", ".join(
-        f"{s.n_layers} layers {s.needs_bytes / 1e9:.0f} of {s.limit_bytes / 1e9:.0f} GB" for s in plan.shares
+        f"{s.n_layers} layers {s.needs_bytes / 1e9:.0f} of {s.limit_bytes / 1e9:.0f} GB"
+        for s in plan.shares
     )
     decode, prefill, wait = plan.decode_tok_s, plan.prefill_tok_s, plan.transfer_s
     return [
-        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}), prompt {prefill.low:.0f}-"
+        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}), prompt "
+        f"{prefill.low:.0f}-"
         f"{prefill.high:.0f} tok/s; {parts}",
-        f"{'':8} a token carries {plan.transfer_bytes / 1e3:.1f} kB between them, {wait[0] * 1e3:.2f}-{wait[1] * 1e3:.2f} ms, "
+        f"{'':8} a token carries {plan.transfer_bytes / 1e3:.1f} kB between them, "
+        f"{wait[0] * 1e3:.2f}-{wait[1] * 1e3:.2f} ms, "
         f"and RPC takes about {plan.rpc_s * 1e3:.1f} ms",
         f"{'':8} {plan.advice}",
     ]
@@ -103,8 +133,10 @@ def _lines(quant: str, plan: ClusterPlan) -> list[str]:
 def _shared_lines(quant: str, plan: SharedPlan) -> list[str]:
     decode, prefill = plan.decode_tok_s, plan.prefill_tok_s
     return [
-        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}; one alone {plan.alone_tok_s:.1f}), prompt "
-        f"{prefill.low:.0f}-{prefill.high:.0f} tok/s; {plan.needs_bytes / 1e9:.0f} of {plan.limit_bytes / 1e9:.0f} GB on each"
+        f"{quant:8} decode {decode.value:.1f} tok/s ({decode.low:.1f}-{decode.high:.1f}; one "
+        f"alone {plan.alone_tok_s:.1f}), prompt "
+        f"{prefill.low:.0f}-{prefill.high:.0f} tok/s; {plan.needs_bytes / 1e9:.0f} of "
+        f"{plan.limit_bytes / 1e9:.0f} GB on each"
     ]
 
 
@@ -140,7 +172,12 @@ def _json(quant: str, plan: ClusterPlan | None) -> dict[str, Any]:
         **which,
         **_fitting_json(plan),
         "shares": [
-            {"device": s.device.name, "layers": s.n_layers, "needs_bytes": s.needs_bytes, "limit_bytes": s.limit_bytes}
+            {
+                "device": s.device.name,
+                "layers": s.n_layers,
+                "needs_bytes": s.needs_bytes,
+                "limit_bytes": s.limit_bytes,
+            }
             for s in plan.shares
         ],
         "link": asdict(plan.link),

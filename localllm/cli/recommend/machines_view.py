@@ -1,4 +1,5 @@
-"""How several machines look: side by side, each with its picks, or those that run one model at a speed."""
+"""How several machines look: side by side, each with its picks, or those that run one model at a
+speed."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ def comparison(
     as_json: bool,
     elsewhere: Callable[[int, Model], Plan | None] = lambda _number, _model: None,
 ) -> list[str]:
-    """Machines side by side: each one's best plans, and what is picked on any of them on all of them. `elsewhere`: the plan of a
-    model on the machine of that number, where it is not among its picks."""
+    """Machines side by side: each one's best plans, and what is picked on any of them on all of
+    them. `elsewhere`: the plan of a model on the machine of that number, where it is not among its
+    picks."""
     if as_json:
         from localllm.device.types import device_to_json
         from localllm.planner.serialise import recommendation_to_json
 
-        both = [recommendation_to_json(a, device_to_json(d)) for d, a in zip(devices, answers, strict=True)]
+        both = [
+            recommendation_to_json(a, device_to_json(d))
+            for d, a in zip(devices, answers, strict=True)
+        ]
         return [ascii_json({"machines": both})]
     lines: list[str] = []
     for device, answer in zip(devices, answers, strict=True):
@@ -72,15 +77,25 @@ _REACH_SHOWN = 24
 
 
 def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[str]:
-    """The machines that run a model at a speed, slowest memory first, and the one that nearly does."""
+    """The machines that run a model at a speed, slowest memory first, and the one that nearly
+    does."""
     if as_json:
         machines = [
-            {"device": d.name, "quant": p.variant.quant, "backend": p.backend, "fits": p.fits,
-             "decode_tok_s": round(p.decode_tok_s.value, 1), "memory_bytes": p.memory.total_bytes}
+            {
+                "device": d.name,
+                "quant": p.variant.quant,
+                "backend": p.backend,
+                "fits": p.fits,
+                "decode_tok_s": round(p.decode_tok_s.value, 1),
+                "memory_bytes": p.memory.total_bytes,
+            }
             for d, p in found.found
-        ]  # fmt: skip
+        ]
         return [ascii_json({"model": model.id, "at_tok_s": tok_s, "machines": machines})]
-    lines = wrapped(f"{model.name} at {rate(tok_s)} tok/s or more, each part in its smallest memory size", further="  ")
+    lines = wrapped(
+        f"{model.name} at {rate(tok_s)} tok/s or more, each part in its smallest memory size",
+        further="  ",
+    )
     if not found.found:
         lines.append("  no machine of the table reaches that")
     else:
@@ -89,15 +104,19 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
         for device, plan in found.found[:_REACH_SHOWN]:
             gbps = device.bandwidth_gbps.value if device.bandwidth_gbps else 0.0
             lines.append(
-                f"  {clip(device.name, name):{name}} {gbps:>6,.0f} {clip(marked(plan, NOTHING), 12):12} "
+                "  "
+                f"{clip(device.name, name):{name}} {gbps:>6,.0f} {clip(marked(plan, NOTHING), 12):12} "
                 f"{gb(plan.memory.total_bytes):>9} {speed(plan.decode_tok_s):>9}"
             )
         if len(found.found) > _REACH_SHOWN:
-            lines.append(f"  … and {len(found.found) - _REACH_SHOWN} with faster memory (--json lists all)")
+            lines.append(
+                f"  … and {len(found.found) - _REACH_SHOWN} with faster memory (--json lists all)"
+            )
     if found.nearest is not None:
         device, plan = found.nearest
         text = (
-            f"the fastest that holds it and does not: {device.name}, {_short_of(plan.decode_tok_s.value, tok_s)} tok/s"
+            f"the fastest that holds it and does not: {device.name}, "
+            f"{_short_of(plan.decode_tok_s.value, tok_s)} tok/s"
         )
         lines += wrapped(f"{text} ({plan.variant.quant})", further="  ")
     return lines
@@ -105,4 +124,10 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
 
 def _short_of(value: float, asked: float) -> str:
     """A speed below the one asked for, so that it reads as below: 29.7, where 30 was asked for."""
-    return rate(value) if float(rate(value)) < asked else f"{value:.1f}" if value < asked - 0.05 else f"{value:.2f}"
+    return (
+        rate(value)
+        if float(rate(value)) < asked
+        else f"{value:.1f}"
+        if value < asked - 0.05
+        else f"{value:.2f}"
+    )

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
-    """Predicted beside measured for every run this machine remembers, and what may be wrong where reality is slower."""
+    """Predicted beside measured for every run this machine remembers, and what may be wrong where
+    reality is slower."""
     from localllm.load import measurements
     from localllm.planner import verify
 
@@ -23,7 +24,9 @@ def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
     for r in records:
         known = measurements.for_planner([r], device.name, catalog.by_id)
         if known:
-            others = measurements.for_planner([o for o in records if o != r], device.name, catalog.by_id)
+            others = measurements.for_planner(
+                [o for o in records if o != r], device.name, catalog.by_id
+            )
             results.append(
                 verify.compare(
                     device,
@@ -42,7 +45,8 @@ def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
     lines.append(f"  {'model':{name}} {'quant':8} {'memory':>17} {'decode tok/s':>21}")
     for x in results:
         lines.append(
-            f"  {clip(x.name, name):{name}} {clip(x.quant, 8):8} {_pair(x.memory):>17} {_pair_rate(x.decode):>21}"
+            "  "
+            f"{clip(x.name, name):{name}} {clip(x.quant, 8):8} {_pair(x.memory):>17} {_pair_rate(x.decode):>21}"
         )
         for cause in x.causes:
             lines += wrapped(cause, "      ", "      ")

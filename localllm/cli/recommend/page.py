@@ -21,7 +21,19 @@ BAR = 10
 def out(lines: Iterable[str]) -> None:
     """Print lines to stdout; signs the terminal's encoding lacks become plain ones."""
     encoding = sys.stdout.encoding or "utf-8"
-    plain = str.maketrans({"█": "#", "░": ".", "–": "-", "×": "x", "≥": ">=", "…": "...", "·": ".", "─": "-", "µ": "u"})
+    plain = str.maketrans(
+        {
+            "█": "#",
+            "░": ".",
+            "–": "-",
+            "×": "x",
+            "≥": ">=",
+            "…": "...",
+            "·": ".",
+            "─": "-",
+            "µ": "u",
+        }
+    )
     for line in lines:
         try:
             line.encode(encoding)
@@ -36,11 +48,14 @@ def width() -> int:
 
 
 def wrapped(text: str, first: str = "", further: str = "") -> list[str]:
-    return textwrap.wrap(text, width(), initial_indent=first, subsequent_indent=further, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, width(), initial_indent=first, subsequent_indent=further, break_on_hyphens=False
+    )
 
 
 def bar(share: float, width: int = BAR) -> str:
-    """A bar of `width` characters filled to `share` (clamped to 0..1; any use at all shows one block)."""
+    """A bar of `width` characters filled to `share` (clamped to 0..1; any use at all shows one
+    block)."""
     filled = min(width, max(1 if share > 0 else 0, round(share * width)))
     return "█" * filled + "░" * (width - filled)
 

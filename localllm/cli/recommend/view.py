@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from localllm_backends.declaration import Declaration
     from localllm_catalog.types import Model
 
-# What a row takes beside the model's name, and with the bar; a name shorter than this costs the bar its place.
+# What a row takes beside the model's name, and with the bar; a name shorter than this costs the bar
+# its place.
 _ROW_COLUMNS = 43
 _LEAST_NAME = 20
 _NEARLY_SHOWN = 2
@@ -41,9 +42,14 @@ def heading(device: Device, what: str) -> list[str]:
         rate_of_host = device.host_bandwidth_gbps
         at = f" at {rate_of_host.value:,.0f} GB/s ({rate_of_host.basis})" if rate_of_host else ""
         beside = f"; beside it {gb(device.host.limit_bytes)} of system memory{at}"
-    usable = f"{gb(device.room_bytes)} usable of {memory.total_bytes / 1e9:.1f}{free}; {bandwidth}{beside}"
+    usable = (
+        f"{gb(device.room_bytes)} usable of {memory.total_bytes / 1e9:.1f}{free}; "
+        f"{bandwidth}{beside}"
+    )
     return [
-        *wrapped(f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", further="  "),
+        *wrapped(
+            f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", further="  "
+        ),
         *wrapped(usable, further="  "),
         *chain.from_iterable(wrapped(account, further="  ") for account in device.accounts),
     ]
@@ -54,25 +60,33 @@ NOTHING: Installed = frozenset()
 
 
 def marked(plan: Plan, installed: Installed) -> str:
-    """The quant with what the footnotes explain: ~ constructed, * another engine, + on this disk."""
+    """The quant with what the footnotes explain: ~ constructed, * another engine, + on this
+    disk."""
     here = (plan.model.id, plan.variant.quant) in installed
     made = "~" if plan.variant.is_estimate and not here else ""
     return f"{made}{plan.variant.quant}{'*' if plan.backend != _usual().name else ''}{'+' if here else ''}"
 
 
 def numbered_rows(plans: Sequence[Plan], installed: Installed) -> tuple[str, list[str]]:
-    """The head and a row for each plan; narrow terminals lose the bar, wide ones show names whole."""
+    """The head and a row for each plan; narrow terminals lose the bar, wide ones show names
+    whole."""
     room = width() - _ROW_COLUMNS
     with_bar = room - BAR - 1 >= _LEAST_NAME
-    name = min(max([_LEAST_NAME, *(len(p.model.name) for p in plans)]), room - (BAR + 1 if with_bar else 0))
+    name = min(
+        max([_LEAST_NAME, *(len(p.model.name) for p in plans)]), room - (BAR + 1 if with_bar else 0)
+    )
     usable = f"{'of usable':{BAR}} " if with_bar else ""
     head = f"    {'model':{name}} {'quant':12} {'memory':>8} {usable}{'tok/s':>9} {'wait':>6}"
     rows = []
     for number, plan in enumerate(plans, 1):
-        filled = f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
+        filled = (
+            f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
+        )
         rows.append(
-            f"{number:>3} {clip(plan.model.name, name):{name}} {clip(marked(plan, installed), 12):12} "
-            f"{gb(plan.memory.total_bytes):>8} {filled}{speed(plan.decode_tok_s):>9} {span(plan.ttft_s.value):>6}"
+            f"{number:>3} "
+            f"{clip(plan.model.name, name):{name}} {clip(marked(plan, installed), 12):12} "
+            f"{gb(plan.memory.total_bytes):>8} {filled}{speed(plan.decode_tok_s):>9} "
+            f"{span(plan.ttft_s.value):>6}"
         )
     return head, rows
 
@@ -85,9 +99,11 @@ def table(
     installed: Installed = NOTHING,
     listings_days: int = 0,
 ) -> list[str]:
-    """The picks with their reasons, what nearly fits, and what to type: 25 lines at most, as many picks as they hold; with
-    `everything` every model and its reason, and what else is known of the first. `installed`: ids and quants of models that
-    are on this disk. `listings_days`: the age of the catalog's listings."""
+    """The picks with their reasons, what nearly fits, and what to type: 25 lines at most, as many
+    picks as they hold; with `everything` every model and its reason, and what else is known of the
+    first.
+    `installed`: ids and quants of models that are on this disk.
+    `listings_days`: the age of the catalog's listings."""
     from localllm.planner import needs
 
     need = needs.need_of(answer.workload)
@@ -96,13 +112,23 @@ def table(
     lines = heading(device, f"Recommended for {need.what}{at}")
     if not plans:
         lines += ["", "  no model of the catalog fits and is fast enough; the reasons:"]
-    end = [*_refused(answer, everything=everything), *_old(listings_days), *_run(plans, device, installed)]
+    end = [
+        *_refused(answer, everything=everything),
+        *_old(listings_days),
+        *_run(plans, device, installed),
+    ]
     if everything:
-        notes = [*_footnotes(plans, device, need.prompt_tokens, installed), *_bases(plans)] if plans else []
+        notes = (
+            [*_footnotes(plans, device, need.prompt_tokens, installed), *_bases(plans)]
+            if plans
+            else []
+        )
         notes += further(plans[0], "about the first:") if plans else []
         return [*lines, *_blocks(plans, installed), *(["", *notes] if notes else []), *end]
     for shown in range(len(plans), 0, -1):
-        hidden = [f"    … and {len(plans) - shown} more that fit (--all)"] if shown < len(plans) else []
+        hidden = (
+            [f"    … and {len(plans) - shown} more that fit (--all)"] if shown < len(plans) else []
+        )
         notes = _footnotes(plans[:shown], device, need.prompt_tokens, installed)
         found = [*lines, *_blocks(plans[:shown], installed, short=True), *hidden, "", *notes, *end]
         if len(found) <= _MOST_LINES:
@@ -113,7 +139,9 @@ def table(
 def _one_line(text: str, first: str, further: str) -> list[str]:
     """As many of the parts between semicolons as fit on one line; the first whatever it takes."""
     parts = text.split("; ")
-    fitting = next((n for n in range(len(parts), 1, -1) if len(first + "; ".join(parts[:n])) <= width()), 1)
+    fitting = next(
+        (n for n in range(len(parts), 1, -1) if len(first + "; ".join(parts[:n])) <= width()), 1
+    )
     return wrapped("; ".join(parts[:fitting]), first, further)
 
 
@@ -128,7 +156,11 @@ def _blocks(plans: Sequence[Plan], installed: Installed, *, short: bool = False)
         lines += [row, *say(f"{_unusual(plan, plans[0])}{plan.why}", "    ", "    ")]
         if plan.memory.projector_bytes:
             size = plan.memory.projector_bytes / 1e9
-            lines += wrapped(f"images: {size:.1f} GB for the projector; {image_facts(plan.model)}", "    ", "    ")
+            lines += wrapped(
+                f"images: {size:.1f} GB for the projector; {image_facts(plan.model)}",
+                "    ",
+                "    ",
+            )
     return lines
 
 
@@ -136,7 +168,8 @@ _CACHES = {"q8_0": "8-bit", "q8_0/q4_0": "8- and 4-bit", "q4_0": "4-bit"}
 
 
 def _unusual(plan: Plan, first: Plan) -> str:
-    """The plan's context where it is not the first's, and its KV cache where it is not of 16 bits, before its reason."""
+    """The plan's context where it is not the first's, and its KV cache where it is not of 16 bits,
+    before its reason."""
     said = []
     if plan.settings.n_ctx != first.settings.n_ctx:
         said.append(f"{plan.settings.n_ctx // 1024}k of context; ")
@@ -165,7 +198,11 @@ def _old(listings_days: int) -> list[str]:
 
     if listings_days <= OLD_DAYS:
         return []
-    text = f"the catalog's listings are {listings_days} days old; read them anew: localllm catalog update"
+    text = (
+        f"the catalog's listings are {listings_days} days old; read them anew: localllm "
+        "catalog "
+        "update"
+    )
     return wrapped(text, further="  ")
 
 
@@ -179,14 +216,17 @@ def _run(plans: Sequence[Plan], device: Device, installed: Installed) -> list[st
 
 
 def further(plan: Plan, title: str) -> list[str]:
-    """The plan's further reasons under a title: how far its context goes, the other engine, drafting."""
+    """The plan's further reasons under a title: how far its context goes, the other engine,
+    drafting."""
     lines = [title] if plan.reasons else []
     for reason in plan.reasons:
         lines += wrapped(reason, "  ", "    ")
     return lines
 
 
-def _footnotes(plans: Sequence[Plan], device: Device, prompt_tokens: int, installed: Installed) -> list[str]:
+def _footnotes(
+    plans: Sequence[Plan], device: Device, prompt_tokens: int, installed: Installed
+) -> list[str]:
     what = f"tok/s: 80 % range; wait: until the first word, for {prompt_tokens:,} tokens of prompt"
     untimed = "the processor's speed is its kind's: localllm device --measure times it"
     timed = device.simulated or device.accelerator != "cpu" or device.matrix_rates
@@ -210,7 +250,9 @@ def _usual() -> Declaration:
 
 def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
     """What the signs beside the quants mean, of those that are there."""
-    others = " or ".join(sorted({backend_of(p.variant).label for p in plans if p.backend != _usual().name}))
+    others = " or ".join(
+        sorted({backend_of(p.variant).label for p in plans if p.backend != _usual().name})
+    )
     meanings = (
         ("~", "no listing shows this file: its name and size are what they would be"),
         ("*", f"runs on {others}; the others on {_usual().label}"),
@@ -221,14 +263,21 @@ def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
     return list(chain.from_iterable(wrapped(line, further="  ") for line in shown))
 
 
-def model_table(model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = NOTHING) -> list[str]:
+def model_table(
+    model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = NOTHING
+) -> list[str]:
     """Every variant of one model, whether it fits, and how memory grows with context."""
     lines = heading(device, f"{model.name}: every variant" if len(plans) > 1 else model.name)
     with_bar = width() >= 80
     usable = f"{'of usable':{BAR}} " if with_bar else ""
-    lines += ["", f"  {'quant':12} {'file':>8} {'memory':>9} {usable}{'fits':5} {'tok/s':>9} {'longest':>8}"]
+    lines += [
+        "",
+        f"  {'quant':12} {'file':>8} {'memory':>9} {usable}{'fits':5} {'tok/s':>9} {'longest':>8}",
+    ]
     for plan in plans:
-        filled = f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
+        filled = (
+            f"{bar(plan.memory.total_bytes / max(1, plan.memory.limit_bytes))} " if with_bar else ""
+        )
         longest = f"{plan.max_ctx // 1024}k" if plan.max_ctx >= 1024 else "none"
         lines.append(
             f"  {clip(marked(plan, installed), 12):12} {gb(plan.variant.file_bytes):>8} "
@@ -239,11 +288,20 @@ def model_table(model: Model, plans: Sequence[Plan], device: Device, *, installe
     lines += [
         "",
         *wrapped(
-            f"memory at {first.settings.n_ctx:,} tokens of context; each further 1,024 tokens cost:", further="  "
+            f"memory at {first.settings.n_ctx:,} tokens of context; each further 1,024 tokens "
+            "cost:",
+            further="  ",
         ),
         *(f"  {kind:9} {mb(cost):>11}" for kind, cost in _slopes(model)),
-        *wrapped("longest: the context that still fits; tok/s: 80 % range, context nearly empty", further="  "),
-        *(wrapped(f"tight: {TIGHT_MEANS}", further="  ") if any(p.fits == "tight" for p in plans) else ()),
+        *wrapped(
+            "longest: the context that still fits; tok/s: 80 % range, context nearly empty",
+            further="  ",
+        ),
+        *(
+            wrapped(f"tight: {TIGHT_MEANS}", further="  ")
+            if any(p.fits == "tight" for p in plans)
+            else ()
+        ),
         *wrapped("speeds from " + first.decode_tok_s.basis, further="  "),
         *_caches(plans),
         *wrapped(model.shape_warning, further="  "),
@@ -268,11 +326,16 @@ def _slopes(model: Model) -> list[tuple[str, int]]:
     from localllm.planner import kv_sizes
 
     kinds = ("f16", "q8_0", "q4_0")
-    return [(k, kv_sizes.kv_bytes_per_1k_tokens(model, k)) for k in kinds if kv_sizes.kv_type_allowed(model, k)]
+    return [
+        (k, kv_sizes.kv_bytes_per_1k_tokens(model, k))
+        for k in kinds
+        if kv_sizes.kv_type_allowed(model, k)
+    ]
 
 
 def json_text(answer: Recommendation, device: Device) -> str:
-    """The published JSON of an answer: keys sorted as in the schema, identical for identical inputs."""
+    """The published JSON of an answer: keys sorted as in the schema, identical for identical
+    inputs."""
     from localllm.device.types import device_to_json
     from localllm.planner.serialise import recommendation_to_json
 

@@ -1,11 +1,12 @@
-"""Keys of the server: the one it makes up for addresses that other machines reach, kept so that clients stay set up, and those
-of config.toml.
+"""Keys of the server: the one it makes up for addresses that other machines reach, kept so that
+clients stay set up, and those of config.toml.
 
 [keys.anna]                    # a key by a name: its hash, a variable or a file
 sha256 = "…"
 tokens_per_minute = 60000
 share_cache = "team"           # keys that say the same use each other's prefixes
-admin = true                   # may load, unload, fetch and remove models, and see what everybody used
+admin = true                   # may load, unload, fetch and remove models, and see what everybody
+                               used
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def existing_key() -> str | None:
 
 
 def kept_key(*, new: bool = False) -> str:
-    """The kept key; one made up now where there is none that can be used, or for `new`. Raises LocalLLMError."""
+    """The kept key; one made up now where there is none that can be used, or for `new`. Raises
+    LocalLLMError."""
     path = key_path()
     try:
         key = None if new else _read(path)
@@ -73,12 +75,15 @@ def _read(path: Path) -> str | None:
 
 
 def load_keys() -> tuple[NamedKey, ...]:
-    """The named keys of config.toml. Raises UsageError that says which table is wrong, and how; never with the key."""
+    """The named keys of config.toml. Raises UsageError that says which table is wrong, and how;
+    never with the key."""
     keys = tuple(_key(name, table) for name, table in named_tables("keys", "key").items())
     for key in keys:
         other = next(k for k in keys if k.digest == key.digest)
         if other is not key:
-            raise UsageError(f"[keys.{other.name}] and [keys.{key.name}] of config.toml are the same key")
+            raise UsageError(
+                f"[keys.{other.name}] and [keys.{key.name}] of config.toml are the same key"
+            )
     return keys
 
 
@@ -92,7 +97,8 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
     if sum(k in table for k in ("sha256", "env", "file")) != 1:
         raise UsageError(
             f"{where} must say its key in one way: sha256, env or file",
-            hint="env names a variable that holds it, file a file, and sha256 is its hash: `printf %s KEY | sha256sum`",
+            hint="env names a variable that holds it, file a file, and sha256 is its hash: `printf "
+            "%s KEY | sha256sum`",
         )
     if "sha256" in table:
         text = text_of(table, "sha256", where).lower()
@@ -123,9 +129,13 @@ def _secret(table: dict[str, Any], where: str) -> str:
         try:
             key = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"{where}: {path} can't be read ({type(e).__name__})", hint="put the key there") from e
+            raise UsageError(
+                f"{where}: {path} can't be read ({type(e).__name__})", hint="put the key there"
+            ) from e
     if len(key) < _LEAST_KEY_CHARS:
-        raise UsageError(f"the key of {where} has fewer than {_LEAST_KEY_CHARS} characters: it could be guessed")
+        raise UsageError(
+            f"the key of {where} has fewer than {_LEAST_KEY_CHARS} characters: it could be guessed"
+        )
     return key
 
 

@@ -1,4 +1,5 @@
-"""config.toml's tables beside its settings, read by hand: every refusal names the table, and what was meant."""
+"""config.toml's tables beside its settings, read by hand: every refusal names the table, and what
+was meant."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from localllm.settings import config_path, read_config
 
 
 def named_tables(name: str, each: str) -> Mapping[str, dict[str, Any]]:
-    """The tables [`name`.NAME], one per `each`. Raises UsageError for anything else under that name."""
+    """The tables [`name`.NAME], one per `each`. Raises UsageError for anything else under that
+    name."""
     tables = read_config().get(name, {})
-    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+    if not isinstance(tables, dict) or not all(
+        isinstance(table, dict) for table in tables.values()
+    ):
         raise UsageError(f"{config_path()}: `{name}` holds one table per {each}: [{name}.NAME]")
     return tables
 
@@ -29,7 +33,8 @@ def check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> 
 
 
 def text_of(table: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    """The text `key`; without a `default` it must be there, and say something. Raises UsageError."""
+    """The text `key`; without a `default` it must be there, and say something. Raises
+    UsageError."""
     value = table.get(key, default)
     if not isinstance(value, str) or (not value and default is None):
         raise UsageError(f"{key} in {where} must be a text, not {value!r}")
@@ -40,5 +45,7 @@ def variable(name: str, where: str) -> str:
     """The key that the environment variable `name` holds. Raises UsageError where it is not set."""
     value = os.environ.get(name, "").strip()
     if not value:
-        raise UsageError(f"{where} takes its key from {name}, which is not set", hint="export it first")
+        raise UsageError(
+            f"{where} takes its key from {name}, which is not set", hint="export it first"
+        )
     return value

@@ -1,4 +1,5 @@
-"""Whether a model is slower than at its last start here: an update must slow nobody without a word."""
+"""Whether a model is slower than at its last start here: an update must slow nobody without a
+word."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 # So much more time a step takes where speed has fallen by a fifth.
 SLOWER = 1.25
 _MOST_MODELS = 64
-# Depths within an eighth of an octave, at first within this many tokens, are compared with each other.
+# Depths within an eighth of an octave, at first within this many tokens, are compared with each
+# other.
 _NEAR_TOKENS, _FROM_TOKENS, _PER_OCTAVE = 128, 1024, 8
 INTERVAL_S = 5.0
 # Spans that a comparison needs (localllm/engine/host/metrics.py keeps eight).
@@ -28,8 +30,9 @@ _SPANS = 6
 
 @dataclass(frozen=True, slots=True)
 class UsualSpeed:
-    """What a model's next start is compared with: `steps` are seconds of a plain decode step by depth (as `depth_bin` groups
-    them); `slower`: the last start was slower, and these are of those before."""
+    """What a model's next start is compared with: `steps` are seconds of a plain decode step by
+    depth (as `depth_bin` groups them); `slower`: the last start was slower, and these are of those
+    before."""
 
     steps: dict[str, float]
     slower: bool = False
@@ -43,12 +46,17 @@ def depth_bin(depth: int) -> str:
     """Which depths are as good as the same."""
     if depth < _FROM_TOKENS:
         return str(depth // _NEAR_TOKENS * _NEAR_TOKENS)
-    return str(round(_FROM_TOKENS * 2 ** (math.floor(math.log2(depth / _FROM_TOKENS) * _PER_OCTAVE) / _PER_OCTAVE)))
+    return str(
+        round(
+            _FROM_TOKENS
+            * 2 ** (math.floor(math.log2(depth / _FROM_TOKENS) * _PER_OCTAVE) / _PER_OCTAVE)
+        )
+    )
 
 
 def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Seconds of a step by depth, from what a worker collected: the lower median of each depth, since whatever else happened
-    only ever slowed it down."""
+    """Seconds of a step by depth, from what a worker collected: the lower median of each depth,
+    since whatever else happened only ever slowed it down."""
     found: dict[str, list[float]] = {}
     for depth, step_s in spans:
         found.setdefault(depth_bin(int(depth)), []).append(step_s)
@@ -56,7 +64,8 @@ def steps_of(spans: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def notice(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -> str:
-    """A sentence on a model that is slower by a fifth or more, by the median over the depths that both know; else ""."""
+    """A sentence on a model that is slower by a fifth or more, by the median over the depths that
+    both know; else ""."""
     depths = sorted(steps.keys() & usual.keys(), key=lambda depth: steps[depth] / usual[depth])
     if not depths:
         return ""
@@ -64,12 +73,14 @@ def notice(model: str, steps: Mapping[str, float], usual: Mapping[str, float]) -
     if steps[median] < SLOWER * usual[median]:
         return ""
     return (
-        f"{model} is slower than it was here: {1 / steps[median]:.3g} tok/s, where {1 / usual[median]:.3g} were usual"
+        f"{model} is slower than it was here: {1 / steps[median]:.3g} tok/s, where "
+        f"{1 / usual[median]:.3g} were usual"
     )
 
 
 def load() -> dict[str, UsualSpeed]:
-    """Every model's usual speed, by the key it was kept under; a damaged or missing file is none."""
+    """Every model's usual speed, by the key it was kept under; a damaged or missing file is
+    none."""
     found = {}
     for key, entry in json_store.read(path()).items():
         speed = json_store.record(UsualSpeed, entry)
@@ -83,8 +94,9 @@ def _is_seconds(value: Any) -> bool:
 
 
 def compare(key: str, model: str, steps: Mapping[str, float]) -> str:
-    """The notice of a start with these `steps`; they are what the next one is compared with, unless they are slower for the
-    first time: then the next start is compared with the same as this one."""
+    """The notice of a start with these `steps`; they are what the next one is compared with, unless
+    they are slower for the first time: then the next start is compared with the same as this
+    one."""
     speeds = load()
     usual = speeds.pop(key, UsualSpeed({}))
     text = notice(model, steps, usual.steps)
@@ -97,8 +109,8 @@ def compare(key: str, model: str, steps: Mapping[str, float]) -> str:
 
 
 class DecodeSpeedWatch:
-    """Compares each start of a model of `router` with the last one, once it has answered a little; `report` hears of those that
-    are slower."""
+    """Compares each start of a model of `router` with the last one, once it has answered a little;
+    `report` hears of those that are slower."""
 
     def __init__(self, router: ModelRouter, report: Callable[[str], None]) -> None:
         self._router, self._report = router, report
@@ -141,7 +153,8 @@ class DecodeSpeedWatch:
 
 
 def _key(worker: ModelWorker) -> str:
-    """What must be the same for two starts to be compared: the weights, the KV types, and where the model lies."""
+    """What must be the same for two starts to be compared: the weights, the KV types, and where the
+    model lies."""
     info = worker.info
     assert info is not None
     spec = getattr(getattr(worker.host, "options", None), "spec", None)

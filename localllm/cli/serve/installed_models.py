@@ -1,5 +1,5 @@
-"""The models on this disk as a server offers them: listed at once, each described when there is time or somebody asks; and what
-its clients may fetch and remove."""
+"""The models on this disk as a server offers them: listed at once, each described when there is
+time or somebody asks; and what its clients may fetch and remove."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ if TYPE_CHECKING:
     from localllm.server.models.served import ServedModel, StoreProgress
 
 
-# The disk is looked at again when a list is asked for this long after the last look, and for a name nobody has sooner.
+# The disk is looked at again when a list is asked for this long after the last look, and for a name
+# nobody has sooner.
 _FRESH_S = 10.0
 _LOOK_AGAIN_S = 1.0
 
 
 class DiskModels:
-    """The models on this disk (implements localllm.server.models.served.InstalledModels). Their names are known from the start; what
-    each would be is found out in a thread, or when it is asked for. `named` were named at the start, with
-    their files; with `only` no others are offered, and those answer to all their names."""
+    """The models on this disk (implements localllm.server.models.served.InstalledModels). Their
+    names are known from the start; what each would be is found out in a thread, or when it is asked
+    for. `named` were named at the start, with their files; with `only` no others are offered, and
+    those answer to all their names."""
 
-    def __init__(self, served: ServedModels, named: Sequence[tuple[LocalModel, ServedModel]], *, only: bool) -> None:
+    def __init__(
+        self, served: ServedModels, named: Sequence[tuple[LocalModel, ServedModel]], *, only: bool
+    ) -> None:
         self._served, self._only = served, only
         self._named = {real_path(local.path): model for local, model in reversed(named)}
         self._named_locals = [local for local, _ in named]
@@ -44,7 +48,9 @@ class DiskModels:
 
     def models(self) -> Sequence[ServedModel]:
         """See InstalledModels. A look at the disk that is due goes on in a thread meanwhile."""
-        if (self._stale or self._undescribed) and (self._looking is None or not self._looking.is_alive()):
+        if (self._stale or self._undescribed) and (
+            self._looking is None or not self._looking.is_alive()
+        ):
             self._looking = threading.Thread(target=self._look_closely, name="library", daemon=True)
             self._looking.start()
         return [*self._listed.values()]
@@ -72,8 +78,8 @@ class DiskModels:
         return found
 
     def look(self) -> None:
-        """Look at the disk. Models that are there no more are no longer listed; one that is loaded stays until it is
-        unloaded."""
+        """Look at the disk. Models that are there no more are no longer listed; one that is loaded
+        stays until it is unloaded."""
         from localllm.library import store
 
         if self._only:
@@ -116,7 +122,8 @@ class DiskModels:
         if not candidates:
             return None
         models = [model for local in candidates if (model := self._of(local)) is not None]
-        # One that is in memory answers first: what is free now must not decide between two quants of a model.
+        # One that is in memory answers first: what is free now must not decide between two quants
+        # of a model.
         in_memory = [m for m in models if m.state != "available"]
         named = [m for m in models if m in self._named.values()]
         if in_memory or named:
@@ -131,7 +138,8 @@ class DiskModels:
 
 @dataclass(frozen=True, slots=True)
 class LibraryStore:
-    """Implements server.models.installed.ModelStore. A reference is a name of the catalog or the hub, never a path."""
+    """Implements server.models.installed.ModelStore. A reference is a name of the catalog or the
+    hub, never a path."""
 
     offline: bool = False
 
@@ -154,7 +162,8 @@ class LibraryStore:
 
 
 def _ours(ref: str) -> str:
-    """`ref` as the library knows it: Ollama's `qwen3:8b` is the catalog's qwen3-8b. Raises UsageError for a path."""
+    """`ref` as the library knows it: Ollama's `qwen3:8b` is the catalog's qwen3-8b. Raises
+    UsageError for a path."""
     from localllm.library import hub, names
     from localllm.library.catalog import load_catalog
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSettings:
-    """What `settings` let the server do, with the key that is kept where one is made up; `new_key` replaces that.
+    """What `settings` let the server do, with the key that is kept where one is made up; `new_key`
+    replaces that.
 
     Raises UsageError, also for a certificate that no server can be run with."""
     from dataclasses import replace
@@ -24,14 +25,23 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
 
     from localllm.cli.serve.api_keys import kept_key, load_keys
     from localllm.library.hub import is_offline
-    from localllm.server.http.settings import CONNECTION_LIMITS, ServerSettings, TlsFiles, image_host
+    from localllm.server.http.settings import (
+        CONNECTION_LIMITS,
+        ServerSettings,
+        TlsFiles,
+        image_host,
+    )
 
     certificate, private = settings.value("tls_cert"), settings.value("tls_key")
     tls = None
     if certificate is not None:
-        tls = TlsFiles(Path(certificate).expanduser(), Path(private).expanduser() if private else None)
+        tls = TlsFiles(
+            Path(certificate).expanduser(), Path(private).expanduser() if private else None
+        )
     elif private is not None:
-        raise UsageError("--tls-key is of no use without --tls-cert", hint="name the certificate's file too")
+        raise UsageError(
+            "--tls-key is of no use without --tls-cert", hint="name the certificate's file too"
+        )
     image_hosts: tuple[tuple[str, int], ...] = ()
     if not settings.value("offline") and not is_offline():
         image_hosts = tuple(image_host(name) for name in settings.value("allow_image_hosts"))
@@ -56,7 +66,8 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
         if new_key:
             raise UsageError(
                 "--new-key replaces a key that was made up, and this server has none",
-                hint="keys are made up for addresses that other machines reach, such as --host 0.0.0.0",
+                hint="keys are made up for addresses that other machines reach, such as --host "
+                "0.0.0.0",
             )
         return secured
     return replace(secured, api_key=kept_key(new=new_key))
@@ -64,8 +75,8 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
 
 @contextmanager
 def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket], str]]:
-    """The listening sockets of `settings` and their address for people; a Unix socket's file goes with it. Where a
-    service manager opened them already, those.
+    """The listening sockets of `settings` and their address for people; a Unix socket's file goes
+    with it. Where a service manager opened them already, those.
 
     Raises PortInUseError or UsageError."""
     from pathlib import Path
@@ -95,8 +106,8 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
 
 
 def from_elsewhere(address: str) -> str | None:
-    """`address` as other machines call it: with this one's own in the place of 0.0.0.0 or ::. None where it is not open to
-    them all, or this machine has no network."""
+    """`address` as other machines call it: with this one's own in the place of 0.0.0.0 or ::. None
+    where it is not open to them all, or this machine has no network."""
     import socket
 
     everywhere = next((wild for wild in ("//0.0.0.0:", "//[::]:") if wild in address), None)
@@ -104,7 +115,8 @@ def from_elsewhere(address: str) -> str | None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
-            route.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): a route is chosen, nothing is sent
+            # TEST-NET-1 (RFC 5737): a route is chosen, nothing is sent
+            route.connect(("192.0.2.1", 9))
         except OSError:
             return None
         return address.replace(everywhere, f"//{route.getsockname()[0]}:")
@@ -119,7 +131,8 @@ def port_of(socks: Sequence[socket.socket]) -> int:
 def _address_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
     """Where the sockets of the service manager are reached, for people.
 
-    Raises UsageError where they let in more than `settings` do: those decide whether a key is asked for."""
+    Raises UsageError where they let in more than `settings` do: those decide whether a key is asked
+    for."""
     import socket
     import sys
 
@@ -130,13 +143,15 @@ def _address_of(given: Sequence[socket.socket], settings: ServerSettings) -> str
     names = [sock.getsockname() for sock in given if sock.family != socket.AF_UNIX]
     if not keyed and any(not is_loopback(name[0]) for name in names):
         raise UsageError(
-            "the service manager's socket can be reached from other machines, and no key is set", hint=again
+            "the service manager's socket can be reached from other machines, and no key is set",
+            hint=again,
         )
     if not names:
         return f"the Unix socket {given[0].getsockname()} (path /v1)"
     if settings.unix_socket is not None or names[0][1] != settings.port:
         print(
-            f"note: listening on the service manager's socket, port {names[0][1]}; the settings say otherwise: {again}",
+            f"note: listening on the service manager's socket, port {names[0][1]}; the settings "
+            f"say otherwise: {again}",
             file=sys.stderr,
         )
     host = f"[{names[0][0]}]" if ":" in names[0][0] else names[0][0]

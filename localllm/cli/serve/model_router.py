@@ -1,4 +1,5 @@
-"""The router of a server: the models named, the presets of config.toml, what else is installed, and other servers' models."""
+"""The router of a server: the models named, the presets of config.toml, what else is installed, and
+other servers' models."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ log = logging.getLogger("localllm.server")
 
 
 def router_of(named: Sequence[str], aliases: Sequence[str], settings: Settings) -> ModelRouter:
-    """What the command line and config.toml say is served; without a name the best model at hand. Raises as
-    `load_plan_named` does, and UsageError."""
+    """What the command line and config.toml say is served; without a name the best model at hand.
+    Raises as `load_plan_named` does, and UsageError."""
     from localllm.cli.serve.presets import load_presets
     from localllm.cli.serve.served_models import ServedModels
     from localllm.cli.serve.upstreams import load_upstreams
@@ -51,9 +52,10 @@ def router_for(
     presets: Sequence[Preset | None] = (),
     only: bool = True,
 ) -> ModelRouter:
-    """The models of `loads`, the presets of config.toml and, unless `only`, what else is installed, with the memory of this
-    machine as their limit. `presets`: those that the loads were named by, if any was. `aliases`: further names, as `--alias`
-    takes them. Raises UsageError."""
+    """The models of `loads`, the presets of config.toml and, unless `only`, what else is installed,
+    with the memory of this machine as their limit.
+    `presets`: those that the loads were named by, if any was.
+    `aliases`: further names, as `--alias` takes them. Raises UsageError."""
     from localllm.cli.serve.installed_models import DiskModels
     from localllm.cli.serve.served_models import ServedModels
     from localllm.load.sharing import memory_for_models
@@ -63,7 +65,10 @@ def router_for(
 
     served = served or ServedModels(Settings())
     presets = presets or [None] * len(loads)
-    named = [(x.local, served.model(x.local, preset, x)) for x, preset in zip(loads, presets, strict=True)]
+    named = [
+        (x.local, served.model(x.local, preset, x))
+        for x, preset in zip(loads, presets, strict=True)
+    ]
     names = [model.name for _, model in named]
     if len(set(names)) < len(names):
         raise UsageError("the same model is named twice", hint=f"named: {', '.join(names)}")
@@ -83,8 +88,8 @@ def router_for(
 def _further_presets(
     served: ServedModels, named: Sequence[tuple[LocalModel, ServedModel]], *, only: bool
 ) -> Iterable[tuple[LocalModel, ServedModel]]:
-    """The presets of config.toml that were not named; with `only` those of named models. One whose model is not on
-    this disk is left out, and the log says so."""
+    """The presets of config.toml that were not named; with `only` those of named models. One whose
+    model is not on this disk is left out, and the log says so."""
     from localllm.cli.serve.served_models import on_disk, real_path
 
     taken = {model.name.lower() for _, model in named}
@@ -94,7 +99,9 @@ def _further_presets(
             continue
         local = on_disk(preset)
         if local is None:
-            log.warning("the preset %s is left out: no model %s on this disk", preset.name, preset.model)
+            log.warning(
+                "the preset %s is left out: no model %s on this disk", preset.name, preset.model
+            )
         elif not only or real_path(local.path) in paths:
             yield local, served.model(local, preset)
 
@@ -102,8 +109,8 @@ def _further_presets(
 def _with_aliases(
     sent: Sequence[str], models: Sequence[ServedModel], find: Callable[[str], ServedModel | None]
 ) -> Mapping[str, ServedModel]:
-    """`NAME=MODEL` texts, or `NAME` for the first model: each further name with its model, one of `models` or one that
-    `find` knows. Raises UsageError."""
+    """`NAME=MODEL` texts, or `NAME` for the first model: each further name with its model, one of
+    `models` or one that `find` knows. Raises UsageError."""
     by_name = {model.name.lower(): model for model in models}
     found: dict[str, ServedModel] = {}
     for text in sent:

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 def check_pool(settings: Settings, named: Sequence[str]) -> None:
-    """Raises UsageError for a pool that is given models to load, and for addresses that are none."""
+    """Raises UsageError for a pool that is given models to load, and for addresses that are
+    none."""
     if not settings.value("pool"):
         return
     if named:
-        raise UsageError("--pool loads no model: the servers behind it do", hint=f"leave {named[0]} out")
+        raise UsageError(
+            "--pool loads no model: the servers behind it do", hint=f"leave {named[0]} out"
+        )
     nodes(settings)
 
 
@@ -35,7 +38,9 @@ def nodes(settings: Settings) -> list[PoolNode]:
     for text in settings.value("pool"):
         # Whoever named it on the command line, or as a setting, allowed it.
         host = (urlsplit(text).hostname or "").lower()
-        url = checked_url(text, [host], "--pool", keyed=settings.value("pool_key") is not None).removesuffix("/v1")
+        url = checked_url(
+            text, [host], "--pool", keyed=settings.value("pool_key") is not None
+        ).removesuffix("/v1")
         name = urlsplit(url).netloc
         if name in found:
             raise UsageError(f"--pool names {name} twice")
@@ -44,7 +49,12 @@ def nodes(settings: Settings) -> list[PoolNode]:
 
 
 async def serve_pool(
-    settings: Settings, secured: ServerSettings, socks: Sequence[socket.socket], address: str, *, quiet: bool
+    settings: Settings,
+    secured: ServerSettings,
+    socks: Sequence[socket.socket],
+    address: str,
+    *,
+    quiet: bool,
 ) -> None:
     """Serve the pool on `socks` until cancelled, and say on stderr where, unless `quiet`."""
     import sys
@@ -56,9 +66,16 @@ async def serve_pool(
     stop_when_terminated()
     app, front = create_pool_app(nodes(settings), secured, settings.value("pool_key"))
     if secured.generated_key:
-        print(f"API key (this address can be reached from other machines): {secured.api_key}", file=sys.stderr)
+        print(
+            f"API key (this address can be reached from other machines): {secured.api_key}",
+            file=sys.stderr,
+        )
     if not quiet:
-        print(f"serving {len(front.nodes)} servers on {address}  (Ctrl-C stops)", file=sys.stderr, flush=True)
+        print(
+            f"serving {len(front.nodes)} servers on {address}  (Ctrl-C stops)",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         await serve_on(app, socks, secured)
     finally:

@@ -1,4 +1,5 @@
-"""What config.toml says of single models: how each is loaded, what its requests get, by which further names it answers.
+"""What config.toml says of single models: how each is loaded, what its requests get, by which
+further names it answers.
 
 [models.qwen3-8b]              # of the model itself
 context = 32768
@@ -22,7 +23,8 @@ from localllm.settings import Setting, Value, checked, setting
 
 # Settings that one model may have otherwise than the rest: how it is loaded.
 LOADING = (
-    "context", "kv_type", "draft", "backend", "gpu_layers", "cpu_moe", "split", "parallel", "threads", "cache_ram_gb", "power",
+    "context", "kv_type", "draft", "backend", "gpu_layers", "cpu_moe", "split", "parallel",
+    "threads", "cache_ram_gb", "power",
 )  # fmt: skip
 # What a request gets that does not say it, in the words and ranges of a request.
 _SAMPLED = tuple(name for name, allowed in SAMPLING_RANGES.items() if allowed.preset)
@@ -33,8 +35,9 @@ KEYS = (*_OWN, *LOADING, *_SAMPLED)
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One table. `loading` are settings over the general ones; `sampling`, `system` and `thinking_tokens` are what a
-    request gets that does not say it. `of_itself`: it speaks of the model of its name, and makes no new one."""
+    """One table. `loading` are settings over the general ones; `sampling`, `system` and
+    `thinking_tokens` are what a request gets that does not say it. `of_itself`: it speaks of the
+    model of its name, and makes no new one."""
 
     name: str
     model: str
@@ -51,7 +54,8 @@ class Preset:
 
 
 def load_presets() -> tuple[Preset, ...]:
-    """The presets of config.toml, in its order. Raises UsageError that names what is wrong, and where."""
+    """The presets of config.toml, in its order. Raises UsageError that names what is wrong, and
+    where."""
     return tuple(_preset(name, table) for name, table in named_tables("models", "model").items())
 
 
@@ -75,7 +79,9 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
         {name: _sampled(name, table[name], where) for name in _SAMPLED if name in table},
         text_of(table, "system", where, ""),
         None if budget is None or budget < 0 else int(budget),
-        None if minutes is None else 60.0 * _ranged(setting("idle_unload_min"), FieldRange(0, 10**6), minutes, where),
+        None
+        if minutes is None
+        else 60.0 * _ranged(setting("idle_unload_min"), FieldRange(0, 10**6), minutes, where),
     )
 
 
@@ -87,9 +93,15 @@ def _sampled(name: str, value: Any, where: str) -> Any:
 
 
 def _ranged(number: Setting, limits: FieldRange, value: Any, where: str) -> Any:
-    found = checked(number, value, where) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    found = (
+        checked(number, value, where)
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else None
+    )
     inside = isinstance(found, int | float) and limits.least <= found <= limits.most
     if not inside or (limits.above and found == limits.least):
         least = f"above {limits.least:g} up" if limits.above else f"from {limits.least:g}"
-        raise UsageError(f"{number.name} in {where} must be a number {least} to {limits.most:g}, not {value!r}")
+        raise UsageError(
+            f"{number.name} in {where} must be a number {least} to {limits.most:g}, not {value!r}"
+        )
     return found

@@ -1,4 +1,5 @@
-"""The run of `localllm serve`: listen at once, load what was named meanwhile, say how that went, end when told to."""
+"""The run of `localllm serve`: listen at once, load what was named meanwhile, say how that went,
+end when told to."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ async def serve_until_stopped(
     idle_s: float,
     quiet: bool,
 ) -> None:
-    """Listen at once and load the models meanwhile, saying so on stderr unless `quiet`; models idle for `idle_s` are
-    unloaded (0: never). `store`: where clients may fetch models to. Raises what loading ended in where nothing else
-    could be served."""
+    """Listen at once and load the models meanwhile, saying so on stderr unless `quiet`; models idle
+    for `idle_s` are unloaded (0: never). `store`: where clients may fetch models to. Raises what
+    loading ended in where nothing else could be served."""
     import asyncio
     import sys
 
@@ -58,7 +59,11 @@ async def serve_until_stopped(
         )
         report(f"  it is kept in {key_path()}; --new-key makes another one")
     if router.named():
-        report(f"loading {', '.join(model.name for model in router.named())} … requests to {address} wait for it")
+        report(
+            f"loading {', '.join(model.name for model in router.named())} … requests to "
+            f"{address} "
+            "wait for it"
+        )
     loading = asyncio.create_task(_load(router, report))
     serving = asyncio.create_task(_serve(router, settings, socks, store, None if quiet else report))
     watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
@@ -79,8 +84,8 @@ async def serve_until_stopped(
 
 
 async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
-    """Load what was named at the start, and say how that ended (a failure always). Raises only where nothing else is on
-    offer."""
+    """Load what was named at the start, and say how that ended (a failure always). Raises only
+    where nothing else is on offer."""
     from localllm.errors import LocalLLMError
 
     try:
@@ -91,13 +96,15 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     for model in router.named():
         if model.loaded:
             report(
-                f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} allocated{_seeing(model)}"
+                f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} "
+                f"allocated{_seeing(model)}"
             )
         elif model.worker.failure:
             _complain(model)
         else:
             report(
-                f"  {model.name} is loaded when asked for: {_GB.format(model.facts.needs_bytes / 1e9)} do not fit now"
+                f"  {model.name} is loaded when asked for: "
+                f"{_GB.format(model.facts.needs_bytes / 1e9)} do not fit now"
             )
     if router.named() and all(model.worker.failure for model in router.named()):
         _offer_others(router)
@@ -121,14 +128,16 @@ def _complain(model: ServedModel) -> None:
 
 
 def _offer_others(router: ModelRouter) -> None:
-    """None of the models named could be loaded: say, also to the quiet, what the server still is good for."""
+    """None of the models named could be loaded: say, also to the quiet, what the server still is
+    good for."""
     import sys
 
     failed = {model.name for model in router.named()}
     others = [model.name for model in router.list() if model.name not in failed]
     more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
     print(
-        f"nothing is loaded: requests must name another installed model ({', '.join(others[:_MOST_NAMED])}{more}); "
+        "nothing is loaded: requests must name another installed model "
+        f"({', '.join(others[:_MOST_NAMED])}{more}); "
         "Ctrl-C stops",
         file=sys.stderr,
         flush=True,
@@ -153,11 +162,12 @@ async def _serve(
 def application(
     router: ModelRouter, settings: ServerSettings, store: LibraryStore | None = None
 ) -> tuple[FastAPI, Callable[..., Awaitable[None]]]:
-    """The application and what serves it. Reading that code takes as long as a small model takes to load: this runs
-    meanwhile."""
+    """The application and what serves it. Reading that code takes as long as a small model takes to
+    load: this runs meanwhile."""
     import gc
 
-    # All of it stays: to look through it for garbage costs a tenth of the time now, and streams a pause later.
+    # All of it stays: to look through it for garbage costs a tenth of the time now, and streams a
+    # pause later.
     gc.disable()
     try:
         from localllm.device.probes.power import power_figures
@@ -171,8 +181,8 @@ def application(
 
 
 def stop_when_terminated() -> None:
-    """SIGTERM (kill, launchd, containers) and the closing of the terminal end the server as Ctrl-C does: streams get
-    their end, workers are closed."""
+    """SIGTERM (kill, launchd, containers) and the closing of the terminal end the server as Ctrl-C
+    does: streams get their end, workers are closed."""
     import asyncio
     import signal
 
@@ -181,7 +191,8 @@ def stop_when_terminated() -> None:
     loop = asyncio.get_running_loop()
     with suppress(NotImplementedError):  # Windows has no such signals
         loop.add_signal_handler(signal.SIGTERM, task.cancel)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else it was started to outlive its terminal (nohup)
+        # else it was started to outlive its terminal (nohup)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
             loop.add_signal_handler(signal.SIGHUP, task.cancel)
 
 
@@ -207,9 +218,11 @@ _WATCHERS = (
 _MOST_PATH = 60
 
 
-def with_lines(app: App, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> App:
-    """`app`, telling `report` of each request once it is over: when, what, its status and seconds. Nothing of what was asked or
-    answered is told."""
+def with_lines(
+    app: App, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> App:
+    """`app`, telling `report` of each request once it is over: when, what, its status and seconds.
+    Nothing of what was asked or answered is told."""
 
     async def telling(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

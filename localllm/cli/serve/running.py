@@ -1,4 +1,5 @@
-"""The servers that run on this machine, as they tell of themselves: a small private file each, for as long as they run."""
+"""The servers that run on this machine, as they tell of themselves: a small private file each, for
+as long as they run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from localllm import json_store, paths
 if TYPE_CHECKING:
     from localllm.server.http.settings import ServerSettings
 
-# Where a client finds the key: none is asked for, the one that is kept (api_keys.py), or one somebody chose.
+# Where a client finds the key: none is asked for, the one that is kept (api_keys.py), or one
+# somebody chose.
 Key = Literal["none", "kept", "chosen"]
 # A process's start is told in hundredths of a second, and computed from the boot's.
 _SAME_START_S = 2.0
@@ -25,8 +27,9 @@ _LONGEST_FILE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """`base_url` ends in /v1; `unix_socket` is a path where the server listens on one, else "". `started_s` is the
-    process's start (seconds since 1970): with `pid` and `host` it tells this process from a later one of that number."""
+    """`base_url` ends in /v1; `unix_socket` is a path where the server listens on one, else "".
+    `started_s` is the process's start (seconds since 1970): with `pid` and `host` it tells this
+    process from a later one of that number."""
 
     base_url: str
     pid: int
@@ -42,8 +45,8 @@ def folder() -> Path:
 
 @contextmanager
 def published(settings: ServerSettings, port: int) -> Iterator[None]:
-    """Tell of this process's server, which listens on `port`, for as long as the block runs. A disk that refuses keeps
-    no server from running."""
+    """Tell of this process's server, which listens on `port`, for as long as the block runs. A disk
+    that refuses keeps no server from running."""
     file = folder() / f"{os.getpid()}.json"
     json_store.keep(file, asdict(_of(settings, port)))
     try:
@@ -54,7 +57,8 @@ def published(settings: ServerSettings, port: int) -> Iterator[None]:
 
 
 def running() -> list[Running]:
-    """The servers of this user that run on this machine, the newest first; what dead ones left behind is removed."""
+    """The servers of this user that run on this machine, the newest first; what dead ones left
+    behind is removed."""
     try:
         files = sorted(folder().glob("*.json"))
     except OSError:
@@ -75,13 +79,19 @@ def running() -> list[Running]:
 def _of(settings: ServerSettings, port: int) -> Running:
     import psutil
 
-    key: Key = "none" if settings.api_key is None else "kept" if settings.generated_key else "chosen"
+    key: Key = (
+        "none" if settings.api_key is None else "kept" if settings.generated_key else "chosen"
+    )
     scheme = "http" if settings.tls is None else "https"
     url = (
-        f"{scheme}://{_reached_at(settings.host)}:{port}/v1" if settings.unix_socket is None else "http://localhost/v1"
+        f"{scheme}://{_reached_at(settings.host)}:{port}/v1"
+        if settings.unix_socket is None
+        else "http://localhost/v1"
     )
     path = str(Path(settings.unix_socket).expanduser().resolve()) if settings.unix_socket else ""
-    return Running(url, os.getpid(), psutil.Process().create_time(), socket.gethostname(), key, path)
+    return Running(
+        url, os.getpid(), psutil.Process().create_time(), socket.gethostname(), key, path
+    )
 
 
 def _reached_at(host: str) -> str:
@@ -91,7 +101,8 @@ def _reached_at(host: str) -> str:
 
 
 def _read(file: Path) -> Running | None:
-    """What a file tells; None for one that others could have written, or that says something else."""
+    """What a file tells; None for one that others could have written, or that says something
+    else."""
     try:
         with file.open("rb") as f:
             about = os.fstat(f.fileno())
@@ -100,7 +111,11 @@ def _read(file: Path) -> Running | None:
             server = json_store.record(Running, json.loads(f.read(_LONGEST_FILE_BYTES)))
     except (OSError, ValueError):
         return None
-    return server if server is None or server.key in ("none", "kept") else replace(server, key="chosen")
+    return (
+        server
+        if server is None or server.key in ("none", "kept")
+        else replace(server, key="chosen")
+    )
 
 
 def _lives(told: Running) -> bool:
@@ -108,6 +123,9 @@ def _lives(told: Running) -> bool:
 
     try:
         process = psutil.Process(told.pid)
-        return abs(process.create_time() - told.started_s) < _SAME_START_S and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            abs(process.create_time() - told.started_s) < _SAME_START_S
+            and process.status() != psutil.STATUS_ZOMBIE
+        )
     except (psutil.Error, ValueError):
         return False

@@ -1,5 +1,5 @@
-"""The models that are served: a name, what its requests get, and a worker; names that differ only in what a request gets share
-one worker."""
+"""The models that are served: a name, what its requests get, and a worker; names that differ only
+in what a request gets share one worker."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ if TYPE_CHECKING:
     from localllm.load.load_plan import LoadPlan
     from localllm.planner.types import Plan
     from localllm.server.models.served import ServedModel
-    from localllm.server.models.worker import ModelAdmission, ModelMetadata, ModelWorker, PlannedModel
+    from localllm.server.models.worker import (
+        ModelAdmission,
+        ModelMetadata,
+        ModelWorker,
+        PlannedModel,
+    )
     from localllm.settings import Settings, Value
 
 log = logging.getLogger("localllm.server")
 
 
 class ServedModels:
-    """Makes the models that are served, each worker once. `presets` are those of config.toml; `admission` decides which of
-    them may be loaded together."""
+    """Makes the models that are served, each worker once. `presets` are those of config.toml;
+    `admission` decides which of them may be loaded together."""
 
     def __init__(self, settings: Settings, presets: Sequence[Preset] = ()) -> None:
         self.admission: ModelAdmission | None = None
@@ -41,9 +46,11 @@ class ServedModels:
                 self._of_itself[real_path(local.path)] = preset
         self._workers: dict[tuple[Path, tuple[tuple[str, Value], ...]], ModelWorker] = {}
 
-    def load_plans(self, references: Sequence[str | None]) -> tuple[list[LoadPlan], list[Preset | None]]:
-        """The models named on the command line, planned together, and the presets that they were named by. Raises as
-        `load_plan_named` does."""
+    def load_plans(
+        self, references: Sequence[str | None]
+    ) -> tuple[list[LoadPlan], list[Preset | None]]:
+        """The models named on the command line, planned together, and the presets that they were
+        named by. Raises as `load_plan_named` does."""
         from localllm.library.resolve import resolve
         from localllm.load.sharing import load_plans_together
 
@@ -68,8 +75,11 @@ class ServedModels:
         """How `local` is loaded, as itself or by a `preset`."""
         return self._settings.preset(self._loading(local, preset))
 
-    def model(self, local: LocalModel, preset: Preset | None, load: LoadPlan | None = None) -> ServedModel:
-        """`local` as it is served, as itself or by a `preset` of it; planned already as `load`, or when asked for."""
+    def model(
+        self, local: LocalModel, preset: Preset | None, load: LoadPlan | None = None
+    ) -> ServedModel:
+        """`local` as it is served, as itself or by a `preset` of it; planned already as `load`, or
+        when asked for."""
         from localllm.server.models.served import ModelDefaults, ServedModel
 
         own = self._of_itself.get(real_path(local.path))
@@ -89,29 +99,43 @@ class ServedModels:
 
     def _loading(self, local: LocalModel, preset: Preset | None) -> dict[str, Value]:
         own = self._of_itself.get(real_path(local.path))
-        return {**(own.loading if own is not None else {}), **(preset.loading if preset is not None else {})}
+        return {
+            **(own.loading if own is not None else {}),
+            **(preset.loading if preset is not None else {}),
+        }
 
-    def _worker(self, local: LocalModel, preset: Preset | None, load: LoadPlan | None) -> ModelWorker:
+    def _worker(
+        self, local: LocalModel, preset: Preset | None, load: LoadPlan | None
+    ) -> ModelWorker:
         from localllm.server.models.worker import ModelWorker, UnplannedHost
 
         key = (real_path(local.path), tuple(sorted(self._loading(local, preset).items())))
         if key not in self._workers:
             name = preset.name if preset is not None and preset.loading else local.name
-            idle = [p.idle_s for p in (preset, self._of_itself.get(key[0])) if p is not None and p.idle_s is not None]
+            idle = [
+                p.idle_s
+                for p in (preset, self._of_itself.get(key[0]))
+                if p is not None and p.idle_s is not None
+            ]
             idle_s = idle[0] if idle else None
             if load is not None:
                 ready = planned(load)
-                worker = ModelWorker(name, ready.host, ready.facts, loading=ready.loading, idle_s=idle_s)
+                worker = ModelWorker(
+                    name, ready.host, ready.facts, loading=ready.loading, idle_s=idle_s
+                )
             else:
                 plan = self._planner(local, self.settings_for(local, preset))
-                worker = ModelWorker(name, UnplannedHost(), facts_before(local), plan=plan, idle_s=idle_s)
+                worker = ModelWorker(
+                    name, UnplannedHost(), facts_before(local), plan=plan, idle_s=idle_s
+                )
             worker.admission = self.admission
             self._workers[key] = worker
         return self._workers[key]
 
     def describe(self, local: LocalModel, model: ServedModel) -> None:
-        """Say of a model that nobody has asked for yet what it would be if it were loaded now: its context, and whether
-        it makes text, vectors or scores. What can't be planned keeps what its name says."""
+        """Say of a model that nobody has asked for yet what it would be if it were loaded now: its
+        context, and whether it makes text, vectors or scores. What can't be planned keeps what its
+        name says."""
         if model.state == "available":
             try:
                 model.worker.facts = self._planner(local, self.settings_for(local, None))(0).facts
@@ -147,7 +171,11 @@ def planned(load: LoadPlan, told: Callable[[float], None] | None = None) -> Plan
         log.warning("%s: %s", load.name, loading.notice)
         return less.options
 
-    host = Supervisor(load.embedding) if load.embedding is not None else Supervisor(load.options, hear, smaller=smaller)
+    host = (
+        Supervisor(load.embedding)
+        if load.embedding is not None
+        else Supervisor(load.options, hear, smaller=smaller)
+    )
     plan = load.plan
     facts = ModelMetadata(
         sampling=own_sampling(plan),
@@ -168,19 +196,26 @@ def planned(load: LoadPlan, told: Callable[[float], None] | None = None) -> Plan
 def _given_up(load: LoadPlan, less: LoadPlan) -> str:
     """A sentence on what a load that ran out of memory does without."""
     asked, got = load.options.spec, less.options.spec
-    instead = [f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}"] if got.n_ctx < asked.n_ctx else []
+    instead = (
+        [f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}"]
+        if got.n_ctx < asked.n_ctx
+        else []
+    )
     if (got.kv_type_k, got.kv_type_v) != (asked.kv_type_k, asked.kv_type_v):
         instead.append(f"{got.kv_type_k} instead of {asked.kv_type_k} for its KV cache")
     if got.placement != asked.placement:
         instead.append("less of it on the GPU")
     if load.projector.file is not None and less.projector.file is None:
         instead.append("no images")
-    return f"memory ran out while it was loaded: tried once more with {' and '.join(instead) or 'smaller buffers'}"
+    return (
+        "memory ran out while it was loaded: tried once more with "
+        f"{' and '.join(instead) or 'smaller buffers'}"
+    )
 
 
 def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
-    """What a request that names no sampling gets: what the model's maker recommends (where the request switches reasoning
-    off, unless it `thinks`: for that), and where nobody says, ours."""
+    """What a request that names no sampling gets: what the model's maker recommends (where the
+    request switches reasoning off, unless it `thinks`: for that), and where nobody says, ours."""
     from localllm.engine.messages import Sampling
 
     if plan is None:
@@ -212,13 +247,18 @@ def _details(local: LocalModel, architecture: str) -> dict[str, object]:
     from localllm.library.file_kinds import header_facts
 
     return {
-        "format": local.format, "quant": local.quant, "bytes": local.size_bytes, "architecture": architecture,
-        "digest": ModelDigest(local), "header": cache(partial(header_facts, local.path)),
-    }  # fmt: skip
+        "format": local.format,
+        "quant": local.quant,
+        "bytes": local.size_bytes,
+        "architecture": architecture,
+        "digest": ModelDigest(local),
+        "header": cache(partial(header_facts, local.path)),
+    }
 
 
 def on_disk(preset: Preset) -> LocalModel | None:
-    """The files that a preset is of; None where they are not here. Raises UsageError for a preset that can't be read."""
+    """The files that a preset is of; None where they are not here. Raises UsageError for a preset
+    that can't be read."""
     from localllm.library.resolve import resolve
 
     try:

@@ -1,9 +1,9 @@
 """The registry of tool-call formats: a model's format is detected from its own chat template.
 
-A new family is one new file in notations/ with its ToolFormat in FORMATS: signs and markers, reader and grammar (the
-pieces of grammars are in lark.py, call_grammars.py and values.py, those of readers in readers.py and tag_reader.py).
-Nothing else has to learn of it. Its tests are a writer in tests/support/tool_writers.py and a reduced template in
-tests/conversation/call_templates.py.
+A new family is one new file in notations/ with its ToolFormat in FORMATS: signs and markers, reader
+and grammar (the pieces of grammars are in lark.py, call_grammars.py and values.py, those of readers
+in readers.py and tag_reader.py). Nothing else has to learn of it. Its tests are a writer in
+tests/support/tool_writers.py and a reduced template in tests/conversation/call_templates.py.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from localllm.conversation.tools.base import ToolFormat
 from localllm.conversation.tools.notations import hermes
 
 DEFAULT: ToolFormat = hermes.FORMATS[0]
-# Reasoning between tags that belong to no family: the first are looked for before a family's own, the others after.
+# Reasoning between tags that belong to no family: the first are looked for before a family's own,
+# the others after.
 _COMMON_REASONING = (("<think>", "</think>"),)
 _RARE_REASONING = (("<thinking>", "</thinking>"),)
 
 
 def discover() -> tuple[ToolFormat, ...]:
-    """The formats of all notations, in the order in which templates are tested: unambiguous signs first."""
+    """The formats of all notations, in the order in which templates are tested: unambiguous signs
+    first."""
     modules = [
-        importlib.import_module(f"{notations.__name__}.{m.name}") for m in pkgutil.iter_modules(notations.__path__)
+        importlib.import_module(f"{notations.__name__}.{m.name}")
+        for m in pkgutil.iter_modules(notations.__path__)
     ]
-    return tuple(sorted((f for m in modules for f in m.FORMATS), key=lambda f: (f.ambiguity, f.name)))
+    return tuple(
+        sorted((f for m in modules for f in m.FORMATS), key=lambda f: (f.ambiguity, f.name))
+    )
 
 
 FORMATS = discover()
@@ -47,10 +52,14 @@ def has_unknown_notation(template: str) -> bool:
 
 
 def reasoning_markers(template: str, style: ToolFormat | None = None) -> tuple[str, str] | None:
-    """Opening and closing marker of the reasoning: those that belong to the `style` of calls (default: the template's
-    own), else those that the template mentions."""
+    """Opening and closing marker of the reasoning: those that belong to the `style` of calls
+    (default: the template's own), else those that the template mentions."""
     style = style or detect_format(template)
     if style is not None and style.think is not None:
         return style.think
-    known = (*_COMMON_REASONING, *(f.may_think for f in FORMATS if f.may_think is not None), *_RARE_REASONING)
+    known = (
+        *_COMMON_REASONING,
+        *(f.may_think for f in FORMATS if f.may_think is not None),
+        *_RARE_REASONING,
+    )
     return next((pair for pair in known if pair[1] in template), None)

@@ -1,7 +1,7 @@
 """Lark grammars of calls whose parameters are written one by one: between tags, or in a list.
 
-A tool whose schema leaves names open (any names, or names that depend on one another) may be called with any parameters
-in the same notation; the others are held to theirs.
+A tool whose schema leaves names open (any names, or names that depend on one another) may be called
+with any parameters in the same notation; the others are held to theirs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas
-from localllm.conversation.tools.lark import any_of, in_any_order, slashed, spelled, text, whole_pattern
+from localllm.conversation.tools.lark import (
+    any_of,
+    in_any_order,
+    slashed,
+    spelled,
+    text,
+    whole_pattern,
+)
 from localllm.conversation.tools.schemas import kind_of, names_all, options_of, parameters
 from localllm.conversation.tools.values import JsonValues, SpelledValues, Values
 
@@ -26,9 +33,11 @@ _KINDS = ("string", "number", "boolean", "null", "object", "array")
 
 @dataclass(frozen=True, slots=True)
 class TagGrammar:
-    """How a notation writes a call with tagged parameters: `head` for a function's name, `before` for a parameter's key
-    and the JSON type of its value, `after` a value and `end`. `text` is the Lark of any text and what follows it, where
-    that is not all up to `after`. `values` spells what is no text. `loose`: newlines may be left out or doubled.
+    """How a notation writes a call with tagged parameters: `head` for a function's name, `before`
+    for a parameter's key and the JSON type of its value, `after` a value and `end`.
+    `text` is the Lark of any text and what follows it, where that is not all up to `after`.
+    `values` spells what is no text.
+    `loose`: newlines may be left out or doubled.
     `tokens`: everything between < and > is a control token."""
 
     head: Callable[[str], str]
@@ -55,7 +64,8 @@ class TagGrammar:
         return r"/\n{0,2}/" if self.loose else text(said)
 
     def held(self, described: Mapping[str, Any]) -> str | None:
-        """A text that is held to its pattern, up to the end of its closing tag: its end is where both match."""
+        """A text that is held to its pattern, up to the end of its closing tag: its end is where
+        both match."""
         pattern = None if self.text else whole_pattern(described)
         if pattern is None:
             return None
@@ -71,10 +81,16 @@ class TagGrammar:
         if self.tokens:
             return f"free: /(?s:.*)/ {spelled(self.after)}"
         closing = self.after.rstrip("\n") if self.loose else self.after
-        return f"free: until {self._fixed(self.after[len(closing) :])}\nuntil[suffix={text(closing)}]: /(?s:.*)/"
+        return (
+            "free: until "
+            f"{self._fixed(self.after[len(closing) :])}\nuntil[suffix={text(closing)}]: "
+            "/(?s:.*)/"
+        )
 
 
-def tagged_calls(tools: NamedSchemas, tags: TagGrammar, *, repeat: bool = False, closing: str = "") -> Grammar:
+def tagged_calls(
+    tools: NamedSchemas, tags: TagGrammar, *, repeat: bool = False, closing: str = ""
+) -> Grammar:
     """A call, or several behind one another (`repeat`), and `closing`."""
     values = tags.values()
     rules: list[str] = []
@@ -92,11 +108,16 @@ def tagged_calls(tools: NamedSchemas, tags: TagGrammar, *, repeat: bool = False,
         rules.append(f"f{f}: {' '.join(parts)}{' ' + tags.lark(tags.end) if tags.end else ''}")
     calls = f"({any_of(tools)}){'+' if repeat else ''}"
     whole = [calls] + [tags.lark(closing)] * bool(closing)
-    return "lark", "\n".join([f"start: {' '.join(whole)}", *rules, *values.rules, tags.free()]) + "\n"
+    return "lark", "\n".join(
+        [f"start: {' '.join(whole)}", *rules, *values.rules, tags.free()]
+    ) + "\n"
 
 
-def _parameter(tags: TagGrammar, values: Values, key: str, described: Any, root: Mapping[str, Any]) -> str:
-    """The Lark of a parameter: what its value may be, in alternatives that differ in what stands before them."""
+def _parameter(
+    tags: TagGrammar, values: Values, key: str, described: Any, root: Mapping[str, Any]
+) -> str:
+    """The Lark of a parameter: what its value may be, in alternatives that differ in what stands
+    before them."""
     ways: dict[str, list[str]] = {}
     options = options_of(described, root)
     for option in [{"type": kind} for kind in _KINDS] if options is None else options:
@@ -110,16 +131,19 @@ def _parameter(tags: TagGrammar, values: Values, key: str, described: Any, root:
             way.append(tags.held(option) or "free")
     # Any text is also what would be a number.
     return " | ".join(
-        f"{tags.lark(before)} {'free' if 'free' in way else '(' + ' | '.join(dict.fromkeys(way)) + ')'}"
+        f"{tags.lark(before)} "
+        f"{'free' if 'free' in way else '(' + ' | '.join(dict.fromkeys(way)) + ')'}"
         for before, way in ways.items()
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ListGrammar:
-    """How a notation writes a call with its parameters in a list: `head` for a function's name, and the `end`. `before`
-    is the Lark in front of a parameter's value, of any parameter's where no key is given; without it, parameters are
-    written as members of an object. `lark` makes Lark of `head` and `end`."""
+    """How a notation writes a call with its parameters in a list: `head` for a function's name, and
+    the `end`.
+    `before` is the Lark in front of a parameter's value, of any parameter's where no key is given;
+    without it, parameters are written as members of an object.
+    `lark` makes Lark of `head` and `end`."""
 
     head: Callable[[str], str]
     end: str
@@ -132,7 +156,9 @@ class ListGrammar:
         return values.any_member(value) if key is None else values.member(key, value)
 
 
-def listed_calls(tools: NamedSchemas, listing: ListGrammar, values: SpelledValues, *, start: str = "call") -> Grammar:
+def listed_calls(
+    tools: NamedSchemas, listing: ListGrammar, values: SpelledValues, *, start: str = "call"
+) -> Grammar:
     """Calls in a list; `start` makes the whole of `call`s."""
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
@@ -146,4 +172,6 @@ def listed_calls(tools: NamedSchemas, listing: ListGrammar, values: SpelledValue
             rules.append(f"f{f}_any: {listing.parameter(None, values.anything(), values)}")
             body = f"(f{f}_any ({text(values.comma)} f{f}_any)*)?"
         rules.append(f"f{f}: {listing.lark(listing.head(name))} {body} {listing.lark(listing.end)}")
-    return "lark", "\n".join([f"start: {start}", f"call: {any_of(tools)}", *rules, *values.rules]) + "\n"
+    return "lark", "\n".join(
+        [f"start: {start}", f"call: {any_of(tools)}", *rules, *values.rules]
+    ) + "\n"

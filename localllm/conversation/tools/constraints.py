@@ -1,8 +1,9 @@
-"""The grammars that constrain tool calls: begun by the model itself, forced, or beside an answer in a schema.
+"""The grammars that constrain tool calls: begun by the model itself, forced, or beside an answer in
+a schema.
 
-Nothing is constrained before a trigger: the model is stopped at the opening marker, the marker and what always follows
-it are put behind its words, and the rest of the call is generated under the grammar. So an answer without a call costs
-nothing.
+Nothing is constrained before a trigger: the model is stopped at the opening marker, the marker and
+what always follows it are put behind its words, and the rest of the call is generated under the
+grammar. So an answer without a call costs nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from localllm.conversation.tools.prompt import Choice
 from localllm.conversation.tools.schemas import arguments, one_call
 
 
-def triggers_of(style: ToolFormat, template: str, tools: Sequence[Tool]) -> dict[str, GrammarTrigger]:
-    """Openings of calls in `style` and what may follow them, the first of a reply before those of further calls; {} for
-    calls that no grammar here describes (they are read as the model writes them)."""
+def triggers_of(
+    style: ToolFormat, template: str, tools: Sequence[Tool]
+) -> dict[str, GrammarTrigger]:
+    """Openings of calls in `style` and what may follow them, the first of a reply before those of
+    further calls; {} for calls that no grammar here describes (they are read as the model writes
+    them)."""
     if not tools:
         return {}
     try:
@@ -37,10 +41,15 @@ def triggers_of(style: ToolFormat, template: str, tools: Sequence[Tool]) -> dict
 def answer_or_call(
     style: ToolFormat, template: str, tools: Sequence[Tool], schema: str, marker_id: int | None
 ) -> str | None:
-    """A Lark grammar of an answer that matches the JSON schema `schema`, or one tool call; None where the format's
-    calls can't be described. `marker_id`: the opening marker's token, where it is one."""
+    """A Lark grammar of an answer that matches the JSON schema `schema`, or one tool call; None
+    where the format's calls can't be described. `marker_id`: the opening marker's token, where it
+    is one."""
     unmarked = style.unmarked_call([parameters_of(t) for t in tools])
-    call = f"call_: {unmarked}\n" if unmarked is not None else _marked_call(style, template, tools, marker_id)
+    call = (
+        f"call_: {unmarked}\n"
+        if unmarked is not None
+        else _marked_call(style, template, tools, marker_id)
+    )
     if call is None:
         return None
     choices, answer = "answer | call_", json_value(json.loads(schema))
@@ -48,18 +57,23 @@ def answer_or_call(
 
 
 def framed_answer(style: ToolFormat, schema: str) -> str | None:
-    """A Lark grammar of an answer that matches the JSON schema `schema`; None where the bare schema says it all."""
+    """A Lark grammar of an answer that matches the JSON schema `schema`; None where the bare schema
+    says it all."""
     return style.framed("answer", json_value(json.loads(schema)))
 
 
-def _marked_call(style: ToolFormat, template: str, tools: Sequence[Tool], marker_id: int | None) -> str | None:
+def _marked_call(
+    style: ToolFormat, template: str, tools: Sequence[Tool], marker_id: int | None
+) -> str | None:
     """The rules of `call_`: the first marker, then what its grammar allows."""
     triggers = triggers_of(style, template, tools)
     if not triggers:
         return None
     opening, trigger = next(iter(triggers.items()))
     if opening not in style.markers:
-        return None  # each function has its own opening, and may have a control token in it that no grammar can spell
+        # each function has its own opening, and may have a control token in it that no grammar can
+        # spell
+        return None
     if style.named_tokens:
         head = f"{spelled(opening)} {spelled(trigger.lead)}"
     else:
@@ -71,15 +85,16 @@ def _marked_call(style: ToolFormat, template: str, tools: Sequence[Tool], marker
         if kind == "json_schema"
         else ("body", source.replace("start:", "body:", 1))
     )
-    # A closing marker may be a control token, which text can't spell: the reader does without it at the reply's end.
+    # A closing marker may be a control token, which text can't spell: the reader does without it at
+    # the reply's end.
     return f"call_: {head} {body}\n{rules}"
 
 
 def forced(style: ToolFormat, tools: Sequence[Tool], choice: Choice) -> tuple[str, Grammar]:
     """The beginning of a forced call, which goes into the prompt, and the constraint on the rest.
 
-    One possible function: everything up to its arguments is given, and the schema is that of the arguments. Several:
-    the model chooses the name inside a schema of alternatives.
+    One possible function: everything up to its arguments is given, and the schema is that of the
+    arguments. Several: the model chooses the name inside a schema of alternatives.
     """
     assert style.opening is not None
     key = style.arguments_key

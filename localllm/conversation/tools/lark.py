@@ -1,4 +1,5 @@
-"""Building blocks of Lark grammars (llguidance's dialect), one function per shape a call's arguments have."""
+"""Building blocks of Lark grammars (llguidance's dialect), one function per shape a call's
+arguments have."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
 
 
 def whole_pattern(described: Mapping[str, Any]) -> str | None:
-    """The expression that a text's `pattern` wants for the whole of it, as Lark has it between slashes. None where the
-    schema has none, or one that grammars don't know."""
+    """The expression that a text's `pattern` wants for the whole of it, as Lark has it between
+    slashes. None where the schema has none, or one that grammars don't know."""
     pattern = described.get("pattern")
     if not isinstance(pattern, str) or _BEYOND_REGULAR.search(pattern):
         return None
@@ -62,7 +63,9 @@ def whole_pattern(described: Mapping[str, Any]) -> str | None:
 
 def slashed(expression: str) -> str:
     """`expression` as it stands between a Lark expression's slashes."""
-    return _SLASH.sub(lambda m: m[1] or r"\/", expression).replace("\\\n", r"\n").replace("\n", r"\n")
+    return (
+        _SLASH.sub(lambda m: m[1] or r"\/", expression).replace("\\\n", r"\n").replace("\n", r"\n")
+    )
 
 
 def any_of(tools: NamedSchemas) -> str:
@@ -70,12 +73,15 @@ def any_of(tools: NamedSchemas) -> str:
     return " | ".join(f"f{f}" for f in range(len(tools)))
 
 
-def in_any_order(prefix: str, named: Sequence[tuple[str, bool]], rules: list[str], comma: str = "") -> str:
-    """The Lark of parameters with the Lark of a `comma` between them, each a rule's name and whether it is required;
-    `rules` gets what else it needs, under names that begin with `prefix`.
+def in_any_order(
+    prefix: str, named: Sequence[tuple[str, bool]], rules: list[str], comma: str = ""
+) -> str:
+    """The Lark of parameters with the Lark of a `comma` between them, each a rule's name and
+    whether it is required; `rules` gets what else it needs, under names that begin with `prefix`.
 
-    A model that is held to the schema's order loses an optional parameter once it has written a later one. So few come in
-    any order, each once. Of many, which would take too many rules, the optional ones that stand out of order follow last.
+    A model that is held to the schema's order loses an optional parameter once it has written a
+    later one. So few come in any order, each once. Of many, which would take too many rules, the
+    optional ones that stand out of order follow last.
     """
     if not named:
         return ""
@@ -96,15 +102,23 @@ def in_any_order(prefix: str, named: Sequence[tuple[str, bool]], rules: list[str
     return f"{prefix}_l{whole}"
 
 
-def in_order(prefix: str, named: Sequence[tuple[str, bool]], rules: list[str], comma: str = "", late: str = "") -> str:
+def in_order(
+    prefix: str,
+    named: Sequence[tuple[str, bool]],
+    rules: list[str],
+    comma: str = "",
+    late: str = "",
+) -> str:
     """As `in_any_order`, but in the order given, and `late` behind the last of them."""
     if not comma:
         return " ".join([*(name + ("" if wanted else "?") for name, wanted in named), late])
     # Whether one stands before it decides about a parameter's comma.
     for i, (name, wanted) in enumerate(named):
         rules += [
-            f"{prefix}_first{i}: {name} {prefix}_more{i + 1}" + ("" if wanted else f" | {prefix}_first{i + 1}"),
-            f"{prefix}_more{i}: {comma} {name} {prefix}_more{i + 1}" + ("" if wanted else f" | {prefix}_more{i + 1}"),
+            f"{prefix}_first{i}: {name} {prefix}_more{i + 1}"
+            + ("" if wanted else f" | {prefix}_first{i + 1}"),
+            f"{prefix}_more{i}: {comma} {name} {prefix}_more{i + 1}"
+            + ("" if wanted else f" | {prefix}_more{i + 1}"),
         ]
     end = len(named)
     rules += [f'{prefix}_first{end}: ""', f"{prefix}_more{end}: {late or text('')}"]

@@ -1,4 +1,5 @@
-"""Nested values in notations near JSON, read by recursive descent; a notation says how its scalars and keys look."""
+"""Nested values in notations near JSON, read by recursive descent; a notation says how its scalars
+and keys look."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _ESCAPE = re.compile(r"u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})")
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _WORD = re.compile(r"(?:true|True|false|False|null|None)(?!\w)")
 _LETTERS = {
-    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\": "\\", "'": "'", '"': '"', "\n": "",
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\\": "\\", "'": "'", '"': '"',
+    "\n": "",
 }  # fmt: skip
 
 
@@ -24,7 +26,8 @@ class LiteralReader:
     lists: ClassVar[Mapping[str, str]] = {"[": "]", "(": ")"}
 
     def value(self, text: str, at: int) -> tuple[object, int]:
-        """The value at `at` and where it ends. Raises ValueError where there is none, or RecursionError."""
+        """The value at `at` and where it ends. Raises ValueError where there is none, or
+        RecursionError."""
         at = _after_space(text, at)
         opened = text[at : at + 1]
         if opened == "{":
@@ -42,7 +45,9 @@ class LiteralReader:
         if number := _NUMBER.match(text, at):
             if number[0].endswith("."):
                 return float(number[0]), number.end()
-            return json.loads(number[0].replace("inf", "Infinity").replace("nan", "NaN")), number.end()
+            return json.loads(
+                number[0].replace("inf", "Infinity").replace("nan", "NaN")
+            ), number.end()
         raise ValueError(f"no value: {text[at : at + 20]!r}")
 
     def key(self, text: str, at: int) -> tuple[str, int]:

@@ -1,4 +1,5 @@
-"""Tools in the request and the prompt: checking what clients send, and the default format's instruction."""
+"""Tools in the request and the prompt: checking what clients send, and the default format's
+instruction."""
 
 from __future__ import annotations
 
@@ -27,14 +28,16 @@ _LONGEST_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `tool_choice` asks for: `mode` auto, none or required; `name` when one function is named."""
+    """What `tool_choice` asks for: `mode` auto, none or required; `name` when one function is
+    named."""
 
     mode: str
     name: str | None = None
 
 
 def checked(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
-    """The function tools of a request, complete with a description and parameters. Raises RequestError."""
+    """The function tools of a request, complete with a description and parameters. Raises
+    RequestError."""
     if tools is None:
         return []
     found: dict[str, dict[str, Any]] = {}
@@ -53,10 +56,16 @@ def _checked_tool(tool: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} must be an object", param=where)
     kind = tool.get("type", "function")
     if kind != "function":
-        raise UnsupportedError(f"{where}.type {str(kind)[:40]!r} is not supported; send functions", param=where)
+        raise UnsupportedError(
+            f"{where}.type {str(kind)[:40]!r} is not supported; send functions", param=where
+        )
     function = tool.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+    if (
+        not isinstance(function, Mapping)
+        or not isinstance(name, str)
+        or not 0 < len(name) <= _LONGEST_NAME
+    ):
         raise RequestError(f"{where}.function needs a name", param=where)
     schema = function.get("parameters")
     if schema is not None and not isinstance(schema, Mapping):
@@ -66,24 +75,35 @@ def _checked_tool(tool: Any, where: str) -> dict[str, Any]:
         "description": str(function.get("description") or ""),
         "parameters": dict(schema) if schema else {"type": "object", "properties": {}},
     }
-    strict = {"strict": True} if function.get("strict") is True or tool.get("strict") is True else {}
+    strict = (
+        {"strict": True} if function.get("strict") is True or tool.get("strict") is True else {}
+    )
     return {"type": "function", "function": complete, **strict}
 
 
 def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
-    """OpenAI's `allowed_tools`, a `tool_choice` of several functions, as those of `tools` and a plain choice. Raises
-    RequestError."""
+    """OpenAI's `allowed_tools`, a `tool_choice` of several functions, as those of `tools` and a
+    plain choice. Raises RequestError."""
     if not isinstance(sent, Mapping) or sent.get("type") != "allowed_tools":
         return list(tools), sent
     inner = sent.get("allowed_tools")
     inner = inner if isinstance(inner, Mapping) else sent
     listed, mode = inner.get("tools"), inner.get("mode", "auto")
     if not isinstance(listed, list) or mode not in ("auto", "required"):
-        raise RequestError("allowed_tools needs an array of tools and a mode, auto or required", param="tool_choice")
-    named = [t.get("function") if isinstance(t.get("function"), Mapping) else t for t in listed if _is_function(t)]
+        raise RequestError(
+            "allowed_tools needs an array of tools and a mode, auto or required",
+            param="tool_choice",
+        )
+    named = [
+        t.get("function") if isinstance(t.get("function"), Mapping) else t
+        for t in listed
+        if _is_function(t)
+    ]
     kept = [t for t in tools if parameters_of(t)[0] in [n.get("name") for n in named]]
     if len(kept) < len(named):
-        raise RequestError("allowed_tools names a function that is not among the tools", param="tool_choice")
+        raise RequestError(
+            "allowed_tools names a function that is not among the tools", param="tool_choice"
+        )
     return kept, mode
 
 
@@ -102,7 +122,8 @@ def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:
     mode = {"any": "required"}.get(sent, sent)
     if mode not in ("auto", "none", "required"):
         raise RequestError(
-            f"tool_choice {str(sent)[:40]!r} is not auto, none, required or a function", param="tool_choice"
+            f"tool_choice {str(sent)[:40]!r} is not auto, none, required or a function",
+            param="tool_choice",
         )
     if mode == "required" and not tools:
         raise RequestError("tool_choice requires a call, but there are no tools", param="tools")
@@ -115,16 +136,23 @@ def _chosen_name(sent: Mapping[str, Any], tools: Sequence[Tool]) -> str:
     if sent.get("type") != "function" or not isinstance(name, str):
         raise RequestError("tool_choice must be a string or name a function", param="tool_choice")
     if name not in [parameters_of(tool)[0] for tool in tools]:
-        raise RequestError(f"tool_choice names {name[:60]!r}, which is not among the tools", param="tool_choice")
+        raise RequestError(
+            f"tool_choice names {name[:60]!r}, which is not among the tools", param="tool_choice"
+        )
     return name
 
 
-def with_instruction(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The conversation for a template without tools: offers and earlier calls are written as text."""
+def with_instruction(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
+) -> list[dict[str, Any]]:
+    """The conversation for a template without tools: offers and earlier calls are written as
+    text."""
     rewritten = [_as_text(m) for m in messages]
     if not tools:
         return rewritten
-    offer = INSTRUCTION.format(tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools))
+    offer = INSTRUCTION.format(
+        tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools)
+    )
     if rewritten and rewritten[0]["role"] == "system":
         rewritten[0] = {**rewritten[0], "content": f"{rewritten[0]['content']}\n\n{offer}".strip()}
         return rewritten
@@ -134,12 +162,18 @@ def with_instruction(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     plain = dict(message)
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return {
+            "role": "user",
+            "content": f"<tool_response>\n{message['content']}\n</tool_response>",
+        }
     calls = plain.pop("tool_calls", None)
     if calls:
         blocks = [
             "<tool_call>\n"
-            + json.dumps({"name": c["function"]["name"], "arguments": c["function"]["arguments"]}, ensure_ascii=False)
+            + json.dumps(
+                {"name": c["function"]["name"], "arguments": c["function"]["arguments"]},
+                ensure_ascii=False,
+            )
             + "\n</tool_call>"
             for c in calls
         ]

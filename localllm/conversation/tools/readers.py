@@ -1,8 +1,9 @@
-"""Building blocks of call readers: a JSON value's end found as it streams, and two kinds of readers.
+"""Building blocks of call readers: a JSON value's end found as it streams, and two kinds of
+readers.
 
-A reader gets the text after an opening marker. It reports a call as soon as its name and the beginning of its
-arguments are certain, streams the arguments, and gives back as plain text what turns out not to be a call: a malformed
-call costs the user a tool call, never an error.
+A reader gets the text after an opening marker. It reports a call as soon as its name and the
+beginning of its arguments are certain, streams the arguments, and gives back as plain text what
+turns out not to be a call: a malformed call costs the user a tool call, never an error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from localllm.conversation.tools.base import Tool, ToolFormat
 Call: TypeAlias = tuple[str, str]
 """A function's name and its arguments as JSON text."""
 
-# {"name": "f", "arguments": {   in any spacing, with the array's punctuation, or an id behind the first, before a second
+# {"name": "f", "arguments": {   in any spacing, with the array's punctuation, or an id behind the
+# first, before a second
 JSON_HEAD = re.compile(
     r'[\s\]},;]*(?:"id"\s*:\s*"[^"]*"[\s\]},;]*)?\[?\s*\{\s*(?:"(?:id|type)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -63,9 +65,10 @@ class JsonEnd:
 class JsonReader(CallReader):
     """Calls whose arguments are a JSON object after a recognisable head.
 
-    `head` matches up to the arguments' `{` with the name in its first non-empty group; `end` closes the block (None:
-    it is over when the arguments are). `names` limits calls to known functions, for formats whose opening could as well
-    be an answer in JSON.
+    `head` matches up to the arguments' `{` with the name in its first non-empty group;
+    `end` closes the block (None: it is over when the arguments are).
+    `names` limits calls to known functions, for formats whose opening could as well be an answer in
+    JSON.
     """
 
     def __init__(
@@ -121,7 +124,8 @@ class JsonReader(CallReader):
         return out
 
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended inside the block. Arguments that went out are what they are: half an object is no JSON."""
+        """The reply ended inside the block. Arguments that went out are what they are: half an
+        object is no JSON."""
         out: list[Delta] = []
         if self._scan is None and self.rest is None and not cut:
             self._block(self._held, out, "")
@@ -144,7 +148,9 @@ class JsonReader(CallReader):
         if self._next > self._first:
             return  # what follows the last call's arguments is its punctuation
         calls = json_calls(block)
-        if calls is None or (self._names is not None and any(n not in self._names for n, _ in calls)):
+        if calls is None or (
+            self._names is not None and any(n not in self._names for n, _ in calls)
+        ):
             out.append(Content(self._opening + block + end))
             return
         for name, arguments in calls:
@@ -157,8 +163,8 @@ class JsonReader(CallReader):
 
 
 class JsonFormat(ToolFormat):
-    """Calls whose arguments are a JSON object behind `head`, in a block up to `closing`; a block that nothing closes
-    lasts to the end of the reply."""
+    """Calls whose arguments are a JSON object behind `head`, in a block up to `closing`; a block
+    that nothing closes lasts to the end of the reply."""
 
     head: ClassVar[re.Pattern[str]] = JSON_HEAD
     closing: ClassVar[str] = "\0"
@@ -168,9 +174,10 @@ class JsonFormat(ToolFormat):
 
 
 class BlockReader(CallReader):
-    """Calls in a block that is read whole once its `end` came: for formats that are not JSON. `tail`: punctuation that
-    may stand behind the end. `is_open` says of a block that its end belongs to a value, so that another must come; where
-    none does, the first was it."""
+    """Calls in a block that is read whole once its `end` came: for formats that are not JSON.
+    `tail`: punctuation that may stand behind the end.
+    `is_open` says of a block that its end belongs to a value, so that another must come; where none
+    does, the first was it."""
 
     def __init__(
         self,
@@ -182,7 +189,13 @@ class BlockReader(CallReader):
         tail: str = "",
         is_open: Callable[[str], bool] | None = None,
     ) -> None:
-        self._next, self._opening, self._end, self._parse, self._tail = first, opening, end, parse, tail
+        self._next, self._opening, self._end, self._parse, self._tail = (
+            first,
+            opening,
+            end,
+            parse,
+            tail,
+        )
         self._is_open = is_open
         self._held = ""
         self._seen = 0  # up to here no end stands in `_held` that could be the block's
@@ -200,7 +213,8 @@ class BlockReader(CallReader):
         return out
 
     def close(self, cut: bool) -> list[Delta]:
-        """The reply ended: what the model left open is read as if closed, what was cut off is not read."""
+        """The reply ended: what the model left open is read as if closed, what was cut off is not
+        read."""
         if self._ended:
             return [] if cut or not self._held.strip() else [Content(self._held)]
         at = self._held.find(self._end)
@@ -242,7 +256,8 @@ class BlockReader(CallReader):
 
 
 def json_calls(block: str) -> list[Call] | None:
-    """Calls in complete JSON: an object or an array of them, under any of the key names models use."""
+    """Calls in complete JSON: an object or an array of them, under any of the key names models
+    use."""
     try:
         value = json.loads(block)
     except (ValueError, RecursionError):
@@ -254,7 +269,9 @@ def json_calls(block: str) -> list[Call] | None:
         inner = item.get("function")
         item = inner if isinstance(inner, dict) else item
         name = item.get("name")
-        arguments: Any = next((item[k] for k in ("arguments", "parameters", "args") if k in item), {})
+        arguments: Any = next(
+            (item[k] for k in ("arguments", "parameters", "args") if k in item), {}
+        )
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
@@ -276,7 +293,8 @@ def json_arguments(text: str) -> str | None:
 
 
 def as_json(value: object) -> str:
-    """JSON that UTF-8 can carry: letters as they are, except where one is half of a surrogate pair."""
+    """JSON that UTF-8 can carry: letters as they are, except where one is half of a surrogate
+    pair."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

@@ -1,7 +1,7 @@
 """A client's Lark grammar as one regular expression, where no rule is recursive.
 
-The text of a free-form call stands inside a call's JSON or tags, where the grammar of a whole answer has no place; a
-regular expression has one, as the pattern of a string.
+The text of a free-form call stands inside a call's JSON or tags, where the grammar of a whole
+answer has no place; a regular expression has one, as the pattern of a string.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from typing import TypeAlias
 
 _MAX_CHARS = 1 << 16
 _TOKEN = re.compile(
-    r'(?P<skip>[ \t]+|//[^\n]*)|(?P<line>\n[\s]*)|(?P<text>"(?:[^"\\\n]|\\.)*"i?)|(?P<regex>/(?:[^/\\\n]|\\.)+/[imsx]*)'
-    r"|(?P<import>%import[ \t]+(?P<path>[\w.]+)(?:[ \t]*\((?P<names>[\w, \t]+)\))?(?:[ \t]*->[ \t]*(?P<as>\w+))?)"
+    r"(?P<skip>[ "
+    r'\t]+|//[^\n]*)|(?P<line>\n[\s]*)|(?P<text>"(?:[^"\\\n]|\\.)*"i?)|(?P<regex>/(?:[^/\\\n]|\\.)+/[imsx]*)'
+    r"|(?P<import>%import[ \t]+(?P<path>[\w.]+)(?:[ \t]*\((?P<names>[\w, \t]+)\))?(?:[ \t]*->[ "
+    r"\t]*(?P<as>\w+))?)"
     r"|(?P<name>[?!]?[a-zA-Z_]\w*)(?P<head>(?:\.-?\d+)?[ \t]*:(?!:))?|(?P<alias>->[ \t]*\w+)"
     r"|(?P<times>~[ \t]*\d+(?:[ \t]*\.\.[ \t]*\d+)?)|(?P<mark>\.\.|[()\[\]|?*+])"
 )
 # What Lark's `common` names, as far as grammars of tools use it.
 _COMMON: Mapping[str, str] = {
-    "LF": r"\n", "CR": r"\r", "NEWLINE": r"(?:\r?\n)+", "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+",
+    "LF": r"\n", "CR": r"\r", "NEWLINE": r"(?:\r?\n)+", "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+",
     "DIGIT": "[0-9]", "HEXDIGIT": "[a-fA-F0-9]", "INT": "[0-9]+", "SIGNED_INT": r"[+-]?[0-9]+",
     "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)", "NUMBER": r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?",
-    "SIGNED_NUMBER": r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?", "LETTER": "[a-zA-Z]", "WORD": "[a-zA-Z]+",
+    "SIGNED_NUMBER": r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?", "LETTER": "[a-zA-Z]",
+    "WORD": "[a-zA-Z]+",
     "LCASE_LETTER": "[a-z]", "UCASE_LETTER": "[A-Z]", "CNAME": "[a-zA-Z_][a-zA-Z0-9_]*",
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
 }  # fmt: skip
@@ -37,7 +41,8 @@ class _NotRegularError(Exception):
 
 
 def regular(lark: str) -> str | None:
-    """The expression for the whole text that `lark` describes; None where it is not regular or can't be read."""
+    """The expression for the whole text that `lark` describes; None where it is not regular or
+    can't be read."""
     try:
         rules, known = _rules(lark)
         return _Writer(rules, known).rule("start")
@@ -53,7 +58,9 @@ def _tokens(lark: str) -> Iterator[tuple[str, re.Match[str]]]:
             raise _NotRegularError
         at = match.end()
         kind = next(
-            k for k in ("skip", "line", "text", "regex", "import", "name", "alias", "times", "mark") if match[k]
+            k
+            for k in ("skip", "line", "text", "regex", "import", "name", "alias", "times", "mark")
+            if match[k]
         )
         yield kind, match
 
@@ -146,7 +153,9 @@ class _Writer:
 
 
 def _repeated(said: str) -> str:
-    return "{" + re.sub(r"[~\s]", "", said).replace("..", ",") + "}" if said.startswith("~") else said
+    return (
+        "{" + re.sub(r"[~\s]", "", said).replace("..", ",") + "}" if said.startswith("~") else said
+    )
 
 
 def _escaped(char: str) -> str:

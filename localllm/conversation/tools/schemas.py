@@ -1,4 +1,5 @@
-"""Tools' JSON schemas: their parameters, what of them a grammar can enforce, and the schemas of calls that are JSON."""
+"""Tools' JSON schemas: their parameters, what of them a grammar can enforce, and the schemas of
+calls that are JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from localllm.grammars.translator import IN_ORDER
 # Words of a schema that say something about the arguments as a whole.
 _BEYOND = frozenset(
     {
-        "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties",
+        "$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames",
+        "minProperties",
         "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
     }
 )  # fmt: skip
 
 
 _KINDS: dict[type, str] = {
-    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", type(None): "null",
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+    type(None): "null",
 }  # fmt: skip
 # References that lead to references, and alternatives within alternatives.
 _MOST_REFERENCES = 8
@@ -32,12 +35,15 @@ def parameters(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """Name and schema of every parameter, and whether it must be there."""
     properties, required = schema.get("properties"), schema.get("required")
     wanted = set(required) if isinstance(required, list) else set()
-    return [(k, v, k in wanted) for k, v in (properties.items() if isinstance(properties, Mapping) else ())]
+    return [
+        (k, v, k in wanted)
+        for k, v in (properties.items() if isinstance(properties, Mapping) else ())
+    ]
 
 
 def names_all(schema: Mapping[str, Any]) -> bool:
-    """True when the arguments are no more than `parameters`: none must be there that it does not describe, nor do they
-    depend on one another, and a schema that describes none wants none."""
+    """True when the arguments are no more than `parameters`: none must be there that it does not
+    describe, nor do they depend on one another, and a schema that describes none wants none."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if _BEYOND & set(schema) or not isinstance(required, list):
         return False
@@ -59,14 +65,18 @@ def resolved(described: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | Non
         described = root
         for part in reference[2:].split("/"):
             described = (
-                described.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(described, Mapping) else None
+                described.get(part.replace("~1", "/").replace("~0", "~"))
+                if isinstance(described, Mapping)
+                else None
             )
     return None
 
 
-def options_of(described: Any, root: Mapping[str, Any], depth: int = 0) -> list[Mapping[str, Any]] | None:
-    """The schemas of which a value matches one, none of them a reference, an alternative or of several types. None for
-    a schema that says nothing, or what can't be taken apart."""
+def options_of(
+    described: Any, root: Mapping[str, Any], depth: int = 0
+) -> list[Mapping[str, Any]] | None:
+    """The schemas of which a value matches one, none of them a reference, an alternative or of
+    several types. None for a schema that says nothing, or what can't be taken apart."""
     described = resolved(described, root)
     if described is None or depth > _MOST_REFERENCES:
         return None
@@ -81,7 +91,8 @@ def options_of(described: Any, root: Mapping[str, Any], depth: int = 0) -> list[
 
 
 def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
-    """The types that a schema names, or implies by a word that speaks of one alone; none where it says nothing."""
+    """The types that a schema names, or implies by a word that speaks of one alone; none where it
+    says nothing."""
     kind = described.get("type")
     if isinstance(kind, str | list):
         return [kind] if isinstance(kind, str) else kind
@@ -129,21 +140,33 @@ def call_list(tools: NamedSchemas, more: Mapping[str, Any] | None = None) -> Gra
     """A JSON array of calls. `more`: what may stand behind the arguments."""
     call = any_call(tools, "arguments", more)
     items = {"anyOf": call["anyOf"]}
-    schema = {ANY_ORDER: True, "type": "array", "items": items, "minItems": 1, "$defs": call["$defs"]}
+    schema = {
+        ANY_ORDER: True,
+        "type": "array",
+        "items": items,
+        "minItems": 1,
+        "$defs": call["$defs"],
+    }
     return "json_schema", json.dumps(schema)
 
 
-def any_call(tools: NamedSchemas, key: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def any_call(
+    tools: NamedSchemas, key: str, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The JSON schema of a call of one of `tools`, with the arguments under `key`.
 
-    The parameters move into this schema, so their references to themselves (`#/$defs/…`) are turned to where they are
-    now."""
+    The parameters move into this schema, so their references to themselves (`#/$defs/…`) are turned
+    to where they are now."""
     return {
         ANY_ORDER: True,
         "anyOf": [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/tool{i}"}, **(more or {})},
+                "properties": {
+                    "name": {"const": name},
+                    key: {"$ref": f"#/$defs/tool{i}"},
+                    **(more or {}),
+                },
                 "required": ["name", key],
                 "additionalProperties": False,
                 IN_ORDER: True,
@@ -156,13 +179,18 @@ def any_call(tools: NamedSchemas, key: str, more: Mapping[str, Any] | None = Non
 
 def moved(tools: NamedSchemas) -> dict[str, Any]:
     """The parameters of `tools` as definitions tool0, tool1, … of another schema."""
-    return {f"tool{i}": _moved(as_object(schema), f"#/$defs/tool{i}") for i, (_, schema) in enumerate(tools)}
+    return {
+        f"tool{i}": _moved(as_object(schema), f"#/$defs/tool{i}")
+        for i, (_, schema) in enumerate(tools)
+    }
 
 
 def _moved(schema: Any, to: str) -> Any:
     if isinstance(schema, Mapping):
         return {
-            k: to + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _moved(v, to)
+            k: to + v[1:]
+            if k == "$ref" and isinstance(v, str) and v.startswith("#")
+            else _moved(v, to)
             for k, v in schema.items()
         }
     return [_moved(v, to) for v in schema] if isinstance(schema, list) else schema
@@ -174,8 +202,9 @@ def as_object(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
-    """`tools` with schemas that a grammar can keep, and what was left out of them or means less than it says, as
-    tools.NAME.WORD. Raises UnsupportedError for a tool that is `strict` and can't be kept."""
+    """`tools` with schemas that a grammar can keep, and what was left out of them or means less
+    than it says, as tools.NAME.WORD. Raises UnsupportedError for a tool that is `strict` and can't
+    be kept."""
     kept: list[Tool] = []
     unsupported: list[str] = []
     for tool in tools:
@@ -186,11 +215,14 @@ def constrainable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
             held, words = True, (*words, "schema")
         if words and tool.get("strict"):
             raise UnsupportedError(
-                f"the parameters of the strict tool {name[:60]!r} can't be enforced: {', '.join(words)}",
+                f"the parameters of the strict tool {name[:60]!r} can't be enforced: "
+                f"{', '.join(words)}",
                 hint="leave strict out: the rest of the schema is held then",
                 param="tools",
             )
-        unsupported += [f"tools.{name}.{'parameters' if word == 'schema' else word}" for word in words]
+        unsupported += [
+            f"tools.{name}.{'parameters' if word == 'schema' else word}" for word in words
+        ]
         held = {**(held if isinstance(held, dict) else {}), "type": "object"}
         kept.append({"type": "function", "function": {**tool["function"], "parameters": held}})
     return kept, tuple(unsupported)

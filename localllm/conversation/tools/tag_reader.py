@@ -1,4 +1,5 @@
-"""Reading calls whose parameters stand between tags, one parameter after the other and nothing else among them."""
+"""Reading calls whose parameters stand between tags, one parameter after the other and nothing else
+among them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.base import (
+    GrammarTrigger,
+    NamedSchemas,
+    Tool,
+    ToolFormat,
+    parameters_of,
+)
 from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.literals import literal
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
@@ -21,9 +28,11 @@ Parse: TypeAlias = Callable[[str], list[Call] | None]
 
 @dataclass(frozen=True, slots=True)
 class TagPatterns:
-    """How calls with tagged parameters are recognised: opening and closing of a function (no closing: it lasts to the
-    end) and of a parameter. Names are the first groups of the openings. `wrapped`: a value stands on lines of its own.
-    `is_json`: whether a parameter's opening says itself that its value is JSON, and not text (None: its schema says it)."""
+    """How calls with tagged parameters are recognised: opening and closing of a function (no
+    closing: it lasts to the end) and of a parameter. Names are the first groups of the openings.
+    `wrapped`: a value stands on lines of its own.
+    `is_json`: whether a parameter's opening says itself that its value is JSON, and not text (None:
+    its schema says it)."""
 
     function: re.Pattern[str]
     function_end: str
@@ -37,14 +46,20 @@ class _OpenError(Exception):
     """A value is not closed."""
 
 
-def tagged_reader(first: int, opening: str, end: str, tags: TagPatterns, parse: Parse, **more: Any) -> BlockReader:
+def tagged_reader(
+    first: int, opening: str, end: str, tags: TagPatterns, parse: Parse, **more: Any
+) -> BlockReader:
     """A reader of a block up to `end`, which may stand in a value as well."""
-    return BlockReader(first, opening, end, parse, is_open=lambda block: is_open(block, tags), **more)
+    return BlockReader(
+        first, opening, end, parse, is_open=lambda block: is_open(block, tags), **more
+    )
 
 
 class TaggedFormat(ToolFormat):
-    """Calls with tagged parameters up to `closing` (default: the closing tag of the marker that opened them).
-    `one_block`: a block, which begins with `lead`, holds every call; else each call has a block of its own."""
+    """Calls with tagged parameters up to `closing` (default: the closing tag of the marker that
+    opened them).
+    `one_block`: a block, which begins with `lead`, holds every call; else each call has a block of
+    its own."""
 
     closing: ClassVar[str] = ""
     lead: ClassVar[str] = ""
@@ -57,13 +72,22 @@ class TaggedFormat(ToolFormat):
         return typed_calls(block, tools, self.patterns)
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return tagged_reader(first, marker, self._end_of(marker), self.patterns, lambda block: self.calls(block, tools))
+        return tagged_reader(
+            first,
+            marker,
+            self._end_of(marker),
+            self.patterns,
+            lambda block: self.calls(block, tools),
+        )
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         if not self.one_block:
             calls = tagged_calls(tools, self.grammar)
             return {marker: GrammarTrigger(self.lead, calls, again=True) for marker in self.markers}
-        blocks = {m: tagged_calls(tools, self.grammar, repeat=True, closing=self._end_of(m)) for m in self.markers}
+        blocks = {
+            m: tagged_calls(tools, self.grammar, repeat=True, closing=self._end_of(m))
+            for m in self.markers
+        }
         return {marker: GrammarTrigger(self.lead, block) for marker, block in blocks.items()}
 
     def _end_of(self, marker: str) -> str:
@@ -77,7 +101,9 @@ def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Ca
         name, is_json = function[1], tags.is_json
         if is_json is not None:
             return {m[1]: json.loads(v) if is_json(m) else v for m, v in pairs}
-        return {m[1]: typed(unwrapped(v) if tags.wrapped else v, m[1], name, tools) for m, v in pairs}
+        return {
+            m[1]: typed(unwrapped(v) if tags.wrapped else v, m[1], name, tools) for m, v in pairs
+        }
 
     return read_calls(block, tools, tags, valued)
 
@@ -88,8 +114,8 @@ def read_calls(
     tags: TagPatterns,
     valued: Callable[[re.Match[str], list[RawParameter]], dict[str, Any]],
 ) -> list[Call] | None:
-    """The calls of `block`, whose arguments `valued` makes of a function's opening and its parameters. None where it
-    can't be read whole: half of a call is none."""
+    """The calls of `block`, whose arguments `valued` makes of a function's opening and its
+    parameters. None where it can't be read whole: half of a call is none."""
     try:
         found = _functions(block, tools, tags, strict=False)
         calls = [(head[1], as_json(valued(head, pairs))) for head, pairs in found or ()]
@@ -110,8 +136,9 @@ def is_open(block: str, tags: TagPatterns) -> bool:
 def _functions(
     block: str, tools: Sequence[Tool], tags: TagPatterns, *, strict: bool
 ) -> list[tuple[re.Match[str], list[RawParameter]]] | None:
-    """Each function's opening and parameters; None where anything else stands in `block`. A closing tag that the model
-    forgot is made up for where the next tag stands; `strict` raises _OpenError there."""
+    """Each function's opening and parameters; None where anything else stands in `block`. A closing
+    tag that the model forgot is made up for where the next tag stands; `strict` raises _OpenError
+    there."""
     found: list[tuple[re.Match[str], list[RawParameter]]] = []
     at = 0
     while at < len(block) and not block[at:].isspace():
@@ -122,7 +149,9 @@ def _functions(
         at = function.end()
         names = _names(function[1], tools)
         while (parameter := tags.parameter.match(block, at)) is not None:
-            end, at = _end_of_value(block, parameter, tags, names - {m[1] for m, _ in pairs}, strict)
+            end, at = _end_of_value(
+                block, parameter, tags, names - {m[1] for m, _ in pairs}, strict
+            )
             pairs.append((parameter, block[parameter.end() : end]))
         behind = len(block) - len(block[at:].lstrip())
         if tags.function_end and block.startswith(tags.function_end, behind):
@@ -143,8 +172,9 @@ def _names(function: str, tools: Sequence[Tool]) -> frozenset[str]:
 def _end_of_value(
     block: str, parameter: re.Match[str], tags: TagPatterns, names: frozenset[str], strict: bool
 ) -> tuple[int, int]:
-    """Where the value that `parameter` opened ends, and where its closing tag does. A value may hold the tag itself: it
-    ends where a parameter, the function's end or nothing stands behind it."""
+    """Where the value that `parameter` opened ends, and where its closing tag does. A value may
+    hold the tag itself: it ends where a parameter, the function's end or nothing stands behind
+    it."""
     at = parameter.end()
     forgotten = _forgotten(block, parameter, tags, names)
     end = block.find(tags.parameter_end, at)
@@ -163,12 +193,19 @@ def _end_of_value(
     return forgotten, forgotten
 
 
-def _forgotten(block: str, parameter: re.Match[str], tags: TagPatterns, names: frozenset[str]) -> int | None:
-    """Where a parameter begins whose predecessor was not closed: at a line's start, and one that the function has."""
+def _forgotten(
+    block: str, parameter: re.Match[str], tags: TagPatterns, names: frozenset[str]
+) -> int | None:
+    """Where a parameter begins whose predecessor was not closed: at a line's start, and one that
+    the function has."""
     for following in tags.parameter.finditer(block, parameter.end()):
         known = following[1] in names and following[1] != parameter[1]
         closed = tags.parameter_end in block[parameter.end() : following.start()]
-        if known and not closed and "\n" in following[0][: len(following[0]) - len(following[0].lstrip())]:
+        if (
+            known
+            and not closed
+            and "\n" in following[0][: len(following[0]) - len(following[0].lstrip())]
+        ):
             return following.start()
     return None
 
@@ -188,8 +225,8 @@ def unwrapped(value: str) -> str:
 
 
 def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
-    """A parameter's text as the type its schema says. Where text is one of several types, only what reads as one of
-    the others is not text."""
+    """A parameter's text as the type its schema says. Where text is one of several types, only what
+    reads as one of the others is not text."""
     schema = next((t for t in map(parameters_of, tools) if t[0] == function), ("", {}))[1]
     properties = schema.get("properties")
     described = properties.get(name) if isinstance(properties, Mapping) else None

@@ -20,7 +20,8 @@ Member = tuple[str, str, bool]
 
 
 class Values(ABC):
-    """Makes the Lark of values from their schemas; what needs a rule of its own is put into `rules`."""
+    """Makes the Lark of values from their schemas; what needs a rule of its own is put into
+    `rules`."""
 
     def __init__(self) -> None:
         self.rules: list[str] = []
@@ -31,7 +32,8 @@ class Values(ABC):
 
 
 class JsonValues(Values):
-    """JSON, whose schema says it all. `python`: true, false and null may be spelled as in Python too."""
+    """JSON, whose schema says it all. `python`: true, false and null may be spelled as in Python
+    too."""
 
     def __init__(self, *, python: bool = False) -> None:
         super().__init__()
@@ -54,9 +56,9 @@ class JsonValues(Values):
 class SpelledValues(Values):
     """Values in a notation of its own, which a subclass spells.
 
-    A schema that says nothing of a value, or what has no rule here, allows any value of the notation. `comma`,
-    `brackets` and `braces` stand as they do in the notation's lists and objects. `any_order`: members come as
-    the model orders them.
+    A schema that says nothing of a value, or what has no rule here, allows any value of the
+    notation. `comma`, `brackets` and `braces` stand as they do in the notation's lists and objects.
+    `any_order`: members come as the model orders them.
     """
 
     comma: ClassVar[str] = ","
@@ -109,7 +111,10 @@ class SpelledValues(Values):
         name = "v_any"
         if name not in self._named:
             self._named[name] = name
-            items, members = self._separated(self.item(name)), self._separated(self.any_member(name))
+            items, members = (
+                self._separated(self.item(name)),
+                self._separated(self.any_member(name)),
+            )
             scalars = [
                 self.any_text(),
                 self.closed(json_value({"type": "number"})),
@@ -127,7 +132,9 @@ class SpelledValues(Values):
         if kind == "string":
             return self.any_text()
         if kind in ("integer", "number"):
-            return self.closed(json_value({"type": kind, **{w: option[w] for w in _NUMBER if w in option}}))
+            return self.closed(
+                json_value({"type": kind, **{w: option[w] for w in _NUMBER if w in option}})
+            )
         if kind == "boolean":
             return f"({self.truth(True)} | {self.truth(False)})"
         if kind == "null":
@@ -141,14 +148,20 @@ class SpelledValues(Values):
             return self.this_text(value)
         if value is None or isinstance(value, bool):
             return self.truth(value)
-        return self.closed(text(json.dumps(value))) if isinstance(value, int | float) else self.anything()
+        return (
+            self.closed(text(json.dumps(value)))
+            if isinstance(value, int | float)
+            else self.anything()
+        )
 
     def _object(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
         named = self.ordered(parameters(option))
         if not named:
             return self.open_object(option, root, depth)
         opened, closed = map(text, self.braces)
-        members = [(key, self.member(key, self.of(d, root, depth + 1)), wanted) for key, d, wanted in named]
+        members = [
+            (key, self.member(key, self.of(d, root, depth + 1)), wanted) for key, d, wanted in named
+        ]
         return f"{opened} {self.sequence(members)} {closed}"
 
     def open_object(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
@@ -164,7 +177,9 @@ class SpelledValues(Values):
         high = high if type(high) is int and high >= max(1, low) else None
         opened, closed = map(text, self.brackets)
         item = self.rule(self.item(self.of(option.get("items"), root, depth + 1)))
-        more = f"({text(self.comma)} {item}){{{max(0, low - 1)},{'' if high is None else high - 1}}}"
+        more = (
+            f"({text(self.comma)} {item}){{{max(0, low - 1)},{'' if high is None else high - 1}}}"
+        )
         return f"{opened} {item} {more} {closed}" if low else f"{opened} ({item} {more})? {closed}"
 
     def sequence(self, members: Sequence[Member]) -> str:
@@ -198,7 +213,11 @@ class QuotedValues(SpelledValues):
         return f"{self._quote} /(?s:.*)/ {self._quote}"
 
     def this_text(self, said: str) -> str:
-        return f"{self._quote} {text(said)} {self._quote}" if said else f"{self._quote} {self._quote}"
+        return (
+            f"{self._quote} {text(said)} {self._quote}"
+            if said
+            else (f"{self._quote} {self._quote}")
+        )
 
     def member(self, key: str, value: str) -> str:
         if re.fullmatch(self._names, key):

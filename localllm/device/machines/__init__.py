@@ -6,7 +6,8 @@ from localllm.device.types import Device, Figure, Readings
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
-    """The Device these readings describe. `ram_bandwidth` is this machine's measured memory bandwidth, if known.
+    """The Device these readings describe. `ram_bandwidth` is this machine's measured memory
+    bandwidth, if known.
 
     Raises DeviceUnreadableError when the system did not even say how much memory there is.
     """

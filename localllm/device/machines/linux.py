@@ -1,11 +1,19 @@
-"""A Linux machine's readings to its Device: NVIDIA (discrete or one pool), AMD (discrete or APU), Intel, CPU only."""
+"""A Linux machine's readings to its Device: NVIDIA (discrete or one pool), AMD (discrete or APU),
+Intel, CPU only."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from localllm.device import table
-from localllm.device.machines.common import Card, beside_nvidia, nvidia_card, nvidia_gpus, one_machine, with_findings
+from localllm.device.machines.common import (
+    Card,
+    beside_nvidia,
+    nvidia_card,
+    nvidia_gpus,
+    one_machine,
+    with_findings,
+)
 from localllm.device.machines.linux_amd import amd_cards, identify_amd
 from localllm.device.machines.linux_intel import arcs, identify_intel
 from localllm.device.machines.linux_system import LinuxSystem, noted, read_system, system_pool
@@ -38,24 +46,31 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     if not gpus and not hidden:
         board = readings.file("/proc/device-tree/model")
         if "NVIDIA" in board:
-            return _one_pool(readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system))
+            return _one_pool(
+                readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system)
+            )
         if _has_nvidia_gpu(readings):
             system = noted(system, [_no_nvidia_driver(readings)])
     return identify_amd(readings, system) or identify_intel(readings, system) or _cpu_only(system)
 
 
-# -- NVIDIA with one pool: GB10, N1X, Jetson ------------------------------------------------------------------------
+# -- NVIDIA with one pool: GB10, N1X, Jetson -------------------------------------------------------
 
 
 def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> DeviceRow | None:
-    """The row of a GPU that shares the system's memory, by its name or PCI id; the board decides among siblings."""
-    if "10de:2e12" in gpu.name.lower():  # a container without the driver's name table says "Device [10de:2e12]"
+    """The row of a GPU that shares the system's memory, by its name or PCI id; the board decides
+    among siblings."""
+    # a container without the driver's name table says "Device [10de:2e12]"
+    if "10de:2e12" in gpu.name.lower():
         return table.by_gpu_name("NVIDIA GB10")
     row = table.by_gpu_name(gpu.name)
     if row is None or row.family not in _ONE_POOL_FAMILIES:
         return None
     if row.family == "Jetson":
-        return _jetson_row(readings, readings.file("/proc/device-tree/model") or gpu.name, system) or row
+        return (
+            _jetson_row(readings, readings.file("/proc/device-tree/model") or gpu.name, system)
+            or row
+        )
     if row.family == "GB10":
         return _gb10_row(readings) or row
     return row
@@ -64,7 +79,8 @@ def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> De
 def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> bool:
     """True for a part the table does not know that has no memory of its own.
 
-    The table goes first and x86 never qualifies: a 32 GB card beside 32 GB of RAM is not unified memory.
+    The table goes first and x86 never qualifies: a 32 GB card beside 32 GB of RAM is not unified
+    memory.
     """
     if table.by_gpu_name(gpu.name) is not None or readings.architecture not in ("aarch64", "arm64"):
         return False
@@ -76,7 +92,13 @@ def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -
 
 def _gb10_row(readings: Readings) -> DeviceRow | None:
     """The GB10 box by its DMI product name; they differ in name only."""
-    words = set(readings.file("/sys/class/dmi/id/product_name").lower().replace("_", " ").replace("-", " ").split())
+    words = set(
+        readings.file("/sys/class/dmi/id/product_name")
+        .lower()
+        .replace("_", " ")
+        .replace("-", " ")
+        .split()
+    )
     boxes = [row for row in table.rows() if row.family == "GB10"]
     best = max(boxes, key=lambda row: len(words & set(row.name.lower().split())))
     return best if words & set(best.name.lower().split()) else None
@@ -85,10 +107,16 @@ def _gb10_row(readings: Readings) -> DeviceRow | None:
 def _jetson_row(readings: Readings, board: str, system: LinuxSystem) -> DeviceRow | None:
     """The Jetson module by the board's model, its memory, and for the Orin Nano its power mode."""
     low = board.lower()
-    kind = next((k for k in ("orin nano", "orin nx", "agx orin", "thor", "t4000") if k in low), None)
+    kind = next(
+        (k for k in ("orin nano", "orin nx", "agx orin", "thor", "t4000") if k in low), None
+    )
     if kind is None:
         return None
-    found = [row for row in table.rows() if row.family == "Jetson" and row.memory_gb and kind in row.name.lower()]
+    found = [
+        row
+        for row in table.rows()
+        if row.family == "Jetson" and row.memory_gb and kind in row.name.lower()
+    ]
     # A module shows a few per cent less than it has: the smallest size that holds MemTotal.
     fitting = [row for row in found if row.memory_gb[0] * GIB >= system.machine.total_bytes]
     size = min((row.memory_gb[0] for row in fitting), default=0.0)
@@ -99,21 +127,34 @@ def _jetson_row(readings: Readings, board: str, system: LinuxSystem) -> DeviceRo
     return next(iter(fitting), None)
 
 
-def _one_pool(readings: Readings, system: LinuxSystem, gpu: NvidiaGpu, row: DeviceRow | None) -> Device:
-    """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML or CUDA say."""
+def _one_pool(
+    readings: Readings, system: LinuxSystem, gpu: NvidiaGpu, row: DeviceRow | None
+) -> Device:
+    """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML
+    or CUDA say."""
     findings = []
     bandwidth = row.bandwidth if row else None
     if bandwidth is None:
         findings.append(
-            Finding("warning", f"{gpu.name} shares the system's memory and is not in the table: bandwidth unknown")
+            Finding(
+                "warning",
+                f"{gpu.name} shares the system's memory and is not in the table: bandwidth unknown",
+            )
         )
     if row is not None and row.family == "Jetson":
         findings.append(
-            Finding("info", "a Jetson's power mode sets its memory bandwidth: the figure holds in the fastest mode")
+            Finding(
+                "info",
+                "a Jetson's power mode sets its memory bandwidth: the figure holds in "
+                "the "
+                "fastest "
+                "mode",
+            )
         )
     memory = system.base.memory
     if system.machine.huge_free_bytes is not None:
-        # Only reserved pages can hold a model here: https://github.com/ggml-org/llama.cpp/pull/17368
+        # Only reserved pages can hold a model here:
+        # https://github.com/ggml-org/llama.cpp/pull/17368
         memory, _ = system_pool(system.memory, system.machine.huge_free_bytes)
     return replace(
         system.base,
@@ -133,22 +174,35 @@ def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
     """A Jetson's board, or a GB10 with the box that it is in; "" of any other."""
     if row is not None and row.family == "Jetson":
         return readings.file("/proc/device-tree/model")[:80]
-    product = " ".join(readings.file("/sys/class/dmi/id/product_name").replace("_", " ").split())[:60]
+    product = " ".join(readings.file("/sys/class/dmi/id/product_name").replace("_", " ").split())[
+        :60
+    ]
     if row is not None and row.family == "GB10":
         return f"NVIDIA GB10 ({product})" if product else "NVIDIA GB10"
     return ""
 
 
 def _no_nvidia_driver(readings: Readings) -> Finding:
-    fix = "sudo ubuntu-drivers install  (or your distribution's NVIDIA driver), then reboot; check with nvidia-smi"
+    fix = (
+        "sudo ubuntu-drivers install  (or your distribution's NVIDIA driver), then reboot; "
+        "check "
+        "with nvidia-smi"
+    )
     if linux.is_wsl(readings):
-        fix = "install the NVIDIA driver in Windows (not in WSL); check with /usr/lib/wsl/lib/nvidia-smi"
+        fix = (
+            "install the NVIDIA driver in Windows (not in WSL); check with "
+            "/usr/lib/wsl/lib/nvidia-smi"
+        )
     elif "/.dockerenv" in readings.files:
         fix = "start the container with --gpus all (needs nvidia-container-toolkit on the host)"
-    return Finding("error", "an NVIDIA GPU is in this machine but its driver does not answer: it is not used", fix)
+    return Finding(
+        "error",
+        "an NVIDIA GPU is in this machine but its driver does not answer: it is not used",
+        fix,
+    )
 
 
-# -- everything else ------------------------------------------------------------------------------------------------
+# -- everything else -------------------------------------------------------------------------------
 
 
 def _others(readings: Readings) -> list[Finding]:
@@ -157,7 +211,10 @@ def _others(readings: Readings) -> list[Finding]:
 
 
 def _has_nvidia_gpu(readings: Readings) -> bool:
-    folders = [*pci_folders(readings, DRM_CARDS, 0x10DE), *pci_folders(readings, "/sys/bus/pci/devices/*", 0x10DE)]
+    folders = [
+        *pci_folders(readings, DRM_CARDS, 0x10DE),
+        *pci_folders(readings, "/sys/bus/pci/devices/*", 0x10DE),
+    ]
     classes = [hexadecimal(readings.file(f"{folder}/class")) for folder in folders]
     return any((number or _DISPLAY) >> 16 == _DISPLAY >> 16 for number in classes)
 

@@ -39,7 +39,11 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
     memory = usable.apu(gpu, system.base.memory.total_bytes, system.memory.available_bytes() or 0)
     accelerator: Accelerator = "rocm" if row is not None and row.accelerator == "rocm" else "vulkan"
     if accelerator == "rocm":
-        larger = usable.carve_out_alone if gpu.vram_total_bytes >= gpu.gtt_total_bytes else usable.gtt_alone
+        larger = (
+            usable.carve_out_alone
+            if gpu.vram_total_bytes >= gpu.gtt_total_bytes
+            else usable.gtt_alone
+        )
         memory = larger(gpu, system.base.memory)
     facts = table.facts(row)
     facts["compute_units"] = gpu.compute_units or facts["compute_units"]
@@ -58,13 +62,18 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
 
 
 def _apu_row(cpu: str, gpu: AmdGpu) -> DeviceRow | None:
-    """By the processor's name, which tells the SKU; else by PCI id and revision; else any row of that gfx."""
+    """By the processor's name, which tells the SKU; else by PCI id and revision; else any row of
+    that gfx."""
     row = table.by_cpu(cpu) or table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}")
-    return row or next((r for r in table.rows() if gpu.gfx and r.compute_capability == gpu.gfx), None)
+    return row or next(
+        (r for r in table.rows() if gpu.gfx and r.compute_capability == gpu.gfx), None
+    )
 
 
 def _amd_name(readings: Readings, gpu: AmdGpu, row: DeviceRow | None) -> str:
-    listed = marketing_name(readings.file("/usr/share/libdrm/amdgpu.ids"), gpu.device_id, gpu.revision)
+    listed = marketing_name(
+        readings.file("/usr/share/libdrm/amdgpu.ids"), gpu.device_id, gpu.revision
+    )
     return gpu.name or listed or (row.name if row else f"AMD GPU 1002:{gpu.device_id:04x}")
 
 
@@ -73,7 +82,9 @@ def _amd_card(readings: Readings, gpu: AmdGpu) -> Card:
     row = table.by_gpu_name(name, gpu.vram_total_bytes) or table.by_pci(
         "1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", gpu.vram_total_bytes
     )
-    memory = usable.vram(gpu.vram_total_bytes, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used")
+    memory = usable.vram(
+        gpu.vram_total_bytes, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used"
+    )
     shown = row.name if row is not None and name.startswith("AMD GPU ") else name
     return Card(shown, memory, row.bandwidth if row else None, row, gpu.gfx, gpu.compute_units)
 
@@ -88,15 +99,18 @@ def _gtt_findings(gpu: AmdGpu, system: LinuxSystem, row: DeviceRow | None) -> li
         found.append(
             Finding(
                 "warning",
-                f"the GPU may use {reach / GIB:.0f} of {installed / GIB:.0f} GiB: the kernel's GTT limit is small",
-                f'add "ttm.pages_limit={pages}" to the kernel command line (GRUB_CMDLINE_LINUX), update-grub, reboot',
+                f"the GPU may use {reach / GIB:.0f} of {installed / GIB:.0f} GiB: the kernel's "
+                "GTT limit is small",
+                f'add "ttm.pages_limit={pages}" to the kernel command line (GRUB_CMDLINE_LINUX), '
+                "update-grub, reboot",
             )
         )
     if gpu.vram_total_bytes > 16 * GIB and gpu.vram_total_bytes > system.machine.total_bytes:
         found.append(
             Finding(
                 "info",
-                f"the BIOS gave {gpu.vram_total_bytes / GIB:.0f} GiB to the GPU for good; models load through the rest",
+                f"the BIOS gave {gpu.vram_total_bytes / GIB:.0f} GiB to the GPU for good; models "
+                "load through the rest",
                 "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead",
             )
         )
@@ -107,4 +121,10 @@ def _permission_findings(readings: Readings) -> list[Finding]:
     if readings.output("render-access") != "denied":
         return []
     fix = "sudo usermod -aG render,video $USER, then log in again"
-    return [Finding("error", "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd", fix)]
+    return [
+        Finding(
+            "error",
+            "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd",
+            fix,
+        )
+    ]

@@ -1,4 +1,5 @@
-"""Intel's cards and integrated GPUs on Linux, as i915, the Vulkan driver or the table tells of them."""
+"""Intel's cards and integrated GPUs on Linux, as i915, the Vulkan driver or the table tells of
+them."""
 
 from __future__ import annotations
 
@@ -22,15 +23,28 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
     left = visible(environment(readings).get("GGML_VK_VISIBLE_DEVICES"), [""] * len(cards))
     cards = [cards[i] for i in left]
     if cards:
-        told = f"{cards[0].name}: memory in use can't be read without root, so all of it counts as free"
+        told = (
+            f"{cards[0].name}: memory in use can't be read without root, so all of it counts "
+            "as "
+            "free"
+        )
         return one_machine(cards, "vulkan", with_findings(system.base, [Finding("info", told)]))
     named = [table.by_gpu_name(gpu.name) for gpu in vulkaninfo(readings.output("vulkaninfo"))]
-    listed = [_by_pci(readings, folder) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)]
+    listed = [
+        _by_pci(readings, folder) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
+    ]
     shown = [row for row in (*named, *listed) if row and row.vendor == "Intel"]
     integrated = table.by_cpu(system.cpu.name) or next(iter(shown), None)
     if integrated is None or integrated.vendor != "Intel" or integrated.kind != "unified":
         return None
-    note = Finding("info", "how much RAM this integrated GPU may map depends on its driver: what is available is shown")
+    note = Finding(
+        "info",
+        "how much RAM this integrated GPU may map depends on its driver: what "
+        "is "
+        "available "
+        "is "
+        "shown",
+    )
     return replace(
         system.base,
         name=integrated.name,
@@ -56,13 +70,16 @@ def arcs(readings: Readings) -> list[Card]:
     """Intel's discrete cards, as i915 or the table says their memory."""
     shown = vulkaninfo(readings.output("vulkaninfo"))
     names = [gpu.name for gpu in shown if gpu.vendor_id == _INTEL_VENDOR and gpu.kind == "discrete"]
-    cards = [_arc(readings, folder, names) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)]
+    cards = [
+        _arc(readings, folder, names) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
+    ]
     return [card for card in cards if card is not None]
 
 
 def _arc(readings: Readings, folder: str, names: list[str]) -> Card | None:
-    """A card by its PCI id, else, where it is on a bus of its own, by the next of the `names` that the Vulkan driver has for
-    cards; None where it is none, or nobody says how much memory it has."""
+    """A card by its PCI id, else, where it is on a bus of its own, by the next of the `names` that
+    the Vulkan driver has for cards; None where it is none, or nobody says how much memory it
+    has."""
     total = integer(readings.file(f"{folder}/lmem_total_bytes")) or 0
     row = _by_pci(readings, folder, total or None)
     name = row.name if row else f"Intel GPU 8086:{_device_id(readings, folder)}"
@@ -73,12 +90,18 @@ def _arc(readings: Readings, folder: str, names: list[str]) -> Card | None:
         return Card(name, _arc_memory(total), None, None) if total else None
     if row.kind != "discrete":
         return None
-    memory = _arc_memory(total) if total else replace(_arc_memory(int(row.memory_gb[0] * GIB)), basis="datasheet")
+    memory = (
+        _arc_memory(total)
+        if total
+        else replace(_arc_memory(int(row.memory_gb[0] * GIB)), basis="datasheet")
+    )
     return Card(name, memory, row.bandwidth, row, "", row.compute_units)
 
 
 def _on_own_bus(readings: Readings, folder: str) -> bool:
-    slot = re.search(r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I)
+    slot = re.search(
+        r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I
+    )
     return slot is not None and slot.group(1) != "00"
 
 

@@ -8,7 +8,15 @@ from localllm.device import cpus
 from localllm.device.machines.common import modules_bandwidth, ram_disagrees, with_findings
 from localllm.device.parsers import linux
 from localllm.device.table import DeviceRow
-from localllm.device.types import GIB, Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
+from localllm.device.types import (
+    GIB,
+    Device,
+    DeviceUnreadableError,
+    Figure,
+    Finding,
+    Memory,
+    Readings,
+)
 from localllm.memory.account import shared_pool
 from localllm.memory.linux import LinuxMemory, MemInfo
 
@@ -29,26 +37,35 @@ def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem
     memory = LinuxMemory(readings.file)
     machine = memory.machine()
     if machine is None:
-        raise DeviceUnreadableError("/proc/meminfo has no MemTotal, so the memory of this machine is unknown")
+        raise DeviceUnreadableError(
+            "/proc/meminfo has no MemTotal, so the memory of this machine is unknown"
+        )
     pool, is_limited = system_pool(memory)
     cpu = linux.cpuinfo(readings.file("/proc/cpuinfo"))
     findings = []
     if is_limited:
         message = (
-            f"this container may use {pool.total_bytes / GIB:.1f} GiB of the host's {machine.total_bytes / GIB:.1f} GiB"
+            f"this container may use {pool.total_bytes / GIB:.1f} GiB of the host's "
+            f"{machine.total_bytes / GIB:.1f} GiB"
         )
-        findings.append(Finding("info", message, "start it with a larger memory limit (docker run --memory …)"))
+        findings.append(
+            Finding("info", message, "start it with a larger memory limit (docker run --memory …)")
+        )
     if linux.is_wsl(readings):
         findings.append(
             Finding(
                 "info",
-                f"WSL sees {machine.total_bytes / GIB:.1f} GiB of this PC's memory (half of it unless told otherwise)",
+                f"WSL sees {machine.total_bytes / GIB:.1f} GiB of this PC's memory (half of it "
+                "unless told otherwise)",
                 "set [wsl2] memory= in %UserProfile%\\.wslconfig, then wsl --shutdown",
             )
         )
     if cpu.apple and "/.dockerenv" in readings.files:
         findings.append(
-            Finding("info", "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead")
+            Finding(
+                "info",
+                "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead",
+            )
         )
     modules = linux.udev_memory(readings.file("/run/udev/data/+dmi:id"), cpus.channels(cpu.name))
     told = modules_bandwidth(modules, "udev", cpu.name)
@@ -70,10 +87,15 @@ def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem
 
 
 def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tuple[Memory, bool]:
-    """The account of system memory, and whether a container's limit makes it smaller: /proc/meminfo shows the host's. Where huge
-    pages are reserved (`huge_free_bytes`), those alone can hold a model on some boards."""
+    """The account of system memory, and whether a container's limit makes it smaller: /proc/meminfo
+    shows the host's. Where huge pages are reserved (`huge_free_bytes`), those alone can hold a
+    model on some boards."""
     smallest = memory.smallest_limit()
-    source = "/proc/meminfo MemAvailable" if huge_free_bytes is None else "/proc/meminfo HugePages_Free"
+    source = (
+        "/proc/meminfo MemAvailable"
+        if huge_free_bytes is None
+        else ("/proc/meminfo HugePages_Free")
+    )
     if smallest is not None:
         source = f"limited by {smallest[1]}"
     available = memory.available_bytes(machine_bytes=huge_free_bytes)
@@ -86,7 +108,8 @@ def noted(system: LinuxSystem, findings: list[Finding]) -> LinuxSystem:
 
 
 def apu_bandwidth(system: LinuxSystem, row: DeviceRow | None) -> Figure | None:
-    """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go first.
+    """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go
+    first.
 
     What the CPU's cores measured is a floor of what the GPU gets: only where nothing else is known.
     """

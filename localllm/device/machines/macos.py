@@ -1,4 +1,5 @@
-"""A Mac's readings to its Device: Metal's budget, the chip's bin, nothing multiplied that can be asked."""
+"""A Mac's readings to its Device: Metal's budget, the chip's bin, nothing multiplied that can be
+asked."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from localllm.memory.account import shared_pool
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
-    """The Mac of these readings. A CPU measurement is not its bandwidth: the CPU cores can't pull the SoC's full rate,
-    so `ram_bandwidth` counts only on machines without Apple's GPU (Intel Macs, virtual machines)."""
+    """The Mac of these readings. A CPU measurement is not its bandwidth: the CPU cores can't pull
+    the SoC's full rate, so `ram_bandwidth` counts only on machines without Apple's GPU (Intel Macs,
+    virtual machines)."""
     mac = macos.sysctl(readings.output("sysctl"))
     if mac.memory_bytes is None:
-        raise DeviceUnreadableError("macOS did not report hw.memsize, so the memory of this Mac is unknown")
+        raise DeviceUnreadableError(
+            "macOS did not report hw.memsize, so the memory of this Mac is unknown"
+        )
     findings: list[Finding] = []
     displayed, _ = macos.displays(readings.output("system_profiler"))
     chip = mac.chip if mac.chip.startswith("Apple ") else displayed
@@ -33,12 +37,20 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 
     row = table.by_chip(chip, cores, mac.memory_bytes)
     working_set = macos.metal_working_set(readings.output("metal"))
-    memory = usable.mac(mac.memory_bytes, working_set, mac.wired_limit_mb, had.free_bytes, had.to_be_had_bytes)
+    memory = usable.mac(
+        mac.memory_bytes, working_set, mac.wired_limit_mb, had.free_bytes, had.to_be_had_bytes
+    )
     findings += _limit_findings(mac, memory.basis == "assumed", working_set)
     if row is None:
-        findings.append(Finding("warning", f"{chip} with {cores} GPU cores is not in the table: bandwidth unknown"))
+        findings.append(
+            Finding(
+                "warning", f"{chip} with {cores} GPU cores is not in the table: bandwidth unknown"
+            )
+        )
     elif cores is None:
-        findings.append(Finding("warning", f"the number of GPU cores could not be read: took {row.name}"))
+        findings.append(
+            Finding("warning", f"the number of GPU cores could not be read: took {row.name}")
+        )
     return Device(
         name=f"{chip} ({cores}-core GPU)" if cores else chip,
         kind="unified",
@@ -55,15 +67,23 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
 
 
 def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings) -> str:
-    """What keeps this process from an Apple GPU; "" where one is there. (Under Rosetta the processor calls itself VirtualApple. A
-    virtual machine has a paravirtual GPU, whose Metal computes no matrices, and no AGX accelerator.)"""
+    """What keeps this process from an Apple GPU; "" where one is there. (Under Rosetta the
+    processor calls itself VirtualApple. A virtual machine has a paravirtual GPU, whose Metal
+    computes no matrices, and no AGX accelerator.)"""
     if mac.translated:
         return "Rosetta hides it from an x86 Python"
     shown = readings.output("metal") + readings.output("system_profiler")
     virtual = (
-        "(Virtual)" in chip or mac.model.startswith("VirtualMac") or "Paravirtual" in shown or chip == "Apple processor"
+        "(Virtual)" in chip
+        or mac.model.startswith("VirtualMac")
+        or "Paravirtual" in shown
+        or chip == "Apple processor"
     )
-    if virtual or (chip.startswith("Apple ") and cores is None and "sppci_" in readings.output("system_profiler")):
+    if virtual or (
+        chip.startswith("Apple ")
+        and cores is None
+        and "sppci_" in readings.output("system_profiler")
+    ):
         return "a virtual machine"
     if not chip.startswith("Apple "):
         return "a virtual machine" if readings.architecture == "arm64" else "an Intel Mac"
@@ -77,25 +97,35 @@ def _limit_findings(mac: macos.Mac, assumed: bool, working_set: int | None) -> l
         found.append(
             Finding(
                 "warning",
-                f"iogpu.wired_limit_mb ({mac.wired_limit_mb} MiB) is above this Mac's RAM; filling it hangs the Mac",
+                f"iogpu.wired_limit_mb ({mac.wired_limit_mb} MiB) is above this Mac's RAM; "
+                "filling it hangs the Mac",
                 "sudo sysctl iogpu.wired_limit_mb=0",
             )
         )
     if assumed and not working_set:
         found.append(
             Finding(
-                "info", "Metal could not be asked (no GPU session?): the GPU's share of RAM is assumed, a low figure"
+                "info",
+                "Metal could not be asked (no GPU session?): the GPU's share of RAM is "
+                "assumed, a low figure",
             )
         )
     if mac.pressure == 4:
         found.append(
-            Finding("warning", "macOS reports critical memory pressure: close other apps before loading a model")
+            Finding(
+                "warning",
+                "macOS reports critical memory pressure: close other apps before loading a model",
+            )
         )
     return found
 
 
 def _without_gpu(
-    mac: macos.Mac, available: int | None, bandwidth: Figure | None, why: str, findings: list[Finding]
+    mac: macos.Mac,
+    available: int | None,
+    bandwidth: Figure | None,
+    why: str,
+    findings: list[Finding],
 ) -> Device:
     total = mac.memory_bytes or 0
     findings.append(Finding("info", f"no Apple GPU here ({why}): models run on the CPU"))
@@ -104,7 +134,9 @@ def _without_gpu(
         kind="system",
         accelerator="cpu",
         family="CPU",
-        memory=shared_pool(total, total // 2 if available is None else available, "hw.memsize, vm_stat"),
+        memory=shared_pool(
+            total, total // 2 if available is None else available, "hw.memsize, vm_stat"
+        ),
         bandwidth_gbps=bandwidth,
         os="macOS",
         cpu=mac.chip,

@@ -1,4 +1,5 @@
-"""A Windows machine's readings to its Device: NVIDIA through NVML, other cards through the registry, else the CPU."""
+"""A Windows machine's readings to its Device: NVIDIA through NVML, other cards through the
+registry, else the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from localllm.device.machines.common import (
 from localllm.device.parsers import integer, windows
 from localllm.device.parsers.gpus import NvidiaGpu
 from localllm.device.table import DeviceRow
-from localllm.device.types import GIB, Device, DeviceUnreadableError, Figure, Finding, Memory, Readings
+from localllm.device.types import (
+    GIB,
+    Device,
+    DeviceUnreadableError,
+    Figure,
+    Finding,
+    Memory,
+    Readings,
+)
 from localllm.memory.account import shared_pool
 
 # What Windows lets an integrated GPU borrow of the RAM it sees: half (DXGI's SharedSystemMemory).
@@ -26,7 +35,8 @@ _SHARED_WITH_GPU = 0.5
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
-    """The Device of these readings; raises DeviceUnreadableError if Windows did not report its memory."""
+    """The Device of these readings; raises DeviceUnreadableError if Windows did not report its
+    memory."""
     status = windows.memory_status(readings.output("memory-status"))
     if status is None:
         raise DeviceUnreadableError("Windows did not report its memory (GlobalMemoryStatusEx)")
@@ -56,13 +66,24 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
             return one_machine(cards, "cuda", base)
     elif not hidden and any(adapter.vendor == "10de" for adapter in adapters):
         fix = "install the NVIDIA driver, then check with nvidia-smi"
-        finding = Finding("error", "an NVIDIA GPU is in this machine but its driver does not answer: not used", fix)
+        finding = Finding(
+            "error",
+            "an NVIDIA GPU is in this machine but its driver does not answer: not used",
+            fix,
+        )
         base = with_findings(base, [finding])
-    return _integrated(adapters, base, available, told) or _discrete(adapters, base) or _processor(base)
+    return (
+        _integrated(adapters, base, available, told)
+        or _discrete(adapters, base)
+        or _processor(base)
+    )
 
 
-def _nvidia_cards(gpus: list[NvidiaGpu], adapters: list[windows.Adapter]) -> tuple[list[Card], list[Finding]]:
-    """The NVIDIA cards that can be planned with, and what there is to say of them and of others' beside them."""
+def _nvidia_cards(
+    gpus: list[NvidiaGpu], adapters: list[windows.Adapter]
+) -> tuple[list[Card], list[Finding]]:
+    """The NVIDIA cards that can be planned with, and what there is to say of them and of others'
+    beside them."""
     cards: list[Card] = []
     findings: list[Finding] = []
     for gpu in gpus:
@@ -75,12 +96,23 @@ def _nvidia_cards(gpus: list[NvidiaGpu], adapters: list[windows.Adapter]) -> tup
 
 def _processor(base: Device) -> Device:
     row = table.by_cpu(base.cpu)
-    return replace(base, match=row.name, family=row.family) if row is not None and row.accelerator == "cpu" else base
+    return (
+        replace(base, match=row.name, family=row.family)
+        if row is not None and row.accelerator == "cpu"
+        else base
+    )
 
 
 def _emulation(readings: Readings) -> tuple[Finding, ...]:
-    if readings.output("native-architecture").strip().upper() == "ARM64" and readings.architecture.upper() == "AMD64":
-        return (Finding("warning", "an x64 Python runs emulated on this ARM PC", "install the ARM64 Python"),)
+    if (
+        readings.output("native-architecture").strip().upper() == "ARM64"
+        and readings.architecture.upper() == "AMD64"
+    ):
+        return (
+            Finding(
+                "warning", "an x64 Python runs emulated on this ARM PC", "install the ARM64 Python"
+            ),
+        )
     return ()
 
 
@@ -93,7 +125,11 @@ def _cards(adapters: list[windows.Adapter]) -> list[Card]:
             continue
         size = adapter.memory_bytes or int(row.memory_gb[0] * GIB)
         memory = usable.vram(size, 0, 0, "registry HardwareInformation.qwMemorySize")
-        cards.append(Card(adapter.name, memory, row.bandwidth, row, row.compute_capability, row.compute_units))
+        cards.append(
+            Card(
+                adapter.name, memory, row.bandwidth, row, row.compute_capability, row.compute_units
+            )
+        )
     return cards
 
 
@@ -101,7 +137,9 @@ def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
     cards = _cards(adapters)
     if not cards:
         return None
-    note = Finding("info", "memory in use on this card can't be read here: all of it counts as free")
+    note = Finding(
+        "info", "memory in use on this card can't be read here: all of it counts as free"
+    )
     return one_machine(cards, "vulkan", with_findings(base, [note]))
 
 
@@ -135,7 +173,8 @@ def _integrated(
 
 
 def _shared_bandwidth(row: DeviceRow, told: Figure | None, base: Device) -> Figure | None:
-    """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go first."""
+    """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go
+    first."""
     return row.bandwidth if "Halo" in row.family else told or row.bandwidth or base.bandwidth_gbps
 
 

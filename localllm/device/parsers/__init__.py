@@ -1,10 +1,12 @@
-"""From what the system's files and tools printed to facts: pure. Here, numbers out of text: the value, or None, never an exception."""
+"""From what the system's files and tools printed to facts: pure. Here, numbers out of text: the
+value, or None, never an exception."""
 
 from __future__ import annotations
 
 import re
 
-# Longer than any real figure; a number beyond this is garbage (and int() of a million digits is slow).
+# Longer than any real figure; a number beyond this is garbage (and int() of a million digits is
+# slow).
 _MAX_DIGITS = 20
 
 

@@ -1,4 +1,5 @@
-"""NVML, nvidia-smi, amdgpu's sysfs and KFD, and vulkaninfo to facts about GPUs: memory in bytes, PCI identity, compute units."""
+"""NVML, nvidia-smi, amdgpu's sysfs and KFD, and vulkaninfo to facts about GPUs: memory in bytes,
+PCI identity, compute units."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from localllm.device.types import Readings
 
 AMD_VENDOR = 0x1002
 
-# Radeons inside a processor: (device id → gfx), from https://gitlab.freedesktop.org/mesa/libdrm/-/blob/main/data/amdgpu.ids
-# and, for the gfx names, https://rocm.docs.amd.com/en/latest/reference/gpu-arch-specs.html.
+# Radeons inside a processor: (device id → gfx), from
+# https://gitlab.freedesktop.org/mesa/libdrm/-/blob/main/data/amdgpu.ids and, for the gfx names,
+# https://rocm.docs.amd.com/en/latest/reference/gpu-arch-specs.html.
 APU_DEVICES = {
     0x1586: "gfx1151", 0x150E: "gfx1150", 0x1114: "gfx1152", 0x15BF: "gfx1103", 0x15C8: "gfx1103",
     0x1900: "gfx1103", 0x1901: "gfx1103", 0x1681: "gfx1035", 0x164E: "gfx1036", 0x1506: "gfx1037",
-    0x163F: "gfx1033", 0x1435: "gfx1033", 0x1638: "gfx90c", 0x1636: "gfx90c", 0x15D8: "gfx902", 0x15DD: "gfx902",
-    0x13C0: "gfx1036", 0x164D: "gfx1035", 0x164C: "gfx90c", 0x15E7: "gfx90c", 0x13FE: "gfx1013", 0x143F: "gfx1013",
+    0x163F: "gfx1033", 0x1435: "gfx1033", 0x1638: "gfx90c", 0x1636: "gfx90c", 0x15D8: "gfx902",
+    0x15DD: "gfx902",
+    0x13C0: "gfx1036", 0x164D: "gfx1035", 0x164C: "gfx90c", 0x15E7: "gfx90c", 0x13FE: "gfx1013",
+    0x143F: "gfx1013",
     0x1902: "gfx1103", 0x1903: "gfx1103", 0x98E4: "gfx810", 0x9874: "gfx801",
 }  # fmt: skip
 _APU_GFX = set(APU_DEVICES.values())
@@ -28,7 +32,8 @@ _APU_GFX = set(APU_DEVICES.values())
 
 @dataclass(frozen=True, slots=True)
 class AmdGpu:
-    """One AMD GPU. Bytes; ids are numbers; `gfx` is "gfx1151" or "" (unknown); compute units 0 = unknown."""
+    """One AMD GPU. Bytes; ids are numbers; `gfx` is "gfx1151" or "" (unknown); compute units 0 =
+    unknown."""
 
     device_id: int
     revision: int
@@ -54,11 +59,14 @@ class KfdNode:
 def kfd_nodes(readings: Readings) -> list[KfdNode]:
     """The GPU nodes of /sys/class/kfd (a CPU node has no SIMDs).
 
-    gfx_target_version is major × 10000 + minor × 100 + step. RDNA has two SIMD32 per CU, GCN/CDNA four.
+    gfx_target_version is major × 10000 + minor × 100 + step. RDNA has two SIMD32 per CU, GCN/CDNA
+    four.
     """
     nodes = []
     for path in readings.matching("/sys/class/kfd/kfd/topology/nodes/*/properties"):
-        values = {key: integer(value) or 0 for key, value in key_values(readings.file(path), " ").items()}
+        values = {
+            key: integer(value) or 0 for key, value in key_values(readings.file(path), " ").items()
+        }
         simds, version = values.get("simd_count", 0), values.get("gfx_target_version", 0)
         if simds <= 0 or not 0 < version < 1_000_000:
             continue
@@ -79,7 +87,9 @@ DRM_CARDS = "/sys/class/drm/card*/device"
 def pci_folders(readings: Readings, pattern: str, vendor: int) -> list[str]:
     """The folders of this pattern in sysfs that are of a maker's devices."""
     folders = [path.removesuffix("/vendor") for path in readings.matching(f"{pattern}/vendor")]
-    return [folder for folder in folders if hexadecimal(readings.file(f"{folder}/vendor")) == vendor]
+    return [
+        folder for folder in folders if hexadecimal(readings.file(f"{folder}/vendor")) == vendor
+    ]
 
 
 def amd_gpus(readings: Readings) -> list[AmdGpu]:
@@ -112,10 +122,11 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
 
 
 def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bool:
-    """An APU by its PCI id or gfx; the size of its carve-out says nothing (a BIOS can give it 96 GB).
+    """An APU by its PCI id or gfx; the size of its carve-out says nothing (a BIOS can give it 96
+    GB).
 
-    board_info and the name of a maker in mem_info_vram_vendor ("unknown" of an APU) are only where a card has memory chips of
-    its own; and no card has less than a GiB of them beside more GTT.
+    board_info and the name of a maker in mem_info_vram_vendor ("unknown" of an APU) are only where
+    a card has memory chips of its own; and no card has less than a GiB of them beside more GTT.
     """
     if device_id in APU_DEVICES or gfx in _APU_GFX:
         return True
@@ -123,7 +134,9 @@ def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bo
     gtt = integer(readings.file(f"{folder}/mem_info_gtt_total")) or 0
     if vram < 1 << 30 < gtt:
         return True
-    if f"{folder}/board_info" in readings.files or readings.file(f"{folder}/mem_info_vram_vendor") not in (
+    if f"{folder}/board_info" in readings.files or readings.file(
+        f"{folder}/mem_info_vram_vendor"
+    ) not in (
         "",
         "unknown",
     ):
@@ -132,10 +145,15 @@ def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bo
 
 
 def marketing_name(ids_file: str, device_id: int, revision: int) -> str:
-    """The product's name from libdrm's amdgpu.ids ("744C,\\tC8,\\tAMD Radeon RX 7900 XTX"), or ""."""
+    """The product's name from libdrm's amdgpu.ids ("744C,\\tC8,\\tAMD Radeon RX 7900 XTX"), or
+    ""."""
     for line in ids_file.splitlines():
         parts = line.split(",", 2)
-        if len(parts) == 3 and hexadecimal(parts[0]) == device_id and hexadecimal(parts[1]) == revision:
+        if (
+            len(parts) == 3
+            and hexadecimal(parts[0]) == device_id
+            and hexadecimal(parts[1]) == revision
+        ):
             return parts[2].strip()
     return ""
 
@@ -147,8 +165,9 @@ MIB = 1 << 20
 class NvidiaGpu:
     """One GPU. Bytes; MHz; None where the driver said N/A, NOT_SUPPORTED or nothing at all.
 
-    `is_mig`: cut into MIG slices, of which a program is given one; sizes are then that one's. `addressing` is "none", "hmm", "ats"
-    or "": ATS means CPU and GPU share page tables (GB10, Thor, Grace).
+    `is_mig`: cut into MIG slices, of which a program is given one; sizes are then that one's.
+    `addressing` is "none", "hmm", "ats" or "": ATS means CPU and GPU share page tables (GB10, Thor,
+    Grace).
     """
 
     name: str
@@ -167,9 +186,11 @@ class NvidiaGpu:
 
     @property
     def derived_bandwidth_gbps(self) -> float | None:
-        """2 × maximum memory clock × bus width ÷ 8 (decimal GB/s): a double data rate on what NVML calls the clock.
+        """2 × maximum memory clock × bus width ÷ 8 (decimal GB/s): a double data rate on what NVML
+        calls the clock.
 
-        Agrees with the datasheets of RTX 4090 (10501 MHz × 384 bit → 1008) and 5090 (14001 × 512 → 1792).
+        Agrees with the datasheets of RTX 4090 (10501 MHz × 384 bit → 1008) and 5090 (14001 × 512 →
+        1792).
         """
         if not self.bus_bits or not self.max_memory_mhz:
             return None
@@ -178,19 +199,28 @@ class NvidiaGpu:
 
 
 def nvml(text: str) -> list[NvidiaGpu]:
-    """The NVML probe's JSON: one object per GPU, each field a value or absent where the call raised."""
+    """The NVML probe's JSON: one object per GPU, each field a value or absent where the call
+    raised."""
     try:
         listed = json.loads(text) if text.strip() else []
     except (ValueError, RecursionError):
         return []
     if not isinstance(listed, list):
         return []
-    return [_from_nvml(entry) for entry in listed if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+    return [
+        _from_nvml(entry)
+        for entry in listed
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+    ]
 
 
 def _number(entry: Mapping[str, Any], key: str) -> int | None:
     value = entry.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+        else None
+    )
 
 
 def _watts(entry: Mapping[str, Any], key: str) -> float | None:
@@ -219,7 +249,9 @@ def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
         compute_capability="" if major is None or minor is None else f"{major}.{minor}",
         bus_bits=_number(entry, "bus_bits") or None,
         max_memory_mhz=_number(entry, "max_memory_mhz") or None,
-        addressing=_ADDRESSING.get(_number(entry, "addressing") or 0, "") if "addressing" in entry else "",
+        addressing=_ADDRESSING.get(_number(entry, "addressing") or 0, "")
+        if "addressing" in entry
+        else "",
         power_limit_w=_watts(entry, "power_limit_mw"),
         default_power_limit_w=_watts(entry, "default_power_limit_mw"),
         uuid=str(entry.get("uuid") or "")[:80],
@@ -227,7 +259,9 @@ def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
     if _number(entry, "mig") != 1:
         return gpu
     size = _slice_bytes(entry.get("slices"))
-    return replace(gpu, total_bytes=size, used_bytes=None, free_bytes=None, reserved_bytes=None, is_mig=True)
+    return replace(
+        gpu, total_bytes=size, used_bytes=None, free_bytes=None, reserved_bytes=None, is_mig=True
+    )
 
 
 def environment(readings: Readings) -> dict[str, str]:
@@ -237,8 +271,9 @@ def environment(readings: Readings) -> dict[str, str]:
 
 
 def visible(said: str | None, uuids: Sequence[str]) -> list[int]:
-    """Which of the GPUs with these ids (in the order of PCI addresses) a list of indices or ids such as "0,GPU-8a2f" leaves, in
-    that order; all for None. As CUDA has it, what is no GPU ends the list, and one named twice leaves none."""
+    """Which of the GPUs with these ids (in the order of PCI addresses) a list of indices or ids
+    such as "0,GPU-8a2f" leaves, in that order; all for None. As CUDA has it, what is no GPU ends
+    the list, and one named twice leaves none."""
     if said is None:
         return list(range(len(uuids)))
     found: list[int] = []
@@ -259,20 +294,29 @@ def _of_word(word: str, uuids: Sequence[str]) -> list[int]:
     parent = word.removeprefix("MIG-") if word.startswith("MIG-GPU-") else word
     if len(parent) <= 4 or not parent.startswith(("GPU-", "MIG-")):
         return []
-    return [i for i, uuid in enumerate(uuids) if uuid and (uuid.startswith(parent) or parent.startswith(uuid))]
+    return [
+        i
+        for i, uuid in enumerate(uuids)
+        if uuid and (uuid.startswith(parent) or parent.startswith(uuid))
+    ]
 
 
 # Column names nvidia-smi prints in its CSV header, as --help-query-gpu documents them.
-SMI_FIELDS = "name,uuid,memory.total,memory.used,memory.free,compute_cap,clocks.max.memory,power.limit"
+SMI_FIELDS = (
+    "name,uuid,memory.total,memory.used,memory.free,compute_cap,clocks.max.memory,power.limit"
+)
 
 
 def smi(text: str) -> list[NvidiaGpu]:
-    """`nvidia-smi --query-gpu=… --format=csv` with its header line, whatever columns were asked for.
+    """`nvidia-smi --query-gpu=… --format=csv` with its header line, whatever columns were asked
+    for.
 
     "[N/A]", "[Not Supported]" and errors in place of a number mean: unknown.
     """
     lines = [line for line in text.splitlines() if line.strip()]
-    start = next((i for i, line in enumerate(lines) if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None)
+    start = next(
+        (i for i, line in enumerate(lines) if re.search(r"(?:^|,)\s*name\s*(?:,|$)", line)), None
+    )
     if start is None:
         return []
     header = [cell.split("[")[0].strip() for cell in lines[start].split(",")]
@@ -316,16 +360,22 @@ class VulkanGpu:
 
 
 def vulkaninfo(text: str) -> list[VulkanGpu]:
-    """GPUs of `vulkaninfo --summary`; software renderers (llvmpipe, PHYSICAL_DEVICE_TYPE_CPU) are left out."""
+    """GPUs of `vulkaninfo --summary`; software renderers (llvmpipe, PHYSICAL_DEVICE_TYPE_CPU) are
+    left out."""
     found = []
     for block in re.split(r"(?m)^GPU[0-9]+:", text)[1:]:
         values = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*(.*?)\s*$", block))
-        kind = {"PHYSICAL_DEVICE_TYPE_INTEGRATED_GPU": "integrated", "PHYSICAL_DEVICE_TYPE_DISCRETE_GPU": "discrete"}
+        kind = {
+            "PHYSICAL_DEVICE_TYPE_INTEGRATED_GPU": "integrated",
+            "PHYSICAL_DEVICE_TYPE_DISCRETE_GPU": "discrete",
+        }
         vendor = re.fullmatch(r"0x([0-9a-fA-F]{1,8})", values.get("vendorID", ""))
         if values.get("deviceName") and values.get("deviceType") in kind:
             found.append(
                 VulkanGpu(
-                    values["deviceName"][:120], kind[values["deviceType"]], int(vendor.group(1), 16) if vendor else 0
+                    values["deviceName"][:120],
+                    kind[values["deviceType"]],
+                    int(vendor.group(1), 16) if vendor else 0,
                 )
             )
     return found

@@ -12,8 +12,8 @@ from localllm.device.types import Readings
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """The processor's name, cores this process may use (0 = unknown), whether a hypervisor is under us, and the widest vectors
-    ("" = unknown)."""
+    """The processor's name, cores this process may use (0 = unknown), whether a hypervisor is under
+    us, and the widest vectors ("" = unknown)."""
 
     name: str
     cores: int
@@ -22,11 +22,14 @@ class CpuInfo:
     vectors: str = ""
 
 
-# ARM's /proc/cpuinfo has no name: implementer and part numbers (https://github.com/util-linux/util-linux,
-# sys-utils/lscpu-arm.c) of the cores in the machines of the table.
+# ARM's /proc/cpuinfo has no name: implementer and part numbers
+# (https://github.com/util-linux/util-linux, sys-utils/lscpu-arm.c) of the cores in the machines of
+# the table.
 _ARM_PARTS = {
-    ("0x41", "0xd42"): "Cortex-A78AE", ("0x41", "0xd85"): "Cortex-X925", ("0x41", "0xd87"): "Cortex-A725",
-    ("0x41", "0xd83"): "Neoverse-V3AE", ("0x41", "0xd0c"): "Neoverse-N1", ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd42"): "Cortex-A78AE", ("0x41", "0xd85"): "Cortex-X925",
+    ("0x41", "0xd87"): "Cortex-A725",
+    ("0x41", "0xd83"): "Neoverse-V3AE", ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
     ("0x41", "0xd4f"): "Neoverse-V2", ("0x41", "0xd0b"): "Cortex-A76", ("0x51", "0x001"): "Oryon",
 }  # fmt: skip
 
@@ -35,10 +38,14 @@ _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE"}
 
 
 def cpuinfo(text: str) -> CpuInfo:
-    """/proc/cpuinfo: name from "model name", or ARM part numbers (the fastest kind listed last names the machine)."""
+    """/proc/cpuinfo: name from "model name", or ARM part numbers (the fastest kind listed last
+    names the machine)."""
     processors = [key_values(block) for block in re.split(r"\n\s*\n", text)]
     parts = [(p.get("CPU implementer", ""), p.get("CPU part", "").lower()) for p in processors]
-    named = [p.get("model name") or _ARM_PARTS.get(part, "") for p, part in zip(processors, parts, strict=True)]
+    named = [
+        p.get("model name") or _ARM_PARTS.get(part, "")
+        for p, part in zip(processors, parts, strict=True)
+    ]
     kinds = list(dict.fromkeys(filter(None, named)))
     physical = {(p.get("physical id"), p["core id"]) for p in processors if "core id" in p}
     flags = next((p["flags"].split() for p in processors if "flags" in p), [])
@@ -52,7 +59,8 @@ def cpuinfo(text: str) -> CpuInfo:
 
 
 def udev_memory(text: str, channels: int = 0) -> Ram | None:
-    """udev's copy of the SMBIOS memory records (/run/udev/data/+dmi:id, systemd ≥ 248); None if unusable. `channels`: as ram_of.
+    """udev's copy of the SMBIOS memory records (/run/udev/data/+dmi:id, systemd ≥ 248); None if
+    unusable. `channels`: as ram_of.
 
     The configured speed counts, not the rated one (https://github.com/systemd/systemd/pull/17837).
     """
@@ -77,7 +85,8 @@ def is_wsl(readings: Readings) -> bool:
 
 
 def last_level_cache_bytes(readings: Readings) -> int:
-    """The largest cache level in bytes summed over its instances as seen from cpu0 (0 = unknown)."""
+    """The largest cache level in bytes summed over its instances as seen from cpu0 (0 =
+    unknown)."""
     sizes = []
     for path in readings.matching("/sys/devices/system/cpu/cpu*/cache/index*/size"):
         text = readings.file(path)

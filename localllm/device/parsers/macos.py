@@ -13,7 +13,8 @@ from localllm.memory.macos import available_bytes
 
 @dataclass(frozen=True, slots=True)
 class Mac:
-    """What sysctl says. `wired_limit_mb` 0 = macOS' own default (not "no limit"), None = not readable."""
+    """What sysctl says. `wired_limit_mb` 0 = macOS' own default (not "no limit"), None = not
+    readable."""
 
     chip: str
     model: str
@@ -41,7 +42,8 @@ def sysctl(text: str) -> Mac:
 
 
 def gpu_cores(ioreg: str, system_profiler: str = "") -> int | None:
-    """GPU cores from `ioreg -rc AGXAccelerator -d1` ("gpu-core-count" = 40), else system_profiler's sppci_cores."""
+    """GPU cores from `ioreg -rc AGXAccelerator -d1` ("gpu-core-count" = 40), else system_profiler's
+    sppci_cores."""
     found = re.search(r'"gpu-core-count"\s*=\s*(0x[0-9a-fA-F]{1,8}|[0-9]{1,6})', ioreg)
     if found:
         cores = int(found.group(1), 0) if found.group(1).startswith("0x") else int(found.group(1))
@@ -64,27 +66,30 @@ def displays(system_profiler: str) -> tuple[str, int | None]:
 
 
 def metal_working_set(text: str) -> int | None:
-    """Bytes of Metal's recommendedMaxWorkingSetSize, as our probe says them ("… = 115964116992 bytes")."""
+    """Bytes of Metal's recommendedMaxWorkingSetSize, as our probe says them ("… = 115964116992
+    bytes")."""
     found = re.search(r"recommendedMaxWorkingSetSize = ([0-9]{1,15}) bytes", text)
     return int(found[1]) or None if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class MacMemory:
-    """Bytes on a Mac: `free` without swapping (free, inactive, speculative and purgeable pages), and all that is `to_be_had`,
-    with what macOS compresses for others; None where it is unknown."""
+    """Bytes on a Mac: `free` without swapping (free, inactive, speculative and purgeable pages),
+    and all that is `to_be_had`, with what macOS compresses for others; None where it is unknown."""
 
     free_bytes: int | None
     to_be_had_bytes: int | None
 
 
 _FREE = ("free", "inactive", "speculative", "purgeable")
-# xnu's AVAILABLE_NON_COMPRESSED_MEMORY (osfmk/vm/vm_pageout.h), of which kern.memorystatus_level is the percentage.
+# xnu's AVAILABLE_NON_COMPRESSED_MEMORY (osfmk/vm/vm_pageout.h), of which kern.memorystatus_level is
+# the percentage.
 _TO_BE_HAD = ("free", "active", "inactive", "speculative")
 
 
 def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
-    """Bytes of pages of these kinds in `vm_stat`: those that macOS can hand out without swapping unless told otherwise.
+    """Bytes of pages of these kinds in `vm_stat`: those that macOS can hand out without swapping
+    unless told otherwise.
 
     The page size is read from the header: 16 KiB on Apple Silicon, not 4.
     """
@@ -92,11 +97,14 @@ def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
     values = key_values(text)
     if not page or "Pages free" not in values:
         return None
-    return sum(max(integer(values.get(f"Pages {kind}")) or 0, 0) for kind in kinds) * int(page.group(1))
+    return sum(max(integer(values.get(f"Pages {kind}")) or 0, 0) for kind in kinds) * int(
+        page.group(1)
+    )
 
 
 def memory(total_bytes: int, sysctl: str, pages: str) -> MacMemory:
-    """What of `total_bytes` can be had: by kern.memorystatus_level, else by the `pages` of vm_stat that it is counted from."""
+    """What of `total_bytes` can be had: by kern.memorystatus_level, else by the `pages` of vm_stat
+    that it is counted from."""
     level = integer(key_values(sysctl).get("kern.memorystatus_level"))
     to_be_had = available_bytes(total_bytes, level)
     counted = vm_stat(pages, _TO_BE_HAD)

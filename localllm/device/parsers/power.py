@@ -19,10 +19,12 @@ class EnergyCounter:
 
 
 def rapl(zones: Mapping[str, tuple[str | None, str | None, str | None]]) -> list[EnergyCounter]:
-    """The zones that add up to the machine, of (name, energy_uj, max_energy_range_uj) by their folders' names.
+    """The zones that add up to the machine, of (name, energy_uj, max_energy_range_uj) by their
+    folders' names.
 
-    `psys` counts the whole platform; else the packages, and DRAM, which is beside them and not in them
-    (https://docs.kernel.org/power/powercap/powercap.html). What can't be read is left out: energy_uj is root's alone since CVE-2020-8694.
+    `psys` counts the whole platform; else the packages, and DRAM, which is beside them and not in
+    them (https://docs.kernel.org/power/powercap/powercap.html). What can't be read is left out:
+    energy_uj is root's alone since CVE-2020-8694.
     """
     found = []
     for name, energy, most in zones.values():
@@ -34,7 +36,8 @@ def rapl(zones: Mapping[str, tuple[str | None, str | None, str | None]]) -> list
 
 
 def used_j(before: Sequence[EnergyCounter], after: Sequence[EnergyCounter]) -> float | None:
-    """Joules between two readings of the same zones; a counter that is less began anew. None where they differ."""
+    """Joules between two readings of the same zones; a counter that is less began anew. None where
+    they differ."""
     if not before or [zone.name for zone in before] != [zone.name for zone in after]:
         return None
     pairs = zip(before, after, strict=True)
@@ -42,20 +45,27 @@ def used_j(before: Sequence[EnergyCounter], after: Sequence[EnergyCounter]) -> f
 
 
 def nvidia_w(csv: str) -> float | None:
-    """Watts of all GPUs of `nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits`; None where one does not say."""
+    """Watts of all GPUs of `nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits`; None
+    where one does not say."""
     drawn = [decimal(line.strip()) for line in csv.splitlines() if line.strip()]
     return sum(w for w in drawn if w is not None) if drawn and None not in drawn else None
 
 
 def battery_w(uevents: Sequence[str]) -> float | None:
-    """Watts that Linux's batteries give (their `uevent` files); None where none is being emptied or one does not say."""
+    """Watts that Linux's batteries give (their `uevent` files); None where none is being emptied or
+    one does not say."""
     watts = []
     for text in uevents:
         told = key_values(text, "=")
-        if told.get("POWER_SUPPLY_TYPE") != "Battery" or told.get("POWER_SUPPLY_STATUS") != "Discharging":
+        if (
+            told.get("POWER_SUPPLY_TYPE") != "Battery"
+            or told.get("POWER_SUPPLY_STATUS") != "Discharging"
+        ):
             continue
         power = decimal(told.get("POWER_SUPPLY_POWER_NOW", ""))
-        current, volts = (decimal(told.get(f"POWER_SUPPLY_{name}_NOW", "")) for name in ("CURRENT", "VOLTAGE"))
+        current, volts = (
+            decimal(told.get(f"POWER_SUPPLY_{name}_NOW", "")) for name in ("CURRENT", "VOLTAGE")
+        )
         if power is not None:
             watts.append(power / 1e6)
         elif current is not None and volts is not None:
@@ -64,11 +74,14 @@ def battery_w(uevents: Sequence[str]) -> float | None:
 
 
 def mac_battery_w(ioreg: str) -> float | None:
-    """Watts out of a Mac's battery, of `ioreg -rn AppleSmartBattery`; None at the mains. The current is a signed number that is
-    printed without its sign."""
+    """Watts out of a Mac's battery, of `ioreg -rn AppleSmartBattery`; None at the mains. The
+    current is a signed number that is printed without its sign."""
     if re.search(r'"ExternalConnected" = Yes', ioreg):
         return None
-    found = {name: re.search(rf'"{name}" = (\d+)', ioreg) for name in ("InstantAmperage", "Amperage", "Voltage")}
+    found = {
+        name: re.search(rf'"{name}" = (\d+)', ioreg)
+        for name in ("InstantAmperage", "Amperage", "Voltage")
+    }
     current, volts = found["InstantAmperage"] or found["Amperage"], found["Voltage"]
     if current is None or volts is None:
         return None

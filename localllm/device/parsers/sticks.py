@@ -1,4 +1,5 @@
-"""Memory modules as firmware lists them to the width of the memory bus: channels are counted, not sticks."""
+"""Memory modules as firmware lists them to the width of the memory bus: channels are counted, not
+sticks."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _CHANNEL_BITS = 64
-# A memory controller that firmware names apart ("Controller0-ChannelA": Intel since Alder Lake) is 64 bits wide, whether its
-# channels are one of DDR4, two of 32 bits (DDR5) or four of 16 (LPDDR).
+# A memory controller that firmware names apart ("Controller0-ChannelA": Intel since Alder Lake) is
+# 64 bits wide, whether its channels are one of DDR4, two of 32 bits (DDR5) or four of 16 (LPDDR).
 _CONTROLLER_BITS = 64
 
 
@@ -29,7 +30,8 @@ class Ram:
 
 @dataclass(frozen=True, slots=True)
 class Stick:
-    """One module: where it sits as firmware words it ("BANK 0 Controller1-ChannelA-DIMM0"), its MT/s, its data width in bits."""
+    """One module: where it sits as firmware words it ("BANK 0 Controller1-ChannelA-DIMM0"), its
+    MT/s, its data width in bits."""
 
     place: str
     megatransfers_s: int
@@ -44,9 +46,12 @@ class _Place:
 
 
 def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
-    """The memory that `sticks` are; None of none, or where one has a speed or width that no memory has. The slowest speed counts.
+    """The memory that `sticks` are; None of none, or where one has a speed or width that no memory
+    has. The slowest speed counts.
     `channels`: of 64 bits of each socket, where the processor is known (0: it is not)."""
-    if not sticks or any(not 100 <= s.megatransfers_s <= 20_000 or not 0 < s.data_bits <= 512 for s in sticks):
+    if not sticks or any(
+        not 100 <= s.megatransfers_s <= 20_000 or not 0 < s.data_bits <= 512 for s in sticks
+    ):
         return None
     bits = _bus_bits(sticks, channels)
     return Ram(min(s.megatransfers_s for s in sticks), bits, len(sticks))
@@ -59,7 +64,9 @@ def _bus_bits(sticks: Sequence[Stick], channels: int) -> int:
         )  # soldered: each record is a piece of a channel, and none shares one
     places = [_place(stick.place.upper()) for stick in sticks]
     # One place for all is none that firmware knows: two sticks can't sit in one.
-    if len({stick.place for stick in sticks}) == len(sticks) and all(place.channel for place in places):
+    if len({stick.place for stick in sticks}) == len(sticks) and all(
+        place.channel for place in places
+    ):
         return _placed_bits(places)
     sockets = Counter(place.socket for place in places)
     filled = [min(n, channels) if channels else _usual_channels(n) for n in sockets.values()]
@@ -70,11 +77,15 @@ def _placed_bits(places: Sequence[_Place]) -> int:
     """The bits of the channels that are filled, of each controller no more than it has."""
     controllers = Counter((place.socket, place.controller) for place in set(places))
     widths = {place: n * _CHANNEL_BITS for place, n in controllers.items()}
-    return sum(min(bits, _CONTROLLER_BITS) if controller else bits for (_, controller), bits in widths.items())
+    return sum(
+        min(bits, _CONTROLLER_BITS) if controller else bits
+        for (_, controller), bits in widths.items()
+    )
 
 
 def _usual_channels(n_sticks: int) -> int:
-    """Channels that so many sticks of one socket fill at least: two of two, two of four, four of eight or twelve."""
+    """Channels that so many sticks of one socket fill at least: two of two, two of four, four of
+    eight or twelve."""
     if n_sticks <= 2:
         return n_sticks
     return max(2, 1 << (n_sticks // 2).bit_length() - 1)
@@ -88,5 +99,7 @@ def _place(text: str) -> _Place:
     board = re.search(r"(?:^|\s)([A-H])[0-9]{1,2}$", text) if channel is None else None
     found = socket or board
     return _Place(
-        found[1] if found else "", controller[1] if controller else "", (channel[1] or channel[2]) if channel else ""
+        found[1] if found else "",
+        controller[1] if controller else "",
+        (channel[1] or channel[2]) if channel else "",
     )

@@ -13,7 +13,8 @@ from localllm.device.parsers.sticks import Ram, Stick, ram_of
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A display adapter of the registry: the driver's name, its own memory in bytes, its maker's PCI id ("" = not PCI)."""
+    """A display adapter of the registry: the driver's name, its own memory in bytes, its maker's
+    PCI id ("" = not PCI)."""
 
     name: str
     memory_bytes: int
@@ -24,10 +25,11 @@ _CLASS = "{4d36e968-e325-11ce-bfc1-08002be10318}"
 
 
 def adapters(text: str) -> list[Adapter]:
-    """`reg query` of the display class: DriverDesc, HardwareInformation.qwMemorySize and MatchingDeviceId per subkey.
+    """`reg query` of the display class: DriverDesc, HardwareInformation.qwMemorySize and
+    MatchingDeviceId per subkey.
 
-    Not Win32_VideoController.AdapterRAM, a uint32 that stops at 4 GB. Keys of removed cards stay in the registry, so
-    identical entries are kept once.
+    Not Win32_VideoController.AdapterRAM, a uint32 that stops at 4 GB. Keys of removed cards stay in
+    the registry, so identical entries are kept once.
     """
     found: list[Adapter] = []
     for block in re.split(r"(?m)^HKEY_LOCAL_MACHINE", text):
@@ -49,7 +51,8 @@ def adapters(text: str) -> list[Adapter]:
 
 
 def _registry_number(value: str | None) -> int:
-    """A REG_QWORD (0x5fee00000) or a little-endian REG_BINARY of up to eight bytes; 0 if neither."""
+    """A REG_QWORD (0x5fee00000) or a little-endian REG_BINARY of up to eight bytes; 0 if
+    neither."""
     text = (value or "").lower()
     if re.fullmatch(r"0x[0-9a-f]{1,16}", text):
         return int(text, 16)
@@ -74,8 +77,8 @@ def memory_status(text: str) -> tuple[int, int] | None:
 
 
 def physical_memory(text: str, channels: int = 0) -> Ram | None:
-    """`Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`: one object per stick, or one alone. `channels`: as
-    ram_of."""
+    """`Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`: one object per stick, or
+    one alone. `channels`: as ram_of."""
     try:
         data: Any = json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
@@ -86,5 +89,11 @@ def physical_memory(text: str, channels: int = 0) -> Ram | None:
             speed = stick.get("ConfiguredClockSpeed") or stick.get("Speed")
             bits = stick.get("DataWidth") or 64
             place = f"{stick.get('BankLabel', '')} {stick.get('DeviceLocator', '')}"
-            sticks.append(Stick(place, speed if isinstance(speed, int) else 0, bits if isinstance(bits, int) else 0))
+            sticks.append(
+                Stick(
+                    place,
+                    speed if isinstance(speed, int) else 0,
+                    bits if isinstance(bits, int) else 0,
+                )
+            )
     return ram_of(sticks, channels)

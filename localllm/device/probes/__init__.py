@@ -1,4 +1,5 @@
-"""All that asks this machine anything: I/O and no judgement. Here, a command's output or a file: an absent tool is an absent reading."""
+"""All that asks this machine anything: I/O and no judgement. Here, a command's output or a file: an
+absent tool is an absent reading."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ from pathlib import Path
 
 
 def run(*command: str, timeout_s: float = 5.0) -> str:
-    """What `command` printed on stdout, "" if it is missing, hangs or cannot start (its exit status is ignored)."""
+    """What `command` printed on stdout, "" if it is missing, hangs or cannot start (its exit status
+    is ignored)."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return ""
     return done.stdout.decode("utf-8", "replace")

@@ -1,4 +1,5 @@
-"""Read what `doctor` judges beyond the Device: the installed engine, disk, limits, power, swap, leftover workers."""
+"""Read what `doctor` judges beyond the Device: the installed engine, disk, limits, power, swap,
+leftover workers."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _WORKERS = {"localllm.engine.worker.worker", "localllm.engine.worker.embedding"}
 
 
 def read(cache: Path, data: Path) -> HealthFacts:
-    """What `health.judge` needs but the build's own word on its devices (in_use.py); what could not be read stays None, so
-    that it is reported as not checked."""
+    """What `health.judge` needs but the build's own word on its devices (in_use.py); what could not
+    be read stays None, so that it is reported as not checked."""
     power = run("/usr/bin/pmset", "-g", "custom") if sys.platform == "darwin" else None
     free_bytes = {name: _free(path) for name, path in _disks(cache, data).items()}
     return HealthFacts(
@@ -36,13 +37,16 @@ def read(cache: Path, data: Path) -> HealthFacts:
 
 
 def llama_cpp_build() -> BuildFacts | None:
-    """The installed llama_cpp package by its files, without importing (and so loading) it; None if not installed."""
+    """The installed llama_cpp package by its files, without importing (and so loading) it; None if
+    not installed."""
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or not spec.submodule_search_locations:
         return None
     folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
     try:
-        libraries = sorted(path.name for path in folder.iterdir() if re.search(r"\.(so|dylib|dll)", path.name))
+        libraries = sorted(
+            path.name for path in folder.iterdir() if re.search(r"\.(so|dylib|dll)", path.name)
+        )
     except OSError:
         libraries = []
     cuda = next((folder / name for name in libraries if "ggml-cuda" in name), None)
@@ -54,11 +58,17 @@ def llama_cpp_build() -> BuildFacts | None:
 
 
 def _cuda_strings(library: Path) -> tuple[str, ...]:
-    """Architecture names inside libggml-cuda: its ARCHS list ("750,860,1200") and sm_/compute_ names of its code."""
+    """Architecture names inside libggml-cuda: its ARCHS list ("750,860,1200") and sm_/compute_
+    names of its code."""
     pattern = rb"\x00([0-9]{3,4}(?:,[0-9]{3,4})*)\x00|(?:sm|compute)_([0-9]{2,3})[af]?\b"
     try:
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found = {(m.group(1) or b"sm_" + m.group(2)).decode() for m in re.finditer(pattern, content)}
+        with (
+            library.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            found = {
+                (m.group(1) or b"sm_" + m.group(2)).decode() for m in re.finditer(pattern, content)
+            }
     except (OSError, ValueError):
         return ()
     return tuple(sorted(found))
@@ -104,7 +114,8 @@ def _swap() -> tuple[int, int] | None:
 
 
 def workers() -> tuple[WorkerProcess, ...]:
-    """Engine worker processes of this user, each with whether the server that started it is still there."""
+    """Engine worker processes of this user, each with whether the server that started it is still
+    there."""
     import psutil
 
     found = []
@@ -122,7 +133,8 @@ def workers() -> tuple[WorkerProcess, ...]:
 
 
 def _may_own_workers(command: list[str]) -> bool:
-    """A worker's server runs in a Python (`localllm serve`, a test, a notebook); an init or session manager is none."""
+    """A worker's server runs in a Python (`localllm serve`, a test, a notebook); an init or session
+    manager is none."""
     return any("python" in Path(part).name.lower() or "localllm" in part for part in command)
 
 

@@ -1,4 +1,5 @@
-"""Time the processor's matrix kernels of the installed llama.cpp, in a process of its own: see the program it runs."""
+"""Time the processor's matrix kernels of the installed llama.cpp, in a process of its own: see the
+program it runs."""
 
 from __future__ import annotations
 
@@ -16,9 +17,22 @@ from localllm.device.types import Figure, MatrixRates, TypeRates
 
 PROGRAM = "localllm_backends.llamacpp.matrix_rate"
 _PATIENCE_S = 60.0
-# The types that most published files are of: what is worth knowing before anybody has chosen one. (Q4_K first: what other types'
-# rates are shares of.)
-TYPES = ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "Q4_0", "Q4_1", "Q5_K", "Q3_K", "Q2_K", "IQ4_XS", "F16", "BF16")
+# The types that most published files are of: what is worth knowing before anybody has chosen one.
+# (Q4_K first: what other types' rates are shares of.)
+TYPES = (
+    "Q4_K",
+    "Q6_K",
+    "Q8_0",
+    "MXFP4",
+    "Q4_0",
+    "Q4_1",
+    "Q5_K",
+    "Q3_K",
+    "Q2_K",
+    "IQ4_XS",
+    "F16",
+    "BF16",
+)
 # TFLOP/s of a machine, a build, a type, a layout and a kind of product: see kept.py.
 _SHELF = FigureFile("matrix_rate.json", sane=(1e-4, 1000.0))
 _KINDS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
@@ -28,8 +42,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RateMeasurement(MeasuredFigure):
-    """TFLOP/s of one product of matrices of a `type` with `threads` threads. `others_share`: of the processor's time, what other
-    programs had meanwhile."""
+    """TFLOP/s of one product of matrices of a `type` with `threads` threads. `others_share`: of the
+    processor's time, what other programs had meanwhile."""
 
     type: str
     tflops: float
@@ -43,15 +57,19 @@ class RateMeasurement(MeasuredFigure):
 
     @property
     def how(self) -> str:
-        return f"the installed llama.cpp's product of {self.type} matrices, {self.threads} thread(s)"
+        return (
+            f"the installed llama.cpp's product of {self.type} matrices, {self.threads} thread(s)"
+        )
 
 
-# Of each type, of each layout ("stored", and "laid_out" where there is one), of each kind of product.
+# Of each type, of each layout ("stored", and "laid_out" where there is one), of each kind of
+# product.
 Measurements = Mapping[str, Mapping[str, Mapping[str, RateMeasurement]]]
 
 
 def measure(types: Sequence[str]) -> Measurements | None:
-    """Ask the build that a worker would run (half a second a type); None where it gives no answer: plans then assume a rate."""
+    """Ask the build that a worker would run (half a second a type); None where it gives no answer:
+    plans then assume a rate."""
     before = ProcessorTimes.now()
     try:
         done = subprocess.run(
@@ -77,15 +95,20 @@ def measure(types: Sequence[str]) -> Measurements | None:
 
 
 def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
-    """Those of `types` that were not measured of `machine` (with its build), or only while it was busy."""
+    """Those of `types` that were not measured of `machine` (with its build), or only while it was
+    busy."""
     return [name for name in types if _SHELF.due(folder, _key(machine, name, "stored", _KINDS[0]))]
 
 
 def keep(folder: Path, machine: str, taken: Measurements) -> None:
-    _SHELF.keep_all(folder, {_key(machine, *place): measurement for place, measurement in _flat(taken)})
+    _SHELF.keep_all(
+        folder, {_key(machine, *place): measurement for place, measurement in _flat(taken)}
+    )
 
 
-def _flat(rates: Mapping[str, Mapping[str, Mapping[str, T]]]) -> Iterator[tuple[tuple[str, str, str], T]]:
+def _flat(
+    rates: Mapping[str, Mapping[str, Mapping[str, T]]],
+) -> Iterator[tuple[tuple[str, str, str], T]]:
     """Each rate with its type, layout and kind."""
     for name, layouts in rates.items():
         for layout, kinds in layouts.items():

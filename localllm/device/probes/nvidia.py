@@ -1,4 +1,5 @@
-"""NVML through nvidia-ml-py, each call on its own because any of them may fail; nvidia-smi where NVML is not there."""
+"""NVML through nvidia-ml-py, each call on its own because any of them may fail; nvidia-smi where
+NVML is not there."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def outputs() -> dict[str, str]:
 
 
 def nvml() -> str:
-    """Every GPU as JSON, "" when NVML can't be loaded or started. Opens no CUDA context (that would cost memory)."""
+    """Every GPU as JSON, "" when NVML can't be loaded or started. Opens no CUDA context (that would
+    cost memory)."""
     if sys.platform == "linux" and "pynvml" not in sys.modules and not _has_driver():
         return ""  # before the module is read: it is 10 ms of every start
     found: list[dict[str, Any]] | None = None
@@ -38,14 +40,15 @@ def nvml() -> str:
 
 @contextlib.contextmanager
 def session() -> Iterator[Any]:
-    """NVML's functions for as long as the block runs; None where there is no NVIDIA driver. What fails within ends the block,
-    and nothing else."""
+    """NVML's functions for as long as the block runs; None where there is no NVIDIA driver. What
+    fails within ends the block, and nothing else."""
     try:
         import pynvml as api
     except ImportError:
         yield None
         return
-    with contextlib.suppress(OSError):  # WSL keeps the library off the loader's path; once loaded it is found by name
+    # WSL keeps the library off the loader's path; once loaded it is found by name
+    with contextlib.suppress(OSError):
         ctypes.CDLL(f"{_WSL}/libnvidia-ml.so.1", mode=ctypes.RTLD_GLOBAL)
     try:
         api.nvmlInit()
@@ -65,7 +68,8 @@ def text(value: str | bytes) -> str:
 
 
 def _has_driver() -> bool:
-    """Whether the driver's library is to be found, as `pynvml` looks for it or where WSL keeps it."""
+    """Whether the driver's library is to be found, as `pynvml` looks for it or where WSL keeps
+    it."""
     for name in ("libnvidia-ml.so.1", f"{_WSL}/libnvidia-ml.so.1"):
         with contextlib.suppress(OSError):
             ctypes.CDLL(name)

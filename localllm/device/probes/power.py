@@ -1,4 +1,5 @@
-"""Watts and joules while something runs: read from RAPL, nvidia-smi, powermetrics or the battery, whichever says."""
+"""Watts and joules while something runs: read from RAPL, nvidia-smi, powermetrics or the battery,
+whichever says."""
 
 from __future__ import annotations
 
@@ -48,14 +49,19 @@ def counters() -> list[power.EnergyCounter]:
 
 
 def watts_now() -> tuple[float, str] | None:
-    """What is drawn now, and who says so: a GPU before the battery, for the rest of the machine hardly changes."""
+    """What is drawn now, and who says so: a GPU before the battery, for the rest of the machine
+    hardly changes."""
     if shutil.which("nvidia-smi"):
-        said = power.nvidia_w(run("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits"))
+        said = power.nvidia_w(
+            run("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
+        )
         if said is not None:
             return said, "nvidia-smi, the GPUs alone"
     if sys.platform == "darwin":
         if os.geteuid() == 0:
-            said = power.powermetrics_w(run("powermetrics", "-n", "1", "-i", "200", "--samplers", "cpu_power"))
+            said = power.powermetrics_w(
+                run("powermetrics", "-n", "1", "-i", "200", "--samplers", "cpu_power")
+            )
             if said is not None:
                 return said, "powermetrics, the chip"
         said = power.mac_battery_w(run("ioreg", "-rn", "AppleSmartBattery"))
@@ -66,10 +72,13 @@ def watts_now() -> tuple[float, str] | None:
 
 
 def power_figures() -> dict[str, float]:
-    """What a monitor wants to know, by Prometheus' names: joules of each counter, watts now. Nothing where nothing says."""
+    """What a monitor wants to know, by Prometheus' names: joules of each counter, watts now.
+    Nothing where nothing says."""
     figures: dict[str, float] = {}
     for n, zone in enumerate(counters()):
-        figures[f"localllm_energy_{re.sub(r'[^a-z0-9]', '_', zone.name)}_{n}_joules_total"] = zone.joules
+        figures[f"localllm_energy_{re.sub(r'[^a-z0-9]', '_', zone.name)}_{n}_joules_total"] = (
+            zone.joules
+        )
     now = watts_now()
     return figures | {"localllm_power_watts": now[0]} if now is not None else figures
 
@@ -100,16 +109,22 @@ class PowerMeter:
             if self._ended.wait(_EVERY_S):
                 return
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
         seconds = time.monotonic() - self._began_s
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
         counted = power.used_j(self._counters, counters()) if self._counters else None
-        mean_w = sum(watts for _, watts in self._samples) / len(self._samples) if self._samples else None
+        mean_w = (
+            sum(watts for _, watts in self._samples) / len(self._samples) if self._samples else None
+        )
         if mean_w is not None and counted is not None:
             self.use = PowerUse(mean_w * seconds + counted, seconds, f"{self._source}, and RAPL")
         elif mean_w is not None:
             self.use = PowerUse(mean_w * seconds, seconds, self._source)
         elif counted is not None:
-            self.use = PowerUse(counted, seconds, f"RAPL: {', '.join(zone.name for zone in self._counters)}")
+            self.use = PowerUse(
+                counted, seconds, f"RAPL: {', '.join(zone.name for zone in self._counters)}"
+            )

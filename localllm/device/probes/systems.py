@@ -30,8 +30,10 @@ def environment() -> dict[str, str]:
 # --- Linux
 
 _FILES = (
-    "/proc/meminfo", "/proc/cpuinfo", "/proc/version", "/proc/device-tree/model", "/proc/self/cgroup",
-    "/.dockerenv", "/run/udev/data/+dmi:id", "/sys/class/dmi/id/product_name", "/var/lib/nvpmodel/status",
+    "/proc/meminfo", "/proc/cpuinfo", "/proc/version", "/proc/device-tree/model",
+    "/proc/self/cgroup",
+    "/.dockerenv", "/run/udev/data/+dmi:id", "/sys/class/dmi/id/product_name",
+    "/var/lib/nvpmodel/status",
 )  # fmt: skip
 _PATTERNS = (
     "/sys/class/kfd/kfd/topology/nodes/*/properties",
@@ -39,7 +41,8 @@ _PATTERNS = (
 )
 _CARD_FILES = (
     "vendor", "device", "revision", "class", "product_name", "board_info", "mem_info_vram_total",
-    "mem_info_vram_used", "mem_info_vram_vendor", "mem_info_gtt_total", "mem_info_gtt_used", "lmem_total_bytes", "uevent",
+    "mem_info_vram_used", "mem_info_vram_vendor", "mem_info_gtt_total", "mem_info_gtt_used",
+    "lmem_total_bytes", "uevent",
 )  # fmt: skip
 
 
@@ -53,7 +56,8 @@ def linux_readings(architecture: str) -> Readings:
     if "0x1002" in vendors:
         files |= _read_all(["/usr/share/libdrm/amdgpu.ids"])
         outputs["render-access"] = _render_access()
-    # vulkaninfo loads every driver (100 ms and more): only where it can name a card that nothing else names.
+    # vulkaninfo loads every driver (100 ms and more): only where it can name a card that nothing
+    # else names.
     if "0x8086" in vendors and "nvml" not in outputs and shutil.which("vulkaninfo"):
         outputs["vulkaninfo"] = run("vulkaninfo", "--summary", timeout_s=2.0)
     return Readings("linux", architecture, files, outputs)
@@ -77,21 +81,26 @@ def _paths() -> Iterator[str]:
 
 
 def _render_access() -> str:
-    """ "denied" when no render node may be opened by this user, "" when one may or there is none."""
+    """ "denied" when no render node may be opened by this user, "" when one may or there is
+    none."""
     nodes = glob.glob("/dev/dri/renderD*")
-    return "denied" if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes) else ""
+    return (
+        "denied" if nodes and not any(os.access(node, os.R_OK | os.W_OK) for node in nodes) else ""
+    )
 
 
 # --- macOS
 
 _SYSCTL_KEYS = (
-    "machdep.cpu.brand_string", "hw.model", "hw.memsize", "hw.physicalcpu", "hw.ncpu", "iogpu.wired_limit_mb",
+    "machdep.cpu.brand_string", "hw.model", "hw.memsize", "hw.physicalcpu", "hw.ncpu",
+    "iogpu.wired_limit_mb",
     "kern.memorystatus_vm_pressure_level", "kern.memorystatus_level", "sysctl.proc_translated",
 )  # fmt: skip
 
 
 def macos_outputs() -> dict[str, str]:
-    """Everything a Mac is identified from. system_profiler (about 260 ms) only where ioreg gives no core count."""
+    """Everything a Mac is identified from. system_profiler (about 260 ms) only where ioreg gives no
+    core count."""
     found = {
         "sysctl": run("/usr/sbin/sysctl", *_SYSCTL_KEYS),
         "ioreg": run("/usr/sbin/ioreg", "-rc", "AGXAccelerator", "-d1"),
@@ -99,25 +108,34 @@ def macos_outputs() -> dict[str, str]:
         "metal": metal(),
     }
     if "gpu-core-count" not in found["ioreg"]:
-        found["system_profiler"] = run("/usr/sbin/system_profiler", "SPDisplaysDataType", "-json", timeout_s=10.0)
+        found["system_profiler"] = run(
+            "/usr/sbin/system_profiler", "SPDisplaysDataType", "-json", timeout_s=10.0
+        )
     return {name: text for name, text in found.items() if text}
 
 
 def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
-    """Metal's budget as "recommendedMaxWorkingSetSize = N bytes", "" where there is no Metal device (a VM).
+    """Metal's budget as "recommendedMaxWorkingSetSize = N bytes", "" where there is no Metal device
+    (a VM).
 
-    Only Metal knows the default budget: no sysctl and no system_profiler key has it. MTLCreateSystemDefaultDevice gives
-    nil to a program that links no CoreGraphics (Apple's documentation of it says so), so that is loaded first; where
-    there still is no default (over ssh), MTLCopyAllDevices lists what there is. On arm64 objc_msgSend must be called
-    through an exact prototype.
+    Only Metal knows the default budget: no sysctl and no system_profiler key has it.
+    MTLCreateSystemDefaultDevice gives nil to a program that links no CoreGraphics (Apple's
+    documentation of it says so), so that is loaded first; where there still is no default (over
+    ssh), MTLCopyAllDevices lists what there is. On arm64 objc_msgSend must be called through an
+    exact prototype.
     """
     try:
         load("/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics")
-        objc, framework = load("/usr/lib/libobjc.A.dylib"), load("/System/Library/Frameworks/Metal.framework/Metal")
+        objc, framework = (
+            load("/usr/lib/libobjc.A.dylib"),
+            load("/System/Library/Frameworks/Metal.framework/Metal"),
+        )
         objc.sel_registerName.restype = ctypes.c_void_p
         objc.sel_registerName.argtypes = [ctypes.c_char_p]
 
-        def send(receiver: int, message: bytes, *arguments: int, restype: Any = ctypes.c_uint64) -> int:
+        def send(
+            receiver: int, message: bytes, *arguments: int, restype: Any = ctypes.c_uint64
+        ) -> int:
             call = objc.objc_msgSend
             call.restype, call.argtypes = (
                 restype,
@@ -141,11 +159,15 @@ def metal(load: Callable[[str], Any] = ctypes.CDLL) -> str:
 
 # --- Windows
 
-_DISPLAY_CLASS = r"HKLM\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
+_DISPLAY_CLASS = (
+    r"HKLM\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
+)
 _PROCESSOR = r"HKLM\HARDWARE\DESCRIPTION\System\CentralProcessor\0"
 _STICKS = (
     "Get-CimInstance Win32_PhysicalMemory | "
-    "Select-Object Capacity,ConfiguredClockSpeed,Speed,SMBIOSMemoryType,DataWidth,BankLabel,DeviceLocator | ConvertTo-Json"
+    "Select-Object "
+    "Capacity,ConfiguredClockSpeed,Speed,SMBIOSMemoryType,DataWidth,BankLabel,DeviceLocator | "
+    "ConvertTo-Json"
 )
 
 
@@ -186,4 +208,6 @@ def read(*, slow: bool = False) -> Readings:
         return Readings("windows", architecture, {}, outputs | (physical_memory() if slow else {}))
     if sys.platform.startswith("linux"):
         return linux_readings(architecture)
-    raise DeviceUnreadableError(f"this system ({sys.platform}) is not one localllm can read: Linux, macOS or Windows")
+    raise DeviceUnreadableError(
+        f"this system ({sys.platform}) is not one localllm can read: Linux, macOS or Windows"
+    )

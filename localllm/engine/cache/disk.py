@@ -1,15 +1,16 @@
 """Prefixes on disk: exported KV that survives a restart, a crash and a change of model.
 
-One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so half a file never
-counts; checksummed, so a corrupt or foreign one is a miss and never a wrong answer. A thread of its own writes, in the
-pauses between requests if there are any, and another reads (kv_file.py); the engine never waits for either. What the
-writer did becomes true for the engine when that calls `sync`, so that a block changes on one thread only.
+One file per block, named by a hash of what it is the KV of; written beside its name and renamed, so
+half a file never counts; checksummed, so a corrupt or foreign one is a miss and never a wrong
+answer. A thread of its own writes, in the pauses between requests if there are any, and another
+reads (kv_file.py); the engine never waits for either. What the writer did becomes true for the
+engine when that calls `sync`, so that a block changes on one thread only.
 
-The directory is bounded, and smaller where the disk is nearly full. What leaves it is cache/eviction.py's; files' time
-stamps say when the engine's cache last used them.
+The directory is bounded, and smaller where the disk is nearly full. What leaves it is
+cache/eviction.py's; files' time stamps say when the engine's cache last used them.
 
-What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written because of that is in
-memory only; it is written when it leaves that, if the day has bytes again.
+What is written in a day is bounded as well, for disks wear (folder.py). A block that is not written
+because of that is in memory only; it is written when it leaves that, if the day has bytes again.
 """
 
 from __future__ import annotations
@@ -28,29 +29,55 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from localllm.engine.cache import tunables
-from localllm.engine.cache.eviction import Block, EvictablePool, Kind, StoredFile, depth, file_time_ns, files_to_remove
+from localllm.engine.cache.eviction import (
+    Block,
+    EvictablePool,
+    Kind,
+    StoredFile,
+    depth,
+    file_time_ns,
+    files_to_remove,
+)
 from localllm.engine.cache.folder import Survey, WriteBudget, folder_names, put_label, remove_stale
-from localllm.engine.cache.kv_file import KvEntry, Readable, ReadAhead, read_data, read_entry, write_pieces
+from localllm.engine.cache.kv_file import (
+    KvEntry,
+    Readable,
+    ReadAhead,
+    read_data,
+    read_entry,
+    write_pieces,
+)
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Backend
 
 # What became of a block that was to be written, or of its file.
 Outcome = Literal["written", "failed", "removed", "held back"]
-Copy: TypeAlias = "tuple[EvictablePool, DiskBlock]"  # a block on disk that is elsewhere too, and whose it is
+# a block on disk that is elsewhere too, and whose it is
+Copy: TypeAlias = "tuple[EvictablePool, DiskBlock]"
 
 # What an engine without a disk says of it.
 NO_DISK = dict.fromkeys(
-    ("disk_written_bytes", "disk_written_today_bytes", "disk_daily_limit_bytes", "disk_budget_used_up",
-     "disk_read_blocks", "disk_bad_blocks"), 0
-)  # fmt: skip
+    (
+        "disk_written_bytes",
+        "disk_written_today_bytes",
+        "disk_daily_limit_bytes",
+        "disk_budget_used_up",
+        "disk_read_blocks",
+        "disk_bad_blocks",
+    ),
+    0,
+)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DiskBlock(Block):
-    """A block in memory, on disk, or both. `pending`: it waits to be written, or is being written; `written`: it has a
-    file, of `file_bytes`; `failed`: it could not be written, and was not used since. `used_ns`: when it was used, `stamp_ns`:
-    what its file says of that, which is the writer's alone; all else is the engine's thread's."""
+    """A block in memory, on disk, or both.
+    `pending`: it waits to be written, or is being written;
+    `written`: it has a file, of `file_bytes`;
+    `failed`: it could not be written, and was not used since.
+    `used_ns`: when it was used, `stamp_ns`: what its file says of that, which is the writer's
+    alone; all else is the engine's thread's."""
 
     path: Path
     tier: DiskTier
@@ -92,8 +119,11 @@ class DiskBlock(Block):
 
 @dataclass
 class DiskTier:
-    """The directory of one model's prefixes. `identity` names all that gives the bytes their meaning: weights, tokenizer,
-    KV types, and what wrote them; `model` is whose they are, for people. `free_bytes` of the disk are left to others;
+    """The directory of one model's prefixes.
+    `identity` names all that gives the bytes their meaning: weights, tokenizer, KV types, and what
+    wrote them;
+    `model` is whose they are, for people.
+    `free_bytes` of the disk are left to others;
     `daily_bytes` may be written in a day, by all models together (0: no limit)."""
 
     directory: Path
@@ -111,7 +141,9 @@ class DiskTier:
     _working: threading.Event = field(default_factory=threading.Event)
     _hurry: bool = False
     _closing: bool = False
-    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens, int, float] | None] = field(default_factory=queue.SimpleQueue)
+    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens, int, float] | None] = field(
+        default_factory=queue.SimpleQueue
+    )
     _outcomes: deque[tuple[DiskBlock, Outcome]] = field(default_factory=deque)
     _told: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
@@ -127,8 +159,8 @@ class DiskTier:
         self.reads = ReadAhead(lambda block: self.load(block, self.reads.rest))
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
-        """Enter the directory's blocks into `cache`, and states into `states` (without their data), and start the writer;
-        returns their number."""
+        """Enter the directory's blocks into `cache`, and states into `states` (without their data),
+        and start the writer; returns their number."""
         put_label(self.directory, self.model)
         found: list[tuple[DiskBlock, Tokens, PrefixCache]] = []
         for path in self.directory.glob("*.kv"):
@@ -161,9 +193,15 @@ class DiskTier:
 
     def _block(self, entry: KvEntry, path: Path, kind: Kind, size_bytes: int = 0) -> DiskBlock:
         return DiskBlock(
-            data=None, start=entry.start, stop=len(entry.tokens), size_bytes=size_bytes, path=path, tier=self, kind=kind,
-            file_bytes=entry.size_bytes(size_bytes)
-        )  # fmt: skip
+            data=None,
+            start=entry.start,
+            stop=len(entry.tokens),
+            size_bytes=size_bytes,
+            path=path,
+            tier=self,
+            kind=kind,
+            file_bytes=entry.size_bytes(size_bytes),
+        )
 
     def make_block(self, tokens: Tokens, data: bytes, start: int, kind: Kind = "kv") -> DiskBlock:
         """A block for `cache.insert`, which ends where `tokens` do; `write` has it written then."""
@@ -186,8 +224,8 @@ class DiskTier:
         self._jobs.put((block, tokens.copy(), until_ns, time.monotonic()))
 
     def sync(self, trees: Sequence[PrefixCache]) -> None:
-        """Make true what the writer did since: blocks that are written can be demoted, ones that were removed and are in
-        memory no more are forgotten."""
+        """Make true what the writer did since: blocks that are written can be demoted, ones that
+        were removed and are in memory no more are forgotten."""
         self._told.clear()
         while self._outcomes:
             block, what = self._outcomes.popleft()
@@ -205,7 +243,8 @@ class DiskTier:
         return bool(self._outcomes) or self._told.wait(seconds)
 
     def snapshot(self) -> dict[str, int]:
-        """Its counters, as NO_DISK names them; what others wrote today is as new as our last write."""
+        """Its counters, as NO_DISK names them; what others wrote today is as new as our last
+        write."""
         today_bytes, used_up = self.budget.known()
         return {
             "disk_written_bytes": self.written_bytes,
@@ -216,10 +255,11 @@ class DiskTier:
             "disk_bad_blocks": self.bad_blocks,
         }
 
-    # --- reading -------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def worth_reading(self, block: Block, n_tokens: int, prefill_tok_s: float | None) -> bool:
-        """True when the file is read faster than the `n_tokens` wanted of it are computed, both as measured here."""
+        """True when the file is read faster than the `n_tokens` wanted of it are computed, both as
+        measured here."""
         if block.data is not None or self.reads.ready(block):
             return True
         under_way_s = self.reads.under_way_s
@@ -231,12 +271,17 @@ class DiskTier:
 
     @property
     def read_speed(self) -> tuple[float, int]:
-        """Bytes/s as measured, and how often the time doubled since which the read under way is late."""
-        return self.read_bytes_s, max(0, math.frexp(self.reads.under_way_s / tunables.READ_LATE_S)[1])
+        """Bytes/s as measured, and how often the time doubled since which the read under way is
+        late."""
+        return self.read_bytes_s, max(
+            0, math.frexp(self.reads.under_way_s / tunables.READ_LATE_S)[1]
+        )
 
-    def load(self, block: Block, rest: Callable[[float], object] = lambda _: None) -> memoryview | None:
-        """The data of a block that is only on disk; the file is checked whole, and removed if it is not right. `rest` is
-        called after each piece with the seconds it took."""
+    def load(
+        self, block: Block, rest: Callable[[float], object] = lambda _: None
+    ) -> memoryview | None:
+        """The data of a block that is only on disk; the file is checked whole, and removed if it is
+        not right. `rest` is called after each piece with the seconds it took."""
         assert isinstance(block, DiskBlock)
         started = time.monotonic()
         data = None
@@ -253,16 +298,18 @@ class DiskTier:
         self.read_bytes_s += tunables.READ_SMOOTHING * (len(data) / seconds - self.read_bytes_s)
         return data
 
-    # --- when to write -------------------------------------------------------------------------------------------
+    # --- when to write ----------------------------------------------------------------------------
 
     def working(self, busy: bool) -> None:
-        """Told by the engine before each step (True) and between requests (False): when to write."""
+        """Told by the engine before each step (True) and between requests (False): when to
+        write."""
         if busy == self.quiet.is_set():
             (self.quiet.clear if busy else self._working.clear)()
             (self._working.set if busy else self.quiet.set)()
 
     def missing_bytes(self, n_bytes: int, until_ns: int) -> int:
-        """What is missing for `n_bytes` more, as far as is known, where files that were used until `until_ns` make room."""
+        """What is missing for `n_bytes` more, as far as is known, where files that were used until
+        `until_ns` make room."""
         missing = self._seen.files_bytes + self._pending_bytes + n_bytes - self._seen.most_bytes
         for file in self._seen.files:
             if missing <= 0 or file.used_ns > until_ns:
@@ -272,8 +319,8 @@ class DiskTier:
         return missing
 
     def remove_copies(self, copies: Iterable[Copy], missing_bytes: int, until_ns: int) -> bool:
-        """Remove files of `copies`, which are elsewhere too, that were used since; False, removing none, where that is not
-        enough."""
+        """Remove files of `copies`, which are elsewhere too, that were used since; False, removing
+        none, where that is not enough."""
         removed: dict[Path, Copy] = {}
         for pool, block in copies:
             if missing_bytes > 0 and block.file_time_ns > until_ns:
@@ -291,7 +338,8 @@ class DiskTier:
         return True
 
     def hurry(self, wanted: bool) -> None:
-        """Somebody waits for room in memory: write without waiting for a pause, or take that back."""
+        """Somebody waits for room in memory: write without waiting for a pause, or take that
+        back."""
         if wanted and not self._hurry:
             self._hurry = True
             self.quiet.set()
@@ -322,7 +370,7 @@ class DiskTier:
         self._thread = threading.Thread(target=self._write_all, name="kv-writer", daemon=True)
         self._thread.start()
 
-    # --- the writer's thread -------------------------------------------------------------------------------------
+    # --- the writer's thread ----------------------------------------------------------------------
 
     def _write_all(self) -> None:
         for block, tokens, until_ns, queued_s in iter(self._jobs.get, None):
@@ -366,7 +414,9 @@ class DiskTier:
             if self._closing or self._hurry or not self._working.wait(tunables.WRITE_PAUSE_S):
                 return
 
-    def _write_file(self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview, until_ns: int) -> None:
+    def _write_file(
+        self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview, until_ns: int
+    ) -> None:
         entry = KvEntry(self.identity, tokens, block.start, block.kind == "state")
         # Somebody may have cleared the folder.
         put_label(self.directory, self.model)
@@ -394,13 +444,20 @@ class DiskTier:
         for path in self.directory.parent.glob("*/*.kv"):
             with contextlib.suppress(OSError):
                 stat, own = path.stat(), self._blocks.get(path)
-                files.append(StoredFile(own.file_time_ns if own is not None else stat.st_mtime_ns, stat.st_size, path))
+                files.append(
+                    StoredFile(
+                        own.file_time_ns if own is not None else stat.st_mtime_ns,
+                        stat.st_size,
+                        path,
+                    )
+                )
         total = sum(file.size_bytes for file in files)
         spare_bytes = shutil.disk_usage(self.directory).free - self.free_bytes
         return Survey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
 
     def _make_room(self, block: DiskBlock, until_ns: int) -> None:
-        """Remove files that were used until then until that of `block` fits; OSError where it doesn't."""
+        """Remove files that were used until then until that of `block` fits; OSError where it
+        doesn't."""
         files, total, most_bytes = self._survey()
         if block.file_bytes > most_bytes:
             raise OSError("larger than the whole tier, or than what the disk has to spare")
@@ -417,8 +474,11 @@ class DiskTier:
             raise OSError("all that is there was used since")
 
 
-def tier_of(backend: Backend, folder: str | None, limits: tuple[int, int, int], model_name: str) -> DiskTier | None:
-    """The tier of this backend's KV under `folder`, within these bytes: at most, left to others, a day. None: not wanted."""
+def tier_of(
+    backend: Backend, folder: str | None, limits: tuple[int, int, int], model_name: str
+) -> DiskTier | None:
+    """The tier of this backend's KV under `folder`, within these bytes: at most, left to others, a
+    day. None: not wanted."""
     if folder is None or limits[0] <= 0:
         return None
     kind, identity = folder_names(backend)

@@ -1,14 +1,19 @@
 """What leaves first where room is short: changing how the cache evicts is changing this file.
 
-context   Finished sequences that are in the cache leave as soon as others run, and before a prompt is read. Where cells
+context   Finished sequences that are in the cache leave as soon as others run, and before a prompt
+          is read. Where cells
           are needed the oldest is cut from its end, and its end goes to memory.
-memory    What the context holds too, if its cells are needed; then the blocks unused the longest, whichever tree has
-          them. One with a copy on disk is demoted: it loses its memory, never its place. One without is written, if the
-          disk has room for it, and waited for; else it is evicted. What is locked stays, and nothing is evicted for what
-          was used longer ago, nor within the hour for a sequence that could stay in the context.
-disk      The files unused the longest, of all models, but none for what was used longer ago. What is new is written at
-          once, so that it survives a crash; but a file used within the hour makes way only if its block is in memory or in
-          the context too. So where room is short each place holds what the others don't.
+memory    What the context holds too, if its cells are needed; then the blocks unused the longest,
+          whichever tree has
+          them. One with a copy on disk is demoted: it loses its memory, never its place. One
+          without is written, if the disk has room for it, and waited for; else it is evicted. What
+          is locked stays, and nothing is evicted for what was used longer ago, nor within the hour
+          for a sequence that could stay in the context.
+disk      The files unused the longest, of all models, but none for what was used longer ago. What
+          is new is written at
+          once, so that it survives a crash; but a file used within the hour makes way only if its
+          block is in memory or in the context too. So where room is short each place holds what the
+          others don't.
 
 Of what was used together, ends of sequences leave before their beginnings (`depth`).
 """
@@ -28,24 +33,27 @@ from localllm_backends.contract import Capabilities, ModelInfo
 
 # Room for a block: there now, there once what is being written is written, or not to be had.
 Space = Literal["free", "pending", "full"]
-Unwritten = Literal["saved", "kept", "evicted"]  # what becomes of a block that only memory holds (`CacheBudget._evict`)
-# KV of a range of tokens, the state behind a sequence (its KV lies apart), or a snapshot of everything up to a token.
+# what becomes of a block that only memory holds (`CacheBudget._evict`)
+Unwritten = Literal["saved", "kept", "evicted"]
+# KV of a range of tokens, the state behind a sequence (its KV lies apart), or a snapshot of
+# everything up to a token.
 Kind = Literal["kv", "state", "snapshot"]
 
 
 def depth(start: int, stop: int, kind: Kind) -> int:
-    """Of blocks that were used together the deeper one leaves first: the end of a sequence before its beginning, but the
-    shorter snapshot before the longer."""
+    """Of blocks that were used together the deeper one leaves first: the end of a sequence before
+    its beginning, but the shorter snapshot before the longer."""
     return {"kv": start, "state": stop, "snapshot": -stop}[kind]
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Exported KV of tokens [start, stop) of a sequence, or the state behind them, of `size_bytes`. This one is in memory
-    only; `pending` is True while a copy is being made elsewhere, after which a block can be demoted."""
+    """Exported KV of tokens [start, stop) of a sequence, or the state behind them, of `size_bytes`.
+    This one is in memory only; `pending` is True while a copy is being made elsewhere, after which
+    a block can be demoted."""
 
     data: bytes | memoryview | None
     start: int
@@ -62,7 +70,8 @@ class Block:
         return len(self.data) if self.data is not None else 0
 
     def read(self) -> bytes | memoryview | None:
-        """The exported bytes; None when they turned out to be lost or corrupt (a miss, never a wrong answer)."""
+        """The exported bytes; None when they turned out to be lost or corrupt (a miss, never a
+        wrong answer)."""
         return self.data
 
     def demote(self) -> bool:
@@ -95,22 +104,25 @@ class EvictablePool(Protocol):
 
     def candidates(self) -> Iterable[Candidate]: ...  # those that hold some and are not locked
     def on_path(self, prefix: Tokens) -> set[Block]: ...  # those that a prefix goes through
-    def line(self, block: Block) -> Tokens | None: ...  # the tokens that one ends; None: not known any more
+    # the tokens that one ends; None: not known any more
+    def line(self, block: Block) -> Tokens | None: ...
     def demote(self, block: Block) -> int: ...  # keep only its copy; returns the bytes freed
     def forget(self, block: Block) -> None: ...  # locked or not
     def evict(self, block: Block) -> None: ...  # one that is not locked
 
 
 class OtherPlaces:
-    """Where blocks may be besides memory. As it is here, nowhere; a store with a disk and a context says where (store.py)."""
+    """Where blocks may be besides memory. As it is here, nowhere; a store with a disk and a context
+    says where (store.py)."""
 
     def in_context(self) -> Iterable[tuple[EvictablePool, Block]]:
-        """Blocks whose tokens the context holds too, the first to go where something has to leave it."""
+        """Blocks whose tokens the context holds too, the first to go where something has to leave
+        it."""
         return ()
 
     def save(self, candidate: Candidate, until: int) -> Space:
-        """Have a block written that only memory holds, for which what was used until then may go ("pending": it will be,
-        "free": no need)."""
+        """Have a block written that only memory holds, for which what was used until then may go
+        ("pending": it will be, "free": no need)."""
         return "free"
 
     def wait_for_writing(self) -> bool:
@@ -120,10 +132,12 @@ class OtherPlaces:
 
 @dataclass(eq=False)
 class CacheBudget:
-    """`capacity_bytes` of memory for all `pools` together. `uses` counts time: by the `clock`'s nanoseconds, so that files can
-    be compared by it, but always on. `changes` grows with all that may make room or changes what is found: who was refused,
-    or remembers what it found, asks again. `elsewhere`: who knows what the context and the disk have of
-    them."""
+    """`capacity_bytes` of memory for all `pools` together.
+    `uses` counts time: by the `clock`'s nanoseconds, so that files can be compared by it, but
+    always on.
+    `changes` grows with all that may make room or changes what is found: who was refused, or
+    remembers what it found, asks again.
+    `elsewhere`: who knows what the context and the disk have of them."""
 
     capacity_bytes: int
     uses: int = 0
@@ -147,10 +161,15 @@ class CacheBudget:
         return self.uses - int(tunables.FORGOTTEN_S * 1e9)
 
     def make_room(
-        self, need_bytes: int, *, prefix: Tokens | None = None, used: int | None = None, force: bool = False
+        self,
+        need_bytes: int,
+        *,
+        prefix: Tokens | None = None,
+        used: int | None = None,
+        force: bool = False,
     ) -> Space:
-        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the path of `prefix`, or
-        more recent than `used` (None: now). `force`: it is now or never."""
+        """Free memory until `need_bytes` more fit in the capacity, without evicting anything on the
+        path of `prefix`, or more recent than `used` (None: now). `force`: it is now or never."""
         missing = self.held_bytes + need_bytes - self.capacity_bytes
         if missing <= 0:
             return "free"
@@ -161,7 +180,9 @@ class CacheBudget:
         if force:
             missing -= self._drop_copies(missing)
         # What could stay where it is takes no other's place on disk.
-        missing -= self._evict(missing, keep, until, "saved" if force or until > self.forgotten else "kept")
+        missing -= self._evict(
+            missing, keep, until, "saved" if force or until > self.forgotten else "kept"
+        )
         waited = True
         while missing > 0 and waited and self._is_writing:
             if not force:
@@ -182,7 +203,8 @@ class CacheBudget:
         return set().union(*(pool.on_path(prefix) for pool in self.pools))
 
     def _drop_copies(self, n_bytes: int) -> int:
-        """Free up to `n_bytes` of what the context holds too, locked or not. Returns the bytes freed."""
+        """Free up to `n_bytes` of what the context holds too, locked or not. Returns the bytes
+        freed."""
         freed = 0
         for pool, block in self.elsewhere.in_context():
             if freed >= n_bytes:
@@ -198,7 +220,8 @@ class CacheBudget:
         return self._evict(n_bytes, set(), self.uses, "evicted", all_or_nothing=False)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Hold no more than so many bytes from now on; what is held already stays until there is need for room."""
+        """Hold no more than so many bytes from now on; what is held already stays until there is
+        need for room."""
         if capacity_bytes != self.capacity_bytes:
             self.capacity_bytes = capacity_bytes
             self.changes += 1
@@ -209,12 +232,19 @@ class CacheBudget:
         return sorted(found, key=lambda c: (c.last_used, -c.depth))
 
     def _evict(
-        self, n_bytes: int, keep: set[Block], until: int, unwritten: Unwritten, *, all_or_nothing: bool = True
+        self,
+        n_bytes: int,
+        keep: set[Block],
+        until: int,
+        unwritten: Unwritten,
+        *,
+        all_or_nothing: bool = True,
     ) -> int:
-        """Free up to `n_bytes` from the blocks unused the longest, but evict none that was used after `until` or is to be
-        kept. What is `unwritten` so far is saved if it can be; or kept only if it is being written; or evicted, what is not
-        being written first. `all_or_nothing`: nothing is evicted unless that is enough, for two sequences could else take
-        turns at losing what the other can't use. Returns the bytes freed."""
+        """Free up to `n_bytes` from the blocks unused the longest, but evict none that was used
+        after `until` or is to be kept. What is `unwritten` so far is saved if it can be; or kept
+        only if it is being written; or evicted, what is not being written first. `all_or_nothing`:
+        nothing is evicted unless that is enough, for two sequences could else take turns at losing
+        what the other can't use. Returns the bytes freed."""
         freed, lost, coming, can_save = 0, 0, 0, unwritten == "saved"
         doomed: list[Candidate] = []
         for candidate in self._in_order(unwritten):
@@ -239,7 +269,8 @@ class CacheBudget:
         return freed + lost
 
     def _in_order(self, unwritten: Unwritten) -> list[Candidate]:
-        """The candidates in the order in which they leave: what is being written last, where that is not waited for."""
+        """The candidates in the order in which they leave: what is being written last, where that
+        is not waited for."""
         order = self.candidates()
         if unwritten == "evicted":
             order.sort(key=lambda candidate: candidate.block.pending)
@@ -251,21 +282,28 @@ class CacheBudget:
 
 
 def state_interval(
-    n_tokens: int, token_bytes: float, state_bytes: int, capacity_bytes: int, least_tokens: float = 0.0
+    n_tokens: int,
+    token_bytes: float,
+    state_bytes: int,
+    capacity_bytes: int,
+    least_tokens: float = 0.0,
 ) -> int:
-    """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's KV, a state and all of the
-    cache take, and no fewer than `least_tokens`: a power of two, so that the points of sequences that begin alike fall
-    together."""
+    """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's KV, a
+    state and all of the cache take, and no fewer than `least_tokens`: a power of two, so that the
+    points of sequences that begin alike fall together."""
     interval = max(float(tunables.STATE_INTERVAL_TOKENS), least_tokens)
     if token_bytes:
         interval = max(interval, state_bytes / token_bytes / tunables.STATE_COST)
-    interval = max(interval, n_tokens * state_bytes / max(tunables.STATE_SHARE * capacity_bytes, 1.0))
+    interval = max(
+        interval, n_tokens * state_bytes / max(tunables.STATE_SHARE * capacity_bytes, 1.0)
+    )
     return 1 << (max(int(interval), 1) - 1).bit_length()
 
 
 def surplus_snapshots(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
-    """Of one sequence's `points` (tokens, and whether others part there) those that leave before anything else: nearer than
-    `interval` to one before them, not among the newest, and not where others part."""
+    """Of one sequence's `points` (tokens, and whether others part there) those that leave before
+    anything else: nearer than `interval` to one before them, not among the newest, and not where
+    others part."""
     surplus, before = set(), 0
     for i, (stop, forks) in enumerate(points):
         if forks or stop - before >= interval or i >= len(points) - tunables.NEWEST_STATES:
@@ -275,18 +313,18 @@ def surplus_snapshots(points: Sequence[tuple[int, bool]], interval: int) -> set[
     return surplus
 
 
-# --- the context -----------------------------------------------------------------------------------------------------
+# --- the context ----------------------------------------------------------------------------------
 
-# Exporting: there is more of it to export. Awaiting: there is room for that once what is in memory is written. Refused:
-# there is no room. Exported: all of it is in the cache.
+# Exporting: there is more of it to export. Awaiting: there is room for that once what is in memory
+# is written. Refused: there is no room. Exported: all of it is in the cache.
 ExportState = Literal["exporting", "awaiting", "refused", "exported"]
 
 
 @dataclass(eq=False)
 class IdleSequence:
-    """A finished sequence still in the context, and how far its export to the prefix cache is: `state`, which held when the
-    cache had seen `as_of` changes. `used`: when its request ended, in uses of the cache; it takes no room in the cache from
-    what was used since."""
+    """A finished sequence still in the context, and how far its export to the prefix cache is:
+    `state`, which held when the cache had seen `as_of` changes. `used`: when its request ended, in
+    uses of the cache; it takes no room in the cache from what was used since."""
 
     sequence: int
     tokens: Tokens
@@ -303,39 +341,51 @@ class IdleSequence:
         return self.tokens[start:stop]
 
 
-def may_leave(idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool, step_share: float) -> list[IdleSequence]:
-    """Those that leave the context: every token held there slows every other sequence. On a device only where others are `busy`, and
-    what idle ones cost them is worth it (`may_stay`). Unless others are `busy` one stays, for the next turn of the chat just answered."""
+def may_leave(
+    idle: Sequence[IdleSequence], able: Capabilities, *, busy: bool, step_share: float
+) -> list[IdleSequence]:
+    """Those that leave the context: every token held there slows every other sequence. On a device
+    only where others are `busy`, and what idle ones cost them is worth it (`may_stay`). Unless
+    others are `busy` one stays, for the next turn of the chat just answered."""
     if able.kv_on_device and not (busy and step_share > tunables.IDLE_STEP_SHARE):
         return []
     return [i for i in (idle if busy else idle[:-1]) if i.exported]
 
 
 def context_order(idle: Sequence[IdleSequence]) -> list[IdleSequence]:
-    """Which leave first where cells or sequences run short: what is in the cache already, then the oldest."""
+    """Which leave first where cells or sequences run short: what is in the cache already, then the
+    oldest."""
     return sorted(idle, key=lambda i: not i.exported)
 
 
-def may_stay(able: Capabilities, info: ModelInfo, cells_free: int, n_sequences: int, step_share: float) -> bool:
-    """Is there nothing to be gained by exporting while others run? A device's KV is dear to read out; idle tokens make each step longer
-    by about `step_share`, their bytes' part of the weights'."""
+def may_stay(
+    able: Capabilities, info: ModelInfo, cells_free: int, n_sequences: int, step_share: float
+) -> bool:
+    """Is there nothing to be gained by exporting while others run? A device's KV is dear to read
+    out; idle tokens make each step longer by about `step_share`, their bytes' part of the
+    weights'."""
     room = cells_free > tunables.FEW_CELLS_SHARE * info.n_ctx and n_sequences < info.n_seq_max
     return able.kv_on_device and room and step_share <= tunables.IDLE_STEP_SHARE
 
 
 def export_time_s(able: Capabilities, n_tokens: int, prefill_tok_s: float | None) -> float:
-    """How long idle sequences may be exported before `n_tokens` of prompts are read (0: beside them, piece by piece).
+    """How long idle sequences may be exported before `n_tokens` of prompts are read (0: beside
+    them, piece by piece).
 
-    In a unified KV cache a prompt's attention computes every cell up to the highest that is held, whoever holds it: 1,400
-    tokens of SmolLM2 behind 3,000 idle ones took 6.5 s instead of 5.2. Where sequences have cells of their own nobody is in
-    another's way."""
+    In a unified KV cache a prompt's attention computes every cell up to the highest that is held,
+    whoever holds it: 1,400 tokens of SmolLM2 behind 3,000 idle ones took 6.5 s instead of 5.2.
+    Where sequences have cells of their own nobody is in another's way."""
     if not able.shares_cells or able.kv_on_device or n_tokens < tunables.EXPORT_FIRST_TOKENS:
         return 0.0
     most_s = tunables.EXPORT_FIRST_S
-    return most_s if prefill_tok_s is None else min(most_s, tunables.EXPORT_FIRST_SHARE * n_tokens / prefill_tok_s)
+    return (
+        most_s
+        if prefill_tok_s is None
+        else min(most_s, tunables.EXPORT_FIRST_SHARE * n_tokens / prefill_tok_s)
+    )
 
 
-# --- the disk --------------------------------------------------------------------------------------------------------
+# --- the disk -------------------------------------------------------------------------------------
 
 
 class StoredFile(NamedTuple):
@@ -351,9 +401,12 @@ def file_time_ns(last_used_ns: int, depth: int) -> int:
     return last_used_ns - depth * tunables.FILE_DEPTH_NS
 
 
-def files_to_remove(files: Iterable[StoredFile], excess_bytes: int, used_ns: int) -> tuple[list[StoredFile], bool]:
-    """The files unused the longest until `excess_bytes` are freed, none of them used after `used_ns`: two sequences would
-    else be written by turns, for ever. And whether they are enough."""
+def files_to_remove(
+    files: Iterable[StoredFile], excess_bytes: int, used_ns: int
+) -> tuple[list[StoredFile], bool]:
+    """The files unused the longest until `excess_bytes` are freed, none of them used after
+    `used_ns`: two sequences would else be written by turns, for ever. And whether they are
+    enough."""
     found = []
     for file in sorted(files):
         if excess_bytes <= 0 or file.used_ns > used_ns:

@@ -1,7 +1,8 @@
-"""The folders of models' cached prefixes: whose each is, what lies in all of them, and how much may be written there in a day.
+"""The folders of models' cached prefixes: whose each is, what lies in all of them, and how much may
+be written there in a day.
 
-What was written in a day outlives restarts: each model's folder has one file for the day, to which each write first adds a
-line with its bytes, which needs no lock between processes.
+What was written in a day outlives restarts: each model's folder has one file for the day, to which
+each write first adds a line with its bytes, which needs no lock between processes.
 """
 
 from __future__ import annotations
@@ -24,23 +25,30 @@ _LONGEST_LABEL_BYTES = 1024
 
 
 def folder_names(backend: Backend) -> tuple[str, str]:
-    """What the names of all folders of this model's KV, of these types, begin with; and the one whose KV this build can read."""
+    """What the names of all folders of this model's KV, of these types, begin with; and the one
+    whose KV this build can read."""
     info, able = backend.info, backend.capabilities
     shape = "states" if able.states else "parts" if able.segments else "whole"
     kind = f"{info.fingerprint}-{info.kv_type_k}-{info.kv_type_v}-"
-    # What wrote KV is part of what it means: another build may compute, rotate or lay it out in another way.
-    return kind, f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}"
+    # What wrote KV is part of what it means: another build may compute, rotate or lay it out in
+    # another way.
+    return (
+        kind,
+        f"{kind}{shape}-{hashlib.blake2b(info.kv_meaning.encode(), digest_size=8).hexdigest()}",
+    )
 
 
 def remove_stale(folder: Path, older: str) -> None:
-    """Remove the folders beside this one whose names begin with `older`: what they hold has lost its meaning."""
+    """Remove the folders beside this one whose names begin with `older`: what they hold has lost
+    its meaning."""
     for path in folder.parent.glob(f"{older}*"):
         if path != folder and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
 
 
 class Survey(NamedTuple):
-    """The files of all models, those unused the longest first, what they take, and what they may take."""
+    """The files of all models, those unused the longest first, what they take, and what they may
+    take."""
 
     files: Sequence[StoredFile] = ()
     files_bytes: int = 0
@@ -53,7 +61,8 @@ class Survey(NamedTuple):
 
 
 def put_label(folder: Path, model: str) -> None:
-    """Make the folder of a model, which says whose it is: its name is a hash. On a full or read-only disk nothing is kept."""
+    """Make the folder of a model, which says whose it is: its name is a hash. On a full or
+    read-only disk nothing is kept."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if model and label(folder) != model:
@@ -74,8 +83,8 @@ def today() -> str:
 
 @dataclass
 class WriteBudget:
-    """What all models under `root` together may write in a day: `limit_bytes` (0: no limit). A write that begins below the
-    limit is done whole."""
+    """What all models under `root` together may write in a day: `limit_bytes` (0: no limit). A
+    write that begins below the limit is done whole."""
 
     root: Path
     limit_bytes: int = 0
@@ -93,7 +102,8 @@ class WriteBudget:
         return total
 
     def known(self) -> tuple[int, bool]:
-        """What `written_bytes` last found, if that was today, and whether the limit was met; no file is read."""
+        """What `written_bytes` last found, if that was today, and whether the limit was met; no
+        file is read."""
         name, total = self._known
         total = total if name == _COUNT_PREFIX + self.day() else 0
         return total, 0 < self.limit_bytes <= total

@@ -1,14 +1,17 @@
-"""One file of the disk tier: what it says of its block, the block's bytes, and a checksum over all of it; and reading files
-before they are needed.
+"""One file of the disk tier: what it says of its block, the block's bytes, and a checksum over all
+of it; and reading files before they are needed.
 
-    magic | lengths | header (JSON) | the sequence's tokens, int32 | the exported KV | CRC-32 of everything before
+    magic | lengths | header (JSON) | the sequence's tokens, int32 | the exported KV | CRC-32 of
+    everything before
 
-The whole sequence's tokens are in each file, not only the block's own: a block is of use only behind exactly those tokens,
-and a restarted engine enters it into its tree although the files before it may be gone.
+The whole sequence's tokens are in each file, not only the block's own: a block is of use only
+behind exactly those tokens, and a restarted engine enters it into its tree although the files
+before it may be gone.
 
-The checksum is for a disk that errs, not for an enemy: whoever can write here could write a right one of any kind. A file
-is hashed when it is written and when it is read, beside those who compute, so what the hash costs is what counts: 0.56 ns
-a byte, where SHA-256 without the processor's help takes 4.1. One damaged file of 4 billion passes.
+The checksum is for a disk that errs, not for an enemy: whoever can write here could write a right
+one of any kind. A file is hashed when it is written and when it is read, beside those who compute,
+so what the hash costs is what counts: 0.56 ns a byte, where SHA-256 without the processor's help
+takes 4.1. One damaged file of 4 billion passes.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ _FIXED_BYTES = len(_MAGIC) + _LENGTHS.size
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvEntry:
-    """What a file holds: KV of the last tokens of the sequence `tokens`, from `start` on, or the `state` behind the
-    sequence. `identity` names all that gives the bytes their meaning."""
+    """What a file holds: KV of the last tokens of the sequence `tokens`, from `start` on, or the
+    `state` behind the sequence. `identity` names all that gives the bytes their meaning."""
 
     identity: str
     tokens: Tokens
@@ -56,14 +59,21 @@ class KvEntry:
     @property
     def file_name(self) -> str:
         """A hash of what it is."""
-        digest = hashlib.blake2b(self.identity.encode(), digest_size=20, person=b"state" if self.state else b"")
+        digest = hashlib.blake2b(
+            self.identity.encode(), digest_size=20, person=b"state" if self.state else b""
+        )
         digest.update(struct.pack("<I", self.start))
         digest.update(self.tokens.tobytes())
         return f"{digest.hexdigest()}.kv"
 
     def head(self, n_data: int) -> bytes:
         """The file's bytes before its `n_data` of KV."""
-        about = {"identity": self.identity, "start": self.start, "stop": len(self.tokens), "state": self.state}
+        about = {
+            "identity": self.identity,
+            "start": self.start,
+            "stop": len(self.tokens),
+            "state": self.state,
+        }
         header, prefix = json.dumps(about).encode(), self.tokens.tobytes()
         return b"".join([_MAGIC, _LENGTHS.pack(len(header), len(prefix), n_data), header, prefix])
 
@@ -71,7 +81,8 @@ class KvEntry:
         return len(self.head(n_data)) + n_data + _CHECKSUM.size
 
     def pieces(self, data: bytes | memoryview) -> Iterator[bytes | memoryview]:
-        """The file's content, in order and in pieces that each take a moment: one is hashed when it is asked for."""
+        """The file's content, in order and in pieces that each take a moment: one is hashed when it
+        is asked for."""
         checksum = 0
         for content in (memoryview(self.head(len(data))), memoryview(data)):
             for at in range(0, len(content), tunables.FILE_PIECE_BYTES):
@@ -82,8 +93,8 @@ class KvEntry:
 
 
 def read_entry(path: Path, identity: str) -> tuple[KvEntry, int, int] | None:
-    """What the file says it holds, in how many bytes and since when (ns), its data not read; None for anything that is
-    not a file of ours under that name."""
+    """What the file says it holds, in how many bytes and since when (ns), its data not read; None
+    for anything that is not a file of ours under that name."""
     try:
         with path.open("rb") as f:
             stat = path.stat()
@@ -95,17 +106,27 @@ def read_entry(path: Path, identity: str) -> tuple[KvEntry, int, int] | None:
             tokens = as_tokens(np.frombuffer(f.read(n_line), dtype=np.int32))
     except (OSError, ValueError):
         return None
-    # A flipped bit leaves valid JSON often enough: any key may be missing, any value of another type.
+    # A flipped bit leaves valid JSON often enough: any key may be missing, any value of another
+    # type.
     start, state = header.get("start"), header.get("state", False)
-    if not isinstance(start, int) or header.get("stop") != len(tokens) or not 0 <= start < len(tokens):
+    if (
+        not isinstance(start, int)
+        or header.get("stop") != len(tokens)
+        or not 0 <= start < len(tokens)
+    ):
         return None
     entry = KvEntry(identity, tokens, start, state) if isinstance(state, bool) else None
-    return (entry, n_data, stat.st_mtime_ns) if entry is not None and path.name == entry.file_name else None
+    return (
+        (entry, n_data, stat.st_mtime_ns)
+        if entry is not None and path.name == entry.file_name
+        else None
+    )
 
 
 def read_data(f: Readable, identity: str, rest: Callable[[float], object]) -> memoryview | None:
-    """The exported KV in a file's bytes, read and hashed in pieces that each take a moment, with a `rest` after each,
-    which is told how long that took, in seconds; None where the checksum or the identity is not right. Raises OSError."""
+    """The exported KV in a file's bytes, read and hashed in pieces that each take a moment, with a
+    `rest` after each, which is told how long that took, in seconds; None where the checksum or the
+    identity is not right. Raises OSError."""
     raw = np.empty(f.seek(0, os.SEEK_END), dtype=np.uint8)
     f.seek(0)
     whole, read_bytes, checksum = raw.data, 0, 0
@@ -131,9 +152,11 @@ def read_data(f: Readable, identity: str, rest: Callable[[float], object]) -> me
     return whole[_FIXED_BYTES + n_header + n_line : body_bytes].toreadonly()
 
 
-def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], rest: Callable[[float], object]) -> None:
-    """Write a file beside its name and rename it, so that half a file never counts; with a `rest` after each piece, which is
-    told how long that took, in seconds. Raises OSError."""
+def write_pieces(
+    path: Path, pieces: Iterable[bytes | memoryview], rest: Callable[[float], object]
+) -> None:
+    """Write a file beside its name and rename it, so that half a file never counts; with a `rest`
+    after each piece, which is told how long that took, in seconds. Raises OSError."""
     part = path.with_suffix(".part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as f:
@@ -146,11 +169,14 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview], rest: Callabl
 
 
 def _lengths(fixed: bytes, body_bytes: int) -> tuple[int, int, int] | None:
-    """(bytes of header, prefix, data) by the file's first bytes, which must add up to all before its checksum."""
+    """(bytes of header, prefix, data) by the file's first bytes, which must add up to all before
+    its checksum."""
     if len(fixed) < _FIXED_BYTES or not fixed.startswith(_MAGIC):
         return None
     n_header, n_line, n_data = _LENGTHS.unpack_from(fixed, len(_MAGIC))
-    right = n_header <= _MAX_HEADER_BYTES and _FIXED_BYTES + n_header + n_line + n_data == body_bytes
+    right = (
+        n_header <= _MAX_HEADER_BYTES and _FIXED_BYTES + n_header + n_line + n_data == body_bytes
+    )
     return (n_header, n_line, n_data) if right else None
 
 
@@ -162,7 +188,7 @@ def _header(raw: bytes, identity: str) -> dict[str, Any]:
     return header
 
 
-# --- reading ahead ---------------------------------------------------------------------------------------------------
+# --- reading ahead --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -176,12 +202,13 @@ class _Read:
 
 
 class ReadAhead:
-    """Reads and checks files before they are needed, in a thread of its own. `read` gives a block's data, or None where
-    its file is gone or damaged; it is called in that thread.
+    """Reads and checks files before they are needed, in a thread of its own. `read` gives a block's
+    data, or None where its file is gone or damaged; it is called in that thread.
 
-    The engine's thread says what it will want, and never waits for it while it has anything else to do: a block of a large
-    model has 64 MB, which a hard disk takes half a second for. What was read stays here until it is released, and no more
-    than `ahead_bytes` are wanted at a time, besides what somebody needs next. A disk that hangs stops this thread alone."""
+    The engine's thread says what it will want, and never waits for it while it has anything else to
+    do: a block of a large model has 64 MB, which a hard disk takes half a second for. What was read
+    stays here until it is released, and no more than `ahead_bytes` are wanted at a time, besides
+    what somebody needs next. A disk that hangs stops this thread alone."""
 
     def __init__(
         self,
@@ -199,11 +226,11 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
         self.wanted_bytes = 0
 
-    # --- the engine's thread -------------------------------------------------------------------------------------
+    # --- the engine's thread ----------------------------------------------------------------------
 
     def want(self, block: Block, *, due: bool) -> bool:
-        """Have a block read; False, doing nothing, where enough is wanted already and it is not `due`. Every True is
-        answered with one `release`."""
+        """Have a block read; False, doing nothing, where enough is wanted already and it is not
+        `due`. Every True is answered with one `release`."""
         wanted = self._wanted.get(block)
         if wanted is not None:
             wanted.users += 1
@@ -260,11 +287,11 @@ class ReadAhead:
             self._thread, self.wanted_bytes = None, 0
             self._wanted.clear()
 
-    # --- the reader's thread -------------------------------------------------------------------------------------
+    # --- the reader's thread ----------------------------------------------------------------------
 
     def rest(self, took_s: float) -> None:
-        """After a piece that took so long: unless the engine waits for it, rest as long, so that a thread that was
-        displaced by this one computes again."""
+        """After a piece that took so long: unless the engine waits for it, rest as long, so that a
+        thread that was displaced by this one computes again."""
         self._awaited.wait(min(took_s, tunables.READ_REST_S))
 
     def _read_all(self) -> None:

@@ -1,5 +1,5 @@
-"""How much of a prompt is known: what it has in common with sequences in the context and blocks in the cache, which of
-those to restore, and why the rest is computed although it was known once."""
+"""How much of a prompt is known: what it has in common with sequences in the context and blocks in
+the cache, which of those to restore, and why the rest is computed although it was known once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from localllm.engine.cache.eviction import Block, IdleSequence
 from localllm.engine.cache.tree import CachedPart, Match, PrefixCache, as_tokens, common_prefix
 from localllm.engine.tokens import Tokens
 
-# --- what it has in common with sequences ----------------------------------------------------------------------------
+# --- what it has in common with sequences ---------------------------------------------------------
 
 
 class TokenSequence(Protocol):
-    """Tokens in the context: a running request's, or an idle sequence's. They may grow or be cut, but never change."""
+    """Tokens in the context: a running request's, or an idle sequence's. They may grow or be cut,
+    but never change."""
 
     @property
     def tokens(self) -> Seq[int] | Tokens:
@@ -30,8 +31,9 @@ class TokenSequence(Protocol):
 
 
 class RunningSequence(TokenSequence, Protocol):
-    """A running request as the cache sees it: `n_kv` of its tokens, of which `n_prompt` are its prompt, are in `sequence`;
-    `known` tokens of the prompt followed some known sequence, and `cached` were not computed."""
+    """A running request as the cache sees it: `n_kv` of its tokens, of which `n_prompt` are its
+    prompt, are in `sequence`; `known` tokens of the prompt followed some known sequence, and
+    `cached` were not computed."""
 
     tokens: list[int]
     sequence: int | None
@@ -46,8 +48,8 @@ class RunningSequence(TokenSequence, Protocol):
 
 
 class PromptMatch:
-    """One waiting prompt's: compared once, then remembered. Requests wait for many steps, and what is O(context) must not
-    be done in each of them."""
+    """One waiting prompt's: compared once, then remembered. Requests wait for many steps, and what
+    is O(context) must not be done in each of them."""
 
     def __init__(self, prompt: Seq[int] | Tokens) -> None:
         self.tokens = as_tokens(prompt)
@@ -65,13 +67,14 @@ class PromptMatch:
         return min(same, n)
 
     def plan(self, version: Hashable, make: Callable[[Tokens], RestorePlan]) -> RestorePlan:
-        """What to restore from the cache: what `make` said when the cache was last of that `version`."""
+        """What to restore from the cache: what `make` said when the cache was last of that
+        `version`."""
         if self._planned is None or self._planned[0] != version:
             self._planned = version, make(self.tokens)
         return self._planned[1]
 
 
-# --- what of the cache to restore ------------------------------------------------------------------------------------
+# --- what of the cache to restore -----------------------------------------------------------------
 
 # Is reading this block quicker than computing so many of its tokens?
 ShouldLoad = Callable[[Block, int], bool]
@@ -79,9 +82,11 @@ ShouldLoad = Callable[[Block, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """The `parts` of a prompt to import, in order; `unread` tokens are held too, on disk, and quicker computed. `state`:
-    what must follow the last part (None: nothing). `known`: how far the prompt followed any sequence. `divisible`: any of
-    the parts can be imported behind what a sequence holds already."""
+    """The `parts` of a prompt to import, in order;
+    `unread` tokens are held too, on disk, and quicker computed.
+    `state`: what must follow the last part (None: nothing).
+    `known`: how far the prompt followed any sequence.
+    `divisible`: any of the parts can be imported behind what a sequence holds already."""
 
     match: Match
     parts: tuple[CachedPart, ...]
@@ -100,15 +105,21 @@ class RestorePlan:
 
     def beyond(self, held: int) -> RestorePlan:
         """What is left of it for such a sequence."""
-        parts = (replace(p, start=max(p.start, held)) for p in self.parts if p.stop > held and self.divisible)
+        parts = (
+            replace(p, start=max(p.start, held))
+            for p in self.parts
+            if p.stop > held and self.divisible
+        )
         return RestorePlan(self.match, tuple(parts), known=self.known, divisible=self.divisible)
 
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Where `length` of a prompt's tokens can come from, `held` of them from a sequence in the context and the rest, by
-    `plan`, from the cache. `known` is how far the prompt followed any known sequence. `state`: the state behind what is
-    held, where the sequence that has it can't go back there by itself."""
+    """Where `length` of a prompt's tokens can come from, `held` of them from a sequence in the
+    context and the rest, by `plan`, from the cache.
+    `known` is how far the prompt followed any known sequence.
+    `state`: the state behind what is held, where the sequence that has it can't go back there by
+    itself."""
 
     kind: Literal["none", "running", "idle", "cached"]
     length: int
@@ -140,8 +151,11 @@ def plan_restore(
     return RestorePlan(match, parts, unread, known=match.known, divisible=True)
 
 
-def longest_state(states: PrefixCache, prefix: Tokens, should_load: ShouldLoad) -> tuple[int, Block] | None:
-    """The longest beginning of `prefix` that `states` holds the state of, and is worth reading, with that state."""
+def longest_state(
+    states: PrefixCache, prefix: Tokens, should_load: ShouldLoad
+) -> tuple[int, Block] | None:
+    """The longest beginning of `prefix` that `states` holds the state of, and is worth reading,
+    with that state."""
     match = _longest(states, states.peek(prefix), prefix, should_load)
     return (match.saved, match.parts[0].block) if match.parts else None
 
@@ -152,8 +166,11 @@ def _longest(tree: PrefixCache, match: Match, prefix: Tokens, should_load: Shoul
     return match
 
 
-def _plan_to_a_state(cache: PrefixCache, states: PrefixCache, prompt: Tokens, should_load: ShouldLoad) -> RestorePlan:
-    """The longest beginning that has its state and all of its KV: without a state, gaps can't be computed."""
+def _plan_to_a_state(
+    cache: PrefixCache, states: PrefixCache, prompt: Tokens, should_load: ShouldLoad
+) -> RestorePlan:
+    """The longest beginning that has its state and all of its KV: without a state, gaps can't be
+    computed."""
     match = cache.peek(prompt)
     reached = 0
     for part in match.parts:
@@ -164,15 +181,18 @@ def _plan_to_a_state(cache: PrefixCache, states: PrefixCache, prompt: Tokens, sh
     state = _longest(states, states.peek(prompt[:reached]), prompt[:reached], should_load)
     known = max(match.known, states.peek(prompt).known)
     match = cache.peek(prompt[: state.saved])
-    return RestorePlan(match, match.parts if state.parts else (), unread - state.saved, state, known)
+    return RestorePlan(
+        match, match.parts if state.parts else (), unread - state.saved, state, known
+    )
 
 
-# --- what was known once ---------------------------------------------------------------------------------------------
+# --- what was known once --------------------------------------------------------------------------
 
 
 class PrefixHistory:
-    """The most recent prefixes that had KV here, as hashes, long after it is gone: what is computed although it was known
-    once must be countable, or nobody sees that a cache is too small. A collision costs a wrong count, nothing else."""
+    """The most recent prefixes that had KV here, as hashes, long after it is gone: what is computed
+    although it was known once must be countable, or nobody sees that a cache is too small. A
+    collision costs a wrong count, nothing else."""
 
     def __init__(self) -> None:
         self._prefixes: OrderedDict[int, None] = OrderedDict()
@@ -201,7 +221,7 @@ def _prefixes(tokens: Tokens) -> Iterator[tuple[int, int]]:
         yield stop, key
 
 
-# --- why it is computed again ----------------------------------------------------------------------------------------
+# --- why it is computed again ---------------------------------------------------------------------
 
 _REASONS = {
     "evicted": "were evicted",
@@ -213,22 +233,30 @@ _REASONS = {
 }
 
 
-def recomputed(known: int, taken: int, missed: dict[str, int], *, has_points: bool) -> dict[str, int]:
-    """Tokens of a prompt that had their KV once and are computed now, by reason (`metrics.RECOMPUTED`): of `known` tokens
-    `taken` are there, and `missed` says what became of some of the others."""
+def recomputed(
+    known: int, taken: int, missed: dict[str, int], *, has_points: bool
+) -> dict[str, int]:
+    """Tokens of a prompt that had their KV once and are computed now, by reason
+    (`metrics.RECOMPUTED`): of `known` tokens `taken` are there, and `missed` says what became of
+    some of the others."""
     lacking = known - taken
     found = {}
     for reason, n_tokens in missed.items():
         found[reason] = min(n_tokens, max(lacking, 0))
         lacking -= found[reason]
     if lacking > 0:
-        rest = "short" if known < tunables.MIN_TOKENS else "no_snapshot" if has_points else "evicted"
+        rest = (
+            "short" if known < tunables.MIN_TOKENS else "no_snapshot" if has_points else "evicted"
+        )
         found[rest] = found.get(rest, 0) + lacking
     return {reason: n for reason, n in found.items() if n}
 
 
-def miss_reason(job: RunningSequence, again: dict[str, int], is_control: Callable[[int], bool]) -> str:
-    """Why the rest of the prompt had to be computed, in words; "" when all of it was there. `again`: see `recomputed`."""
+def miss_reason(
+    job: RunningSequence, again: dict[str, int], is_control: Callable[[int], bool]
+) -> str:
+    """Why the rest of the prompt had to be computed, in words; "" when all of it was there.
+    `again`: see `recomputed`."""
     most = job.n_prompt - 1
     if job.cached >= most:
         return ""

@@ -1,13 +1,16 @@
 """Where each prefix's KV is, and how a new request gets the longest one: running, idle, or cached.
 
-running   a running request's sequence: shared by forking, which costs nothing where forks share cells
-idle      a finished request's sequence, still in the context: taken over whole, which costs nothing either
+running   a running request's sequence: shared by forking, which costs nothing where forks share
+          cells
+idle      a finished request's sequence, still in the context: taken over whole, which costs nothing
+          either
 cached    blocks in the prefix cache (memory, disk): imported by copying
 
-A finished sequence is exported piece by piece between steps and, once all of it is exported, stays in the context only
-until somebody else comes: every token held in a unified KV cache slows every other sequence down (12,000 idle ones by 30 %).
-Where KV lies on a device, reading it out is what costs: there it stays while its tokens don't make others' steps longer.
-Which leave first: cache/eviction.py.
+A finished sequence is exported piece by piece between steps and, once all of it is exported, stays
+in the context only until somebody else comes: every token held in a unified KV cache slows every
+other sequence down (12,000 idle ones by 30 %). Where KV lies on a device, reading it out is what
+costs: there it stays while its tokens don't make others' steps longer. Which leave first:
+cache/eviction.py.
 """
 
 from __future__ import annotations
@@ -64,10 +67,11 @@ class SequencePool(eviction.OtherPlaces):
             **(self.kv.disk.snapshot() if self.kv.disk else NO_DISK),
         }
 
-    # --- finding -------------------------------------------------------------------------------------------------
+    # --- finding ----------------------------------------------------------------------------------
 
     def lookup(self, prompt: PromptMatch, running: Iterable[RunningSequence]) -> PrefixSource:
-        """The best source for `prompt`. One token is always left to compute: its logits are needed."""
+        """The best source for `prompt`. One token is always left to compute: its logits are
+        needed."""
         self._sync()
         most = len(prompt.tokens) - 1
         plan = prompt.plan(self.kv.version(), self.kv.plan)
@@ -83,7 +87,8 @@ class SequencePool(eviction.OtherPlaces):
             n_held = len(line.tokens) if isinstance(line, IdleSequence) else line.n_kv
             shared = image_boundary(prompt.tokens, min(most, n_held, prompt.shared(line)))
             known = max(known, shared)
-            # An idle one is taken over, which costs less than a fork: of as many tokens it goes first.
+            # An idle one is taken over, which costs less than a fork: of as many tokens it goes
+            # first.
             least = max(best.length + (idle is None), 1)
             if not shared or shared + plan.saved_behind(shared) < least:
                 continue
@@ -99,9 +104,11 @@ class SequencePool(eviction.OtherPlaces):
     def has(self, idle: IdleSequence) -> bool:
         return idle in self._idle
 
-    def _reaches(self, sequence: int, shared: int, held: int, prompt: Tokens) -> tuple[int, Block | None]:
-        """How much of the `shared` tokens of a sequence that holds more a sequence could take over, and the state it
-        needs for that."""
+    def _reaches(
+        self, sequence: int, shared: int, held: int, prompt: Tokens
+    ) -> tuple[int, Block | None]:
+        """How much of the `shared` tokens of a sequence that holds more a sequence could take over,
+        and the state it needs for that."""
         if shared == held or self._can_split or self._backend.can_rewind(sequence, shared):
             return shared, None
         return self.kv.longest_state(prompt[:shared]) or (0, None)
@@ -111,7 +118,8 @@ class SequencePool(eviction.OtherPlaces):
         return self._backend.capabilities.rewind == "any"
 
     def _can_take(self, idle: IdleSequence, length: int) -> bool:
-        """A sequence that can't be forked, and is nowhere else, is not cut to a smaller part of itself."""
+        """A sequence that can't be forked, and is nowhere else, is not cut to a smaller part of
+        itself."""
         return self._can_split or self._states or self._can_cut(idle, length)
 
     def _can_cut(self, idle: IdleSequence, length: int) -> bool:
@@ -123,17 +131,21 @@ class SequencePool(eviction.OtherPlaces):
         return self._backend.cells_free() + idle - (source.held if source.idle else 0) >= cells
 
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
-        """Free cells needed to hold `n_tokens` of which `source` brings its share: an idle sequence's own, a running one's
-        where forks share cells."""
-        brings = source.kind == "idle" or (source.kind == "running" and self._backend.capabilities.shares_cells)
+        """Free cells needed to hold `n_tokens` of which `source` brings its share: an idle
+        sequence's own, a running one's where forks share cells."""
+        brings = source.kind == "idle" or (
+            source.kind == "running" and self._backend.capabilities.shares_cells
+        )
         return n_tokens - (source.held if brings else 0)
 
-    # --- taking --------------------------------------------------------------------------------------------------
+    # --- taking -----------------------------------------------------------------------------------
 
     def take(self, source: PrefixSource, prompt: Tokens) -> Acquired:
-        """A sequence that holds as much of `prompt` as `source` gives, now or once its `rest` is imported. Falls back to
-        what the cache has, then to an empty sequence; raises NoCellsError when there is no sequence left."""
-        # However it comes back, the sequence is in use again: its copies in the cache are the last to go.
+        """A sequence that holds as much of `prompt` as `source` gives, now or once its `rest` is
+        imported. Falls back to what the cache has, then to an empty sequence; raises NoCellsError
+        when there is no sequence left."""
+        # However it comes back, the sequence is in use again: its copies in the cache are the last
+        # to go.
         if source.kind != "none":
             self.kv.touch(prompt[:-1])
         sequence = None
@@ -147,12 +159,17 @@ class SequencePool(eviction.OtherPlaces):
                 return Acquired(sequence, source.held)
             rest = Restoration(self.kv, self._backend, sequence, prompt, source.plan, source.held)
             return Acquired(sequence, source.held, rest)
-        plan = source.plan if source.kind in ("none", "cached") and source.plan is not None else self.kv.plan(prompt)
+        plan = (
+            source.plan
+            if source.kind in ("none", "cached") and source.plan is not None
+            else self.kv.plan(prompt)
+        )
         sequence = self._new_sequence(source.idle)
         return Acquired(sequence, 0, Restoration(self.kv, self._backend, sequence, prompt, plan))
 
     def _keep_state(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
-        """Where one sequence left another in the middle of a turn the next one will: keep the state while it is there."""
+        """Where one sequence left another in the middle of a turn the next one will: keep the state
+        while it is there."""
         if self.kv.states is None or source.state is not None:
             return
         point = self.kv.longest_state(prompt[: source.held])
@@ -163,14 +180,16 @@ class SequencePool(eviction.OtherPlaces):
         try:
             return self._backend.new_sequence()
         except NoCellsError:
-            # The idle sequence that was to be taken over could not be cut back: its place is the one that was counted on.
+            # The idle sequence that was to be taken over could not be cut back: its place is the
+            # one that was counted on.
             if in_the_way not in self._idle:
                 raise
             self._drop(in_the_way)
             return self._backend.new_sequence()
 
     def _take_idle(self, idle: IdleSequence, length: int, state: Block | None) -> int | None:
-        """Its sequence, cut to `length`, or a fork of it while its end is nowhere else; None where neither can be."""
+        """Its sequence, cut to `length`, or a fork of it while its end is nowhere else; None where
+        neither can be."""
         if length < len(idle.tokens) and not idle.exported:
             if self._can_split or self._states:
                 forked = self._fork_idle(idle, length, state)
@@ -200,7 +219,8 @@ class SequencePool(eviction.OtherPlaces):
         return False
 
     def _fork(self, sequence: int, length: int, state: Block | None) -> int | None:
-        """A fork of a sequence at `length`; None where it can't be had. NoCellsError where there is no room for it."""
+        """A fork of a sequence at `length`; None where it can't be had. NoCellsError where there is
+        no room for it."""
         try:
             if state is None:
                 return self._backend.fork(sequence, length)
@@ -218,7 +238,8 @@ class SequencePool(eviction.OtherPlaces):
         return None
 
     def _fork_idle(self, idle: IdleSequence, length: int, state: Block | None) -> int | None:
-        """The beginning of a sequence whose end is still to be exported; None if there is no sequence left for it."""
+        """The beginning of a sequence whose end is still to be exported; None if there is no
+        sequence left for it."""
         others = [other for other in self._idle if other is not idle]
         while True:
             try:
@@ -228,14 +249,16 @@ class SequencePool(eviction.OtherPlaces):
                     return None
                 self._evict(others.pop(0))
 
-    # --- giving back ---------------------------------------------------------------------------------------------
+    # --- giving back ------------------------------------------------------------------------------
 
     def cut(self, sequence: int, n_tokens: int) -> None:
-        """Let go of all but the first `n_tokens` of a request's sequence; CannotRewindError where that can't be."""
+        """Let go of all but the first `n_tokens` of a request's sequence; CannotRewindError where
+        that can't be."""
         self._backend.truncate(sequence, n_tokens)
 
     def release(self, sequence: int, tokens: Tokens, *, keep: bool = True) -> None:
-        """A request is done with `sequence`, which holds `tokens`. It stays as idle unless too short or unwanted."""
+        """A request is done with `sequence`, which holds `tokens`. It stays as idle unless too
+        short or unwanted."""
         if not keep or len(tokens) < tunables.MIN_TOKENS:
             self._backend.drop(sequence)
             return
@@ -271,16 +294,23 @@ class SequencePool(eviction.OtherPlaces):
     def _ends_paragraph(self, token: int) -> bool:
         return token >= 0 and self._backend.token_bytes(token).endswith(b"\n\n")
 
-    # --- leaving the context -------------------------------------------------------------------------------------
+    # --- leaving the context ----------------------------------------------------------------------
 
     def tick(self, *, busy: bool, live: int = 0) -> bool:
-        """Export one piece of one idle sequence, if any can be; evict exported ones while others run, `live` of them.
+        """Export one piece of one idle sequence, if any can be; evict exported ones while others
+        run, `live` of them.
 
-        Returns True while there is more to do without new requests and without waiting for the disk."""
+        Returns True while there is more to do without new requests and without waiting for the
+        disk."""
         self._sync()
         info, able = self._backend.info, self._backend.capabilities
         n_sequences = live + len(self._idle)
-        if not (busy and eviction.may_stay(able, info, self._backend.cells_free(), n_sequences, self._step_share)):
+        if not (
+            busy
+            and eviction.may_stay(
+                able, info, self._backend.cells_free(), n_sequences, self._step_share
+            )
+        ):
             for idle in reversed(self._idle) if self.kv.closing else self._idle:
                 if not idle.exported and self._export_next(idle):
                     break
@@ -290,23 +320,31 @@ class SequencePool(eviction.OtherPlaces):
         return any(not (idle.exported or self._refused(idle)) for idle in self._idle)
 
     def evict_idle(self, n_tokens: int, *, live: int, clock: Callable[[], float]) -> None:
-        """Before a step of `live` running requests that are to read `n_tokens` of prompts, and nothing else: exported
-        sequences leave, others are exported first as far as that pays. `prefill_tok_s`: how fast prompts are read (None:
-        not known)."""
+        """Before a step of `live` running requests that are to read `n_tokens` of prompts, and
+        nothing else: exported sequences leave, others are exported first as far as that pays.
+        `prefill_tok_s`: how fast prompts are read (None: not known)."""
         if not live or not self._idle:
             return
         self._sync()
         self._evict_exported(busy=True)
-        seconds = eviction.export_time_s(self._backend.capabilities, n_tokens, self.kv.speed.prefill_tok_s)
+        seconds = eviction.export_time_s(
+            self._backend.capabilities, n_tokens, self.kv.speed.prefill_tok_s
+        )
         begun = clock()
         while clock() - begun < seconds and self.tick(busy=True, live=live):
             pass
 
     def make_room(
-        self, cells: int, *, live: int, source: PrefixSource = NO_SOURCE, prompt: Tokens | None = None
+        self,
+        cells: int,
+        *,
+        live: int,
+        source: PrefixSource = NO_SOURCE,
+        prompt: Tokens | None = None,
     ) -> bool:
-        """Cut idle sequences from their ends, or drop them, exporting what leaves, until `cells` are free and one more
-        sequence than `live` fits. What `source` has of `prompt`, for which that is done, and the cache, stays."""
+        """Cut idle sequences from their ends, or drop them, exporting what leaves, until `cells`
+        are free and one more sequence than `live` fits. What `source` has of `prompt`, for which
+        that is done, and the cache, stays."""
         if self._has_room(cells, live):
             return True
         self._sync()
@@ -315,16 +353,21 @@ class SequencePool(eviction.OtherPlaces):
         self.kv.be_patient(cells if len(self.running) <= (prompt is None) else 0)
         for idle in eviction.context_order(self._idle):
             least = source.held if idle is source.idle else 0
-            while not self._has_room(cells, live) and self._shorten(idle, cells - self._backend.cells_free(), least):
+            while not self._has_room(cells, live) and self._shorten(
+                idle, cells - self._backend.cells_free(), least
+            ):
                 pass
         return self._has_room(cells, live)
 
     def _shorten(self, idle: IdleSequence, cells: int, least: int) -> bool:
-        """Take `cells`, or a piece if that is more, from the end of an idle sequence, but for its first `least` tokens,
-        exporting them first; all of it where it can't be cut, or little would be left. True if there is some left to take."""
+        """Take `cells`, or a piece if that is more, from the end of an idle sequence, but for its
+        first `least` tokens, exporting them first; all of it where it can't be cut, or little would
+        be left. True if there is some left to take."""
         start = max(len(idle.tokens) - max(cells, tunables.PIECE_TOKENS), 0)
         divisible = self._can_split and not self.kv.has_points
-        start = image_boundary(idle.tokens, max(start if start >= tunables.PIECE_TOKENS else 0, least))
+        start = image_boundary(
+            idle.tokens, max(start if start >= tunables.PIECE_TOKENS else 0, least)
+        )
         if (not divisible or cells <= 0) and least:
             return False
         if not start or not divisible or cells <= 0:
@@ -338,7 +381,8 @@ class SequencePool(eviction.OtherPlaces):
         return start > least
 
     def in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
-        """Blocks of the cache whose tokens sequences in the context have too, which stay there the longest first."""
+        """Blocks of the cache whose tokens sequences in the context have too, which stay there the
+        longest first."""
         if self.kv.has_points:
             return
         for job in self.running.values():
@@ -350,7 +394,8 @@ class SequencePool(eviction.OtherPlaces):
                 yield self.cache, block
 
     def drop_one(self) -> bool:
-        """Cells for one more step from an idle sequence, whatever the backend believes to be free; False where there is none."""
+        """Cells for one more step from an idle sequence, whatever the backend believes to be free;
+        False where there is none."""
         if not self._idle:
             return False
         self._sync()
@@ -372,7 +417,10 @@ class SequencePool(eviction.OtherPlaces):
         return any(idle.state == "awaiting" for idle in self._idle)
 
     def _has_room(self, cells: int, live: int) -> bool:
-        return self._backend.cells_free() >= cells and live + len(self._idle) <= self._backend.info.n_seq_max
+        return (
+            self._backend.cells_free() >= cells
+            and live + len(self._idle) <= self._backend.info.n_seq_max
+        )
 
     @property
     def _step_share(self) -> float:
@@ -400,7 +448,7 @@ class SequencePool(eviction.OtherPlaces):
         self._leaving = None
         self._backend.drop(idle.sequence)
 
-    # --- exporting -----------------------------------------------------------------------------------------------
+    # --- exporting --------------------------------------------------------------------------------
 
     def _sync(self) -> None:
         """Learn what became of the copies since: written, demoted to disk, evicted."""

@@ -1,8 +1,10 @@
-"""A cached prefix on its way back into the context: what of it to take, and taking it piece by piece.
+"""A cached prefix on its way back into the context: what of it to take, and taking it piece by
+piece.
 
-Each piece is weighed by itself: one on disk is worth reading when that is quicker than computing the tokens wanted of it.
-What is not worth reading, was evicted or is lost is a gap: its tokens are computed, and what lies behind is still taken.
-What is on disk is read by another thread, ahead of its turn; who owns a restoration asks whether it `awaits` the disk.
+Each piece is weighed by itself: one on disk is worth reading when that is quicker than computing
+the tokens wanted of it. What is not worth reading, was evicted or is lost is a gap: its tokens are
+computed, and what lies behind is still taken. What is on disk is read by another thread, ahead of
+its turn; who owns a restoration asks whether it `awaits` the disk.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from localllm_backends.contract import Backend, BackendFailure, NoCellsError
 
 @dataclass
 class Restoration:
-    """A prompt's cached parts being imported into `sequence`, which has its first `held` tokens. Its blocks stay in the cache
-    until it is `done` or closed. `held` tokens are in the sequence now, `imported` of them from the cache. Fails silently:
-    what can't be had is computed, and counted by reason in `missed`."""
+    """A prompt's cached parts being imported into `sequence`, which has its first `held` tokens.
+    Its blocks stay in the cache until it is `done` or closed. `held` tokens are in the sequence
+    now, `imported` of them from the cache. Fails silently: what can't be had is computed, and
+    counted by reason in `missed`."""
 
     kv: KvStore
     backend: Backend
@@ -55,8 +58,11 @@ class Restoration:
 
     @property
     def computes_to(self) -> int | None:
-        """Where the gap ends that must be computed before the next part can be imported; None when none is due."""
-        return self._parts[-1].start if self._parts and self._parts[-1].start > self._reached else None
+        """Where the gap ends that must be computed before the next part can be imported; None when
+        none is due."""
+        return (
+            self._parts[-1].start if self._parts and self._parts[-1].start > self._reached else None
+        )
 
     @property
     def awaits(self) -> bool:
@@ -79,7 +85,10 @@ class Restoration:
         """What the next step reads."""
         state = self.plan.state
         last = len(self._parts) == 1 and state is not None
-        return [self._parts[-1].block, *([state.parts[0].block] if last and state is not None else [])]
+        return [
+            self._parts[-1].block,
+            *([state.parts[0].block] if last and state is not None else []),
+        ]
 
     def _look_ahead(self) -> None:
         """Have what comes next read, as far ahead as may be; or end where nothing does."""
@@ -104,7 +113,9 @@ class Restoration:
         """The disk is slower than computing would be: go on with what is in memory."""
         if self.plan.divisible:
             left = [part for part in self._parts if self.kv.in_memory(part.block)]
-            self._miss("unread", sum(p.n_tokens for p in self._parts) - sum(p.n_tokens for p in left))
+            self._miss(
+                "unread", sum(p.n_tokens for p in self._parts) - sum(p.n_tokens for p in left)
+            )
             self._parts = left
             self._look_ahead()
         else:
@@ -163,7 +174,8 @@ class Restoration:
         return data
 
     def computed(self, held: int) -> None:
-        """The sequence holds `held` tokens now. A gap that is filled goes to the cache as a block of its own."""
+        """The sequence holds `held` tokens now. A gap that is filled goes to the cache as a block
+        of its own."""
         self.held = self._reached = held
         if self.computes_to is None and self._parts:
             self.kv.store(self.sequence, self.prompt[:held], self._gap_start)
@@ -213,7 +225,8 @@ class Restoration:
 
 @dataclass(frozen=True)
 class Acquired:
-    """A sequence for a request: `held` tokens of its prompt are in it, `rest` is still to be imported (None: nothing)."""
+    """A sequence for a request: `held` tokens of its prompt are in it, `rest` is still to be
+    imported (None: nothing)."""
 
     sequence: int
     held: int

@@ -1,4 +1,5 @@
-"""What is kept of sequences outside the context, in memory and on disk, how it gets there, and at which points:
+"""What is kept of sequences outside the context, in memory and on disk, how it gets there, and at
+which points:
 
 plain     pieces of KV: a sequence is taken up again anywhere
 states    pieces of KV, and states at points of the sequence: it is taken up where a state is
@@ -31,7 +32,8 @@ from localllm_backends.contract import Backend, BackendFailure
 
 
 class KvStore(OtherPlaces):
-    """The prefix cache of one engine, with its tier on `disk` (None: none). `states` is None where there are none."""
+    """The prefix cache of one engine, with its tier on `disk` (None: none). `states` is None where
+    there are none."""
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class KvStore(OtherPlaces):
         self.cache = PrefixCache("kv" if able.segments else "snapshot", budget=self.budget)
         self.states = PrefixCache("state", budget=self.budget) if able.states else None
         self.speed = PrefillSpeed()
-        # The least seen of a token's KV, the most of a state, and (tokens, bytes) of the last snapshot.
+        # The least seen of a token's KV, the most of a state, and (tokens, bytes) of the last
+        # snapshot.
         self._token_bytes = 0.0
         self._state_bytes = 0
         self._export_s = 0.0  # the least seen of a state's copy: others only ever add time
@@ -67,21 +70,29 @@ class KvStore(OtherPlaces):
         """True where a sequence can be taken up only at points that something was kept for."""
         return self.cache.indivisible or self.states is not None
 
-    # --- reading -------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def plan(self, prompt: Tokens, *, at_once: bool = False) -> RestorePlan:
         """What to take of what is held of `prompt`; `at_once`: without waiting for any file."""
         should_load = self.at_hand if at_once else self.should_load
-        return plan_restore(self.cache, prompt[: image_boundary(prompt, len(prompt) - 1)], should_load, self.states)
+        return plan_restore(
+            self.cache, prompt[: image_boundary(prompt, len(prompt) - 1)], should_load, self.states
+        )
 
     def version(self) -> Hashable:
-        """All that a plan depends on besides its prompt: what is held, what of it is in memory, and speeds."""
+        """All that a plan depends on besides its prompt: what is held, what of it is in memory, and
+        speeds."""
         speed = None if self.disk is None else self.disk.read_speed
         return self.budget.changes, self.budget.held_bytes, self.speed.prefill_tok_s, speed
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block] | None:
-        """The longest beginning of `prefix` whose state is held and worth reading, and that state."""
-        return longest_state(self.states, prefix, self.should_load) if self.states is not None else None
+        """The longest beginning of `prefix` whose state is held and worth reading, and that
+        state."""
+        return (
+            longest_state(self.states, prefix, self.should_load)
+            if self.states is not None
+            else None
+        )
 
     def should_load(self, block: Block, n_tokens: int) -> bool:
         """Is having this block quicker than computing so many tokens, as far as is known now?"""
@@ -100,8 +111,8 @@ class KvStore(OtherPlaces):
         return block.data is not None or self.disk is None or self.disk.reads.ready(block)
 
     def prefetch(self, block: Block, *, due: bool) -> bool:
-        """Have a block read that is only on disk, soon or (`due`) next. False where enough is being read already; else it
-        must be released."""
+        """Have a block read that is only on disk, soon or (`due`) next. False where enough is being
+        read already; else it must be released."""
         return block.data is not None or self.disk is None or self.disk.reads.want(block, due=due)
 
     def release(self, block: Block) -> None:
@@ -114,7 +125,7 @@ class KvStore(OtherPlaces):
         if self.disk is not None:
             self.disk.reads.wait(seconds)
 
-    # --- other places than memory (OtherPlaces) ---------------------------------------------------------------------
+    # --- other places than memory (OtherPlaces) ---------------------------------------------------
 
     def in_context(self) -> Iterable[tuple[EvictablePool, Block]]:
         return self.context.in_context()
@@ -122,18 +133,19 @@ class KvStore(OtherPlaces):
     def save(self, candidate: Candidate, until: int) -> Space:
         return self._write(candidate.pool, candidate.block, until, leaves=True)
 
-    # --- what is held --------------------------------------------------------------------------------------------
+    # --- what is held -----------------------------------------------------------------------------
 
     def missing(self, prefix: Tokens) -> tuple[int, int] | None:
-        """The first [start, stop) of `prefix` that is not held; None where all is, and it can be taken up at its end."""
+        """The first [start, stop) of `prefix` that is not held; None where all is, and it can be
+        taken up at its end."""
         gap = self.cache.gap(prefix)
         if gap is None and self.states is not None and self.states.gap(prefix) is not None:
             return len(prefix), len(prefix)
         return gap
 
     def touch(self, prefix: Tokens) -> None:
-        """A sequence was used just now: what is held of it is the last to go. Of its states those that others are near to
-        are the first to go."""
+        """A sequence was used just now: what is held of it is the last to go. Of its states those
+        that others are near to are the first to go."""
         self.cache.match(prefix)
         if self.states is not None:
             self.states.prune_snapshots(prefix, self.state_interval(len(prefix)))
@@ -145,11 +157,14 @@ class KvStore(OtherPlaces):
         least = self._export_s * rate / tunables.EXPORT_SHARE
         return state_interval(n_tokens, self._token_bytes, self._state_bytes, capacity, least)
 
-    # --- writing -------------------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
-    def export_next(self, sequence: int, prefix: Tokens, used: int | None, *, force: bool) -> Space | None:
-        """Export the next piece of `prefix`, which is what `sequence` holds: "free" if it found room, or None where
-        nothing is missing. `force`: its cells are needed, so what is being written is not waited for."""
+    def export_next(
+        self, sequence: int, prefix: Tokens, used: int | None, *, force: bool
+    ) -> Space | None:
+        """Export the next piece of `prefix`, which is what `sequence` holds: "free" if it found
+        room, or None where nothing is missing. `force`: its cells are needed, so what is being
+        written is not waited for."""
         space: Space | None = None
         if self.states is not None and self.states.gap(prefix) is not None:
             space = self.store_state(sequence, prefix, used, force=force)
@@ -166,8 +181,8 @@ class KvStore(OtherPlaces):
         return self.store(sequence, prefix[:stop], start, used, force=force)
 
     def export_end(self, sequence: int, prefix: Tokens, start: int, used: int | None) -> None:
-        """Export what isn't held of `prefix` from `start` on, which is about to leave the context, as far as there is room
-        for it by evicting what was used before `used`."""
+        """Export what isn't held of `prefix` from `start` on, which is about to leave the context,
+        as far as there is room for it by evicting what was used before `used`."""
         gap = self.cache.gap(prefix, start)
         while gap is not None:
             start, stop = gap
@@ -195,12 +210,14 @@ class KvStore(OtherPlaces):
         force: bool = False,
         newer: bool = False,
     ) -> Space:
-        """Put what `sequence` holds of `prefix` from `start` on into the cache: "free" if there was room. `newer`: a
-        snapshot rather than an older one of the same sequence."""
+        """Put what `sequence` holds of `prefix` from `start` on into the cache: "free" if there was
+        room. `newer`: a snapshot rather than an older one of the same sequence."""
         n_tokens = len(prefix) - start
         along = None if newer else prefix
         until = self._evicts_until(used, force=force or newer)
-        space = self.budget.make_room(self._least_bytes(n_tokens), prefix=along, used=until, force=force)
+        space = self.budget.make_room(
+            self._least_bytes(n_tokens), prefix=along, used=until, force=force
+        )
         if space != "free":
             return space
         try:
@@ -213,17 +230,28 @@ class KvStore(OtherPlaces):
         return space if space != "free" else self._insert(self.cache, prefix, data, start, used)
 
     def store_state(
-        self, sequence: int, prefix: Tokens, used: int | None = None, *, force: bool = False, newer: bool = False
+        self,
+        sequence: int,
+        prefix: Tokens,
+        used: int | None = None,
+        *,
+        force: bool = False,
+        newer: bool = False,
     ) -> Space:
-        """Put the state behind `prefix`, which is all that `sequence` holds, into the cache. `newer`: rather than an
-        older one of the same sequence."""
+        """Put the state behind `prefix`, which is all that `sequence` holds, into the cache.
+        `newer`: rather than an older one of the same sequence."""
         if self.states is None:
             return "full"
         n_bytes = self._backend.state_bytes(sequence)
-        if self.disk is None and n_bytes + int(self._token_bytes * len(prefix)) > self.budget.capacity_bytes:
+        if (
+            self.disk is None
+            and n_bytes + int(self._token_bytes * len(prefix)) > self.budget.capacity_bytes
+        ):
             # The KV before it would not fit beside it.
             return "full"
-        space = self.budget.make_room(n_bytes, prefix=None if newer else prefix, used=used, force=force)
+        space = self.budget.make_room(
+            n_bytes, prefix=None if newer else prefix, used=used, force=force
+        )
         if space != "free":
             return space
         started = self._clock()
@@ -237,8 +265,8 @@ class KvStore(OtherPlaces):
         return self._insert(self.states, prefix, data, 0, used)
 
     def _evicts_until(self, used: int | None, *, force: bool) -> int | None:
-        """What may be evicted for a sequence that was used at `used`: what was used before it, and unless it has to leave
-        the context only what is forgotten."""
+        """What may be evicted for a sequence that was used at `used`: what was used before it, and
+        unless it has to leave the context only what is forgotten."""
         if force or self.has_points or self.closing:
             return used
         return self.budget.forgotten if used is None else min(used, self.budget.forgotten)
@@ -250,7 +278,9 @@ class KvStore(OtherPlaces):
         tokens, n_bytes = self._snapshot
         return int(n_bytes * min(1.0, n_tokens / tokens))
 
-    def _insert(self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None) -> Space:
+    def _insert(
+        self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None
+    ) -> Space:
         if self.disk is None:
             return "free" if tree.insert(prefix, Block(data, start, len(prefix)), used) else "full"
         block = self.disk.make_block(prefix, data, start, tree.kind)
@@ -259,10 +289,13 @@ class KvStore(OtherPlaces):
         self._write(tree, block, self.budget.uses if self.closing else self.budget.forgotten)
         return "free"
 
-    def _write(self, pool: EvictablePool, block: Block, until: int, *, leaves: bool = False) -> Space:
-        """Have a block written that only memory holds ("pending"), if room for it can be made of files used until then, or
-        of files of what is elsewhere too; unless it `leaves` memory, only of what was used before it, or two would be written
-        by turns. "free": it can't or needn't be written."""
+    def _write(
+        self, pool: EvictablePool, block: Block, until: int, *, leaves: bool = False
+    ) -> Space:
+        """Have a block written that only memory holds ("pending"), if room for it can be made of
+        files used until then, or of files of what is elsewhere too; unless it `leaves` memory, only
+        of what was used before it, or two would be written by turns. "free": it can't or needn't be
+        written."""
         if self.disk is None or not isinstance(block, DiskBlock) or not self.disk.wants(block):
             return "free"
         line, until, before = (
@@ -280,14 +313,22 @@ class KvStore(OtherPlaces):
         return "full"
 
     def _copies(self, before_ns: float) -> list[Copy]:
-        """What has a file and is elsewhere too, and was used before then, unused the longest first."""
+        """What has a file and is elsewhere too, and was used before then, unused the longest
+        first."""
         held = {block: pool for pool, block in self.in_context()}
         held |= {c.block: c.pool for c in self.budget.candidates()}
-        found = [(p, b) for b, p in held.items() if isinstance(b, DiskBlock) and b.written and not b.pending]
-        return sorted((c for c in found if c[1].file_time_ns < before_ns), key=lambda c: c[1].file_time_ns)
+        found = [
+            (p, b)
+            for b, p in held.items()
+            if isinstance(b, DiskBlock) and b.written and not b.pending
+        ]
+        return sorted(
+            (c for c in found if c[1].file_time_ns < before_ns), key=lambda c: c[1].file_time_ns
+        )
 
     def close(self) -> None:
-        """Nothing stays in memory: have it written, the newest first, once it is known what became of what waits for that."""
+        """Nothing stays in memory: have it written, the newest first, once it is known what became
+        of what waits for that."""
         if self.disk is not None:
             self.disk.flush()
             self.sync()
@@ -304,7 +345,7 @@ class KvStore(OtherPlaces):
             # It would be found again after every restart.
             block.path.unlink(missing_ok=True)
 
-    # --- the disk ------------------------------------------------------------------------------------------------
+    # --- the disk ---------------------------------------------------------------------------------
 
     def sync(self) -> None:
         """Learn what became of the copies since: written, demoted to disk, removed."""
@@ -321,9 +362,12 @@ class KvStore(OtherPlaces):
         return self.disk is not None and self.disk.wait(seconds)
 
     def be_patient(self, n_tokens: int) -> None:
-        """What leaves the context for so many tokens may wait for room that writing makes: for a part of what reading them costs."""
+        """What leaves the context for so many tokens may wait for room that writing makes: for a
+        part of what reading them costs."""
         rate = self.speed.prefill_tok_s
-        self._patience_s = min(tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens / rate) if rate else 0.0
+        self._patience_s = (
+            min(tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens / rate) if rate else 0.0
+        )
 
     def wait_for_writing(self) -> bool:
         until_s = self._clock() + self._patience_s
@@ -338,30 +382,34 @@ class KvStore(OtherPlaces):
             tree.check_integrity()
 
 
-# --- at which points of a prompt a state or snapshot is kept -----------------------------------------------------------
+# --- at which points of a prompt a state or snapshot is kept --------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What tokens say of a prompt's parts: control tokens stand around turns, others end a paragraph."""
+    """What tokens say of a prompt's parts: control tokens stand around turns, others end a
+    paragraph."""
 
     is_control: Callable[[int], bool]
     ends_paragraph: Callable[[int], bool]
 
 
-def checkpoints(prompt: Sequence[int], n_kv: int, known: int, signs: Signs, interval: int | None) -> list[int]:
+def checkpoints(
+    prompt: Sequence[int], n_kv: int, known: int, signs: Signs, interval: int | None
+) -> list[int]:
     """Points of `prompt`, whose first `n_kv` tokens are held, at which its state is to be kept:
 
-    * before its last two turns: an answer is asked for again from there, or rendered in another way next time. Not before the
-      answer's where the question is short: a step and a state for each turn would cost more than reading it again
+    * before its last two turns: an answer is asked for again from there, or rendered in another way
+      next time. Not before the answer's where the question is short: a step and a state for each
+      turn would cost more than reading it again
     * near its end, where no turn begins there
 
     And where states are kept apart from KV, every `interval` tokens (None: they aren't):
 
     * where it leaves what was known (its first `known` tokens): what branches twice branches again
     * one in every `interval` tokens, where a turn begins if one does
-    * where the last paragraph begins: instructions or a document stand before it, and the next question goes on from there
-      (Gemma's template has both in one turn)
+    * where the last paragraph begins: instructions or a document stand before it, and the next
+      question goes on from there (Gemma's template has both in one turn)
     * of a long end with neither in it a few points, ever nearer to it"""
     n = len(prompt)
     control = [i for i in range(n) if signs.is_control(prompt[i])]
@@ -392,19 +440,23 @@ def _apart(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
 
 
 def _paragraph(prompt: Sequence[int], start: int, signs: Signs) -> set[int]:
-    """Where the last one begins, if it is far enough behind `start`; nothing nearer is looked at."""
+    """Where the last one begins, if it is far enough behind `start`; nothing nearer is looked
+    at."""
     worth = range(len(prompt) - 1, start + tunables.WORTH_A_PARAGRAPH_TOKENS - 1, -1)
     return set(next(([i] for i in worth if signs.ends_paragraph(prompt[i - 1])), []))
 
 
 def _towards_the_end(points: set[int], turns: Sequence[int], n: int) -> set[int]:
-    """Some before where the prompt ends, or the turn before the answer's, which has just begun; unless one of `points` is
-    near them."""
+    """Some before where the prompt ends, or the turn before the answer's, which has just begun;
+    unless one of `points` is near them."""
     end = turns[-1] if turns and n - turns[-1] < tunables.NEAR_TOKENS else n
     others = {0, *points}
 
     def has_neighbour(point: int) -> bool:
-        return any(point - tunables.POINTS_FROM_THE_END[0] <= p < point + tunables.NEAR_TOKENS for p in others)
+        return any(
+            point - tunables.POINTS_FROM_THE_END[0] <= p < point + tunables.NEAR_TOKENS
+            for p in others
+        )
 
     found = {end - far for far in tunables.POINTS_FROM_THE_END}
     return {point for point in found if not has_neighbour(point)}

@@ -1,18 +1,21 @@
 """Prefix cache: a radix tree over token ids whose nodes hold opaque blocks of exported KV.
 
-Two shapes of memory, one tree. Where KV can be cut anywhere ("kv"), a node's block covers the node's own
-tokens and a prefix is restored from the blocks on its path. A node on the path may have none (it was evicted or lost):
-its tokens are computed, and what lies behind it is still of use. Where KV can't be cut (sliding windows, recurrent
-state; "state", "snapshot"), a block covers everything from token 0 to the node's end and a prefix is the deepest such node.
+Two shapes of memory, one tree. Where KV can be cut anywhere ("kv"), a node's block covers the
+node's own tokens and a prefix is restored from the blocks on its path. A node on the path may have
+none (it was evicted or lost): its tokens are computed, and what lies behind it is still of use.
+Where KV can't be cut (sliding windows, recurrent state; "state", "snapshot"), a block covers
+everything from token 0 to the node's end and a prefix is the deepest such node.
 
     root ── "system prompt" ──┬── "chat A" ── "A's 2nd turn"
                               └── "chat B"
 
 Laws, checked by `check_integrity` and by random histories in the tests:
 
-* `held_bytes` is exactly the bytes in memory of the tree's blocks, each counted once however many nodes share it.
-* A sequence is as recent as the most recent one that goes on from it, so ends leave before beginnings. A block goes as one,
-  and is as recent as its middle: one hot token at its beginning does not keep hundreds of cold ones.
+* `held_bytes` is exactly the bytes in memory of the tree's blocks, each counted once however many
+  nodes share it.
+* A sequence is as recent as the most recent one that goes on from it, so ends leave before
+  beginnings. A block goes as one, and is as recent as its middle: one hot token at its beginning
+  does not keep hundreds of cold ones.
 * What is locked is neither demoted nor evicted. What is evicted for what: cache/eviction.py.
 """
 
@@ -24,13 +27,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from localllm.engine.cache.eviction import Block, CacheBudget, Candidate, Kind, depth, surplus_snapshots
+from localllm.engine.cache.eviction import (
+    Block,
+    CacheBudget,
+    Candidate,
+    Kind,
+    depth,
+    surplus_snapshots,
+)
 from localllm.engine.tokens import Tokens
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """An edge of the tree: `tokens` from depth `start` to `stop`, and the block that covers them (or None)."""
+    """An edge of the tree: `tokens` from depth `start` to `stop`, and the block that covers them
+    (or None)."""
 
     tokens: Tokens
     start: int
@@ -60,10 +71,12 @@ class CachedPart:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the cache holds of a prompt: `parts` in order, with gaps between them where nothing is held.
+    """What the cache holds of a prompt: `parts` in order, with gaps between them where nothing is
+    held.
 
-    `length` tokens from the beginning are held without a gap. `known` is how far the prompt followed tokens the cache
-    knows of, with or without KV. `node` is the deepest node used; lock it before reading any block.
+    `length` tokens from the beginning are held without a gap. `known` is how far the prompt
+    followed tokens the cache knows of, with or without KV. `node` is the deepest node used; lock it
+    before reading any block.
     """
 
     parts: tuple[CachedPart, ...]
@@ -97,10 +110,12 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 class PrefixCache:
-    """The tree. Pure: no backend, no clock (recency is counted in the `budget`'s uses). It has `capacity_bytes` to itself,
-    unless it shares a `budget`."""
+    """The tree. Pure: no backend, no clock (recency is counted in the `budget`'s uses). It has
+    `capacity_bytes` to itself, unless it shares a `budget`."""
 
-    def __init__(self, kind: Kind = "kv", *, capacity_bytes: int = 0, budget: CacheBudget | None = None) -> None:
+    def __init__(
+        self, kind: Kind = "kv", *, capacity_bytes: int = 0, budget: CacheBudget | None = None
+    ) -> None:
         self.kind = kind
         self.budget = budget if budget is not None else CacheBudget(capacity_bytes)
         self.budget.pools.append(self)
@@ -113,7 +128,7 @@ class PrefixCache:
         """True where a block is of use as a whole only, at its end: states and snapshots."""
         return self.kind != "kv"
 
-    # --- reading -------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def peek(self, tokens: Seq[int] | Tokens) -> Match:
         """What can be restored of `tokens`. Changes nothing."""
@@ -145,9 +160,13 @@ class PrefixCache:
         return found
 
     def prune_snapshots(self, prefix: Tokens, interval: int) -> None:
-        """Of whole blocks: all that `prefix` goes through count as used now, but for those that can be spared (see
-        `eviction.surplus_snapshots`), which leave before anything else."""
-        nodes = [n for n, shared in self._along(prefix) if n.block is not None and shared == len(n.tokens)]
+        """Of whole blocks: all that `prefix` goes through count as used now, but for those that can
+        be spared (see `eviction.surplus_snapshots`), which leave before anything else."""
+        nodes = [
+            n
+            for n, shared in self._along(prefix)
+            if n.block is not None and shared == len(n.tokens)
+        ]
         surplus = surplus_snapshots([(n.stop, len(n.children) > 1) for n in nodes], interval)
         for node in nodes:
             if node.stop in surplus:
@@ -171,7 +190,8 @@ class PrefixCache:
         self.budget.changes += 1
 
     def gap(self, tokens: Seq[int] | Tokens, start: int = 0) -> tuple[int, int] | None:
-        """The first [start, stop) of `tokens`, from `start` on, that has no KV here; None where all of it has."""
+        """The first [start, stop) of `tokens`, from `start` on, that has no KV here; None where all
+        of it has."""
         reached = start
         for part in self.peek(tokens).parts:
             if part.start > reached:
@@ -179,14 +199,15 @@ class PrefixCache:
             reached = max(reached, part.stop)
         return (0 if self.indivisible else reached, len(tokens)) if reached < len(tokens) else None
 
-    # --- writing -------------------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
     def insert(self, tokens: Seq[int] | Tokens, block: Block, used: int | None = None) -> bool:
-        """Store `block` for the end of the sequence `tokens` (its stop must be the sequence's length), which was last
-        used at `used`, in `uses` (None: now).
+        """Store `block` for the end of the sequence `tokens` (its stop must be the sequence's
+        length), which was last used at `used`, in `uses` (None: now).
 
-        Returns False, storing nothing, when its tokens have their KV already, or there is no room for it now. A block
-        that has tokens only on disk, among many others, gives them up to a narrower one: that is read sooner."""
+        Returns False, storing nothing, when its tokens have their KV already, or there is no room
+        for it now. A block that has tokens only on disk, among many others, gives them up to a
+        narrower one: that is read sooner."""
         prefix = as_tokens(tokens)
         assert block.stop == len(prefix), "a block must end where its prefix ends"
         if (
@@ -199,14 +220,17 @@ class PrefixCache:
             self._walk(prefix[: block.start])
         end = self._walk(prefix)
         for node in [end] if self.indivisible else self._path(end):
-            if node.start >= (0 if self.indivisible else block.start) and _better(node.block, block):
+            if node.start >= (0 if self.indivisible else block.start) and _better(
+                node.block, block
+            ):
                 self._set_block(node, block)
         self._use(end, at)
         self.budget.changes += 1
         return True
 
     def promote(self, block: Block, data: bytes | memoryview) -> None:
-        """Hold in memory what was read from disk, if that costs nobody else's: it was used just now."""
+        """Hold in memory what was read from disk, if that costs nobody else's: it was used just
+        now."""
         if block not in self._users or block.held_bytes:
             return
         if self.budget.make_room(len(data), used=self.budget.forgotten) == "free":
@@ -214,7 +238,8 @@ class PrefixCache:
             self.held_bytes += block.held_bytes
 
     def forget(self, block: Block) -> None:
-        """A block turned out to be lost, or is evicted: no node has it any more. What hangs on it stays, behind a gap."""
+        """A block turned out to be lost, or is evicted: no node has it any more. What hangs on it
+        stays, behind a gap."""
         for node in list(self._users.get(block, [])):
             self._set_block(node, None)
             self._prune(node)
@@ -229,27 +254,43 @@ class PrefixCache:
             assert len(node.tokens), "an empty edge"
             assert node.parent is not None
             assert node.start == node.parent.stop, "a gap between parent and child"
-            assert node.parent.children[int(node.tokens[0])] is node, "a child under the wrong first token"
+            assert node.parent.children[int(node.tokens[0])] is node, (
+                "a child under the wrong first token"
+            )
             assert node.children or node.block is not None or node.locks, "a dead leaf"
-            assert node.locks >= max((c.locks for c in node.children.values()), default=0), "a lock without its path"
+            assert node.locks >= max((c.locks for c in node.children.values()), default=0), (
+                "a lock without its path"
+            )
             newest = max((c.last_used for c in node.children.values()), default=0)
             assert self.indivisible or node.last_used >= newest, "a beginning older than its end"
             if node.block is not None:
                 users[node.block] = users.get(node.block, 0) + 1
-                assert node.block.start <= (0 if self.indivisible else node.start), "a block that begins after its node"
+                assert node.block.start <= (0 if self.indivisible else node.start), (
+                    "a block that begins after its node"
+                )
                 assert node.block.stop >= node.stop, "a block that ends before its node"
-        assert users == {block: len(nodes) for block, nodes in self._users.items()}, "users disagree with the tree"
-        assert self.held_bytes == sum(block.held_bytes for block in self._users), "held_bytes is wrong"
+        assert users == {block: len(nodes) for block, nodes in self._users.items()}, (
+            "users disagree with the tree"
+        )
+        assert self.held_bytes == sum(block.held_bytes for block in self._users), (
+            "held_bytes is wrong"
+        )
 
-    # --- eviction ------------------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
         for block, nodes in self._users.items():
             if block.held_bytes and not any(n.locks for n in nodes):
-                yield Candidate(_middle(block, nodes).last_used, depth(block.start, block.stop, self.kind), block, self)
+                yield Candidate(
+                    _middle(block, nodes).last_used,
+                    depth(block.start, block.stop, self.kind),
+                    block,
+                    self,
+                )
 
     def on_path(self, prefix: Tokens) -> set[Block]:
-        """The blocks that `prefix` goes through, which are not evicted for it; of snapshots the longest."""
+        """The blocks that `prefix` goes through, which are not evicted for it; of snapshots the
+        longest."""
         along = [(n, n.block, shared) for n, shared in self._along(prefix) if n.block is not None]
         if self.indivisible:
             return set([block for n, block, shared in along if shared == len(n.tokens)][-1:])
@@ -272,7 +313,11 @@ class PrefixCache:
     def line(self, block: Block) -> Tokens | None:
         """The tokens that `block` ends; None where its end has another block now."""
         end = max(self._users[block], key=lambda node: node.stop)
-        return np.concatenate([node.tokens for node in self._path(end)]) if end.stop == block.stop else None
+        return (
+            np.concatenate([node.tokens for node in self._path(end)])
+            if end.stop == block.stop
+            else None
+        )
 
     def evict(self, block: Block) -> None:
         nodes = self._users[block]
@@ -280,7 +325,7 @@ class PrefixCache:
         self.evicted_tokens += sum(len(node.tokens) for node in nodes)
         self.forget(block)
 
-    # --- the tree ------------------------------------------------------------------------------------------------
+    # --- the tree ---------------------------------------------------------------------------------
 
     def _along(self, prefix: Tokens) -> Iterator[tuple[Node, int]]:
         """The nodes that `prefix` goes through, each with how many of its tokens it shares."""
@@ -331,9 +376,16 @@ class PrefixCache:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge: the upper part becomes a new node; both share the block (whole: only the lower keeps it)."""
+        """Cut an edge: the upper part becomes a new node; both share the block (whole: only the
+        lower keeps it)."""
         assert node.parent is not None
-        upper = Node(node.tokens[:at].copy(), node.start, node.parent, locks=node.locks, last_used=node.last_used)
+        upper = Node(
+            node.tokens[:at].copy(),
+            node.start,
+            node.parent,
+            locks=node.locks,
+            last_used=node.last_used,
+        )
         node.parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.start, node.parent = node.tokens[at:].copy(), node.start + at, upper
         upper.children[int(node.tokens[0])] = node
@@ -355,8 +407,11 @@ class PrefixCache:
                 old.discard()
 
     def _prune(self, node: Node) -> None:
-        """Take out a node that holds nothing and on which nothing hangs, and those that are left so by it."""
-        while node.parent is not None and not node.children and node.block is None and node.locks == 0:
+        """Take out a node that holds nothing and on which nothing hangs, and those that are left so
+        by it."""
+        while (
+            node.parent is not None and not node.children and node.block is None and node.locks == 0
+        ):
             parent = node.parent
             if parent.children.get(int(node.tokens[0])) is node:
                 del parent.children[int(node.tokens[0])]
@@ -380,16 +435,19 @@ class PrefixCache:
 
 
 def _uses(node: Node, depth: int) -> bool:
-    """Is a sequence that follows `node` down to `depth` a use of its block, or just of its beginning?"""
+    """Is a sequence that follows `node` down to `depth` a use of its block, or just of its
+    beginning?"""
     return node.block is None or depth > (node.block.start + node.block.stop) // 2
 
 
 def _middle(block: Block, nodes: list[Node]) -> Node:
-    """Of the nodes that have `block`, the one with its middle token (the first, where that has another block now)."""
+    """Of the nodes that have `block`, the one with its middle token (the first, where that has
+    another block now)."""
     middle = (block.start + block.stop) // 2
     return next((n for n in nodes if n.start <= middle < n.stop), nodes[0])
 
 
 def _better(old: Block | None, new: Block) -> bool:
-    """Should tokens that have `old` have `new` instead? A wide block that is only on disk makes way for a narrow one."""
+    """Should tokens that have `old` have `new` instead? A wide block that is only on disk makes way
+    for a narrow one."""
     return old is None or (not old.held_bytes and new.stop - new.start < old.stop - old.start)

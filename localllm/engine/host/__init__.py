@@ -1,1 +1,2 @@
-"""What the engine knows of the machine it runs on: memory, processors that others use, its own speed."""
+"""What the engine knows of the machine it runs on: memory, processors that others use, its own
+speed."""

@@ -1,5 +1,5 @@
-"""CPU contention: what other programs take of the processors that this process may use, and decode with fewer threads beside
-them."""
+"""CPU contention: what other programs take of the processors that this process may use, and decode
+with fewer threads beside them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class CpuContention:
-    """`taken_s`: seconds of processor time that others have had so far, of the `cores` processors that this process may use."""
+    """`taken_s`: seconds of processor time that others have had so far, of the `cores` processors
+    that this process may use."""
 
     taken_s: Callable[[], float | None]
     cores: int = 1
@@ -37,7 +38,8 @@ class CpuContention:
         return Mark(self.clock(), self.taken_s())
 
     def share(self, since: Mark) -> float:
-        """The share of the processors (0 … 1) that others had since then; 0 where it can't be told."""
+        """The share of the processors (0 … 1) that others had since then; 0 where it can't be
+        told."""
         now = self.mark()
         wall_s = now.at_s - since.at_s
         if wall_s < _LEAST_S or now.taken_s is None or since.taken_s is None:
@@ -47,12 +49,17 @@ class CpuContention:
 
 def of_this_process() -> CpuContention:
     """Among the processors that this process may use."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    allowed = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else [*range(os.cpu_count() or 1)]
+    )
     return CpuContention(lambda: _taken_s(allowed), len(allowed))
 
 
 def _taken_s(allowed: list[int]) -> float | None:
-    """Seconds of work on the processors `allowed` that were not this process's. What a hypervisor kept for others counts."""
+    """Seconds of work on the processors `allowed` that were not this process's. What a hypervisor
+    kept for others counts."""
     import psutil
 
     try:
@@ -71,17 +78,20 @@ def _taken_s(allowed: list[int]) -> float | None:
 _LOOK_S = 0.25
 # Between steps that are further apart it was idle: what others took then says little of now.
 _PAUSE_S = 0.1
-# A processor is left to others once they take more of it than this, and taken back when they take less than that.
+# A processor is left to others once they take more of it than this, and taken back when they take
+# less than that.
 _TAKEN, _BACK = 0.6, 0.4
 
 
 @dataclass
 class ThreadThrottle:
-    """Tells `backends` how many threads to decode with: as many as processors that the `others` leave.
+    """Tells `backends` how many threads to decode with: as many as processors that the `others`
+    leave.
 
-    The threads of a step meet behind every node of its graph, some hundred times. Where there are more of them than free
-    processors each meeting waits for the system: two servers of SmolLM2 on two processors reached 0.24 of their speed with two
-    threads each, 0.62 with one. Prompts meet as often for a hundred times the work, and take every thread."""
+    The threads of a step meet behind every node of its graph, some hundred times. Where there are
+    more of them than free processors each meeting waits for the system: two servers of SmolLM2 on
+    two processors reached 0.24 of their speed with two threads each, 0.62 with one. Prompts meet as
+    often for a hundred times the work, and take every thread."""
 
     backends: Sequence[Backend]
     others: CpuContention

@@ -1,9 +1,10 @@
-"""What quantised KV costs in precision on this model, measured once per model and build, and kept: while nobody waits, where a
-plan uses quantised KV, or by `localllm doctor --kv`.
+"""What quantised KV costs in precision on this model, measured once per model and build, and kept:
+while nobody waits, where a plan uses quantised KV, or by `localllm doctor --kv`.
 
-Users of 4-bit caches saw tool arguments break that an 8-bit cache left whole, on some models and not on others: whether
-a type will do can be measured, so it is not guessed. A text like an agent's (instructions, calls, code, figures) is read
-with the type and with f16, and the logits are compared row by row.
+Users of 4-bit caches saw tool arguments break that an 8-bit cache left whole, on some models and
+not on others: whether a type will do can be measured, so it is not guessed. A text like an agent's
+(instructions, calls, code, figures) is read with the type and with f16, and the logits are compared
+row by row.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from localllm_backends.contract import Backend, BackendFailure, KvComparison, Kv
 
 _EXACT = {"f32", "f16", "bf16"}
 PAIRS = (("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
-# So much memory must be left over: two small contexts, with the rows of logits of a large vocabulary.
+# So much memory must be left over: two small contexts, with the rows of logits of a large
+# vocabulary.
 _SPARE_BYTES = 500 * 10**6
-# Whoever just read an answer may well ask again: nothing is begun, or gone on with, before so long a rest.
+# Whoever just read an answer may well ask again: nothing is begun, or gone on with, before so long
+# a rest.
 REST_S = 10.0
 TEXT = """You are a careful coding agent. Use the tools to read before you write, and answer in one sentence.
 User: The totals in report.pyx are wrong since Tuesday: invoice 20417 shows 1,308.50 instead of 13,085.00. Find out why.
@@ -50,7 +53,8 @@ def file_for(folder: Path, fingerprint: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a file says: the model's name, the pairs that were measured, and those that its engine can't have."""
+    """What a file says: the model's name, the pairs that were measured, and those that its engine
+    can't have."""
 
     model: str = ""
     found: tuple[KvFidelity, ...] = ()
@@ -58,14 +62,17 @@ class Kept:
 
 
 def read(file: Path, meaning: str | None = None) -> Kept:
-    """What is kept in `file`; nothing from a damaged or missing one, or one of another build than `meaning`."""
+    """What is kept in `file`; nothing from a damaged or missing one, or one of another build than
+    `meaning`."""
     body = json_store.read(file)
     if meaning is not None and body.get("build") != meaning:
         return Kept()
     try:
         found = [json_store.record(KvFidelity, entry) for entry in body["found"]]
         without = tuple((str(k), str(v)) for k, v in body.get("without", ()))
-        return Kept(str(body.get("model", "")), tuple(pair for pair in found if pair is not None), without)
+        return Kept(
+            str(body.get("model", "")), tuple(pair for pair in found if pair is not None), without
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return Kept()
 
@@ -76,8 +83,8 @@ def keep(file: Path, meaning: str, kept: Kept) -> None:
 
 
 class KvEvidence:
-    """Measures what is not known yet, a piece at a time, and keeps it in `folder` (None: nothing is measured), where the
-    `backend` has quantised KV: what a plan with f16 costs is known."""
+    """Measures what is not known yet, a piece at a time, and keeps it in `folder` (None: nothing is
+    measured), where the `backend` has quantised KV: what a plan with f16 costs is known."""
 
     def __init__(self, backend: Backend, folder: str | None) -> None:
         quantised = {backend.info.kv_type_k, backend.info.kv_type_v} - _EXACT
@@ -97,17 +104,20 @@ class KvEvidence:
         self._left = [pair for pair in PAIRS if pair not in known and able.issuperset(pair)]
 
     def tick(self, rested_s: float, spare_bytes: int | None) -> bool:
-        """Compute one piece; True while there is more to measure now. Nobody has asked for anything for `rested_s`;
-        `spare_bytes` of memory can be taken (None: unknown)."""
+        """Compute one piece; True while there is more to measure now. Nobody has asked for anything
+        for `rested_s`; `spare_bytes` of memory can be taken (None: unknown)."""
         if self._backend is None or not self._left or rested_s < REST_S:
             return False
         if spare_bytes is not None and spare_bytes < _SPARE_BYTES and self._running is None:
             return False
         try:
             if self._running is None:
-                self._running = self._backend.compare_kv(self._left, self._backend.tokenize(TEXT, special=False))
+                self._running = self._backend.compare_kv(
+                    self._left, self._backend.tokenize(TEXT, special=False)
+                )
             found = self._running.run()
-        except BackendFailure:  # there is nothing to compare with here: no type is known to be harmless
+        except BackendFailure:
+            # there is nothing to compare with here: no type is known to be harmless
             self.close()
             self._left.clear()
             return False

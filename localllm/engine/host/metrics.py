@@ -15,9 +15,10 @@ from localllm.engine.averages import Average
 from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
 
 _SMOOTHING = 0.1
-# Why tokens that are known are computed again: their KV was evicted; it is on disk, and slower to read than to compute;
-# it was lost or damaged there; the context had no room for it; it is too short to be worth copying; this model's memory
-# can't be cut there; the request was parked for another's sake.
+# Why tokens that are known are computed again: their KV was evicted; it is on disk, and slower to
+# read than to compute; it was lost or damaged there; the context had no room for it; it is too
+# short to be worth copying; this model's memory can't be cut there; the request was parked for
+# another's sake.
 RECOMPUTED = ("evicted", "unread", "lost", "no_cells", "short", "no_snapshot", "parked")
 
 
@@ -45,12 +46,13 @@ class Metrics:
     recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RECOMPUTED, 0))
 
     def recomputed(self, reason: str, n_tokens: int) -> None:
-        """Count tokens that had their KV once and are computed again, by one of the reasons in `RECOMPUTED`."""
+        """Count tokens that had their KV once and are computed again, by one of the reasons in
+        `RECOMPUTED`."""
         self.recomputed_tokens[reason] += max(0, n_tokens)
 
     def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float) -> None:
-        """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled` tokens, that took
-        `seconds`."""
+        """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled`
+        tokens, that took `seconds`."""
         self.steps += 1
         self.busy_s += seconds
         self.prefilled_tokens += prefilled
@@ -66,7 +68,8 @@ class Metrics:
             self.prefill_speed.add(prefilled / seconds)
 
     def sliced_prefill(self, prefilled: int, seconds: float) -> None:
-        """Count a slice of `seconds` of a prompt that is read beside the steps, in which `prefilled` tokens were done."""
+        """Count a slice of `seconds` of a prompt that is read beside the steps, in which
+        `prefilled` tokens were done."""
         self.prefilled_tokens += prefilled
         self.sliced_prefill_tokens += prefilled
         self.busy_s += seconds
@@ -117,8 +120,9 @@ class Span:
 
 @dataclass
 class DecodeSpeedTracker:
-    """How fast plain decode steps are here (one request, one token, no draft, no grammar): what a start is compared with
-    earlier ones by. Spans of a quarter second count while other programs take little of the processors."""
+    """How fast plain decode steps are here (one request, one token, no draft, no grammar): what a
+    start is compared with earlier ones by. Spans of a quarter second count while other programs
+    take little of the processors."""
 
     others: CpuContention
     clock: Callable[[], float] = time.perf_counter

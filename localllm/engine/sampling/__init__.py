@@ -1,1 +1,2 @@
-"""From a row of logits to a token: penalties, filters, draws, rejection sampling of drafts, grammars."""
+"""From a row of logits to a token: penalties, filters, draws, rejection sampling of drafts,
+grammars."""

@@ -1,8 +1,9 @@
 """The filters: from a row of logits to the tokens that may be drawn, and what each weighs.
 
-The order is llama.cpp's default: top_k, typical_p, top_p, min_p, XTC, temperature. Filters work on probabilities before
-temperature, so a high temperature never lets in what the filters kept out. They mostly end among the few greatest logits, which
-are ranked and treated in double precision; where they don't, the rest of the row is passed over in single precision.
+The order is llama.cpp's default: top_k, typical_p, top_p, min_p, XTC, temperature. Filters work on
+probabilities before temperature, so a high temperature never lets in what the filters kept out.
+They mostly end among the few greatest logits, which are ranked and treated in double precision;
+where they don't, the rest of the row is passed over in single precision.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ HEAD = MAX_SAMPLED_TOP_K
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The tokens that may be drawn: `ids`, greatest logit first, weigh `weights`; every other token what `rest` says, in a buffer
-    that lasts until the next row is filtered (None: nothing)."""
+    """The tokens that may be drawn: `ids`, greatest logit first, weigh `weights`; every other token
+    what `rest` says, in a buffer that lasts until the next row is filtered (None: nothing)."""
 
     ids: Ids
     weights: Values
     rest: Row | None = None
 
     def draw(self, uniform: float) -> int:
-        """The token at `uniform` in [0, 1) of the running sum of weights: the ranked first, then the others by id."""
+        """The token at `uniform` in [0, 1) of the running sum of weights: the ranked first, then
+        the others by id."""
         reached = np.cumsum(self.weights)
         head = float(reached[-1]) if len(reached) else 0.0
         if self.rest is not None:
@@ -54,7 +56,9 @@ class Candidates:
                 return token_at(self.rest, sums, goal - head)
         else:
             goal = uniform * head
-        return int(self.ids[min(int(np.searchsorted(reached, goal, side="right")), len(self.ids) - 1)])
+        return int(
+            self.ids[min(int(np.searchsorted(reached, goal, side="right")), len(self.ids) - 1)]
+        )
 
     def distribution(self) -> Distribution:
         """The same as probabilities."""
@@ -69,14 +73,16 @@ class Candidates:
 def distribution(row: Row, sampling: Sampling) -> Distribution:
     """The distribution a token is drawn from, after every filter and the temperature (> 0).
 
-    row: float32 [n_vocab], penalised and constrained; -inf is never drawn. Equal logits give an equal distribution, order
+    row: float32 [n_vocab], penalised and constrained; -inf is never drawn. Equal logits give an
+    equal distribution, order
     included: a seed then draws the same token.
     """
     return candidates(row, sampling).distribution()
 
 
 def readable(row: Row) -> Row:
-    """`row` where what is no number is forbidden, and with infinite logits nothing but those is allowed."""
+    """`row` where what is no number is forbidden, and with infinite logits nothing but those is
+    allowed."""
     most = row.max()
     if math.isnan(most):
         row = np.where(np.isnan(row), np.float32(-np.inf), row)
@@ -147,7 +153,8 @@ def _of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
 
 
 def _cut(weights: Values, total: float, sampling: Sampling) -> int:
-    """How many of the ranked `weights` top_p and min_p leave, at least one; all or more where they may end behind them."""
+    """How many of the ranked `weights` top_p and min_p leave, at least one; all or more where they
+    may end behind them."""
     n = len(weights)
     if sampling.top_p < 1.0:
         n = int(np.searchsorted(np.cumsum(weights), sampling.top_p * total)) + 1
@@ -156,7 +163,9 @@ def _cut(weights: Values, total: float, sampling: Sampling) -> int:
     return max(1, n)
 
 
-def _passing_mask(top: Top, head: Ids, weights: Row | None, total: float, sampling: Sampling) -> Row | None:
+def _passing_mask(
+    top: Top, head: Ids, weights: Row | None, total: float, sampling: Sampling
+) -> Row | None:
     """1 for each token of the row that top_p and min_p leave, else 0; None where both leave all."""
     row, mask = top.row, None
     if weights is not None and sampling.top_p < 1.0:
@@ -178,8 +187,9 @@ def _all_of(top: Top, least: float, mask: Row | None) -> Ids:
 
 
 def _typical(values: Values, weights: Values, mean: float, goal: float) -> Ids:
-    """Which of the ranked `values` are the nearest to the `mean` logit that weigh `goal` together: locally typical sampling
-    (arXiv 2202.00666), since a token's surprise less the entropy is how far its logit is below the mean one."""
+    """Which of the ranked `values` are the nearest to the `mean` logit that weigh `goal` together:
+    locally typical sampling (arXiv 2202.00666), since a token's surprise less the entropy is how
+    far its logit is below the mean one."""
     order = np.argsort(np.abs(values - mean), kind="stable")
     return np.sort(order[: int(np.searchsorted(np.cumsum(weights[order]), goal)) + 1])
 
@@ -192,7 +202,8 @@ def _typical_of_all(top: Top, head: Ids, sampling: Sampling) -> Candidates:
     far = np.subtract(row, np.float32(base), out=keys) if base else row
     with np.errstate(invalid="ignore"):
         moment = float(np.dot(weights, far))
-    if math.isnan(moment):  # what is forbidden weighs nothing, but nothing times infinity is no number
+    # what is forbidden weighs nothing, but nothing times infinity is no number
+    if math.isnan(moment):
         moment = float(np.dot(weights, np.clip(far, np.float32(-1e3), np.float32(1e3), out=keys)))
     mean, goal = base + moment / total, sampling.typical_p * total
     values = row[head].astype(np.float64)
@@ -213,18 +224,22 @@ def excludes(sampling: Sampling) -> bool:
 
 
 def _excluded(weights: Values, total: float, sampling: Sampling) -> int:
-    """How many of the ranked `weights` XTC may leave out: all of at least xtc_threshold of the `total` but the least of them."""
+    """How many of the ranked `weights` XTC may leave out: all of at least xtc_threshold of the
+    `total` but the least of them."""
     if not excludes(sampling):
         return 0
     return max(0, int(np.count_nonzero(weights >= sampling.xtc_threshold * total)) - 1)
 
 
-def _tempered(ids: Ids, values: Values, n_excluded: int, sampling: Sampling, rest: Row | None = None) -> Candidates:
-    """`ids`, which have these logits less a base, with their weights at the temperature; `rest` is relative to the same base.
+def _tempered(
+    ids: Ids, values: Values, n_excluded: int, sampling: Sampling, rest: Row | None = None
+) -> Candidates:
+    """`ids`, which have these logits less a base, with their weights at the temperature; `rest` is
+    relative to the same base.
 
-    XTC ("exclude top choices") leaves the first `n_excluded` out with xtc_probability. Whether it does is not drawn here: this is
-    the mixture of both cases, which one draw then follows exactly, and which a drafted token can be verified against like any
-    other distribution.
+    XTC ("exclude top choices") leaves the first `n_excluded` out with xtc_probability. Whether it
+    does is not drawn here: this is the mixture of both cases, which one draw then follows exactly,
+    and which a drafted token can be verified against like any other distribution.
     """
     far = values / sampling.temperature
     weights = np.exp(far[n_excluded:])

@@ -1,4 +1,5 @@
-"""Constrained output through llguidance: JSON schema, Lark, regex or GBNF, over any backend's vocabulary."""
+"""Constrained output through llguidance: JSON schema, Lark, regex or GBNF, over any backend's
+vocabulary."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ from localllm_backends.contract import Backend
 # llguidance marks special tokens by a byte that UTF-8 text never has.
 _SPECIAL = b"\xff"
 _NO_WORD = "\x02"
-# Strings, regular expressions and comments of Lark, which are skipped, and tokens called by their names.
+# Strings, regular expressions and comments of Lark, which are skipped, and tokens called by their
+# names.
 _TOKEN_NAME = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(<[^<>\s\[\]]+>)')
 
 
-# For each byte of a mask, the most that its eight tokens' logits may be: inf where the bit is set, else -inf. (Four times as
-# quick as setting what is forbidden: a processor can't guess which of 262,144 bits are set. And `take` is nine times as quick as
-# the same by brackets.)
+# For each byte of a mask, the most that its eight tokens' logits may be: inf where the bit is set,
+# else -inf. (Four times as quick as setting what is forbidden: a processor can't guess which of
+# 262,144 bits are set. And `take` is nine times as quick as the same by brackets.)
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _MOST = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)).astype(np.float32)
 
@@ -50,10 +52,12 @@ class Vocabulary:
             self.tokens[token] = _SPECIAL + self.tokens[token]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The tokens that spell `text` in the middle of a text, or [] where the tokenizer has no way to say."""
+        """The tokens that spell `text` in the middle of a text, or [] where the tokenizer has no
+        way to say."""
         data = text if isinstance(text, bytes) else text.encode()
         text = data.decode("utf-8", "replace")
-        # SentencePiece puts a space before what it takes for a beginning: behind a letter of no word it does not.
+        # SentencePiece puts a space before what it takes for a beginning: behind a letter of no
+        # word it does not.
         for lead in ("", _NO_WORD):
             head = self._backend.tokenize(lead, special=False) if lead else []
             tokens = self._backend.tokenize(lead + text, special=False)
@@ -64,8 +68,8 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Makes a Constraint from (kind, source), in any thread. The vocabulary is prepared on first use, which takes about a
-    second."""
+    """Makes a Constraint from (kind, source), in any thread. The vocabulary is prepared on first
+    use, which takes about a second."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -75,19 +79,24 @@ class GrammarCompiler:
         self._preparing = threading.Lock()
 
     def __call__(self, grammar: tuple[str, str], answer_start: str = "") -> Constraint:
-        """The constraint behind `answer_start`, an answer's beginning: of the rest of the answer where the grammar allows that to
-        begin so, else of what follows. Raises UnsupportedError, saying what can't be enforced."""
+        """The constraint behind `answer_start`, an answer's beginning: of the rest of the answer
+        where the grammar allows that to begin so, else of what follows. Raises UnsupportedError,
+        saying what can't be enforced."""
         from llguidance import LLMatcher
 
         kind, source = grammar
         try:
             check_parts(source)
             if kind == "json_schema":
-                compiled = LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(json.loads(source))}"))
+                compiled = LLMatcher.grammar_from_lark(
+                    schemas_in(f"start: %json {json.dumps(json.loads(source))}")
+                )
             elif kind == "regex":
                 compiled = LLMatcher.grammar_from_regex(source)
             elif kind in ("lark", "gbnf"):
-                compiled = LLMatcher.grammar_from_lark(self._with_tokens(schemas_in(lark_of(source))))
+                compiled = LLMatcher.grammar_from_lark(
+                    self._with_tokens(schemas_in(lark_of(source)))
+                )
             else:
                 raise UnsupportedError(f"unknown kind of grammar {kind!r}")
             tokenizer = self._prepared()
@@ -95,9 +104,13 @@ class GrammarCompiler:
         except ValueError as e:
             raise UnsupportedError(f"the {kind} can't be read: {e}") from e
         except RecursionError as e:
-            raise UnsupportedError(f"the {kind} can't be read: its rules lead to one another too often") from e
+            raise UnsupportedError(
+                f"the {kind} can't be read: its rules lead to one another too often"
+            ) from e
         if matcher.is_error():
-            raise UnsupportedError(f"the {kind} can't be enforced: {_first_line(matcher.get_error())}")
+            raise UnsupportedError(
+                f"the {kind} can't be enforced: {_first_line(matcher.get_error())}"
+            )
         assert self._vocabulary is not None
         tokens = self._vocabulary(answer_start) if answer_start else []
         if matcher.try_consume_tokens(tokens) < len(tokens):  # all of the beginning or nothing
@@ -117,12 +130,15 @@ class GrammarCompiler:
                     if spelling.startswith(b"<") and spelling.endswith(b">")
                 }
                 eog = list(self._backend.info.eog_tokens)
-                self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=eog)
+                self._tokenizer = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(vocabulary), eos_token=eog
+                )
             return self._tokenizer
 
     def _with_tokens(self, lark: str) -> str:
-        """`lark` with names of tokens that are no control tokens here as their ids: llguidance knows only the others
-        by name, and llama.cpp makes plain tokens of gpt-oss's <|channel|>, <|message|>, <|start|> and <|constrain|>."""
+        """`lark` with names of tokens that are no control tokens here as their ids: llguidance
+        knows only the others by name, and llama.cpp makes plain tokens of gpt-oss's <|channel|>,
+        <|message|>, <|start|> and <|constrain|>."""
         if "<" not in lark:
             return lark
         self._prepared()
@@ -164,8 +180,8 @@ class Constraint:
 
     @property
     def stuck(self) -> bool:
-        """True where the grammar's end can't be reached: nothing may follow, what was taken was not allowed, or it is too
-        much work."""
+        """True where the grammar's end can't be reached: nothing may follow, what was taken was not
+        allowed, or it is too much work."""
         return bool(self._matcher.is_error())
 
     @property
@@ -173,8 +189,14 @@ class Constraint:
         """The same in words."""
         said = _first_line(self._matcher.get_error())
         if "max is" in said or "too " in said:
-            return f"the grammar is too much work here ({said}): an object has at most about 500 optional properties"
-        return "the answer came to where its grammar, or what is left of it by logit_bias, allows nothing more"
+            return (
+                f"the grammar is too much work here ({said}): an object has at most about 500 "
+                "optional properties"
+            )
+        return (
+            "the answer came to where its grammar, or what is left of it by logit_bias, allows "
+            "nothing more"
+        )
 
     @property
     def finished(self) -> bool:
@@ -188,13 +210,15 @@ def _first_line(text: str) -> str:
 
 
 COMPILE_S = 10.0  # a request waits no longer for its grammar
-# (grammar as (kind, source), the answer's beginning that stands in the prompt already) to its constraint.
+# (grammar as (kind, source), the answer's beginning that stands in the prompt already) to its
+# constraint.
 MakeConstraint = Callable[[tuple[str, str], str], Constraint]
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """One grammar on its way: once `done`, there is its `constraint`, or why there is none in `error`."""
+    """One grammar on its way: once `done`, there is its `constraint`, or why there is none in
+    `error`."""
 
     making: Future[Constraint]
     until: float = field(default_factory=lambda: time.monotonic() + COMPILE_S)
@@ -207,12 +231,18 @@ class Compilation:
     @property
     def constraint(self) -> Constraint | None:
         """What was made of it, once it is `done`."""
-        return self.making.result() if self.making.done() and self.making.exception() is None else None
+        return (
+            self.making.result() if self.making.done() and self.making.exception() is None else None
+        )
 
     @property
     def error(self) -> str:
         """Why there is no constraint although it is `done`."""
-        reason = self.making.exception() if self.making.done() else f"it takes over {COMPILE_S:g} s to make"
+        reason = (
+            self.making.exception()
+            if self.making.done()
+            else (f"it takes over {COMPILE_S:g} s to make")
+        )
         return f"the constraint can't be enforced: {reason}"
 
 

@@ -1,7 +1,8 @@
-"""What a request changes of the logits, whatever they are: logit bias, then penalties on tokens that came before, then DRY.
+"""What a request changes of the logits, whatever they are: logit bias, then penalties on tokens
+that came before, then DRY.
 
-How often each token came is counted as tokens come and go out of the window: what a token costs does not grow with
-the window.
+How often each token came is counted as tokens come and go out of the window: what a token costs
+does not grow with the window.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _AT_ONCE = 64
 
 
 class Tallies:
-    """How often each token stands among the last `window` of one growing line (< 0: in all of it)."""
+    """How often each token stands among the last `window` of one growing line (< 0: in all of
+    it)."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -34,7 +36,8 @@ class Tallies:
         self.of = np.zeros(0, dtype=np.int32)
 
     def follow(self, line: Seq[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Ids, in no order, and their counts in the window at the end of `line`, which goes on from that of the last call."""
+        """Ids, in no order, and their counts in the window at the end of `line`, which goes on from
+        that of the last call."""
         first = self._first(len(line))
         for token in line[self._first(self._seen) : min(first, self._seen)]:
             if token >= 0:
@@ -86,17 +89,21 @@ class Tallies:
 
 def counted(sampling: Sampling) -> bool:
     """True where the tokens that came before change the logits."""
-    return sampling.repeat_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+    return sampling.repeat_penalty != 1.0 or bool(
+        sampling.presence_penalty or sampling.frequency_penalty
+    )
 
 
 def penalised(values: Row, counts: NDArray[np.int32], sampling: Sampling) -> Row:
-    """Logits of tokens that came `counts` (> 0) times, after the repeat, presence and frequency penalties.
+    """Logits of tokens that came `counts` (> 0) times, after the repeat, presence and frequency
+    penalties.
 
-    repeat_penalty divides positive logits and multiplies negative ones (llama.cpp, after CTRL: arXiv 1909.05858); presence
-    and frequency subtract as OpenAI documents them.
+    repeat_penalty divides positive logits and multiplies negative ones (llama.cpp, after CTRL:
+    arXiv 1909.05858); presence and frequency subtract as OpenAI documents them.
     """
     if sampling.repeat_penalty != 1.0:
-        # The lesser of both is the one meant, or below 1 the greater, with nothing to guess for the processor.
+        # The lesser of both is the one meant, or below 1 the greater, with nothing to guess for the
+        # processor.
         lower = np.minimum if sampling.repeat_penalty > 1.0 else np.maximum
         values = lower(values / sampling.repeat_penalty, values * sampling.repeat_penalty)
     if sampling.presence_penalty:
@@ -107,8 +114,8 @@ def penalised(values: Row, counts: NDArray[np.int32], sampling: Sampling) -> Row
 
 
 class Penalties:
-    """One request's bias, penalties and DRY, along one growing line of tokens. `text` spells a token (None: no DRY). `bias`: ids,
-    and what is added to each (None: nothing)."""
+    """One request's bias, penalties and DRY, along one growing line of tokens. `text` spells a
+    token (None: no DRY). `bias`: ids, and what is added to each (None: nothing)."""
 
     def __init__(self, sampling: Sampling, text: TokenBytes | None) -> None:
         self._sampling = sampling
@@ -126,10 +133,13 @@ class Penalties:
             return None
         ids, counts = self._tallies.follow(history)
         leaving = history[-s.repeat_last_n] if 0 < s.repeat_last_n <= len(history) else -1
-        return SeenTokens(ids, counts, leaving, s.repeat_penalty, s.presence_penalty, s.frequency_penalty)
+        return SeenTokens(
+            ids, counts, leaving, s.repeat_penalty, s.presence_penalty, s.frequency_penalty
+        )
 
     def repetitions(self, history: Seq[int]) -> tuple[NDArray[np.int64], Row] | None:
-        """The tokens that would go on with a repetition, and what is added to each; None where that costs nothing."""
+        """The tokens that would go on with a repetition, and what is added to each; None where that
+        costs nothing."""
         if self._dry is None:
             return None
         found = dry_repetitions(self._sampling, history, self._dry, self._recent)
@@ -155,12 +165,14 @@ def _add(row: Row, given: tuple[NDArray[np.int64], Row] | None) -> None:
 
 
 TokenBytes = Callable[[int], bytes]
-# Beyond this exponent the penalty leaves the range of a float32, so no repetition need be measured further.
+# Beyond this exponent the penalty leaves the range of a float32, so no repetition need be measured
+# further.
 _MOST_LOG = 88.7228391
 
 
 def dry_penalty(sampling: Sampling, length: int) -> float:
-    """DRY, as llama.cpp defines it (llama_sampler_dry_apply): what a token loses that would go on with a repetition of `length` tokens."""
+    """DRY, as llama.cpp defines it (llama_sampler_dry_apply): what a token loses that would go on
+    with a repetition of `length` tokens."""
     exponent = min(length - sampling.dry_allowed_length, _most_exponent(sampling.dry_base))
     return min(sampling.dry_multiplier * sampling.dry_base**exponent, 3e38)
 
@@ -168,14 +180,20 @@ def dry_penalty(sampling: Sampling, length: int) -> float:
 def dry_repetitions(
     sampling: Sampling, history: Seq[int], text: TokenBytes, recent: TokenLine | None = None
 ) -> dict[int, int]:
-    """The tokens that would go on with a repetition, each with the longest one's length (counted as far as it matters)."""
+    """The tokens that would go on with a repetition, each with the longest one's length (counted as
+    far as it matters)."""
     allowed = sampling.dry_allowed_length
-    n = len(history) if sampling.dry_penalty_last_n < 0 else min(len(history), sampling.dry_penalty_last_n)
+    n = (
+        len(history)
+        if sampling.dry_penalty_last_n < 0
+        else min(len(history), sampling.dry_penalty_last_n)
+    )
     if n <= allowed:
         return {}
     tokens = (recent or TokenLine()).follow(history)[len(history) - n :]
     most = min(n - 1, allowed + _most_exponent(sampling.dry_base))
-    # Where a repetition may end: everywhere but at the window's own end. Each round keeps those one token longer.
+    # Where a repetition may end: everywhere but at the window's own end. Each round keeps those one
+    # token longer.
     ends = np.flatnonzero(tokens[:-1] == tokens[-1]) if most else np.arange(n - 1)
     if allowed and not len(_longer(tokens, ends, 1, allowed)):
         return {}
@@ -191,9 +209,11 @@ def _breaks(piece: bytes, breakers: Seq[bytes]) -> bool:
     return any(breaker in piece for breaker in breakers)
 
 
-def _longest_by_token(tokens: Tokens, ends: NDArray[np.int64], allowed: int, reach: int) -> dict[int, int]:
-    """What follows repetitions of at least `allowed` tokens that end at `ends`, each with the longest one's length up to
-    `reach`."""
+def _longest_by_token(
+    tokens: Tokens, ends: NDArray[np.int64], allowed: int, reach: int
+) -> dict[int, int]:
+    """What follows repetitions of at least `allowed` tokens that end at `ends`, each with the
+    longest one's length up to `reach`."""
     found: dict[int, int] = {} if allowed else dict.fromkeys(tokens[1:].tolist(), 0)
     for length in range(1, reach + 1):
         ends = ends if length == 1 else _longer(tokens, ends, length - 1, length)
@@ -217,15 +237,16 @@ def _most_exponent(base: float) -> int:
 
 
 def _since_breaker(window: Tokens, breakers: Seq[bytes], text: TokenBytes, most: int) -> int:
-    """How many whole tokens stand behind the last breaker in the window; all of them where there is none. It is not looked
-    for where the answer would be more than `most`."""
+    """How many whole tokens stand behind the last breaker in the window; all of them where there is
+    none. It is not looked for where the answer would be more than `most`."""
     longest = max((len(b) for b in breakers), default=0)
     if not longest:
         return len(window)
     tail = b""
     spelled = 0
     for behind in range(len(window)):
-        # A breaker that begins here ends at most so many tokens on, but for those that spell nothing.
+        # A breaker that begins here ends at most so many tokens on, but for those that spell
+        # nothing.
         if spelled > most + longest:
             break
         piece = text(int(window[-1 - behind]))
@@ -240,7 +261,8 @@ def _since_breaker(window: Tokens, breakers: Seq[bytes], text: TokenBytes, most:
 
 
 def _whole_behind(window: Tokens, first: int, n_bytes: int, text: TokenBytes) -> int:
-    """How many tokens stand behind the one in which `n_bytes` from the beginning of token `first` end."""
+    """How many tokens stand behind the one in which `n_bytes` from the beginning of token `first`
+    end."""
     at, end = first, len(text(int(window[first])))
     while end < n_bytes and at + 1 < len(window):
         at += 1

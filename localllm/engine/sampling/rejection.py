@@ -1,8 +1,11 @@
-"""A distribution over tokens, and the exact acceptance of drafted ones: the maximal coupling of two distributions.
+"""A distribution over tokens, and the exact acceptance of drafted ones: the maximal coupling of two
+distributions.
 
-Accept a token x drafted from q with probability min(1, p(x)/q(x)), else draw from the normalised (p − q)+. What is
-emitted follows p exactly, and no rule accepts more often: the acceptance probability is 1 − TV(p, q).
-Source: Leviathan et al., arXiv 2211.17192, theorem 3.5 and appendix A.1; Chen et al., arXiv 2302.01318.
+Accept a token x drafted from q with probability min(1, p(x)/q(x)), else draw from the normalised (p
+− q)+. What is emitted follows p exactly, and no rule accepts more often: the acceptance probability
+is 1 − TV(p, q).
+Source: Leviathan et al., arXiv 2211.17192, theorem 3.5 and appendix A.1; Chen et al., arXiv
+2302.01318.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A sparse distribution: `ids` with `probs` (float64, summing to 1), most probable first and equals by id. Where
-    nothing was filtered out, only the head is in that order, and the long rest by id."""
+    """A sparse distribution: `ids` with `probs` (float64, summing to 1), most probable first and
+    equals by id. Where nothing was filtered out, only the head is in that order, and the long rest
+    by id."""
 
     ids: NDArray[np.int64]
     probs: NDArray[np.float64]
@@ -35,7 +39,8 @@ class Distribution:
 def rejection_sample(
     p: Distribution, q: Distribution, token: int, accept_uniform: float, draw_uniform: float
 ) -> tuple[int, bool]:
-    """(token to emit, whether it is the drafted one), for `token` drawn from `q` and verified against `p`.
+    """(token to emit, whether it is the drafted one), for `token` drawn from `q` and verified
+    against `p`.
 
     Both uniforms lie in [0, 1) and are independent of each other and of how `token` was drawn.
     """
@@ -45,7 +50,8 @@ def rejection_sample(
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """The normalised (p − q)+; `p` itself where nothing is left of it (p and q equal up to rounding)."""
+    """The normalised (p − q)+; `p` itself where nothing is left of it (p and q equal up to
+    rounding)."""
     left = np.maximum(p.probs - _probs_of(q, p.ids), 0.0)
     mass = float(left.sum())
     if mass <= 1e-12:

@@ -1,7 +1,8 @@
-"""Passes over a row of logits (float32 [n_vocab]): its greatest ones, what its tokens weigh, and where a running sum ends.
+"""Passes over a row of logits (float32 [n_vocab]): its greatest ones, what its tokens weigh, and
+where a running sum ends.
 
-A row of 262,144 logits is a megabyte, and each pass over it costs tens of microseconds: so the passes are few, and write into
-buffers that are kept (a fresh megabyte costs as much as a pass).
+A row of 262,144 logits is a megabyte, and each pass over it costs tens of microseconds: so the
+passes are few, and write into buffers that are kept (a fresh megabyte costs as much as a pass).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ Values = NDArray[np.float64]
 
 # Weights are summed up by blocks of so many tokens.
 BLOCK = 64
-# The greatest logits are looked for in about so many groups of tokens that stand as far apart: numpy takes the greatest
-# of whole columns twelve times as quickly as that of pieces of a row.
+# The greatest logits are looked for in about so many groups of tokens that stand as far apart:
+# numpy takes the greatest of whole columns twelve times as quickly as that of pieces of a row.
 _GROUPS = 4096
-# So many tokens of a row are put in order to guess where a running sum ends. The band that holds the end is cut into so many bins;
-# tokens further than this (in nats) below its greatest weigh nothing.
+# So many tokens of a row are put in order to guess where a running sum ends. The band that holds
+# the end is cut into so many bins; tokens further than this (in nats) below its greatest weigh
+# nothing.
 _SAMPLE = 1024
 _BINS = 256
 _FAR = 100.0
@@ -33,7 +35,8 @@ _kept = threading.local()
 
 
 def buffer(name: str, n: int) -> Row:
-    """This thread's buffer of that name, of `n` numbers; what it holds is lost with the next call."""
+    """This thread's buffer of that name, of `n` numbers; what it holds is lost with the next
+    call."""
     buffers: dict[str, Row] | None = getattr(_kept, "buffers", None)
     if buffers is None:
         buffers = _kept.buffers = {}
@@ -43,7 +46,8 @@ def buffer(name: str, n: int) -> Row:
 
 
 class Top:
-    """The greatest logits of a `row`, found by the peaks of groups. `greatest` is NaN where the row holds one."""
+    """The greatest logits of a `row`, found by the peaks of groups. `greatest` is NaN where the row
+    holds one."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -58,7 +62,9 @@ class Top:
         groups = np.flatnonzero(self._peaks >= np.float32(least))
         inner = groups[: np.searchsorted(groups, self._width)]
         if least == -math.inf or 4 * len(inner) > self._width:
-            return np.flatnonzero(self.row >= np.float32(least) if least > -math.inf else self.row > -np.inf)
+            return np.flatnonzero(
+                self.row >= np.float32(least) if least > -math.inf else self.row > -np.inf
+            )
         found = np.flatnonzero(self._columns.take(inner, axis=1) >= np.float32(least))
         member, group = np.divmod(found, max(1, len(inner)))
         behind = groups[len(inner) :] + (self._columns.size - self._width)
@@ -84,7 +90,8 @@ def narrowed(row: Row, mask: Row) -> Row:
 
 
 def base_of(best: float) -> float:
-    """What a row's weights are relative to: where single precision has room for e^logit, nothing need be subtracted."""
+    """What a row's weights are relative to: where single precision has room for e^logit, nothing
+    need be subtracted."""
     return 0.0 if abs(best) < _ROOM else best
 
 
@@ -106,20 +113,25 @@ def block_sums(weights: Row) -> Values:
 
 
 def token_at(weights: Row, sums: Values, goal: float) -> int:
-    """The token in which the running sum of `weights` passes `goal`; never one that weighs nothing."""
+    """The token in which the running sum of `weights` passes `goal`; never one that weighs
+    nothing."""
     reached = np.cumsum(sums)
     block = min(int(np.searchsorted(reached, goal, side="right")), int(np.flatnonzero(sums)[-1]))
     goal -= float(reached[block] - sums[block])
     piece = weights[block * BLOCK : (block + 1) * BLOCK]
     within = np.cumsum(piece, dtype=np.float64)
-    return block * BLOCK + min(int(np.searchsorted(within, goal, side="right")), int(np.flatnonzero(piece)[-1]))
+    return block * BLOCK + min(
+        int(np.searchsorted(within, goal, side="right")), int(np.flatnonzero(piece)[-1])
+    )
 
 
 def fewest(keys: Row, weights: Row, goal: float, total: float, head: Ids) -> Row:
-    """1 for each of the fewest tokens of the greatest `keys` (equals by id) that weigh `goal` of the `total` together, else 0.
+    """1 for each of the fewest tokens of the greatest `keys` (equals by id) that weigh `goal` of
+    the `total` together, else 0.
 
-    Where that ends is guessed by the `head`, which are the heaviest tokens, and a sample of the others. The weights above the guess
-    are summed up, and once more above a better guess; from there on go bands of tokens, until one holds the end.
+    Where that ends is guessed by the `head`, which are the heaviest tokens, and a sample of the
+    others. The weights above the guess are summed up, and once more above a better guess; from
+    there on go bands of tokens, until one holds the end.
     """
     points, below = _outline(keys, weights, total, head)
     last, mask = len(points) - 1, buffer("mask", len(keys))
@@ -139,7 +151,9 @@ def fewest(keys: Row, weights: Row, goal: float, total: float, head: Ids) -> Row
         ids = np.flatnonzero(above ^ further)
         band = float(weights[ids].sum(dtype=np.float64))
         if end in (0, last) or (mass - band < goal if upwards else mass + band >= goal):
-            mask[ids] = _fewest_of_few(keys[ids], weights[ids], goal - (mass - band if upwards else mass))
+            mask[ids] = _fewest_of_few(
+                keys[ids], weights[ids], goal - (mass - band if upwards else mass)
+            )
             return mask
         mask[ids] = 0.0 if upwards else 1.0
         mass += -band if upwards else band
@@ -147,7 +161,8 @@ def fewest(keys: Row, weights: Row, goal: float, total: float, head: Ids) -> Row
 
 
 def _outline(keys: Row, weights: Row, total: float, head: Ids) -> tuple[Row, Values]:
-    """Some of the keys, ascending, between two that no key is beyond; and about what all tokens up to each weigh."""
+    """Some of the keys, ascending, between two that no key is beyond; and about what all tokens up
+    to each weigh."""
     step = max(1, len(keys) // _SAMPLE)
     known, some = weights[head], weights[::step].astype(np.float64)
     some[some > known.min()] = 0.0
@@ -161,7 +176,8 @@ def _outline(keys: Row, weights: Row, total: float, head: Ids) -> tuple[Row, Val
 
 
 def _fewest_of_few(keys: Row, weights: Row, goal: float) -> Row:
-    """The same among a few tokens: their weights are summed up by bins, and one bin is put in order."""
+    """The same among a few tokens: their weights are summed up by bins, and one bin is put in
+    order."""
     if not len(keys):
         return weights
     far = np.minimum(keys.max() - keys, np.float32(_FAR))

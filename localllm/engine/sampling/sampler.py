@@ -1,7 +1,8 @@
 """The sampler of one request: from a row of logits to its next token.
 
-The chain's order is llama.cpp's default: penalties and DRY (penalties.py), then what grammars, minimum lengths and thinking
-budgets forbid, then the filters and the temperature (filters.py), and a draw.
+The chain's order is llama.cpp's default: penalties and DRY (penalties.py), then what grammars,
+minimum lengths and thinking budgets forbid, then the filters and the temperature (filters.py), and
+a draw.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from localllm_backends.contract import MAX_SAMPLED_TOP_K, SampleSpec
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What one request's place in its text says about the next token: none of `end_tokens` comes before `min_length` tokens
-    (prompt included), none of `never` (some of those) at all, and `thought` may force one. `text` spells a token."""
+    """What one request's place in its text says about the next token: none of `end_tokens` comes
+    before `min_length` tokens (prompt included), none of `never` (some of those) at all, and
+    `thought` may force one. `text` spells a token."""
 
     min_length: int = 0
     end_tokens: tuple[int, ...] = ()
@@ -40,10 +42,14 @@ class TokenRules:
 
 
 class Sampler:
-    """Chooses the tokens of one request. The same seed gives the same choices for the same logits."""
+    """Chooses the tokens of one request. The same seed gives the same choices for the same
+    logits."""
 
     def __init__(
-        self, sampling: Sampling, constraint: Constraint | None = None, rules: TokenRules | None = None
+        self,
+        sampling: Sampling,
+        constraint: Constraint | None = None,
+        rules: TokenRules | None = None,
     ) -> None:
         self.sampling = sampling
         self.constraint = constraint
@@ -56,18 +62,27 @@ class Sampler:
         self._ready: SampleSpec | None = None
 
     def takes_argmax(self, length: int, ahead: int = 0) -> bool:
-        """True when the best logits as they are will be the choices behind `length` tokens, and behind up to `ahead`
-        more, wherever they are allowed (`allows`): the rows themselves need not be looked at."""
-        plain = self.sampling.temperature <= 0 and not self._penalties.active and self.constraint is None
-        return plain and not (self._rules.thought is not None and self._rules.thought.may_force(length, ahead))
+        """True when the best logits as they are will be the choices behind `length` tokens, and
+        behind up to `ahead` more, wherever they are allowed (`allows`): the rows themselves need
+        not be looked at."""
+        plain = (
+            self.sampling.temperature <= 0
+            and not self._penalties.active
+            and self.constraint is None
+        )
+        return plain and not (
+            self._rules.thought is not None and self._rules.thought.may_force(length, ahead)
+        )
 
     def allows(self, tokens: Seq[int], length: int) -> bool:
-        """True when each of `tokens` may come in its place, the first of them behind `length` tokens."""
+        """True when each of `tokens` may come in its place, the first of them behind `length`
+        tokens."""
         return not any(token in self._rules.banned(at) for at, token in enumerate(tokens, length))
 
     def sample_spec(self, history: Seq[int]) -> SampleSpec | None:
-        """How a backend may sample the token behind `history`, and begin with the next one where that does not depend on this
-        one by a grammar or a repetition; None where that takes a look here, or where the best logit is the choice anyway."""
+        """How a backend may sample the token behind `history`, and begin with the next one where
+        that does not depend on this one by a grammar or a repetition; None where that takes a look
+        here, or where the best logit is the choice anyway."""
         s, rules, n = self.sampling, self._rules, len(history)
         if self._ready is not None and self._uniforms and self._ready.uniform == self._uniforms[0]:
             return self._ready
@@ -77,19 +92,33 @@ class Sampler:
         reduced = self._penalties.repetitions(history)
         allowed = None if self.constraint is None else self.constraint.allowed()
         return SampleSpec(
-            s.temperature, s.top_k, s.top_p, s.min_p, uniform, following if reduced is None and allowed is None else None,
-            rules.banned(n), self._penalties.seen(history), self._penalties.bias, reduced, allowed,
-        )  # fmt: skip
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            s.min_p,
+            uniform,
+            following if reduced is None and allowed is None else None,
+            rules.banned(n),
+            self._penalties.seen(history),
+            self._penalties.bias,
+            reduced,
+            allowed,
+        )
 
     def look_ahead(self, spec: SampleSpec) -> None:
-        """Make the spec of the token behind the one that `spec`, the last one, will sample, where it does not depend on that."""
-        rules, known = self._rules, self._uniforms[:1] == [spec.uniform] and spec.next_uniform is not None
+        """Make the spec of the token behind the one that `spec`, the last one, will sample, where
+        it does not depend on that."""
+        rules, known = (
+            self._rules,
+            self._uniforms[:1] == [spec.uniform] and spec.next_uniform is not None,
+        )
         if known and spec.seen is None and not rules.min_length and rules.thought is None:
             _, uniform, following = self._next_uniforms(3)
             self._ready = replace(spec, uniform=uniform, next_uniform=following)
 
     def _needs_row(self, length: int) -> bool:
-        """Whether the choice behind `length` tokens takes a look at the row here, or is the best logit anyway."""
+        """Whether the choice behind `length` tokens takes a look at the row here, or is the best
+        logit anyway."""
         s, thought = self.sampling, self._rules.thought
         if s.temperature > 0 and (s.typical_p < 1.0 or excludes(s) or s.top_k > MAX_SAMPLED_TOP_K):
             return True
@@ -109,14 +138,20 @@ class Sampler:
             self.constraint.accept(token)
 
     def prepared(self, logits: Row, history: Seq[int]) -> Row:
-        """Logits after bias, penalties and constraint, behind any `history`; the input is never written to."""
+        """Logits after bias, penalties and constraint, behind any `history`; the input is never
+        written to."""
         return self._prepared(logits, history, Penalties(self.sampling, self._rules.text)).copy()
 
     def _prepared(self, logits: Row, history: Seq[int], penalties: Penalties) -> Row:
-        """The same in a buffer, or the row itself where nothing changes it. `penalties` follow one growing line."""
+        """The same in a buffer, or the row itself where nothing changes it. `penalties` follow one
+        growing line."""
         rules = self._rules
         banned = [t for t in rules.banned(len(history)) if t < len(logits)]
-        forced = rules.thought.forced(history) if rules.thought is not None and self.constraint is None else None
+        forced = (
+            rules.thought.forced(history)
+            if rules.thought is not None and self.constraint is None
+            else None
+        )
         if not (penalties.active or banned or self.constraint is not None or forced is not None):
             return logits
         row = buffer("prepared", len(logits))
@@ -137,8 +172,8 @@ class Sampler:
         return row
 
     def choose(self, logits: Row, history: Seq[int]) -> int:
-        """The next token after `history` (token ids so far, those of the last call and what came since), given its logits
-        (float32 [n_vocab])."""
+        """The next token after `history` (token ids so far, those of the last call and what came
+        since), given its logits (float32 [n_vocab])."""
         row = self._prepared(logits, history, self._penalties)
         if self.sampling.temperature > 0:
             token = candidates(row, self.sampling).draw(self.uniform())
@@ -152,8 +187,8 @@ class Sampler:
     def log_probabilities(
         self, logits: Row, token: int, n: int, also: Seq[int] = ()
     ) -> tuple[float, list[tuple[int, float]]]:
-        """Natural-log probabilities as the model has them, before anything is changed or filtered out: that of `token`, and
-        with their tokens the `n` greatest and those of `also`."""
+        """Natural-log probabilities as the model has them, before anything is changed or filtered
+        out: that of `token`, and with their tokens the `n` greatest and those of `also`."""
         top = Top(logits)
         if not math.isfinite(top.greatest):
             top = Top(readable(logits))
@@ -161,11 +196,15 @@ class Sampler:
         weights = weigh(top.row, base, 1.0, buffer("weights", len(logits)))
         log_total = base + math.log(float(block_sums(weights).sum()))
         best = [*(top.ranked(n) if n else ()), *also]
-        return float(logits[token]) - log_total, [(int(t), float(logits[t]) - log_total) for t in best]
+        return float(logits[token]) - log_total, [
+            (int(t), float(logits[t]) - log_total) for t in best
+        ]
 
-    def verify(self, logits: Row, history: Seq[int], drafted: int, drawn_from: Distribution) -> tuple[int, bool]:
-        """(next token, whether it is `drafted`) for a token drafted from `drawn_from`: rejection sampling against the
-        distribution `choose` would draw from. Needs temperature > 0."""
+    def verify(
+        self, logits: Row, history: Seq[int], drafted: int, drawn_from: Distribution
+    ) -> tuple[int, bool]:
+        """(next token, whether it is `drafted`) for a token drafted from `drawn_from`: rejection
+        sampling against the distribution `choose` would draw from. Needs temperature > 0."""
         p = distribution(self._prepared(logits, history, self._penalties), self.sampling)
         token, accepted = rejection_sample(p, drawn_from, drafted, self.uniform(), self.uniform())
         if self.constraint is not None:
@@ -181,19 +220,25 @@ class Sampler:
         return self._uniforms.pop(0) if self._uniforms else float(self._random.random())
 
 
-# Models open their reasoning with the answer's first words, if at all: behind that many tokens none is looked for.
+# Models open their reasoning with the answer's first words, if at all: behind that many tokens none
+# is looked for.
 _OPENS_WITHIN = 16
 
 
 class ThinkingBudget:
-    """The end of one request's thinking budget: when it is spent, the model's own end-of-thought text is forced, token by token.
+    """The end of one request's thinking budget: when it is spent, the model's own end-of-thought
+    text is forced, token by token.
 
-    What is forced at a place depends on the tokens before it alone, so that a drafted token is verified against the very
-    distribution it would have been drawn from. Thinking begins behind the prompt where that opened it, else behind the opening marker at
-    the answer's beginning."""
+    What is forced at a place depends on the tokens before it alone, so that a drafted token is
+    verified against the very distribution it would have been drawn from. Thinking begins behind the
+    prompt where that opened it, else behind the opening marker at the answer's beginning."""
 
     def __init__(
-        self, limit: ThinkingLimit, n_prompt: int, tokenize: Callable[[str], list[int]], text: Callable[[int], bytes]
+        self,
+        limit: ThinkingLimit,
+        n_prompt: int,
+        tokenize: Callable[[str], list[int]],
+        text: Callable[[int], bytes],
     ) -> None:
         self._limit, self._n_prompt, self._tokenize, self._text = limit, n_prompt, tokenize, text
         self._opening, self._closing = limit.opening.encode(), limit.closing.encode()
@@ -208,7 +253,8 @@ class ThinkingBudget:
         return self._first <= length + ahead and length <= self._last
 
     def forced(self, history: Seq[int]) -> int | None:
-        """The token that must follow `history` (prompt and answer so far); None where the model may choose."""
+        """The token that must follow `history` (prompt and answer so far); None where the model may
+        choose."""
         if not self.may_force(len(history)):
             return None
         begin = self._begin(history)

@@ -1,6 +1,8 @@
-"""Speculative drafting: guess the next tokens cheaply, verify several in one sweep, and only while that pays.
+"""Speculative drafting: guess the next tokens cheaply, verify several in one sweep, and only while
+that pays.
 
-Here is what a drafter is. Every module of this package that defines one is found by itself (`registered`).
+Here is what a drafter is. Every module of this package that defines one is found by itself
+(`registered`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.rejection import Distribution
 from localllm_backends.contract import Backend, BackendFailure, Chunk
 
-# Draft tokens by request id, and the distributions they were drawn from (None: none, they are the drafter's best guesses).
+# Draft tokens by request id, and the distributions they were drawn from (None: none, they are the
+# drafter's best guesses).
 Drafts = dict[str, tuple[list[int], list[Distribution] | None]]
 # A drafted token's measured seconds follow what is measured later at this rate.
 _SMOOTHING = 0.2
@@ -31,8 +34,9 @@ _PROBES = 3
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter is made from: the engine's `backend`, the backend of the draft model if one was named, the engine's
-    `mode` (auto, mtp, ngram, off; see `EngineSettings.draft`) and its clock. `folder`: where how drafters fared is kept."""
+    """What a drafter is made from: the engine's `backend`, the backend of the draft model if one
+    was named, the engine's `mode` (auto, mtp, ngram, off; see `EngineSettings.draft`) and its
+    clock. `folder`: where how drafters fared is kept."""
 
     backend: Backend
     draft_backend: Backend | None = None
@@ -41,19 +45,24 @@ class DraftContext:
     folder: Path | None = None
 
     def file(self, name: str) -> Path | None:
-        """Where it is kept how a drafter fares with these models, on this machine, as this build computes."""
+        """Where it is kept how a drafter fares with these models, on this machine, as this build
+        computes."""
         second, info = self.draft_backend, self.backend.info
-        said = f"{name} {info.fingerprint} {info.kv_meaning} {second.info.fingerprint if second is not None else ''}"
+        said = (
+            f"{name} {info.fingerprint} {info.kv_meaning} "
+            f"{second.info.fingerprint if second is not None else ''}"
+        )
         digest = hashlib.sha256(said.encode()).hexdigest()[:32]
         return self.folder / f"{digest}.json" if self.folder is not None else None
 
 
 class Drafter(ABC):
-    """Drafts by computing on `backend`: a draft model, trained heads. Belongs to the engine's thread.
+    """Drafts by computing on `backend`: a draft model, trained heads. Belongs to the engine's
+    thread.
 
-    `token_s`: seconds a drafted token costs, or a whole draft where it is made `at_once` (0: not measured yet, nothing is
-    drafted). `stops_when_unsure`: a draft shorter
-    than wanted counts as one wrong token, since what was computed there brought nothing."""
+    `token_s`: seconds a drafted token costs, or a whole draft where it is made `at_once` (0: not
+    measured yet, nothing is drafted). `stops_when_unsure`: a draft shorter than wanted counts as
+    one wrong token, since what was computed there brought nothing."""
 
     backend: Backend
     clock: Callable[[], float]

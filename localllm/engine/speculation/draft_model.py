@@ -1,7 +1,7 @@
 """The draft model: a smaller model of the same vocabulary writes ahead, all sequences in lockstep.
 
-It is a Backend like any other, with its own KV: what it has read of a conversation stays in its own prefix cache, so
-nothing is prefilled twice there either.
+It is a Backend like any other, with its own KV: what it has read of a conversation stays in its own
+prefix cache, so nothing is prefilled twice there either.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from localllm.engine.speculation import DraftContext, Drafter, Drafts, longest_d
 from localllm.engine.tokens import salted
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
-# llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding at their ends.
+# llama.cpp's own allowance (common/speculative.cpp): vocabularies may differ by this much padding
+# at their ends.
 _PADDING_TOKENS = 128
 _CACHE_BYTES = 256 * 2**20
 
 
 def vocabulary_difference(target: Seq[bytes], draft: Seq[bytes]) -> str | None:
-    """None when a draft's token ids mean the same to the target, else what differs (token ids as they are, bytes as
-    they are written)."""
+    """None when a draft's token ids mean the same to the target, else what differs (token ids as
+    they are, bytes as they are written)."""
     if abs(len(target) - len(draft)) > _PADDING_TOKENS:
         return f"the model has {len(target):,} tokens and the draft model {len(draft):,}"
     for i, (a, b) in enumerate(zip(target, draft, strict=False)):
@@ -38,7 +39,8 @@ def vocabulary_difference(target: Seq[bytes], draft: Seq[bytes]) -> str | None:
 
 @dataclass
 class _Line:
-    """A request's sequence in the draft model: `held` are the tokens it has read, right or wrong."""
+    """A request's sequence in the draft model: `held` are the tokens it has read, right or
+    wrong."""
 
     sequence: int
     held: list[int] = field(default_factory=list)
@@ -64,7 +66,8 @@ class DraftModel(Drafter):
         return longest_draft(self.backend)
 
     def ready(self, job: RunningRequest) -> bool:
-        """Read on in `job` (one batch at most); True once the draft model knows all but the newest tokens of it. Images it can't
+        """Read on in `job` (one batch at most); True once the draft model knows all but the newest
+        tokens of it. Images it can't
         read: where there are any it never does."""
         if job.images:
             return False
@@ -73,14 +76,21 @@ class DraftModel(Drafter):
             behind = len(job.tokens) - len(line.held)
             if behind <= self.backend.info.n_batch:
                 return True
-            self._step([Chunk(line.sequence, job.tokens[len(line.held) :][: self.backend.info.n_batch], 0)], [line])
+            self._step(
+                [
+                    Chunk(
+                        line.sequence, job.tokens[len(line.held) :][: self.backend.info.n_batch], 0
+                    )
+                ],
+                [line],
+            )
         except BackendFailure:
             self.forget(job)
         return False
 
     def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> Drafts:
-        """Drafts of the wanted lengths by job id: tokens, and the distributions they were drawn from (None: each is
-        the draft model's best, drawn from nothing)."""
+        """Drafts of the wanted lengths by job id: tokens, and the distributions they were drawn
+        from (None: each is the draft model's best, drawn from nothing)."""
         drafts: Drafts = {}
         feeds: dict[str, list[int]] = {}
         jobs = {job.id: (job, length) for job, length in wanted if length > 0}
@@ -93,7 +103,10 @@ class DraftModel(Drafter):
             while feeds:
                 keys = self._fitting(feeds)
                 lines = [self._lines[key] for key in keys]
-                chunks = [Chunk(line.sequence, feeds.pop(key), 1) for line, key in zip(lines, keys, strict=True)]
+                chunks = [
+                    Chunk(line.sequence, feeds.pop(key), 1)
+                    for line, key in zip(lines, keys, strict=True)
+                ]
                 result = self._step(chunks, lines)
                 steps += 1
                 for i, key in enumerate(keys):
@@ -123,7 +136,12 @@ class DraftModel(Drafter):
         return keys
 
     def _choose(
-        self, job: RunningRequest, drafted: list[int], dists: list[Distribution] | None, result: StepResult, index: int
+        self,
+        job: RunningRequest,
+        drafted: list[int],
+        dists: list[Distribution] | None,
+        result: StepResult,
+        index: int,
     ) -> int:
         if dists is None:
             return result.argmax(index)[-1]
@@ -146,7 +164,9 @@ class DraftModel(Drafter):
             line = self._lines[job.id] = _Line(sequence, job.tokens[:held])
         right = len(line.held)
         # Only what was fed in the last drafts can be wrong.
-        while right and (right > len(job.tokens) - 1 or line.held[right - 1] != job.tokens[right - 1]):
+        while right and (
+            right > len(job.tokens) - 1 or line.held[right - 1] != job.tokens[right - 1]
+        ):
             right -= 1
         if right < len(line.held):
             self.backend.truncate(line.sequence, right)
@@ -176,5 +196,6 @@ class DraftModel(Drafter):
 
 
 def _draws(job: RunningRequest) -> bool:
-    """True when the draft must be drawn like the target's tokens are; under a grammar the best guess is proposed."""
+    """True when the draft must be drawn like the target's tokens are; under a grammar the best
+    guess is proposed."""
     return job.request.generation.sampling.temperature > 0 and job.sampler.constraint is None

@@ -1,4 +1,5 @@
-"""Trained heads as a drafter (the model's own, EAGLE-3, DFlash): they live in the backend, beside the sequences they draft for."""
+"""Trained heads as a drafter (the model's own, EAGLE-3, DFlash): they live in the backend, beside
+the sequences they draft for."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class MtpDrafter(Drafter):
 
     @classmethod
     def for_engine(cls, context: DraftContext) -> Self | None:
-        """Where heads are loaded: a companion's in any mode but those that name another drafter, the model's own by name."""
+        """Where heads are loaded: a companion's in any mode but those that name another drafter,
+        the model's own by name."""
         able = context.backend.capabilities
         companion = context.mode == "auto" and able.draft_kind not in ("", "mtp")
         return cls(context) if able.drafts and (companion or context.mode == "mtp") else None
@@ -34,14 +36,19 @@ class MtpDrafter(Drafter):
         return self.backend.capabilities.drafts
 
     def ready(self, job: RunningRequest) -> bool:
-        """True where the model has read all but the newest token: the heads follow it on their own."""
+        """True where the model has read all but the newest token: the heads follow it on their
+        own."""
         return job.sequence is not None and job.n_kv == len(job.tokens) - 1
 
     def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> Drafts:
-        """Drafts by job id, of the wanted lengths or as long as the heads are sure. They are the heads' best guesses,
-        drawn from nothing."""
+        """Drafts by job id, of the wanted lengths or as long as the heads are sure. They are the
+        heads' best guesses, drawn from nothing."""
         jobs = [(job, length) for job, length in wanted if length > 0]
-        asked = [(job.sequence, job.tokens[-1], length) for job, length in jobs if job.sequence is not None]
+        asked = [
+            (job.sequence, job.tokens[-1], length)
+            for job, length in jobs
+            if job.sequence is not None
+        ]
         assert len(asked) == len(jobs), "a decoding job without a sequence"
         started = self.clock()
         try:
@@ -49,7 +56,10 @@ class MtpDrafter(Drafter):
         except BackendFailure:
             return {}
         # A head that stops because it is unsure has computed one token more than it gives.
-        steps = max((min(len(d) + 1, length) for d, (_, length) in zip(drafts, jobs, strict=True)), default=0)
+        steps = max(
+            (min(len(d) + 1, length) for d, (_, length) in zip(drafts, jobs, strict=True)),
+            default=0,
+        )
         if steps:
             self.record((self.clock() - started) / (1 if self.at_once else steps))
         found: Drafts = {}

@@ -1,7 +1,9 @@
-"""Prompt lookup: what followed the same words last time, in this request, its predicted output or recent answers.
+"""Prompt lookup: what followed the same words last time, in this request, its predicted output or
+recent answers.
 
-Costs no model run. A Lookup follows its request token by token with a pointer into the text it seems to be copying,
-so that in the middle of a copy a proposal is a slice. Every token that comes also says whether the pointer was
+Costs no model run. A Lookup follows its request token by token with a pointer into the text it
+seems to be copying, so that in the middle of a copy a proposal is a slice. Every token that comes
+also says whether the pointer was
 right: acceptance is known without ever verifying a draft.
 """
 
@@ -26,7 +28,8 @@ _WINDOW_TOKENS = 65_536
 
 
 class RecentOutputs:
-    """What this engine wrote lately, for requests that write it again (tool calls, boilerplate, corrected answers)."""
+    """What this engine wrote lately, for requests that write it again (tool calls, boilerplate,
+    corrected answers)."""
 
     def __init__(self, capacity_tokens: int = 16_384) -> None:
         self._capacity = capacity_tokens
@@ -42,7 +45,8 @@ class RecentOutputs:
 
 @dataclass
 class _Pointer:
-    """The next token is guessed to be `line[at]`; the last `match` tokens were the same there and here."""
+    """The next token is guessed to be `line[at]`; the last `match` tokens were the same there and
+    here."""
 
     line: TokenLine
     at: int
@@ -53,8 +57,9 @@ class _Pointer:
 def longest_match(
     haystack: NDArray[np.int32], suffix: NDArray[np.int32], most: int = _MAX_MATCH
 ) -> tuple[int, int] | None:
-    """(position after the match, its length) of the longest occurrence in `haystack` of what `suffix` ends with;
-    the latest one where several are as long. An occurrence at the very end has nothing behind it and does not count.
+    """(position after the match, its length) of the longest occurrence in `haystack` of what
+    `suffix` ends with; the latest one where several are as long. An occurrence at the very end has
+    nothing behind it and does not count.
     """
     if len(haystack) < 2 or not len(suffix):
         return None
@@ -74,7 +79,9 @@ def longest_match(
 class Lookup:
     """The n-gram drafter of one request."""
 
-    def __init__(self, tokens: Seq[int], rates: HitRates, recent: RecentOutputs, predicted: Seq[int] = ()) -> None:
+    def __init__(
+        self, tokens: Seq[int], rates: HitRates, recent: RecentOutputs, predicted: Seq[int] = ()
+    ) -> None:
         self._line = TokenLine(tokens)
         self._predicted = TokenLine(predicted)
         self._recent = recent
@@ -99,7 +106,8 @@ class Lookup:
         self._line.extend(tokens)
 
     def propose(self, most: int) -> tuple[list[int], int]:
-        """(at most `most` tokens that may come next, length of the match they rest on); ([], 0) when nothing does."""
+        """(at most `most` tokens that may come next, length of the match they rest on); ([], 0)
+        when nothing does."""
         pointer = self._valid()
         if pointer is None or pointer.match < _TRUSTED_MATCH:
             pointer = self._search(pointer)

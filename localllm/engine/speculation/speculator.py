@@ -1,4 +1,5 @@
-"""What the engine knows of speculation: before a step it fills in drafts that pay, after it it learns what came of them."""
+"""What the engine knows of speculation: before a step it fills in drafts that pay, after it it
+learns what came of them."""
 
 from __future__ import annotations
 
@@ -29,30 +30,34 @@ from localllm_backends.contract import BackendFailure
 # A grammar that leaves one way to go on is nearly always followed token by token.
 _FORCED_RATE = 0.95
 _MOST_MODEL_TOKENS = 16
-# A stream alone gets 60 tokens at once, later, if that is faster on the whole. Where others wait for the step too, it
-# takes no longer than this many plain ones of a stream alone, or so many of theirs together: people read even words.
+# A stream alone gets 60 tokens at once, later, if that is faster on the whole. Where others wait
+# for the step too, it takes no longer than this many plain ones of a stream alone, or so many of
+# theirs together: people read even words.
 _MOST_STEPS_BESIDE_OTHERS, _MOST_STEPS_TOGETHER = 2.5, 1.5
-# Whoever was just beside it often asks again within milliseconds of an answer (agents do), and would wait for a whole burst:
-# the next steps may each take so many times as long as the one before.
+# Whoever was just beside it often asks again within milliseconds of an answer (agents do), and
+# would wait for a whole burst: the next steps may each take so many times as long as the one
+# before.
 _ALONE_AGAIN = 1.5
-# A burst is a pause for whoever reads along: looked-up drafts have to earn it on this very stream, which stays faster by this
-# much even if only those of them are right that very likely are. Else a step with them takes no longer than so many plain
-# ones. (Less than two, 1.75, kept copies from being found out where the second row is dear and further ones are cheap: in one
-# of ten random machines they came at under half their best speed.) (A grammar's
-# forced text is no guess, and what drafts by computing backs off by itself.) A fifth, since now and then the very likely is
-# wrong: over whole streams of random texts that are half foreseen 9 % were left in each of 250, and with 15 % in one of 30 not.
+# A burst is a pause for whoever reads along: looked-up drafts have to earn it on this very stream,
+# which stays faster by this much even if only those of them are right that very likely are. Else a
+# step with them takes no longer than so many plain ones. (Less than two, 1.75, kept copies from
+# being found out where the second row is dear and further ones are cheap: in one of ten random
+# machines they came at under half their best speed.) (A grammar's forced text is no guess, and what
+# drafts by computing backs off by itself.) A fifth, since now and then the very likely is wrong:
+# over whole streams of random texts that are half foreseen 9 % were left in each of 250, and with
+# 15 % in one of 30 not.
 _EARNED_GAIN = 1.2
 _LIKELY = 0.9
 _MOST_STEPS_UNEARNED = 2.0
-# Only a burst shows that a copy has begun, and one in so many steps is no matter to a reader (the 95th percentile of the gaps
-# does not see it): that often a draft that promises the gain may be tried before it is earned, if its step takes no longer
-# than this many plain ones.
+# Only a burst shows that a copy has begun, and one in so many steps is no matter to a reader (the
+# 95th percentile of the gaps does not see it): that often a draft that promises the gain may be
+# tried before it is earned, if its step takes no longer than this many plain ones.
 _TRIED_EVERY = 24
 _MOST_STEPS_TRIED = 8.0
 # A stream loses no more by what was tried than this many plain steps and 1.5 in a hundred.
 _MOST_STEPS_LOST, _LEAST_GAIN = 6.0, 0.985
-# … and by what drafters compute no more than so many, which over the first 24 tokens is 1.15 of plain time, and over 200 a
-# speed of 0.97.
+# … and by what drafters compute no more than so many, which over the first 24 tokens is 1.15 of
+# plain time, and over 200 a speed of 0.97.
 _MOST_STEPS_TRIAL = 3.0
 # Drafting steps leave the price of a plain one unmeasured: every so often one is taken to look.
 _PLAIN_EVERY = 64
@@ -68,8 +73,9 @@ _MOST_RECENTS = 64
 
 @dataclass
 class _DraftState:
-    """One decoding request: its lookup, every drafter's back-off, who drafted last and what it brought. `stopped_at`: the
-    length at which the last drafter stopped before what was wanted, unsure of the next token (-1: it did not).
+    """One decoding request: its lookup, every drafter's back-off, who drafted last and what it
+    brought. `stopped_at`: the length at which the last drafter stopped before what was wanted,
+    unsure of the next token (-1: it did not).
     `since_burst`: steps since one that took longer than what has not earned it may."""
 
     lookup: Lookup
@@ -87,13 +93,13 @@ class _DraftState:
         self.since_burst = 0 if steps > _MOST_STEPS_UNEARNED else self.since_burst + 1
 
     def earned(self, tokens: int) -> float:
-        """Plain steps that the next one may take, since it very likely brings `tokens`: this stream stays faster, lately or on
-        the whole."""
+        """Plain steps that the next one may take, since it very likely brings `tokens`: this stream
+        stays faster, lately or on the whole."""
         return max(gain.total_for(_EARNED_GAIN, tokens) for gain in (self.recent, self.overall))
 
     def tried(self) -> float:
-        """Plain steps that a draft may take that has not earned them: none until the last burst is long past, and no more than
-        this stream can lose."""
+        """Plain steps that a draft may take that has not earned them: none until the last burst is
+        long past, and no more than this stream can lose."""
         if self.since_burst < _TRIED_EVERY:
             return 0.0
         return min(_MOST_STEPS_TRIED, _MOST_STEPS_LOST + self.overall.total_for(_LEAST_GAIN, 1))
@@ -101,8 +107,8 @@ class _DraftState:
 
 @dataclass
 class Speculator:
-    """Drafts for every decoding request of one engine, with every registered drafter that `context` is enough for and with
-    lookups, which cost nothing."""
+    """Drafts for every decoding request of one engine, with every registered drafter that `context`
+    is enough for and with lookups, which cost nothing."""
 
     context: DraftContext
     others: CpuContention
@@ -111,10 +117,16 @@ class Speculator:
     def __post_init__(self) -> None:
         self._states: dict[str, _DraftState] = {}
         self._rates = HitRates()
-        self.backend, self.mode, self.clock = self.context.backend, self.context.mode, self.context.clock
+        self.backend, self.mode, self.clock = (
+            self.context.backend,
+            self.context.mode,
+            self.context.clock,
+        )
         kinds = registered()
         made = [kind.for_engine(self.context) for kind in kinds]
-        self.drafters: dict[str, Drafter] = {drafter.name: drafter for drafter in made if drafter is not None}
+        self.drafters: dict[str, Drafter] = {
+            drafter.name: drafter for drafter in made if drafter is not None
+        }
         self._acceptance = {name: Acceptance() for name in self.drafters}
         self._kept = self._recall()
         # By salt: others' words would be told by how fast they come.
@@ -131,11 +143,11 @@ class Speculator:
         if self.mode == "off":
             self.off_because = "switched off"
 
-    # --- before a step -------------------------------------------------------------------------------------------
+    # --- before a step ----------------------------------------------------------------------------
 
     def propose(self, running: Seq[RunningRequest], *, hurry: bool = False) -> None:
-        """Fill in `draft` of every decoding job for which drafting pays now. `hurry`: the step is between two slices of
-        somebody's prompt, and no drafts may lengthen it."""
+        """Fill in `draft` of every decoding job for which drafting pays now. `hurry`: the step is
+        between two slices of somebody's prompt, and no drafts may lengthen it."""
         if self.off_because:
             return
         decoding = [j for j in running if not j.prefilling]
@@ -153,29 +165,40 @@ class Speculator:
             return
         self._fill_in(decoding, proposals, self._lengths(decoding, proposals))
 
-    def _fill_in(self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal], lengths: Seq[int]) -> None:
-        """Give every job a draft of its length: what was looked up, or what its drafter computes now."""
+    def _fill_in(
+        self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal], lengths: Seq[int]
+    ) -> None:
+        """Give every job a draft of its length: what was looked up, or what its drafter computes
+        now."""
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
             if proposal.drafter not in self.drafters and length:
                 job.draft, job.draft_from = proposal.tokens[:length], None
                 self._states[job.id].drafter = proposal.drafter
         for name, drafter in self.drafters.items():
             chosen = zip(decoding, proposals, lengths, strict=True)
-            self._run_drafter(name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name])
+            self._run_drafter(
+                name, drafter, [(j, n or p.trial) for j, p, n in chosen if p.drafter == name]
+            )
 
     def _limit_steps(self, n_decoding: int, *, shared: bool) -> None:
-        """How long a step may become by drafts: short where it is `shared`, slowly longer where it is not."""
+        """How long a step may become by drafts: short where it is `shared`, slowly longer where it
+        is not."""
         if not shared:
             self._most_steps *= _ALONE_AGAIN
             return
-        single = self.cost.seconds(1) / self.cost.seconds(max(1, n_decoding)) if self.cost.known else 1.0
+        single = (
+            self.cost.seconds(1) / self.cost.seconds(max(1, n_decoding)) if self.cost.known else 1.0
+        )
         self._most_steps = max(_MOST_STEPS_TOGETHER, _MOST_STEPS_BESIDE_OTHERS * single)
 
     def _draft_rows(self, n_decoding: int, n_prefilling: int) -> int:
-        """Rows that drafts may have of the next step; they never take the cells that what is certain needs."""
+        """Rows that drafts may have of the next step; they never take the cells that what is
+        certain needs."""
         info = self.backend.info
         rows = min(info.n_batch, info.n_outputs) - n_decoding - min(n_prefilling, 1)
-        return min(rows, self.backend.cells_free() - n_decoding - (info.n_batch if n_prefilling else 0))
+        return min(
+            rows, self.backend.cells_free() - n_decoding - (info.n_batch if n_prefilling else 0)
+        )
 
     def _lengths(self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal]) -> list[int]:
         """How much of each proposal is drafted."""
@@ -183,7 +206,9 @@ class Speculator:
         most_steps = self._most_steps
         pay = choose_lengths(candidates, self.cost.seconds, most_steps)
         guesses = [
-            (job, p, n) for job, p, n in zip(decoding, proposals, pay, strict=True) if p.drafter == "ngram" and n
+            (job, p, n)
+            for job, p, n in zip(decoding, proposals, pay, strict=True)
+            if p.drafter == "ngram" and n
         ]
         if not guesses:
             return pay
@@ -198,7 +223,9 @@ class Speculator:
                 return lengths
         return choose_lengths(candidates, self.cost.seconds, min(most_steps, earned))
 
-    def _run_drafter(self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]) -> None:
+    def _run_drafter(
+        self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]
+    ) -> None:
         if not any(n for _, n in wanted):
             return
         jobs = {job.id: (job, length) for job, length in wanted}
@@ -217,7 +244,11 @@ class Speculator:
 
     def _proposal(self, job: RunningRequest, most: int) -> _Proposal:
         state = self._state(job)
-        most = min(most, job.max_tokens - job.n_generated - 1, self.backend.info.n_ctx - len(job.tokens) - 1)
+        most = min(
+            most,
+            job.max_tokens - job.n_generated - 1,
+            self.backend.info.n_ctx - len(job.tokens) - 1,
+        )
         if job.request.draft == "off" or most < 1:
             return _Proposal("", [], DraftCandidate(()))
         tokens, match = state.lookup.propose(most)
@@ -239,14 +270,23 @@ class Speculator:
         return best
 
     def _better_of(
-        self, job: RunningRequest, back_off: BackOff, best: _Proposal, most: int, name: str, drafter: Drafter
+        self,
+        job: RunningRequest,
+        back_off: BackOff,
+        best: _Proposal,
+        most: int,
+        name: str,
+        drafter: Drafter,
     ) -> _Proposal:
-        """This drafter's turn instead, where it promises more than `best` does for this job alone."""
+        """This drafter's turn instead, where it promises more than `best` does for this job
+        alone."""
         if not drafter.token_s:
             return best
         length = min(most, drafter.most, _MOST_MODEL_TOKENS)
         length = self._affordable(job, drafter, length)
-        candidate = DraftCandidate(back_off.acceptance.survival(length), drafter.token_s, drafter.at_once)
+        candidate = DraftCandidate(
+            back_off.acceptance.survival(length), drafter.token_s, drafter.at_once
+        )
         (alone,) = choose_lengths([candidate], self.cost.seconds)
         trial = 0
         if not alone and job.n_generated >= back_off.retry_at:
@@ -256,21 +296,30 @@ class Speculator:
         better = (
             not instead
             if trial
-            else candidate.speed(alone, self.cost.seconds) > best.candidate.speed(instead, self.cost.seconds)
+            else candidate.speed(alone, self.cost.seconds)
+            > best.candidate.speed(instead, self.cost.seconds)
         )
         if not (alone or trial) or not better:
             return best
         return _Proposal(name, [], candidate, trial) if drafter.ready(job) else best
 
     def _affordable(self, job: RunningRequest, drafter: Drafter, most: int) -> int:
-        """The longest draft up to `most` of which nothing may be right, and the stream keeps what it must."""
+        """The longest draft up to `most` of which nothing may be right, and the stream keeps what
+        it must."""
         step_budget = _MOST_STEPS_TRIAL + self._states[job.id].overall.total_for(_LEAST_GAIN, 1)
-        return next((n for n in range(most, 0, -1) if self._steps(drafter.name, n) <= step_budget), 0)
+        return next(
+            (n for n in range(most, 0, -1) if self._steps(drafter.name, n) <= step_budget), 0
+        )
 
     def _state(self, job: RunningRequest) -> _DraftState:
         state = self._states.get(job.id)
         if state is None:
-            lookup = Lookup(job.tokens, HitRates(self._rates), self._recent(job.request.generation.salt), job.predicted)
+            lookup = Lookup(
+                job.tokens,
+                HitRates(self._rates),
+                self._recent(job.request.generation.salt),
+                job.predicted,
+            )
             back_offs = {
                 name: BackOff(Acceptance(shared), RETRY_TOKENS * self._is_unprofitable(name))
                 for name, shared in self._acceptance.items()
@@ -279,20 +328,27 @@ class Speculator:
         return state
 
     def _is_unprofitable(self, name: str) -> bool:
-        """Whether this drafter did not pay in the answers before: a short one then pays for no trial."""
+        """Whether this drafter did not pay in the answers before: a short one then pays for no
+        trial."""
         drafter, shared = self.drafters[name], self._acceptance[name]
-        candidate = DraftCandidate(shared.survival(_MOST_MODEL_TOKENS), drafter.token_s, drafter.at_once)
-        return shared.average.total >= _LEAST_SEEN and not any(choose_lengths([candidate], self.cost.seconds))
+        candidate = DraftCandidate(
+            shared.survival(_MOST_MODEL_TOKENS), drafter.token_s, drafter.at_once
+        )
+        return shared.average.total >= _LEAST_SEEN and not any(
+            choose_lengths([candidate], self.cost.seconds)
+        )
 
-    # --- after a step --------------------------------------------------------------------------------------------
+    # --- after a step -----------------------------------------------------------------------------
 
     def emitted(self, job: RunningRequest, tokens: Seq[int], drafted: int, accepted: int) -> None:
-        """`job` got `tokens` out of a step that verified `drafted` tokens, of which `accepted` were right."""
+        """`job` got `tokens` out of a step that verified `drafted` tokens, of which `accepted` were
+        right."""
         state = self._states.get(job.id)
         if state is None:
             return
         state.lookup.advance(tokens)
-        # Where the heads themselves were unsure they count as wrong: what they computed there brought nothing.
+        # Where the heads themselves were unsure they count as wrong: what they computed there
+        # brought nothing.
         unsure, state.stopped_at = state.stopped_at == drafted, -1
         state.learn(len(tokens), self._steps(state.drafter, drafted, unsure))
         if not drafted and not unsure:
@@ -303,13 +359,19 @@ class Speculator:
             state.back_offs[state.drafter].learn(accepted, drafted + unsure, job.n_generated)
 
     def _steps(self, drafter: str, drafted: int, unsure: bool = False) -> float:
-        """How many plain steps one with such a draft takes, for a stream alone; `unsure`: one token more was computed."""
+        """How many plain steps one with such a draft takes, for a stream alone; `unsure`: one token
+        more was computed."""
         by = self.drafters.get(drafter)
-        drafting_s = DraftCandidate((), by.token_s, by.at_once).drafting_s(drafted + unsure) if by is not None else 0.0
+        drafting_s = (
+            DraftCandidate((), by.token_s, by.at_once).drafting_s(drafted + unsure)
+            if by is not None
+            else 0.0
+        )
         return (self.cost.seconds(1 + drafted) + drafting_s) / self.cost.seconds(1)
 
     def observe(self, *, sequences: int, rows: int, tokens: int, seconds: float) -> None:
-        """A step without prefill verified `rows` rows of `sequences` and emitted `tokens` in `seconds`."""
+        """A step without prefill verified `rows` rows of `sequences` and emitted `tokens` in
+        `seconds`."""
         self.cost.observe(rows, seconds)
         if rows > sequences:
             self._since_plain += 1
@@ -324,11 +386,11 @@ class Speculator:
         for drafter in self.drafters.values():
             drafter.forget(job)
 
-    # --- between requests ----------------------------------------------------------------------------------------
+    # --- between requests -------------------------------------------------------------------------
 
     def tick(self, *, busy: bool, rested_s: float = 0.0) -> bool:
-        """Housekeeping: one piece of a drafter's, or one measurement while nobody waits, and nobody has for `rested_s`. True:
-        more to do."""
+        """Housekeeping: one piece of a drafter's, or one measurement while nobody waits, and nobody
+        has for `rested_s`. True: more to do."""
         more = sum(drafter.tick(busy=busy) for drafter in self.drafters.values()) > 0
         if not busy and rested_s >= _REMEMBERED_S:
             self._remember()
@@ -353,7 +415,7 @@ class Speculator:
             except BackendFailure as e:
                 self.off_because = f"a trial draft ({name}) failed: {e}"
 
-    # --- from one process to the next ----------------------------------------------------------------------------
+    # --- from one process to the next -------------------------------------------------------------
 
     def _recall(self) -> dict[str, tuple[float, ...]]:
         for name, acceptance in self._acceptance.items():
@@ -373,8 +435,8 @@ class Speculator:
             drafter.close()
 
     def snapshot(self) -> dict[str, float | int | str]:
-        """Counters and what verification costs, as plain values. `speculation_gain`: speed over no drafting, as
-        measured; 1.0 while nothing was drafted."""
+        """Counters and what verification costs, as plain values. `speculation_gain`: speed over no
+        drafting, as measured; 1.0 while nothing was drafted."""
         plain = self.cost.seconds(1)
         return {
             "speculation": self.off_because or "on",
@@ -390,7 +452,8 @@ class Speculator:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """Who could draft what for one job; `trial`: tokens to draft although it does not promise to pay, to learn."""
+    """Who could draft what for one job; `trial`: tokens to draft although it does not promise to
+    pay, to learn."""
 
     drafter: str
     tokens: list[int]

@@ -17,15 +17,19 @@ def named(name: str) -> BackendType:
     found = registry.named(name)
     if found is None:
         raise UsageError(
-            f"there is no backend {name!r}", hint=f"installed backends: {', '.join(registry.names()) or 'none'}"
+            f"there is no backend {name!r}",
+            hint=f"installed backends: {', '.join(registry.names()) or 'none'}",
         )
     return found
 
 
 def for_path(path: str, preferred: str = "auto") -> BackendType:
-    """The backend that runs the files at `path`: `preferred`, or the first that accepts them and is available here."""
+    """The backend that runs the files at `path`: `preferred`, or the first that accepts them and is
+    available here."""
     if not Path(path).exists():
-        raise ModelNotFoundError(f"there is no model at {path!r}", hint="check the path, or see `localllm models list`")
+        raise ModelNotFoundError(
+            f"there is no model at {path!r}", hint="check the path, or see `localllm models list`"
+        )
     if preferred != "auto":
         backend = named(preferred)
         _require(backend)

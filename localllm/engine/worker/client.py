@@ -1,4 +1,5 @@
-"""The engine as the server, the bench and the CLI see it: starts a worker process and hands its events to whoever asked."""
+"""The engine as the server, the bench and the CLI see it: starts a worker process and hands its
+events to whoever asked."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from localllm.engine.messages import Event, Failure, Finish, Request, event_from_json, request_to_json
+from localllm.engine.messages import (
+    Event,
+    Failure,
+    Finish,
+    Request,
+    event_from_json,
+    request_to_json,
+)
 from localllm.engine.worker.pipe import JsonProcess
 from localllm.engine.worker.supervisor import HANG_S, Pulse, worker_environment
 from localllm.engine.worker.supervisor import EngineClient as EngineClient
@@ -20,8 +28,9 @@ from localllm_backends.contract import LoadSpec, MemoryReport
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What a worker loads and how its engine is set. `engine` holds EngineSettings values that survive JSON;
-    `draft_path` is a smaller model of the same vocabulary that drafts for it. `hang_s`: see supervisor.py (0: unwatched)."""
+    """What a worker loads and how its engine is set. `engine` holds EngineSettings values that
+    survive JSON; `draft_path` is a smaller model of the same vocabulary that drafts for it.
+    `hang_s`: see supervisor.py (0: unwatched)."""
 
     spec: LoadSpec
     backend: str = "auto"
@@ -31,11 +40,15 @@ class WorkerOptions:
     hang_s: float = HANG_S
 
     def check_memory(self, available: Available | None = None) -> None:
-        planned_bytes, headroom_bytes = self.engine.get("planned_bytes", 0), self.engine.get("headroom_bytes")
+        planned_bytes, headroom_bytes = (
+            self.engine.get("planned_bytes", 0),
+            self.engine.get("headroom_bytes"),
+        )
         check_before_load(Path(self.spec.path).name, planned_bytes, headroom_bytes, available)
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
-        """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError."""
+        """Start the process and load the model; raises the LocalLLMError it names, or
+        WorkerDiedError."""
 
         def progress(message: dict[str, Any]) -> None:
             if on_loading is not None and "loading" in message:
@@ -60,7 +73,9 @@ class WorkerOptions:
 class WorkerClient(EngineClient):
     """One worker process with one loaded model that writes text."""
 
-    def __init__(self, process: JsonProcess, ready: dict[str, Any], workers: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, process: JsonProcess, ready: dict[str, Any], workers: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(process, ready)
         self._workers = workers
         self.memory = MemoryReport(**ready["memory"])
@@ -95,10 +110,12 @@ class WorkerClient(EngineClient):
 
     @contextmanager
     def _stream(self, request: Request, take: Callable[[Event], None]) -> Iterator[None]:
-        """Submit `request` and call `take` with its events, in this call already if it can't run. A block that is left
-        before the last of them cancels the request."""
+        """Submit `request` and call `take` with its events, in this call already if it can't run. A
+        block that is left before the last of them cancels the request."""
         if request.id in self._streams:
-            take(Failure(request.id, "invalid_request", "a request with this id is running already"))
+            take(
+                Failure(request.id, "invalid_request", "a request with this id is running already")
+            )
             yield
             return
         self._streams[request.id] = take
@@ -146,15 +163,23 @@ class WorkerClient(EngineClient):
             return Failure(request_id, death.code, death.message, death.hint)
         # The process that loses a machine it computes on ends.
         there = (
-            f"parts of the model are on {', '.join(self._workers)}: is each reachable, and its worker still running?"
+            f"parts of the model are on {', '.join(self._workers)}: is each reachable, and its "
+            "worker still running?"
         )
-        return Failure(request_id, death.code, f"{death.message}; {there}", "it is reloaded by the next request")
+        return Failure(
+            request_id,
+            death.code,
+            f"{death.message}; {there}",
+            "it is reloaded by the next request",
+        )
 
 
 class Host(Protocol):
-    """Something that can give a loaded Engine for a model name, loading or reloading it when needed."""
+    """Something that can give a loaded Engine for a model name, loading or reloading it when
+    needed."""
 
     async def engine(self) -> EngineClient:
-        """The loaded engine; loads on first use, reloads after a crash (with back-off). Raises LocalLLMError."""
+        """The loaded engine; loads on first use, reloads after a crash (with back-off). Raises
+        LocalLLMError."""
 
     async def close(self) -> None: ...

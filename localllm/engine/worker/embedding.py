@@ -1,8 +1,9 @@
-"""Embedding models and rerankers in a process of their own, one each: texts in, vectors or scores out. Both sides of its
+"""Embedding models and rerankers in a process of their own, one each: texts in, vectors or scores
+out. Both sides of its
 pipe: `pipe.py` says how they talk, the questions here are embed | rank | tokenize | detokenize.
 
-The host side looks like any other Engine, so lists, idle unloading, restarts and metrics treat these models as they
-treat all.
+The host side looks like any other Engine, so lists, idle unloading, restarts and metrics treat
+these models as they treat all.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ _NO_TEXT_HINT = "send it to /v1/embeddings (a reranker: /v1/rerank), or name a c
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
-    """What to load. `n_ctx` is the longest input in tokens, 0 = the model's own, at most what the backend deems sane.
-    `planned_bytes` and `headroom_bytes` are for the memory guard, `hang_s` is for the watchdog (0: unwatched)."""
+    """What to load. `n_ctx` is the longest input in tokens, 0 = the model's own, at most what the
+    backend deems sane. `planned_bytes` and `headroom_bytes` are for the memory guard, `hang_s` is
+    for the watchdog (0: unwatched)."""
 
     path: str
     backend: str = "auto"
@@ -46,8 +48,8 @@ class EmbeddingOptions:
         check_before_load(Path(self.path).name, self.planned_bytes, self.headroom_bytes, available)
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> EmbeddingEngine:
-        """Start the process and load the model; raises the LocalLLMError it names, or WorkerDiedError. It does not say how
-        far it is loaded."""
+        """Start the process and load the model; raises the LocalLLMError it names, or
+        WorkerDiedError. It does not say how far it is loaded."""
         process, ready = await JsonProcess.start(
             (sys.executable, "-m", "localllm.engine.worker.embedding"),
             {k: v for k, v in asdict(self).items() if k not in _NOT_SENT},
@@ -66,18 +68,26 @@ class EmbeddingEngine(EngineClient):
         self.n_embd: int = ready["n_embd"]
         self._tokens = 0
 
-    async def embed(self, inputs: Sequence[str | list[int]], *, truncate: bool = False) -> tuple[list[bytes], int]:
-        """For each input its vector of length 1 as little-endian float32, and the tokens of all inputs.
+    async def embed(
+        self, inputs: Sequence[str | list[int]], *, truncate: bool = False
+    ) -> tuple[list[bytes], int]:
+        """For each input its vector of length 1 as little-endian float32, and the tokens of all
+        inputs.
 
         An input that is too long is a ContextLengthError, or cut with `truncate`."""
         value = await self._asked({"op": "embed", "inputs": list(inputs), "truncate": truncate})
         return [base64.b64decode(v) for v in value["vectors"]], value["tokens"]
 
-    async def rank(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> tuple[list[float], int]:
-        """How well each document answers the query, as the model says it (higher is better), and the tokens of all pairs.
+    async def rank(
+        self, query: str, documents: Sequence[str], *, truncate: bool = False
+    ) -> tuple[list[float], int]:
+        """How well each document answers the query, as the model says it (higher is better), and
+        the tokens of all pairs.
 
         A pair that is too long is a ContextLengthError, or its document is cut with `truncate`."""
-        value = await self._asked({"op": "rank", "query": query, "documents": list(documents), "truncate": truncate})
+        value = await self._asked(
+            {"op": "rank", "query": query, "documents": list(documents), "truncate": truncate}
+        )
         return value["scores"], value["tokens"]
 
     async def _asked(self, question: Message) -> Any:
@@ -100,7 +110,7 @@ class EmbeddingEngine(EngineClient):
         return {"requests": self.finished, "prompt_tokens": self._tokens}
 
 
-# --- the worker's side -----------------------------------------------------------------------------------------------
+# --- the worker's side ----------------------------------------------------------------------------
 
 
 def serve(pipe: ChildPipe) -> None:
@@ -118,7 +128,9 @@ def _load(options: Message) -> Any:
     try:
         return backend.load_embedder(**options)
     except LoadError as e:
-        raise errors.ModelFileError(str(e), hint="serve an embedding model, such as nomic-embed") from e
+        raise errors.ModelFileError(
+            str(e), hint="serve an embedding model, such as nomic-embed"
+        ) from e
 
 
 def _answer(embedder: Any, message: Message) -> Any:
@@ -136,7 +148,9 @@ def _answer(embedder: Any, message: Message) -> Any:
 
 def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict[str, Any]:
     if embedder.pooling == "rank":
-        raise errors.UnsupportedError("this model ranks; it makes no embeddings", hint="name an embedding model")
+        raise errors.UnsupportedError(
+            "this model ranks; it makes no embeddings", hint="name an embedding model"
+        )
     rows: list[list[int]] = []
     for i, sent in enumerate(inputs):
         tokens = embedder.tokenize(sent) if isinstance(sent, str) else sent
@@ -153,26 +167,35 @@ def _embed(embedder: Any, inputs: list[str | list[int]], truncate: bool) -> dict
 
 def _rank(embedder: Any, query: str, documents: list[str], truncate: bool) -> dict[str, Any]:
     if embedder.pooling != "rank":
-        raise errors.UnsupportedError("this model makes embeddings; it does not rank", hint="name a reranker")
+        raise errors.UnsupportedError(
+            "this model makes embeddings; it does not rank", hint="name a reranker"
+        )
     rows = [
         _fitting(
-            embedder, embedder.tokenize_pair(query, document), truncate,
-            f"document {i} and the query have", "split the document",
+            embedder,
+            embedder.tokenize_pair(query, document),
+            truncate,
+            f"document {i} and the query have",
+            "split the document",
         )
         for i, document in enumerate(documents)
-    ]  # fmt: skip
+    ]
     scores = embedder.embed(rows)
     return {"scores": [float(row[0]) for row in scores], "tokens": sum(len(r) for r in rows)}
 
 
-def _fitting(embedder: Any, tokens: list[int], truncate: bool, subject: str, hint: str) -> list[int]:
-    """`tokens` if the model takes so many. Else a ContextLengthError, or with `truncate` as many as it takes: the closing mark
-    stays, since models pool over it, or at it."""
+def _fitting(
+    embedder: Any, tokens: list[int], truncate: bool, subject: str, hint: str
+) -> list[int]:
+    """`tokens` if the model takes so many. Else a ContextLengthError, or with `truncate` as many as
+    it takes: the closing mark stays, since models pool over it, or at it."""
     limit = embedder.info.n_ctx
     if len(tokens) <= limit:
         return tokens
     if not truncate:
-        raise errors.ContextLengthError(f"{subject} {len(tokens)} tokens and the model takes {limit}", hint=hint)
+        raise errors.ContextLengthError(
+            f"{subject} {len(tokens)} tokens and the model takes {limit}", hint=hint
+        )
     return [*tokens[: limit - 1], tokens[-1]]
 
 

@@ -1,9 +1,11 @@
-"""Both ends of the pipe to a worker process, JSON lines: `JsonProcess` in the parent, `ChildPipe` in the child.
+"""Both ends of the pipe to a worker process, JSON lines: `JsonProcess` in the parent, `ChildPipe`
+in the child.
 
-The child is asked and answers; what it says unasked reaches a callback straight from the event loop's read.
+The child is asked and answers; what it says unasked reaches a callback straight from the event
+loop's read.
 
-A StreamReader and a task between them would cost two more turns of the loop for every token, asyncio's own way from a
-child's output to its protocol one more.
+A StreamReader and a task between them would cost two more turns of the loop for every token,
+asyncio's own way from a child's output to its protocol one more.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from localllm.errors import (
 from localllm_backends.contract import BackendFailure, OtherMachineError, OutOfMemoryError
 
 Hear = Callable[[dict[str, Any]], None]
-# A process that was told to close and hasn't ended after this long is killed. It may have half a gigabyte to write.
+# A process that was told to close and hasn't ended after this long is killed. It may have half a
+# gigabyte to write.
 STOP_GRACE_S = 10.0
 # What json.loads calls in the end; the way there is longer than a short message.
 _decode = json.JSONDecoder().raw_decode
@@ -41,7 +44,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
     """A running child. What it says before somebody listens is kept."""
 
     def __init__(self) -> None:
-        self._first: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
+        self._first: asyncio.Future[dict[str, Any] | None] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_message: Hear = self._hear_first
         self._on_end: Callable[[], None] = self._no_first
@@ -67,10 +72,12 @@ class JsonProcess(asyncio.SubprocessProtocol):
         log_path: Path | None = None,
         on_progress: Hear | None = None,
     ) -> tuple[JsonProcess, dict[str, Any]]:
-        """Run `command`, send it `order`, and wait for its {"ready": …}: the process and that message.
+        """Run `command`, send it `order`, and wait for its {"ready": …}: the process and that
+        message.
 
-        Other messages before it go to `on_progress`; stderr is appended to `log_path`, or dropped. Raises the
-        LocalLLMError of its {"fatal": …}, or WorkerDiedError when it ends without a word while it loads `loads`.
+        Other messages before it go to `on_progress`; stderr is appended to `log_path`, or dropped.
+        Raises the LocalLLMError of its {"fatal": …}, or WorkerDiedError when it ends without a word
+        while it loads `loads`.
         """
         log = log_path.open("ab") if log_path is not None else None
         try:
@@ -92,8 +99,10 @@ class JsonProcess(asyncio.SubprocessProtocol):
             message = await process._first
             if message is None:
                 raise errors.WorkerDiedError(
-                    f"the engine's process ended while loading {loads!r} ({exit_reason(process.returncode)})",
-                    hint="the file may be damaged or too large for this machine; see `localllm doctor`",
+                    f"the engine's process ended while loading {loads!r} "
+                    f"({exit_reason(process.returncode)})",
+                    hint="the file may be damaged or too large for this machine; see `localllm "
+                    "doctor`",
                 )
             if "fatal" in message:
                 await process.wait()
@@ -123,8 +132,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
         await asyncio.shield(self._ended)
 
     def listen(self, on_message: Hear, on_end: Callable[[], None]) -> None:
-        """From now on `on_message` is called with each message that is no reply, and `on_end` once, after the last one,
-        when the process has ended and its output is read to the end; at once, for what has come already."""
+        """From now on `on_message` is called with each message that is no reply, and `on_end` once,
+        after the last one, when the process has ended and its output is read to the end; at once,
+        for what has come already."""
         unheard, self._unheard = self._unheard, []
         for message in unheard:
             on_message(message)
@@ -141,8 +151,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
         return True
 
     async def ask(self, message: Mapping[str, Any]) -> Any:
-        """Send `message` and wait for the value that answers it. Raises the LocalLLMError it is answered with, or
-        WorkerDiedError when the process ends first."""
+        """Send `message` and wait for the value that answers it. Raises the LocalLLMError it is
+        answered with, or WorkerDiedError when the process ends first."""
         number = next(self._numbers)
         if not self.send({**message, "n": number}):
             raise self.death()
@@ -164,10 +174,13 @@ class JsonProcess(asyncio.SubprocessProtocol):
             return errors.WorkerDiedError("the model was unloaded")
         if self._hangs:
             return errors.WorkerDiedError(f"the engine's process hung and was ended: {self._hangs}")
-        return errors.WorkerDiedError(f"the engine's process ended in mid-request ({exit_reason(self.returncode)})")
+        return errors.WorkerDiedError(
+            f"the engine's process ended in mid-request ({exit_reason(self.returncode)})"
+        )
 
     async def close(self) -> None:
-        """Order it to end, and wait: it finishes what it is at, and is killed if that takes too long."""
+        """Order it to end, and wait: it finishes what it is at, and is killed if that takes too
+        long."""
         self._closing = True
         self.close_input()
         try:
@@ -184,7 +197,9 @@ class JsonProcess(asyncio.SubprocessProtocol):
     def kill(self) -> None:
         assert self._process is not None
         if self.returncode is None:
-            self._process.send_signal(signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+            self._process.send_signal(
+                signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM
+            )
 
     def _hear_first(self, message: dict[str, Any]) -> None:
         if self._first.done():
@@ -207,7 +222,7 @@ class JsonProcess(asyncio.SubprocessProtocol):
         if not self._first.done():
             self._first.set_result(None)
 
-    # --- what asyncio calls --------------------------------------------------------------------------------------
+    # --- what asyncio calls -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._process = cast("asyncio.SubprocessTransport", transport)
@@ -257,8 +272,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
 
 class _Output(asyncio.Protocol):
-    """Stands between a child's output and the protocol that asyncio gave it: data goes to `child` at once, not in the
-    loop's next turn; the end takes the usual way, behind all data."""
+    """Stands between a child's output and the protocol that asyncio gave it: data goes to `child`
+    at once, not in the loop's next turn; the end takes the usual way, behind all data."""
 
     def __init__(self, child: JsonProcess, usual: asyncio.Protocol) -> None:
         self._child, self._usual = child, usual
@@ -292,7 +307,8 @@ def exit_reason(code: int | None) -> str:
 
 
 Message = dict[str, Any]
-# How long a process may take to end once nobody speaks to it any more: it may have gigabytes to write.
+# How long a process may take to end once nobody speaks to it any more: it may have gigabytes to
+# write.
 _LAST_S = 120.0
 Loaded = TypeVar("Loaded")
 # What stops a model from being loaded; all else is the fault of its files.
@@ -305,9 +321,11 @@ _AT_LOADING: dict[type[Exception], type[LocalLLMError]] = {
 class ChildPipe:
     """The worker's end. Reads `source` in one thread; any thread may write to `sink`.
 
-    in   what to load, in one line; then messages, of which those with a number "n" are questions; the end of the input
+    in   what to load, in one line; then messages, of which those with a number "n" are questions;
+         the end of the input
          is the order to close
-    out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} | {"re": n, "error": {…}} for
+    out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} | {"re": n,
+    "error": {…}} for
          each question, and whatever the worker has to say unasked"""
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
@@ -318,20 +336,21 @@ class ChildPipe:
     @classmethod
     def of_this_process(cls) -> ChildPipe:
         """The pipe on standard input and output, which nothing else may use from now on."""
-        # Ctrl-C in the terminal, its closing, and a service manager's SIGTERM reach the whole process group. The parent
-        # decides when we stop: the end of our input says so, which comes too if the parent is killed.
+        # Ctrl-C in the terminal, its closing, and a service manager's SIGTERM reach the whole
+        # process group. The parent decides when we stop: the end of our input says so, which comes
+        # too if the parent is killed.
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
-        # Native code prints to stdout at times, and Python can't exit while a thread reads its own stdin: the protocol has
-        # descriptors of its own.
+        # Native code prints to stdout at times, and Python can't exit while a thread reads its own
+        # stdin: the protocol has descriptors of its own.
         pipe = cls(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
         os.dup2(2, 1)
         return pipe
 
     def load(self, load: Callable[[Message], Loaded]) -> Loaded:
-        """What `load` makes of the first line. Where it raises a LocalLLMError or a BackendFailure, the parent is told
-        and the process exits."""
+        """What `load` makes of the first line. Where it raises a LocalLLMError or a BackendFailure,
+        the parent is told and the process exits."""
         line = self._source.readline()
         if not line:
             sys.exit(0)
@@ -343,8 +362,8 @@ class ChildPipe:
             sys.exit(error.exit_code)
 
     def hear(self, receive: Callable[[Message], None]) -> None:
-        """Call `receive` with every message until the last. A question that it fails at is answered with its error,
-        never dropped: somebody waits for it."""
+        """Call `receive` with every message until the last. A question that it fails at is answered
+        with its error, never dropped: somebody waits for it."""
         for line in self._source:
             message: Message = {}
             try:
@@ -352,13 +371,15 @@ class ChildPipe:
                 receive(message)
             except Exception as e:
                 if "n" in message:
-                    self.send({"re": message["n"], "error": _error_json(_as_error(e, BackendError))})
+                    self.send(
+                        {"re": message["n"], "error": _error_json(_as_error(e, BackendError))}
+                    )
             if self.gone:
                 return
 
     def exit_soon(self) -> None:
-        """The input has ended: the process has some time left to finish, then it ends whatever it is at. Without a parent
-        nobody else would end one that hangs."""
+        """The input has ended: the process has some time left to finish, then it ends whatever it
+        is at. Without a parent nobody else would end one that hangs."""
         timer = threading.Timer(_LAST_S, os._exit, [1])
         timer.daemon = True
         timer.start()
@@ -368,7 +389,8 @@ class ChildPipe:
         self.send({"re": question["n"], "value": value})
 
     def reply(self, question: Message, find: Callable[[], Any]) -> None:
-        """Answer a message that has a number with what `find` finds, or with the error it ends in."""
+        """Answer a message that has a number with what `find` finds, or with the error it ends
+        in."""
         try:
             self.answer(question, find())
         except Exception as e:
@@ -378,7 +400,8 @@ class ChildPipe:
         self.send_line(json.dumps(message, separators=(",", ":")) + "\n")
 
     def send_line(self, line: str) -> None:
-        """Write a message that is JSON text already, with its line end. `gone` is set when nobody hears it."""
+        """Write a message that is JSON text already, with its line end. `gone` is set when nobody
+        hears it."""
         data = line.encode()
         with self._lock:
             try:
@@ -389,8 +412,13 @@ class ChildPipe:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong: an error made for people in its own words, any other with the name of its class."""
-    return str(error) if isinstance(error, LocalLLMError | BackendFailure) else f"{type(error).__name__}: {error}"
+    """What went wrong: an error made for people in its own words, any other with the name of its
+    class."""
+    return (
+        str(error)
+        if isinstance(error, LocalLLMError | BackendFailure)
+        else (f"{type(error).__name__}: {error}")
+    )
 
 
 def _as_error(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError:

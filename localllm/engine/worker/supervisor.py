@@ -1,5 +1,6 @@
-"""A worker process as its parent sees it, and whether it hangs; the supervisor, which keeps one model served: it loads it on
-first use if memory allows, again after a crash or a hang, and gives its memory back when closed."""
+"""A worker process as its parent sees it, and whether it hangs; the supervisor, which keeps one
+model served: it loads it on first use if memory allows, again after a crash or a hang, and gives
+its memory back when closed."""
 
 from __future__ import annotations
 
@@ -37,21 +38,24 @@ class Startable(Protocol[StartedE]):
 
     @property
     def hang_s(self) -> float:
-        """How long its process may show no sign of life while it is waited for (0: as long as it likes)."""
+        """How long its process may show no sign of life while it is waited for (0: as long as it
+        likes)."""
 
     def check_memory(self, available: Available | None = None) -> None:
         """Raise DoesNotFitError unless loading it would leave the headroom free."""
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> StartedE:
-        """Start the process and load the model; `on_loading` hears how much of it is loaded, from 0 to 1."""
+        """Start the process and load the model; `on_loading` hears how much of it is loaded, from 0
+        to 1."""
 
 
 class Supervisor(Generic[E]):
     """One model's worker over time (a Host, client.py).
 
-    `available` says how many bytes of the system's memory can be taken now (None: asked of the system). Every load
-    must leave the options' headroom free. `smaller`: called in a thread when a load runs out of memory, for options that take less
-    (None: there are none); they are tried once, and kept.
+    `available` says how many bytes of the system's memory can be taken now (None: asked of the
+    system). Every load must leave the options' headroom free. `smaller`: called in a thread when a
+    load runs out of memory, for options that take less (None: there are none); they are tried once,
+    and kept.
     """
 
     def __init__(
@@ -79,9 +83,9 @@ class Supervisor(Generic[E]):
         return self._engine if self._engine is not None and self._engine.alive else None
 
     async def engine(self) -> E:
-        """The loaded engine; loads or reloads it. Raises the LocalLLMError that loading ended in; before it begins,
-        DoesNotFitError when other programs have taken the memory that it was planned to take, and BusyError when it
-        crashed again and again."""
+        """The loaded engine; loads or reloads it. Raises the LocalLLMError that loading ended in;
+        before it begins, DoesNotFitError when other programs have taken the memory that it was
+        planned to take, and BusyError when it crashed again and again."""
         async with self._lock:
             if self._engine is not None and self._engine.alive:
                 return self._engine
@@ -111,8 +115,9 @@ class Supervisor(Generic[E]):
         return await self._start()
 
     async def _keep(self, engine: E) -> None:
-        """Look after `engine`, and load the model again once it has ended by accident, be there nobody who asks for it: the
-        next request finds it loaded. How that fails is for the next request to say."""
+        """Look after `engine`, and load the model again once it has ended by accident, be there
+        nobody who asks for it: the next request finds it loaded. How that fails is for the next
+        request to say."""
         await watch(engine, self.options.hang_s)
         if self._is_healthy(engine):
             with suppress(LocalLLMError):
@@ -144,7 +149,8 @@ class Supervisor(Generic[E]):
         left_s = self._not_before_s - time.monotonic()
         if left_s > _PATIENCE_S:
             raise BusyError(
-                f"the model's process ended {self._crashes} times in a row; it is loaded again in {left_s:.0f} s",
+                f"the model's process ended {self._crashes} times in a row; it is loaded again in "
+                f"{left_s:.0f} s",
                 retry_after_s=math.ceil(left_s),
             )
         await asyncio.sleep(max(0.0, left_s))
@@ -152,14 +158,15 @@ class Supervisor(Generic[E]):
 
 # How long a process may show no sign of life, where nobody says.
 HANG_S = 300.0
-# A process that only waits uses less than this part of one core: it answers us, and its threads look around at times. One
-# that works uses more, be it the last in the queue of a crowded machine.
+# A process that only waits uses less than this part of one core: it answers us, and its threads
+# look around at times. One that works uses more, be it the last in the queue of a crowded machine.
 _IDLE_SHARE = 0.002
-# One in which a thread holds the lock of Python's threads and sleeps: every other one wakes 200 times a second to ask for
-# it (measured: 0.9 % of a core for three threads). Such a process doesn't answer us; one that works does, by a thread that
-# native code leaves the lock to.
+# One in which a thread holds the lock of Python's threads and sleeps: every other one wakes 200
+# times a second to ask for it (measured: 0.9 % of a core for three threads). Such a process doesn't
+# answer us; one that works does, by a thread that native code leaves the lock to.
 _SILENT_SHARE = 0.05
-# A step that works is beyond doubt after this many times what the longest one took, and twice our patience.
+# A step that works is beyond doubt after this many times what the longest one took, and twice our
+# patience.
 _TIMES_LONGEST = 100.0
 _KNOWS_AFTER_STEPS = 20
 _MOST_BETWEEN_LOOKS_S = 15.0
@@ -167,8 +174,9 @@ _MOST_BETWEEN_LOOKS_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a worker says of itself: for how long it has been at the call it is in (0: in none), the steps it has done and
-    the longest of them. One that doesn't say it is `silent`, and `busy_s` for as long as it has been."""
+    """What a worker says of itself: for how long it has been at the call it is in (0: in none), the
+    steps it has done and the longest of them. One that doesn't say it is `silent`, and `busy_s` for
+    as long as it has been."""
 
     busy_s: float
     steps: int = 0
@@ -177,7 +185,8 @@ class Pulse:
 
 
 def effort_of(pid: int) -> float:
-    """Seconds of processor time that a process has used, and something for every read: grows while it works.
+    """Seconds of processor time that a process has used, and something for every read: grows while
+    it works.
 
     Raises ProcessLookupError once it has ended."""
     import psutil
@@ -216,19 +225,23 @@ class Watchdog:
             return ""
         if still_s > self._patience_s:
             return (
-                f"one call has lasted {pulse.busy_s:.0f} s, the last {still_s:.0f} s of it without any work being done"
+                f"one call has lasted {pulse.busy_s:.0f} s, the last {still_s:.0f} s of it "
+                "without any work being done"
             )
         known = pulse.steps >= _KNOWS_AFTER_STEPS and pulse.longest_step_s > 0
-        if known and pulse.busy_s > max(2 * self._patience_s, _TIMES_LONGEST * pulse.longest_step_s):
+        if known and pulse.busy_s > max(
+            2 * self._patience_s, _TIMES_LONGEST * pulse.longest_step_s
+        ):
             return (
-                f"one call has lasted {pulse.busy_s:.0f} s, and none before it more than {pulse.longest_step_s:.1f} s"
+                f"one call has lasted {pulse.busy_s:.0f} s, and none before it more than "
+                f"{pulse.longest_step_s:.1f} s"
             )
         return ""
 
 
 async def watch(process: EngineClient, patience_s: float) -> None:
-    """Look after `process` until it has ended; kill_hung it if it hangs (`patience_s` 0: never). It isn't looked at while
-    nobody waits for it."""
+    """Look after `process` until it has ended; kill_hung it if it hangs (`patience_s` 0: never). It
+    isn't looked at while nobody waits for it."""
     between_s = min(patience_s / 10, _MOST_BETWEEN_LOOKS_S)
     dog: Watchdog | None = None
     silent_since: float | None = None
@@ -241,7 +254,8 @@ async def watch(process: EngineClient, patience_s: float) -> None:
         dog = dog or Watchdog(patience_s)
         pulse = await _wait_at_most(process.pulse(), between_s)
         if pulse is None:
-            # Not even its reader answers: the whole process stands still, or one thread lets no other run.
+            # Not even its reader answers: the whole process stands still, or one thread lets no
+            # other run.
             silent_since = silent_since or time.monotonic()
             pulse = Pulse(time.monotonic() - silent_since, silent=True)
         else:
@@ -261,30 +275,40 @@ async def _wait_at_most(answer: Awaitable[Pulse], seconds: float) -> Pulse | Non
         return None
 
 
-# GNU OpenMP's threads spin for milliseconds while they wait for each other, by default: harmless on an idle machine,
-# ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with 1,000 turns decode is as fast as ever
-# alone (0.93 of a bare loop through HTTP) and 42 tok/s beside one busy process, where the default falls to 8; with 300
-# it is 50, but 0.88 through HTTP; sleeping at once costs 60 % alone.
-# Every thread that allocates gets a heap of its own, and every sliced prefill is a thread: over 1,500 mixed requests the worker grew
-# by 10 %, with two heaps for all by 0.2 % (mallopt(3), M_ARENA_MAX).
+# GNU OpenMP's threads spin for milliseconds while they wait for each other, by default: harmless on
+# an idle machine, ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with
+# 1,000 turns decode is as fast as ever alone (0.93 of a bare loop through HTTP) and 42 tok/s beside
+# one busy process, where the default falls to 8; with 300 it is 50, but 0.88 through HTTP; sleeping
+# at once costs 60 % alone. Every thread that allocates gets a heap of its own, and every sliced
+# prefill is a thread: over 1,500 mixed requests the worker grew by 10 %, with two heaps for all by
+# 0.2 % (mallopt(3), M_ARENA_MAX).
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "MALLOC_ARENA_MAX": "2"}
-# Large allocations (weights that are laid out anew, KV, buffers) ask Linux for pages of 2 MiB, where it gives them only to
-# who asks (transparent_hugepage/enabled is `madvise` on most distributions). Measured with llama-bench, with and without in
-# turn: gpt-oss-20b is loaded in 6.6 and 7.5 s for 12.7 and 29.2, since 2.5 million page faults are 5,000; 8B Q4 decodes 5 to
-# 12 % faster, as fewer translations of addresses are missed. glibc's tunable, unknown to other C libraries.
+# Large allocations (weights that are laid out anew, KV, buffers) ask Linux for pages of 2 MiB,
+# where it gives them only to who asks (transparent_hugepage/enabled is `madvise` on most
+# distributions). Measured with llama-bench, with and without in turn: gpt-oss-20b is loaded in 6.6
+# and 7.5 s for 12.7 and 29.2, since 2.5 million page faults are 5,000; 8B Q4 decodes 5 to 12 %
+# faster, as fewer translations of addresses are missed. glibc's tunable, unknown to other C
+# libraries.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# With pages of 64 KiB (some ARM kernels) a huge one has 512 MiB, and whoever touches a byte of it pays for them all.
+# With pages of 64 KiB (some ARM kernels) a huge one has 512 MiB, and whoever touches a byte of it
+# pays for them all.
 _USUAL_PAGE_BYTES = 4096
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of every worker: this process's, and what native code reads there unless somebody chose it."""
-    huge = _HUGE_PAGES if sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == _USUAL_PAGE_BYTES else {}
+    """The environment of every worker: this process's, and what native code reads there unless
+    somebody chose it."""
+    huge = (
+        _HUGE_PAGES
+        if sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == _USUAL_PAGE_BYTES
+        else {}
+    )
     return {**_WORKER_ENVIRONMENT, **huge, **os.environ}
 
 
 class EngineClient(ABC):
-    """One loaded model in its worker process, which said `ready`. `finished` counts the requests it has answered."""
+    """One loaded model in its worker process, which said `ready`. `finished` counts the requests it
+    has answered."""
 
     def __init__(self, process: JsonProcess, ready: dict[str, Any]) -> None:
         facts = ready["ready"]
@@ -309,17 +333,18 @@ class EngineClient(ABC):
     def submit(self, request: Request) -> AsyncIterator[Event]:
         """Send a request; yields its events and ends after exactly one Finish or Failure.
 
-        Closing the iterator early (`aclose`, a client that went away) cancels the request within one engine step.
-        A too-long prompt yields a Failure with code `context_length_exceeded` before any queue; a dead worker yields
-        a Failure with code `worker_died` within two seconds.
+        Closing the iterator early (`aclose`, a client that went away) cancels the request within
+        one engine step. A too-long prompt yields a Failure with code `context_length_exceeded`
+        before any queue; a dead worker yields a Failure with code `worker_died` within two seconds.
         """
 
     @abstractmethod
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
-        """`submit` without a task's turn for every token: `hear` is called with each event but the last the moment it
-        arrives, and the last one is returned.
+        """`submit` without a task's turn for every token: `hear` is called with each event but the
+        last the moment it arrives, and the last one is returned.
 
-        Cancelling this coroutine cancels the request, and so does an error of `hear`, which is raised here.
+        Cancelling this coroutine cancels the request, and so does an error of `hear`, which is
+        raised here.
         """
 
     @abstractmethod
@@ -327,10 +352,15 @@ class EngineClient(ABC):
         """Its counters as plain values."""
 
     async def tokenize(
-        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        add_bos: bool = False,
+        images: dict[str, str] | None = None,
     ) -> list[int]:
-        """Token ids of `text`, whose marks stand for `images` (base64); an image's are below zero. An embedding model
-        sets its own marks around it, whatever is asked for."""
+        """Token ids of `text`, whose marks stand for `images` (base64); an image's are below zero.
+        An embedding model sets its own marks around it, whatever is asked for."""
         message = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
         if images:
             message["images"] = images
@@ -348,7 +378,8 @@ class EngineClient(ABC):
         return self._process.has_waiters
 
     async def pulse(self) -> Pulse:
-        """What the process says of itself. This one answers questions one by one: when it answers, it is at no other."""
+        """What the process says of itself. This one answers questions one by one: when it answers,
+        it is at no other."""
         await self.tokenize("")
         return Pulse(0.0)
 

@@ -1,8 +1,9 @@
 """The worker process: one loaded model, one loop, JSON lines in and out.
 
-A native crash, an abort or an out-of-memory kill ends this process and nothing else. The main thread owns the engine;
-a reader thread takes messages and tokenises, which needs no model state; images and long texts have a thread of their own.
-It dies with its parent: stdin's end is the order to close.
+A native crash, an abort or an out-of-memory kill ends this process and nothing else. The main
+thread owns the engine; a reader thread takes messages and tokenises, which needs no model state;
+images and long texts have a thread of their own. It dies with its parent: stdin's end is the order
+to close.
 
 What is on the pipe, besides what pipe.py says:
 
@@ -55,13 +56,16 @@ class Worker:
 
     def run(self) -> None:
         engine = self._pipe.load(self._load)
-        self._pipe.send({"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())})
+        self._pipe.send(
+            {"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())}
+        )
         if engine.backend.capabilities.vision:
             self._image_reader = ImageReader(engine.backend)
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
         self._loop(engine)
         self._preparer.shutdown(cancel_futures=True)
-        # What was read and written so far is worth keeping also where the answer isn't wanted any more.
+        # What was read and written so far is worth keeping also where the answer isn't wanted any
+        # more.
         for request_id in [*engine.jobs.running]:
             engine.cancel(request_id)
         engine.close()
@@ -81,21 +85,28 @@ class Worker:
 
         draft = self._load_draft(options.get("draft_path"), spec, backend_type)
         backend = backend_type.load(spec, progress)
-        settings = EngineSettings(**options.get("engine", {}), make_constraint=GrammarCompiler(backend))
+        settings = EngineSettings(
+            **options.get("engine", {}), make_constraint=GrammarCompiler(backend)
+        )
         engine = Engine(backend, settings, draft_backend=draft)
         # What is loaded stays: no collection looks through it in the middle of a stream.
         gc.freeze()
         return engine
 
-    def _load_draft(self, path: str | None, spec: LoadSpec, backend_type: BackendType) -> Backend | None:
-        """The draft model, once its vocabulary is known to be the model's; the weights of neither are read before."""
+    def _load_draft(
+        self, path: str | None, spec: LoadSpec, backend_type: BackendType
+    ) -> Backend | None:
+        """The draft model, once its vocabulary is known to be the model's; the weights of neither
+        are read before."""
         from localllm.engine.speculation.draft_model import vocabulary_difference
         from localllm.engine.worker import backends
 
         if path is None:
             return None
         draft_type = backends.for_path(path, "auto")
-        difference = vocabulary_difference(backend_type.vocabulary(spec.path), draft_type.vocabulary(path))
+        difference = vocabulary_difference(
+            backend_type.vocabulary(spec.path), draft_type.vocabulary(path)
+        )
         if difference is not None:
             raise UnsupportedError(
                 f"the draft model can't draft for this model: {difference}",
@@ -103,7 +114,9 @@ class Worker:
             )
         placement = Placement(gpu_layers=spec.n_gpu_layers, cards=spec.placement.cards)
         return draft_type.load(
-            LoadSpec(path, spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_threads, placement=placement)
+            LoadSpec(
+                path, spec.n_ctx, spec.n_seq_max, spec.n_batch, spec.n_threads, placement=placement
+            )
         )
 
     def _loop(self, engine: Engine) -> None:
@@ -140,11 +153,16 @@ class Worker:
             return engine.cancel(message["id"])
         if op == "snapshot":
             self._pipe.answer(
-                message, {**engine.snapshot(), "jobs": engine.jobs.overview(), "pace": engine.pace.snapshot()}
+                message,
+                {
+                    **engine.snapshot(),
+                    "jobs": engine.jobs.overview(),
+                    "pace": engine.pace.snapshot(),
+                },
             )
         return []
 
-    # --- the reader thread ---------------------------------------------------------------------------------------
+    # --- the reader thread ------------------------------------------------------------------------
 
     def _read(self, engine: Engine) -> None:
         self._pipe.hear(lambda message: self._receive(engine, message))
@@ -182,20 +200,28 @@ class Worker:
             case _:
                 self._inbox.put(message)
 
-    def _submit(self, backend: Backend, sent: dict[str, Any], reader: ImageReader | None = None) -> None:
-        """Hand the engine a request with its tokens and what `reader` made of its images (None: it has none). One that can't
-        be understood is answered, never dropped."""
+    def _submit(
+        self, backend: Backend, sent: dict[str, Any], reader: ImageReader | None = None
+    ) -> None:
+        """Hand the engine a request with its tokens and what `reader` made of its images (None: it
+        has none). One that can't be understood is answered, never dropped."""
         images: tuple[Placed, ...] = ()
         try:
             request = request_from_json(sent)
             prompt, add_bos = request.prompt, request.add_bos
             if not sent.get("images"):
-                tokens = tokenized(backend, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
+                tokens = (
+                    tokenized(backend, prompt, add_bos=add_bos)
+                    if isinstance(prompt, str)
+                    else prompt
+                )
                 bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
                 if bad is not None:
                     raise BackendFailure(f"token {bad} is outside the vocabulary")
             elif isinstance(prompt, str) and reader is not None:
-                tokens, images = reader.read(prompt, request.images, add_bos=add_bos, salt=request.generation.salt)
+                tokens, images = reader.read(
+                    prompt, request.images, add_bos=add_bos, salt=request.generation.salt
+                )
                 # What they are made of is not needed any more.
                 request = replace(request, images={})
             else:
@@ -203,7 +229,9 @@ class Worker:
         except Exception as e:
             self._send([Failure(str(sent.get("id", "")), "invalid_request", reason(e))])
         else:
-            self._inbox.put({"op": "submit", "request": request, "tokens": tokens, "images": images})
+            self._inbox.put(
+                {"op": "submit", "request": request, "tokens": tokens, "images": images}
+            )
 
     def _prepare(self, backend: Backend, sent: dict[str, Any]) -> None:
         self._submit(backend, sent, self._image_reader)
@@ -220,7 +248,8 @@ def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
 
 
 def _tokens(backend: Backend, sent: Message, reader: ImageReader | None = None) -> list[int]:
-    """What a text that is asked for with "tokenize" is in tokens, with its images' if it has some."""
+    """What a text that is asked for with "tokenize" is in tokens, with its images' if it has
+    some."""
     if reader is not None and sent.get("images"):
         return reader.read(sent["text"], sent["images"], add_bos=sent["add_bos"])[0]
     return tokenized(backend, sent["text"], special=sent["special"], add_bos=sent["add_bos"])

@@ -1,1 +1,2 @@
-"""The APIs clients speak. Each only translates: a body to a ChatRequest or a GenerationJob, and a generation to its reply."""
+"""The APIs clients speak. Each only translates: a body to a ChatRequest or a GenerationJob, and a
+generation to its reply."""

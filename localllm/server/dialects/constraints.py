@@ -1,4 +1,5 @@
-"""What the form of an answer is held to: one constraint, in whichever of the spellings that servers have for it."""
+"""What the form of an answer is held to: one constraint, in whichever of the spellings that servers
+have for it."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from localllm.errors import RequestError, UnsupportedError
 
-# ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or ("loose_schema", source): a
-# schema of which the rest holds where a part can't.
+# ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or
+# ("loose_schema", source): a schema of which the rest holds where a part can't.
 Constraint: TypeAlias = tuple[str, str]
 
 
 def only_one(**named: Constraint | None) -> Constraint | None:
-    """The one constraint that is given; raises RequestError if there are several, by their field names."""
+    """The one constraint that is given; raises RequestError if there are several, by their field
+    names."""
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) > 1:
         names = list(given)
@@ -28,7 +30,8 @@ def only_one(**named: Constraint | None) -> Constraint | None:
 def of_schema(
     schema: Mapping[str, Any] | str | None, where: str = "json_schema", *, strict: bool = True
 ) -> Constraint | None:
-    """The constraint of a JSON schema, or of one as text. Raises RequestError for text that is none."""
+    """The constraint of a JSON schema, or of one as text. Raises RequestError for text that is
+    none."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -36,7 +39,11 @@ def of_schema(
             raise RequestError(f"{where} is no JSON", param=where) from e
         if not isinstance(schema, dict | bool):
             raise RequestError(f"{where} must be a JSON schema", param=where)
-    return None if schema is None else ("json_schema" if strict else "loose_schema", json.dumps(schema))
+    return (
+        None
+        if schema is None
+        else ("json_schema" if strict else "loose_schema", json.dumps(schema))
+    )
 
 
 def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
@@ -49,11 +56,14 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
 
 
 def of_response_format(response_format: Any) -> Constraint | None:
-    """The engine's constraint for OpenAI's `response_format`; raises RequestError or UnsupportedError."""
+    """The engine's constraint for OpenAI's `response_format`; raises RequestError or
+    UnsupportedError."""
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
-        raise RequestError("the response format must be an object with a type", param="response_format")
+        raise RequestError(
+            "the response format must be an object with a type", param="response_format"
+        )
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -63,15 +73,19 @@ def of_response_format(response_format: Any) -> Constraint | None:
         return of_schema(schema if isinstance(schema, dict) else {"type": "object"})
     if kind == "json_schema":
         wrapped = response_format.get("json_schema")
-        schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else response_format.get("schema")
+        schema = (
+            wrapped.get("schema") if isinstance(wrapped, Mapping) else response_format.get("schema")
+        )
         if not isinstance(schema, Mapping):
             raise RequestError(
-                "response_format.json_schema.schema must be an object", param="response_format.json_schema"
+                "response_format.json_schema.schema must be an object",
+                param="response_format.json_schema",
             )
         said = wrapped if isinstance(wrapped, Mapping) else response_format
         return of_schema(schema, strict=said.get("strict") is not False)
     raise UnsupportedError(
-        f"response_format.type {str(kind)[:40]!r} is not supported; known: text, json_object, json_schema",
+        f"response_format.type {str(kind)[:40]!r} is not supported; known: text, json_object, "
+        "json_schema",
         param="response_format",
     )
 

@@ -1,15 +1,26 @@
-"""Request bodies: each field is honoured within its range, refused with the reason, or named as ignored.
+"""Request bodies: each field is honoured within its range, refused with the reason, or named as
+ignored.
 
-The pydantic models hold the honoured fields; those of sampling are made of `engine.messages.Sampling`, whose dataclass
-says each one's range. REFUSED are known fields that can't be honoured, with the values that mean "off". HINTS are known
-fields without effect on an answer. Any other field is accepted and named in the response header `x-localllm-ignored`.
+The pydantic models hold the honoured fields; those of sampling are made of
+`engine.messages.Sampling`, whose dataclass says each one's range. REFUSED are known fields that
+can't be honoured, with the values that mean "off". HINTS are known fields without effect on an
+answer. Any other field is accepted and named in the response header `x-localllm-ignored`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -25,11 +36,22 @@ from localllm.server.dialects.constraints import (
 )
 
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-TRUNCATION = "a conversation too long for the context: refused (disabled), or its oldest turns left out (auto)"
+TRUNCATION = (
+    "a conversation too long for the context: refused (disabled), or its oldest turns "
+    "left "
+    "out "
+    "(auto)"
+)
 # Of the bodies that hold a conversation.
 ParseSpecial = Annotated[
     bool | None,
-    Field(description="true: control tokens spelled in messages and tools are read as such; otherwise they are text"),
+    Field(
+        description="true: control tokens spelled in messages and tools are read as such; "
+        "otherwise "
+        "they "
+        "are "
+        "text"
+    ),
 ]
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
@@ -39,13 +61,17 @@ StopText = Annotated[str, Field(max_length=1024)]
 
 # For dialects without such a field.
 _ELSEWHERE = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
-# field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp tools/server/README.md.
+# field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp
+# tools/server/README.md.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "audio": ("this server writes text only", (None,)),
     "modalities": ("this server writes text only", (None, ["text"], [])),
     "web_search_options": ("this server does not search the web", (None,)),
     "functions": ("the legacy function interface is not spoken; send `tools`", (None, [])),
-    "function_call": ("the legacy function interface is not spoken; send `tool_choice`", (None, "none", "auto")),
+    "function_call": (
+        "the legacy function interface is not spoken; send `tool_choice`",
+        (None, "none", "auto"),
+    ),
     "best_of": ("candidates are not ranked here; send `n`", (None, 1)),
     "use_beam_search": ("there is no beam search", (None, False)),
     "mirostat": ("mirostat sampling is not implemented", (None, 0)),
@@ -57,17 +83,25 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "length_penalty": ("there is no beam search", (None, 1, 1.0)),
     "min_tokens": (_ELSEWHERE, (None, 0)),
     "bad_words": ("not implemented; ban tokens by `logit_bias`", (None, [])),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_ELSEWHERE, (None,))),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_ELSEWHERE, (None,))
+    ),
     **dict.fromkeys(("structured_outputs", "regex", "ebnf"), (_ELSEWHERE, (None,))),
     "lora": ("adapters are not loaded per request", (None, [])),
     "image_data": ("this server reads text only", (None, [])),
-    "grammar_lazy": ("send `tools`: a call is held to its schema from where it begins", (None, False)),
+    "grammar_lazy": (
+        "send `tools`: a call is held to its schema from where it begins",
+        (None, False),
+    ),
     "post_sampling_probs": ("probabilities are those of the model, before sampling", (None, False)),
     "reasoning_format": ("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
     "stop_token_ids": (_ELSEWHERE, (None, [])),
     "allowed_token_ids": ("not implemented; ban tokens by `logit_bias`", (None, [])),
     "include_stop_str_in_output": ("a stop string is never part of the answer", (None, False)),
-    "skip_special_tokens": ("special tokens are left out, except where a tool format needs them", (None, True)),
+    "skip_special_tokens": (
+        "special tokens are left out, except where a tool format needs them",
+        (None, True),
+    ),
     "truncate_prompt_tokens": ("a prompt that is too long is refused, never cut", (None,)),
     "prompt_logprobs": ("log-probabilities are those of the answer's tokens", (None, 0)),
     "context": ("a conversation is kept by its messages: use /api/chat", (None, [])),
@@ -89,7 +123,9 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-    model: str | None = Field(None, max_length=512, description="a served model or alias; none means the first one")
+    model: str | None = Field(
+        None, max_length=512, description="a served model or alias; none means the first one"
+    )
     stream: bool | None = Field(None, description="send the answer as server-sent events")
 
 
@@ -99,7 +135,9 @@ class ReasoningFields(BaseModel):
     model_config = ConfigDict(extra="allow")
     effort: Effort | None = None
     enabled: bool | None = None
-    max_tokens: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
+    max_tokens: Budget | None = Field(
+        None, description="tokens of reasoning at most; -1 = no limit"
+    )
 
     @property
     def level(self) -> Effort | None:
@@ -119,7 +157,9 @@ class LoopFields(BaseModel):
         if not self.max_pattern_size:
             return None
         if self.min_pattern_size > self.max_pattern_size:
-            raise RequestError("min_pattern_size is above max_pattern_size", param="repetition_detection")
+            raise RequestError(
+                "min_pattern_size is above max_pattern_size", param="repetition_detection"
+            )
         return LoopLimits(self.max_pattern_size, self.min_pattern_size or 1, self.min_count)
 
 
@@ -131,25 +171,37 @@ def _body_field(declared: Any) -> tuple[Any, Any]:
 
 
 _DECLARED = get_type_hints(Sampling, include_extras=True)
-# Parameters with a JSON form of their own; all others are numbers, with the name and the range of `Sampling`.
+# Parameters with a JSON form of their own; all others are numbers, with the name and the range of
+# `Sampling`.
 _OWN_JSON_FORM = ("logit_bias", "dry_sequence_breakers")
 if TYPE_CHECKING:
     _SamplingNumbers = BaseModel
 else:
     _SamplingNumbers = create_model(
         "_SamplingNumbers",
-        **{name: _body_field(kind) for name, kind in _DECLARED.items() if name not in _OWN_JSON_FORM},
+        **{
+            name: _body_field(kind)
+            for name, kind in _DECLARED.items()
+            if name not in _OWN_JSON_FORM
+        },
     )
 
 
 class GenerationFields(_SamplingNumbers):
-    """Fields that all generating dialects share: sampling, and what ends an answer. None takes the model's default."""
+    """Fields that all generating dialects share: sampling, and what ends an answer. None takes the
+    model's default."""
 
-    dry_sequence_breakers: Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None = None
+    dry_sequence_breakers: (
+        Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None
+    ) = None
     stop: StopText | Annotated[list[StopText], Field(max_length=32)] | None = None
-    min_tokens: Count | None = Field(None, description="no end of the model's own and no stop token before that")
+    min_tokens: Count | None = Field(
+        None, description="no end of the model's own and no stop token before that"
+    )
     stop_token_ids: Annotated[list[Count], Field(max_length=1024)] | None = None
-    repetition_detection: LoopFields | None = Field(None, description="ends loops: finish_reason repetition")
+    repetition_detection: LoopFields | None = Field(
+        None, description="ends loops: finish_reason repetition"
+    )
 
     def sent_sampling(self) -> dict[str, Any]:
         """The parameters of `Sampling` that were sent. A seed of -1 draws one."""
@@ -168,10 +220,14 @@ class GenerationFields(_SamplingNumbers):
     def generation_up_to(
         self, longest: int | None, default: Sampling, *, limit: str = "max_tokens", within: str = ""
     ) -> Generation:
-        """The generation with these fields over the model's defaults. `limit` is the dialect's name for max_tokens,
-        `within` the path of the object that holds these fields. Raises RequestError."""
+        """The generation with these fields over the model's defaults. `limit` is the dialect's name
+        for max_tokens, `within` the path of the object that holds these fields. Raises
+        RequestError."""
         if self.min_tokens and longest is not None and self.min_tokens > longest:
-            raise RequestError(f"min_tokens is {self.min_tokens} and {limit} {longest}", param=f"{within}min_tokens")
+            raise RequestError(
+                f"min_tokens is {self.min_tokens} and {limit} {longest}",
+                param=f"{within}min_tokens",
+            )
         return Generation(
             sampling=replace(default, **self.sent_sampling()),
             max_tokens=longest,
@@ -186,14 +242,20 @@ class SamplingFields(RequestBody, GenerationFields):
     """A generating body with the fields of OpenAI, llama.cpp and vLLM."""
 
     biases_texts: ClassVar[bool] = False  # whether logit_bias may name tokens by text
-    repetition_penalty: float | None = Field(None, gt=0, le=10, description="another name of repeat_penalty")
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="another name of repeat_penalty"
+    )
     logit_bias: (
         Annotated[dict[str, Bias], Field(max_length=4096)]
         | Annotated[list[tuple[int | str, Bias]], Field(max_length=4096)]
         | None
-    ) = Field(None, description="by token id; [[id, bias], …] and false for -100 are llama.cpp's forms")
+    ) = Field(
+        None, description="by token id; [[id, bias], …] and false for -100 are llama.cpp's forms"
+    )
     ignore_eos: bool | None = None
-    cache_prompt: bool | None = Field(None, description="false neither uses nor fills the prefix cache")
+    cache_prompt: bool | None = Field(
+        None, description="false neither uses nor fills the prefix cache"
+    )
     cache_salt: str | None = Field(
         None,
         min_length=1,
@@ -204,18 +266,36 @@ class SamplingFields(RequestBody, GenerationFields):
     service_tier: str | None = Field(
         None, max_length=64, description="priority: before others; flex, batch: after them"
     )
-    t_max_predict_ms: int | None = Field(None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none")
-    grammar: str | None = Field(None, max_length=1 << 18, description="a GBNF grammar the answer must match")
-    json_schema: dict[str, Any] | str | None = Field(None, description="a JSON schema the answer must match")
-    regex: str | None = Field(None, max_length=1 << 16, description="an expression the answer must match (SGLang)")
-    ebnf: str | None = Field(None, max_length=1 << 18, description="another name of grammar (SGLang)")
-    structured_outputs: StructuredFields | None = Field(None, description="the constraint in vLLM's words")
-    guided_json: dict[str, Any] | str | None = Field(None, description="another name of json_schema (vLLM)")
-    guided_regex: str | None = Field(None, max_length=1 << 16, description="another name of regex (vLLM)")
+    t_max_predict_ms: int | None = Field(
+        None, ge=0, le=MAX_TOKENS, description="time limit of the answer; 0 = none"
+    )
+    grammar: str | None = Field(
+        None, max_length=1 << 18, description="a GBNF grammar the answer must match"
+    )
+    json_schema: dict[str, Any] | str | None = Field(
+        None, description="a JSON schema the answer must match"
+    )
+    regex: str | None = Field(
+        None, max_length=1 << 16, description="an expression the answer must match (SGLang)"
+    )
+    ebnf: str | None = Field(
+        None, max_length=1 << 18, description="another name of grammar (SGLang)"
+    )
+    structured_outputs: StructuredFields | None = Field(
+        None, description="the constraint in vLLM's words"
+    )
+    guided_json: dict[str, Any] | str | None = Field(
+        None, description="another name of json_schema (vLLM)"
+    )
+    guided_regex: str | None = Field(
+        None, max_length=1 << 16, description="another name of regex (vLLM)"
+    )
     guided_choice: Annotated[list[str], Field(max_length=4096)] | None = Field(
         None, description="texts, of which the answer must be one (vLLM)"
     )
-    guided_grammar: str | None = Field(None, max_length=1 << 18, description="another name of grammar (vLLM)")
+    guided_grammar: str | None = Field(
+        None, max_length=1 << 18, description="another name of grammar (vLLM)"
+    )
 
     def sent_sampling(self) -> dict[str, Any]:
         """The same, with the fields that only these bodies have."""
@@ -226,7 +306,9 @@ class SamplingFields(RequestBody, GenerationFields):
             biases = self.biases()
             unknown = next((key for key in biases if isinstance(key, str)), None)
             if unknown is not None and not self.biases_texts:
-                raise RequestError(f"logit_bias: {unknown[:40]!r} is not a token id", param="logit_bias")
+                raise RequestError(
+                    f"logit_bias: {unknown[:40]!r} is not a token id", param="logit_bias"
+                )
             sent["logit_bias"] = {key: bias for key, bias in biases.items() if isinstance(key, int)}
         return sent
 
@@ -236,7 +318,9 @@ class SamplingFields(RequestBody, GenerationFields):
         found: dict[int | str, float] = {}
         for key, bias in sent.items() if isinstance(sent, dict) else sent:
             if bias is True or (isinstance(key, int) and not 0 <= key < 2**31):
-                raise RequestError("logit_bias takes token ids, and numbers or false", param="logit_bias")
+                raise RequestError(
+                    "logit_bias takes token ids, and numbers or false", param="logit_bias"
+                )
             numbered = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
             found[int(key) if numbered else key] = -100.0 if bias is False else bias
         return found
@@ -271,15 +355,17 @@ class SamplingFields(RequestBody, GenerationFields):
         return ""
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
-        """The one constraint on the answer's form, also by OpenAI's `response_format` where a body has it. Raises
-        RequestError when several are given."""
+        """The one constraint on the answer's form, also by OpenAI's `response_format` where a body
+        has it. Raises RequestError when several are given."""
         return only_one(
             response_format=of_response_format(response_format),
             grammar=("gbnf", self.grammar) if self.grammar else None,
             json_schema=of_schema(self.json_schema),
             regex=("regex", self.regex) if self.regex else None,
             ebnf=("gbnf", self.ebnf) if self.ebnf else None,
-            structured_outputs=self.structured_outputs.constraint() if self.structured_outputs else None,
+            structured_outputs=self.structured_outputs.constraint()
+            if self.structured_outputs
+            else None,
             guided_json=of_schema(self.guided_json, "guided_json"),
             guided_regex=("regex", self.guided_regex) if self.guided_regex else None,
             guided_choice=of_choice(self.guided_choice, "guided_choice"),
@@ -291,16 +377,30 @@ class ReasonedFields(SamplingFields):
     """A body of a chat, which may have a reasoning budget, under the names of several servers."""
 
     parse_special: ParseSpecial = None
-    reasoning: ReasoningFields | None = Field(None, description="`effort`, and `max_tokens` of reasoning at most")
-    thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
-    thinking_token_budget: Budget | None = Field(None, description="another name of thinking_budget (vLLM)")
-    thinking_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
-    reasoning_budget_tokens: Budget | None = Field(None, description="another name of thinking_budget (llama.cpp)")
+    reasoning: ReasoningFields | None = Field(
+        None, description="`effort`, and `max_tokens` of reasoning at most"
+    )
+    thinking_budget: Budget | None = Field(
+        None, description="tokens of reasoning at most; -1 = no limit"
+    )
+    thinking_token_budget: Budget | None = Field(
+        None, description="another name of thinking_budget (vLLM)"
+    )
+    thinking_budget_tokens: Budget | None = Field(
+        None, description="another name of thinking_budget (llama.cpp)"
+    )
+    reasoning_budget_tokens: Budget | None = Field(
+        None, description="another name of thinking_budget (llama.cpp)"
+    )
 
     def thinking_tokens(self) -> int | None:
         """The reasoning budget, by the first of its names that is sent; None = no limit."""
         named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
-        sent = (self.reasoning.max_tokens if self.reasoning else None, *named, self.reasoning_budget_tokens)
+        sent = (
+            self.reasoning.max_tokens if self.reasoning else None,
+            *named,
+            self.reasoning_budget_tokens,
+        )
         return first_limit(*sent)
 
 
@@ -318,8 +418,11 @@ def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:
 Fields = TypeVar("Fields", bound=RequestBody)
 
 
-def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HINTS) -> tuple[Fields, list[str]]:
-    """Validates `body` as `kind`; returns it with the names of ignored fields. Raises RequestError or UnsupportedError."""
+def read(
+    kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HINTS
+) -> tuple[Fields, list[str]]:
+    """Validates `body` as `kind`; returns it with the names of ignored fields. Raises RequestError
+    or UnsupportedError."""
     for name, (reason, off) in REFUSED.items():
         if name in body and name not in kind.model_fields and body[name] not in off:
             raise UnsupportedError(f"{name} is not supported: {reason}", param=name)
@@ -333,7 +436,8 @@ def read(kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HI
 
 
 def _invalid(found: ValidationError, body: Any) -> RequestError:
-    """What is wrong with `body`: of the members of a union, as the one says that came the furthest."""
+    """What is wrong with `body`: of the members of a union, as the one says that came the
+    furthest."""
     errors = found.errors(include_url=False, include_context=False, include_input=False)
     of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     worst = max(of_field, key=lambda error: len(_sent_path(error, body)))
@@ -342,10 +446,15 @@ def _invalid(found: ValidationError, body: Any) -> RequestError:
 
 
 def _sent_path(error: Any, body: Any) -> list[str]:
-    """Where in what was sent `error` (pydantic's) is; it also names the types of a union's members, which nobody sent."""
+    """Where in what was sent `error` (pydantic's) is; it also names the types of a union's members,
+    which nobody sent."""
     path = []
     for step in error["loc"]:
-        there = step in body if isinstance(body, Mapping) else isinstance(body, list) and step in range(len(body))
+        there = (
+            step in body
+            if isinstance(body, Mapping)
+            else isinstance(body, list) and step in range(len(body))
+        )
         if there:
             body = body[step]
         if there or (error["type"] == "missing" and step is error["loc"][-1]):

@@ -38,7 +38,11 @@ _ERROR_SCHEMAS: dict[str, Any] = {
             }
         },
     },
-    "OllamaError": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
+    "OllamaError": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "string"}},
+    },
     "AnthropicError": {
         "type": "object",
         "required": ["type", "error"],
@@ -64,12 +68,17 @@ def _errors_of(path: str) -> dict[str, Any]:
     schema = {"anyOf": [{"$ref": f"#/components/schemas/{form}"} for form in forms]}
     content = {"application/json": {"schema": schema}}
     more = {"501": "the model can't do that at all"} if path.startswith("/v1/systemone") else {}
-    return {code: {"description": text, "content": content} for code, text in (_ERRORS | more).items()}
+    return {
+        code: {"description": text, "content": content} for code, text in (_ERRORS | more).items()
+    }
 
 
 def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, Any]:
-    """OpenAPI metadata of a route: its body, the keys of a whole answer, and the media type of a streamed one."""
-    assert _BODIES.setdefault(model.__name__, model) is model, f"two bodies are named {model.__name__}"
+    """OpenAPI metadata of a route: its body, the keys of a whole answer, and the media type of a
+    streamed one."""
+    assert _BODIES.setdefault(model.__name__, model) is model, (
+        f"two bodies are named {model.__name__}"
+    )
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
     # Without keys: an object, or a list of them (llama.cpp's several choices).
     form = {"type": "object", "required": list(keys)} if keys else {"type": ["object", "array"]}
@@ -90,15 +99,19 @@ def install(app: FastAPI) -> None:
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            schema = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=app.routes
+            )
             _, definitions = models_json_schema(
-                [(m, "validation") for m in _BODIES.values()], ref_template="#/components/schemas/{model}"
+                [(m, "validation") for m in _BODIES.values()],
+                ref_template="#/components/schemas/{model}",
             )
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"], **_ERROR_SCHEMAS)
             for path, operations in schema["paths"].items():
                 for operation in operations.values():
-                    operation["responses"].pop("422", None)  # FastAPI's own: our bodies are checked by fields.read
+                    # FastAPI's own: our bodies are checked by fields.read
+                    operation["responses"].pop("422", None)
                     operation["responses"] |= _errors_of(path)
             app.openapi_schema = schema
         return app.openapi_schema

@@ -1,5 +1,5 @@
-"""POST /v1/rerank in the format of llama.cpp, Jina and Cohere; with `texts` instead of `documents`, in that of
-text-embeddings-inference."""
+"""POST /v1/rerank in the format of llama.cpp, Jina and Cohere; with `texts` instead of `documents`,
+in that of text-embeddings-inference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class RerankFields(RequestBody):
     texts: Annotated[list[str], Field(min_length=1, max_length=_MOST_DOCUMENTS)] | None = Field(
         None, description="the same, answered as text-embeddings-inference does"
     )
-    top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="the best so many; default: all")
+    top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="the best so many; default: all"
+    )
     return_documents: bool | None = None
     return_text: bool | None = None
     truncate: bool | None = Field(None, description="cut what is too long instead of refusing it")
@@ -64,21 +66,28 @@ def routes(server: Server) -> APIRouter:
                 engine = await model.engine()
                 if not isinstance(engine, EmbeddingEngine):
                     raise UnsupportedError(f"{model.name} does not rank", param="model")
-                scores, tokens = await engine.rank(fields.query, documents, truncate=bool(fields.truncate))
+                scores, tokens = await engine.rank(
+                    fields.query, documents, truncate=bool(fields.truncate)
+                )
             body = _body(fields, model, documents, scores, tokens)
             return JSONResponse(body, headers=answer_headers(ignored))
 
         return await unless_left(request, work())
 
     described = body_of(RerankFields, "results")
-    router.add_api_route("/v1/rerank", rerank, methods=["POST"], response_model=None, openapi_extra=described)
+    router.add_api_route(
+        "/v1/rerank", rerank, methods=["POST"], response_model=None, openapi_extra=described
+    )
     for path in _ALIASES:
-        router.add_api_route(path, rerank, methods=["POST"], response_model=None, include_in_schema=False)
+        router.add_api_route(
+            path, rerank, methods=["POST"], response_model=None, include_in_schema=False
+        )
     return router
 
 
 def ranker_for(models: ModelRouter, name: str | None) -> ServedModel:
-    """The reranker of that name; without a name the first. Raises UnsupportedError for a model that is none."""
+    """The reranker of that name; without a name the first. Raises UnsupportedError for a model that
+    is none."""
     ranking = [m for m in models.list() if m.facts.ranks]
     model = ranking[0] if ranking and not name else models.resolve(name)
     if model.facts.ranks:
@@ -87,12 +96,15 @@ def ranker_for(models: ModelRouter, name: str | None) -> ServedModel:
         f"{model.name} does not rank texts",
         hint=f"name a reranker: {', '.join(m.name for m in ranking)}"
         if ranking
-        else "fetch a reranker (bge-reranker, Qwen3-Reranker …) and name it, or rank by the distance of embeddings",
+        else "fetch a reranker (bge-reranker, Qwen3-Reranker …) and name it, or rank by the "
+        "distance of embeddings",
         param="model",
     )
 
 
-def _body(fields: RerankFields, model: ServedModel, documents: list[str], scores: list[float], tokens: int) -> Any:
+def _body(
+    fields: RerankFields, model: ServedModel, documents: list[str], scores: list[float], tokens: int
+) -> Any:
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n]
     if fields.texts is not None:
         listed: list[dict[str, Any]] = [{"index": i, "score": scores[i]} for i in best]

@@ -1,4 +1,5 @@
-"""A generating path as a value, and its walk: read the body, resolve the model, translate, answer."""
+"""A generating path as a value, and its walk: read the body, resolve the model, translate,
+answer."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ class PreloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Fields, Translated]):
-    """One generating path: the body it reads (`fields`) and how that is translated for a model. In the OpenAPI document
-    `about` is its description and `keys` what a whole answer has; `aliases` are further paths, not listed there."""
+    """One generating path: the body it reads (`fields`) and how that is translated for a model. In
+    the OpenAPI document `about` is its description and `keys` what a whole answer has; `aliases`
+    are further paths, not listed there."""
 
     path: str
     fields: type[Fields]
@@ -52,14 +54,29 @@ class Route(Generic[Fields, Translated]):
 
 def mount(router: APIRouter, server: Server, *routes: Route[Any, Any]) -> None:
     for route in routes:
-        mount_answer(router, route, _answering(server, route), streams=route.dialect.media_type.partition(";")[0])
+        mount_answer(
+            router,
+            route,
+            _answering(server, route),
+            streams=route.dialect.media_type.partition(";")[0],
+        )
 
 
-def mount_answer(router: APIRouter, route: Route[Any, Any], endpoint: Endpoint, *, streams: str = "") -> None:
+def mount_answer(
+    router: APIRouter, route: Route[Any, Any], endpoint: Endpoint, *, streams: str = ""
+) -> None:
     """Serve `route` and its aliases by `endpoint`."""
-    post(router, route.path, endpoint, route.about, body_of(route.fields, *route.keys, streams=streams))
+    post(
+        router,
+        route.path,
+        endpoint,
+        route.about,
+        body_of(route.fields, *route.keys, streams=streams),
+    )
     for alias in route.aliases:
-        router.add_api_route(alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False)
+        router.add_api_route(
+            alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False
+        )
 
 
 def mount_prompt(
@@ -70,7 +87,8 @@ def mount_prompt(
     about: str,
     body: Callable[[str, int], Mapping[str, Any]],
 ) -> None:
-    """Serve `path`, which takes the body of `route` and answers `body(prompt, tokens)` instead of generating."""
+    """Serve `path`, which takes the body of `route` and answers `body(prompt, tokens)` instead of
+    generating."""
 
     async def prompt(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
@@ -86,12 +104,20 @@ def mount_prompt(
 def _answering(server: Server, route: Route[Any, Any]) -> Endpoint:
     async def answer(request: Request) -> Response:
         body = await read_json(request, server.settings)
-        key = _kept(request, body) if route.dialect.media_type.startswith("text/event-stream") else None
+        key = (
+            _kept(request, body)
+            if route.dialect.media_type.startswith("text/event-stream")
+            else None
+        )
         stream = server.kept.find(key[0]) if key is not None else None
         if key is not None and stream is not None:
             if stream.asked != key[1]:
-                raise RequestError("this Idempotency-Key belongs to another request", param="Idempotency-Key")
-            return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
+                raise RequestError(
+                    "this Idempotency-Key belongs to another request", param="Idempotency-Key"
+                )
+            return stream.answer(
+                event_number(request.headers.get("last-event-id"), "Last-Event-ID")
+            )
         fields, unknown = read(route.fields, body, route.hints)
         model = await server.models.find(fields.model)
         translated = await worked(partial(route.translate, fields, model))
@@ -118,13 +144,16 @@ async def _preload(server: Server, model: ServedModel, keep_s: float | None) -> 
 
 
 def _kept(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
-    """The key under which a client wants its stream kept, and a digest of its request. Raises RequestError."""
+    """The key under which a client wants its stream kept, and a digest of its request. Raises
+    RequestError."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
     if not 0 < len(key) <= 255:
         raise RequestError("an Idempotency-Key has 1 to 255 characters", param="Idempotency-Key")
-    return key, hashlib.sha256(json.dumps([request.url.path, body], sort_keys=True).encode()).digest()
+    return key, hashlib.sha256(
+        json.dumps([request.url.path, body], sort_keys=True).encode()
+    ).digest()
 
 
 def event_number(sent: str | None, where: str) -> int:
@@ -136,8 +165,21 @@ def event_number(sent: str | None, where: str) -> int:
     return int(sent)
 
 
-def post(router: APIRouter, path: str, endpoint: Endpoint, about: str, described: dict[str, Any] | None = None) -> None:
-    """Serve `path` by `endpoint`; `described`: its body in the OpenAPI document (see `openapi.body_of`)."""
+def post(
+    router: APIRouter,
+    path: str,
+    endpoint: Endpoint,
+    about: str,
+    described: dict[str, Any] | None = None,
+) -> None:
+    """Serve `path` by `endpoint`; `described`: its body in the OpenAPI document (see
+    `openapi.body_of`)."""
     router.add_api_route(
-        path, endpoint, methods=["POST"], response_model=None, name=about, description=about, openapi_extra=described
+        path,
+        endpoint,
+        methods=["POST"],
+        response_model=None,
+        name=about,
+        description=about,
+        openapi_extra=described,
     )

@@ -1,4 +1,5 @@
-"""Embeddings for every dialect: choosing the model, running it, truncating and encoding the vectors."""
+"""Embeddings for every dialect: choosing the model, running it, truncating and encoding the
+vectors."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Texts to embed; `body` makes the answer of the vectors (little-endian float32) and the token count. `truncate`:
-    cut inputs that are too long instead of refusing them. `keep_s`: as in TranslatedRequest."""
+    """Texts to embed; `body` makes the answer of the vectors (little-endian float32) and the token
+    count. `truncate`: cut inputs that are too long instead of refusing them. `keep_s`: as in
+    TranslatedRequest."""
 
     inputs: Sequence[str | list[int]]
     body: Callable[[list[bytes], int], Mapping[str, Any]]
@@ -40,14 +42,16 @@ class EmbeddingRequest:
 
 
 def model_for(models: ModelRouter, name: str | None) -> ServedModel:
-    """The embedding model of that name; without a name the first. Raises UnsupportedError for one that generates text."""
+    """The embedding model of that name; without a name the first. Raises UnsupportedError for one
+    that generates text."""
     embedding = [m for m in models.list() if m.facts.embeds]
     model = embedding[0] if embedding and not name else models.resolve(name)
     if model.facts.embeds:
         return model
     served = ", ".join(m.name for m in embedding)
     raise UnsupportedError(
-        f"{model.name} {'ranks' if model.facts.ranks else 'generates text'}; it makes no embeddings",
+        f"{model.name} {'ranks' if model.facts.ranks else 'generates text'}; it makes no "
+        "embeddings",
         hint=f"name an embedding model: {served}"
         if served
         else "serve an embedding model beside it: `localllm serve MODEL --also EMBEDDING_MODEL`",
@@ -73,7 +77,9 @@ def _answering(server: Server, route: Route[Any, EmbeddingRequest]) -> Endpoint:
         async def work() -> Response:
             with server.serving(model, translated.keep_s):
                 vectors, n_tokens = await _embed(model, translated)
-            return JSONResponse(translated.body(vectors, n_tokens), headers=answer_headers([*ignored, *kept]))
+            return JSONResponse(
+                translated.body(vectors, n_tokens), headers=answer_headers([*ignored, *kept])
+            )
 
         return await unless_left(request, work())
 
@@ -93,11 +99,14 @@ async def _embed(model: ServedModel, asked: EmbeddingRequest) -> tuple[list[byte
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:
-    """The first `dimensions` numbers of a vector, normalised again. Raises RequestError if it has fewer."""
+    """The first `dimensions` numbers of a vector, normalised again. Raises RequestError if it has
+    fewer."""
     if dimensions is None or 4 * dimensions == len(row):
         return row
     if 4 * dimensions > len(row):
-        raise RequestError(f"dimensions: this model's vectors have {len(row) // 4}", param="dimensions")
+        raise RequestError(
+            f"dimensions: this model's vectors have {len(row) // 4}", param="dimensions"
+        )
     short = _floats(row[: 4 * dimensions])
     length = math.sqrt(sum(x * x for x in short))
     scaled = array("f", (x / length if length else x for x in short))

@@ -17,12 +17,14 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
 def comment(progress: PrefillProgress) -> bytes:
-    """The keep-alive of SSE: a comment with the progress, a line of the next event. Older decoders fail on a block of its own."""
+    """The keep-alive of SSE: a comment with the progress, a line of the next event. Older decoders
+    fail on a block of its own."""
     return f": {progress}\n".encode()
 
 
 def compacted_comment(compacted: str) -> bytes:
-    """`x-localllm-compacted` as an SSE comment, since the headers may have been sent before it was known."""
+    """`x-localllm-compacted` as an SSE comment, since the headers may have been sent before it was
+    known."""
     return f": compacted {compacted}\n".encode()
 
 
@@ -35,7 +37,8 @@ EVENTS = Dialect(EVENT_STREAM, frame_error, comment)
 
 
 def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
-    """llama.cpp's `timings`: milliseconds and tokens per second; `queued_ms` and `predicted_steps` (decode steps) are ours."""
+    """llama.cpp's `timings`: milliseconds and tokens per second; `queued_ms` and `predicted_steps`
+    (decode steps) are ours."""
     fresh = usage.prompt_tokens - usage.cached_tokens
     drafted = usage.accepted_draft_tokens + usage.rejected_draft_tokens
     return {
@@ -50,19 +53,25 @@ def timings_body(usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
         "predicted_n": usage.completion_tokens,
         "predicted_ms": timings.decode_s * 1e3,
         # The first token belongs to prefill.
-        "predicted_per_second": max(0, usage.completion_tokens - 1) / timings.decode_s if timings.decode_s > 0 else 0.0,
+        "predicted_per_second": max(0, usage.completion_tokens - 1) / timings.decode_s
+        if timings.decode_s > 0
+        else 0.0,
     }
 
 
 def logprob_entry(p: TokenLogprob, *, ids: bool = False) -> dict[str, Any]:
     """A token with its alternatives; with `ids` also by their numbers."""
     own = {"id": p.token} if ids else {}
-    top = [{**token_logprob(text, logprob), **({"id": token} if ids else {})} for text, token, logprob in p.top]
+    top = [
+        {**token_logprob(text, logprob), **({"id": token} if ids else {})}
+        for text, token, logprob in p.top
+    ]
     return {**token_logprob(p.text, p.logprob), **own, "top_logprobs": top}
 
 
 def token_logprob(text: str, logprob: float) -> dict[str, Any]:
-    """A token as OpenAI and Ollama write it: half a character is shown as U+FFFD, and by its bytes."""
+    """A token as OpenAI and Ollama write it: half a character is shown as U+FFFD, and by its
+    bytes."""
     data = text.encode("utf-8", "surrogateescape")
     return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 

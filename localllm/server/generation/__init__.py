@@ -1,1 +1,2 @@
-"""From a chat request to a prompt, and from a generation job to text; independent of any dialect."""
+"""From a chat request to a prompt, and from a generation job to text; independent of any
+dialect."""

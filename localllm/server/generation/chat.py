@@ -1,5 +1,5 @@
-"""The chat request that every chat dialect is translated to, fitted into the context, and the generation job that a loaded
-model makes of it."""
+"""The chat request that every chat dialect is translated to, fitted into the context, and the
+generation job that a loaded model makes of it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from localllm.server.http.recent import RecentlyUsed
 from localllm.server.models.router import ServedModel
 from localllm_backends.control_text import control_texts
 
-# Share of the context reserved for the answer, unless `max_tokens` is smaller: agents ask for 32,000 whatever the context.
+# Share of the context reserved for the answer, unless `max_tokens` is smaller: agents ask for
+# 32,000 whatever the context.
 _ANSWER_SHARE = 4
-# Counts of single messages may differ from the whole prompt; the budget shrinks until the prompt fits.
+# Counts of single messages may differ from the whole prompt; the budget shrinks until the prompt
+# fits.
 _TIGHTER, _TRIES = 0.75, 8
 _MAX_COUNTS = 65_536
 # Tokens of a message's frame (role, markers), if it can't be measured from the template.
@@ -38,7 +40,8 @@ Render = Callable[[Messages], Awaitable[Prompt]]
 
 
 class TokenCounts:
-    """A cache of token counts, since a conversation comes back with every turn; the least recently used evicted first."""
+    """A cache of token counts, since a conversation comes back with every turn; the least recently
+    used evicted first."""
 
     def __init__(self) -> None:
         self._kept: RecentlyUsed[bytes, int] = RecentlyUsed(_MAX_COUNTS)
@@ -47,7 +50,9 @@ class TokenCounts:
         """How many tokens `text` has in the engine's vocabulary."""
         if not text:
             return 0
-        key = hashlib.sha256(f"{engine.info.fingerprint}\0{text}".encode(errors="surrogatepass")).digest()
+        key = hashlib.sha256(
+            f"{engine.info.fingerprint}\0{text}".encode(errors="surrogatepass")
+        ).digest()
         count = self._kept.get(key)
         if count is None:
             count = self._kept.put(key, len(await engine.tokenize(text)))
@@ -62,8 +67,9 @@ async def fit_to_context(
     max_tokens: int | None,
     counts: TokenCounts,
 ) -> tuple[Prompt, str]:
-    """The prompt for `messages`, without the oldest if they do not fit beside an answer of `max_tokens` (at most a
-    quarter of the context is reserved for it), and how much was left out. Raises ContextLengthError with the counts."""
+    """The prompt for `messages`, without the oldest if they do not fit beside an answer of
+    `max_tokens` (at most a quarter of the context is reserved for it), and how much was left out.
+    Raises ContextLengthError with the counts."""
     n_ctx = engine.info.n_ctx
     most = n_ctx // _ANSWER_SHARE
     budget = n_ctx - max(1, most if max_tokens is None else min(max_tokens, most))
@@ -91,9 +97,11 @@ async def fit_to_context(
     assert kept is not None
     if size >= n_ctx:
         raise ContextLengthError(
-            f"the conversation has {whole} tokens, and {size} when the {len(kept.dropped)} messages that may be left "
+            f"the conversation has {whole} tokens, and {size} when the {len(kept.dropped)} "
+            "messages that may be left "
             f"out are; the served context is {n_ctx}",
-            hint="shorten the system prompt, the tools or the newest turn, or serve with a larger --context",
+            hint="shorten the system prompt, the tools or the newest turn, or serve with a larger "
+            "--context",
             param="messages",
             counts=(size, n_ctx),
         )
@@ -113,9 +121,15 @@ async def _costs(
     async def cost(message: Mapping[str, Any]) -> MessageCost:
         tokens = frame + await counts.of(engine, message["content"])
         for call in message.get("tool_calls", ()):
-            tokens += frame + await counts.of(engine, json.dumps(call["function"], ensure_ascii=False))
+            tokens += frame + await counts.of(
+                engine, json.dumps(call["function"], ensure_ascii=False)
+            )
         reasoning_tokens = await counts.of(engine, message.get("reasoning_content") or "")
-        return MessageCost(tokens + reasoning_tokens) if stays else MessageCost(tokens, passing=reasoning_tokens)
+        return (
+            MessageCost(tokens + reasoning_tokens)
+            if stays
+            else MessageCost(tokens, passing=reasoning_tokens)
+        )
 
     return list(await asyncio.gather(*map(cost, messages)))
 
@@ -124,7 +138,10 @@ async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: To
     """Tokens that the template adds to each message: measured from one more question and answer."""
     question, answer = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
     try:
-        one, two = [await asyncio.to_thread(template.render, m) for m in ([question], [question, answer, question])]
+        one, two = [
+            await asyncio.to_thread(template.render, m)
+            for m in ([question], [question, answer, question])
+        ]
     except TemplateError:
         return _FRAME_TOKENS
     more = await counts.of(engine, two) - await counts.of(engine, one)
@@ -144,9 +161,9 @@ def _keeps_reasoning(template: ChatTemplate) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` returns them. `compaction`:
-    the oldest turns may be left out if the conversation does not fit. `omitted` names attachments that could not be
-    read."""
+    """A conversation and how to answer it; `messages` as `conversation.messages.normalise` returns
+    them. `compaction`: the oldest turns may be left out if the conversation does not fit. `omitted`
+    names attachments that could not be read."""
 
     messages: Sequence[Mapping[str, Any]]
     generation: Generation
@@ -157,7 +174,11 @@ class ChatRequest:
 
 
 async def chat_job(
-    chat: ChatRequest, model: ServedModel, engine: EngineClient, cache: ReasoningCache, counts: TokenCounts
+    chat: ChatRequest,
+    model: ServedModel,
+    engine: EngineClient,
+    cache: ReasoningCache,
+    counts: TokenCounts,
 ) -> GenerationJob:
     """Render the conversation with the model's chat template. Raises RequestError."""
     attached = prepare_images(chat.messages, vision=engine.info.vision)
@@ -171,13 +192,18 @@ async def chat_job(
         return await build_prompt(template, remaining, chat.options, engine.tokenize, controls)
 
     if chat.compaction:
-        prompt, compacted = await fit_to_context(engine, template, messages, render, chat.generation.max_tokens, counts)
+        prompt, compacted = await fit_to_context(
+            engine, template, messages, render, chat.generation.max_tokens, counts
+        )
     else:
         prompt, compacted = await render(messages), ""
     generation, ignored = chat.generation, (*prompt.ignored, *attached.ignored, *chat.omitted)
     if generation.thinking_tokens is not None and prompt.answer.reply.think is None:
         # This model has no reasoning to limit.
-        generation, ignored = replace(generation, thinking_tokens=None), (*ignored, "thinking_budget")
+        generation, ignored = (
+            replace(generation, thinking_tokens=None),
+            (*ignored, "thinking_budget"),
+        )
     return GenerationJob(
         prompt=prompt.text,
         generation=generation,
@@ -193,7 +219,8 @@ async def chat_job(
 
 
 class EngineWithImages:
-    """An engine whose `tokenize` counts the images of one conversation; `files` in base64, by their marks."""
+    """An engine whose `tokenize` counts the images of one conversation; `files` in base64, by their
+    marks."""
 
     def __init__(self, engine: EngineClient, files: dict[str, str]) -> None:
         self._engine, self._files = engine, files
@@ -203,7 +230,12 @@ class EngineWithImages:
         return getattr(self._engine, name)
 
     async def tokenize(
-        self, text: str, *, special: bool = True, add_bos: bool = False, images: dict[str, str] | None = None
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        add_bos: bool = False,
+        images: dict[str, str] | None = None,
     ) -> list[int]:
         there = images or {mark: file for mark, file in self._files.items() if mark in text}
         if not there:

@@ -1,4 +1,5 @@
-"""Runs a generation job on an engine and reports it to a ReplyWriter; the only reader of the engine's events."""
+"""Runs a generation job on an engine and reports it to a ReplyWriter; the only reader of the
+engine's events."""
 
 from __future__ import annotations
 
@@ -42,9 +43,12 @@ _AFTER_REASONING = "\n\n"
 _MOST_ALIKE = 4
 
 
-async def run(engine: EngineClient, job: GenerationJob, writer: ReplyWriter, progress: PrefillProgress) -> ReplyUsage:
-    """Generate every choice of `job`; returns their usage together. The first choice that fails cancels the others, and
-    its LocalLLMError is raised; cancelling this coroutine cancels the engine's requests."""
+async def run(
+    engine: EngineClient, job: GenerationJob, writer: ReplyWriter, progress: PrefillProgress
+) -> ReplyUsage:
+    """Generate every choice of `job`; returns their usage together. The first choice that fails
+    cancels the others, and its LocalLLMError is raised; cancelling this coroutine cancels the
+    engine's requests."""
     jobs = [replace(job, prompt=p, also=()) for p in (job.prompt, *job.also)]
     if job.choices == 1:
         outcomes = [await _choice(engine, jobs[0], 0, 0, writer, progress)]
@@ -52,7 +56,9 @@ async def run(engine: EngineClient, job: GenerationJob, writer: ReplyWriter, pro
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(_choice(engine, jobs[i // job.n], i, i % job.n, writer, progress))
+                    group.create_task(
+                        _choice(engine, jobs[i // job.n], i, i % job.n, writer, progress)
+                    )
                     for i in range(job.choices)
                 ]
         except* Exception as failures:
@@ -89,11 +95,19 @@ async def _within_window(engine: EngineClient, request: Request) -> Request:
     # Without any room the engine refuses, with the counts.
     limit = None if room <= 0 else min(most, room)
     # A prompt with images stays text.
-    return replace(_with_generation(request, max_tokens=limit), prompt=request.prompt if request.images else prompt)
+    return replace(
+        _with_generation(request, max_tokens=limit),
+        prompt=request.prompt if request.images else prompt,
+    )
 
 
 async def _choice(
-    engine: EngineClient, job: GenerationJob, choice: int, variant: int, writer: ReplyWriter, progress: PrefillProgress
+    engine: EngineClient,
+    job: GenerationJob,
+    choice: int,
+    variant: int,
+    writer: ReplyWriter,
+    progress: PrefillProgress,
 ) -> Outcome:
     generation, answer = job.generation, job.answer
     seed = generation.sampling.seed
@@ -113,27 +127,36 @@ async def _choice(
         images=job.images,
     )
     parser = None if answer.reply.plain else ReplyParser(answer.reply)
-    stream = _ChoiceStream(writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop})
+    stream = _ChoiceStream(
+        writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop}
+    )
     before: Finish | None = None
     if generation.max_tokens == 0:  # the prompt is computed, and nothing written
         return stream.finish(await stream.generate(engine, replace(request, grammar=None)))
     if answer.reasons_first:
         request, before = await _generate_reasoning(engine, answer, request, stream)
         if request.generation.max_tokens == 0:
-            return stream.finish(before if before.reason in CUT else replace(before, reason="length"))
+            return stream.finish(
+                before if before.reason in CUT else replace(before, reason="length")
+            )
     if answer.prefix:
         stream.feed(answer.prefix)
         prompt = await _append_to_prompt(engine, request, answer.prefix)
-        request = replace(request, prompt=prompt, add_bos=request.add_bos and isinstance(prompt, str))
+        request = replace(
+            request, prompt=prompt, add_bos=request.add_bos and isinstance(prompt, str)
+        )
     if not answer.calls:
         return stream.finish(await stream.generate(engine, request, so_far=before))
-    return stream.finish(_merge_ends(before, await _generate_with_calls(engine, answer, request, stream)))
+    return stream.finish(
+        _merge_ends(before, await _generate_with_calls(engine, answer, request, stream))
+    )
 
 
 async def _generate_with_calls(
     engine: EngineClient, answer: AnswerPlan, request: Request, stream: _ChoiceStream
 ) -> Finish:
-    """Generate freely up to the opening of a tool call, then constrain the call to its tool's schema, and so on."""
+    """Generate freely up to the opening of a tool call, then constrain the call to its tool's
+    schema, and so on."""
     stops = (*request.generation.stop, *answer.calls)
     free = _with_generation(request, stop=stops)
     text: list[str] = []
@@ -148,7 +171,9 @@ async def _generate_with_calls(
             text.append(stream.feed(start.lead))
             rest = await _continued(engine, request, text, end)
             try:
-                strict = replace(_with_generation(rest, stop=(), ignore_eos=False), grammar=start.grammar)
+                strict = replace(
+                    _with_generation(rest, stop=(), ignore_eos=False), grammar=start.grammar
+                )
                 end = await stream.generate(engine, strict, text, end)
             except UnsupportedError:
                 # No grammar for this schema: the call comes as the model writes it.
@@ -156,7 +181,8 @@ async def _generate_with_calls(
             if end.reason in CUT:
                 return end
             text.append(stream.feed(start.closing))
-            # Small models repeat a call until the context is full: that ends the answer, as does none.
+            # Small models repeat a call until the context is full: that ends the answer, as does
+            # none.
             if not (start.again and answer.reply.parallel) or not stream.new_call():
                 return end
         rest = await _continued(engine, request, text, end)
@@ -165,7 +191,9 @@ async def _generate_with_calls(
         free = _with_generation(rest, stop=stops)
 
 
-async def _continued(engine: EngineClient, request: Request, text: list[str], so_far: Finish) -> Request:
+async def _continued(
+    engine: EngineClient, request: Request, text: list[str], so_far: Finish
+) -> Request:
     """`request` continued after the text generated so far."""
     prompt = await _append_to_prompt(engine, request, "".join(text))
     return _rest(request, prompt, so_far)
@@ -182,7 +210,8 @@ def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
-    """The limit on the reasoning with this model's markers; None without a limit or without reasoning."""
+    """The limit on the reasoning with this model's markers; None without a limit or without
+    reasoning."""
     if tokens is None or answer.reply.think is None:
         return None
     opening, closing = answer.reply.think
@@ -194,7 +223,8 @@ def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | N
 async def _generate_reasoning(
     engine: EngineClient, answer: AnswerPlan, request: Request, stream: _ChoiceStream
 ) -> tuple[Request, Finish]:
-    """Generate the reasoning unconstrained; returns the request for the constrained answer, and how the reasoning ended."""
+    """Generate the reasoning unconstrained; returns the request for the constrained answer, and how
+    the reasoning ended."""
     assert answer.reply.think is not None
     closing = answer.reply.think[1]
     reasoning: list[str] = []
@@ -215,8 +245,11 @@ def _with_generation(request: Request, **changes: Any) -> Request:
 
 
 async def _append_to_prompt(engine: EngineClient, request: Request, text: str) -> str | list[int]:
-    """The request's prompt with `text` appended. BOS was decided for the original prompt, so token ids carry it."""
-    if isinstance(request.prompt, str) and (request.images or not (request.add_bos and engine.info.adds_bos)):
+    """The request's prompt with `text` appended. BOS was decided for the original prompt, so token
+    ids carry it."""
+    if isinstance(request.prompt, str) and (
+        request.images or not (request.add_bos and engine.info.adds_bos)
+    ):
         return request.prompt + text
     head = request.prompt
     if isinstance(head, str):
@@ -225,7 +258,8 @@ async def _append_to_prompt(engine: EngineClient, request: Request, text: str) -
 
 
 def _merge_ends(first: Finish | None, second: Finish) -> Finish:
-    """Merges the ends of an answer generated in two parts; the second part's prompt contains the first."""
+    """Merges the ends of an answer generated in two parts; the second part's prompt contains the
+    first."""
     if first is None:
         return second
     usage, more, early, late = first.usage, second.usage, first.timings, second.timings
@@ -274,8 +308,8 @@ class _ChoiceStream:
         self._seen_calls: Counter[str] = Counter()
 
     def new_call(self) -> bool:
-        """Whether there was a tool call since this was last asked, and it is not one that is made over and over: the same
-        dice may be thrown more than once."""
+        """Whether there was a tool call since this was last asked, and it is not one that is made
+        over and over: the same dice may be thrown more than once."""
         call, self._call = self._call, ""
         self._seen_calls[call] += 1
         return bool(call) and self._seen_calls[call] < _MOST_ALIKE
@@ -294,10 +328,15 @@ class _ChoiceStream:
         return text
 
     async def generate(
-        self, engine: EngineClient, request: Request, raw: list[str] | None = None, so_far: Finish | None = None
+        self,
+        engine: EngineClient,
+        request: Request,
+        raw: list[str] | None = None,
+        so_far: Finish | None = None,
     ) -> Finish:
-        """Generate; returns the engine's Finish, raises its Failure. `raw` collects the raw text. `so_far` is the end of
-        the part of the answer before this one; if the context has no room for more, the answer ends there."""
+        """Generate; returns the engine's Finish, raises its Failure. `raw` collects the raw text.
+        `so_far` is the end of the part of the answer before this one; if the context has no room
+        for more, the answer ends there."""
         self._raw = raw
         end = await engine.listen(await _within_window(engine, request), self._event)
         if isinstance(end, Failure):
@@ -345,7 +384,9 @@ class _ChoiceStream:
         reason: Reason = "tool_calls" if calls else "stop"
         if end.reason == "length" or end.reason == "repetition":
             reason = end.reason
-        outcome = Outcome(reason, ReplyUsage.of(end.usage, self._reasoned), end.timings, end.stop, half_call)
+        outcome = Outcome(
+            reason, ReplyUsage.of(end.usage, self._reasoned), end.timings, end.stop, half_call
+        )
         self._writer.finish(self._choice, outcome)
         return outcome
 

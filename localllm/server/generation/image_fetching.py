@@ -1,7 +1,7 @@
 """Fetches images by URL, only from the hosts that `--allow-image-hosts` names.
 
-Each name is resolved once and that address is connected to, which defeats DNS rebinding. Proxies of the environment are
-not used, since they would resolve it again.
+Each name is resolved once and that address is connected to, which defeats DNS rebinding. Proxies of
+the environment are not used, since they would resolve it again.
 """
 
 from __future__ import annotations
@@ -58,14 +58,16 @@ class _Fetched:
 
 @dataclass
 class ImageFetcher:
-    """Fetches from `hosts` (name, port), by https alone. `whole_s`: the longest that one image may take; `most_images`:
-    how many of a request are fetched."""
+    """Fetches from `hosts` (name, port), by https alone. `whole_s`: the longest that one image may
+    take; `most_images`: how many of a request are fetched."""
 
     hosts: Collection[tuple[str, int]] = ()
     whole_s: float = _WHOLE_S
     most_images: int = MOST_IMAGES
     _cache: RecentlyUsed[str, _Fetched] = field(
-        default_factory=lambda: RecentlyUsed(_CACHED_IMAGES, _CACHE_BYTES, lambda image: len(image.data))
+        default_factory=lambda: RecentlyUsed(
+            _CACHED_IMAGES, _CACHE_BYTES, lambda image: len(image.data)
+        )
     )
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
 
@@ -129,12 +131,15 @@ class ImageFetcher:
                 url = url.join(there)
                 if not self._allowed(url):
                     raise RequestError(
-                        "the image's host sends to another one that was not named, which is not followed"
+                        "the image's host sends to another one that was not named, which is not "
+                        "followed"
                     )
         raise RequestError(f"the image's host sends on and on; {_MAX_REDIRECTS} times are followed")
 
 
-def _with(message: Mapping[str, Any], answers: Mapping[str, bytes | str | None]) -> Mapping[str, Any]:
+def _with(
+    message: Mapping[str, Any], answers: Mapping[str, bytes | str | None]
+) -> Mapping[str, Any]:
     """`message` with its images replaced by what was fetched."""
     images, content = [], message["content"]
     for image in message.get("images", ()):
@@ -155,7 +160,11 @@ async def _get(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) 
 
     refused: Exception | None = None
     for ip in await _addresses(url.host, url.port or 443):
-        headers = {"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"}
+        headers = {
+            "host": url.netloc.decode("ascii"),
+            "accept": "image/*",
+            "accept-encoding": "identity",
+        }
         outgoing = client.build_request(
             "GET", url.copy_with(host=ip), headers=headers, extensions={"sni_hostname": url.host}
         )
@@ -183,13 +192,15 @@ async def _read(answer: httpx.Response, budget: _FetchBudget) -> bytes | str:
         if len(data) > MOST_BYTES:
             raise RequestError(f"the image has more than {MOST_BYTES} bytes")
         if budget.n_bytes < 0:
-            raise RequestError(f"the images at addresses have more than {MOST_REQUEST_BYTES} bytes together")
+            raise RequestError(
+                f"the images at addresses have more than {MOST_REQUEST_BYTES} bytes together"
+            )
     return bytes(data)
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """The IP addresses of `host`. Raises RequestError if one is in a private network, unless `host` says so itself, as an
-    IP address or `localhost` does."""
+    """The IP addresses of `host`. Raises RequestError if one is in a private network, unless `host`
+    says so itself, as an IP address or `localhost` does."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as e:

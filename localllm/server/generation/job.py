@@ -1,4 +1,5 @@
-"""The values between the dialects and the engine: what to generate, how it is reported and collected, and how it ended."""
+"""The values between the dialects and the engine: what to generate, how it is reported and
+collected, and how it ended."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ CUT: tuple[Reason, ...] = ("length", "repetition")
 class AnswerPlan:
     """How the engine constrains an answer, and how its text is parsed.
 
-    `prefix` is a known beginning of the answer (a forced call): it is appended to the prompt and parsed as if the model
-    had written it. If the prompt ends inside a reasoning block, `grammar` and `prefix` wait until that is closed.
-    `begun` is the client's beginning of the answer, already in the prompt; `grammar` continues behind it. `calls`: by
-    the opening of a tool call, the grammar of what follows. `control`: the markers are control tokens, which the engine
-    must render. `marks`: turn ends of a format the model was not trained on, so they come as plain text.
+    `prefix` is a known beginning of the answer (a forced call): it is appended to the prompt and
+    parsed as if the model had written it. If the prompt ends inside a reasoning block, `grammar`
+    and `prefix` wait until that is closed.
+    `begun` is the client's beginning of the answer, already in the prompt;
+    `grammar` continues behind it.
+    `calls`: by the opening of a tool call, the grammar of what follows.
+    `control`: the markers are control tokens, which the engine must render.
+    `marks`: turn ends of a format the model was not trained on, so they come as plain text.
     """
 
     reply: ReplyFormat = field(default_factory=ReplyFormat)
@@ -46,11 +50,13 @@ class AnswerPlan:
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of any dialect.
+    """`n` choices for `prompt` and for each prompt in `also` (text or token ids), independent of
+    any dialect.
 
-    `images`: files in base64, by the mark that stands for each in a prompt. `ignored` names fields without effect on
-    this model, `normalised` what was removed from the prompt (volatile text), `compacted` how much of the conversation
-    was left out. `asked` is the turn that is answered, where its reasoning goes to the reasoning cache.
+    `images`: files in base64, by the mark that stands for each in a prompt.
+    `ignored` names fields without effect on this model, `normalised` what was removed from the
+    prompt (volatile text), `compacted` how much of the conversation was left out.
+    `asked` is the turn that is answered, where its reasoning goes to the reasoning cache.
     """
 
     prompt: str | list[int]
@@ -78,7 +84,10 @@ class ReplyUsage(Usage):
 
     @classmethod
     def of(cls, usage: Usage, reasoning_tokens: int) -> ReplyUsage:
-        return cls(**{f.name: getattr(usage, f.name) for f in fields(usage)}, reasoning_tokens=reasoning_tokens)
+        return cls(
+            **{f.name: getattr(usage, f.name) for f in fields(usage)},
+            reasoning_tokens=reasoning_tokens,
+        )
 
     @property
     def cache_note(self) -> str:
@@ -91,7 +100,8 @@ class ReplyUsage(Usage):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one choice ended. `half_call`: the last call was cut off within its arguments, which are no JSON."""
+    """How one choice ended. `half_call`: the last call was cut off within its arguments, which are
+    no JSON."""
 
     reason: Reason
     usage: ReplyUsage
@@ -101,8 +111,10 @@ class Outcome:
 
 
 class ReplyWriter:
-    """Writes down a reply as it is generated; a dialect overrides what it has something to say about. Calls come in
-    order: `start`, any number of the middle ones, one `finish` per choice, `end`. An error may come at any point."""
+    """Writes down a reply as it is generated; a dialect overrides what it has something to say
+    about. Calls come in
+    order: `start`, any number of the middle ones, one `finish` per choice, `end`. An error may come
+    at any point."""
 
     def start(self) -> None:
         """The engine has accepted the request."""
@@ -128,8 +140,8 @@ class ReplyWriter:
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """Where a job stands, for keep-alive comments. `loaded`: share of the model that is loaded, 0 to 1. `written`: tokens
-    of the answer so far."""
+    """Where a job stands, for keep-alive comments. `loaded`: share of the model that is loaded, 0
+    to 1. `written`: tokens of the answer so far."""
 
     loaded: float = 0.0
     done: int = 0
@@ -165,7 +177,8 @@ class CollectedCall:
 
 @dataclass
 class CollectedChoice:
-    """One choice; `outcome` once it has finished. `begun_calls` may end in one that was cut off within its arguments."""
+    """One choice; `outcome` once it has finished. `begun_calls` may end in one that was cut off
+    within its arguments."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""Replaces the PDFs of a conversation by their text and, for vision models, images of their pages."""
+"""Replaces the PDFs of a conversation by their text and, for vision models, images of their
+pages."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ class PdfReader:
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
 
     async def read(self, chat: ChatRequest, *, sees: bool) -> ChatRequest:
-        """`chat` with its PDFs as text, or as images of pages without text if the model has vision. Raises
-        UnsupportedError if one in the newest turn can't be read; in earlier turns a note replaces it."""
+        """`chat` with its PDFs as text, or as images of pages without text if the model has vision.
+        Raises UnsupportedError if one in the newest turn can't be read; in earlier turns a note
+        replaces it."""
         omitted: list[str] = []
         messages = []
         left = _MAX_PDFS
@@ -43,11 +45,15 @@ class PdfReader:
             for attached in plain.pop("pdfs", ()):
                 left -= 1
                 found = (
-                    await self._pdf(attached, sees=sees) if left >= 0 else Pdf(problem=f"{_MAX_PDFS} PDFs are the most")
+                    await self._pdf(attached, sees=sees)
+                    if left >= 0
+                    else Pdf(problem=f"{_MAX_PDFS} PDFs are the most")
                 )
                 if found.problem and attached.asked:
                     said = f"{attached.where}: {found.problem}"
-                    raise UnsupportedError(said, param=attached.where, hint="send its text, or images of its pages")
+                    raise UnsupportedError(
+                        said, param=attached.where, hint="send its text, or images of its pages"
+                    )
                 if found.problem:
                     omitted.append(f"messages.{attached.kind}")
                 plain = _with(plain, attached, found)
@@ -62,7 +68,9 @@ class PdfReader:
         if not pdf.installed():
             return Pdf(problem=pdf.MISSING)
         async with self._slots:
-            return self._cache.put(key, await asyncio.to_thread(pdf.read, attached.data, pictures=sees))
+            return self._cache.put(
+                key, await asyncio.to_thread(pdf.read, attached.data, pictures=sees)
+            )
 
 
 def _size(found: Pdf) -> int:
@@ -72,12 +80,19 @@ def _size(found: Pdf) -> int:
 def _with(message: Mapping[str, Any], attached: AttachedPdf, found: Pdf) -> dict[str, Any]:
     """`message` with the PDF's mark replaced by its content."""
     if found.problem:
-        return {**message, "content": message["content"].replace(attached.mark, f"[file omitted: {found.problem}]", 1)}
+        return {
+            **message,
+            "content": message["content"].replace(
+                attached.mark, f"[file omitted: {found.problem}]", 1
+            ),
+        }
     seen = list(message.get("images", ()))
     parts, pictures = [], []
     for i, page in enumerate(found.pages):
         if page.picture:
-            picture = images.of_file(page.picture, f"{attached.where}.page[{i}]", asked=attached.asked)
+            picture = images.of_file(
+                page.picture, f"{attached.where}.page[{i}]", asked=attached.asked
+            )
             pictures.append(picture)
             parts.append(picture.mark)
         else:

@@ -1,5 +1,6 @@
-"""Prompts: a chat rendered with the model's template, with how its answer is constrained and parsed; and
-fill-in-the-middle, arranged as in llama.cpp's /infill: repository name, other files, prefix, suffix, middle.
+"""Prompts: a chat rendered with the model's template, with how its answer is constrained and
+parsed; and fill-in-the-middle, arranged as in llama.cpp's /infill: repository name, other files,
+prefix, suffix, middle.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from localllm.conversation.messages import unfinished
 from localllm.conversation.reply import ReplyFormat, turn_ends
 from localllm.conversation.template import DEFAULT_MARKS, ChatTemplate
 from localllm.conversation.tools.base import GrammarTrigger, Tool, ToolFormat
-from localllm.conversation.tools.constraints import answer_or_call, forced, framed_answer, triggers_of
+from localllm.conversation.tools.constraints import (
+    answer_or_call,
+    forced,
+    framed_answer,
+    triggers_of,
+)
 from localllm.conversation.tools.prompt import Choice, with_instruction
 from localllm.conversation.tools.schemas import constrainable
 from localllm.engine.messages import Generation
@@ -33,16 +39,18 @@ _NO_TEXT = ("role", "images", "pdfs")
 _THINKING_OFF = ("none",)
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
-# Of the window that is left beside the answer: the text before the cursor says more than the text after it.
+# Of the window that is left beside the answer: the text before the cursor says more than the text
+# after it.
 _PREFIX_SHARE, _SUFFIX_SHARE = 0.6, 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """How a client wants the answer: which `tools` may or must be called, a constraint (`grammar`), reasoning `effort`,
-    and variables of the chat template. `continues`: a final assistant message is the beginning of the answer, not an
-    earlier one. `parse_special`: control tokens that are spelled in messages and tools are read as such; else they are
-    text."""
+    """How a client wants the answer: which `tools` may or must be called, a constraint (`grammar`),
+    reasoning `effort`, and variables of the chat template.
+    `continues`: a final assistant message is the beginning of the answer, not an earlier one.
+    `parse_special`: control tokens that are spelled in messages and tools are read as such; else
+    they are text."""
 
     tools: Sequence[Tool] = ()
     choice: Choice = field(default_factory=lambda: Choice("none"))
@@ -61,7 +69,8 @@ class ResponseOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation and the plan of its answer. `ignored`: options without effect on this model."""
+    """A rendered conversation and the plan of its answer. `ignored`: options without effect on this
+    model."""
 
     text: str  # with the marks of control_text.py
     answer: AnswerPlan
@@ -75,20 +84,24 @@ async def build_prompt(
     tokenize: Tokenize | None = None,
     controls: ControlTexts | None = None,
 ) -> Prompt:
-    """Render in a thread: a long conversation takes milliseconds, a hostile template seconds. `tokenize` tells whether the
-    opening marker of a tool call is one token, which only a grammar needs. What spells one of `controls` in
-    a message or a tool stays text."""
+    """Render in a thread: a long conversation takes milliseconds, a hostile template seconds.
+    `tokenize` tells whether the opening marker of a tool call is one token, which only a grammar
+    needs. What spells one of `controls` in a message or a tool stays text."""
     marker: int | None = None
     if options.offered and options.grammar is not None and tokenize is not None:
         ids = await tokenize(_style(template).markers[0])
         marker = ids[0] if len(ids) == 1 else None
     controls = None if options.parse_special else controls
-    return await worked(partial(_build, template, messages, options, marker, controls), takes_ms=True)
+    return await worked(
+        partial(_build, template, messages, options, marker, controls), takes_ms=True
+    )
 
 
 def _style(template: ChatTemplate) -> ToolFormat:
     """The tool format; the default one if the template ignores tools."""
-    return tool_formats.format_for(template.source) if template.knows_tools else tool_formats.DEFAULT
+    return (
+        tool_formats.format_for(template.source) if template.knows_tools else tool_formats.DEFAULT
+    )
 
 
 def _build(
@@ -101,7 +114,8 @@ def _build(
     tools, style = options.offered, _style(template)
     if tools and template.knows_tools and tool_formats.has_unknown_notation(template.source):
         raise UnsupportedError(
-            "this model's chat template asks for tool calls in a notation that can't be read here: they would come as "
+            "this model's chat template asks for tool calls in a notation that can't be read "
+            "here: they would come as "
             "plain text",
             hint="send tool_choice none, or use another model for tools",
             param="tools",
@@ -126,7 +140,9 @@ def _build(
         ignored += not_enforced
         if options.choice.mode == "required" and options.grammar is not None:
             ignored += ("response_format",)  # the answer is the call
-        answer = _with_tools(replace(options, tools=enforced), tools, style, template.source, reply, marker_id)
+        answer = _with_tools(
+            replace(options, tools=enforced), tools, style, template.source, reply, marker_id
+        )
     else:
         answer = _without_tools(options, style, reply, without_marks(begun))
     if template.is_default:
@@ -152,11 +168,16 @@ def _rendered(
         # The template would ignore the tools, and refuse or garble the `tool` role.
         messages = with_instruction(messages, shown)
     render = template.render_continued if continues else template.render
-    return render(messages, tools=shown or None, **kwargs), messages[-1]["content"] if continues else ""
+    return render(messages, tools=shown or None, **kwargs), messages[-1][
+        "content"
+    ] if continues else ""
 
 
 def _marked_message(message: Mapping[str, Any], controls: ControlTexts) -> dict[str, Any]:
-    return {key: value if key in _NO_TEXT else _marked(value, controls) for key, value in message.items()}
+    return {
+        key: value if key in _NO_TEXT else _marked(value, controls)
+        for key, value in message.items()
+    }
 
 
 def _marked(value: Any, controls: ControlTexts) -> Any:
@@ -170,8 +191,8 @@ def _marked(value: Any, controls: ControlTexts) -> Any:
 
 
 def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[str, bool]:
-    """The prompt that ends in `begun`, and whether that is inside a reasoning block. A block that the template opened
-    before it is closed: the text belongs to the answer."""
+    """The prompt that ends in `begun`, and whether that is inside a reasoning block. A block that
+    the template opened before it is closed: the text belongs to the answer."""
     if think is None:
         return text, False
     if think[0] in begun:
@@ -182,12 +203,17 @@ def _continued(text: str, begun: str, think: tuple[str, str] | None) -> tuple[st
     return text, False
 
 
-def _variables(template: ChatTemplate, options: ResponseOptions) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The template's variables, and the options it has none for. Raises RequestError for reserved ones."""
+def _variables(
+    template: ChatTemplate, options: ResponseOptions
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The template's variables, and the options it has none for. Raises RequestError for reserved
+    ones."""
     kwargs = dict(options.template_kwargs or {})
     for name in _RESERVED:
         if name in kwargs:
-            raise RequestError(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
+            raise RequestError(
+                f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}"
+            )
     if options.effort is None:
         return kwargs, ()
     if "reasoning_effort" in template.source:
@@ -201,7 +227,9 @@ def _variables(template: ChatTemplate, options: ResponseOptions) -> tuple[dict[s
     return kwargs, ()
 
 
-def _without_tools(options: ResponseOptions, style: ToolFormat, reply: ReplyFormat, begun: str) -> AnswerPlan:
+def _without_tools(
+    options: ResponseOptions, style: ToolFormat, reply: ReplyFormat, begun: str
+) -> AnswerPlan:
     """An answer under the constraint asked for, continuing `begun`."""
     grammar = options.grammar
     if reply.thinking:
@@ -211,7 +239,9 @@ def _without_tools(options: ResponseOptions, style: ToolFormat, reply: ReplyForm
     if grammar is not None and grammar[0] == "json_schema" and not begun:
         shaped = framed_answer(style, grammar[1])
         grammar = ("lark", shaped) if shaped is not None else grammar
-    return AnswerPlan(reply, grammar, control=style.control and style.think is not None, begun=begun)
+    return AnswerPlan(
+        reply, grammar, control=style.control and style.think is not None, begun=begun
+    )
 
 
 def _level(source: str, effort: str) -> str:
@@ -228,8 +258,9 @@ def _with_tools(
     reply: ReplyFormat,
     marker_id: int | None,
 ) -> AnswerPlan:
-    """An answer that may or must call tools: a forced call, a schema or a call, or free text up to a call. `options` has
-    the tools as a grammar constrains them, `offered` as the client sent them, which is how calls are parsed."""
+    """An answer that may or must call tools: a forced call, a schema or a call, or free text up to
+    a call. `options` has the tools as a grammar constrains them, `offered` as the client sent them,
+    which is how calls are parsed."""
     tools, grammar, parallel = options.offered, options.grammar, options.parallel
     prefix = ""
     calls: Mapping[str, GrammarTrigger] = {}
@@ -239,10 +270,15 @@ def _with_tools(
         parallel = False
     elif grammar is not None:
         kind, schema = grammar
-        both = answer_or_call(style, source, tools, schema, marker_id) if kind == "json_schema" else None
+        both = (
+            answer_or_call(style, source, tools, schema, marker_id)
+            if kind == "json_schema"
+            else None
+        )
         if both is None:
             raise UnsupportedError(
-                f"tools with tool_choice auto can't be combined with this form of answer in the {style.name} "
+                "tools with tool_choice auto can't be combined with this form of answer in the "
+                f"{style.name} "
                 "format: send tool_choice none or required",
                 param="response_format",
             )
@@ -251,7 +287,10 @@ def _with_tools(
         calls = triggers_of(style, source, tools)
     # Prompted for the default format, a model may still use the one it was trained on.
     own = tool_formats.format_for(source)
-    readers = {**dict.fromkeys(own.markers, own.reader), **dict.fromkeys(style.markers, style.reader)}
+    readers = {
+        **dict.fromkeys(own.markers, own.reader),
+        **dict.fromkeys(style.markers, style.reader),
+    }
     reply = replace(
         reply,
         call_markers=list(readers),
@@ -264,7 +303,8 @@ def _with_tools(
 
 
 def wants_bos(info: ModelInfo, text: str) -> bool:
-    """Whether the engine must prepend BOS: the model wants one and the template did not write it."""
+    """Whether the engine must prepend BOS: the model wants one and the template did not write
+    it."""
     return info.adds_bos and not (info.bos_text and text.startswith(info.bos_text))
 
 
@@ -277,7 +317,8 @@ async def text_job(
     suffix: str | None = None,
     n: int = 1,
 ) -> GenerationJob:
-    """The job of raw `prompts`, texts or token ids; with a `suffix` the first is what stands before a gap."""
+    """The job of raw `prompts`, texts or token ids; with a `suffix` the first is what stands before
+    a gap."""
     first, *also = prompts
     if suffix:
         assert isinstance(first, str)
@@ -303,9 +344,9 @@ async def fim_prompt(
 ) -> list[int]:
     """Token ids that make the model write what belongs between `prefix` and `suffix`.
 
-    `extra` are other files as (name, text), the most relevant last; `middle` is what the answer begins with. Text too
-    far from the cursor is left out so that prompt and `answer_tokens` fit the window. Raises UnsupportedError for a
-    model without FIM tokens.
+    `extra` are other files as (name, text), the most relevant last; `middle` is what the answer
+    begins with. Text too far from the cursor is left out so that prompt and `answer_tokens` fit the
+    window. Raises UnsupportedError for a model without FIM tokens.
     """
     fim = engine.info.fim_tokens
     if not {"pre", "suf", "mid"} <= set(fim):
@@ -322,7 +363,14 @@ async def fim_prompt(
     keep_after = min(len(after), max(int(room * _SUFFIX_SHARE), room - len(before)))
     keep_before = min(len(before), max(int(room * _PREFIX_SHARE), room - keep_after))
     keep_after = min(keep_after, room - keep_before)
-    cut = [fim["pre"], *before[len(before) - keep_before :], fim["suf"], *after[:keep_after], fim["mid"], *begun]
+    cut = [
+        fim["pre"],
+        *before[len(before) - keep_before :],
+        fim["suf"],
+        *after[:keep_after],
+        fim["mid"],
+        *begun,
+    ]
     context = await _files(engine, extra, room - keep_before - keep_after)
     bos = engine.info.bos_token
     return [*([bos] if engine.info.adds_bos and bos is not None else []), *context, *cut]

@@ -13,7 +13,8 @@ _BROKEN = "\ufffd"
 
 
 class VisibleTokens:
-    """Tokens whose text has not been shown yet. Text is shown in order; some is delayed by the parser, some never shown."""
+    """Tokens whose text has not been shown yet. Text is shown in order; some is delayed by the
+    parser, some never shown."""
 
     def __init__(self) -> None:
         self._pending: deque[TokenLogprob] = deque()
@@ -35,7 +36,8 @@ class VisibleTokens:
         self._decoder.reset()
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
-        """The tokens that `text` consists of; those before them are dropped, as their text is not shown."""
+        """The tokens that `text` consists of; those before them are dropped, as their text is not
+        shown."""
         if self._open and text.startswith(self._open):
             text = text[len(self._open) :]
         self._open = ""
@@ -60,8 +62,8 @@ class VisibleTokens:
 
 
 def _unmatched(text: str, piece: str) -> tuple[str, str] | None:
-    """What is left of a text that begins with `piece`, or of a `piece` that begins with the text; None where neither does.
-    Blanks before a piece may not be shown."""
+    """What is left of a text that begins with `piece`, or of a `piece` that begins with the text;
+    None where neither does. Blanks before a piece may not be shown."""
     for form in (piece, piece.lstrip()):
         if form and text.startswith(form):
             return text[len(form) :], ""

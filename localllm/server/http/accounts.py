@@ -1,4 +1,5 @@
-"""API keys: who asks, within which rate limits, and what was used. Nothing of a request's content."""
+"""API keys: who asks, within which rate limits, and what was used. Nothing of a request's
+content."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from localllm.server.http.recent import RecentlyUsed
 _MINUTE_S = 60.0
 # Retry-After for a key at its limit of parallel requests: when one ends is not known.
 _PARALLEL_RETRY_S = 1
-# The callers, besides those of the settings, of whom something is kept (`PerCaller`, `Accounts.on_behalf`).
+# The callers, besides those of the settings, of whom something is kept (`PerCaller`,
+# `Accounts.on_behalf`).
 _MOST_CALLERS = 256
 _DELEGATED = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{32}|-) ([01])")
 T = TypeVar("T")
@@ -40,7 +42,8 @@ class RateLimitError(LocalLLMError):
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits of one key (None: no limit). Tokens are prompt and completion tokens, without those from the prefix cache."""
+    """Limits of one key (None: no limit). Tokens are prompt and completion tokens, without those
+    from the prefix cache."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -49,8 +52,8 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class NamedKey:
-    """A key with its holder's name; only the SHA-256 of the key is kept. Keys of the same `share_cache` use each other's
-    prefixes; an `admin` may do what the key without a name may."""
+    """A key with its holder's name; only the SHA-256 of the key is kept. Keys of the same
+    `share_cache` use each other's prefixes; an `admin` may do what the key without a name may."""
 
     name: str
     digest: bytes = field(repr=False)
@@ -96,9 +99,10 @@ class KeyUsage:
 
 
 class Account:
-    """One key's limits and usage. `owner`: it has the key without a name. `admin`: may load, unload, fetch and remove models
-    and see everybody's usage; so may whoever has no name. Prefixes are kept for those of one `cache_scope` ("": for all
-    without a name)."""
+    """One key's limits and usage.
+    `owner`: it has the key without a name.
+    `admin`: may load, unload, fetch and remove models and see everybody's usage; so may whoever has
+    no name. Prefixes are kept for those of one `cache_scope` ("": for all without a name)."""
 
     def __init__(
         self,
@@ -132,7 +136,10 @@ class Account:
     def _admit(self) -> None:
         most = self.limits.parallel
         if most is not None and self.active >= most:
-            self._refuse(f"{self.name} has {self.active} requests running, and may have {most}", _PARALLEL_RETRY_S)
+            self._refuse(
+                f"{self.name} has {self.active} requests running, and may have {most}",
+                _PARALLEL_RETRY_S,
+            )
         limits = self.limits
         for bucket, what in (
             (self._requests, f"send {limits.requests_per_minute or 0:g} requests"),
@@ -177,7 +184,8 @@ def admins_only(what: str) -> None:
 
 
 def salt_of(cache_salt: str) -> str:
-    """What the prefixes of the current request are kept under: whose it is, and the salt that its client names."""
+    """What the prefixes of the current request are kept under: whose it is, and the salt that its
+    client names."""
     scope = caller().cache_scope
     return f"{scope}\n{cache_salt}" if scope or cache_salt else ""
 
@@ -207,13 +215,20 @@ def called_by(account: Account) -> Iterator[None]:
 
 
 class Accounts:
-    """The accounts of a server: one for each named key, and one for the owner's key without a name."""
+    """The accounts of a server: one for each named key, and one for the owner's key without a
+    name."""
 
     def __init__(
-        self, keys: Iterable[NamedKey] = (), owner_key: str | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        keys: Iterable[NamedKey] = (),
+        owner_key: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keys = [
-            (key.digest, Account(key.name, key.limits, clock, admin=key.admin, share_cache=key.share_cache))
+            (
+                key.digest,
+                Account(key.name, key.limits, clock, admin=key.admin, share_cache=key.share_cache),
+            )
             for key in keys
         ]
         self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MOST_CALLERS)
@@ -234,15 +249,20 @@ class Accounts:
         return found
 
     def on_behalf(self, account: Account, sent: bytes) -> Account:
-        """The account for which `account`, an admin's, hands on a request (see `delegation`). Raises AuthError."""
+        """The account for which `account`, an admin's, hands on a request (see `delegation`).
+        Raises AuthError."""
         found = _DELEGATED.fullmatch(sent)
         if found is None or not account.admin:
-            raise AuthError(f"only an admin's key may send {DELEGATION}, in the form that a pool's front sends")
+            raise AuthError(
+                f"only an admin's key may send {DELEGATION}, in the form that a pool's front sends"
+            )
         name, scope, admin = (part.decode() for part in found.groups())
         kept = self._delegated.get((account.name, sent))
         if kept is not None:
             return kept
-        made = Account(f"{account.name}/{name}", admin=admin == "1", share_cache="" if scope == "-" else scope)
+        made = Account(
+            f"{account.name}/{name}", admin=admin == "1", share_cache="" if scope == "-" else scope
+        )
         return self._delegated.put((account.name, sent), made)
 
     def visible_to(self, account: Account) -> list[Account]:
@@ -254,11 +274,29 @@ class Accounts:
         """The usage that `account` may see, as CSV."""
         out = io.StringIO()
         rows = csv.writer(out, lineterminator="\n")
-        rows.writerow(("key", "requests", "refused", "prompt_tokens", "cached_tokens", "completion_tokens", "running"))
+        rows.writerow(
+            (
+                "key",
+                "requests",
+                "refused",
+                "prompt_tokens",
+                "cached_tokens",
+                "completion_tokens",
+                "running",
+            )
+        )
         for a in self.visible_to(account):
             u = a.used
             rows.writerow(
-                (a.name, u.requests, u.refused, u.prompt_tokens, u.cached_tokens, u.completion_tokens, a.active)
+                (
+                    a.name,
+                    u.requests,
+                    u.refused,
+                    u.prompt_tokens,
+                    u.cached_tokens,
+                    u.completion_tokens,
+                    a.active,
+                )
             )
         return out.getvalue()
 
@@ -268,7 +306,8 @@ DELEGATION = "x-localllm-for"
 
 
 def delegation() -> dict[str, str]:
-    """That header for the current request, without a name in clear; none for a caller without a name."""
+    """That header for the current request, without a name in clear; none for a caller without a
+    name."""
     account = caller()
     if not account.name:
         return {}

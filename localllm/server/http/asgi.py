@@ -14,10 +14,12 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-# ASGI scope key of a list: whoever answers in pieces adds a function that sends something without meaning.
+# ASGI scope key of a list: whoever answers in pieces adds a function that sends something without
+# meaning.
 PROBES = "localllm.probes"
-# ASGI scope keys of the server's own `send`, without our middleware, each layer of which costs a coroutine; and of a function that
-# sends one piece of an answer at once (`Connection.write_piece`), where the client takes pieces.
+# ASGI scope keys of the server's own `send`, without our middleware, each layer of which costs a
+# coroutine; and of a function that sends one piece of an answer at once (`Connection.write_piece`),
+# where the client takes pieces.
 OWN_SEND, WRITE = "localllm.send", "localllm.write"
 IGNORED = "x-localllm-ignored"
 # The server that answered, where the request was proxied.
@@ -41,7 +43,8 @@ def answer_headers(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """`x-localllm-ignored`, if there is something to name. Clients choose the names, so unsafe characters are replaced."""
+    """`x-localllm-ignored`, if there is something to name. Clients choose the names, so unsafe
+    characters are replaced."""
     if not names:
         return {}
     plain = [_UNSAFE.sub("?", name)[:_MAX_NAME_CHARS] for name in names]

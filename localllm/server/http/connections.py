@@ -1,8 +1,10 @@
-"""Who may hold a connection, and for how long: strangers a few and briefly, those who were let in all the others.
+"""Who may hold a connection, and for how long: strangers a few and briefly, those who were let in
+all the others.
 
-A connection is a stranger's until one of its requests has passed the gate. Beyond the strangers' share the oldest that
-waits is closed for one that comes, so that no number of them keeps anybody out; this machine's have a share of their
-own. A connection that rests is closed for a request that needs its place; only where all are busy is one refused.
+A connection is a stranger's until one of its requests has passed the gate. Beyond the strangers'
+share the oldest that waits is closed for one that comes, so that no number of them keeps anybody
+out; this machine's have a share of their own. A connection that rests is closed for a request that
+needs its place; only where all are busy is one refused.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from localllm.server.http.settings import ServerSettings, is_loopback
 ADMIT = "localllm.admit"
 _LOOK_S = 1.0
 _BEGINNING = b"HTTP/1.1 "
-# Whoever has just connected gets this long to send a request, before it can be closed for others: many connect at once.
+# Whoever has just connected gets this long to send a request, before it can be closed for others:
+# many connect at once.
 _FRESH_S = 1.0
 
 
@@ -48,7 +51,8 @@ class Connections:
         strangers[new] = None
 
     def admit(self, connection: Connection) -> bool:
-        """Move a stranger whose request was let in to the known; False where all of them are busy."""
+        """Move a stranger whose request was let in to the known; False where all of them are
+        busy."""
         if connection in self._known:
             return True
         if len(self._known) >= self.settings.max_connections:
@@ -74,7 +78,8 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP with TCP_NODELAY and one deadline: for a request's headers, or for the next request."""
+    """uvicorn's HTTP with TCP_NODELAY and one deadline: for a request's headers, or for the next
+    request."""
 
     all: Connections
     local = True
@@ -112,8 +117,8 @@ class Connection(H11Protocol):
         return self.cycle is not None and self.cycle.response_complete
 
     def write_piece(self, data: bytes) -> bool:
-        """Send `data`, a piece of an answer that has begun and has no length, as h11 would (RFC 9112 7.1); False where it can't be
-        sent now."""
+        """Send `data`, a piece of an answer that has begun and has no length, as h11 would (RFC
+        9112 7.1); False where it can't be sent now."""
         if self.flow.write_paused or self.transport.is_closing():
             return False
         if data:  # nothing would be the end
@@ -140,16 +145,25 @@ class Connection(H11Protocol):
         elif started and not self._in_headers:
             self._in_headers = True
             self._close_in(self.all.settings.header_timeout_s)
-        # Else the deadline stands: what comes of a body that was refused makes nobody's stay longer.
+        # Else the deadline stands: what comes of a body that was refused makes nobody's stay
+        # longer.
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it has gone, or it closed its half behind a whole request and waits (RFC 9112 9.6). The two
-        look alike until something is sent: then the system of one that is gone refuses it. True keeps the connection."""
+        """The client sends no more: it has gone, or it closed its half behind a whole request and
+        waits (RFC 9112 9.6). The two look alike until something is sent: then the system of one
+        that is gone refuses it. True keeps the connection."""
         sock = self.transport.get_extra_info("socket")
         asking = (
-            self.cycle is not None and not self.cycle.response_complete and self.conn.their_state is not h11.SEND_BODY
+            self.cycle is not None
+            and not self.cycle.response_complete
+            and self.conn.their_state is not h11.SEND_BODY
         )
-        if not asking or sock is None or self.scheme == "https" or self.conn.their_http_version != b"1.1":
+        if (
+            not asking
+            or sock is None
+            or self.scheme == "https"
+            or self.conn.their_http_version != b"1.1"
+        ):
             return False
         self._half = True
         self.conn.send = self._without_beginning  # type: ignore[method-assign, assignment]
@@ -157,8 +171,8 @@ class Connection(H11Protocol):
         return True
 
     def _probe(self, sock: socket.socket, seconds: float) -> None:
-        """Send it something, and look whether that was refused: soon, then ever less often. Before the answer that is the next
-        character that every answer begins with."""
+        """Send it something, and look whether that was refused: soon, then ever less often. Before
+        the answer that is the next character that every answer begins with."""
         if self.transport.is_closing():
             return
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -188,7 +202,11 @@ class Connection(H11Protocol):
         if self.cycle is answered and not self.transport.is_closing():
             self._in_headers = False
             limits = self.all.settings
-            self._close_in(limits.idle_timeout_s if self.all.has_admitted(self) else limits.idle_unknown_timeout_s)
+            self._close_in(
+                limits.idle_timeout_s
+                if self.all.has_admitted(self)
+                else limits.idle_unknown_timeout_s
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()

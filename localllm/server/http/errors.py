@@ -1,4 +1,5 @@
-"""Errors of the HTTP border, the envelopes and headers of error responses, and logging of unexpected exceptions."""
+"""Errors of the HTTP border, the envelopes and headers of error responses, and logging of
+unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ import logging
 import traceback
 from typing import Any
 
-from localllm.errors import AuthError, ContextLengthError, LocalLLMError, NotFoundError, RequestError
+from localllm.errors import (
+    AuthError,
+    ContextLengthError,
+    LocalLLMError,
+    NotFoundError,
+    RequestError,
+)
 
 log = logging.getLogger("localllm.server")
 
@@ -64,7 +71,8 @@ class MethodError(RequestError):
 
 # Anthropic's names, by status.
 _ERROR_TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 
@@ -79,20 +87,29 @@ def envelope(error: LocalLLMError, path: str) -> dict[str, Any]:
 
 
 def anthropic_envelope(error: LocalLLMError) -> dict[str, Any]:
-    """Anthropic's error object. Clients parse this message of a too long prompt to compact the conversation."""
+    """Anthropic's error object. Clients parse this message of a too long prompt to compact the
+    conversation."""
     other = "invalid_request_error" if 400 <= error.http_status < 500 else "api_error"
     said = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
         said = f"prompt is too long: {error.counts[0]} tokens > {error.counts[1]} maximum"
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(error.http_status, other), "message": said}}
+    return {
+        "type": "error",
+        "error": {"type": _ERROR_TYPES.get(error.http_status, other), "message": said},
+    }
 
 
 def ollama_envelope(error: LocalLLMError) -> dict[str, Any]:
-    """Ollama's error object, which is only text. Clients parse its message of a too long prompt to compact."""
+    """Ollama's error object, which is only text. Clients parse its message of a too long prompt to
+    compact."""
     message = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
         tokens, window = error.counts
-        message = f"prompt too long; exceeded max context length by {max(1, tokens - window)} tokens: {message}"
+        message = (
+            f"prompt too long; exceeded max context length by {max(1, tokens - window)} "
+            "tokens: "
+            f"{message}"
+        )
     return {"error": message}
 
 
@@ -107,12 +124,18 @@ def headers_of(error: LocalLLMError) -> dict[str, str]:
 
 def log_failure(error: BaseException) -> None:
     """Log where the server failed, without the exception's message, which could quote a prompt."""
-    places = [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
+    places = [
+        f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}"
+        for f in traceback.extract_tb(error.__traceback__)
+    ]
     log.error("unforeseen %s at %s", type(error).__name__, " < ".join(reversed(places)))
 
 
 def internal(error: BaseException) -> LocalLLMError:
-    """`error` fit for a client: our own as they are, any other without its text, which could name paths or prompts."""
+    """`error` fit for a client: our own as they are, any other without its text, which could name
+    paths or prompts."""
     if isinstance(error, LocalLLMError):
         return error
-    return LocalLLMError(f"the server failed on this request ({type(error).__name__})", hint="see the server's log")
+    return LocalLLMError(
+        f"the server failed on this request ({type(error).__name__})", hint="see the server's log"
+    )

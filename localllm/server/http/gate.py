@@ -1,9 +1,10 @@
 """The security gate before every route: Host, Origin, key, content type and body size.
 
-Loopback is not trust: any web page can make the user's browser send requests here. So Host must be a name of this machine
-(against DNS rebinding), an Origin must be allowed, a request without one must not be cross-site (Sec-Fetch-Site), a body
-must be declared as JSON (which a page can't send without a preflight), and keys are compared in constant time. A name that
-a page's owner could point here is refused, key or not.
+Loopback is not trust: any web page can make the user's browser send requests here. So Host must be
+a name of this machine (against DNS rebinding), an Origin must be allowed, a request without one
+must not be cross-site (Sec-Fetch-Site), a body must be declared as JSON (which a page can't send
+without a preflight), and keys are compared in constant time. A name that a page's owner could point
+here is refused, key or not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from localllm.server.http.errors import (
     log_failure,
 )
 from localllm.server.http.json_body import send_json
-from localllm.server.http.settings import ServerSettings, below_localhost, host_name, is_loopback, served_with_key
+from localllm.server.http.settings import (
+    ServerSettings,
+    below_localhost,
+    host_name,
+    is_loopback,
+    served_with_key,
+)
 
 # Schemes of desktop apps: no web site can have such an origin.
 _APP_SCHEMES = ("app:", "tauri:", "vscode-webview:", "vscode-file:", "capacitor:")
@@ -35,9 +42,12 @@ _APP_SCHEMES = ("app:", "tauri:", "vscode-webview:", "vscode-file:", "capacitor:
 _OPEN_PATHS = ("/health", "/v1/health")
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 _FORM = b"application/x-www-form-urlencoded"
-_ALLOW_HEADERS = b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-requested-with"
+_ALLOW_HEADERS = (
+    b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-requested-with"
+)
 _EXPOSE_HEADERS = (
-    b"x-localllm-ignored, x-localllm-cache, x-localllm-compacted, x-localllm-normalised, x-localllm-ran-on, "
+    b"x-localllm-ignored, x-localllm-cache, x-localllm-compacted, x-localllm-normalised, "
+    b"x-localllm-ran-on, "
     b"x-request-id, retry-after, www-authenticate"
 )
 _HEADER_NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
@@ -46,9 +56,12 @@ _ONE_ONLY = (b"host", b"origin", b"content-type", b"content-length", b"sec-fetch
 
 
 class SecurityGate:
-    """ASGI middleware: refuses what the settings do not allow, adds CORS headers for allowed origins."""
+    """ASGI middleware: refuses what the settings do not allow, adds CORS headers for allowed
+    origins."""
 
-    def __init__(self, app: App, settings: ServerSettings, accounts: Accounts | None = None) -> None:
+    def __init__(
+        self, app: App, settings: ServerSettings, accounts: Accounts | None = None
+    ) -> None:
         self.app = app
         self.settings = settings
         self._accounts = Accounts(settings.keys, settings.api_key) if accounts is None else accounts
@@ -66,7 +79,8 @@ class SecurityGate:
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         repeated = _repeated(scope["headers"])
         if origin and not repeated and self._origin_allowed(origin):
-            # Refusals too: a browser shows a page no answer without these headers, only a failed connection.
+            # Refusals too: a browser shows a page no answer without these headers, only a failed
+            # connection.
             send = _with_cors(send, origin)
         try:
             if repeated:
@@ -84,8 +98,8 @@ class SecurityGate:
         await self._pass(account, scope, receive, send)
 
     def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account | None:
-        """Whose request it is, with a place for its connection; None where no key is needed. Raises KeyRequiredError or
-        BusyError."""
+        """Whose request it is, with a place for its connection; None where no key is needed. Raises
+        KeyRequiredError or BusyError."""
         if scope["path"] in _OPEN_PATHS:
             return None
         account = self._caller(headers)
@@ -94,7 +108,9 @@ class SecurityGate:
             raise BusyError("this server has as many connections as it takes")
         return account
 
-    async def _pass(self, account: Account | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass(
+        self, account: Account | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """On to the routes, within the limits of the key's account."""
         if account is None or not (account.name or account.owner):
             await self.app(scope, receive, send)
@@ -133,7 +149,8 @@ class SecurityGate:
         if scheme not in ("http", "https"):
             return False
         name = host_name(rest)
-        # A webview's page may live below localhost (Tauri's on Windows do); only browsers promise what that means.
+        # A webview's page may live below localhost (Tauri's on Windows do); only browsers promise
+        # what that means.
         return is_loopback(name) or (self.settings.keyed and below_localhost(name))
 
     def _caller(self, headers: dict[bytes, bytes]) -> Account | None:
@@ -150,7 +167,9 @@ class SecurityGate:
 
     def _check_origin(self, origin: str, headers: dict[bytes, bytes]) -> None:
         if origin and not self._origin_allowed(origin):
-            raise AuthError("this origin may not use this server", hint="allow it: --allow-origin ORIGIN")
+            raise AuthError(
+                "this origin may not use this server", hint="allow it: --allow-origin ORIGIN"
+            )
         if not origin and headers.get(b"sec-fetch-site", b"").strip().lower() == b"cross-site":
             raise AuthError("a page of another site may not use this server")
 
@@ -171,8 +190,8 @@ def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
-    """Whether the type of a body is JSON's. Some programs say no type at all (LiteLLM's Ollama client), or that of a form
-    (`curl -d`); a page always says where it is from."""
+    """Whether the type of a body is JSON's. Some programs say no type at all (LiteLLM's Ollama
+    client), or that of a form (`curl -d`); a page always says where it is from."""
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind == b"application/json" or kind.endswith(b"+json"):
         return True
@@ -183,7 +202,9 @@ def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
 
 def _from_page(headers: dict[bytes, bytes]) -> bool:
     """True for a request from a browser page, which always has one of these headers."""
-    return any(name in (b"origin", b"referer") or name.startswith(b"sec-fetch-") for name in headers)
+    return any(
+        name in (b"origin", b"referer") or name.startswith(b"sec-fetch-") for name in headers
+    )
 
 
 async def refuse(scope: Scope, send: Send, error: LocalLLMError) -> None:
@@ -195,7 +216,10 @@ async def _preflight(send: Send, origin: str, request_headers: Mapping[bytes, by
     headers = [(b"content-length", b"0"), (b"allow", b"GET, HEAD, POST, DELETE, OPTIONS")]
     if origin:
         wanted = [
-            h.strip() for h in request_headers.get(b"access-control-request-headers", b"").split(b",")[:_MOST_HEADERS]
+            h.strip()
+            for h in request_headers.get(b"access-control-request-headers", b"").split(b",")[
+                :_MOST_HEADERS
+            ]
         ]
         echoed = [h for h in wanted if _HEADER_NAME.fullmatch(h)]
         headers += [
@@ -226,8 +250,8 @@ def _with_cors(send: Send, origin: str) -> Send:
 
 
 class EdgeMiddleware:
-    """ASGI middleware: strips trailing slashes, answers HEAD as GET without a body, and turns exceptions into an error
-    object, which of unexpected ones says nothing about internals."""
+    """ASGI middleware: strips trailing slashes, answers HEAD as GET without a body, and turns
+    exceptions into an error object, which of unexpected ones says nothing about internals."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -239,7 +263,9 @@ class EdgeMiddleware:
         if scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         if scope["method"] == "HEAD":
-            scope = {name: value for name, value in scope.items() if name not in (OWN_SEND, WRITE)} | {"method": "GET"}
+            scope = {
+                name: value for name, value in scope.items() if name not in (OWN_SEND, WRITE)
+            } | {"method": "GET"}
             send = _headers_only(send)
         started = False
 
@@ -252,7 +278,11 @@ class EdgeMiddleware:
             await self.app(scope, receive, sending)
         except asyncio.CancelledError:
             if not started:  # the server stops
-                await refuse(scope, send, BusyError("the server is stopping", hint="send the request again later"))
+                await refuse(
+                    scope,
+                    send,
+                    BusyError("the server is stopping", hint="send the request again later"),
+                )
             raise
         except Exception as e:
             if not isinstance(e, LocalLLMError):

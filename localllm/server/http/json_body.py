@@ -30,8 +30,9 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # Larger bodies are read in slices, so as not to block the event loop.
 _SMALL_BYTES = 2**17
-# What is made of them is validated in one go, so this bounds how long: 32 MiB could hold a hundred times as many. Real
-# conversations with tools have thousands; a prompt of token numbers has as many values as tokens.
+# What is made of them is validated in one go, so this bounds how long: 32 MiB could hold a hundred
+# times as many. Real conversations with tools have thousands; a prompt of token numbers has as many
+# values as tokens.
 _MOST_CONTAINERS, _MOST_VALUES = 50_000, 1_000_000
 # ASGI scope key of a body that was read already.
 _READ = "localllm.body"
@@ -41,10 +42,17 @@ Made = TypeVar("Made")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def unpack(body: bytes, encoding: str, limit_bytes: int, between_pieces: Callable[[], object] = lambda: None) -> bytes:
-    """`body` decoded; at most `limit_bytes` and a piece are ever held. `between_pieces` is called between them.
+def unpack(
+    body: bytes,
+    encoding: str,
+    limit_bytes: int,
+    between_pieces: Callable[[], object] = lambda: None,
+) -> bytes:
+    """`body` decoded; at most `limit_bytes` and a piece are ever held. `between_pieces` is called
+    between them.
 
-    Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError for broken data."""
+    Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError
+    for broken data."""
     wbits = _window_bits(body, encoding)
     if wbits is None:
         return body
@@ -60,7 +68,9 @@ def unpack(body: bytes, encoding: str, limit_bytes: int, between_pieces: Callabl
                 pieces.append(piece)
                 between_pieces()
         except zlib.error:
-            raise RequestError(f"the body is not what its Content-Encoding says ({encoding})") from None
+            raise RequestError(
+                f"the body is not what its Content-Encoding says ({encoding})"
+            ) from None
         if not unpacker.eof:
             raise RequestError(f"the body ends before what is packed in it does ({encoding})")
         packed = unpacker.unused_data
@@ -71,7 +81,8 @@ def unpack(body: bytes, encoding: str, limit_bytes: int, between_pieces: Callabl
 
 
 def _window_bits(body: bytes, encoding: str) -> int | None:
-    """zlib's name for a Content-Encoding; None for a body that is not packed. Raises EncodingError."""
+    """zlib's name for a Content-Encoding; None for a body that is not packed. Raises
+    EncodingError."""
     match encoding.strip().lower():
         case "" | "identity":
             return None
@@ -94,7 +105,8 @@ def _unpacked(unpacker: zlib._Decompress, packed: bytes) -> Iterator[bytes]:
 
 
 def nests_deeper(body: bytes, levels: int, slice_bytes: int = _SLICE_BYTES) -> bool:
-    """Whether the JSON text `body` nests deeper than `levels` (for invalid JSON: up to its first error, at least)."""
+    """Whether the JSON text `body` nests deeper than `levels` (for invalid JSON: up to its first
+    error, at least)."""
     depth = 0
     for brackets in _brackets(body, slice_bytes):
         depths = array("i", accumulate(array("b", brackets), initial=depth))
@@ -143,7 +155,8 @@ def keep_body(scope: Scope, body: JsonBody) -> None:
 
 
 async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
-    """The request's JSON object, decoded, within the limits of size, depth and time. Raises RequestError."""
+    """The request's JSON object, decoded, within the limits of size, depth and time. Raises
+    RequestError."""
     return (await read_body(request, settings)).value
 
 
@@ -162,19 +175,22 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
                 raw = unpack(body, encoding, small)
                 return JsonBody(raw, parse(raw, settings.max_json_depth))
         _LARGE.set(True)
-        return await asyncio.get_running_loop().run_in_executor(POOL, _large, body, encoding, settings)
+        return await asyncio.get_running_loop().run_in_executor(
+            POOL, _large, body, encoding, settings
+        )
 
 
 async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
-    """What `work` makes of the body that was read for this request: in a thread where it `takes_ms` of any, and in one of those
-    for large bodies where that was one."""
+    """What `work` makes of the body that was read for this request: in a thread where it `takes_ms`
+    of any, and in one of those for large bodies where that was one."""
     if _LARGE.get():
         return await asyncio.get_running_loop().run_in_executor(FEW, copy_context().run, work)
     return await asyncio.to_thread(work) if takes_ms else work()
 
 
 class _Held:
-    """Bytes of one large body while it comes and waits to be read: at most `most_bytes` of all of them. Small ones are not
+    """Bytes of one large body while it comes and waits to be read: at most `most_bytes` of all of
+    them. Small ones are not
     counted: whoever sends large ones keeps nobody out. The event loop's alone."""
 
     all_bytes = 0
@@ -192,13 +208,16 @@ class _Held:
         """It has `size` bytes by now. Raises BusyError."""
         more = size - self._bytes if size > _SMALL_BYTES else 0
         if more and _Held.all_bytes + more > self._most_bytes:
-            raise BusyError(f"large bodies that are being read hold {_Held.all_bytes // 2**20} MiB already")
+            raise BusyError(
+                f"large bodies that are being read hold {_Held.all_bytes // 2**20} MiB already"
+            )
         _Held.all_bytes += more
         self._bytes += more
 
 
 async def _received(request: Request, settings: ServerSettings, held: _Held) -> bytes:
-    """The bytes of the body, which must come at the least rate. Raises BodyTooLargeError, SlowBodyError and BusyError."""
+    """The bytes of the body, which must come at the least rate. Raises BodyTooLargeError,
+    SlowBodyError and BusyError."""
     pieces: list[bytes] = []
     size = 0
     latest_s = asyncio.get_running_loop().time() + settings.body_timeout_s
@@ -207,13 +226,16 @@ async def _received(request: Request, settings: ServerSettings, held: _Held) -> 
             async for piece in request.stream():
                 size += len(piece)
                 if size > settings.max_body_bytes:
-                    raise BodyTooLargeError(f"the body is larger than {settings.max_body_bytes} bytes")
+                    raise BodyTooLargeError(
+                        f"the body is larger than {settings.max_body_bytes} bytes"
+                    )
                 held.grow(size)
                 pieces.append(piece)
                 limit.reschedule(latest_s + size / settings.min_body_bytes_s)
     except TimeoutError as e:
         raise SlowBodyError(
-            f"{size} bytes of the body came within {settings.body_timeout_s + size / settings.min_body_bytes_s:.0f} seconds",
+            f"{size} bytes of the body came within "
+            f"{settings.body_timeout_s + size / settings.min_body_bytes_s:.0f} seconds",
             hint=f"send it at {settings.min_body_bytes_s // 1000} kB/s or more",
         ) from e
     return b"".join(pieces)
@@ -224,7 +246,8 @@ def _large(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:
 
     def late() -> NoReturn:
         raise BodyTooLargeError(
-            f"the body takes more than {settings.body_work_s:g} seconds to read", hint="send fewer values at once"
+            f"the body takes more than {settings.body_work_s:g} seconds to read",
+            hint="send fewer values at once",
         )
 
     def count(depth: int, containers: int, values: int) -> None:
@@ -253,7 +276,9 @@ def _text(raw: bytes) -> str:
     return raw.decode(json.detect_encoding(raw), "surrogatepass")
 
 
-async def send_json(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+async def send_json(
+    send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> None:
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     await _send_body(send, status, data, {"content-type": "application/json", **(headers or {})})
 
@@ -270,8 +295,8 @@ async def _send_body(send: Send, status: int, data: bytes, headers: Mapping[str,
 
 
 def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
-    """The JSON object in `body`; raises BadJsonError. Lone surrogates (editors cut text in mid-character) become
-    U+FFFD, so that the result can be encoded as UTF-8."""
+    """The JSON object in `body`; raises BadJsonError. Lone surrogates (editors cut text in
+    mid-character) become U+FFFD, so that the result can be encoded as UTF-8."""
     brackets = body.count(b"[") + body.count(b"{")
     if brackets > _MOST_CONTAINERS and containers(body) > _MOST_CONTAINERS:
         raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")
@@ -290,9 +315,13 @@ def _object(read: Callable[[], Any]) -> dict[str, Any]:
     except UnicodeDecodeError as e:
         raise BadJsonError(f"the body is not UTF-8 text: byte {e.start} is invalid") from e
     except json.JSONDecodeError as e:
-        raise BadJsonError(f"the body is not JSON: {e.msg} at line {e.lineno} column {e.colno}") from e
+        raise BadJsonError(
+            f"the body is not JSON: {e.msg} at line {e.lineno} column {e.colno}"
+        ) from e
     except (ValueError, RecursionError) as e:
-        raise BadJsonError("the body is not JSON this server can read: a number is too long or nesting too deep") from e
+        raise BadJsonError(
+            "the body is not JSON this server can read: a number is too long or nesting too deep"
+        ) from e
     if not isinstance(value, dict):
         raise BadJsonError("the body must be a JSON object")
     return value

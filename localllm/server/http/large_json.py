@@ -1,6 +1,8 @@
-"""Large JSON bodies, read in slices of time: Python's own scanner instead of C's, which lets nobody else run meanwhile.
+"""Large JSON bodies, read in slices of time: Python's own scanner instead of C's, which lets nobody
+else run meanwhile.
 
-One thread at a time computes, for two milliseconds; then the event loop, and the others, come first."""
+One thread at a time computes, for two milliseconds; then the event loop, and the others, come
+first."""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from typing import Any, Final, NoReturn
 
 # Threads of their own: work on bodies never waits for, or stops, what others do in threads.
 POOL: Final = ThreadPoolExecutor(8, thread_name_prefix="bodies")
-# What is made of large bodies once they are read: more threads that compute would keep everybody waiting for each of them.
+# What is made of large bodies once they are read: more threads that compute would keep everybody
+# waiting for each of them.
 FEW: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
 _TURN = threading.Lock()
 _SLICE_S, _PAUSE_S = 0.002, 0.001
 _VALUES_A_LOOK = 64
-# Longer than any float64 or what Python makes an int of; the conversion of a longer one could not be interrupted.
+# Longer than any float64 or what Python makes an int of; the conversion of a longer one could not
+# be interrupted.
 _LONG_NUMBER = re.compile(r"[-+.eE0-9]{4400}")
 # Of a string: whole escapes and what lies between them.
 _PIECE = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
@@ -32,7 +36,8 @@ _Scan = Callable[[str, int], tuple[Any, int]]
 
 
 class Turns:
-    """A block of work that gives way to others whenever it is asked to `give_turn` and its slice is over.
+    """A block of work that gives way to others whenever it is asked to `give_turn` and its slice is
+    over.
 
     `late` is called, and must raise, once `most_s` seconds of work have been spent."""
 
@@ -64,8 +69,9 @@ class Turns:
 
 
 class SlicedDecoder(json.JSONDecoder):
-    """`json.JSONDecoder` that looks at `turns` on its way. `count(depth, containers, values)` is called now and then, and at each
-    list and object; it may raise. `clean` is applied to every text, keys included."""
+    """`json.JSONDecoder` that looks at `turns` on its way. `count(depth, containers, values)` is
+    called now and then, and at each list and object; it may raise. `clean` is applied to every
+    text, keys included."""
 
     def __init__(
         self,
@@ -109,10 +115,18 @@ class SlicedDecoder(json.JSONDecoder):
         return found
 
     def _object(
-        self, state: tuple[str, int], strict: bool, scan: _Scan, hook: Any, pairs_hook: Any, memo: Any
+        self,
+        state: tuple[str, int],
+        strict: bool,
+        scan: _Scan,
+        hook: Any,
+        pairs_hook: Any,
+        memo: Any,
     ) -> tuple[dict[str, Any], int]:
         self._enter()
-        found: tuple[dict[str, Any], int] = self._read_object(state, strict, self._scan(scan), hook, pairs_hook, memo)
+        found: tuple[dict[str, Any], int] = self._read_object(
+            state, strict, self._scan(scan), hook, pairs_hook, memo
+        )
         self._depth -= 1
         if self._clean is not None:
             return {self._clean(k): v for k, v in found[0].items()}, found[1]
@@ -150,8 +164,13 @@ class SlicedDecoder(json.JSONDecoder):
                 if end == start:
                     return "", begin
                 piece = read.scanstring(text[start:end] + '"', 0)[0]
-                if pieces and pieces[-1][-1] in _HIGH and piece[0] in _LOW:  # a pair that was cut in two
-                    pair = (pieces[-1][-1] + piece[0]).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+                # a pair that was cut in two
+                if pieces and pieces[-1][-1] in _HIGH and piece[0] in _LOW:
+                    pair = (
+                        (pieces[-1][-1] + piece[0])
+                        .encode("utf-16-le", "surrogatepass")
+                        .decode("utf-16-le")
+                    )
                     pieces[-1], piece = pieces[-1][:-1] + pair, piece[1:]
                 if piece:
                     pieces.append(piece)

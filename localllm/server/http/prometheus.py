@@ -8,7 +8,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metric(name: str, kind: str, series: Iterable[tuple[str, object]]) -> list[str]:
-    """The lines of a metric; each of its `series` is its labels (of `labels`, or none) and its value."""
+    """The lines of a metric; each of its `series` is its labels (of `labels`, or none) and its
+    value."""
     lines = [f"# TYPE {name} {kind}"]
     for named, value in series:
         lines.append(f"{name}{{{named}}} {value}" if named else f"{name} {value}")

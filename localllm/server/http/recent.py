@@ -11,10 +11,12 @@ Value = TypeVar("Value")
 
 
 class RecentlyUsed(Generic[Key, Value]):
-    """Entries by their keys: at most `most` of them, which are at most `most_size` together by `size_of`. The one that
-    was not used the longest goes first; the newest stays, however large."""
+    """Entries by their keys: at most `most` of them, which are at most `most_size` together by
+    `size_of`. The one that was not used the longest goes first; the newest stays, however large."""
 
-    def __init__(self, most: int, most_size: int = 0, size_of: Callable[[Value], int] = lambda _: 0) -> None:
+    def __init__(
+        self, most: int, most_size: int = 0, size_of: Callable[[Value], int] = lambda _: 0
+    ) -> None:
         self._most, self._most_size, self._size_of = most, most_size, size_of
         self._entries: OrderedDict[Key, Value] = OrderedDict()
         self._size = 0
@@ -32,7 +34,9 @@ class RecentlyUsed(Generic[Key, Value]):
             self.pop(key)
         self._entries[key] = value
         self._size += self._size_of(value)
-        while len(self._entries) > 1 and (len(self._entries) > self._most or self._size > self._most_size):
+        while len(self._entries) > 1 and (
+            len(self._entries) > self._most or self._size > self._most_size
+        ):
             self._size -= self._size_of(self._entries.popitem(last=False)[1])
         return value
 

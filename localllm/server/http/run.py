@@ -35,8 +35,9 @@ class _Server(uvicorn.Server):
 
 
 def plain_target(scope: Scope) -> None:
-    """Make `scope` say the path alone, as routes are written: of an absolute target (as sent to a proxy, RFC 9112 3.2.2)
-    its host is the request's, whatever the header says; slashes that a client has doubled are one."""
+    """Make `scope` say the path alone, as routes are written: of an absolute target (as sent to a
+    proxy, RFC 9112 3.2.2) its host is the request's, whatever the header says; slashes that a
+    client has doubled are one."""
     absolute = _ABSOLUTE.match(scope["path"])
     if absolute is not None:
         others = [(name, value) for name, value in scope["headers"] if name != b"host"]
@@ -47,7 +48,9 @@ def plain_target(scope: Scope) -> None:
         scope["raw_path"] = quote(scope["path"]).encode()
 
 
-async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False) -> None:
+async def serve_on(
+    app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False
+) -> None:
     """Serve on `socks` until cancelled; open streams get a few seconds to end."""
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +64,8 @@ async def serve_on(app: App, socks: Sequence[socket.socket], settings: ServerSet
             if not server.should_exit:
                 raise
 
-    # Where another thread computes, the loop waits so long for each of its turns; Python's own 5 ms are a step of a small model.
+    # Where another thread computes, the loop waits so long for each of its turns; Python's own 5 ms
+    # are a step of a small model.
     sys.setswitchinterval(_TURN_S)
     config = uvicorn.Config(
         outermost,

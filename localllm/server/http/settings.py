@@ -21,7 +21,8 @@ _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 # Limits of `ServerSettings` that are settings of the same names, and can't be 0.
 CONNECTION_LIMITS = (
-    "max_connections", "max_unknown_connections", "idle_timeout_s", "idle_unknown_timeout_s", "header_timeout_s",
+    "max_connections", "max_unknown_connections", "idle_timeout_s", "idle_unknown_timeout_s",
+    "header_timeout_s",
     "body_timeout_s", "min_body_bytes_s", "body_work_s",
 )  # fmt: skip
 
@@ -59,8 +60,8 @@ def below_localhost(name: str) -> bool:
 
 
 def served_with_key(name: str) -> bool:
-    """Whether a Host is accepted from requests that show a key: any address, the host's names in containers, and names
-    below localhost."""
+    """Whether a Host is accepted from requests that show a key: any address, the host's names in
+    containers, and names below localhost."""
     return is_address(name) or name in _CONTAINER_NAMES or below_localhost(name)
 
 
@@ -69,7 +70,8 @@ def allowed_host(text: str) -> str:
     name = host_name(text)
     if name == "*":
         raise UsageError(
-            "--allow-host *: with every name allowed any web page could reach this server by pointing its own name here",
+            "--allow-host *: with every name allowed any web page could reach this server by "
+            "pointing its own name here",
             hint="allow the names one by one; an IP address as Host needs nothing but the key",
         )
     if "/" in text or not (is_address(name) or _NAME.fullmatch(name)):
@@ -82,7 +84,9 @@ def image_host(text: str) -> tuple[str, int]:
     sent = text.strip().lower()
     name = host_name(sent)
     port = "443" if sent.removeprefix("[").removesuffix("]") == name else sent.rpartition(":")[2]
-    if not (is_address(name) or _NAME.fullmatch(name)) or not (port.isdecimal() and 0 < int(port) < 65536):
+    if not (is_address(name) or _NAME.fullmatch(name)) or not (
+        port.isdecimal() and 0 < int(port) < 65536
+    ):
         raise UsageError(
             f"--allow-image-hosts {text!r} must be a host's name, or name:port",
             hint="such as images.example; every host is named in full, and https is the only way",
@@ -91,20 +95,22 @@ def image_host(text: str) -> tuple[str, int]:
 
 
 def allowed_origin(text: str, *, keyed: bool) -> str:
-    """The origin in the value of `--allow-origin`, lower case; `*` and `null` only where a key is required. Raises
-    UsageError."""
+    """The origin in the value of `--allow-origin`, lower case; `*` and `null` only where a key is
+    required. Raises UsageError."""
     origin = text.strip().lower().rstrip("/")
     if origin in ("*", "null"):
         if not keyed:
             raise UsageError(
-                f"--allow-origin {origin} lets any web page use this server: it needs a key", hint="add --api-key"
+                f"--allow-origin {origin} lets any web page use this server: it needs a key",
+                hint="add --api-key",
             )
         return origin
     scheme, separator, rest = origin.partition("://")
     parts = urlsplit(origin) if separator else None
     if parts is None or not scheme or not rest or parts.netloc != rest or "@" in rest:
         raise UsageError(
-            f"--allow-origin {text!r} must be scheme://host or scheme://host:port", hint="such as https://chat.example"
+            f"--allow-origin {text!r} must be scheme://host or scheme://host:port",
+            hint="such as https://chat.example",
         )
     return origin
 
@@ -119,16 +125,20 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`keys` are accepted besides `api_key`, each with its limits. `allowed_hosts` and `allowed_origins` add to the
-    loopback names. Images are fetched only from `image_hosts` (name, port).
+    """`keys` are accepted besides `api_key`, each with its limits. `allowed_hosts` and
+    `allowed_origins` add to the loopback names. Images are fetched only from `image_hosts` (name,
+    port).
 
-    `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status. `keepalive_s`: the longest
-    silence on a stream. `kept_stream_s`: a stream begun with an Idempotency-Key waits so long for its client.
-    `header_timeout_s`: the longest a client may take to send headers; `body_timeout_s` and a second for each
-    `min_body_bytes_s` that have come: a body; `body_work_s`: what unpacking and parsing it may take. `max_bodies_bytes`: all
-    large ones together that come or wait to be read.
-    `idle_timeout_s`: a connection rests so long between requests, and `idle_unknown_timeout_s` before the gate let a request
-    of it in. `max_connections` of requests that were let in, all of them busy: further ones are answered 503;
+    `grace_s`: how long a stream's headers wait, so that an early error becomes an HTTP status.
+    `keepalive_s`: the longest silence on a stream. `kept_stream_s`: a stream begun with an
+    Idempotency-Key waits so long for its client.
+    `header_timeout_s`: the longest a client may take to send headers;
+    `body_timeout_s` and a second for each `min_body_bytes_s` that have come: a body;
+    `body_work_s`: what unpacking and parsing it may take.
+    `max_bodies_bytes`: all large ones together that come or wait to be read.
+    `idle_timeout_s`: a connection rests so long between requests, and `idle_unknown_timeout_s`
+    before the gate let a request of it in. `max_connections` of requests that were let in, all of
+    them busy: further ones are answered 503;
     `max_unknown_connections`: of others, from this machine and from outside each.
     `keeps_awake`: a desktop is kept from idle sleep while requests run.
     """
@@ -165,24 +175,32 @@ class ServerSettings:
         return self.api_key is not None or bool(self.keys)
 
     def secured(self) -> ServerSettings:
-        """These settings, checked; an address that other machines can reach gets a generated key if there is none.
+        """These settings, checked; an address that other machines can reach gets a generated key if
+        there is none.
 
-        Raises UsageError for an empty key, limits of 0, and for hosts and origins that can't be allowed."""
+        Raises UsageError for an empty key, limits of 0, and for hosts and origins that can't be
+        allowed."""
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("the API key is empty", hint="leave --api-key out, or give it a value")
         for name in CONNECTION_LIMITS:
             if getattr(self, name) <= 0:
                 raise UsageError(
-                    f"{name} must be more than 0: nobody would be served", hint="leave it out for its default"
+                    f"{name} must be more than 0: nobody would be served",
+                    hint="leave it out for its default",
                 )
         if self.tls is not None and self.unix_socket is not None:
-            raise UsageError("a Unix socket has no TLS: it does not leave this machine", hint="leave --tls-cert out")
+            raise UsageError(
+                "a Unix socket has no TLS: it does not leave this machine",
+                hint="leave --tls-cert out",
+            )
         generated = not self.keyed and self.unix_socket is None and not is_loopback(self.host)
         keyed = generated or self.keyed
         return replace(
             self,
             api_key=secrets.token_urlsafe(24) if generated else self.api_key,
             allowed_hosts=tuple(allowed_host(name) for name in self.allowed_hosts),
-            allowed_origins=tuple(allowed_origin(origin, keyed=keyed) for origin in self.allowed_origins),
+            allowed_origins=tuple(
+                allowed_origin(origin, keyed=keyed) for origin in self.allowed_origins
+            ),
             generated_key=generated,
         )

@@ -1,6 +1,8 @@
-"""Binds the port or socket file, and checks the TLS files, before anything loads. Imports no web framework.
+"""Binds the port or socket file, and checks the TLS files, before anything loads. Imports no web
+framework.
 
-A port in use is reported at once, and the worker process starts while the web framework is still being imported.
+A port in use is reported at once, and the worker process starts while the web framework is still
+being imported.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ _FIRST_GIVEN = 3
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets on `host:port` (0 = any free port): one, or for `localhost` IPv4 and IPv6 on the same port.
-    Raises PortInUseError or UsageError."""
+    """Listening sockets on `host:port` (0 = any free port): one, or for `localhost` IPv4 and IPv6
+    on the same port. Raises PortInUseError or UsageError."""
     if host.lower() != "localhost":
         return [_bind_one(host, port)]
     if not has_ipv6_loopback():
@@ -78,7 +80,8 @@ def _bind_one(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening Unix socket that only this user can open; replaces only a dead socket of this user's.
+    """A listening Unix socket that only this user can open; replaces only a dead socket of this
+    user's.
 
     Raises PortInUseError, or UsageError for a path that can't be one."""
     if not hasattr(socket, "AF_UNIX"):
@@ -98,7 +101,8 @@ def bind_unix(path: Path) -> socket.socket:
 
 
 def _make_room(path: Path) -> None:
-    """Remove a socket that refuses connections, as nobody listens on it. Raises for anything else that is there."""
+    """Remove a socket that refuses connections, as nobody listens on it. Raises for anything else
+    that is there."""
     try:
         there = path.lstat()
     except OSError:
@@ -114,14 +118,19 @@ def _make_room(path: Path) -> None:
     if answer in (0, errno.EAGAIN, errno.EINPROGRESS):
         raise PortInUseError(f"another program listens on the socket {path.name}")
     if answer != errno.ECONNREFUSED:
-        raise UsageError(f"{path.name} is a socket of another kind, or not ours: {os.strerror(answer)}")
+        raise UsageError(
+            f"{path.name} is a socket of another kind, or not ours: {os.strerror(answer)}"
+        )
     if there.st_uid != os.geteuid():
-        raise UsageError(f"the socket {path.name} belongs to another user", hint="choose another --unix PATH")
+        raise UsageError(
+            f"the socket {path.name} belongs to another user", hint="choose another --unix PATH"
+        )
     path.unlink(missing_ok=True)
 
 
 def inherited() -> list[socket.socket]:
-    """The listening sockets that systemd passed to this process (sd_listen_fds(3)), if any. Call it once.
+    """The listening sockets that systemd passed to this process (sd_listen_fds(3)), if any. Call it
+    once.
 
     Raises UsageError for descriptors that are not listening sockets."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
@@ -134,9 +143,13 @@ def inherited() -> list[socket.socket]:
             sock = socket.socket(fileno=descriptor)
             listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         except OSError as e:
-            raise UsageError(f"LISTEN_FDS names descriptor {descriptor}, which is no socket: {e.strerror}") from e
+            raise UsageError(
+                f"LISTEN_FDS names descriptor {descriptor}, which is no socket: {e.strerror}"
+            ) from e
         if not listens or sock.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
-            raise UsageError(f"LISTEN_FDS names descriptor {descriptor}, which is no socket that listens")
+            raise UsageError(
+                f"LISTEN_FDS names descriptor {descriptor}, which is no socket that listens"
+            )
         sock.set_inheritable(False)
         found.append(sock)
     return found
@@ -160,14 +173,19 @@ class _EncryptedError(Exception):
 
 def check_tls(files: TlsFiles) -> None:
     """Raise UsageError unless a server can be run with these files."""
-    for name, path in (("--tls-cert", files.certificate), ("--tls-key", files.key or files.certificate)):
+    for name, path in (
+        ("--tls-cert", files.certificate),
+        ("--tls-key", files.key or files.certificate),
+    ):
         try:
             _start(path)
         except OSError as e:
             raise UsageError(f"{name} {path} can't be read: {e.strerror or e}") from e
     key = files.key or files.certificate
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files.certificate, files.key, _refuse_password)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            files.certificate, files.key, _refuse_password
+        )
     except _EncryptedError:
         raise UsageError(
             f"the private key in {key} is encrypted, and nobody is there to type its password",
@@ -175,12 +193,20 @@ def check_tls(files: TlsFiles) -> None:
         ) from None
     except ssl.SSLError as e:
         if e.reason == "KEY_VALUES_MISMATCH":
-            why = f"the private key in {key} does not belong to the certificate in {files.certificate}"
+            why = (
+                f"the private key in {key} does not belong to the certificate in "
+                f"{files.certificate}"
+            )
         elif files.key is None and b"PRIVATE KEY-----" not in _start(files.certificate):
             why = f"there is no private key in {files.certificate}: name its file with --tls-key"
         else:
-            why = f"{files.certificate} and {key} are not a certificate and its key as PEM text ({e.reason or e})"
-        raise UsageError(f"TLS: {why}", hint="both are files as certbot, mkcert or openssl write them") from e
+            why = (
+                f"{files.certificate} and {key} are not a certificate and its key as PEM text "
+                f"({e.reason or e})"
+            )
+        raise UsageError(
+            f"TLS: {why}", hint="both are files as certbot, mkcert or openssl write them"
+        ) from e
 
 
 def _start(path: Path) -> bytes:
@@ -194,7 +220,8 @@ def _refuse_password() -> NoReturn:
 
 @functools.cache
 def trusted_certificates() -> ssl.SSLContext:
-    """For requests of our own: certifi's, as httpx trusts, for a Python from python.org knows none of the system's."""
+    """For requests of our own: certifi's, as httpx trusts, for a Python from python.org knows none
+    of the system's."""
     import httpx
 
     return httpx.create_ssl_context()

@@ -1,5 +1,5 @@
-"""Streams a reply to its client: early headers, keep-alives, cancelled when the client disconnects. Some outlive it: what was
-written is kept for a while, numbered, and a client can join it again."""
+"""Streams a reply to its client: early headers, keep-alives, cancelled when the client disconnects.
+Some outlive it: what was written is kept for a while, numbered, and a client can join it again."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _TICK_S = 1.0
 
 
 class Outbox:
-    """A client's send queue. What is written within one turn of the event loop leaves in one send: straight through
-    `direct` while that is set and takes it, else by whoever waits."""
+    """A client's send queue. What is written within one turn of the event loop leaves in one send:
+    straight through `direct` while that is set and takes it, else by whoever waits."""
 
     __slots__ = ("_pieces", "_waiter", "closed", "direct", "error", "writes")
 
@@ -83,8 +83,9 @@ class Outbox:
 class StreamResponse(Response):
     """An ASGI response fed by `produce(outbox)`, which writes frames and raises on failure.
 
-    An error before the first frame and within the grace period becomes an HTTP status with a JSON body, a later one the
-    last frame. `headers` are those of the moment when they are sent. `keepalive` makes keep-alive frames (b"" for none).
+    An error before the first frame and within the grace period becomes an HTTP status with a JSON
+    body, a later one the last frame. `headers` are those of the moment when they are sent.
+    `keepalive` makes keep-alive frames (b"" for none).
     """
 
     def __init__(
@@ -114,15 +115,24 @@ class StreamResponse(Response):
                 await asyncio.wait_for(outbox.wait(), self._settings.grace_s)
             error = outbox.error
             if outbox.closed and outbox.empty and error is not None:
-                await send_json(send, error.http_status, envelope(error, scope["path"]), headers_of(error))
+                await send_json(
+                    send, error.http_status, envelope(error, scope["path"]), headers_of(error)
+                )
             else:
                 await self._stream(outbox, scope, send)
         finally:
             await _end(producer, watcher)
 
     async def _stream(self, outbox: Outbox, scope: Scope, send: Send) -> None:
-        fixed = {"content-type": self._media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
-        raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**fixed, **self._more_headers}.items()]
+        fixed = {
+            "content-type": self._media_type,
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        raw = [
+            (k.encode("latin-1"), v.encode("latin-1"))
+            for k, v in {**fixed, **self._more_headers}.items()
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         # Middleware only looks at the headers, and they have been sent.
         send = scope.get(OWN_SEND, send)
@@ -137,7 +147,9 @@ class StreamResponse(Response):
             await self._send_last(send, outbox.error)
         except asyncio.CancelledError:
             # The server stops: a client must not take that for the end of the answer.
-            await self._send_last(send, BusyError("the server is stopping", hint="send the request again later"))
+            await self._send_last(
+                send, BusyError("the server is stopping", hint="send the request again later")
+            )
             raise
         finally:
             ticker.stop()
@@ -176,8 +188,8 @@ async def run_into(produce: Callable[[Outbox], Coroutine[Any, Any, None]], outbo
 
 
 class _Ticker:
-    """Sends keep-alives: checks once a second whether the stream was silent, and sends a frame if it has changed or the
-    silence is long. One timer per stream, none per token."""
+    """Sends keep-alives: checks once a second whether the stream was silent, and sends a frame if
+    it has changed or the silence is long. One timer per stream, none per token."""
 
     def __init__(self, outbox: Outbox, keepalive: Callable[[], bytes], longest_s: float) -> None:
         self._outbox, self._keepalive = outbox, keepalive
@@ -215,7 +227,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response that `work` makes; if the client disconnected first, an empty one that nobody reads."""
+    """The response that `work` makes; if the client disconnected first, an empty one that nobody
+    reads."""
     return await unless_gone(request.receive, work) or Response(status_code=499)
 
 
@@ -239,13 +252,16 @@ class StreamGoneError(NotFoundError):
     """A stream that can't be joined where the client wants to."""
 
     code = "stream_gone"
-    default_hint = "send the request again; streams begun with an Idempotency-Key can be joined for a while"
+    default_hint = (
+        "send the request again; streams begun with an Idempotency-Key can be joined for a while"
+    )
 
 
 @dataclass(eq=False)
 class KeptStream(Outbox):
-    """Server-sent events as they are written, each with its number as `id`. `answer` makes a response that begins behind
-    an event's number; `asked` tells requests apart that are sent under one key."""
+    """Server-sent events as they are written, each with its number as `id`. `answer` makes a
+    response that begins behind an event's number; `asked` tells requests apart that are sent under
+    one key."""
 
     account: Account
     asked: bytes
@@ -291,8 +307,8 @@ class KeptStream(Outbox):
             self.forget(self)
 
     async def follow(self, outbox: Outbox, after: int) -> None:
-        """Write what comes behind event `after` into `outbox`, to the end. Raises StreamGoneError where that is not kept any
-        more, and what the stream itself ended in."""
+        """Write what comes behind event `after` into `outbox`, to the end. Raises StreamGoneError
+        where that is not kept any more, and what the stream itself ended in."""
         begin = after + 1 - self._first
         if begin < 0 or begin > len(self._blocks):
             raise StreamGoneError(f"of this stream the events behind {after} are not here")
@@ -331,13 +347,16 @@ class KeptStreams:
         return self._streams.get((caller().name, name))
 
     def make(self, names: tuple[str, ...], asked: bytes) -> KeptStream:
-        """A new one, under each of `names`, in place of the oldest that nobody reads if there are too many, or if as many of
-        the caller's are running on as it may have requests. Raises BusyError while all that are kept have clients."""
+        """A new one, under each of `names`, in place of the oldest that nobody reads if there are
+        too many, or if as many of the caller's are running on as it may have requests. Raises
+        BusyError while all that are kept have clients."""
         every = list(dict.fromkeys(self._streams.values()))
         left = [stream for stream in every if not stream.followed]
         mine = [stream for stream in left if stream.account is caller() and not stream.closed]
         if len(every) >= _MOST_STREAMS and not left:
-            raise BusyError(f"{len(every)} streams are kept already", hint="send it without Idempotency-Key")
+            raise BusyError(
+                f"{len(every)} streams are kept already", hint="send it without Idempotency-Key"
+            )
         if len(mine) >= (caller().limits.parallel or _MOST_STREAMS):
             mine[0].drop()
         elif len(every) >= _MOST_STREAMS:
@@ -347,4 +366,6 @@ class KeptStreams:
         return made
 
     def _forget(self, stream: KeptStream) -> None:
-        self._streams = {name: other for name, other in self._streams.items() if other is not stream}
+        self._streams = {
+            name: other for name, other in self._streams.items() if other is not stream
+        }

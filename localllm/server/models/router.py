@@ -31,16 +31,18 @@ RemoteModels: TypeAlias = list[RemoteModel]
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`loading` while the models named at the start are loading, with `progress` 0 to 1; `error` if all of them failed."""
+    """`loading` while the models named at the start are loading, with `progress` 0 to 1; `error` if
+    all of them failed."""
 
     status: Literal["ok", "loading", "error"]
     progress: float = 1.0
 
 
 class ModelRouter:
-    """Names to models, each loaded on first use. Built from ServedModels, or from a mapping of names to Hosts. An alias
-    with `*` or `?` matches names that no model has. `installed` models are offered as well; `upstreams` are models of
-    other servers."""
+    """Names to models, each loaded on first use. Built from ServedModels, or from a mapping of
+    names to Hosts. An alias with `*` or `?` matches names that no model has.
+    `installed` models are offered as well;
+    `upstreams` are models of other servers."""
 
     def __init__(
         self,
@@ -91,37 +93,48 @@ class ModelRouter:
         return [*dict.fromkeys(model.worker for model in self.list())]
 
     async def find(self, name: str | None) -> ServedModel:
-        """`resolve`, in a thread where it has to read the disk; then plans the model, so that its metadata is known.
-        Raises ModelNotFoundError and what planning ends in."""
+        """`resolve`, in a thread where it has to read the disk; then plans the model, so that its
+        metadata is known. Raises ModelNotFoundError and what planning ends in."""
         known = not name or self._installed_models is None or self._known(name) is not None
         model = self.resolve(name) if known else await asyncio.to_thread(self.resolve, name)
         await model.worker.planned()
         return model
 
     async def has(self, name: str) -> bool:
-        """Whether this server has a model of that name. Never reads the disk, as it is asked with each request for an
-        upstream's model; patterns do not count."""
+        """Whether this server has a model of that name. Never reads the disk, as it is asked with
+        each request for an upstream's model; patterns do not count."""
         return self._listed(name) is not None
 
     async def full(self, name: str) -> bool:
-        """Whether that model can't take another request now: loaded with all slots taken, or not fitting in memory."""
+        """Whether that model can't take another request now: loaded with all slots taken, or not
+        fitting in memory."""
         model = self._listed(name)
         if model is None:
             return False
         if model.loaded:
             return model.info is not None and model.worker.in_use >= model.info.n_seq_max
-        return self.admission is not None and not model.worker.loading and not await self.admission.fits(model.worker)
+        return (
+            self.admission is not None
+            and not model.worker.loading
+            and not await self.admission.fits(model.worker)
+        )
 
     def _listed(self, name: str) -> ServedModel | None:
         installed = self._installed_models.models() if self._installed_models is not None else ()
-        return self._known(name) or next((m for m in installed if m.name.lower() == _key(name)), None)
+        return self._known(name) or next(
+            (m for m in installed if m.name.lower() == _key(name)), None
+        )
 
     def resolve(self, name: str | None) -> ServedModel:
-        """The model of that name or alias; without a name the first that generates text. Raises ModelNotFoundError."""
+        """The model of that name or alias; without a name the first that generates text. Raises
+        ModelNotFoundError."""
         if not name:
             if self._models:
                 first = next(iter(self._models.values()))
-                return next((m for m in self._models.values() if not (m.facts.embeds or m.facts.ranks)), first)
+                return next(
+                    (m for m in self._models.values() if not (m.facts.embeds or m.facts.ranks)),
+                    first,
+                )
             raise ModelNotFoundError("this server serves no model")
         model = self._known(name) or self._installed(name) or self._by_pattern(name)
         if model is None:
@@ -132,7 +145,9 @@ class ModelRouter:
         return self._names.get(_key(name))
 
     def _installed(self, name: str) -> ServedModel | None:
-        model = self._installed_models.find(_key(name)) if self._installed_models is not None else None
+        model = (
+            self._installed_models.find(_key(name)) if self._installed_models is not None else None
+        )
         if model is not None and model.worker.admission is None:
             model.worker.admission = self.admission
         return model
@@ -147,8 +162,12 @@ class ModelRouter:
         names = [m.name for m in self.list()]
         known = {**self._names, **{n.lower(): n for n in names}}
         # Part of a name is as common a slip as a typo, but less similar to the whole.
-        near = [n for n in known if _key(name) in n][:3] or difflib.get_close_matches(_key(name), known, n=3)
-        listed = ", ".join(names[:_MAX_LISTED]) + (f" and {len(names) - _MAX_LISTED} more" * (len(names) > _MAX_LISTED))
+        near = [n for n in known if _key(name) in n][:3] or difflib.get_close_matches(
+            _key(name), known, n=3
+        )
+        listed = ", ".join(names[:_MAX_LISTED]) + (
+            f" and {len(names) - _MAX_LISTED} more" * (len(names) > _MAX_LISTED)
+        )
         return ModelNotFoundError(
             f"no model {name[:100]!r} here; served: {listed}",
             hint=f"did you mean {' or '.join(near)}?" if near else "GET /v1/models lists them",
@@ -162,10 +181,15 @@ class ModelRouter:
             return Health("loading", sum(w.progress for w in self._starting) / len(self._starting))
         named = [m.worker for m in self._models.values()]
         failed = self._preload_started and bool(named) and all(w.failure for w in named)
-        return Health("error", 0.0) if failed and not any(w.loaded for w in self.workers()) else Health("ok")
+        return (
+            Health("error", 0.0)
+            if failed and not any(w.loaded for w in self.workers())
+            else Health("ok")
+        )
 
     async def preload(self) -> tuple[ServedModel, ...]:
-        """Load the first model and those of the others that fit beside it; returns those that wait for a request.
+        """Load the first model and those of the others that fit beside it; returns those that wait
+        for a request.
 
         A model that fails does not stop the others; the first failure is raised at the end."""
         self._preload_started = True

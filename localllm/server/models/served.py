@@ -24,8 +24,8 @@ State = Literal["loaded", "loading", "available"]
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """A preset's defaults for requests: overrides of the model's `sampling`, a system prompt where the conversation has
-    none, and a thinking budget in tokens (None: no limit)."""
+    """A preset's defaults for requests: overrides of the model's `sampling`, a system prompt where
+    the conversation has none, and a thinking budget in tokens (None: no limit)."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
@@ -33,8 +33,8 @@ class ModelDefaults:
 
 
 class ServedModel:
-    """A name on offer. Made of a Host and the `facts` of its model (fields of ModelMetadata), or of a `worker` that it
-    shares with other names."""
+    """A name on offer. Made of a Host and the `facts` of its model (fields of ModelMetadata), or of
+    a `worker` that it shares with other names."""
 
     def __init__(
         self,
@@ -61,12 +61,21 @@ class ServedModel:
         """The sampling defaults of a request."""
         return replace(self.facts.sampling, **self.defaults.sampling)
 
-    def sampling_for(self, effort: str | None, variables: Mapping[str, Any] | None = None) -> Sampling:
-        """The sampling defaults of a request with this reasoning `effort` and these template `variables`."""
+    def sampling_for(
+        self, effort: str | None, variables: Mapping[str, Any] | None = None
+    ) -> Sampling:
+        """The sampling defaults of a request with this reasoning `effort` and these template
+        `variables`."""
         named = variables or {}
-        off = effort == "none" or any(named.get(name) is False for name in ("enable_thinking", "thinking"))
+        off = effort == "none" or any(
+            named.get(name) is False for name in ("enable_thinking", "thinking")
+        )
         unthinking = self.facts.sampling_unthinking
-        return replace(unthinking, **self.defaults.sampling) if off and unthinking is not None else self.sampling
+        return (
+            replace(unthinking, **self.defaults.sampling)
+            if off and unthinking is not None
+            else self.sampling
+        )
 
     @property
     def facts(self) -> ModelMetadata:
@@ -84,8 +93,8 @@ class ServedModel:
 
     @property
     def capabilities(self) -> list[str]:
-        """In Ollama's terms: completion, tools, vision, thinking, insert (the last three known once loaded); or embedding;
-        or rerank."""
+        """In Ollama's terms: completion, tools, vision, thinking, insert (the last three known once
+        loaded); or embedding; or rerank."""
         if self.facts.embeds:
             return ["embedding"]
         if self.facts.ranks:
@@ -109,9 +118,14 @@ class ServedModel:
 
         source = info.chat_template or ""
         if source not in self._templates:
-            self._templates[source] = ChatTemplate(source, bos_text=info.bos_text, eos_text=info.eos_text)
+            self._templates[source] = ChatTemplate(
+                source, bos_text=info.bos_text, eos_text=info.eos_text
+            )
             if has_unknown_notation(source):
-                log.warning("%s writes tool calls in a notation that can't be read here: tools are refused", self.name)
+                log.warning(
+                    "%s writes tool calls in a notation that can't be read here: tools are refused",
+                    self.name,
+                )
         return self._templates[source]
 
     @property
@@ -139,15 +153,15 @@ class InstalledModels(Protocol):
         ...
 
     def find(self, name: str) -> ServedModel | None:
-        """The model that `name` means: a name, file name, repository or catalog id, each also with `:quant`, never a
-        path. Reads the disk."""
+        """The model that `name` means: a name, file name, repository or catalog id, each also with
+        `:quant`, never a path. Reads the disk."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoreProgress:
-    """A moment of a download: `state` listing, checking, downloading, waiting, verifying or done; bytes over all files;
-    `digest` is the SHA-256 of the file that is downloaded now, or empty."""
+    """A moment of a download: `state` listing, checking, downloading, waiting, verifying or done;
+    bytes over all files; `digest` is the SHA-256 of the file that is downloaded now, or empty."""
 
     state: str
     done_bytes: int = 0

@@ -28,8 +28,8 @@ class KeepAlive:
         self._unloading: set[asyncio.Task[None]] = set()
 
     def set(self, model: ModelWorker, seconds: float) -> None:
-        """`model` stays loaded for `seconds` after its last request (0: until the running ones end; infinity: until memory
-        is short, for only the server's owner may pin a model)."""
+        """`model` stays loaded for `seconds` after its last request (0: until the running ones end;
+        infinity: until memory is short, for only the server's owner may pin a model)."""
         self._stop(model)
         owners_s = self._owners_idle_s.setdefault(model.name, model.idle_s)
         if math.isinf(seconds):
@@ -50,7 +50,9 @@ class KeepAlive:
             self._forget(model)
 
     def _check_later(self, model: ModelWorker, seconds: float, delay_s: float) -> None:
-        self._timers[model.name] = asyncio.get_running_loop().call_later(delay_s, self._check, model, seconds)
+        self._timers[model.name] = asyncio.get_running_loop().call_later(
+            delay_s, self._check, model, seconds
+        )
 
     def _check(self, model: ModelWorker, seconds: float) -> None:
         left_s = model.last_used_s + seconds - asyncio.get_running_loop().time()
@@ -81,14 +83,20 @@ def _idle_limit_s(model: ModelWorker, servers_s: float) -> float | None:
 
 
 async def unload_idle(
-    models: ModelRouter, *, idle_s: float, pressed: Callable[[], bool] = lambda: False, pressed_idle_s: float = 60.0
+    models: ModelRouter,
+    *,
+    idle_s: float,
+    pressed: Callable[[], bool] = lambda: False,
+    pressed_idle_s: float = 60.0,
 ) -> None:
-    """Runs until cancelled. Unloads a model after `idle_s` seconds without a request (its own `idle_s` where it has one;
-    0 never), or after `pressed_idle_s` while `pressed()`: memory is short. A client's infinity means never only where
-    the server's own `idle_s` is 0."""
+    """Runs until cancelled. Unloads a model after `idle_s` seconds without a request (its own
+    `idle_s` where it has one; 0 never), or after `pressed_idle_s` while `pressed()`: memory is
+    short. A client's infinity means never only where the server's own `idle_s` is 0."""
     models.idle_s = idle_s
     closed_at: dict[str, float] = {}
-    shortest_s = min(filter(None, [idle_s, *(worker.idle_s for worker in models.workers())]), default=math.inf)
+    shortest_s = min(
+        filter(None, [idle_s, *(worker.idle_s for worker in models.workers())]), default=math.inf
+    )
     pause = min(_MAX_PAUSE_S, shortest_s / _CHECKS_PER_PERIOD)
     while True:
         await asyncio.sleep(pause)

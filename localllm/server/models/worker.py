@@ -1,4 +1,5 @@
-"""Model workers: loading and leasing one model, which several names may share, and admission of all to memory."""
+"""Model workers: loading and leasing one model, which several names may share, and admission of all
+to memory."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ _PLAN_TTL_S = 30.0
 
 
 class ModelAdmission:
-    """Decides which models are loaded at once; unloads idle ones, least recently used first, to make room.
+    """Decides which models are loaded at once; unloads idle ones, least recently used first, to
+    make room.
 
-    All loaded models together stay within `limit_bytes`, and a new one must find its bytes free now, after those that
-    are still loading. `available` returns the free bytes (called in a thread); None trusts the limit alone. A model
-    that is alone is left to the memory guard of its load (localllm/engine/worker/supervisor.py).
+    All loaded models together stay within `limit_bytes`, and a new one must find its bytes free
+    now, after those that are still loading. `available` returns the free bytes (called in a
+    thread); None trusts the limit alone. A model that is alone is left to the memory guard of its
+    load (localllm/engine/worker/supervisor.py).
     """
 
     def __init__(self, limit_bytes: int, available: Callable[[], int] | None = None) -> None:
@@ -50,14 +53,16 @@ class ModelAdmission:
     async def admit(self, model: ModelWorker) -> None:
         """Make room for `model` and admit it.
 
-        Raises DoesNotFitError if it does not fit even alone, BusyError while the models in its way answer requests.
+        Raises DoesNotFitError if it does not fit even alone, BusyError while the models in its way
+        answer requests.
         """
         async with self._lock:
             if model in self._admitted:
                 return
             if not has_room("memory", model.needs_bytes, self.limit_bytes):
                 raise DoesNotFitError(
-                    f"{model.name} needs {gb(model.needs_bytes, 2)}, and models may take {gb(self.limit_bytes, 2)} here",
+                    f"{model.name} needs {gb(model.needs_bytes, 2)}, and models may take "
+                    f"{gb(self.limit_bytes, 2)} here",
                     hint="serve it with a smaller --context, or a smaller quant",
                 )
             while not await self.fits(model):
@@ -98,15 +103,20 @@ class ModelAdmission:
         if self._available is not None:
             free = min(free, await self._free())
         others = ", ".join(f"{m.name} ({gb(m.needs_bytes, 2)})" for m in self._admitted)
-        return f"{model.name} needs {gb(model.needs_bytes, 2)} and {gb(max(0, free), 2)} are free; in use: {others}"
+        return (
+            f"{model.name} needs {gb(model.needs_bytes, 2)} and {gb(max(0, free), 2)} are "
+            "free; "
+            f"in use: {others}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What is known of a model before it is loaded. `sampling`: defaults of a request; `sampling_unthinking`: the same
-    with reasoning switched off (None: no difference). `details`: facts for model lists (quant, bytes, licence …).
-    `embeds`: an embedding model; `ranks`: a reranker. `needs_bytes`: planned memory. `physics`: bytes per token and this
-    machine's rates (planner/serialise.py)."""
+    """What is known of a model before it is loaded. `sampling`: defaults of a request;
+    `sampling_unthinking`: the same with reasoning switched off (None: no difference). `details`:
+    facts for model lists (quant, bytes, licence …).
+    `embeds`: an embedding model; `ranks`: a reranker. `needs_bytes`: planned memory. `physics`:
+    bytes per token and this machine's rates (planner/serialise.py)."""
 
     sampling: Sampling = field(default_factory=Sampling)
     sampling_unthinking: Sampling | None = None
@@ -119,7 +129,8 @@ class ModelMetadata:
 
 
 class LoadProgress:
-    """The share of a model that is loaded, 0 to 1, as its worker reports it, and what its users should know of that."""
+    """The share of a model that is loaded, 0 to 1, as its worker reports it, and what its users
+    should know of that."""
 
     def __init__(self) -> None:
         self.share = 0.0
@@ -131,7 +142,8 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A planned model: the Host that loads it, what is known of it, and where its progress is reported."""
+    """A planned model: the Host that loads it, what is known of it, and where its progress is
+    reported."""
 
     host: Host
     facts: ModelMetadata
@@ -152,8 +164,9 @@ class UnplannedHost:
 
 
 class ModelWorker:
-    """One model that can be loaded. `plan` is called in a thread before each load, with the bytes that idle models could
-    free. `idle_s`: unload after so many seconds without a request; 0 never, None the server's default."""
+    """One model that can be loaded. `plan` is called in a thread before each load, with the bytes
+    that idle models could free. `idle_s`: unload after so many seconds without a request; 0 never,
+    None the server's default."""
 
     def __init__(
         self,
@@ -169,7 +182,8 @@ class ModelWorker:
         self.admission: ModelAdmission | None = None
         self.info: ModelInfo | None = None
         self.loaded = False
-        # Why the last load failed: text only, as the exception would keep the requests' frames alive.
+        # Why the last load failed: text only, as the exception would keep the requests' frames
+        # alive.
         self.failure = ""
         self.failure_hint = ""
         # A sentence for users about how it runs.
@@ -198,7 +212,8 @@ class ModelWorker:
         return 1.0 if self.loaded else self._loading.share if self.loading else 0.0
 
     async def planned(self) -> None:
-        """Make a fresh plan if there is none. Raises what planning ends in: no such file, no memory …"""
+        """Make a fresh plan if there is none. Raises what planning ends in: no such file, no memory
+        …"""
         if self._plan is None or self.loaded or self._is_planned():
             return
         async with self._lock:
@@ -215,7 +230,8 @@ class ModelWorker:
     async def engine(self) -> EngineClient:
         """The loaded engine; loads it if needed, once for all concurrent callers.
 
-        Raises BusyError or DoesNotFitError if there is no memory for it, and what loading ends in."""
+        Raises BusyError or DoesNotFitError if there is no memory for it, and what loading ends
+        in."""
         with self.lease():
             if not self.loaded:
                 return await self._shared_load()
@@ -255,7 +271,9 @@ class ModelWorker:
             self._loading.share, self.notice = 0.0, ""
             engine = await self.host.engine()
         except BaseException as e:
-            self.failure, self.failure_hint = (e.message, e.hint) if isinstance(e, LocalLLMError) else ("", "")
+            self.failure, self.failure_hint = (
+                (e.message, e.hint) if isinstance(e, LocalLLMError) else ("", "")
+            )
             self._release()
             raise
         else:
@@ -293,7 +311,8 @@ class ModelWorker:
     async def unload(self) -> None:
         """Free its memory; the next request loads it again. Raises BusyError while requests run.
 
-        A request that arrives meanwhile waits for the Host, which loads again once it has closed."""
+        A request that arrives meanwhile waits for the Host, which loads again once it has
+        closed."""
         if self.in_use:
             raise BusyError(f"{self.name} answers {self.in_use} requests")
         self.loaded = False

@@ -1,5 +1,6 @@
-"""Middleware that proxies a request whose model runs on an upstream server. Local models win; a full one spills over to an
-upstream only where the settings say so. Body and answer are relayed unchanged; a header says where it ran."""
+"""Middleware that proxies a request whose model runs on an upstream server. Local models win; a
+full one spills over to an upstream only where the settings say so. Body and answer are relayed
+unchanged; a header says where it ran."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from starlette.requests import Request
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.json_body import JsonBody, keep_body, read_body
 from localllm.server.http.settings import ServerSettings
-from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, accepted, relay, until_disconnect
+from localllm.server.proxy.relay import (
+    ProxyRequest,
+    UpstreamClient,
+    accepted,
+    relay,
+    until_disconnect,
+)
 from localllm.server.proxy.upstreams import RemoteModel, Upstreams, names_a_model
 from localllm.server.proxy.usage_meter import meter_for
 
@@ -23,10 +30,16 @@ _LIST_PATHS = ("/v1/models", "/models", "/api/tags")
 
 
 class ProxyMiddleware:
-    """`is_local` tells whether a model of that name is here, `is_full` whether it has no room for one more request."""
+    """`is_local` tells whether a model of that name is here, `is_full` whether it has no room for
+    one more request."""
 
     def __init__(
-        self, app: App, upstreams: Upstreams, is_local: AskName, is_full: AskName, settings: ServerSettings
+        self,
+        app: App,
+        upstreams: Upstreams,
+        is_local: AskName,
+        is_full: AskName,
+        settings: ServerSettings,
     ) -> None:
         self.app, self.upstreams, self._settings = app, upstreams, settings
         self._is_local, self._is_full = is_local, is_full
@@ -71,7 +84,9 @@ class ProxyMiddleware:
         name = body.value["model"]
         raw = body.raw
         if name != model.theirs:
-            raw = json.dumps({**body.value, "model": model.theirs}, ensure_ascii=False, separators=(",", ":")).encode()
+            raw = json.dumps(
+                {**body.value, "model": model.theirs}, ensure_ascii=False, separators=(",", ":")
+            ).encode()
         upstream = model.upstream
         return ProxyRequest(
             upstream.name,
@@ -84,13 +99,19 @@ class ProxyMiddleware:
         )
 
     async def refresh(self) -> None:
-        """Fetch the model lists that are out of date; concurrent callers wait for the same fetch."""
+        """Fetch the model lists that are out of date; concurrent callers wait for the same
+        fetch."""
         async with self._lock:
             now = asyncio.get_running_loop().time()
             if now - self._listed_s < _LIST_TTL_S:
                 return
             self._listed_s = now
-            listing = (self._http.models(u.base_url.rstrip("/") + "/models", u.key) for u in self.upstreams.all)
-            for upstream, entries in zip(self.upstreams.all, await asyncio.gather(*listing), strict=True):
+            listing = (
+                self._http.models(u.base_url.rstrip("/") + "/models", u.key)
+                for u in self.upstreams.all
+            )
+            for upstream, entries in zip(
+                self.upstreams.all, await asyncio.gather(*listing), strict=True
+            ):
                 if entries:
                     self.upstreams.learn(upstream, entries)

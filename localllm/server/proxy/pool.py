@@ -1,8 +1,9 @@
 """The front of a pool: hands each request to one of several servers of ours. It loads no model.
 
-The turns of a conversation go to one server, where its cache is, by hashing how it begins (rendezvous hashing): nothing is
-remembered, so that a restarted front, or a second one, decides alike. Other requests go to the server with the fewest
-running. One that can't serve a request hands it to the next, as long as nothing of an answer was sent.
+The turns of a conversation go to one server, where its cache is, by hashing how it begins
+(rendezvous hashing): nothing is remembered, so that a restarted front, or a second one, decides
+alike. Other requests go to the server with the fewest running. One that can't serve a request hands
+it to the next, as long as nothing of an answer was sent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from localllm.server.http.gate import EdgeMiddleware, SecurityGate
 from localllm.server.http.json_body import read_body, send_text
 from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
-from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, UpstreamError, accepted, relay, until_disconnect
+from localllm.server.proxy.relay import (
+    ProxyRequest,
+    UpstreamClient,
+    UpstreamError,
+    accepted,
+    relay,
+    until_disconnect,
+)
 from localllm.server.proxy.usage_meter import UsageMeter, meter_for
 
 # A server that failed is asked last for so long.
@@ -49,14 +57,18 @@ class PoolNode:
 
 
 def conversation_key(body: Mapping[str, Any]) -> bytes | None:
-    """What the turns of a conversation have in common, in any dialect: the model, and all up to the first thing that the
-    user says. None where there is no prefix to find again."""
+    """What the turns of a conversation have in common, in any dialect: the model, and all up to the
+    first thing that the user says. None where there is no prefix to find again."""
     sent = body.get("messages") or body.get("prompt") or body.get("input")
     if not isinstance(sent, (str, list)):
         return None
     head = sent[:_HEAD]
     if isinstance(sent, list) and isinstance(sent[0], dict):
-        said = (i for i, message in enumerate(sent) if message.get("role") not in ("system", "developer"))
+        said = (
+            i
+            for i, message in enumerate(sent)
+            if message.get("role") not in ("system", "developer")
+        )
         head = sent[: next(said, 0) + 1]
     elif isinstance(sent, list) and "prompt" not in body:
         return None  # texts to embed
@@ -80,16 +92,19 @@ def by_preference(nodes: Sequence[PoolNode], key: bytes | None, now_s: float) ->
 def create_pool_app(
     nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None = None
 ) -> tuple[App, PoolFront]:
-    """The ASGI application in front of `nodes`, behind our usual gate, and the front, to be closed. `key` is sent to the
-    nodes."""
+    """The ASGI application in front of `nodes`, behind our usual gate, and the front, to be closed.
+    `key` is sent to the nodes."""
     front = PoolFront(nodes, settings, key)
     return SecurityGate(EdgeMiddleware(front), settings, front.accounts), front
 
 
 class PoolFront:
-    """Relays requests; `/metrics` and `/usage.csv` are its own, as the servers know no key's name."""
+    """Relays requests; `/metrics` and `/usage.csv` are its own, as the servers know no key's
+    name."""
 
-    def __init__(self, nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None) -> None:
+    def __init__(
+        self, nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None
+    ) -> None:
         self.nodes, self._settings, self._key = nodes, settings, key
         self.accounts = Accounts(settings.keys, settings.api_key)
         self._http = UpstreamClient()
@@ -109,7 +124,11 @@ class PoolFront:
             await self._forward(scope, receive, send)
 
     def _metrics(self) -> str:
-        active = metric("localllm_pool_active", "gauge", [(labels(box=node.name), node.active) for node in self.nodes])
+        active = metric(
+            "localllm_pool_active",
+            "gauge",
+            [(labels(box=node.name), node.active) for node in self.nodes],
+        )
         return "\n".join([*active, *used_lines(self.accounts.visible_to(caller()))]) + "\n"
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +136,11 @@ class PoolFront:
         stored = _STORED_PATH.match(scope["path"]) is not None
         if scope["method"] == "POST":
             body = await read_body(Request(scope, receive), self._settings)
-            raw, key, meter = body.raw, conversation_key(body.value), meter_for(scope["path"], body.value)
+            raw, key, meter = (
+                body.raw,
+                conversation_key(body.value),
+                meter_for(scope["path"], body.value),
+            )
             stored = stored or bool(body.value.get("previous_response_id"))
         refused = (*_REFUSED, _NOT_FOUND) if stored else _REFUSED
         nodes = by_preference(self.nodes, key, time.monotonic())
@@ -141,7 +164,9 @@ class PoolFront:
 
         await until_disconnect(receive, ask(), meter)
 
-    def _outgoing(self, scope: Scope, node: PoolNode, raw: bytes, meter: UsageMeter) -> ProxyRequest:
+    def _outgoing(
+        self, scope: Scope, node: PoolNode, raw: bytes, meter: UsageMeter
+    ) -> ProxyRequest:
         query = scope.get("query_string", b"").decode("latin-1")
         # As it was sent: a path that was unquoted could hold a question mark of its own.
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")

@@ -1,7 +1,9 @@
-"""Asks other servers and relays their answers to the client byte for byte; imported once there are any.
+"""Asks other servers and relays their answers to the client byte for byte; imported once there are
+any.
 
-aiohttp rather than httpx: httpx removes the socket's reader from the loop and adds it back for each piece. A piece of a
-stream takes 34 microseconds of CPU through aiohttp and 104 through httpx (8 streams at once).
+aiohttp rather than httpx: httpx removes the socket's reader from the loop and adds it back for each
+piece. A piece of a stream takes 34 microseconds of CPU through aiohttp and 104 through httpx (8
+streams at once).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from localllm.server.proxy.usage_meter import UsageMeter
 _CONNECT_S = 5.0
 _MOST_CONNECTIONS = 512
 _MAX_BODY_BYTES = 256 * 2**20
-# Shorter than servers keep an unused connection (uvicorn, vLLM and llama.cpp: 5 s): a request on one that is just being
-# closed is lost.
+# Shorter than servers keep an unused connection (uvicorn, vLLM and llama.cpp: 5 s): a request on
+# one that is just being closed is lost.
 _UNUSED_S = 2.0
 
 
@@ -41,8 +43,9 @@ class UpstreamError(LocalLLMError):
 
 @dataclass(frozen=True, slots=True)
 class ProxyRequest:
-    """One request to the server called `name`, sent with its `key`. `silence_s`: the read timeout. `meter` counts the
-    answer's tokens. `whose`: the header that says so, to servers that know us by a key."""
+    """One request to the server called `name`, sent with its `key`. `silence_s`: the read timeout.
+    `meter` counts the answer's tokens. `whose`: the header that says so, to servers that know us by
+    a key."""
 
     name: str
     url: str
@@ -56,12 +59,20 @@ class ProxyRequest:
 
     def headers(self) -> dict[str, str]:
         """Of the client's own headers only Accept is passed on."""
-        headers = {"content-type": "application/json", "accept": self.accept, "accept-encoding": "identity"}
-        return {**headers, **({"authorization": f"Bearer {self.key}", **self.whose} if self.key else {})}
+        headers = {
+            "content-type": "application/json",
+            "accept": self.accept,
+            "accept-encoding": "identity",
+        }
+        return {
+            **headers,
+            **({"authorization": f"Bearer {self.key}", **self.whose} if self.key else {}),
+        }
 
 
 class UpstreamClient:
-    """Talks only to servers that the settings name: no proxies of the environment, no redirects, no cookies."""
+    """Talks only to servers that the settings name: no proxies of the environment, no redirects, no
+    cookies."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -69,7 +80,9 @@ class UpstreamClient:
     @asynccontextmanager
     async def open(self, outgoing: ProxyRequest) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send it; a block with the answer, whose headers are here. Raises UpstreamError."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=outgoing.silence_s)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_S, sock_read=outgoing.silence_s
+        )
         try:
             answer = await self._open_session().request(
                 outgoing.method,
@@ -88,7 +101,8 @@ class UpstreamClient:
             if 300 <= answer.status < 400:
                 outgoing.meter.fail()
                 raise UpstreamError(
-                    f"the server {outgoing.name} sends requests on to another address, which is not followed",
+                    f"the server {outgoing.name} sends requests on to another address, which is "
+                    "not followed",
                     hint="name the address itself in the settings",
                 )
             yield answer
@@ -96,7 +110,8 @@ class UpstreamClient:
             answer.close()
 
     async def models(self, url: str, key: str | None) -> Sequence[Mapping[str, object]]:
-        """The `data` of GET `url` (a server's /v1/models); empty where it does not answer with one."""
+        """The `data` of GET `url` (a server's /v1/models); empty where it does not answer with
+        one."""
         outgoing = ProxyRequest("", url, b"", key, _CONNECT_S, method="GET", whose={})
         try:
             async with self.open(outgoing) as answer:
@@ -110,7 +125,9 @@ class UpstreamClient:
         """The session; aiohttp wants it created inside a running loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=_MOST_CONNECTIONS, keepalive_timeout=_UNUSED_S),
+                connector=aiohttp.TCPConnector(
+                    limit=_MOST_CONNECTIONS, keepalive_timeout=_UNUSED_S
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 skip_auto_headers=("user-agent", "content-type"),
@@ -129,7 +146,9 @@ async def read_body(answer: aiohttp.ClientResponse, outgoing: ProxyRequest) -> b
         async for piece in answer.content.iter_any():
             body += piece
             if len(body) > _MAX_BODY_BYTES:
-                raise UpstreamError(f"the answer of {outgoing.name} is larger than {_MAX_BODY_BYTES} bytes")
+                raise UpstreamError(
+                    f"the answer of {outgoing.name} is larger than {_MAX_BODY_BYTES} bytes"
+                )
     except (aiohttp.ClientError, TimeoutError) as e:
         raise upstream_error(outgoing, e) from e
     outgoing.meter.feed(bytes(body))
@@ -138,7 +157,9 @@ async def read_body(answer: aiohttp.ClientResponse, outgoing: ProxyRequest) -> b
 
 def is_stream(answer: aiohttp.ClientResponse) -> bool:
     """Whether the answer is streamed: server-sent events, or Ollama's JSON lines."""
-    return answer.headers.get("content-type", "").startswith(("text/event-stream", "application/x-ndjson"))
+    return answer.headers.get("content-type", "").startswith(
+        ("text/event-stream", "application/x-ndjson")
+    )
 
 
 def upstream_error(outgoing: ProxyRequest, error: Exception) -> UpstreamError:
@@ -146,13 +167,16 @@ def upstream_error(outgoing: ProxyRequest, error: Exception) -> UpstreamError:
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return UpstreamError(f"the server {outgoing.name}, which runs this model, can't be reached")
     if isinstance(error, TimeoutError):
-        return UpstreamError(f"the server {outgoing.name} said nothing for {outgoing.silence_s:.0f} seconds")
+        return UpstreamError(
+            f"the server {outgoing.name} said nothing for {outgoing.silence_s:.0f} seconds"
+        )
     return UpstreamError(f"the server {outgoing.name} broke off ({type(error).__name__})")
 
 
 # Response headers that are passed on: how to read the body, request ids, rate limits.
 _RELAYED = (
-    b"content-type", b"content-encoding", b"cache-control", b"retry-after", b"x-request-id", b"x-accel-buffering",
+    b"content-type", b"content-encoding", b"cache-control", b"retry-after", b"x-request-id",
+    b"x-accel-buffering",
 )  # fmt: skip
 _RELAYED_FAMILIES = (b"x-ratelimit-", b"openai-", b"x-localllm-")
 _RAN_ON = RAN_ON.encode()
@@ -163,8 +187,11 @@ def accepted(scope: Scope) -> str:
     return next((v.decode("latin-1") for k, v in scope["headers"] if k == b"accept"), "*/*")
 
 
-async def relay(answer: aiohttp.ClientResponse, outgoing: ProxyRequest, scope: Scope, send: Send) -> None:
-    """Send `answer` to the client, a stream as it comes. Raises UpstreamError as long as nothing was sent."""
+async def relay(
+    answer: aiohttp.ClientResponse, outgoing: ProxyRequest, scope: Scope, send: Send
+) -> None:
+    """Send `answer` to the client, a stream as it comes. Raises UpstreamError as long as nothing
+    was sent."""
     body = None if is_stream(answer) else await read_body(answer, outgoing)
     headers = _relayed_headers(answer, outgoing.name)
     if body is not None:
@@ -197,8 +224,11 @@ def _error_frame(content_type: str, error: LocalLLMError) -> bytes:
     return b"data: " + value + b"\n\n" if "event-stream" in content_type else value + b"\n"
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None], meter: UsageMeter) -> None:
-    """Await `work`, cancelled when the client disconnects; closes the request's `meter`. Raises what `work` raises."""
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, None], meter: UsageMeter
+) -> None:
+    """Await `work`, cancelled when the client disconnects; closes the request's `meter`. Raises
+    what `work` raises."""
 
     async def completed() -> bool:
         await work

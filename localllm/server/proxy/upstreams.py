@@ -1,4 +1,5 @@
-"""The upstream servers of the settings and the models each of them runs: plain values and look-ups."""
+"""The upstream servers of the settings and the models each of them runs: plain values and
+look-ups."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any, Literal
 from localllm.errors import UnsupportedError
 
 Dialect = Literal["openai", "responses", "anthropic", "ollama"]
-# The dialect of each path, and where it lies below a server's base URL (which ends in /v1, but for Ollama's).
+# The dialect of each path, and where it lies below a server's base URL (which ends in /v1, but for
+# Ollama's).
 _OPENAI = {
     "/v1/chat/completions": "/chat/completions",
     "/chat/completions": "/chat/completions",
@@ -28,19 +30,27 @@ _OTHERS: dict[str, tuple[Dialect, str]] = {
     "/api/embeddings": ("ollama", "/api/embeddings"),
     "/api/show": ("ollama", "/api/show"),
 }
-PATHS: Mapping[str, tuple[Dialect, str]] = {**{k: ("openai", v) for k, v in _OPENAI.items()}, **_OTHERS}
+PATHS: Mapping[str, tuple[Dialect, str]] = {
+    **{k: ("openai", v) for k, v in _OPENAI.items()},
+    **_OTHERS,
+}
 # Their bodies name a model too, but only our own engine answers them.
 _LOCAL_ONLY = (
-    "/v1/fim/completions", "/fim/completions", "/apply-template", "/v1/rerank", "/rerank", "/completion", "/infill",
+    "/v1/fim/completions", "/fim/completions", "/apply-template", "/v1/rerank", "/rerank",
+    "/completion", "/infill",
     "/v1/responses/input_tokens", "/v1/systemone", "/v1/systemone/fit",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """One server. `base_url` is where its OpenAI paths begin (`…/v1`). `models` maps our names to its own; empty: what
-    it lists. `key` is sent to it, and nobody else's. `spill`: it also takes what the model of the same name here has no
-    room for. `speaks`: the dialects it is trusted to answer as they are. `silence_s`: the longest it may say nothing."""
+    """One server.
+    `base_url` is where its OpenAI paths begin (`…/v1`).
+    `models` maps our names to its own; empty: what it lists.
+    `key` is sent to it, and nobody else's.
+    `spill`: it also takes what the model of the same name here has no room for.
+    `speaks`: the dialects it is trusted to answer as they are.
+    `silence_s`: the longest it may say nothing."""
 
     name: str
     base_url: str
@@ -51,13 +61,20 @@ class Upstream:
     silence_s: float = 600.0
 
     def address(self, path: str) -> str:
-        """The URL for a request to our `path`. Raises UnsupportedError for a path this server does not speak."""
+        """The URL for a request to our `path`. Raises UnsupportedError for a path this server does
+        not speak."""
         dialect, below = PATHS.get(path, (None, ""))
         if dialect is None or dialect not in self.speaks:
-            can = sorted(p for p, (d, _) in PATHS.items() if d in self.speaks and p.startswith(("/v1/", "/api/")))
+            can = sorted(
+                p
+                for p, (d, _) in PATHS.items()
+                if d in self.speaks and p.startswith(("/v1/", "/api/"))
+            )
             raise UnsupportedError(
-                f"this model runs on the upstream {self.name}, and requests to {path} are not handed on to it",
-                hint=f"it is reached by {', '.join(can)}; `speaks` in [[upstream]] names more, where it has them",
+                f"this model runs on the upstream {self.name}, and requests to {path} are not "
+                "handed on to it",
+                hint=f"it is reached by {', '.join(can)}; `speaks` in [[upstream]] names more, "
+                "where it has them",
                 param="model",
             )
         root = self.base_url.rstrip("/")
@@ -66,7 +83,8 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A model on an upstream: our `name` for it, its name there (`theirs`), and its entry in that server's list (`facts`)."""
+    """A model on an upstream: our `name` for it, its name there (`theirs`), and its entry in that
+    server's list (`facts`)."""
 
     name: str
     upstream: Upstream
@@ -75,8 +93,8 @@ class RemoteModel:
 
 
 class Upstreams:
-    """Which upstream runs which model; the first one that has a name wins. Models not named in the settings come from
-    the servers' lists (`learn`)."""
+    """Which upstream runs which model; the first one that has a name wins. Models not named in the
+    settings come from the servers' lists (`learn`)."""
 
     def __init__(self, upstreams: Iterable[Upstream]) -> None:
         self.all = tuple(upstreams)
@@ -93,10 +111,13 @@ class Upstreams:
 
     def learn(self, upstream: Upstream, entries: Iterable[Mapping[str, Any]]) -> None:
         """Take over the list of models that `upstream` gave (the `data` of its GET /v1/models)."""
-        facts = {e["id"]: e for e in entries if isinstance(e, Mapping) and isinstance(e.get("id"), str)}
+        facts = {
+            e["id"]: e for e in entries if isinstance(e, Mapping) and isinstance(e.get("id"), str)
+        }
         names = upstream.models or {name: name for name in facts}
         self._models[upstream.name] = {
-            ours.lower(): RemoteModel(ours, upstream, theirs, facts.get(theirs, {})) for ours, theirs in names.items()
+            ours.lower(): RemoteModel(ours, upstream, theirs, facts.get(theirs, {}))
+            for ours, theirs in names.items()
         }
 
     def models(self) -> list[RemoteModel]:
@@ -111,7 +132,9 @@ class Upstreams:
         """The model of that name (or of that name with `:latest`)."""
         key = name.lower()
         for upstream in self.all:
-            model = self._models[upstream.name].get(key) or self._models[upstream.name].get(key.removesuffix(":latest"))
+            model = self._models[upstream.name].get(key) or self._models[upstream.name].get(
+                key.removesuffix(":latest")
+            )
             if model is not None:
                 return model
         return None

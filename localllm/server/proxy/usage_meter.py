@@ -1,7 +1,8 @@
-"""Counts the tokens of a proxied answer against the caller's key: by the usage it reports, else by an estimate.
+"""Counts the tokens of a proxied answer against the caller's key: by the usage it reports, else by
+an estimate.
 
-OpenAI streams report usage only on request, and a client may disconnect before the end: without an estimate such requests
-would be free.
+OpenAI streams report usage only on request, and a client may disconnect before the end: without an
+estimate such requests would be free.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from localllm.server.http.accounts import Account, caller
 
 _TAIL_BYTES = 8192
 # Of every dialect: OpenAI's, Responses' and Anthropic's, Ollama's, llama.cpp's.
-_PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens|prompt_eval_count|tokens_evaluated)"\s*:\s*(\d{1,12})')
-_WRITTEN = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count|tokens_predicted)"\s*:\s*(\d{1,12})')
+_PROMPT = re.compile(
+    rb'"(?:prompt_tokens|input_tokens|prompt_eval_count|tokens_evaluated)"\s*:\s*(\d{1,12})'
+)
+_WRITTEN = re.compile(
+    rb'"(?:completion_tokens|output_tokens|eval_count|tokens_predicted)"\s*:\s*(\d{1,12})'
+)
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
 # Anthropic's input_tokens excludes cache reads and writes.
 _CACHE_READ = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d{1,12})')
@@ -27,7 +32,8 @@ _COUNTING = ("count_tokens", "input_tokens", "tokenize", "apply-template")
 
 
 class UsageMeter:
-    """Counts one request for `account`, over however many nodes it is tried on; without an account it counts nothing.
+    """Counts one request for `account`, over however many nodes it is tried on; without an account
+    it counts nothing.
     `prompt_estimate`: tokens of the prompt, for an answer that reports none."""
 
     def __init__(self, account: Account | None = None, prompt_estimate: int = 0) -> None:
@@ -58,7 +64,9 @@ class UsageMeter:
         prompt, written, cached, cache_read, cache_written = (
             _last(p, seen) for p in (_PROMPT, _WRITTEN, _CACHED, _CACHE_READ, _CACHE_WRITTEN)
         )
-        self._charge(prompt + cache_read + cache_written if prompt else 0, cached or cache_read, written)
+        self._charge(
+            prompt + cache_read + cache_written if prompt else 0, cached or cache_read, written
+        )
 
     def _charge(self, *counts: int) -> None:
         # Usage that grows in a stream, or is repeated on another node, is charged once.
@@ -68,8 +76,9 @@ class UsageMeter:
             self._account.charge(*new)
 
     def close(self, *, left: bool = False) -> None:
-        """The request is over; `left`: the client disconnected early. What was not reported is charged by estimate: the
-        prompt by its length, a stream by its frames, each of which has a token or more."""
+        """The request is over; `left`: the client disconnected early. What was not reported is
+        charged by estimate: the prompt by its length, a stream by its frames, each of which has a
+        token or more."""
         if self._refused:
             return
         prompt, cached, written = self._charged
@@ -83,12 +92,14 @@ def _last(pattern: re.Pattern[bytes], seen: bytes) -> int:
 
 
 def meter_for(path: str, body: dict[str, Any]) -> UsageMeter:
-    """The meter for a request; one that counts nothing for a caller without a named key, and for paths that compute
-    nothing."""
+    """The meter for a request; one that counts nothing for a caller without a named key, and for
+    paths that compute nothing."""
     account = caller()
     if not account.name or path.rstrip("/").endswith(_COUNTING):
         return UsageMeter()
-    texts = (body.get(k) for k in ("messages", "input", "prompt", "system", "instructions", "tools"))
+    texts = (
+        body.get(k) for k in ("messages", "input", "prompt", "system", "instructions", "tools")
+    )
     return UsageMeter(account, sum(map(_characters, texts)) // _CHARACTERS_PER_TOKEN)
 
 

@@ -1,5 +1,6 @@
-"""A draft must earn its burst: but for one step in 24, which is how a copy is found out, a step with drafts takes no longer
-than two plain ones, unless this stream is a good deal faster for its drafts. By a clock that only the work moves."""
+"""A draft must earn its burst: but for one step in 24, which is how a copy is found out, a step
+with drafts takes no longer than two plain ones, unless this stream is a good deal faster for its
+drafts. By a clock that only the work moves."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ N = 400
 
 
 class Timed(ScriptedBackend):
-    """A step takes `PLAIN_S`, `row` of that more for each further row, and for the second one `second` besides."""
+    """A step takes `PLAIN_S`, `row` of that more for each further row, and for the second one
+    `second` besides."""
 
     def __init__(self, row: float, second: float = 0.0) -> None:
         super().__init__(n_ctx=4096, n_batch=64)
@@ -36,8 +38,11 @@ class Timed(ScriptedBackend):
         return super().step(chunks)
 
 
-def stream(row: float, prediction: str, draft: str = "auto", second: float = 0.0) -> tuple[list[float], float]:
-    """Of a stream alone: what its steps took, in plain ones, and how much faster it was for its drafts."""
+def stream(
+    row: float, prediction: str, draft: str = "auto", second: float = 0.0
+) -> tuple[list[float], float]:
+    """Of a stream alone: what its steps took, in plain ones, and how much faster it was for its
+    drafts."""
     backend = Timed(row, second)
     engine = Engine(backend, EngineSettings(draft=draft), clock=lambda: backend.now)
     settle(engine)
@@ -62,7 +67,11 @@ def half_right(text: str, right: int, wrong: int, every: int) -> str:
 
 
 @given(
-    st.floats(0.02, 0.6), st.integers(3, 40), st.integers(0, 40), st.integers(10, 90), st.sampled_from([0.0, 0.3, 0.6])
+    st.floats(0.02, 0.6),
+    st.integers(3, 40),
+    st.integers(0, 40),
+    st.integers(10, 90),
+    st.sampled_from([0.0, 0.3, 0.6]),
 )
 @example(0.4, 20, 27, 40, 0.0)  # gained 11 %, and 15 % just often enough
 @example(0.12, 12, 30, 40, 0.0)
@@ -76,8 +85,9 @@ def half_right(text: str, right: int, wrong: int, every: int) -> str:
 def test_an_ordinary_stream_has_no_long_pauses(
     answer: str, row: float, right: int, wrong: int, every: int, second: float
 ) -> None:
-    """Whatever a further row costs, and however often the text is foreseen. What is earned is seen over some 30 steps: over a
-    whole stream of better and worse stretches it may be less than the 15 % that were asked of each."""
+    """Whatever a further row costs, and however often the text is foreseen. What is earned is seen
+    over some 30 steps: over a whole stream of better and worse stretches it may be less than the 15
+    % that were asked of each."""
     steps, gain = stream(row, half_right(answer, right, wrong, every), second=second)
     assert float(np.percentile(steps, 95)) <= 2.0 + 1e-6 or gain >= 1.08
     # And no slower: what is tried before it is earned costs the stream some steps at most.
@@ -91,7 +101,8 @@ def test_an_ordinary_stream_has_no_long_pauses(
 @example(0.4, 0.8)
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) -> None:
-    """All of it, its beginning too, is well over half as quick as if each step had been the longest burst that pays."""
+    """All of it, its beginning too, is well over half as quick as if each step had been the longest
+    burst that pays."""
     best = max(n / (1.0 + row * (n - 1) + second) for n in range(2, 65))
     gain = stream(row, answer, second=second)[1]
     assert gain >= 0.58 * best
@@ -102,8 +113,8 @@ def test_a_copy_still_comes_in_bursts(answer: str, row: float, second: float) ->
 def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
     answer: str, row: float, prompt: int, before: int
 ) -> None:
-    """An agent sends its next request within milliseconds of an answer: a copy beside it takes up its bursts again step by step,
-    and soon."""
+    """An agent sends its next request within milliseconds of an answer: a copy beside it takes up
+    its bursts again step by step, and soon."""
     backend = Timed(row)
     engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
     settle(engine)
@@ -113,7 +124,9 @@ def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
     while engine.metrics.generated_tokens < 4 + before:
         engine.step()
     other = "x" * prompt
-    engine.submit(request_for("b", other, 3, GREEDY, ignore_eos=True), backend.tokenize(other, special=False))
+    engine.submit(
+        request_for("b", other, 3, GREEDY, ignore_eos=True), backend.tokenize(other, special=False)
+    )
     while engine.jobs.find("b") is not None:
         engine.step()
     backend.took.clear()
@@ -127,7 +140,8 @@ def test_who_comes_again_at_once_does_not_wait_for_a_long_burst(
 
 @pytest.mark.parametrize("really", [0.05, 0.45])
 def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: float) -> None:
-    """Probed while the machine did something else: what drafting steps show is believed at once, and probed when it is quiet."""
+    """Probed while the machine did something else: what drafting steps show is believed at once,
+    and probed when it is quiet."""
     backend = Timed(0.25)
     engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
     settle(engine)
@@ -145,7 +159,8 @@ def test_a_wrong_probe_costs_one_stream_and_is_made_again(answer: str, really: f
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("row", [0.05, 0.3])
 def test_streams_that_all_copy_still_read_even_words(answer: str, row: float, n: int) -> None:
-    """No step takes longer than two and a half of a stream alone, or one and a half of theirs; and they are faster for it."""
+    """No step takes longer than two and a half of a stream alone, or one and a half of theirs; and
+    they are faster for it."""
     backend = Timed(row)
     engine = Engine(backend, EngineSettings(draft="auto"), clock=lambda: backend.now)
     settle(engine)

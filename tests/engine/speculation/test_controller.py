@@ -1,4 +1,5 @@
-"""How much is drafted: only what pays, for nobody at another's cost, and what a step costs is learnt."""
+"""How much is drafted: only what pays, for nobody at another's cost, and what a step costs is
+learnt."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.speculation.controller import KNOTS, Acceptance, DraftCandidate, HitRates, StepCost, choose_lengths
+from localllm.engine.speculation.controller import (
+    KNOTS,
+    Acceptance,
+    DraftCandidate,
+    HitRates,
+    StepCost,
+    choose_lengths,
+)
 
 RATES = st.floats(0.0, 1.0)
 
@@ -40,7 +48,9 @@ def test_hopeless_guesses_are_never_drafted() -> None:
 
 
 @given(st.lists(RATES, min_size=1, max_size=4), st.floats(0.0, 1.0), st.floats(0.0, 0.3))
-def test_nobody_is_slowed_and_somebody_gains(rates: list[float], row_cost: float, token_s: float) -> None:
+def test_nobody_is_slowed_and_somebody_gains(
+    rates: list[float], row_cost: float, token_s: float
+) -> None:
     def cost(rows: int) -> float:
         return 1.0 + row_cost * (rows - 1)
 
@@ -103,8 +113,11 @@ def test_step_cost_learns_that_verifying_is_dearer_than_probed() -> None:
 
 
 @given(st.floats(0.2, 0.7), st.floats(1.5, 4.0), st.sampled_from(KNOTS[3:]))
-def test_a_probe_beside_somebody_elses_work_is_soon_put_right(row: float, busy: float, rows: int) -> None:
-    """A plain step suffers most from others (each of its many small parts waits): drafts looked cheap."""
+def test_a_probe_beside_somebody_elses_work_is_soon_put_right(
+    row: float, busy: float, rows: int
+) -> None:
+    """A plain step suffers most from others (each of its many small parts waits): drafts looked
+    cheap."""
     cost = StepCost()
     cost.set({n: 0.01 * (1 + row * (n - 1)) for n in KNOTS} | {1: 0.01 * busy})
     wrong = cost.seconds(rows) / cost.seconds(1)
@@ -128,7 +141,9 @@ def test_one_burst_of_somebody_else_does_not_unlearn() -> None:
 
 
 @given(st.dictionaries(st.sampled_from([2, 4, 8, 16, 32]), st.floats(1e-3, 1.0), min_size=1))
-def test_a_plausible_probe_is_reproduced_and_no_row_is_ever_free(measured: dict[int, float]) -> None:
+def test_a_plausible_probe_is_reproduced_and_no_row_is_ever_free(
+    measured: dict[int, float],
+) -> None:
     measured[1] = 1e-3
     cost = StepCost()
     cost.set(measured)
@@ -170,7 +185,9 @@ def test_acceptance_counts_only_what_was_tried() -> None:
 
 
 @given(st.floats(1.0, 40.0), st.floats(0.05, 0.9), st.integers(1, 4))
-def test_a_step_that_others_wait_for_takes_no_longer_than_they_may_wait(most: float, row: float, n: int) -> None:
+def test_a_step_that_others_wait_for_takes_no_longer_than_they_may_wait(
+    most: float, row: float, n: int
+) -> None:
     def cost(rows: int) -> float:
         return 1.0 + row * (rows - 1)
 

@@ -1,5 +1,5 @@
-"""Drafts under a grammar: what breaks it is cut before it is verified, what keeps it is verified under the mask of its own
-place, and the answer is the same token for token."""
+"""Drafts under a grammar: what breaks it is cut before it is verified, what keeps it is verified
+under the mask of its own place, and the answer is the same token for token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from support.scripted_backend import END, ScriptedBackend, ScriptedResult
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 40}, "n": {"type": "integer"}, "on": {"type": "boolean"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "n": {"type": "integer"},
+        "on": {"type": "boolean"},
+    },
     "required": ["name", "n", "on"],
     "additionalProperties": False,
 }
@@ -43,14 +47,18 @@ class Watching(ScriptedBackend):
         return super().step(chunks)
 
 
-def answer(sampling: Sampling, grammar: tuple[str, str], draft: str, prediction: str) -> tuple[Outcome, Watching]:
+def answer(
+    sampling: Sampling, grammar: tuple[str, str], draft: str, prediction: str
+) -> tuple[Outcome, Watching]:
     backend, ticks = Watching(), itertools.count(1.0)
     settings = EngineSettings(draft=draft, make_constraint=GrammarCompiler(backend))
     # A clock that ticks once per look: a step with drafts takes as long as one without.
     engine = Engine(backend, settings, clock=lambda: next(ticks) / 1000)
     settle(engine)
     backend.verified.clear()
-    outcome = run(engine, request_for("a", "go", 200, sampling, grammar=grammar, prediction=prediction))
+    outcome = run(
+        engine, request_for("a", "go", 200, sampling, grammar=grammar, prediction=prediction)
+    )
     engine.close()
     return outcome, backend
 
@@ -66,8 +74,11 @@ def test_ids_are_the_same_and_nothing_that_breaks_the_grammar_is_verified(
         sampling = Sampling(temperature=temperature, seed=seed)
         plain, _ = answer(sampling, grammar, "off", "")
         text = plain.text["a"]
-        # Right in parts; what is wrong breaks the grammar in some places, and only this model's choice in others.
-        guess = "".join(rng.choice(["}", "!", "x", "7"]) if rng.random() < 0.08 else c for c in text)
+        # Right in parts; what is wrong breaks the grammar in some places, and only this model's
+        # choice in others.
+        guess = "".join(
+            rng.choice(["}", "!", "x", "7"]) if rng.random() < 0.08 else c for c in text
+        )
         drafted, backend = answer(sampling, grammar, "auto", guess)
         assert drafted.tokens["a"] == plain.tokens["a"]
         assert drafted.finish("a").reason == plain.finish("a").reason == "stop"
@@ -77,7 +88,9 @@ def test_ids_are_the_same_and_nothing_that_breaks_the_grammar_is_verified(
         ids = [t for t in plain.tokens["a"] if t != END]
         for chunk in backend.verified:
             ways = [i for i in range(len(ids)) if ids[i] == chunk[0]]
-            assert any(_allowed(compiled, grammar, [*ids[: i + 1], *chunk[1:]]) for i in ways), chunk
+            assert any(_allowed(compiled, grammar, [*ids[: i + 1], *chunk[1:]]) for i in ways), (
+                chunk
+            )
     assert accepted > 60
 
 
@@ -86,10 +99,16 @@ def _allowed(compiled: GrammarCompiler, grammar: tuple[str, str], tokens: list[i
     return constraint.acceptable(tokens) == len(tokens)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, seed=4)], ids=["greedy", "sampled"])
-def test_a_real_model_says_the_same_with_a_half_right_guess(few_layers: Path, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=0.8, seed=4)], ids=["greedy", "sampled"]
+)
+def test_a_real_model_says_the_same_with_a_half_right_guess(
+    few_layers: Path, sampling: Sampling
+) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=1024))
-    engine = Engine(backend, EngineSettings(draft="ngram", make_constraint=GrammarCompiler(backend)))
+    engine = Engine(
+        backend, EngineSettings(draft="ngram", make_constraint=GrammarCompiler(backend))
+    )
     settle(engine)
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
     engine.speculator.cost.observe = lambda rows, seconds: None  # type: ignore[method-assign]
@@ -98,7 +117,8 @@ def test_a_real_model_says_the_same_with_a_half_right_guess(few_layers: Path, sa
         return run(
             engine,
             request_for(
-                key, "A cat in JSON: ", 60, sampling, grammar=GRAMMARS[0], draft=draft, prediction=prediction,
+                key, "A cat in JSON: ", 60, sampling, grammar=GRAMMARS[0], draft=draft,
+                prediction=prediction,
                 cache_prompt=False,
             ),
         )  # fmt: skip

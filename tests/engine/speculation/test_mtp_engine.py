@@ -1,4 +1,5 @@
-"""Drafting with the model's own heads, through the engine: the answers are those without, whatever was accepted."""
+"""Drafting with the model's own heads, through the engine: the answers are those without, whatever
+was accepted."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def plain(path: Path) -> Backend:
 
 
 def same(alone: Backend, prompt: list[int], got: list[int]) -> bool:
-    """True if the answer is the isolated run's; False if it parts from it at a near-tie; else it fails."""
+    """True if the answer is the isolated run's; False if it parts from it at a near-tie; else it
+    fails."""
     tokens, gaps = isolated(alone, prompt, len(got))
     if got == tokens:
         return True
@@ -108,7 +110,10 @@ def test_answers_are_those_without_heads(shape: str, together: int, tmp_path: Pa
     path = write(tmp_path / "m.gguf", likeness=0.35)
     engine, alone, rng = drafting(path, n_rewind=n_rewind), plain(path), random.Random(together)
     prompts = {f"p{i}": words(rng, rng.randrange(4, 120)) for i in range(9)}
-    requests = [request_for(k, p, 40, GREEDY, ignore_eos=True, cache_prompt=False) for k, p in prompts.items()]
+    requests = [
+        request_for(k, p, 40, GREEDY, ignore_eos=True, cache_prompt=False)
+        for k, p in prompts.items()
+    ]
     got: dict[str, list[int]] = {}
     steps = engine.metrics.steps
     for start in range(0, len(requests), together):
@@ -122,11 +127,14 @@ def test_answers_are_those_without_heads(shape: str, together: int, tmp_path: Pa
     alone.close()
 
 
-def test_cancelled_forked_cached_and_stored_conversations_change_nothing(path: Path, tmp_path: Path) -> None:
+def test_cancelled_forked_cached_and_stored_conversations_change_nothing(
+    path: Path, tmp_path: Path
+) -> None:
     alone, rng = plain(path), random.Random(7)
     histories = [words(rng, 70) for _ in range(2)]
     parted = answers = drafted = 0
-    # The second engine finds the first one's prefixes on disk, with what the heads had read of them.
+    # The second engine finds the first one's prefixes on disk, with what the heads had read of
+    # them.
     for _ in range(2):
         engine = drafting(path, cache_bytes=400_000, disk=tmp_path)
         for mix in range(6):
@@ -135,7 +143,11 @@ def test_cancelled_forked_cached_and_stored_conversations_change_nothing(path: P
             for i in range(rng.randint(1, 4)):
                 key, history = f"m{mix}r{i}", rng.choice(histories)
                 asked[key] = [*history[: rng.choice([30, 70, 200])], *words(rng, 5)]
-                outcome.take(engine.submit(request_for(key, asked[key], 24, GREEDY, ignore_eos=True), asked[key]))
+                outcome.take(
+                    engine.submit(
+                        request_for(key, asked[key], 24, GREEDY, ignore_eos=True), asked[key]
+                    )
+                )
             cancelled = rng.choice(list(asked)) if len(asked) > 2 else None
             steps = 0
             while engine.has_work:
@@ -167,8 +179,11 @@ def test_a_grammar_and_a_temperature_keep_their_answers(path: Path) -> None:
     grammar = ("regex", "[a-z0-9 ]{1,40}")
     for key, more in {"greedy": GREEDY, "sampled": Sampling(temperature=0.8, seed=11)}.items():
         for rule in (None, grammar):
-            request = request_for(key, prompt, 30, more, ignore_eos=True, grammar=rule, cache_prompt=False)
-            # The heads' guesses are drawn from nothing, so the same uniforms choose the same tokens.
+            request = request_for(
+                key, prompt, 30, more, ignore_eos=True, grammar=rule, cache_prompt=False
+            )
+            # The heads' guesses are drawn from nothing, so the same uniforms choose the same
+            # tokens.
             assert run(engine, request).tokens == run(without, request).tokens
     assert engine.snapshot()["drafted_mtp_tokens"] > 0
     assert without.snapshot()["drafted_mtp_tokens"] == 0
@@ -238,7 +253,8 @@ def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
     async def ask() -> Finish:
         client = await load.options.start()
         try:
-            # While it is idle a worker measures what drafting costs; a first answer waits for nothing.
+            # While it is idle a worker measures what drafting costs; a first answer waits for
+            # nothing.
             async for event in client.submit(
                 request_for("a", words(random.Random(2), 40), 30, GREEDY, ignore_eos=True)
             ):
@@ -253,7 +269,10 @@ def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
 
 def test_recurrent_models_are_loaded_able_to_take_drafts_back(tmp_path: Path) -> None:
     path = tiny_mtp.write_hybrid_mtp(tmp_path / "m.gguf")
-    load, usual = load_plan_named(str(path), Settings({"draft": "mtp"})), load_plan_named(str(path), Settings())
+    load, usual = (
+        load_plan_named(str(path), Settings({"draft": "mtp"})),
+        load_plan_named(str(path), Settings()),
+    )
     rewind = load.options.spec.n_rewind
     assert rewind > 0
     assert usual.options.spec.n_rewind == 0
@@ -270,7 +289,9 @@ def test_what_is_planned_for_the_heads_is_what_they_take(path: Path) -> None:
     planned = memory.mtp_bytes(model, variant, RunSettings(4096, slots=4, n_batch=64))
     reports = []
     for mtp in (False, True):
-        backend = llamacpp.load(LoadSpec(str(path), n_ctx=4096, n_seq_max=4, n_batch=64, n_outputs=4, mtp=mtp))
+        backend = llamacpp.load(
+            LoadSpec(str(path), n_ctx=4096, n_seq_max=4, n_batch=64, n_outputs=4, mtp=mtp)
+        )
         reports.append(backend.memory())
         backend.close()
     off, on = reports
@@ -297,7 +318,8 @@ def test_a_model_without_heads_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "assistant"])
 @pytest.mark.parametrize("together", [1, 3])
 def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_path: Path) -> None:
-    """An EAGLE-3 head that knows what the model leans on, a DSpark block whose Markov head does, and a Gemma 4 assistant."""
+    """An EAGLE-3 head that knows what the model leans on, a DSpark block whose Markov head does,
+    and a Gemma 4 assistant."""
     path = tiny_drafters.write_target(tmp_path / "m.gguf", likeness=0.3)
     drafter = tmp_path / "d.gguf"
     if kind == "assistant":
@@ -318,17 +340,24 @@ def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_pat
     before = engine.snapshot()
     longer = {k: [*p, *got[k][:20], *words(rng, 3)] for k, p in prompts.items()}
     for k, p in longer.items():
-        got[f"{k} longer"] = run(engine, request_for(f"{k} longer", p, 40, GREEDY, ignore_eos=True)).tokens[
-            f"{k} longer"
-        ]
+        got[f"{k} longer"] = run(
+            engine, request_for(f"{k} longer", p, 40, GREEDY, ignore_eos=True)
+        ).tokens[f"{k} longer"]
     asked = prompts | {f"{k} longer": p for k, p in longer.items()}
     assert sum(same(alone, asked[k], got[k]) for k in asked) >= len(asked) - 1
     after = engine.snapshot()
     assert int(before[f"accepted_{kind}_tokens"]) > 20
     assert int(after[f"accepted_{kind}_tokens"]) > int(before[f"accepted_{kind}_tokens"]) + 10
-    assert int(after[f"drafted_{kind}_tokens"]) > int(after[f"accepted_{kind}_tokens"]), "some were rejected"
+    assert int(after[f"drafted_{kind}_tokens"]) > int(after[f"accepted_{kind}_tokens"]), (
+        "some were rejected"
+    )
     sampled = request_for(
-        "s", prompts["p0"], 40, Sampling(temperature=0.8, seed=3), ignore_eos=True, cache_prompt=False
+        "s",
+        prompts["p0"],
+        40,
+        Sampling(temperature=0.8, seed=3),
+        ignore_eos=True,
+        cache_prompt=False,
     )
     first = run(engine, sampled).tokens["s"]
     engine.speculator.off_because = "switched off"
@@ -341,7 +370,8 @@ def test_answers_are_those_without_a_companion(kind: str, together: int, tmp_pat
 def test_a_companion_is_of_use_at_once_after_a_restart(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had read comes from the disk with the model's own: it reads what is new, and no more than a block besides."""
+    """What it had read comes from the disk with the model's own: it reads what is new, and no more
+    than a block besides."""
     path = tiny_drafters.write_target(tmp_path / "m.gguf", likeness=0.3)
     drafter = tmp_path / "d.gguf"
     if kind == "eagle3":

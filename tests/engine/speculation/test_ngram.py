@@ -1,4 +1,5 @@
-"""Prompt lookup: the longest match is found, a copy is followed through changes, and its luck is learnt for free."""
+"""Prompt lookup: the longest match is found, a copy is followed through changes, and its luck is
+learnt for free."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from localllm.engine.tokens import TokenLine
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
-def lookup(tokens: list[int], recent: RecentOutputs | None = None, predicted: list[int] | None = None) -> Lookup:
+def lookup(
+    tokens: list[int], recent: RecentOutputs | None = None, predicted: list[int] | None = None
+) -> Lookup:
     return Lookup(tokens, HitRates(), recent or RecentOutputs(), predicted or [])
 
 
@@ -91,7 +94,9 @@ def test_nothing_seen_nothing_proposed() -> None:
 
 
 @given(TOKENS.filter(bool), st.lists(TOKENS, max_size=10), st.integers(1, 12))
-def test_a_proposal_is_always_text_that_was_seen(prompt: list[int], steps: list[list[int]], most: int) -> None:
+def test_a_proposal_is_always_text_that_was_seen(
+    prompt: list[int], steps: list[list[int]], most: int
+) -> None:
     drafter = lookup(prompt)
     seen = list(prompt)
     for tokens in steps:
@@ -104,7 +109,8 @@ def test_a_proposal_is_always_text_that_was_seen(prompt: list[int], steps: list[
 
 
 def test_acceptance_is_learnt_without_drafting() -> None:
-    """Plain decoding tells whether guesses would have been right: no draft is wasted on finding out."""
+    """Plain decoding tells whether guesses would have been right: no draft is wasted on finding
+    out."""
     rates = HitRates()
     text = list(range(100, 160))
     drafter = Lookup([*text, 7, *text[:10]], rates, RecentOutputs())

@@ -1,4 +1,5 @@
-"""What drafts cost is measured while nobody waits, and again when the machine is quiet if it was not."""
+"""What drafts cost is measured while nobody waits, and again when the machine is quiet if it was
+not."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ PLAIN_S = 0.01
 
 
 class Machine(ScriptedBackend):
-    """A step takes `PLAIN_S` and 0.4 of that for each further row. Beside others' work (`beside`: their share of two
-    processors) a plain one takes three times as long and the rest as long as ever, which is how a probe goes wrong."""
+    """A step takes `PLAIN_S` and 0.4 of that for each further row. Beside others' work (`beside`:
+    their share of two processors) a plain one takes three times as long and the rest as long as
+    ever, which is how a probe goes wrong."""
 
     def __init__(self) -> None:
         super().__init__(n_ctx=1024, n_batch=64)
@@ -29,11 +31,15 @@ class Machine(ScriptedBackend):
     def step(self, chunks: Seq[Chunk]) -> ScriptedResult:
         rows = sum(len(c.tokens) for c in chunks)
         self.made += 1
-        self.wait(PLAIN_S * (3.0 if self.beside and rows == 1 else 1.0) + PLAIN_S * 0.4 * (rows - 1))
+        self.wait(
+            PLAIN_S * (3.0 if self.beside and rows == 1 else 1.0) + PLAIN_S * 0.4 * (rows - 1)
+        )
         return super().step(chunks)
 
     def probe(self, cost: StepCost) -> CostProbe:
-        return CostProbe(self, cost, CpuContention(lambda: self.theirs_s, 2, lambda: self.now), lambda: self.now)
+        return CostProbe(
+            self, cost, CpuContention(lambda: self.theirs_s, 2, lambda: self.now), lambda: self.now
+        )
 
 
 def tick_all(probe: CostProbe, rested_s: float = 0.0) -> None:

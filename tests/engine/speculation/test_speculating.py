@@ -1,4 +1,5 @@
-"""Speculation in the engine's loop, on the scripted backend: drafting changes how fast an answer comes, never which."""
+"""Speculation in the engine's loop, on the scripted backend: drafting changes how fast an answer
+comes, never which."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ from support.requests import request_for
 from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 
-def engine_of(backend: ScriptedBackend, draft: ScriptedBackend | None = None, mode: str = "auto") -> Engine:
-    """An engine for which verification is free: by its clock every step takes the same time, and one of a draft model a
-    small part of that, so that everything that can be drafted is."""
+def engine_of(
+    backend: ScriptedBackend, draft: ScriptedBackend | None = None, mode: str = "auto"
+) -> Engine:
+    """An engine for which verification is free: by its clock every step takes the same time, and
+    one of a draft model a small part of that, so that everything that can be drafted is."""
     ticks = itertools.count(1.0)
 
     def clock() -> float:
@@ -57,7 +60,9 @@ def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
 def test_mixes_with_wrong_predictions_equal_plain_runs(memory: tuple[str, int, bool]) -> None:
     rewind, rewind_tokens, segments = memory
     rng = random.Random(rewind)
-    backend = ScriptedBackend(n_ctx=512, rewind=rewind, rewind_tokens=rewind_tokens, segments=segments)  # type: ignore[arg-type]
+    backend = ScriptedBackend(
+        n_ctx=512, rewind=rewind, rewind_tokens=rewind_tokens, segments=segments
+    )  # type: ignore[arg-type]
     engine = engine_of(backend)
     drafted = 0
     for mix in range(40):
@@ -89,12 +94,15 @@ def test_mixes_with_wrong_predictions_equal_plain_runs(memory: tuple[str, int, b
 
 
 def test_sampled_answers_keep_their_seed_with_lookups() -> None:
-    """A lookup is a point mass, and coupling with one is drawing from p and comparing: the same draws, the same text."""
+    """A lookup is a point mass, and coupling with one is drawing from p and comparing: the same
+    draws, the same text."""
     sampling = Sampling(temperature=0.9, seed=11)
     request = request_for("x", "hello", 60, sampling, ignore_eos=True)
     expected = run(Engine(ScriptedBackend(n_ctx=1024)), request).text["x"]
     engine = engine_of(ScriptedBackend(n_ctx=1024))
-    outcome = run(engine, request_for("x", "hello", 60, sampling, ignore_eos=True, prediction=expected))
+    outcome = run(
+        engine, request_for("x", "hello", 60, sampling, ignore_eos=True, prediction=expected)
+    )
     assert outcome.text["x"] == expected
     assert outcome.finish("x").usage.accepted_draft_tokens > 30
 
@@ -104,7 +112,12 @@ def test_stop_strings_and_limits_end_inside_a_draft() -> None:
     stop = text[37:40]
     for more in ({"stop": (stop,)}, {"max_tokens": 23}):
         request = request_for(
-            "a", "tell", **{"max_tokens": 80, **more}, sampling=GREEDY, ignore_eos=True, prediction=text
+            "a",
+            "tell",
+            **{"max_tokens": 80, **more},
+            sampling=GREEDY,
+            ignore_eos=True,
+            prediction=text,
         )  # type: ignore[arg-type]
         outcome = run(engine_of(ScriptedBackend(n_ctx=1024)), request)
         assert outcome.text["a"] == (text[: text.index(stop)] if "stop" in more else text[:23])
@@ -182,7 +195,9 @@ def test_a_grammar_holds_over_drafts(temperature: float) -> None:
         ticks = itertools.count(1.0)
         engine = Engine(ScriptedBackend(n_ctx=1024), settings, clock=lambda: next(ticks) / 1000)
         settle(engine)
-        request = request_for("a", "go", 60, sampling, grammar=("regex", "."), ignore_eos=True, prediction=prediction)
+        request = request_for(
+            "a", "go", 60, sampling, grammar=("regex", "."), ignore_eos=True, prediction=prediction
+        )
         outcome = run(engine, request)
         return outcome.text["a"], outcome.finish("a").usage.accepted_draft_tokens
 
@@ -205,7 +220,8 @@ def test_a_draft_model_of_the_same_mind_writes_ahead() -> None:
 def test_a_draft_model_draws_for_sampled_requests_and_several_at_once() -> None:
     engine = engine_of(ScriptedBackend(n_ctx=2048), ScriptedBackend(n_ctx=2048))
     requests = [
-        request_for(f"r{i}", f"dear {i}", 40, Sampling(temperature=0.8, seed=i), ignore_eos=True) for i in range(4)
+        request_for(f"r{i}", f"dear {i}", 40, Sampling(temperature=0.8, seed=i), ignore_eos=True)
+        for i in range(4)
     ]
     outcome = run(engine, *requests)
     assert all(outcome.finish(r.id).usage.completion_tokens == 40 for r in requests)
@@ -246,7 +262,8 @@ def test_vocabularies_are_compared_by_what_tokens_mean() -> None:
 
 
 class Failing(ScriptedBackend):
-    """Whose steps fail while nobody asks for anything: on a driver that has gone, or for want of memory."""
+    """Whose steps fail while nobody asks for anything: on a driver that has gone, or for want of
+    memory."""
 
     broken = True
 

@@ -1,4 +1,5 @@
-"""Drafting on real models: token-identical greedy answers with every drafter, alone and in batches, in every memory.
+"""Drafting on real models: token-identical greedy answers with every drafter, alone and in batches,
+in every memory.
 
 Near-ties between batch shapes are allowed as in crowds.py, and counted.
 """
@@ -26,8 +27,8 @@ from models.first_layers import write_first_layers
 from support.requests import request_for
 
 COPY = (
-    "def mean(values):\n    total = 0\n    for value in values:\n        total = total + value\n    return total\n\n"
-    * 2
+    "def mean(values):\n    total = 0\n    for value in values:\n        total = total + value\n  "
+    "  return total\n\n" * 2
 )
 PROMPTS = [
     COPY,
@@ -43,7 +44,9 @@ def speculating(path: Path, draft: Path | None = None, **spec: int) -> Engine:
     small = llamacpp.load(LoadSpec(str(draft), n_ctx=2048, n_seq_max=4)) if draft else None
     backend = llamacpp.load(LoadSpec(str(path), **shape))  # type: ignore[arg-type]
     engine = Engine(
-        backend, EngineSettings(draft="auto", make_constraint=GrammarCompiler(backend)), draft_backend=small
+        backend,
+        EngineSettings(draft="auto", make_constraint=GrammarCompiler(backend)),
+        draft_backend=small,
     )
     settle(engine)
     engine.speculator.cost.set({1: 1.0, 32: 1.01})
@@ -54,7 +57,9 @@ def speculating(path: Path, draft: Path | None = None, **spec: int) -> Engine:
     return engine
 
 
-def assert_same(backend: Backend, prompts: dict[str, list[int]], got: dict[str, list[int]], n: int) -> int:
+def assert_same(
+    backend: Backend, prompts: dict[str, list[int]], got: dict[str, list[int]], n: int
+) -> int:
     """Every answer equals the isolated run's; returns how many parted at a near-tie."""
     ties = 0
     for key, prompt in prompts.items():
@@ -62,7 +67,9 @@ def assert_same(backend: Backend, prompts: dict[str, list[int]], got: dict[str, 
         if got[key] != tokens:
             at = next(i for i in range(n) if got[key][i] != tokens[i])
             print(key, at, gaps[at])
-            assert gaps[at] <= NEAR_TIE, f"{key} differs at {at} where the choice was clear ({gaps[at]:.3f})"
+            assert gaps[at] <= NEAR_TIE, (
+                f"{key} differs at {at} where the choice was clear ({gaps[at]:.3f})"
+            )
             ties += 1
     return ties
 
@@ -70,15 +77,26 @@ def assert_same(backend: Backend, prompts: dict[str, list[int]], got: dict[str, 
 @pytest.mark.parametrize("drafter", ["ngram", pytest.param("first layers", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("together", "n"),
-    [(1, 16), pytest.param(1, 32, marks=pytest.mark.long), pytest.param(4, 32, marks=pytest.mark.long)],
+    [
+        (1, 16),
+        pytest.param(1, 32, marks=pytest.mark.long),
+        pytest.param(4, 32, marks=pytest.mark.long),
+    ],
 )
 def test_greedy_answers_of_smollm2_stay_the_same(
     smollm2: Path, tmp_path: Path, drafter: str, together: int, n: int
 ) -> None:
-    draft = write_first_layers(smollm2, tmp_path / "draft.gguf", 6) if drafter == "first layers" else None
+    draft = (
+        write_first_layers(smollm2, tmp_path / "draft.gguf", 6)
+        if drafter == ("first layers")
+        else None
+    )
     engine = speculating(smollm2, draft)
     prompts = {f"p{i}": engine.backend.tokenize(p) for i, p in enumerate(PROMPTS)}
-    requests = [request_for(k, p, n, GREEDY, ignore_eos=True, cache_prompt=False) for k, p in prompts.items()]
+    requests = [
+        request_for(k, p, n, GREEDY, ignore_eos=True, cache_prompt=False)
+        for k, p in prompts.items()
+    ]
     got = {}
     for start in range(0, len(requests), together):
         got |= run(engine, *requests[start : start + together]).tokens
@@ -133,7 +151,9 @@ def test_forced_text_of_a_schema_is_drafted_and_the_answer_is_the_same(few_layer
     engine = speculating(few_layers)
 
     def answer(key: str, draft: str) -> tuple[str, Finish]:
-        request = request_for(key, "Answer in JSON:\n", 60, GREEDY, grammar=("json_schema", schema), draft=draft)
+        request = request_for(
+            key, "Answer in JSON:\n", 60, GREEDY, grammar=("json_schema", schema), draft=draft
+        )
         outcome = run(engine, request)
         return outcome.text[key], outcome.finish(key)
 
@@ -147,7 +167,9 @@ def test_forced_text_of_a_schema_is_drafted_and_the_answer_is_the_same(few_layer
 
 def test_a_sampled_answer_with_a_draft_model_ends_well(few_layers: Path, tmp_path: Path) -> None:
     engine = speculating(few_layers, write_first_layers(few_layers, tmp_path / "draft.gguf", 2))
-    outcome = run(engine, request_for("a", PROMPTS[1], 40, Sampling(temperature=0.8, seed=3), ignore_eos=True))
+    outcome = run(
+        engine, request_for("a", PROMPTS[1], 40, Sampling(temperature=0.8, seed=3), ignore_eos=True)
+    )
     usage = outcome.finish("a").usage
     assert usage.completion_tokens == 40
     assert usage.accepted_draft_tokens + usage.rejected_draft_tokens > 0
@@ -170,16 +192,24 @@ async def _through_a_worker(options: WorkerOptions) -> tuple[str, Finish]:
 def test_a_draft_model_works_through_the_worker(few_layers: Path) -> None:
     """The model drafts for itself: everything it proposes is right."""
     options = WorkerOptions(
-        LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2), engine={"draft": "auto"}, draft_path=str(few_layers)
+        LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2),
+        engine={"draft": "auto"},
+        draft_path=str(few_layers),
     )
     drafted, finish = asyncio.run(_through_a_worker(options))
-    plain, _ = asyncio.run(_through_a_worker(WorkerOptions(LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2))))
+    plain, _ = asyncio.run(
+        _through_a_worker(WorkerOptions(LoadSpec(str(few_layers), n_ctx=512, n_seq_max=2)))
+    )
     assert drafted == plain
     assert finish.usage.completion_tokens == 40
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused_before_loading(smollm2: Path, tiny_model: Path) -> None:
-    options = WorkerOptions(LoadSpec(str(smollm2), n_ctx=512), engine={"draft": "auto"}, draft_path=str(tiny_model))
+def test_a_draft_model_of_another_vocabulary_is_refused_before_loading(
+    smollm2: Path, tiny_model: Path
+) -> None:
+    options = WorkerOptions(
+        LoadSpec(str(smollm2), n_ctx=512), engine={"draft": "auto"}, draft_path=str(tiny_model)
+    )
     with pytest.raises(LocalLLMError, match="49,152 tokens and the draft model") as refused:
         asyncio.run(_through_a_worker(options))
     assert "same family" in refused.value.hint

@@ -1,5 +1,6 @@
-"""Trained heads pay or stop: whatever is accepted of their guesses, on whatever machine, a stream is hardly slower than without,
-its first tokens too, and where they are right it is faster. By a clock that only the work moves."""
+"""Trained heads pay or stop: whatever is accepted of their guesses, on whatever machine, a stream
+is hardly slower than without, its first tokens too, and where they are right it is faster. By a
+clock that only the work moves."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ from localllm_catalog import catalog
 from support.requests import request_for
 from support.scripted_backend import END, ScriptedBackend, ScriptedResult, row_after
 
-# Plain steps that a step over so many rows takes. "two cores": SmolLM2 here, measured. Published: tokens/s of so many sequences
-# together, by llama-batched-bench at a depth of 512 (github.com/ggml-org/llama.cpp, benches/dgx-spark/dgx-spark.md and
-# benches/mac-m2-ultra/mac-m2-ultra.md). For the other three no table was found: what the planner's own law says of a mixture,
-# whose further rows read further experts.
+# Plain steps that a step over so many rows takes. "two cores": SmolLM2 here, measured. Published:
+# tokens/s of so many sequences together, by llama-batched-bench at a depth of 512
+# (github.com/ggml-org/llama.cpp, benches/dgx-spark/dgx-spark.md and
+# benches/mac-m2-ultra/mac-m2-ultra.md). For the other three no table was found: what the planner's
+# own law says of a mixture, whose further rows read further experts.
 _BY_LAW = ("M4 Max 128GB", "RTX 5090", "Strix Halo 128GB")
 _PUBLISHED_TOK_S = {
     "DGX Spark, gpt-oss-120b": (57.14, 73.27, 98.51, 159.18, 241.85, 353.31),
@@ -42,20 +44,29 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 
 def steps_by_law(machine: str) -> list[float]:
     """For the rows of `_ROWS`."""
-    device, model = resolve(machine), next(m for m in catalog.load().models if m.id == "qwen3-30b-a3b")
-    plan = plan_for(device, model, typical([v for v in model.variants if v.format == "gguf"]), Workload())
+    device, model = (
+        resolve(machine),
+        next(m for m in catalog.load().models if m.id == "qwen3-30b-a3b"),
+    )
+    plan = plan_for(
+        device, model, typical([v for v in model.variants if v.format == "gguf"]), Workload()
+    )
     further = verify_ratios(device, plan.model, plan.variant, _ROWS[1:], plan.settings)
     return [1.0, *further]
 
 
 STEPS = {
     "two cores": [1 + 0.54 * (n - 1) for n in _ROWS],
-    **{name: [n * tok_s[0] / t for n, t in zip(_ROWS, tok_s, strict=True)] for name, tok_s in _PUBLISHED_TOK_S.items()},
+    **{
+        name: [n * tok_s[0] / t for n, t in zip(_ROWS, tok_s, strict=True)]
+        for name, tok_s in _PUBLISHED_TOK_S.items()
+    },
     **{name: list(steps) for name, steps in _PUBLISHED_STEPS.items()},
     **{name: steps_by_law(name) for name in _BY_LAW},
 }
 MACHINES = list(STEPS)
-# A guess: a layer and an output matrix of a model of 8 to 32 billion weights; of SmolLM2, whose output is a fifth of it, more.
+# A guess: a layer and an output matrix of a model of 8 to 32 billion weights; of SmolLM2, whose
+# output is a fifth of it, more.
 GUESS = {name: 0.15 if name == "two cores" else 0.06 for name in MACHINES}
 
 
@@ -70,9 +81,12 @@ PLAIN_S = 0.01
 
 
 class Guessing(ScriptedBackend):
-    """Heads that are right `rate` of the time, each token by itself; wrong ones are sure of it all the same, or stop."""
+    """Heads that are right `rate` of the time, each token by itself; wrong ones are sure of it all
+    the same, or stop."""
 
-    def __init__(self, machine: str, rate: float, kind: str = "mtp", *, stops: bool = False) -> None:
+    def __init__(
+        self, machine: str, rate: float, kind: str = "mtp", *, stops: bool = False
+    ) -> None:
         super().__init__(n_ctx=8192, n_batch=64)
         object.__setattr__(self.capabilities, "drafts", 16 if kind != "dflash" else 15)
         object.__setattr__(self.capabilities, "draft_kind", kind)
@@ -106,15 +120,24 @@ class Guessing(ScriptedBackend):
 
 
 def speed(
-    machine: str, rate: float, kind: str, n: int, *, stops: bool = False, streams: int = 1, requests: int = 1
+    machine: str,
+    rate: float,
+    kind: str,
+    n: int,
+    *,
+    stops: bool = False,
+    streams: int = 1,
+    requests: int = 1,
 ) -> float:
-    """How much faster than without drafts the last of so many requests is, `streams` at once, of `n` tokens."""
+    """How much faster than without drafts the last of so many requests is, `streams` at once, of
+    `n` tokens."""
     backend = Guessing(machine, rate, kind, stops=stops)
     engine = Engine(backend, EngineSettings(draft="mtp"), clock=lambda: backend.now)
     settle(engine)
     for i in range(requests):
         asked = [
-            request_for(f"{i} {k}", f"say {k}", n, GREEDY, ignore_eos=True, cache_prompt=False) for k in range(streams)
+            request_for(f"{i} {k}", f"say {k}", n, GREEDY, ignore_eos=True, cache_prompt=False)
+            for k in range(streams)
         ]
         for request in asked:
             engine.submit(request, backend.tokenize(request.id, special=False))
@@ -158,7 +181,9 @@ def test_what_was_learnt_is_known_to_the_next_request() -> None:
     assert later == pytest.approx(1.0, abs=0.001), "short answers pay for no trial"
 
 
-def test_one_that_lost_is_remembered_by_the_next_process_and_by_no_other_build(tmp_path: Path) -> None:
+def test_one_that_lost_is_remembered_by_the_next_process_and_by_no_other_build(
+    tmp_path: Path,
+) -> None:
     def drafted(meaning: str, answers: int = 1) -> int:
         """Tokens drafted in the answers of a new process."""
         backend = Guessing("two cores", 0.0)

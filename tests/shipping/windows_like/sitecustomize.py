@@ -1,5 +1,6 @@
-"""Makes this process, and every Python that it starts, look to our modules as it would on Windows: what only POSIX has is
-not there for them, whoever imports it and wherever. The standard library and the other packages see the real system."""
+"""Makes this process, and every Python that it starts, look to our modules as it would on Windows:
+what only POSIX has is not there for them, whoever imports it and wherever. The standard library and
+the other packages see the real system."""
 
 from __future__ import annotations
 
@@ -12,24 +13,44 @@ import types
 from typing import Any
 
 OURS = ("localllm", "localllm_backends", "localllm_catalog", "localllm_tui")
-# How this machine is looked at (device) and computed on (backends) stays this system's: there are no others here.
+# How this machine is looked at (device) and computed on (backends) stays this system's: there are
+# no others here.
 STILL_HERE = ("localllm.device", "localllm_backends", "localllm.memory")
 NOT_THERE = {
     "os": {
-        "getuid", "geteuid", "getgid", "getegid", "getpgid", "killpg", "fork", "setsid", "sched_getaffinity", "sched_setaffinity",
-        "posix_fadvise", "statvfs", "uname", "getloadavg", "fchmod", "chown", "fchown", "mkfifo", "nice", "sysconf", "pread",
-        "pwrite", "preadv", "pwritev", "openpty", "ttyname", "WNOHANG", "O_NOFOLLOW", "O_DIRECTORY", "O_CLOEXEC", "O_NONBLOCK",
-        "register_at_fork", "wait", "getpriority", "setpriority", "posix_spawn", "lchown", "sendfile", "readv", "writev",
+        "getuid", "geteuid", "getgid", "getegid", "getpgid", "killpg", "fork", "setsid",
+        "sched_getaffinity", "sched_setaffinity",
+        "posix_fadvise", "statvfs", "uname", "getloadavg", "fchmod", "chown", "fchown", "mkfifo",
+        "nice", "sysconf", "pread",
+        "pwrite", "preadv", "pwritev", "openpty", "ttyname", "WNOHANG", "O_NOFOLLOW", "O_DIRECTORY",
+        "O_CLOEXEC", "O_NONBLOCK",
+        "register_at_fork", "wait", "getpriority", "setpriority", "posix_spawn", "lchown",
+        "sendfile", "readv", "writev",
     },
     "signal": {
-        "SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGWINCH", "SIGTSTP", "SIGCONT", "SIGSTOP", "SIGQUIT", "SIGPIPE",
-        "SIGCHLD", "pthread_sigmask", "setitimer", "alarm", "pause", "sigwait", "siginterrupt", "SIG_BLOCK", "SIG_UNBLOCK",
+        "SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGWINCH", "SIGTSTP", "SIGCONT",
+        "SIGSTOP", "SIGQUIT", "SIGPIPE",
+        "SIGCHLD", "pthread_sigmask", "setitimer", "alarm", "pause", "sigwait", "siginterrupt",
+        "SIG_BLOCK", "SIG_UNBLOCK",
     },
-    "socket": {"AF_UNIX", "SO_REUSEPORT", "SCM_RIGHTS", "socketpair_unix", "fromfd_unix", "send_fds", "recv_fds"},
+    "socket": {"AF_UNIX", "SO_REUSEPORT", "SCM_RIGHTS", "socketpair_unix", "fromfd_unix",
+    "send_fds", "recv_fds"},
     "time": {"clock_settime", "tzset", "pthread_getcpuclockid"},
     "sys": set(),
 }  # fmt: skip
-NO_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline", "curses", "spwd"}
+NO_MODULES = {
+    "fcntl",
+    "resource",
+    "pwd",
+    "grp",
+    "termios",
+    "tty",
+    "pty",
+    "syslog",
+    "readline",
+    "curses",
+    "spwd",
+}
 
 
 class Windowsed(types.ModuleType):
@@ -42,7 +63,9 @@ class Windowsed(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         real = self.__dict__["_real"]
         if name in NOT_THERE.get(real.__name__, ()):
-            raise AttributeError(f"module {real.__name__!r} has no attribute {name!r} (as on Windows)")
+            raise AttributeError(
+                f"module {real.__name__!r} has no attribute {name!r} (as on Windows)"
+            )
         told = {("os", "name"): "nt", ("sys", "platform"): "win32"}.get((real.__name__, name))
         return told if told is not None else getattr(real, name)
 
@@ -58,7 +81,13 @@ def _install() -> None:
     seen = {name: Windowsed(importlib.import_module(name)) for name in NOT_THERE}
     real_import = builtins.__import__
 
-    def as_on_windows(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
+    def as_on_windows(
+        name: str,
+        globals: Any = None,  # noqa: A002 - the names of __import__
+        locals: Any = None,  # noqa: A002
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> Any:
         rest = (locals, fromlist, level)
         who = str((globals or {}).get("__name__", ""))
         if who.split(".")[0] not in OURS or who.startswith(STILL_HERE):

@@ -28,7 +28,8 @@ from localllm_tui.control.stream_events import (
 )
 from localllm_tui.control.terminal import printable
 
-# Less than this is prefilled again with every question: the end of the last answer, what the template changes.
+# Less than this is prefilled again with every question: the end of the last answer, what the
+# template changes.
 REREAD_TOKENS = 64
 REREAD_SHARE = 0.25
 
@@ -50,12 +51,16 @@ class AnswerDisplay(Protocol):
 class AnswerStream:
     """An answer while it comes, and how it ended.
 
-    `keep` stores it (None: nothing is kept). `not_saved` is told of a disk that refuses, which then does not end the
-    answer; without it, it does. `reason` is the finish reason, `turn`
-    the stored answer once closed: None where nothing came, or nothing was to be kept.
+    `keep` stores it (None: nothing is kept).
+    `not_saved` is told of a disk that refuses, which then does not end the answer; without it, it
+    does.
+    `reason` is the finish reason, `turn` the stored answer once closed: None where nothing came, or
+    nothing was to be kept.
     """
 
-    def __init__(self, keep: PendingAnswer | None, not_saved: Callable[[LocalLLMError], None] | None = None) -> None:
+    def __init__(
+        self, keep: PendingAnswer | None, not_saved: Callable[[LocalLLMError], None] | None = None
+    ) -> None:
         self._keep = keep
         self._not_saved = not_saved
         self.meter = AnswerMeter()
@@ -70,16 +75,24 @@ class AnswerStream:
         self._unsaved: Callable[[], object] | None = None
 
     def speed(self, used_before: int) -> AnswerSpeed:
-        """Its speed: the server's timings once it is complete, until then the rate at which tokens arrive."""
+        """Its speed: the server's timings once it is complete, until then the rate at which tokens
+        arrive."""
         meter, used = self.meter, self.energy
         joules, watts = (used.joules, used.watts) if used is not None else (None, None)
         if self.timings is not None and meter.usage is not None:
             return AnswerSpeed(
-                meter.usage, self.timings, self._cache_miss, paces=meter.paces, joules=joules, watts=watts
+                meter.usage,
+                self.timings,
+                self._cache_miss,
+                paces=meter.paces,
+                joules=joules,
+                watts=watts,
             )
         usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
         coming = not self.closed
-        return AnswerSpeed(usage, live=meter.tok_s, coming=coming, paces=meter.paces, joules=joules, watts=watts)
+        return AnswerSpeed(
+            usage, live=meter.tok_s, coming=coming, paces=meter.paces, joules=joules, watts=watts
+        )
 
     @property
     def text(self) -> str:
@@ -87,7 +100,8 @@ class AnswerStream:
         return self._keep.text if self._keep is not None else ""
 
     async def run(self, stream: AsyncGenerator[StreamEvent, None], shown: AnswerDisplay) -> None:
-        """Take all of `stream`. Whatever ends it (an error and a cancellation are raised on), what came is kept."""
+        """Take all of `stream`. Whatever ends it (an error and a cancellation are raised on), what
+        came is kept."""
         try:
             async with aclosing(stream) as events:
                 async for event in events:
@@ -100,7 +114,8 @@ class AnswerStream:
 
     @asynccontextmanager
     async def measured(self, meter: EnergyMeter | None) -> AsyncIterator[None]:
-        """Measure its energy meanwhile, where there is a meter. In threads: some sources are programs."""
+        """Measure its energy meanwhile, where there is a meter. In threads: some sources are
+        programs."""
         if meter is None:
             yield
             return
@@ -126,7 +141,11 @@ class AnswerStream:
             return
         if self.meter.usage is None:  # stopped before the server counted: what the screen showed
             used = self.meter.prompt_tokens or keep.session.used_tokens
-            meta |= {"prompt_tokens": used, "completion_tokens": self.meter.tokens, "estimated": True}
+            meta |= {
+                "prompt_tokens": used,
+                "completion_tokens": self.meter.tokens,
+                "estimated": True,
+            }
 
         meta |= self._reread()
         if self._tools:
@@ -136,7 +155,9 @@ class AnswerStream:
             self.turn = keep.finish({**meta, "finish_reason": self.reason})
 
         if not self._saving(finish):
-            self.turn = StoredMessage(0, "assistant", keep.text, keep.reasoning, {"finish_reason": self.reason})
+            self.turn = StoredMessage(
+                0, "assistant", keep.text, keep.reasoning, {"finish_reason": self.reason}
+            )
             self._unsaved = finish
 
     @property
@@ -145,14 +166,16 @@ class AnswerStream:
         return self._unsaved is not None
 
     def write_unsaved(self) -> StoredMessage | None:
-        """Write what the disk refused, and return the turn. Raises LocalLLMError where it refuses again."""
+        """Write what the disk refused, and return the turn. Raises LocalLLMError where it refuses
+        again."""
         if self._unsaved is not None:
             self._unsaved()
             self._unsaved = None
         return self.turn
 
     def _reread(self) -> dict[str, Any]:
-        """Tokens the prefix cache should have served but that were prefilled again, and why; only where they are many."""
+        """Tokens the prefix cache should have served but that were prefilled again, and why; only
+        where they are many."""
         usage = self.meter.usage
         if usage is None:
             return {}
@@ -178,7 +201,12 @@ class AnswerStream:
             case MessagesLeftOut(messages):
                 self.meter.left_out = messages
             case ToolResult(call, result, allowed):
-                ran = {"name": call.name, "arguments": call.arguments, "result": result, "allowed": allowed}
+                ran = {
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "result": result,
+                    "allowed": allowed,
+                }
                 self._tools.append(ran)
                 shown.progress("")
                 shown.tool(event)

@@ -1,4 +1,5 @@
-"""What goes with a question: text files, PDFs and images, how they stand in its text, and what they cost in tokens."""
+"""What goes with a question: text files, PDFs and images, how they stand in its text, and what they
+cost in tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from localllm.conversation import pdf
 from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, UsageError
 
-# No tokenizer in use averages more bytes than this over a text; the server counts exactly, this only refuses early.
+# No tokenizer in use averages more bytes than this over a text; the server counts exactly, this
+# only refuses early.
 MAX_BYTES_PER_TOKEN = 8
 # Beyond any context served today.
 MAX_BYTES = 16_000_000
@@ -28,14 +30,17 @@ def is_pdf(data: bytes) -> bool:
 
 
 def read_text(path: Path) -> tuple[str, str]:
-    """(name, text) of a UTF-8 file or a PDF, for which it may take seconds; of an image its data URL. Raises UsageError."""
+    """(name, text) of a UTF-8 file or a PDF, for which it may take seconds; of an image its data
+    URL. Raises UsageError."""
     path = path.expanduser()
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint="/attach takes it with all its texts")
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise UsageError(f"{path.name} is {size:,} bytes, and at most {MAX_BYTES:,} can be attached")
+            raise UsageError(
+                f"{path.name} is {size:,} bytes, and at most {MAX_BYTES:,} can be attached"
+            )
         data = path.read_bytes()
     except OSError as e:
         raise UsageError(f"{path} can't be read: {e.strerror or e}") from e
@@ -48,7 +53,8 @@ def read_text(path: Path) -> tuple[str, str]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise UsageError(
-            f"{path.name} is not UTF-8 text (byte {e.start:,} is not)", hint="convert it first, for example with iconv"
+            f"{path.name} is not UTF-8 text (byte {e.start:,} is not)",
+            hint="convert it first, for example with iconv",
         ) from e
     if "\0" in text:
         raise UsageError(f"{path.name} is a binary file, and models read text and images")
@@ -60,22 +66,26 @@ MOST_OF_A_FOLDER = 200
 
 
 def read_folder(folder: Path) -> tuple[list[tuple[str, str]], int]:
-    """(name, text) of the texts below a folder, but what git ignores; and how many files were left out, being none.
+    """(name, text) of the texts below a folder, but what git ignores; and how many files were left
+    out, being none.
 
     Raises UsageError for too many files or bytes, and where there is no text.
     """
     folder = folder.expanduser()
     names = files_below(folder)
     if len(names) > MOST_OF_A_FOLDER:
-        raise UsageError(f"{folder} has {len(names):,} files, and at most {MOST_OF_A_FOLDER} can go along",
-                         hint="attach a folder within it")  # fmt: skip
+        raise UsageError(
+            f"{folder} has {len(names):,} files, and at most {MOST_OF_A_FOLDER} can go along",
+            hint="attach a folder within it",
+        )
     texts, size, left_out = [], 0, 0
     for name in names:
         try:
             size += (folder / name).stat().st_size
             if size > MAX_BYTES:
                 raise UsageError(
-                    f"the files below {folder} have more than {MAX_BYTES:,} bytes", hint="attach a folder within it"
+                    f"the files below {folder} have more than {MAX_BYTES:,} bytes",
+                    hint="attach a folder within it",
                 )
             text = read_text(folder / name)[1]
         except OSError:
@@ -91,35 +101,55 @@ def read_folder(folder: Path) -> tuple[list[tuple[str, str]], int]:
         else:
             texts.append((f"{folder.name}/{name}", text))
     if not texts:
-        raise UsageError(f"{folder} has no text files", hint="what git ignores, hidden files and binaries are left out")
+        raise UsageError(
+            f"{folder} has no text files",
+            hint="what git ignores, hidden files and binaries are left out",
+        )
     return texts, left_out
 
 
 def _text_of_pdf(name: str, data: bytes) -> str:
-    """The text of its pages. A page that is a picture is named as one; a PDF of pictures alone is refused."""
+    """The text of its pages. A page that is a picture is named as one; a PDF of pictures alone is
+    refused."""
     if not pdf.installed():
-        raise UsageError(f"{name} is a PDF, and {pdf.MISSING.partition(': ')[0]}", hint=pdf.MISSING.partition(": ")[2])
+        raise UsageError(
+            f"{name} is a PDF, and {pdf.MISSING.partition(': ')[0]}",
+            hint=pdf.MISSING.partition(": ")[2],
+        )
     found = pdf.read(data, pictures=False)
     if found.problem:
-        raise UsageError(f"{name}: {found.problem}", hint="attach its text, or pictures of its pages")
+        raise UsageError(
+            f"{name}: {found.problem}", hint="attach its text, or pictures of its pages"
+        )
     if not any(page.text for page in found.pages):
-        raise UsageError(f"{name} has no text: its pages are pictures", hint="attach pictures of its pages")
-    return "\n\n".join(page.text or f"[page {n} is a picture]" for n, page in enumerate(found.pages, 1))
+        raise UsageError(
+            f"{name} has no text: its pages are pictures", hint="attach pictures of its pages"
+        )
+    return "\n\n".join(
+        page.text or f"[page {n} is a picture]" for n, page in enumerate(found.pages, 1)
+    )
 
 
 def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
-    """Refuse files that can't fit in a context of `n_ctx` tokens whatever the tokenizer. Raises ContextLengthError."""
+    """Refuse files that can't fit in a context of `n_ctx` tokens whatever the tokenizer. Raises
+    ContextLengthError."""
     # What an image comes to depends on the model: the server counts it.
     size = sum(len(text.encode()) for _, text in attached if not is_image(text))
     if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
         raise ContextLengthError(
-            f"{', '.join(name for name, _ in attached)}: {size:,} bytes can't fit in a context of {n_ctx:,} tokens "
+            f"{', '.join(name for name, _ in attached)}: {size:,} bytes can't fit in a context of "
+            f"{n_ctx:,} tokens "
             f"(at most {n_ctx * MAX_BYTES_PER_TOKEN:,} bytes could)",
             hint="attach a part, or start the chat with a larger --context",
         )
 
 
-_STARTS = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF87a", "gif"), (b"GIF89a", "gif"))
+_STARTS = (
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"GIF87a", "gif"),
+    (b"GIF89a", "gif"),
+)
 _MARKED = re.compile(r"!\[([^\]\n]*)\]\((data:image/[a-z]+;base64,[A-Za-z0-9+/=]+)\)\n*")
 
 
@@ -146,8 +176,11 @@ def urls_in(markdown: str) -> list[str]:
     return [found.group(2) for found in _MARKED.finditer(markdown)]
 
 
-def as_sent(messages: Sequence[Mapping[str, Any]], *, items: bool = False) -> list[Mapping[str, Any]]:
-    """`messages` with the images in questions as parts, as /v1/chat/completions reads them (`items`: /v1/responses)."""
+def as_sent(
+    messages: Sequence[Mapping[str, Any]], *, items: bool = False
+) -> list[Mapping[str, Any]]:
+    """`messages` with the images in questions as parts, as /v1/chat/completions reads them
+    (`items`: /v1/responses)."""
     return [_in_parts(m, items=items) for m in messages]
 
 
@@ -179,14 +212,20 @@ def typed_in(question: StoredMessage) -> str:
 
 
 def code_blocks(markdown: str) -> list[str]:
-    """The contents of the fenced code blocks in `markdown`, in order; an unclosed last one counts."""
+    """The contents of the fenced code blocks in `markdown`, in order; an unclosed last one
+    counts."""
     from markdown_it import MarkdownIt  # as answers are drawn: the numbers on screen are these
 
-    return [found.content.rstrip("\n") for found in MarkdownIt("gfm-like").parse(markdown) if found.type == "fence"]
+    return [
+        found.content.rstrip("\n")
+        for found in MarkdownIt("gfm-like").parse(markdown)
+        if found.type == "fence"
+    ]
 
 
 def code_block(markdown: str, number: int | None, whose: str) -> tuple[str, str]:
-    """The code block of this number (None: the last), and what it is in words. Raises UsageError where `whose` has no such block."""
+    """The code block of this number (None: the last), and what it is in words. Raises UsageError
+    where `whose` has no such block."""
     blocks = code_blocks(markdown)
     at = len(blocks) if number is None else number
     if not 1 <= at <= len(blocks):
@@ -196,7 +235,8 @@ def code_block(markdown: str, number: int | None, whose: str) -> tuple[str, str]
 
 
 def fenced(name: str, body: str) -> str:
-    """A file's text as a named Markdown code block, its fence longer than any inside; an image as a Markdown image."""
+    """A file's text as a named Markdown code block, its fence longer than any inside; an image as a
+    Markdown image."""
     if is_image(body):
         return in_markdown(name, body)
     longest = max((len(run) for run in re.findall(r"`{3,}", body)), default=2)
@@ -207,13 +247,19 @@ def fenced(name: str, body: str) -> str:
 
 def with_files(text: str, attached: Sequence[tuple[str, str]], files: str = "") -> str:
     """A question as sent: `files` (already fenced) and the `attached` ones come before the text."""
-    return "\n\n".join([*([files] if files else []), *(fenced(name, body) for name, body in attached), text])
+    return "\n\n".join(
+        [*([files] if files else []), *(fenced(name, body) for name, body in attached), text]
+    )
 
 
 def files_of(turn: StoredMessage) -> tuple[str, list[str]]:
     """The files that went with a question: fenced as they were sent, and their names."""
     names = [str(name) for name in turn.meta.get("attached", ())]
-    return (turn.content.removesuffix(str(turn.meta.get("typed", ""))).rstrip(), names) if names else ("", [])
+    return (
+        (turn.content.removesuffix(str(turn.meta.get("typed", ""))).rstrip(), names)
+        if names
+        else ("", [])
+    )
 
 
 # More names than this are not read.
@@ -222,12 +268,16 @@ _GIT_WITHIN_S = 2.0
 
 
 def files_below(folder: Path) -> list[str]:
-    """The files below `folder`, as paths from there: what git knows and does not ignore, else all that is not hidden."""
+    """The files below `folder`, as paths from there: what git knows and does not ignore, else all
+    that is not hidden."""
     try:
         known = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard", "-z"],
-            cwd=folder, capture_output=True, timeout=_GIT_WITHIN_S, check=True,
-        )  # fmt: skip
+            cwd=folder,
+            capture_output=True,
+            timeout=_GIT_WITHIN_S,
+            check=True,
+        )
         names = [os.fsdecode(name) for name in known.stdout.split(b"\0") if name]
         return sorted(names[:MOST_FILES])
     except (OSError, subprocess.SubprocessError):
@@ -245,7 +295,9 @@ def _walk(folder: Path) -> Iterator[str]:
     n = 0
     for where, folders, files in os.walk(folder):
         folders[:] = [
-            name for name in folders if not name.startswith(".") and name not in ("node_modules", "__pycache__")
+            name
+            for name in folders
+            if not name.startswith(".") and name not in ("node_modules", "__pycache__")
         ]
         for name in files:
             if not name.startswith("."):
@@ -256,12 +308,18 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 def dropped_files(pasted: str) -> list[Path]:
-    """The files that a terminal typed the paths of because they were dropped on it; none where `pasted` is other text.
+    """The files that a terminal typed the paths of because they were dropped on it; none where
+    `pasted` is other text.
 
     Terminals quote them, put a backslash before spaces, or give file:// addresses.
     """
     text = pasted.strip()
-    if not text or "\0" in text or len(text) > 100_000 or not text.startswith(("/", "~", "'", '"', "file://")):
+    if (
+        not text
+        or "\0" in text
+        or len(text) > 100_000
+        or not text.startswith(("/", "~", "'", '"', "file://"))
+    ):
         return []
     whole = _path(text)
     if whole is not None:

@@ -1,4 +1,5 @@
-"""Where the characters that people see begin and end: an emoji of seven code points is one of them, so is a flag."""
+"""Where the characters that people see begin and end: an emoji of seven code points is one of them,
+so is a flag."""
 
 from __future__ import annotations
 
@@ -24,4 +25,7 @@ def after(text: str, at: int) -> int:
 def _characters(text: str, start: int) -> list[tuple[int, int]]:
     import regex  # who types ASCII needs no tables of Unicode
 
-    return [found.span() for found in regex.finditer(r"\X", text, pos=start, endpos=start + 2 * _LOOK_CHARS)]
+    return [
+        found.span()
+        for found in regex.finditer(r"\X", text, pos=start, endpos=start + 2 * _LOOK_CHARS)
+    ]

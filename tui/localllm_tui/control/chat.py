@@ -1,4 +1,5 @@
-"""The chat without its looks: one conversation, who answers it, and what is asked, streamed, stopped, counted and warned of."""
+"""The chat without its looks: one conversation, who answers it, and what is asked, streamed,
+stopped, counted and warned of."""
 
 from __future__ import annotations
 
@@ -35,22 +36,26 @@ from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tool
 CONTEXT_WARNING = 0.9
 # The server knows how the model performs after an answer or two.
 NOTICE_ASKS = 8
-# Long enough that nobody is about to ask, short enough that titles are there when one looks for them.
+# Long enough that nobody is about to ask, short enough that titles are there when one looks for
+# them.
 TITLE_AFTER_S = 20.0
 
 
 class ChatController:
     """One conversation and who answers it. What happens is shown by `face`.
 
-    `n_ctx` (tokens), `physics` and `listed` are what the server says of the model; None while not known. `attached` are files for
-    the next question, `editing` the turn that it will stand beside, `queued` a question that waits for the answer to end.
+    `n_ctx` (tokens), `physics` and `listed` are what the server says of the model; None while not
+    known. `attached` are files for the next question, `editing` the turn that it will stand beside,
+    `queued` a question that waits for the answer to end.
     `titles_after_s`: a title is generated after so much quiet (None: never). `plans`: made so far.
     """
 
     def __init__(self, options: ChatOptions, face: Face) -> None:
         self.options, self.face = options, face
         self.client, self.history, self.model = options.client, options.history, options.model
-        self.session = Session(options.history, options.model, conv_id=options.resume, system=options.system)
+        self.session = Session(
+            options.history, options.model, conv_id=options.resume, system=options.system
+        )
         self.attached: list[tuple[str, str]] = list(options.attached)
         self.n_ctx: int | None = None
         self.physics: ModelPhysics | None = None
@@ -66,13 +71,17 @@ class ChatController:
         self.busy()
         self.plans: dict[PlanRequest, PlanList] = {}
         self.pulls = Pulls(options.model_service) if options.model_service is not None else None
-        self.first_run = FirstRun(options.model, self.pulls) if options.first_run and self.pulls is not None else None
+        self.first_run = (
+            FirstRun(options.model, self.pulls)
+            if options.first_run and self.pulls is not None
+            else None
+        )
         self._running: asyncio.Task[None] | None = None
         self._engine_loads = self._save_failed = self._warned_full = False
         self._last_error: LocalLLMError | None = None
         self._notice_asks = NOTICE_ASKS
 
-    # -- what it is doing -----------------------------------------------------------------------------------------
+    # -- what it is doing --------------------------------------------------------------------------
 
     @property
     def answering(self) -> bool:
@@ -101,7 +110,11 @@ class ChatController:
     @property
     def loading_words(self) -> str:
         """How far the model is loaded; "" once it is."""
-        return self.client.engine.progress().words(one_line(self.model)) if self.client.engine is not None else ""
+        return (
+            self.client.engine.progress().words(one_line(self.model))
+            if self.client.engine is not None
+            else ""
+        )
 
     @property
     def pulling(self) -> str:
@@ -119,7 +132,7 @@ class ChatController:
         except LocalLLMError as e:
             await self.trouble(e)
 
-    # -- questions and answers ------------------------------------------------------------------------------------
+    # -- questions and answers ---------------------------------------------------------------------
 
     async def send(self, text: str) -> None:
         """Store a question, or the changed text of a turn, and have it answered."""
@@ -130,7 +143,9 @@ class ChatController:
                 turn = self.session.change_answer(editing, text)
             else:
                 if self.face.full_screen:
-                    await check_fits(self.client, self.model, self.session, self.unsent(text), self.n_ctx)
+                    await check_fits(
+                        self.client, self.model, self.session, self.unsent(text), self.n_ctx
+                    )
                 turn = self.session.ask(text, self.attached, instead=editing)
                 self.attached = []
             self.editing = None
@@ -151,17 +166,23 @@ class ChatController:
         self.queued = text
         self.face.changed()
 
-    async def answer_again(self, to: StoredMessage | None = None, *, continues: bool = False, model: str = "") -> None:
-        """Ask for another answer to a question (None: the last), or to that of an answer; `continues`: for more of it;
+    async def answer_again(
+        self, to: StoredMessage | None = None, *, continues: bool = False, model: str = ""
+    ) -> None:
+        """Ask for another answer to a question (None: the last), or to that of an answer;
+        `continues`: for more of it;
         `model`: of another model, this once.
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
         self.unsaved.write_all()
-        await self._start_answer(self.session.answer(to, continues=continues, model=model), again=True)
+        await self._start_answer(
+            self.session.answer(to, continues=continues, model=model), again=True
+        )
 
     async def stop_answer(self) -> bool:
-        """Stop the answer in progress and wait until it is on disk. Returns whether there was one."""
+        """Stop the answer in progress and wait until it is on disk. Returns whether there was
+        one."""
         running, streaming = self._running, self.streaming
         if running is None:
             return False
@@ -180,14 +201,16 @@ class ChatController:
         stream = self.stream = AnswerStream(keep, self._not_saved)
         shown.progress("waiting for the first token…")
         self._running = asyncio.create_task(self._answer(keep, stream, shown))
-        await asyncio.sleep(0)  # a task that is cancelled before it began does nothing, the rest of its work neither
+        # a task that is cancelled before it began does nothing, the rest of its work neither
+        await asyncio.sleep(0)
         self.face.run_beside(self.answered, "answer")
         if not self.compacts:  # with compaction the server may send less
             self.face.run_beside(partial(self._count_prompt, keep, stream), "prompt")
         self.face.changed()
 
     async def _count_prompt(self, keep: PendingAnswer, stream: AnswerStream) -> None:
-        """Tell the meter of an answer on its way how long the prompt is; the server does so only at the end."""
+        """Tell the meter of an answer on its way how long the prompt is; the server does so only at
+        the end."""
         tokens = await self.client.count(keep.model, keep.messages)
         if tokens and not stream.closed and not stream.meter.prompt_tokens:
             stream.meter.prompt_tokens = tokens
@@ -196,17 +219,30 @@ class ChatController:
         compact = self.session.compacts
         if self.tools.on and not keep.continues:
             return stream_with_tools(
-                self.client, keep.model, keep.messages, self.tools, self._approve_tool, compact=compact
+                self.client,
+                keep.model,
+                keep.messages,
+                self.tools,
+                self._approve_tool,
+                compact=compact,
             )
-        return self.client.stream(keep.model, keep.messages, compact=compact, continues=keep.continues)
+        return self.client.stream(
+            keep.model, keep.messages, compact=compact, continues=keep.continues
+        )
 
     async def _approve_tool(self, call: ToolCall, spec: ToolSpec) -> bool:
         return await self.face.approve(*approval_texts(call, spec))
 
-    async def _answer(self, keep: PendingAnswer, stream: AnswerStream, shown: AnswerDisplay) -> None:
+    async def _answer(
+        self, keep: PendingAnswer, stream: AnswerStream, shown: AnswerDisplay
+    ) -> None:
         """Stream one answer; however it ends, the face shows how."""
         error: LocalLLMError | None = None
-        meter = self.options.energy() if self.options.energy is not None and self.face.wants_energy else None
+        meter = (
+            self.options.energy()
+            if self.options.energy is not None and self.face.wants_energy
+            else None
+        )
         try:
             async with stream.measured(meter):
                 await stream.run(self._events(keep), shown)
@@ -226,7 +262,9 @@ class ChatController:
         if queued and error is None and not self.left:
             self.face.submit_queued(queued)
 
-    async def _end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+    async def _end_answer(
+        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+    ) -> None:
         await self.face.end_answer(shown, stream, error)
         self.unsaved.add(stream, partial(self._saved, shown))
         await self._note_other_window()
@@ -234,9 +272,12 @@ class ChatController:
             if stream.turn is None:
                 self.session.fail_question()
             alone = self.compacts or not self.session.sent_turns
-            await self.trouble(error, wording.next_steps(error, kept=stream.turn is not None, alone=alone))
+            await self.trouble(
+                error, wording.next_steps(error, kept=stream.turn is not None, alone=alone)
+            )
         elif self.face.full_screen:
-            if self.n_ctx is None or self.physics is None:  # a server may know it only once the model is loaded
+            # a server may know it only once the model is loaded
+            if self.n_ctx is None or self.physics is None:
                 await self.ask_models()
             await self._ask_notice()
         await self._warn_of_full_context()
@@ -246,7 +287,11 @@ class ChatController:
         if not self._save_failed:
             self._save_failed = True
             self.face.notify(
-                f"{error.message}. {error.hint}", title="not saved", severity="error", timeout=15, markup=False
+                f"{error.message}. {error.hint}",
+                title="not saved",
+                severity="error",
+                timeout=15,
+                markup=False,
             )
 
     def _saved(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
@@ -262,23 +307,31 @@ class ChatController:
             await self.face.show_note(said)
 
     async def _ask_notice(self) -> None:
-        """Ask whether the server has a notice about how the model runs: it has one after an answer or two, or never."""
+        """Ask whether the server has a notice about how the model runs: it has one after an answer
+        or two, or never."""
         if not self._notice_asks:
             return
         self._notice_asks -= 1
         with suppress(LocalLLMError):
-            notices = [m.notice for m in await self.client.models() if m.name == self.model and m.notice]
+            notices = [
+                m.notice for m in await self.client.models() if m.name == self.model and m.notice
+            ]
             if notices:
                 self._notice_asks = 0
                 await self.face.show_note(printable(notices[0]))
 
     async def _warn_of_full_context(self) -> None:
         used = self.session.used_tokens
-        if self.n_ctx and used >= CONTEXT_WARNING * self.n_ctx and not self._warned_full and not self.compacts:
+        if (
+            self.n_ctx
+            and used >= CONTEXT_WARNING * self.n_ctx
+            and not self._warned_full
+            and not self.compacts
+        ):
             self._warned_full = True
             await self.face.show_note(wording.full_context(used, self.n_ctx))
 
-    # -- the conversation -----------------------------------------------------------------------------------------
+    # -- the conversation --------------------------------------------------------------------------
 
     async def open(self, session: Session, at: int = 0) -> None:
         """Show another conversation, at the turn of this id (0: its end)."""
@@ -301,7 +354,7 @@ class ChatController:
         self.attached = []
         self.face.changed()
 
-    # -- the model ------------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def use_model(self, name: str, models: list[ListedModel]) -> None:
         self.model = self.session.model = name
@@ -321,7 +374,8 @@ class ChatController:
         self.face.changed(recount=True)
 
     def begin(self) -> None:
-        """Start the engine, where there is one to be started, and learn what it offers once it is there."""
+        """Start the engine, where there is one to be started, and learn what it offers once it is
+        there."""
         engine = self.client.engine
         if engine is None or self.client.ready:
             self.face.run_beside(self.ask_models, "models")
@@ -339,14 +393,22 @@ class ChatController:
             if progress.error is None or not progress.down:
                 self.face.run_beside(self.ask_models, "models")
             # a waiting answer reports it by itself
-            if progress.error is not None and progress.error is not self._last_error and not self.answering:
-                self.face.run_beside(partial(self.trouble, progress.error, wording.NOT_LOADED), "trouble")
+            if (
+                progress.error is not None
+                and progress.error is not self._last_error
+                and not self.answering
+            ):
+                self.face.run_beside(
+                    partial(self.trouble, progress.error, wording.NOT_LOADED), "trouble"
+                )
         self.face.changed()
 
     async def use_own_engine(self) -> None:
         """Load the model in this chat, instead of asking the server. Raises LocalLLMError."""
         engine, factory = self.client.engine, self.options.engine_factory
-        if factory is None or (engine is not None and not engine.where and not engine.progress().down):
+        if factory is None or (
+            engine is not None and not engine.where and not engine.progress().down
+        ):
             raise UsageError("this chat has an engine of its own already")
         await self.stop_answer()
         own = factory(self.model)
@@ -356,21 +418,30 @@ class ChatController:
         self.n_ctx = self.physics = None
         self.begin()
         self.face.changed()
-        await self.face.show_note(f"loading {own.model} in this chat: what is asked meanwhile waits for it")
+        await self.face.show_note(
+            f"loading {own.model} in this chat: what is asked meanwhile waits for it"
+        )
 
-    # -- what a timer does ----------------------------------------------------------------------------------------
+    # -- what a timer does -------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do what is due, a few times a second: save, report downloads and the engine, generate a title in a quiet moment."""
+        """Do what is due, a few times a second: save, report downloads and the engine, generate a
+        title in a quiet moment."""
         self._report_pulls()
         self._look_at_engine()
         self.unsaved.write_if_due()
         if self.streaming is not None:
             self.streaming.save_if_due()
             self.busy()
-        elif self.titles_after_s is not None and self.quiet_s >= self.titles_after_s and titles.wanted(self.session):
+        elif (
+            self.titles_after_s is not None
+            and self.quiet_s >= self.titles_after_s
+            and titles.wanted(self.session)
+        ):
             self.busy()
-            self.face.run_beside(partial(titles.generate, self.client, self.model, self.session), "title")
+            self.face.run_beside(
+                partial(titles.generate, self.client, self.model, self.session), "title"
+            )
 
     def busy(self) -> None:
         """Something is typed or answered."""
@@ -385,10 +456,13 @@ class ChatController:
         """Notify when a download has ended."""
         for pull in self.pulls.newly_ended() if self.pulls is not None else ():
             severity: Literal["error", "information"] = "error" if pull.error else "information"
-            self.face.notify(pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False)
+            self.face.notify(
+                pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False
+            )
 
     async def leave(self) -> None:
-        """End the chat: save the answer so far and stop downloads, which resume when asked for again."""
+        """End the chat: save the answer so far and stop downloads, which resume when asked for
+        again."""
         if self.left:
             return
         if not self.face.full_screen:

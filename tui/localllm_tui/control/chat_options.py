@@ -14,12 +14,15 @@ from localllm_tui.control.interfaces import EnergyMeter, EngineFactory, ModelSer
 class ChatOptions:
     """`model` is the name the server knows; how long its context is, the server tells.
 
-    `resume` is a conversation's id to open at the start; `attached` are files for the first question (name, text);
-    `greeting` is shown at the top of an empty conversation; `engine_factory` makes an engine of the chat's own, for when a server goes
-    away; `model_service` knows what else could be run;
+    `resume` is a conversation's id to open at the start;
+    `attached` are files for the first question (name, text);
+    `greeting` is shown at the top of an empty conversation;
+    `engine_factory` makes an engine of the chat's own, for when a server goes away;
+    `model_service` knows what else could be run;
     `first_run`: the model is the bundled starter, and no other is installed;
-    `tools` are programs that offer tools, off until they are asked for; `energy` makes what measures joules where the model runs here.
-    The history and the client stay the caller's to close.
+    `tools` are programs that offer tools, off until they are asked for;
+    `energy` makes what measures joules where the model runs here. The history and the client stay
+    the caller's to close.
     """
 
     client: ChatClient

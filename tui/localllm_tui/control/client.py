@@ -1,4 +1,5 @@
-"""The chat's side of the wire: one OpenAI-compatible server, asked over HTTP and read as a stream of small events."""
+"""The chat's side of the wire: one OpenAI-compatible server, asked over HTTP and read as a stream
+of small events."""
 
 from __future__ import annotations
 
@@ -39,21 +40,32 @@ _NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
 # Comments of our server, as they are shown.
 _SAID = {"loading": "loading the model", "queued, 0 ahead": "starting"}
 _START_AGAIN = (
-    "start it again with `localllm serve`, or type /own to load the model in this chat; what was said is kept"
+    "start it again with `localllm serve`, or type /own to load the model in this chat; what was "
+    "said is kept"
 )
-# A slow machine may read a long prompt for minutes: only connecting has a limit, the user can stop the rest.
+# A slow machine may read a long prompt for minutes: only connecting has a limit, the user can stop
+# the rest.
 _CONNECT_S = 5.0
 _LOOK_S = 0.05
 # Names under which servers publish a model's context length; ours comes first.
-_CONTEXT_FIELDS = ("context_length", "n_ctx", "max_model_len", "context_window", "max_context_length")
+_CONTEXT_FIELDS = (
+    "context_length",
+    "n_ctx",
+    "max_model_len",
+    "context_window",
+    "max_context_length",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """One line of /v1/models; `n_ctx` in tokens, None where the server does not say. `physics`: what a token costs and the
-    machine can do, from a server that plans (localllm/planner/serialise.py). `notice`: what its users should know about how
-    it runs now, as a sentence. `sampling` is what a request gets that says none; `has_system`: a conversation without a
-    system prompt gets the preset's."""
+    """One line of /v1/models;
+    `n_ctx` in tokens, None where the server does not say.
+    `physics`: what a token costs and the machine can do, from a server that plans
+    (localllm/planner/serialise.py).
+    `notice`: what its users should know about how it runs now, as a sentence.
+    `sampling` is what a request gets that says none;
+    `has_system`: a conversation without a system prompt gets the preset's."""
 
     name: str
     n_ctx: int | None = None
@@ -65,10 +77,12 @@ class ListedModel:
 
 @dataclass
 class ChatClient:
-    """Talks to `base_url` (…/v1). `sampling` is sent with every request (temperature, seed, max_tokens,
-    truncation). What `engine` is behind it, where it is known: requests wait for it to be loaded.
+    """Talks to `base_url` (…/v1). `sampling` is sent with every request (temperature, seed,
+    max_tokens, truncation). What `engine` is behind it, where it is known: requests wait for it to
+    be loaded.
 
-    `transport` replaces the network, as httpx allows. Use as an async context manager, or call `aclose`.
+    `transport` replaces the network, as httpx allows. Use as an async context manager, or call
+    `aclose`.
     """
 
     base_url: str
@@ -92,7 +106,8 @@ class ChatClient:
             if transport is None and self.engine is not None and self.engine.unix_socket:
                 transport = httpx.AsyncHTTPTransport(uds=self.engine.unix_socket)
             headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-            # trust_env=False: a proxy set in the environment must not see, or break, what stays on this machine.
+            # trust_env=False: a proxy set in the environment must not see, or break, what stays on
+            # this machine.
             self._http = httpx.AsyncClient(
                 base_url=self.base_url,
                 headers=headers,
@@ -119,8 +134,8 @@ class ChatClient:
         return self.engine is None or self.engine.progress().state != "loading"
 
     async def _until_ready(self, model: str) -> AsyncGenerator[WaitNote, None]:
-        """Wait for the engine, saying how far it is. Raises what loading `model` ended in, if that was waited for: later
-        it is asked for again."""
+        """Wait for the engine, saying how far it is. Raises what loading `model` ended in, if that
+        was waited for: later it is asked for again."""
         if self.engine is None:
             return
         progress, said = self.engine.progress(), ""
@@ -157,8 +172,8 @@ class ChatClient:
             ) from e
 
     async def model(self, name: str) -> ListedModel | None:
-        """What the server calls `name`, also where it was installed since the list was made; None where it has no such
-        model. Raises ServerUnreachableError."""
+        """What the server calls `name`, also where it was installed since the list was made; None
+        where it has no such model. Raises ServerUnreachableError."""
         response = await self._get(f"models/{quote(name, safe='')}")
         try:
             return _listed(response.json()) if response.status_code == 200 else None
@@ -169,7 +184,9 @@ class ChatClient:
         """The number of tokens of `messages` for `model`; None where the server can't count."""
         return (await self.counted(model, messages))[0]
 
-    async def counted(self, model: str, messages: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
+    async def counted(
+        self, model: str, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[int | None, str]:
         """`count`, and the server's reason where it refuses these messages."""
         if not self._counts or not self.ready:
             return None, ""
@@ -177,7 +194,8 @@ class ChatClient:
 
         try:
             response = await self.http.post(
-                "responses/input_tokens", json={"model": model, "input": as_sent(messages, items=True)}
+                "responses/input_tokens",
+                json={"model": model, "input": as_sent(messages, items=True)},
             )
             self._counts = response.status_code not in (404, 405, 501)  # another kind of server
             if response.status_code == 400:
@@ -188,7 +206,8 @@ class ChatClient:
 
     @property
     def compacts(self) -> bool:
-        """Whether every request lets the server leave out the oldest messages of a conversation that is too long."""
+        """Whether every request lets the server leave out the oldest messages of a conversation
+        that is too long."""
         return self.sampling.get("truncation") == "auto"
 
     async def stream(
@@ -201,11 +220,14 @@ class ChatClient:
         sampling: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Ask `model` to continue `messages`; ends after exactly one AnswerDone, or raises LocalLLMError.
+        """Ask `model` to continue `messages`; ends after exactly one AnswerDone, or raises
+        LocalLLMError.
 
-        `compact` lets the server leave out the oldest messages when not all fit; MessagesLeftOut tells how many.
-        `continues`: the last message is an answer, and more of it is wanted. `sampling` goes before the client's own.
-        `tools` are offered: what the model asks for comes as ToolCalls before AnswerDone.
+        `compact` lets the server leave out the oldest messages when not all fit; MessagesLeftOut
+        tells how many.
+        `continues`: the last message is an answer, and more of it is wanted. `sampling` goes before
+        the client's own. `tools` are offered: what the model asks for comes as ToolCalls before
+        AnswerDone.
 
         Closing the iterator closes the connection, which is how the server learns to stop.
         """
@@ -218,7 +240,11 @@ class ChatClient:
             "stream_options": {"include_usage": True},
             **({"tools": list(tools)} if tools else {}),
             **({"truncation": "auto"} if compact else {}),
-            **({"continue_final_message": True, "add_generation_prompt": False} if continues else {}),
+            **(
+                {"continue_final_message": True, "add_generation_prompt": False}
+                if continues
+                else {}
+            ),
         }
         async with aclosing(self._until_ready(model)) as said:
             async for note in said:
@@ -233,7 +259,9 @@ class ChatClient:
                     async for event in events:
                         yield event
         except httpx.HTTPError as e:
-            raise ServerUnreachableError(f"the connection to the server broke: {_reason(e)}", hint=_START_AGAIN) from e
+            raise ServerUnreachableError(
+                f"the connection to the server broke: {_reason(e)}", hint=_START_AGAIN
+            ) from e
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]:
@@ -242,7 +270,9 @@ async def _events(response: httpx.Response) -> AsyncGenerator[StreamEvent, None]
         data = data_of(line) or ""
         if data == DONE:
             break
-        for event in answer.comment(line[1:].strip()) if line.startswith(":") else answer.chunk(data):
+        for event in (
+            answer.comment(line[1:].strip()) if line.startswith(":") else answer.chunk(data)
+        ):
             yield event
     for event in answer.end():
         yield event
@@ -275,7 +305,9 @@ class _AnswerSoFar:
         try:
             chunk = json.loads(data or "{}")
         except ValueError as e:
-            raise ServerUnreachableError("the server sent a line that is not JSON", hint=_START_AGAIN) from e
+            raise ServerUnreachableError(
+                "the server sent a line that is not JSON", hint=_START_AGAIN
+            ) from e
         if chunk.get("error"):
             raise _error_body(chunk["error"])
         if chunk.get("usage"):
@@ -299,11 +331,15 @@ class _AnswerSoFar:
         at = int(piece.get("index") or 0)
         old, function = self.calls.get(at, ToolCall("", "", "")), piece.get("function") or {}
         name, arguments = function.get("name") or "", function.get("arguments") or ""
-        self.calls[at] = ToolCall(str(piece.get("id") or old.id), f"{old.name}{name}", f"{old.arguments}{arguments}")
+        self.calls[at] = ToolCall(
+            str(piece.get("id") or old.id), f"{old.name}{name}", f"{old.arguments}{arguments}"
+        )
 
     def end(self) -> Iterator[StreamEvent]:
         if self.reason is None:
-            raise ServerUnreachableError("the server ended the answer before it was complete", hint="ask again")
+            raise ServerUnreachableError(
+                "the server ended the answer before it was complete", hint="ask again"
+            )
         yield from self.calls.values()
         yield AnswerDone(self.reason, self.usage, self.cache_miss, self.timings)
 
@@ -367,7 +403,9 @@ def _error(status: int, body: bytes) -> LocalLLMError:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         text = body.decode("utf-8", "replace").strip()[:200]
-        return by_code("backend_error", f"the server answered {status}" + (f": {text}" if text else ""))
+        return by_code(
+            "backend_error", f"the server answered {status}" + (f": {text}" if text else "")
+        )
     return _error_body(error)
 
 
@@ -376,15 +414,20 @@ def _error_body(error: Any) -> LocalLLMError:
         return by_code("backend_error", str(error))
     hint = error.get("hint")
     message = of_a_person(str(error.get("message") or "the server failed without saying why"))
-    return by_code(str(error.get("code") or ""), message, hint=hint if isinstance(hint, str) else None)
+    return by_code(
+        str(error.get("code") or ""), message, hint=hint if isinstance(hint, str) else None
+    )
 
 
 # Where in a request's body something is: messages[2].content[0].image_url.url, messages.2.content.
-_SPOT = re.compile(r"\b(?:messages|input|tools)(?:\[\d+\]|\.\d+)(?:\.[a-z_]+|\[\d+\]|\.\d+)*(?::\s*|\s+)")
+_SPOT = re.compile(
+    r"\b(?:messages|input|tools)(?:\[\d+\]|\.\d+)(?:\.[a-z_]+|\[\d+\]|\.\d+)*(?::\s*|\s+)"
+)
 
 
 def of_a_person(message: str) -> str:
-    """A server's message without the places in a request's body, which nobody who chats has written."""
+    """A server's message without the places in a request's body, which nobody who chats has
+    written."""
     return _SPOT.sub("", message)
 
 

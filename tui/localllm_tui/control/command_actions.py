@@ -1,4 +1,5 @@
-"""What each slash command and each key on a selected turn does; raises LocalLLMError before anything is changed."""
+"""What each slash command and each key on a selected turn does; raises LocalLLMError before
+anything is changed."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ async def new(chat: ChatController, _: str) -> None:
     system = chat.session.system if chat.session.system_set else chat.options.system
     await chat.open(Session(chat.history, chat.model, system=system))
     if system:
-        await chat.face.show_note("the system prompt is kept, and shown at the top: /system - removes it")
+        await chat.face.show_note(
+            "the system prompt is kept, and shown at the top: /system - removes it"
+        )
 
 
 async def find_in_conversation(chat: ChatController, words: str) -> None:
@@ -44,20 +47,27 @@ async def find_in_conversation(chat: ChatController, words: str) -> None:
 
 
 async def resume_last(chat: ChatController, _: str) -> None:
-    """Continue the answer on screen where it was stopped or cut; else open the newest other conversation."""
+    """Continue the answer on screen where it was stopped or cut; else open the newest other
+    conversation."""
     last = chat.session.turns[-1] if chat.session.turns else None
     if last is not None and chat.session.unfinished(last) and not chat.answering:
         await continue_answer(chat, "")
         return
     found = [c for c in chat.history.list(limit=2) if c.id != chat.session.id]
     if not found:
-        raise UsageError("there is no earlier conversation", hint="this one is kept as soon as you ask something")
+        raise UsageError(
+            "there is no earlier conversation", hint="this one is kept as soon as you ask something"
+        )
     await resume(chat, found[0].id)
 
 
 async def resume(chat: ChatController, conv_id: str, at: int = 0) -> None:
     """Open an earlier conversation, at a turn of it if one is given."""
-    session = chat.session if chat.session.id == conv_id else Session(chat.history, chat.model, conv_id=conv_id)
+    session = (
+        chat.session
+        if chat.session.id == conv_id
+        else Session(chat.history, chat.model, conv_id=conv_id)
+    )
     if at and session.tree.holds(at):
         await chat.stop_answer()
         session.tree.show(at)
@@ -65,7 +75,8 @@ async def resume(chat: ChatController, conv_id: str, at: int = 0) -> None:
 
 
 async def retry(chat: ChatController, name: str) -> None:
-    """Answer the last question again, by the model of this name ("": the one in use); the earlier answer stays beside it."""
+    """Answer the last question again, by the model of this name ("": the one in use); the earlier
+    answer stays beside it."""
     if name:
         await _model_named(chat, name)
     await chat.stop_answer()
@@ -90,7 +101,10 @@ async def show_earlier_version(chat: ChatController, _: str) -> None:
 
 async def edit(chat: ChatController, which: str) -> None:
     if which not in ("", "last"):
-        raise UsageError(f"/edit {which} is not known", hint="/edit changes the last question; F2 selects any turn")
+        raise UsageError(
+            f"/edit {which} is not known",
+            hint="/edit changes the last question; F2 selects any turn",
+        )
     await chat.stop_answer()
     chat.edit(chat.session.last_question)
 
@@ -98,7 +112,9 @@ async def edit(chat: ChatController, which: str) -> None:
 async def branch(chat: ChatController, _: str) -> None:
     """Branch off a new conversation with all turns so far."""
     await chat.stop_answer()
-    await run_on_turn(chat, "branch", chat.session.turns[-1] if chat.session.turns else chat.session.last_question)
+    await run_on_turn(
+        chat, "branch", chat.session.turns[-1] if chat.session.turns else chat.session.last_question
+    )
 
 
 async def drop(chat: ChatController, _: str) -> None:
@@ -115,19 +131,24 @@ async def compact(chat: ChatController, argument: str) -> None:
     chat.session.set_compacts(not argument)
     if argument:
         always = "; but the setting `compaction` is auto" if chat.client.compacts else ""
-        await chat.face.show_note(f"a conversation that does not fit the context is an error again{always}")
+        await chat.face.show_note(
+            f"a conversation that does not fit the context is an error again{always}"
+        )
         return
     if not chat.answering and chat.session.turns[-1].role == "user":
         await retry(chat, "")
         return
     await chat.face.show_note(
-        "once the conversation does not fit, its oldest messages are left out of what the model gets; all of it "
+        "once the conversation does not fit, its oldest messages are left out of what the model "
+        "gets; all of it "
         "stays here and on disk"
     )
 
 
 async def copy(chat: ChatController, what: str) -> None:
-    answer = chat.answer_text or (chat.session.last_answer.content if chat.session.last_answer else "")
+    answer = chat.answer_text or (
+        chat.session.last_answer.content if chat.session.last_answer else ""
+    )
     if not answer:
         raise UsageError("there is no answer to copy yet")
     kind, _, number = what.partition(" ")
@@ -140,7 +161,8 @@ async def copy(chat: ChatController, what: str) -> None:
 
 
 async def save(chat: ChatController, name: str, mode: str = "x") -> None:
-    """Write the conversation to a file, a new one ("x") or in place of what is there ("w"): as its name ends, else Markdown."""
+    """Write the conversation to a file, a new one ("x") or in place of what is there ("w"): as its
+    name ends, else Markdown."""
     if not name:
         raise UsageError("/save needs a file name", hint="for example /save chat.md")
     path = Path(name).expanduser()
@@ -172,13 +194,18 @@ async def import_from(chat: ChatController, name: str) -> None:
     ids = import_export.store(chat.history, import_export.read(Path(name)), chat.model)
     if len(ids) == 1:
         await resume(chat, ids[0])
-    await chat.face.show_note(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all")
+    await chat.face.show_note(
+        f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all"
+    )
 
 
 async def attach(chat: ChatController, name: str) -> None:
     """Attach a file to the next question; "-" removes all attachments."""
     if not name:
-        raise UsageError("/attach needs a file name", hint="for example /attach notes.txt; /attach - takes all back")
+        raise UsageError(
+            "/attach needs a file name",
+            hint="for example /attach notes.txt; /attach - takes all back",
+        )
     if name == "-":
         chat.detach()
         return
@@ -187,22 +214,30 @@ async def attach(chat: ChatController, name: str) -> None:
         return
     name, text = await asyncio.to_thread(read_text, Path(name))
     if is_image(text):
-        _, why_not = await chat.client.counted(chat.model, [{"role": "user", "content": fenced(name, text)}])
+        _, why_not = await chat.client.counted(
+            chat.model, [{"role": "user", "content": fenced(name, text)}]
+        )
         if why_not:
-            raise UsageError(f"{one_line(name)} can't go along: {why_not}", hint="another model may read it: /model")
+            raise UsageError(
+                f"{one_line(name)} can't go along: {why_not}",
+                hint="another model may read it: /model",
+            )
     await attach_text(chat, name, text)
 
 
 async def _attach_folder(chat: ChatController, folder: Path) -> None:
     files, left_out = await asyncio.to_thread(read_folder, folder)
     check_room([*chat.attached, *files], chat.n_ctx)
-    tokens, _ = await chat.client.counted(chat.model, [{"role": "user", "content": with_files("", files)}])
+    tokens, _ = await chat.client.counted(
+        chat.model, [{"role": "user", "content": with_files("", files)}]
+    )
     for name, text in files:
         chat.attach(name, text)
     cost = f", {tokens:,} tokens" if tokens is not None else ""
     rest = f"; {left_out} that are no text stay" if left_out else ""
     await chat.face.show_note(
-        f"{one_line(str(folder))}: {how_many(len(files), 'file')} go along{cost}{rest}; /attach - takes them back"
+        f"{one_line(str(folder))}: {how_many(len(files), 'file')} go along{cost}{rest}; /attach - "
+        "takes them back"
     )
 
 
@@ -220,7 +255,8 @@ async def system(chat: ChatController, text: str) -> None:
     said = f"system prompt: {now}" if now else "no system prompt; /system TEXT sets one"
     if text and chat.session.turns:
         said += (
-            f"\nIt stands before everything that was said, so all of it ({chat.session.used_tokens:,} tokens) is read again "
+            "\nIt stands before everything that was said, so all of it "
+            f"({chat.session.used_tokens:,} tokens) is read again "
             "for the next answer"
         )
     await chat.face.show_note(said)
@@ -231,15 +267,22 @@ async def model(chat: ChatController, name: str) -> None:
     names = [m.name for m in models]
     if not name:
         lines = [f"{'>' if m == chat.model else ' '} {one_line(m)}" for m in names]
-        more = "\n/model NAME uses another" if len(names) > 1 else "\nlocalllm chat -m NAME starts with another"
+        more = (
+            "\n/model NAME uses another"
+            if len(names) > 1
+            else ("\nlocalllm chat -m NAME starts with another")
+        )
         await chat.face.show_note("models on this server:\n" + "\n".join(lines) + more)
         return
     chat.use_model(name, await _model_named(chat, name))
-    await chat.face.show_note(f"{name} answers from here on; where it is not in memory yet, the next question loads it")
+    await chat.face.show_note(
+        f"{name} answers from here on; where it is not in memory yet, the next question loads it"
+    )
 
 
 async def _model_named(chat: ChatController, name: str) -> list[ListedModel]:
-    """The server's models, this one among them. Raises UsageError where it has none of this name."""
+    """The server's models, this one among them. Raises UsageError where it has none of this
+    name."""
     models = await chat.client.models()
     names = [m.name for m in models]
     if name in names:
@@ -251,15 +294,20 @@ async def _model_named(chat: ChatController, name: str) -> list[ListedModel]:
 
 
 async def run_shell(chat: ChatController, command: str) -> None:
-    """Send what a command prints along with the next question, shown first; asks before the first of a chat."""
+    """Send what a command prints along with the next question, shown first; asks before the first
+    of a chat."""
     if not command:
         raise UsageError("/run needs a command", hint="for example !git diff")
-    if not chat.runs_commands and not await chat.face.approve("a command is to run on this machine", command):
+    if not chat.runs_commands and not await chat.face.approve(
+        "a command is to run on this machine", command
+    ):
         await chat.face.show_note(f"not run: {one_line(command)}")
         return
     chat.runs_commands = True
     said = await shell.output_of(command)
-    await chat.face.show_note(fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True)
+    await chat.face.show_note(
+        fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True
+    )
     await attach_text(chat, f"$ {one_line(command)}", said)
 
 
@@ -267,20 +315,28 @@ async def save_prompt(chat: ChatController, what: str) -> None:
     """Keep a prompt: "NAME TEXT", or the last question as NAME."""
     name, _, text = what.partition(" ")
     if not name:
-        raise UsageError("/save-prompt needs a name", hint="for example /save-prompt review Look for bugs in this")
+        raise UsageError(
+            "/save-prompt needs a name",
+            hint="for example /save-prompt review Look for bugs in this",
+        )
     _prompts(chat).save(name, text.strip() or typed_in(chat.session.last_question))
     await chat.face.show_note(f"kept: /prompt {name} writes it")
 
 
 async def use_prompt(chat: ChatController, what: str) -> None:
-    """Write a prompt into the input, and what follows its name below it; without a name, list them."""
+    """Write a prompt into the input, and what follows its name below it; without a name, list
+    them."""
     name, _, more = what.partition(" ")
     if name:
-        await chat.face.write("\n\n".join(part for part in (_prompts(chat).text(name), more.strip()) if part))
+        await chat.face.write(
+            "\n\n".join(part for part in (_prompts(chat).text(name), more.strip()) if part)
+        )
         return
     names = _prompts(chat).names()
     await chat.face.show_note(
-        "prompts: " + ", ".join(names) if names else "no prompt is kept; /save-prompt NAME TEXT keeps one"
+        "prompts: " + ", ".join(names)
+        if names
+        else "no prompt is kept; /save-prompt NAME TEXT keeps one"
     )
 
 
@@ -293,23 +349,34 @@ async def set_sampling(chat: ChatController, text: str) -> None:
         chat.client.sampling = sampling.changed(chat.client.sampling, text)
     own = next((m.sampling for m in await chat.client.models() if m.name == chat.model), {})
     now = sampling.words(own, chat.client.sampling) or "the model's own"
-    await chat.face.show_note(f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back")
+    await chat.face.show_note(
+        f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back"
+    )
 
 
 async def switch_tools(chat: ChatController, what: str) -> None:
     """/tools: on, off, or which there are."""
     word, _, name = what.partition(" ")
     if word not in ("", "on", "off"):
-        raise UsageError(f"/tools {what} is not known", hint="use /tools, /tools on, /tools on NAME or /tools off")
+        raise UsageError(
+            f"/tools {what} is not known",
+            hint="use /tools, /tools on, /tools on NAME or /tools off",
+        )
     if word == "off":
         await chat.tools.switch_off()
     elif word == "on":
         await chat.tools.switch_on(name.strip())
-    asks = "\nEach call waits for your yes, with its arguments shown" if chat.tools.on else "\n/tools on starts them"
+    asks = (
+        "\nEach call waits for your yes, with its arguments shown"
+        if chat.tools.on
+        else ("\n/tools on starts them")
+    )
     await chat.face.show_note(chat.tools.overview() + (asks if chat.tools.names else ""))
 
 
-async def run_on_turn(chat: ChatController, what: str, turn: StoredMessage, argument: int = 0) -> None:
+async def run_on_turn(
+    chat: ChatController, what: str, turn: StoredMessage, argument: int = 0
+) -> None:
     """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
     stopped = what not in ("copy", "code") and await chat.stop_answer()
     await _DONE[what](chat, turn, argument)
@@ -317,7 +384,9 @@ async def run_on_turn(chat: ChatController, what: str, turn: StoredMessage, argu
         "version",
         "branch",
     ):  # these keys are for looking around: stopping an answer is a side effect
-        await chat.face.show_note("the answer that was being written was stopped; g at its turn goes on with it")
+        await chat.face.show_note(
+            "the answer that was being written was stopped; g at its turn goes on with it"
+        )
 
 
 async def _edit(chat: ChatController, turn: StoredMessage, _: int) -> None:
@@ -340,7 +409,9 @@ async def _code(chat: ChatController, turn: StoredMessage, number: int) -> None:
 async def _branch(chat: ChatController, turn: StoredMessage, _: int) -> None:
     branch = chat.session.branch_off(turn)
     await chat.open(branch)
-    await chat.face.show_note(f"a conversation of its own from here on: {branch.title}; /list has both")
+    await chat.face.show_note(
+        f"a conversation of its own from here on: {branch.title}; /list has both"
+    )
 
 
 async def _remove(chat: ChatController, turn: StoredMessage, _: int) -> None:
@@ -350,6 +421,7 @@ async def _remove(chat: ChatController, turn: StoredMessage, _: int) -> None:
 
 _DONE: dict[str, Callable[[ChatController, StoredMessage, int], Awaitable[None]]] = {
     "edit": _edit, "again": lambda chat, turn, _: chat.answer_again(turn),
-    "more": lambda chat, turn, _: chat.answer_again(turn, continues=True), "version": _version, "copy": _copy, "code": _code,
+    "more": lambda chat, turn, _: chat.answer_again(turn, continues=True), "version": _version,
+    "copy": _copy, "code": _code,
     "branch": _branch, "remove": _remove,
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""The slash commands: one table for parsing, completion, the palette, plain mode and the help of F1."""
+"""The slash commands: one table for parsing, completion, the palette, plain mode and the help of
+F1."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ from typing import TypeAlias
 from localllm.errors import UsageError
 from localllm_tui.control import command_actions as actions
 from localllm_tui.control.chat import ChatController
-from localllm_tui.control.keys import APP, CHAT, COMPOSER, KEYS, MODELS, SLIDER, TURN, label_of, remapped
+from localllm_tui.control.keys import (
+    APP,
+    CHAT,
+    COMPOSER,
+    KEYS,
+    MODELS,
+    SLIDER,
+    TURN,
+    label_of,
+    remapped,
+)
 
 CommandAction: TypeAlias = Callable[[ChatController, str], Awaitable[None]]
 
@@ -21,9 +32,13 @@ CommandAction: TypeAlias = Callable[[ChatController, str], Awaitable[None]]
 class Command:
     """`name` without its slash and what it runs; `argument` as F1 shows it ("" for none).
 
-    `palette`: its title there, "" to stay out of it. `insist` is run for the name with a "!". `screen`: the function of
-    localllm_tui.screens that a chat with a screen calls instead ("module:function"). `plain`: it works without a screen.
-    `keys` run it without an argument, named as the toolkit does; `label` as people do.
+    `palette`: its title there, "" to stay out of it.
+    `insist` is run for the name with a "!".
+    `screen`: the function of localllm_tui.screens that a chat with a screen calls instead
+    ("module:function").
+    `plain`: it works without a screen.
+    `keys` run it without an argument, named as the toolkit does;
+    `label` as people do.
     """
 
     name: str
@@ -41,7 +56,11 @@ class Command:
     @property
     def label_now(self) -> str:
         """Its key as people say it, as config.toml may have it; "" without one."""
-        return label_of(remapped()[f"command.{self.name}"]) if f"command.{self.name}" in remapped() else self.label
+        return (
+            label_of(remapped()[f"command.{self.name}"])
+            if f"command.{self.name}" in remapped()
+            else self.label
+        )
 
     @property
     def usage(self) -> str:
@@ -55,89 +74,116 @@ async def _list_commands(chat: ChatController, _: str) -> None:
 COMMANDS = (
     Command("new", actions.new, "start a new conversation", palette="New conversation"),
     Command(
-        "list", lambda chat, words: chat.face.choose(words), "the panel of conversations: search them, open one at a turn", "[WORDS]",
+        "list", lambda chat, words: chat.face.choose(words),
+        "the panel of conversations: search them, open one at a turn", "[WORDS]",
         "Find a conversation", ("history", "chats"), keys="ctrl+o", label="Ctrl+O",
     ),
     Command(
-        "find", actions.find_in_conversation, "find words in this conversation, on every branch", "[WORDS]", "Find in this conversation",
+        "find", actions.find_in_conversation, "find words in this conversation, on every branch",
+        "[WORDS]", "Find in this conversation",
         keys="ctrl+f", label="Ctrl+F",
     ),
     Command(
-        "continue", actions.resume_last, "go on with a stopped answer; else open the last conversation", "",
+        "continue", actions.resume_last,
+        "go on with a stopped answer; else open the last conversation", "",
         "Continue", ("resume",)
     ),
-    Command("retry", actions.retry, "answer the last question again, by another model if one is named", "[MODEL]", "Retry the last answer",
+    Command("retry", actions.retry,
+    "answer the last question again, by another model if one is named", "[MODEL]",
+    "Retry the last answer",
         ("regenerate",)),
     Command(
         "compare", None, "see the versions of the last answer side by side", "", "Compare answers",
         screen="dialogs:open_compare", plain=False,
     ),
-    Command("more", actions.continue_answer, "go on with an answer that was stopped or cut", palette="Go on with the answer"),
+    Command("more", actions.continue_answer, "go on with an answer that was stopped or cut",
+    palette="Go on with the answer"),
     Command(
         "earlier", actions.show_earlier_version, "show the version before of the last answer",
         palette="Show the earlier version of the answer",
     ),
     Command(
-        "edit", actions.edit, "change the last question; the old one stays beside it", palette="Edit the last question"
+        "edit", actions.edit, "change the last question; the old one stays beside it",
+        palette="Edit the last question"
     ),
     Command(
-        "branch", actions.branch, "go on in a conversation of its own, with all that was said", palette="Branch here"
+        "branch", actions.branch, "go on in a conversation of its own, with all that was said",
+        palette="Branch here"
     ),
-    Command("drop", actions.drop, "remove the last question, where it has no answer", palette="Remove the last question"),
+    Command("drop", actions.drop, "remove the last question, where it has no answer",
+    palette="Remove the last question"),
     Command(
-        "compact", actions.compact, "leave out the oldest messages once not all fit the context", "[off]",
+        "compact", actions.compact, "leave out the oldest messages once not all fit the context",
+        "[off]",
         "Compact the conversation",
     ),
     Command(
-        "copy", actions.copy, "copy the last answer, or its last (or Nth) code block", "[code [N]]", "Copy the last answer"
+        "copy", actions.copy, "copy the last answer, or its last (or Nth) code block", "[code [N]]",
+        "Copy the last answer"
     ),
     Command(
-        "save", actions.save, "write the conversation to a file: Markdown, HTML or JSON (/save! overwrites)",
+        "save", actions.save,
+        "write the conversation to a file: Markdown, HTML or JSON (/save! overwrites)",
         "FILE.md|.html|.json", insist=partial(actions.save, mode="w")
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
-    Command("import", actions.import_from, "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
-    Command("attach", actions.attach, "send a file or a folder along with the next question (- takes back)", "FILE"),
+    Command("import", actions.import_from,
+    "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
+    Command("attach", actions.attach,
+    "send a file or a folder along with the next question (- takes back)", "FILE"),
     Command(
-        "run", actions.run_shell, "send what a command prints along with the next question; !COMMAND does too", "COMMAND",
+        "run", actions.run_shell,
+        "send what a command prints along with the next question; !COMMAND does too", "COMMAND",
         screen="beside:run_beside",
     ),
     Command("prompt", actions.use_prompt, "write a prompt that was kept, or list them", "[NAME]"),
-    Command("save-prompt", actions.save_prompt, "keep a prompt under a name: the text, or the last question", "NAME [TEXT]"),
+    Command("save-prompt", actions.save_prompt,
+    "keep a prompt under a name: the text, or the last question", "NAME [TEXT]"),
     Command(
-        "asked", None, "search what was asked before, in any conversation, and ask it again", "[WORDS]", "Earlier questions",
+        "asked", None, "search what was asked before, in any conversation, and ask it again",
+        "[WORDS]", "Earlier questions",
         screen="picking:open_asked", plain=False, keys="ctrl+r", label="Ctrl+R",
     ),
     Command(
-        "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor", screen="beside:open_editor", plain=False,
+        "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor",
+        screen="beside:open_editor", plain=False,
         keys="ctrl+g", label="Ctrl+G",
     ),
     Command(
-        "system", actions.system, "show or set the system prompt (/system - removes it)", "[TEXT]", "Show the system prompt"
+        "system", actions.system, "show or set the system prompt (/system - removes it)", "[TEXT]",
+        "Show the system prompt"
     ),
-    Command("model", actions.model, "show the models on this server, or use another", "[NAME]", "Show the models"),
+    Command("model", actions.model, "show the models on this server, or use another", "[NAME]",
+    "Show the models"),
     Command(
-        "tools", actions.switch_tools, "let the model ask for tools of the programs in config.toml; each call needs your yes",
+        "tools", actions.switch_tools,
+        "let the model ask for tools of the programs in config.toml; each call needs your yes",
         "[on [NAME]|off]", "Tools", plain=False,
     ),
-    Command("sampling", actions.set_sampling, "how answers are drawn: temperature, top_p, seed …", "[NAME VALUE]", "Sampling"),
+    Command("sampling", actions.set_sampling, "how answers are drawn: temperature, top_p, seed …",
+    "[NAME VALUE]", "Sampling"),
     Command(
-        "models", None, "what would fit this machine, what is on its disk; pull, use and remove", "",
+        "models", None, "what would fit this machine, what is on its disk; pull, use and remove",
+        "",
         "Models", screen="models:open_models", plain=False, keys="f4", label="F4",
     ),
     Command(
-        "own", lambda chat, _: chat.use_own_engine(), "load the model in this chat, when the server it is attached to went away", "",
+        "own", lambda chat, _: chat.use_own_engine(),
+        "load the model in this chat, when the server it is attached to went away", "",
         "Load the model in this chat", plain=False,
     ),
     Command(
-        "glass", None, "show or hide what a token costs and where the time went", "", "What a token costs",
+        "glass", None, "show or hide what a token costs and where the time went", "",
+        "What a token costs",
         screen="dialogs:open_glass", plain=False, keys="f3", label="F3",
     ),
     Command(
-        "help", _list_commands, "show all commands and keys", "", "Keys and commands", ("?",), screen="dialogs:open_help",
+        "help", _list_commands, "show all commands and keys", "", "Keys and commands", ("?",),
+        screen="dialogs:open_help",
         keys="f1", label="F1",
     ),
-    Command("quit", lambda chat, _: chat.leave(), "leave; everything is kept", aliases=("exit", "q")),
+    Command("quit", lambda chat, _: chat.leave(), "leave; everything is kept",
+    aliases=("exit", "q")),
 )  # fmt: skip
 # The ids of commands with a key, for [chat_keys] in config.toml.
 KEY_IDS = tuple(f"command.{command.name}" for command in COMMANDS if command.keys)
@@ -168,7 +214,8 @@ def parse(text: str) -> tuple[str, str] | None:
 
 
 async def submit(chat: ChatController, text: str) -> None:
-    """Do what was typed: a command; else a question, sent now or once the answer in progress has ended."""
+    """Do what was typed: a command; else a question, sent now or once the answer in progress has
+    ended."""
     command = parse(text)
     if command is not None:
         await run_and_report(chat, *command)
@@ -190,7 +237,8 @@ async def _run_somehow(chat: ChatController, name: str, argument: str) -> None:
 
 
 async def run(chat: ChatController, name: str, argument: str) -> None:
-    """Do what `parse` found. Raises LocalLLMError where there is no such command, or it can't be done."""
+    """Do what `parse` found. Raises LocalLLMError where there is no such command, or it can't be
+    done."""
     command = known(name)
     runs = None
     if command is not None:
@@ -218,7 +266,8 @@ def matching(prefix: str) -> list[Command]:
 
 
 def offered(typed: str) -> list[Command]:
-    """The commands to offer for a half-typed one: those that begin so, then those with it anywhere in their names."""
+    """The commands to offer for a half-typed one: those that begin so, then those with it anywhere
+    in their names."""
     first = matching(typed)
     if not re.fullmatch(r"/[a-z-]*", typed):
         return []
@@ -256,7 +305,9 @@ def help_sections() -> tuple[HelpSection, ...]:
 
 def command_section(*, plain: bool = False) -> HelpSection:
     """The slash commands; `plain`: those that work without a screen."""
-    return HelpSection("Commands", tuple(HelpEntry(c.usage, c.help) for c in COMMANDS if c.plain or not plain))
+    return HelpSection(
+        "Commands", tuple(HelpEntry(c.usage, c.help) for c in COMMANDS if c.plain or not plain)
+    )
 
 
 def _key_section(title: str, *owners: str) -> HelpSection:
@@ -270,4 +321,6 @@ def _key_section(title: str, *owners: str) -> HelpSection:
 
 def section_text(section: HelpSection) -> str:
     width = max(len(e.how) for e in section.entries)
-    return "\n".join([section.title, *(f"  {e.how.ljust(width)}  {e.what}" for e in section.entries)])
+    return "\n".join(
+        [section.title, *(f"  {e.how.ljust(width)}  {e.what}" for e in section.entries)]
+    )

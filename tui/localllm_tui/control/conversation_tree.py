@@ -1,4 +1,5 @@
-"""The tree of one conversation in memory, in step with the disk: the branch shown, the versions of a turn."""
+"""The tree of one conversation in memory, in step with the disk: the branch shown, the versions of
+a turn."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from localllm.errors import NotFoundError
 class ConversationTree:
     """A conversation of `history`; a new one (`conv_id` None) has no place there before `create`.
 
-    Every method that changes something has written the change when it returns. `path` is the branch that is shown, its
-    first turn first; `systems` are the system prompts that were set, which belong to no branch.
+    Every method that changes something has written the change when it returns. `path` is the branch
+    that is shown, its first turn first; `systems` are the system prompts that were set, which
+    belong to no branch.
     """
 
     def __init__(self, history: History, conv_id: str | None) -> None:
@@ -76,7 +78,9 @@ class ConversationTree:
 
     def versions(self, turn: StoredMessage) -> list[StoredMessage]:
         """The versions of a turn, itself among them, oldest first."""
-        return [self._turns[n] for n in self._after[turn.parent_id] if self._turns[n].role == turn.role]
+        return [
+            self._turns[n] for n in self._after[turn.parent_id] if self._turns[n].role == turn.role
+        ]
 
     def has_followers(self, turn: StoredMessage) -> bool:
         """Whether any turn follows `turn`, on any branch."""
@@ -113,18 +117,30 @@ class ConversationTree:
         meta: dict[str, Any] | None = None,
         complete: bool = True,
     ) -> StoredMessage:
-        """Add a turn after `parent` (None: the head), which becomes the head; or a system prompt, which does not."""
+        """Add a turn after `parent` (None: the head), which becomes the head; or a system prompt,
+        which does not."""
         assert self.id is not None
         parent = self.head if parent is None else parent
         meta = meta or {}
         try:
             n = self.history.append(
-                self.id, role, content, reasoning=reasoning, meta=meta, complete=complete, parent=parent
+                self.id,
+                role,
+                content,
+                reasoning=reasoning,
+                meta=meta,
+                complete=complete,
+                parent=parent,
             )
         except (TurnGoneError, NotFoundError):
             places = self._copy()
             return self.append(
-                role, content, parent=places.get(parent, self.head), reasoning=reasoning, meta=meta, complete=complete
+                role,
+                content,
+                parent=places.get(parent, self.head),
+                reasoning=reasoning,
+                meta=meta,
+                complete=complete,
             )
         turn = StoredMessage(n, role, content, reasoning, meta, complete, time.time(), parent)
         if role == "system":
@@ -141,7 +157,8 @@ class ConversationTree:
         return turn
 
     def _copy(self) -> dict[int, int]:
-        """Copy what is shown into a new conversation and continue there; returns the new id of each turn."""
+        """Copy what is shown into a new conversation and continue there; returns the new id of each
+        turn."""
         old, title, model = [*self.systems, *self.path], "Untitled", ""
         if self.id is not None and self.history.holds(self.id):
             was = self.history.get(self.id)
@@ -162,7 +179,9 @@ class ConversationTree:
         self, old: StoredMessage, content: str, reasoning: str, meta: dict[str, Any], complete: bool
     ) -> StoredMessage:
         """Change a turn in its place. Raises NotFoundError where another window removed it."""
-        self.history.update_partial(old.id, content, reasoning=reasoning, meta=meta, complete=complete)
+        self.history.update_partial(
+            old.id, content, reasoning=reasoning, meta=meta, complete=complete
+        )
         return self.replace(old, content=content, reasoning=reasoning, meta=meta, complete=complete)
 
     def replace(self, old: StoredMessage, **changes: Any) -> StoredMessage:
@@ -176,7 +195,8 @@ class ConversationTree:
         return new
 
     def remove(self, turn: StoredMessage) -> None:
-        """Remove a turn with all that follows it; its next version is shown, or the turn before it."""
+        """Remove a turn with all that follows it; its next version is shown, or the turn before
+        it."""
         assert self.id is not None
         versions = self.versions(turn)
         at = versions.index(turn)

@@ -1,4 +1,5 @@
-"""What a chat asks of whatever shows it: the screen, the lines, the page above a terminal's input."""
+"""What a chat asks of whatever shows it: the screen, the lines, the page above a terminal's
+input."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from localllm_tui.control.session import PendingAnswer
 
 
 class Face(Protocol):
-    """How a chat looks: what it calls to show itself and to ask. What a face need not do ends here with a return.
+    """How a chat looks: what it calls to show itself and to ask. What a face need not do ends here
+    with a return.
 
-    `full_screen`: figures of the model are shown, and what is typed stays in the input until its question is stored.
+    `full_screen`: figures of the model are shown, and what is typed stays in the input until its
+    question is stored.
     `wants_energy`: the panel that shows an answer's joules is open.
     """
 
@@ -42,11 +45,13 @@ class Face(Protocol):
         """Say in passing what happened beside the conversation."""
 
     def changed(self, *, recount: bool = False) -> None:
-        """Something about the chat is different; `recount`: what was counted of the conversation no longer holds."""
+        """Something about the chat is different; `recount`: what was counted of the conversation no
+        longer holds."""
         return
 
     async def show_session(self, at: int, before: str | None) -> None:
-        """Show the chat's session in place of the conversation `before`, at the turn of this id (0: its end)."""
+        """Show the chat's session in place of the conversation `before`, at the turn of this id (0:
+        its end)."""
 
     async def redraw(self) -> None:
         """Show the branch that the session shows now."""
@@ -58,7 +63,9 @@ class Face(Protocol):
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
         """Make what shows an answer as it comes; `again`: in place of what follows its question."""
 
-    async def end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+    async def end_answer(
+        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+    ) -> None:
         """Show how an answer ended."""
 
     def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
@@ -70,7 +77,8 @@ class Face(Protocol):
         return
 
     async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
-        """Let the user pick a conversation, or a turn of this one, searching for `words`, and open it."""
+        """Let the user pick a conversation, or a turn of this one, searching for `words`, and open
+        it."""
 
     async def approve(self, about: str, *said: str) -> bool:
         """Ask the user whether what is `said` may be done; `about` names it."""
@@ -87,7 +95,8 @@ class Face(Protocol):
         """Put `text` on the clipboard, and say so."""
 
     def run_beside(self, what: Callable[[], Coroutine[Any, Any, None]], group: str) -> None:
-        """Run this beside the conversation, in place of the rest of its group; only a face with a full screen need do so."""
+        """Run this beside the conversation, in place of the rest of its group; only a face with a
+        full screen need do so."""
         return
 
     async def run_on_screen(self, name: str, argument: str) -> bool:

@@ -10,7 +10,8 @@ _EIGHTHS = "▏▎▍▌▋▊▉"
 
 
 def bar(used: int, n_ctx: int, cells: int = BAR_CELLS) -> str:
-    """A bar readable by shape alone, exact to an eighth of a cell. Anything used shows, and only a full context fills it."""
+    """A bar readable by shape alone, exact to an eighth of a cell. Anything used shows, and only a
+    full context fills it."""
     eighths = min(8 * cells, used * 8 * cells // n_ctx)
     if used > 0:
         eighths = max(1, eighths)
@@ -70,7 +71,8 @@ def span(seconds: float) -> str:
 
 
 def title_of(text: str) -> str:
-    """A conversation's title: the first line of its first question, cut at a word where that is possible."""
+    """A conversation's title: the first line of its first question, cut at a word where that is
+    possible."""
     line = next((part.strip() for part in text.splitlines() if part.strip()), "Untitled")
     if len(line) <= TITLE_CHARS:
         return line

@@ -1,4 +1,5 @@
-"""Conversations as files: Markdown and JSON out; our JSON, exports of ChatGPT and Open WebUI, and lists of messages in."""
+"""Conversations as files: Markdown and JSON out; our JSON, exports of ChatGPT and Open WebUI, and
+lists of messages in."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def to_markdown(session: Session) -> str:
 
 
 def _systems_after(session: Session, turn_id: int) -> Iterable[str]:
-    """The system prompts that were set after a turn; those set on a branch that is not shown stand at the beginning."""
+    """The system prompts that were set after a turn; those set on a branch that is not shown stand
+    at the beginning."""
     shown = {t.id for t in session.turns}
     for s in session.tree.systems:
         if (s.parent_id if s.parent_id in shown else 0) == turn_id:
@@ -115,14 +117,19 @@ img {{ max-width: 100%; }} summary {{ cursor: pointer; opacity: .8; }}
 
 
 def to_html(session: Session) -> str:
-    """The branch that is shown as one page that needs nothing else; the other versions of each turn are folded."""
+    """The branch that is shown as one page that needs nothing else; the other versions of each turn
+    are folded."""
     from markdown_it import MarkdownIt  # who saves no page needs no parser
 
     markdown = MarkdownIt("gfm-like", {"html": False})
 
     def body(turn: StoredMessage) -> str:
         thought = (turn.reasoning or "").strip()
-        folded = f"<details><summary>thinking</summary>{markdown.render(thought)}</details>" if thought else ""
+        folded = (
+            f"<details><summary>thinking</summary>{markdown.render(thought)}</details>"
+            if thought
+            else ""
+        )
         return folded + str(markdown.render(turn.content))
 
     def section(kind: str, who: str, inside: str) -> str:
@@ -141,7 +148,12 @@ def to_html(session: Session) -> str:
 
 
 _ROLES = ("system", "user", "assistant")
-_KNOWN = "known are the JSON of /save, conversations.json of ChatGPT, the export of Open WebUI, and a list of messages"
+_KNOWN = (
+    "known are the JSON of /save, conversations.json of ChatGPT, the export of Open WebUI, "
+    "and "
+    "a "
+    "list of messages"
+)
 
 # Role, text, meta and time of a node.
 _Turn: TypeAlias = tuple[str, str, dict[str, Any], float]
@@ -149,7 +161,8 @@ _Turn: TypeAlias = tuple[str, str, dict[str, Any], float]
 
 @dataclass(frozen=True, slots=True)
 class ImportedConversation:
-    """A conversation read from a file. `head` is the turn to show (0: the newest); ids are the file's own."""
+    """A conversation read from a file. `head` is the turn to show (0: the newest); ids are the
+    file's own."""
 
     title: str
     model: str
@@ -158,7 +171,8 @@ class ImportedConversation:
 
 
 def read(path: Path) -> list[ImportedConversation]:
-    """The conversations in a file. Raises UsageError for one that can't be read, or is none of the formats known."""
+    """The conversations in a file. Raises UsageError for one that can't be read, or is none of the
+    formats known."""
     try:
         found = json.loads(path.expanduser().read_text(encoding="utf-8-sig"))
     except OSError as e:
@@ -168,14 +182,17 @@ def read(path: Path) -> list[ImportedConversation]:
     try:
         conversations = [c for c in _conversations(found) if c.turns]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
-        raise UsageError(f"{path} has conversations that can't be read ({type(e).__name__}: {e})", hint=_KNOWN) from e
+        raise UsageError(
+            f"{path} has conversations that can't be read ({type(e).__name__}: {e})", hint=_KNOWN
+        ) from e
     if not conversations:
         raise UsageError(f"{path} has no conversations", hint=_KNOWN)
     return conversations
 
 
 def store(history: History, conversations: Iterable[ImportedConversation], model: str) -> list[str]:
-    """Write them to the history, each as a new conversation; returns their ids. `model` is for those that name none."""
+    """Write them to the history, each as a new conversation; returns their ids. `model` is for
+    those that name none."""
     ids = []
     for imported in conversations:
         tree = ConversationTree(history, None)
@@ -205,13 +222,22 @@ def _ours(found: Mapping[str, Any]) -> ImportedConversation:
         raise ValueError(f"version {found['version']} is of a newer release")
     turns = tuple(
         StoredMessage(
-            int(m["id"]), _role(m["role"]), str(m["content"]), m.get("reasoning"), dict(m.get("meta") or {}),
-            bool(m.get("complete", True)), float(m.get("created_s") or 0), int(m.get("parent") or 0),
+            int(m["id"]),
+            _role(m["role"]),
+            str(m["content"]),
+            m.get("reasoning"),
+            dict(m.get("meta") or {}),
+            bool(m.get("complete", True)),
+            float(m.get("created_s") or 0),
+            int(m.get("parent") or 0),
         )
         for m in found["messages"]
-    )  # fmt: skip
+    )
     return ImportedConversation(
-        str(found.get("title") or ""), str(found.get("model") or ""), turns, int(found.get("head") or 0)
+        str(found.get("title") or ""),
+        str(found.get("model") or ""),
+        turns,
+        int(found.get("head") or 0),
     )
 
 
@@ -222,7 +248,11 @@ def _messages(found: Mapping[str, Any]) -> ImportedConversation:
         role, content = m["role"], _text(m["content"])
         if role not in _ROLES or not content:
             continue
-        turns.append(StoredMessage(len(turns) + 1, role, content, m.get("reasoning_content"), parent_id=parent))
+        turns.append(
+            StoredMessage(
+                len(turns) + 1, role, content, m.get("reasoning_content"), parent_id=parent
+            )
+        )
         parent = parent if role == "system" else turns[-1].id
     return ImportedConversation(str(found.get("title") or "") or _title(turns), "", tuple(turns))
 
@@ -239,14 +269,23 @@ def _chatgpt_turn(node: Mapping[str, Any]) -> _Turn | None:
     if not message or about.get("is_visually_hidden_from_conversation"):
         return None
     text = _text(content.get("parts") if "parts" in content else content.get("text"))
-    return _turn(message["author"]["role"], text, about.get("model_slug"), message.get("create_time"))
+    return _turn(
+        message["author"]["role"], text, about.get("model_slug"), message.get("create_time")
+    )
 
 
 def _open_webui(found: Mapping[str, Any]) -> ImportedConversation:
     """`history.messages` is a tree by id; `currentId` is its head."""
     chat, past = found["chat"], found["chat"]["history"]
     title = str(chat.get("title") or found.get("title") or "")
-    return _tree(title, past["messages"], str(past.get("currentId") or ""), _open_webui_turn, "parentId", "childrenIds")
+    return _tree(
+        title,
+        past["messages"],
+        str(past.get("currentId") or ""),
+        _open_webui_turn,
+        "parentId",
+        "childrenIds",
+    )
 
 
 def _open_webui_turn(node: Mapping[str, Any]) -> _Turn | None:
@@ -256,12 +295,18 @@ def _open_webui_turn(node: Mapping[str, Any]) -> _Turn | None:
 def _turn(role: str, text: str, model: Any, created_s: Any) -> _Turn | None:
     if role not in _ROLES or not text.strip():
         return None
-    return role, text, {"model": model} if model and role == "assistant" else {}, float(created_s or 0.0)
+    return (
+        role,
+        text,
+        {"model": model} if model and role == "assistant" else {},
+        float(created_s or 0.0),
+    )
 
 
 # What a format is recognised by, and its reader; the first that fits is taken.
 _FORMATS: tuple[
-    tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], ImportedConversation]], ...
+    tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], ImportedConversation]],
+    ...,
 ] = (
     (lambda found: found.get("format") == FORMAT, _ours),
     (lambda found: "mapping" in found, _chatgpt),
@@ -291,12 +336,20 @@ def _tree(
         read = turn(nodes[name])
         if read is not None:
             role, text, meta, created_s = read
-            turns.append(StoredMessage(len(turns) + 1, role, text, None, meta, True, created_s, parent))
+            turns.append(
+                StoredMessage(len(turns) + 1, role, text, None, meta, True, created_s, parent)
+            )
             parent = parent if role == "system" else turns[-1].id
         place[name] = parent
-        todo += [(child, parent) for child in reversed(nodes[name].get(children_key) or ()) if child in nodes]
+        todo += [
+            (child, parent)
+            for child in reversed(nodes[name].get(children_key) or ())
+            if child in nodes
+        ]
     models = [str(t.meta["model"]) for t in turns if "model" in t.meta]
-    return ImportedConversation(title or _title(turns), models[-1] if models else "", tuple(turns), place.get(head, 0))
+    return ImportedConversation(
+        title or _title(turns), models[-1] if models else "", tuple(turns), place.get(head, 0)
+    )
 
 
 def _role(role: Any) -> str:
@@ -311,7 +364,8 @@ def _text(content: Any) -> str:
         return content
     if isinstance(content, list):
         parts = [
-            p if isinstance(p, str) else str(p.get("text") or "") if isinstance(p, Mapping) else "" for p in content
+            p if isinstance(p, str) else str(p.get("text") or "") if isinstance(p, Mapping) else ""
+            for p in content
         ]
         return "\n\n".join(p for p in parts if p)
     return ""

@@ -1,4 +1,5 @@
-"""What the command line hands to the chat: an engine, a model service, tool hosts, and how the chat is opened."""
+"""What the command line hands to the chat: an engine, a model service, tool hosts, and how the chat
+is opened."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class EnergyUse(Protocol):
 
 
 class EnergyMeter(Protocol):
-    """Measures while it is entered, from any thread; then `use` says what, or None where nothing on this machine does."""
+    """Measures while it is entered, from any thread; then `use` says what, or None where nothing on
+    this machine does."""
 
     @property
     def use(self) -> EnergyUse | None: ...
@@ -49,7 +51,8 @@ class EnergyMeter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What models to plan for: `machine` "" is this one, `memory_gb` 0 all it has, `longest_wait_s` 0 no limit."""
+    """What models to plan for: `machine` "" is this one, `memory_gb` 0 all it has, `longest_wait_s`
+    0 no limit."""
 
     purpose: str = "chat"
     context: int = 0
@@ -60,9 +63,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """A plan that can be pulled: `plan` as `localllm recommend --json` prints it (localllm/planner/recommend.schema.json).
+    """A plan that can be pulled: `plan` as `localllm recommend --json` prints it
+    (localllm/planner/recommend.schema.json).
 
-    `wait_s` until an answer begins, thoughts included; `installed` the name of its files on this disk ("": not there).
+    `wait_s` until an answer begins, thoughts included; `installed` the name of its files on this
+    disk ("": not there).
     """
 
     plan: Mapping[str, Any]
@@ -80,8 +85,9 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True)
 class PlanList:
-    """What fits, best first: `machine` in a line; `too_slow` fit but answer too late. `left_out`: how many others there
-    are, by why they are left out ("too large"). `accounts`: what of each memory is left for a model, a line each."""
+    """What fits, best first: `machine` in a line; `too_slow` fit but answer too late. `left_out`:
+    how many others there are, by why they are left out ("too large"). `accounts`: what of each
+    memory is left for a model, a line each."""
 
     request: PlanRequest
     machine: str
@@ -106,7 +112,8 @@ class InstalledModel:
 
 @dataclass(frozen=True, slots=True)
 class PullProgress:
-    """The state of a download: `phase` in a word, bytes, bytes per second and seconds left (None: not known)."""
+    """The state of a download: `phase` in a word, bytes, bytes per second and seconds left (None:
+    not known)."""
 
     phase: str
     done_bytes: int = 0
@@ -116,7 +123,8 @@ class PullProgress:
 
 
 class ModelService(Protocol):
-    """Plans, downloads and removes models. Methods may take long and are called from a thread; all raise LocalLLMError."""
+    """Plans, downloads and removes models. Methods may take long and are called from a thread; all
+    raise LocalLLMError."""
 
     def plan(self, request: PlanRequest) -> PlanList:
         """All models that fit."""
@@ -143,8 +151,8 @@ State = Literal["loading", "ready", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """How far the first model is loaded: `share` from 0 to 1. After `failed` with `error`, a request for this or
-    another model may still work unless the engine is `down`."""
+    """How far the first model is loaded: `share` from 0 to 1. After `failed` with `error`, a
+    request for this or another model may still work unless the engine is `down`."""
 
     state: State = "ready"
     share: float = 1.0
@@ -159,7 +167,8 @@ class EngineProgress:
 
 
 class ChatEngine(Protocol):
-    """An OpenAI-compatible server at `base_url` (…/v1) or behind a Unix socket, and its `model` to ask first."""
+    """An OpenAI-compatible server at `base_url` (…/v1) or behind a Unix socket, and its `model` to
+    ask first."""
 
     @property
     def base_url(self) -> str: ...
@@ -197,7 +206,8 @@ EngineFactory = Callable[[str], ChatEngine]
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool as a program offers it; `schema` is the JSON Schema of its arguments, `host` whose it is."""
+    """A tool as a program offers it; `schema` is the JSON Schema of its arguments, `host` whose it
+    is."""
 
     name: str
     description: str = ""

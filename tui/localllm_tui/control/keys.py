@@ -1,4 +1,5 @@
-"""The keys of the chat: their one table, from which the bindings, the hints in the frames and F1 all read."""
+"""The keys of the chat: their one table, from which the bindings, the hints in the frames and F1
+all read."""
 
 from __future__ import annotations
 
@@ -32,10 +33,13 @@ class KeyContext(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`keys` as Textual names them and `label` as users do; `owner` is the part of the screen they belong to.
+    """`keys` as Textual names them and `label` as users do; `owner` is the part of the screen they
+    belong to.
 
-    `action` is the owner's ("" where Textual does it by itself); `priority`: handled before the focused widget;
-    `caught`: the owner takes it before TextArea writes the key or moves the cursor. `help` is for F1 ("": not listed).
+    `action` is the owner's ("" where Textual does it by itself); `priority`: handled before the
+    focused widget;
+    `caught`: the owner takes it before TextArea writes the key or moves the cursor. `help` is for
+    F1 ("": not listed).
     `hints`: what the frames say of the key, by context.
     """
 
@@ -50,7 +54,8 @@ class Key:
 
     @property
     def id(self) -> str:
-        """Its id in config.toml: turn.edit, chat.stop, turn.version-back; "" for a key that can't be remapped."""
+        """Its id in config.toml: turn.edit, chat.stop, turn.version-back; "" for a key that can't
+        be remapped."""
         if not self.action or self.caught:
             return ""
         found = _ACTION.fullmatch(self.action)
@@ -59,7 +64,9 @@ class Key:
         words = [(what or name).replace("_", "-")]
         if number:
             words.append(
-                {"-1": "back", "1": "on"}.get(number, number) if "code" not in words and "pull" not in words else number
+                {"-1": "back", "1": "on"}.get(number, number)
+                if "code" not in words and "pull" not in words
+                else number
             )
         return f"{self.owner}.{'-'.join(words)}"
 
@@ -84,8 +91,9 @@ def label_of(keys: str) -> str:
 
 
 def remap(table: Mapping[str, object], further: Iterable[str] = ()) -> None:
-    """Take keys from config.toml's table: names as `Key.id` has them, or one of `further`. Raises UsageError for a name that
-    nothing has, a key that is no text, and one that would do two things in one place."""
+    """Take keys from config.toml's table: names as `Key.id` has them, or one of `further`. Raises
+    UsageError for a name that nothing has, a key that is no text, and one that would do two things
+    in one place."""
     known = [*dict.fromkeys(key.id for key in KEYS if key.id), *further]
     for name, keys in table.items():
         if name not in known:
@@ -93,7 +101,9 @@ def remap(table: Mapping[str, object], further: Iterable[str] = ()) -> None:
             hint = f"did you mean {near[0]}?" if near else "`localllm config keys` lists them"
             raise UsageError(f"[chat_keys] of config.toml has an unknown name: {name}", hint=hint)
         if not isinstance(keys, str) or not keys.strip():
-            raise UsageError(f'{name} in [chat_keys] of config.toml must be keys such as "ctrl+k" or "f9,ctrl+y"')
+            raise UsageError(
+                f'{name} in [chat_keys] of config.toml must be keys such as "ctrl+k" or "f9,ctrl+y"'
+            )
     _remapped.clear()
     _remapped.update({name: str(keys).replace(" ", "").lower() for name, keys in table.items()})
     taken: dict[tuple[str, str], str] = {}
@@ -102,7 +112,12 @@ def remap(table: Mapping[str, object], further: Iterable[str] = ()) -> None:
             other = taken.setdefault((entry.owner, one), entry.id)
             if other != entry.id and {other, entry.id} & set(_remapped):
                 _remapped.clear()
-                raise UsageError(f"[chat_keys] of config.toml has {one} do two things at once: {other} and {entry.id}")
+                raise UsageError(
+                    f"[chat_keys] of config.toml has {one} do two things at once: "
+                    f"{other} "
+                    "and "
+                    f"{entry.id}"
+                )
 
 
 def remapped() -> Mapping[str, str]:
@@ -128,11 +143,13 @@ APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL,
 KEYS = (
     Key(
         COMPOSER, "enter", "Enter", "send", "send", caught=True,
-        hints={KeyContext.WRITING: "sends", KeyContext.EDITING: "asks again, the old version is kept"},
+        hints={KeyContext.WRITING: "sends",
+        KeyContext.EDITING: "asks again, the old version is kept"},
     ),
     Key(
         COMPOSER, "ctrl+j,shift+enter,alt+enter,ctrl+enter", "Ctrl+J, Shift+Enter", "newline",
-        "new line (Shift+Enter where the terminal tells it apart)", hints={KeyContext.WRITING: "new line"},
+        "new line (Shift+Enter where the terminal tells it apart)",
+        hints={KeyContext.WRITING: "new line"},
     ),
     Key(
         CHAT, "escape", "Esc", "stop", "stop the answer and keep its text",
@@ -140,21 +157,26 @@ KEYS = (
     ),
     Key(
         APP, "ctrl+c", "Ctrl+C", "interrupt",
-        "copy the selected text; else clear what is typed; else stop the answer; twice: quit", priority=True
+        "copy the selected text; else clear what is typed; else stop the answer; twice: quit",
+        priority=True
     ),
     Key(APP, "ctrl+d", "Ctrl+D", "end_of_input", "in an empty input: quit", priority=True),
-    Key(APP, "ctrl+q", "Ctrl+Q", "quit", "quit; what was typed is kept for next time", priority=True),
+    Key(APP, "ctrl+q", "Ctrl+Q", "quit", "quit; what was typed is kept for next time",
+    priority=True),
     Key(COMPOSER, "up", "Up, Down", "earlier", "in an empty input: earlier questions", caught=True),
     Key(COMPOSER, "down", "Down", "later", caught=True),
-    Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y", help="take back what was typed or pasted; bring it again"),
+    Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y",
+    help="take back what was typed or pasted; bring it again"),
     Key(COMPOSER, "pageup", "PageUp, PageDown", "scroll_transcript(-1)", "scroll the conversation"),
     Key(COMPOSER, "pagedown", "PageDown", "scroll_transcript(1)"),
     Key(CHAT, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
     Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True),
-    Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along", caught=True),
+    Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along",
+    caught=True),
     Key(APP, "ctrl+p", "Ctrl+P", help="command palette, themes too"),
     Key(
-        CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select", "select a turn, to change, retry, copy or remove it", priority=True,
+        CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select",
+        "select a turn, to change, retry, copy or remove it", priority=True,
         hints={KeyContext.WRITING: "turns"},
     ),
     Key(
@@ -167,54 +189,67 @@ KEYS = (
     ),
     Key(TURN, "N", "Shift+N", "turn('found', -1)", hints={KeyContext.FOUND: "the one before"}),
     Key(
-        TURN, "e,enter", "E", "turn('edit')", "change it, beside what there is", hints={KeyContext.SELECTING: "edit"}
+        TURN, "e,enter", "E", "turn('edit')", "change it, beside what there is",
+        hints={KeyContext.SELECTING: "edit"}
     ),
     Key(TURN, "r", "R", "turn('again')", "another answer", hints={KeyContext.SELECTING: "again"}),
     Key(TURN, "g", "G", "turn('more')", "go on with a stopped answer"),
-    Key(TURN, "c", "C", "turn('copy')", "copy it", hints={KeyContext.SELECTING: "copy", KeyContext.FOUND: "copy"}),
+    Key(TURN, "c", "C", "turn('copy')", "copy it",
+    hints={KeyContext.SELECTING: "copy", KeyContext.FOUND: "copy"}),
     Key(TURN, "1", "1 to 9", "turn('code', 1)", "copy its code block of that number"),
     *(Key(TURN, str(n), str(n), f"turn('code', {n})") for n in range(2, 10)),
     Key(
-        TURN, "b", "B", "turn('branch')", "a conversation of its own up to here", hints={KeyContext.SELECTING: "branch"}
+        TURN, "b", "B", "turn('branch')", "a conversation of its own up to here",
+        hints={KeyContext.SELECTING: "branch"}
     ),
     Key(
         TURN, "d,delete", "D", "turn('remove')", "twice: remove it, and what follows it",
         hints={KeyContext.SELECTING: "delete"},
     ),
     Key(
-        TURN, "left", "←→, Left, Right", "turn('version', -1)", "its other versions", hints={KeyContext.SELECTING: "version"}
+        TURN, "left", "←→, Left, Right", "turn('version', -1)", "its other versions",
+        hints={KeyContext.SELECTING: "version"}
     ),
     Key(TURN, "right", "Right", "turn('version', 1)"),
     Key(TURN, "t", "T", "turn('thinking')", "show or hide its thinking"),
-    Key(TURN, "escape,q,i", "Esc", "unselect", hints={KeyContext.SELECTING: "back", KeyContext.FOUND: "back"}),
-    Key(CHAT, "f5", "F5, F6, F7", "pull(1)", "on the first run: pull one of the models named, then use it", priority=True),
+    Key(TURN, "escape,q,i", "Esc", "unselect",
+    hints={KeyContext.SELECTING: "back", KeyContext.FOUND: "back"}),
+    Key(CHAT, "f5", "F5, F6, F7", "pull(1)",
+    "on the first run: pull one of the models named, then use it", priority=True),
     Key(CHAT, "f6", "F6", "pull(2)", priority=True),
     Key(CHAT, "f7", "F7", "pull(3)", priority=True),
     Key(APPROVAL, "y", "Y", "yes", hints={KeyContext.APPROVING: "runs it, this once"}),
     Key(APPROVAL, "n,escape,q", "N", "no", hints={KeyContext.APPROVING: "does not"}),
-    Key(MODELS, "enter", "Enter", hints={KeyContext.MODELS: "pulls, uses", KeyContext.ON_DISK: "uses"}),
+    Key(MODELS, "enter", "Enter",
+    hints={KeyContext.MODELS: "pulls, uses", KeyContext.ON_DISK: "uses"}),
     Key(
-        MODELS, "left_square_bracket,left", "←→", "step('context', -1)", "a shorter, a longer context",
+        MODELS, "left_square_bracket,left", "←→", "step('context', -1)",
+        "a shorter, a longer context",
         hints={KeyContext.MODELS: "context"},
     ),
     Key(MODELS, "right_square_bracket,right", "Right", "step('context', 1)"),
     Key(MODELS, "p", "P", "step('purpose', 1)", "another purpose (Tab goes to every slider)"),
-    Key(MODELS, "m", "M", "machine", "another machine, by its name", hints={KeyContext.MODELS: "machine"}),
+    Key(MODELS, "m", "M", "machine", "another machine, by its name",
+    hints={KeyContext.MODELS: "machine"}),
     Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={KeyContext.MODELS: "why"}),
     Key(MODELS, "space", "Space", "mark", "mark a plan to compare it"),
-    Key(MODELS, "c", "C", "compare", "the marked plans side by side", hints={KeyContext.MODELS: "compare"}),
+    Key(MODELS, "c", "C", "compare", "the marked plans side by side",
+    hints={KeyContext.MODELS: "compare"}),
     Key(
         MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
         hints={KeyContext.MODELS: "disk", KeyContext.ON_DISK: "plans"},
     ),
-    Key(MODELS, "f,slash", "F", "filter", "only models with these words", hints={KeyContext.MODELS: "filter"}),
-    Key(MODELS, "o", "O", "sort", "another order: best, speed, memory", hints={KeyContext.MODELS: "sort"}),
+    Key(MODELS, "f,slash", "F", "filter", "only models with these words",
+    hints={KeyContext.MODELS: "filter"}),
+    Key(MODELS, "o", "O", "sort", "another order: best, speed, memory",
+    hints={KeyContext.MODELS: "sort"}),
     Key(MODELS, "s", "S", "stop", "stop a download; pulling again goes on where it was"),
     Key(
         MODELS, "delete,ctrl+x", "Delete", "remove", "on this disk, twice: remove a model's files",
         hints={KeyContext.ON_DISK: "removes"},
     ),
-    Key(MODELS, "escape,q", "Esc", "close", hints={KeyContext.MODELS: "back", KeyContext.ON_DISK: "back"}),
+    Key(MODELS, "escape,q", "Esc", "close",
+    hints={KeyContext.MODELS: "back", KeyContext.ON_DISK: "back"}),
     Key(SLIDER, "left", "Left, Right", "move(-1)", "move a slider"),
     Key(SLIDER, "right", "Right", "move(1)"),
     Key(SLIDER, "home", "Home", "first"),
@@ -224,14 +259,19 @@ KEYS = (
     Key(COMPARE, "right", "Right", "other(1)"),
     Key(COMPARE, "escape,q", "Esc", "close", hints={KeyContext.COMPARING: "closes"}),
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={KeyContext.HELP: "closes"}),
-    Key(FILES, "enter", "Enter", hints={KeyContext.FILING: "sends it along", KeyContext.ASKED: "brings it back"}),
+    Key(FILES, "enter", "Enter",
+    hints={KeyContext.FILING: "sends it along", KeyContext.ASKED: "brings it back"}),
     Key(FILES, "up", "Up, Down", hints={KeyContext.ASKED: "newer, older"}),
-    Key(FILES, "escape", "Esc", "close", hints={KeyContext.FILING: "closes", KeyContext.ASKED: "closes"}),
-    Key(PICKER, "enter", "Enter", hints={KeyContext.CHOOSING: "opens", KeyContext.FINDING: "goes there"}),
+    Key(FILES, "escape", "Esc", "close",
+    hints={KeyContext.FILING: "closes", KeyContext.ASKED: "closes"}),
+    Key(PICKER, "enter", "Enter",
+    hints={KeyContext.CHOOSING: "opens", KeyContext.FINDING: "goes there"}),
     Key(PICKER, "up", "↑↓, Up, Down", hints={KeyContext.FINDING: "the one before, after"}),
     Key(PICKER, "right", "Right, Left", hints={KeyContext.CHOOSING: "unfolds"}),
-    Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True, hints={KeyContext.CHOOSING: "removes"}),
-    Key(PICKER, "escape", "Esc", "close", hints={KeyContext.CHOOSING: "closes", KeyContext.FINDING: "closes"}),
+    Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True,
+    hints={KeyContext.CHOOSING: "removes"}),
+    Key(PICKER, "escape", "Esc", "close",
+    hints={KeyContext.CHOOSING: "closes", KeyContext.FINDING: "closes"}),
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""What the chat keeps beside the conversations: drafts of unsent messages, one per window, and preferences."""
+"""What the chat keeps beside the conversations: drafts of unsent messages, one per window, and
+preferences."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ _WINDOWS = 64
 class Drafts:
     """Drafts under `folder`, by conversation id (None: the one that has not begun).
 
-    Windows open at the same time have their own drafts: each takes the first free place, and holds it by a lock until
-    `close` or the end of its process. Drafts of a closed window go to the next one. A disk that refuses is
-    ignored: losing a draft must never stop the chat. Nor may saving slow a key: replacing a file may take a tenth of a second
-    while an engine writes its cache, so a thread writes, and only
-    the newest text.
+    Windows open at the same time have their own drafts: each takes the first free place, and holds
+    it by a lock until `close` or the end of its process. Drafts of a closed window go to the next
+    one. A disk that refuses is
+    ignored: losing a draft must never stop the chat. Nor may saving slow a key: replacing a file
+    may take a tenth of a second while an engine writes its cache, so a thread writes, and only the
+    newest text.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +65,8 @@ class Drafts:
             return ""
 
     def save(self, conv_id: str | None, text: str) -> None:
-        """Save `text`; blank text removes the draft. Returns at once; not to be called after `close`."""
+        """Save `text`; blank text removes the draft. Returns at once; not to be called after
+        `close`."""
         file = self._file(conv_id, self._place)
         with self._lock:
             queued = file in self._unwritten
@@ -81,7 +84,9 @@ class Drafts:
             paths.private_dir(self.folder)
             new = file.with_suffix(f".{os.getpid()}.new")
             # Written beside and renamed, so that a reader or a kill never meets half a draft.
-            with open(os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as f:
+            with open(
+                os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+            ) as f:
                 f.write(text)
             os.replace(new, file)
         except OSError:
@@ -95,7 +100,9 @@ class Drafts:
             self._held = None
 
     def _file(self, conv_id: str | None, place: int) -> Path:
-        return self.folder / (f"{conv_id or 'new'}.txt" if place == 1 else f"{conv_id or 'new'}.{place}.txt")
+        return self.folder / (
+            f"{conv_id or 'new'}.txt" if place == 1 else f"{conv_id or 'new'}.{place}.txt"
+        )
 
     def _inherit(self, conv_id: str | None, file: Path) -> None:
         """Take over a draft of this conversation from a window that is closed."""
@@ -112,7 +119,8 @@ class Drafts:
                         return
 
     def _take(self, place: int) -> int | None:
-        """The lock of a place, as a descriptor that holds it until it is closed; None where another window has it, or the disk refuses."""
+        """The lock of a place, as a descriptor that holds it until it is closed; None where another
+        window has it, or the disk refuses."""
         try:
             locks = paths.private_dir(self.folder.with_name(self.folder.name + ".open"))
             held = os.open(locks / str(place), os.O_CREAT | os.O_RDWR, 0o600)
@@ -130,8 +138,8 @@ _FILE = "chat.json"
 
 
 class Preferences:
-    """Names and values in `folder`. A file that can't be read counts as empty, and a disk that refuses
-    is ignored."""
+    """Names and values in `folder`. A file that can't be read counts as empty, and a disk that
+    refuses is ignored."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / _FILE

@@ -1,4 +1,5 @@
-"""The figures of an answer as it streams, their status line, and what the conversation and the input cost in tokens."""
+"""The figures of an answer as it streams, their status line, and what the conversation and the
+input cost in tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ _PACE_S = 0.25
 
 
 class AnswerMeter:
-    """Counts one answer. While it streams a delta counts as a token; the server's usage replaces the count."""
+    """Counts one answer. While it streams a delta counts as a token; the server's usage replaces
+    the count."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -49,7 +51,8 @@ class AnswerMeter:
         self._last_s: float | None = None
         self._deltas = 0
         self._paces, self._pace_s = [0], _PACE_S  # deltas in each part of the time since the first
-        self._reading: tuple[float, int] | None = None  # when the first progress came, and the tokens it told
+        # when the first progress came, and the tokens it told
+        self._reading: tuple[float, int] | None = None
         self.prompt_tokens = 0
         self.left_out = 0  # messages that the server left out to make the conversation fit
         self.usage: AnswerUsage | None = None
@@ -70,14 +73,17 @@ class AnswerMeter:
 
     @property
     def paces(self) -> tuple[float, ...]:
-        """Tokens per second as they arrived, in equal parts of the time since the first; the part that goes on is not told."""
+        """Tokens per second as they arrived, in equal parts of the time since the first; the part
+        that goes on is not told."""
         return tuple(n / self._pace_s for n in self._paces[:-1])
 
     def reading(self, done: int, total: int) -> str:
-        """How far the prompt is read, in words: tokens, and after a moment the rate, how long it took and how long it will."""
+        """How far the prompt is read, in words: tokens, and after a moment the rate, how long it
+        took and how long it will."""
         self.prompt_tokens = total
         now = self._now()
-        begun_s, begun = self._reading = self._reading or (now, done)  # what the cache had was not read
+        # what the cache had was not read
+        begun_s, begun = self._reading = self._reading or (now, done)
         said, took_s = f"reading the prompt… {done:,} of {total:,} tokens", now - begun_s
         if done <= begun or took_s <= 0:
             return said
@@ -157,7 +163,8 @@ class StatusFigures:
 
 
 def status_text(n: StatusFigures, width: int) -> str:
-    """The status line in at most `width` cells: words where there is room, short names where there is not."""
+    """The status line in at most `width` cells: words where there is room, short names where there
+    is not."""
     n = replace(n, model=one_line(n.model))
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
         parts = _parts(n, words, cells)
@@ -198,7 +205,8 @@ def _context(n: StatusFigures, words: bool, bar_cells: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UnsentMessage:
-    """The message in the input: text, attached files, and the question it is another version of (None: new)."""
+    """The message in the input: text, attached files, and the question it is another version of
+    (None: new)."""
 
     text: str
     attached: Sequence[tuple[str, str]] = ()
@@ -215,15 +223,20 @@ class UnsentMessage:
 
 @dataclass(frozen=True, slots=True)
 class TokenCosts:
-    """Tokens of the conversation, and of it with the message in the input (None: empty, or the server can't count)."""
+    """Tokens of the conversation, and of it with the message in the input (None: empty, or the
+    server can't count)."""
 
     conversation: int | None = None
     with_input: int | None = None
 
     @classmethod
-    async def of(cls, client: ChatClient, model: str, session: Session, typed: UnsentMessage) -> TokenCosts:
+    async def of(
+        cls, client: ChatClient, model: str, session: Session, typed: UnsentMessage
+    ) -> TokenCosts:
         """Counted by the server, where it did not count already."""
-        conversation = session.used_tokens if session.counted else await client.count(model, session.context())
+        conversation = (
+            session.used_tokens if session.counted else await client.count(model, session.context())
+        )
         with_input = None if typed.empty else await client.count(model, typed.messages(session))
         return cls(conversation, with_input)
 
@@ -233,11 +246,16 @@ class TokenCosts:
             return ""
         if n_ctx is None:
             return f"{self.with_input:,} tokens in all"
-        return f"{self.with_input:,} of {n_ctx:,} tokens" + (": too long" if self.with_input >= n_ctx else " in all")
+        return f"{self.with_input:,} of {n_ctx:,} tokens" + (
+            ": too long" if self.with_input >= n_ctx else " in all"
+        )
 
 
-async def check_fits(client: ChatClient, model: str, session: Session, typed: UnsentMessage, n_ctx: int | None) -> None:
-    """Raise ContextLengthError for a question that the server would refuse for its length, so that it can be changed unsent.
+async def check_fits(
+    client: ChatClient, model: str, session: Session, typed: UnsentMessage, n_ctx: int | None
+) -> None:
+    """Raise ContextLengthError for a question that the server would refuse for its length, so that
+    it can be changed unsent.
 
     A server that can't count is left to refuse by itself.
     """
@@ -253,18 +271,21 @@ async def check_fits(client: ChatClient, model: str, session: Session, typed: Un
     alone = tokens if compacts else await client.count(model, typed.messages(session, alone=True))
     if alone is not None and alone >= n_ctx:
         raise ContextLengthError(
-            f"this question alone is {alone:,} tokens, and the context is {n_ctx:,}: it was not sent",
+            f"this question alone is {alone:,} tokens, and the context is {n_ctx:,}: it was not "
+            "sent",
             hint="shorten it, or start the chat with a larger --context",
         )
     raise ContextLengthError(
-        f"with what was said before, this is {tokens:,} tokens, and the context is {n_ctx:,}: it was not sent",
+        f"with what was said before, this is {tokens:,} tokens, and the context is {n_ctx:,}: it "
+        "was not sent",
         hint="shorten it, or let the oldest messages be left out: Ctrl+P, Compact the conversation",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class FileCost:
-    """What attaching a file costs: `tokens` (None: the server can't count), or why it is `refused`."""
+    """What attaching a file costs: `tokens` (None: the server can't count), or why it is
+    `refused`."""
 
     tokens: int | None = None
     refused: str = ""
@@ -279,16 +300,26 @@ class FileCost:
             with path.open("rb") as f:
                 head = f.read(16)
             picture = bool(data_url(head))
-            if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN and not picture and not is_pdf(head):
+            if (
+                n_ctx is not None
+                and size > n_ctx * MAX_BYTES_PER_TOKEN
+                and not picture
+                and not is_pdf(head)
+            ):
                 return cls(refused=f"too long: {byte_size(size)}")
             name, text = await asyncio.to_thread(read_text, path)
         except UsageError as e:
             return cls(
-                refused=e.message.removeprefix(f"{path.name} is ").removeprefix("a ").split(",")[0].split(" (")[0]
+                refused=e.message.removeprefix(f"{path.name} is ")
+                .removeprefix("a ")
+                .split(",")[0]
+                .split(" (")[0]
             )
         except OSError as e:
             return cls(refused=e.strerror or str(e))
-        tokens, why_not = await client.counted(model, [{"role": "user", "content": fenced(name, text)}])
+        tokens, why_not = await client.counted(
+            model, [{"role": "user", "content": fenced(name, text)}]
+        )
         if picture and why_not:
             return cls(refused=why_not.rpartition(": ")[2])
         return cls._counted(tokens, n_ctx)
@@ -299,7 +330,9 @@ class FileCost:
         return cls(tokens, f"too long: {tokens:,} tokens" if too_long else "")
 
     @classmethod
-    async def _of_folder(cls, client: ChatClient, model: str, path: Path, n_ctx: int | None) -> FileCost:
+    async def _of_folder(
+        cls, client: ChatClient, model: str, path: Path, n_ctx: int | None
+    ) -> FileCost:
         try:
             files, _ = await asyncio.to_thread(read_folder, path)
         except UsageError as e:
@@ -307,7 +340,9 @@ class FileCost:
         size = sum(len(text.encode()) for _, text in files)
         if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
             return cls(refused=f"too long: {byte_size(size)}")
-        tokens, _ = await client.counted(model, [{"role": "user", "content": with_files("", files)}])
+        tokens, _ = await client.counted(
+            model, [{"role": "user", "content": with_files("", files)}]
+        )
         return cls._counted(tokens, n_ctx)
 
     @property

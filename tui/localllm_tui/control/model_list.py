@@ -1,4 +1,5 @@
-"""Models to pull: the lines of the model screen and of the first run, and the downloads while one chats."""
+"""Models to pull: the lines of the model screen and of the first run, and the downloads while one
+chats."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class _Stopped(BaseException):
 
 @dataclass(slots=True)
 class Pull:
-    """One download. `name` is what it is called on this disk once it is `done`; `error` what it ended in."""
+    """One download. `name` is what it is called on this disk once it is `done`; `error` what it
+    ended in."""
 
     ref: str
     now: PullProgress = field(default_factory=lambda: PullProgress("starting"))
@@ -59,10 +61,17 @@ class Pull:
         if self.error is not None:
             return f"{self.ref}: {self.error.message}"
         if self.ended:
-            return f"{self.ref} stopped at {byte_size(self.now.done_bytes)}: pulling it again goes on there"
+            return (
+                f"{self.ref} stopped at {byte_size(self.now.done_bytes)}: pulling it again "
+                "goes "
+                "on there"
+            )
         said = f"{self.now.phase} {self.ref}"
         if self.now.total_bytes:
-            said += f" {self.now.done_bytes / self.now.total_bytes:.0%} of {byte_size(self.now.total_bytes)}"
+            said += (
+                f" {self.now.done_bytes / self.now.total_bytes:.0%} of "
+                f"{byte_size(self.now.total_bytes)}"
+            )
         if self.now.speed_bytes_s:
             said += f", {byte_size(self.now.speed_bytes_s)}/s"
         if self.now.left_s is not None:
@@ -160,12 +169,23 @@ def catalog_head(width: int) -> str:
 
 
 def plan_line(
-    choice: PlanChoice, width: int, pull: Pull | None = None, *, marked: bool = False, in_use: bool = False
+    choice: PlanChoice,
+    width: int,
+    pull: Pull | None = None,
+    *,
+    marked: bool = False,
+    in_use: bool = False,
 ) -> str:
     """One plan; `▸` answers now, `●` is installed, `↓` on its way; `+`: marked to be compared."""
     plan, memory = choice.plan, choice.plan["memory"]
     name, wide = _room(width)
-    mark = "●" if choice.installed or (pull is not None and pull.done) else "↓" if pull and not pull.ended else " "
+    mark = (
+        "●"
+        if choice.installed or (pull is not None and pull.done)
+        else "↓"
+        if pull and not pull.ended
+        else " "
+    )
     mark = "▸" if in_use else mark
     shown = elide(one_line(plan["name"]), name)
     speed = plan["decode_tok_s"]
@@ -188,12 +208,16 @@ ORDERS: dict[str, Callable[[PlanChoice], float]] = {
 }
 
 
-def plan_details(choice: PlanChoice, width: int, pull: Pull | None = None, accounts: Sequence[str] = ()) -> list[str]:
+def plan_details(
+    choice: PlanChoice, width: int, pull: Pull | None = None, accounts: Sequence[str] = ()
+) -> list[str]:
     """What a plan comes to; `accounts` say what of the memory is left for a model."""
     plan, memory = choice.plan, choice.plan["memory"]
     lines = [
-        f"{choice.title}: {_FITS.get(plan['fits'], plan['fits'])}, {byte_size(memory['total_bytes'])} of "
-        f"{byte_size(memory['limit_bytes'])} with {plan['n_ctx']:,} tokens of {plan['kv_type']} context",
+        f"{choice.title}: {_FITS.get(plan['fits'], plan['fits'])}, "
+        f"{byte_size(memory['total_bytes'])} of "
+        f"{byte_size(memory['limit_bytes'])} with {plan['n_ctx']:,} tokens of {plan['kv_type']} "
+        "context",
         *textwrap.wrap(printable(plan["why"]), max(20, width)),
         *accounts[:1],
     ]
@@ -213,7 +237,13 @@ def compare(choices: Sequence[PlanChoice]) -> list[tuple[str, ...]]:
     return [
         ("", *(c.title for c in choices)),
         ("memory", *(byte_size(p["memory"]["total_bytes"]) for p in plans)),
-        ("download", *("installed" if c.installed else byte_size(c.plan["variant"]["bytes"]) for c in choices)),
+        (
+            "download",
+            *(
+                "installed" if c.installed else byte_size(c.plan["variant"]["bytes"])
+                for c in choices
+            ),
+        ),
         ("context", *(f"{context_words(p['n_ctx'])} {p['kv_type']}" for p in plans)),
         ("tokens/s", *(f"{_rate(s['low'])} to {_rate(s['high'])}" for s in speeds)),
         ("first token", *(span(p["ttft_s"]["value"]) for p in plans)),
@@ -231,12 +261,19 @@ def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
     """One model on this disk; `▸` answers now."""
     name = _disk_name(width)
     shown = elide(one_line(model.name), name)
-    line = f"{'▸' if in_use else ' '} {shown}{' ' * (name - cell_len(shown))} {elide(model.quant, 9):9}"
+    line = (
+        f"{'▸' if in_use else ' '} {shown}{' ' * (name - cell_len(shown))} "
+        f"{elide(model.quant, 9):9}"
+    )
     return elide(f"{line} {byte_size(model.size_bytes):>8}  {model.owner}", width)
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
-    may = "Delete twice removes them" if model.ours else "remove them there: they are not localllm's"
+    may = (
+        "Delete twice removes them"
+        if model.ours
+        else ("remove them there: they are not localllm's")
+    )
     lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
     wrapped = [textwrap.wrap(printable(line), max(20, width)) for line in lines]
     return [*itertools.chain.from_iterable(wrapped)]
@@ -263,14 +300,16 @@ FIRST_RUN_SHOWN = 3
 FIRST_RUN_KEYS = ("F5", "F6", "F7")
 _ALL_MODELS = "  F4  all models, with what each needs and why"
 STARTER = (
-    "This is the starter model: 135 million parameters in 98 MB, bundled so that there is something to talk to at once. "
+    "This is the starter model: 135 million parameters in 98 MB, bundled so that there is "
+    "something to talk to at once. "
     "It shows how everything works, and is a toy: it often gets things wrong."
 )
 
 
 @dataclass(slots=True)
 class FirstRun:
-    """What the page of the first run offers beside the `starter`: plans to pull, None while they are made."""
+    """What the page of the first run offers beside the `starter`: plans to pull, None while they
+    are made."""
 
     starter: str
     pulls: Pulls
@@ -285,18 +324,22 @@ class FirstRun:
 
     @property
     def best(self) -> list[PlanChoice]:
-        larger = [c for c in self.choices or () if not self.starter.startswith(c.ref.partition(":")[0])]
+        larger = [
+            c for c in self.choices or () if not self.starter.startswith(c.ref.partition(":")[0])
+        ]
         return larger[:FIRST_RUN_SHOWN]
 
     def lines(self) -> list[str]:
-        """The page; as many lines while it is planned as there will be: nothing moves when they come."""
+        """The page; as many lines while it is planned as there will be: nothing moves when they
+        come."""
         if self.choices is None:
             dots = [f"  {key}  …" for key in FIRST_RUN_KEYS]
             return [STARTER, "", "Planning what this machine could run …", *dots, _ALL_MODELS]
         if not self.best:
             return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
         offers = [
-            f"  {key}  {self._offer(key, choice)}" for key, choice in zip(FIRST_RUN_KEYS, self.best, strict=False)
+            f"  {key}  {self._offer(key, choice)}"
+            for key, choice in zip(FIRST_RUN_KEYS, self.best, strict=False)
         ]
         return [
             STARTER,

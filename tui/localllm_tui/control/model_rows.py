@@ -1,4 +1,5 @@
-"""What the screen of models lists: the plans that fit this machine or another, or the files on this disk."""
+"""What the screen of models lists: the plans that fit this machine or another, or the files on this
+disk."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from dataclasses import dataclass, field
 
 from localllm.formatting import byte_size
 from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList
-from localllm_tui.control.model_list import ORDERS, Pulls, catalog_head, disk_head, disk_line, plan_line
+from localllm_tui.control.model_list import (
+    ORDERS,
+    Pulls,
+    catalog_head,
+    disk_head,
+    disk_line,
+    plan_line,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +29,8 @@ class ModelRow:
 
 @dataclass(slots=True)
 class ModelRows:
-    """`planned` and `disk` are None while not known; `current` is the model that answers now, `marked` are refs to compare."""
+    """`planned` and `disk` are None while not known; `current` is the model that answers now,
+    `marked` are refs to compare."""
 
     pulls: Pulls
     current: str = ""
@@ -88,7 +97,10 @@ class ModelRows:
         if self.planned is None or self.shows_disk:
             said = "looking …"
             if self.disk is not None:
-                said = f"{len(self.disk)} on this disk, {byte_size(sum(m.size_bytes for m in self.disk))}"
+                said = (
+                    f"{len(self.disk)} on this disk, "
+                    f"{byte_size(sum(m.size_bytes for m in self.disk))}"
+                )
             return said if self.shows_disk else f"{said} · planning what else fits …"
         order = "" if self.order == "best" else f"by {self.order} · "
         slow = f", {len(self.planned.too_slow)} answer too late" if self.planned.too_slow else ""

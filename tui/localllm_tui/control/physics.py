@@ -1,4 +1,5 @@
-"""What a token costs in bytes and FLOPs against what an answer took, from the server's own figures; and the panel that shows it."""
+"""What a token costs in bytes and FLOPs against what an answer took, from the server's own figures;
+and the panel that shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class SpeedRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelPhysics:
-    """A served model on its machine, from the `physics` of /v1/models (localllm/planner/serialise.py). `kv_points`: (depth, bytes read);
+    """A served model on its machine, from the `physics` of /v1/models
+    (localllm/planner/serialise.py). `kv_points`: (depth, bytes read);
     `power`: the share of the time that is computed in."""
 
     device: str
@@ -94,10 +96,12 @@ def _spread(said: Mapping[str, Any]) -> SpeedRange:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpeed:
-    """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as they arrive, None: measured).
+    """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as
+    they arrive, None: measured).
 
-    `coming`: it is still streaming. For a stopped answer the server sends no timings. `paces`: tokens per second as they
-    arrived, in equal parts of the answer's time. `joules` were used for it, its prompt included, at so many `watts`."""
+    `coming`: it is still streaming. For a stopped answer the server sends no timings. `paces`:
+    tokens per second as they arrived, in equal parts of the answer's time. `joules` were used for
+    it, its prompt included, at so many `watts`."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
@@ -118,7 +122,11 @@ class AnswerSpeed:
         """Decode steps per second; None without any."""
         if self.live is not None:
             return self.live
-        return self.timings.steps / self.timings.decode_s if self.timings.decode_s > 0 and self.timings.steps else None
+        return (
+            self.timings.steps / self.timings.decode_s
+            if self.timings.decode_s > 0 and self.timings.steps
+            else None
+        )
 
     @property
     def tok_s(self) -> float | None:
@@ -129,7 +137,9 @@ class AnswerSpeed:
 
     @property
     def prefill_tok_s(self) -> float | None:
-        return self.timings.prefilled / self.timings.prefill_s if self.timings.prefill_s > 0 else None
+        return (
+            self.timings.prefilled / self.timings.prefill_s if self.timings.prefill_s > 0 else None
+        )
 
     def achieved_gbps(self, physics: ModelPhysics) -> float | None:
         """Memory bandwidth its decode steps used, in GB/s, counted for this answer alone."""
@@ -147,14 +157,17 @@ def memory_size(n_bytes: float) -> str:
 def bars(values: Sequence[float], cells: int) -> list[str]:
     """Bars of at most `cells` in proportion to `values`; any value above 0 shows."""
     most = max(values, default=0.0)
-    return ["█" * max(1 if v > 0 else 0, round(cells * v / most)) if most > 0 else "" for v in values]
+    return [
+        "█" * max(1 if v > 0 else 0, round(cells * v / most)) if most > 0 else "" for v in values
+    ]
 
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], cells: int) -> str:
-    """The last `cells` of `values` as a row of columns: the greatest is full, and none is invisible."""
+    """The last `cells` of `values` as a row of columns: the greatest is full, and none is
+    invisible."""
     most = max(values, default=0.0)
     if most <= 0:
         return ""
@@ -166,11 +179,17 @@ _BAR = 12
 
 
 def panel_lines(
-    physics: ModelPhysics | None, speed: AnswerSpeed | None, width: int = PANEL_WIDTH, *, loading: str = ""
+    physics: ModelPhysics | None,
+    speed: AnswerSpeed | None,
+    width: int = PANEL_WIDTH,
+    *,
+    loading: str = "",
 ) -> list[str]:
     """The panel's lines; `loading`: how far the model is that will have figures."""
     if loading:
-        return textwrap.wrap(f"Still {printable(loading)}: what a token costs is known then.", width)
+        return textwrap.wrap(
+            f"Still {printable(loading)}: what a token costs is known then.", width
+        )
     if physics is None:
         return ["This server does not say what", "a token costs it."]
     shown = speed or AnswerSpeed()
@@ -183,13 +202,16 @@ def panel_lines(
 
 
 def headline(physics: ModelPhysics, speed: AnswerSpeed) -> str:
-    """The panel in one sentence: "each token reads 2.31 GB, 28 of 34 GB/s, 82 % of what this memory can do"."""
+    """The panel in one sentence: "each token reads 2.31 GB, 28 of 34 GB/s, 82 % of what this memory
+    can do"."""
     said = f"each token reads {memory_size(physics.token_bytes(speed.depth))}"
     achieved = speed.achieved_gbps(physics)
     if achieved is None:
         return said
     share = achieved / physics.bandwidth_gbps if physics.bandwidth_gbps else 0.0
-    return f"{said}, {_of_bandwidth(achieved, physics)} GB/s, {share:.0%} of what this memory can do"
+    return (
+        f"{said}, {_of_bandwidth(achieved, physics)} GB/s, {share:.0%} of what this memory can do"
+    )
 
 
 def _of_bandwidth(achieved: float, physics: ModelPhysics) -> str:
@@ -198,10 +220,16 @@ def _of_bandwidth(achieved: float, physics: ModelPhysics) -> str:
 
 
 def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
-    as_it_came = "" if speed.live is None else ", as it arrives" if speed.coming else ", as it arrived"
+    as_it_came = (
+        "" if speed.live is None else ", as it arrives" if speed.coming else (", as it arrived")
+    )
     rate, plan = speed.tok_s, physics.decode
     came = sparkline(speed.paces, PANEL_WIDTH - 2)
-    now = f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s" if rate is not None else "  nothing measured yet"
+    now = (
+        f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s"
+        if rate is not None
+        else ("  nothing measured yet")
+    )
     return [
         f"THIS ANSWER{as_it_came}",
         *([f"  {came}"] if came else []),
@@ -215,7 +243,9 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
 def _energy(speed: AnswerSpeed) -> list[str]:
     if speed.joules is None or speed.watts is None or not speed.usage.completion:
         return []
-    return [f"  energy   {speed.joules / speed.usage.completion:>8.2f} J a token, {speed.watts:.0f} W"]
+    return [
+        f"  energy   {speed.joules / speed.usage.completion:>8.2f} J a token, {speed.watts:.0f} W"
+    ]
 
 
 def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
@@ -225,18 +255,31 @@ def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     if achieved is None or roof <= 0:
         return [f"BANDWIDTH {roof:,.0f} GB/s", limit]
     # Drafts and caches may go beyond the roof.
-    drawn = bar(min(round(achieved * 1e3), round(roof * 1e3)), max(1, round(roof * 1e3)), PANEL_WIDTH - 2)
-    return [f"BANDWIDTH {_of_bandwidth(achieved, physics)} GB/s: {achieved / roof:.0%}", f"  {drawn}", limit]
+    drawn = bar(
+        min(round(achieved * 1e3), round(roof * 1e3)), max(1, round(roof * 1e3)), PANEL_WIDTH - 2
+    )
+    return [
+        f"BANDWIDTH {_of_bandwidth(achieved, physics)} GB/s: {achieved / roof:.0%}",
+        f"  {drawn}",
+        limit,
+    ]
 
 
 def _token(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     kv = physics.kv_bytes(speed.depth)
-    rows = [("weights", float(physics.dense_bytes)), ("experts", float(physics.routed_bytes)), ("KV cache", kv)]
+    rows = [
+        ("weights", float(physics.dense_bytes)),
+        ("experts", float(physics.routed_bytes)),
+        ("KV cache", kv),
+    ]
     rows = [(name, n) for name, n in rows if n or name == "KV cache"]
     drawn = bars([n for _, n in rows], _BAR)
     return [
         f"EACH TOKEN READS {memory_size(physics.token_bytes(speed.depth))}",
-        *(f"  {name:<9}{memory_size(n):>9}  {cells}" for (name, n), cells in zip(rows, drawn, strict=True)),
+        *(
+            f"  {name:<9}{memory_size(n):>9}  {cells}"
+            for (name, n), cells in zip(rows, drawn, strict=True)
+        ),
         f"  {physics.quant} weights, {physics.kv_type} KV, {speed.depth:,.0f} deep",
     ]
 

@@ -24,7 +24,8 @@ class Prompts:
         """Keep `text` as `name`, in the place of what had that name."""
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"{name!r} is no name for a prompt", hint="letters, digits, - and _: /save-prompt review TEXT"
+                f"{name!r} is no name for a prompt",
+                hint="letters, digits, - and _: /save-prompt review TEXT",
             )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -21,14 +21,19 @@ _HEAT = ((0.0, "always the likeliest word"), (0.35, "steady"), (0.75, "balanced"
 
 
 def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
-    """The sampling in force: what was `chosen` in this chat over the model's `own`; "" where neither says anything."""
+    """The sampling in force: what was `chosen` in this chat over the model's `own`; "" where
+    neither says anything."""
     now = {**own, **chosen}
     said = []
     heat = now.get("temperature")
     if isinstance(heat, (int, float)):
         how = next((words for most, words in _HEAT if heat <= most), "wild")
         said.append(f"{how} (temperature {heat:g})")
-    said += [f"{name} {chosen[name]:g}" for name in ("top_p", "top_k", "min_p", "repeat_penalty") if name in chosen]
+    said += [
+        f"{name} {chosen[name]:g}"
+        for name in ("top_p", "top_k", "min_p", "repeat_penalty")
+        if name in chosen
+    ]
     if "seed" in chosen:
         said.append(f"repeatable (seed {chosen['seed']})")
     if "max_tokens" in chosen:
@@ -37,18 +42,23 @@ def words(own: Mapping[str, Any], chosen: Mapping[str, Any]) -> str:
 
 
 def changed(chosen: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """`chosen` changed by `text`: "temperature 0.2", "seed 7"; "-" resets all. Raises UsageError."""
+    """`chosen` changed by `text`: "temperature 0.2", "seed 7"; "-" resets all. Raises
+    UsageError."""
     kept = {name: value for name, value in chosen.items() if name not in _KNOWN}
     if text == "-":
         return kept
     name, _, value = text.replace("=", " ").partition(" ")
     if name not in _KNOWN:
-        raise UsageError(f"/sampling {name} is not known", hint=f"one of: {', '.join(_KNOWN)}; - takes all back")
+        raise UsageError(
+            f"/sampling {name} is not known", hint=f"one of: {', '.join(_KNOWN)}; - takes all back"
+        )
     kind, least, most = _KNOWN[name]
     try:
         number = kind(value.strip())
         if not least <= number <= most:
             raise ValueError
     except ValueError:
-        raise UsageError(f"{name} is a number from {least:g} to {most:g}, not {value.strip()!r}") from None
+        raise UsageError(
+            f"{name} is a number from {least:g} to {most:g}, not {value.strip()!r}"
+        ) from None
     return {**chosen, name: number}

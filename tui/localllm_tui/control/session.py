@@ -21,8 +21,8 @@ WAIT_SHARE = 5.0
 class Session:
     """A conversation and its place in `history`. A new one reaches the disk with its first message.
 
-    `turns` are the questions and answers of the branch that is shown, in order. Every method that changes something has
-    written the change when it returns.
+    `turns` are the questions and answers of the branch that is shown, in order. Every method that
+    changes something has written the change when it returns.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class Session:
         self._system = system
         stored = history.get(conv_id) if conv_id else None
         self.title = stored.title if stored is not None else ""
-        self.titled = stored.titled if stored is not None else 0  # who made the title: ConversationSummary
+        # who made the title: ConversationSummary
+        self.titled = stored.titled if stored is not None else 0
         if conv_id and system is not None and system != self.system:
             self.set_system(system)
 
@@ -70,10 +71,13 @@ class Session:
 
     @property
     def used_tokens(self) -> int:
-        """Context in use after the last answer whose tokens the server counted (0 when there is none)."""
+        """Context in use after the last answer whose tokens the server counted (0 when there is
+        none)."""
         for turn in reversed(self.turns):
             if turn.role == "assistant" and "prompt_tokens" in turn.meta:
-                return int(turn.meta["prompt_tokens"]) + int(turn.meta.get("completion_tokens") or 0)
+                return int(turn.meta["prompt_tokens"]) + int(
+                    turn.meta.get("completion_tokens") or 0
+                )
         return 0
 
     @property
@@ -81,7 +85,9 @@ class Session:
         """Whether `used_tokens` is what the server counted for all that would be sent now."""
         turns = self.sent_turns
         return not turns or (
-            turns[-1].role == "assistant" and "prompt_tokens" in turns[-1].meta and not turns[-1].meta.get("estimated")
+            turns[-1].role == "assistant"
+            and "prompt_tokens" in turns[-1].meta
+            and not turns[-1].meta.get("estimated")
         )
 
     @property
@@ -91,18 +97,24 @@ class Session:
 
     @property
     def compacts(self) -> bool:
-        """Whether compaction is on: the oldest messages may be left out of a request that is too long. Nothing is removed here."""
+        """Whether compaction is on: the oldest messages may be left out of a request that is too
+        long. Nothing is removed here."""
         return any(t.meta.get("compact") for t in self.tree.all_turns)
 
     def set_compacts(self, on: bool) -> None:
-        """Allow or forbid compaction; kept with the conversation. Raises UsageError when nothing was asked."""
+        """Allow or forbid compaction; kept with the conversation. Raises UsageError when nothing
+        was asked."""
         for turn in [t for t in self.tree.all_turns if t.meta.get("compact")]:
             meta = {k: v for k, v in turn.meta.items() if k != "compact"}
             self.tree.rewrite(turn, turn.content, turn.reasoning or "", meta, turn.complete)
         if on:
             first = next((t for t in self.turns if t.role == "user"), None) or self.last_question
             self.tree.rewrite(
-                first, first.content, first.reasoning or "", {**first.meta, "compact": True}, first.complete
+                first,
+                first.content,
+                first.reasoning or "",
+                {**first.meta, "compact": True},
+                first.complete,
             )
 
     def set_system(self, text: str) -> None:
@@ -113,11 +125,16 @@ class Session:
             self.tree.append("system", text)
 
     def ask(
-        self, text: str, attached: Sequence[tuple[str, str]] = (), *, instead: StoredMessage | None = None
+        self,
+        text: str,
+        attached: Sequence[tuple[str, str]] = (),
+        *,
+        instead: StoredMessage | None = None,
     ) -> StoredMessage:
         """Store a question. `attached` are files as (name, text).
 
-        `instead`: as another version of this question, with its files; the old one is removed where nothing followed it.
+        `instead`: as another version of this question, with its files; the old one is removed where
+        nothing followed it.
         """
         files, names = files_of(instead) if instead is not None else ("", [])
         names += [name for name, _ in attached]
@@ -133,24 +150,32 @@ class Session:
         turn = self.tree.append("user", content, meta=meta, parent=instead.parent_id)
         if self.tree.holds(instead.id) and not self.tree.has_followers(instead):
             self.tree.remove(instead)
-            if not self.titled and self.title == title_of(instead.meta.get("typed", instead.content)):
+            if not self.titled and self.title == title_of(
+                instead.meta.get("typed", instead.content)
+            ):
                 self.rename(title_of(text), titled=0)
         return turn
 
     def change_answer(self, answer: StoredMessage, text: str) -> StoredMessage:
         """Store `text` as another version of `answer`, as if the model had said it."""
-        meta = {"model": answer.meta.get("model", self.model), "finish_reason": "stop", "edited": True}
+        meta = {
+            "model": answer.meta.get("model", self.model),
+            "finish_reason": "stop",
+            "edited": True,
+        }
         return self.tree.append("assistant", text, meta=meta, parent=answer.parent_id)
 
     def drop_question(self) -> None:
-        """Remove the last question. Raises UsageError where it was answered, or nothing was asked."""
+        """Remove the last question. Raises UsageError where it was answered, or nothing was
+        asked."""
         old = self.last_question
         if not self.unanswered:
             raise UsageError("the last question was answered", hint="/edit asks it differently")
         self.remove(old)
 
     def remove(self, turn: StoredMessage) -> None:
-        """Remove a turn and all that follows it; its other versions stay. The last turn takes the conversation with it."""
+        """Remove a turn and all that follows it; its other versions stay. The last turn takes the
+        conversation with it."""
         self.tree.remove(turn)
         if not self.turns:
             self._system = self.system
@@ -168,10 +193,12 @@ class Session:
                 self.tree.replace(old, meta=meta)  # what is sent next must not wait for the disk
 
     def context_to(self, turn: StoredMessage) -> list[dict[str, str]]:
-        """The messages up to a turn and with it: what to send so that a question is answered, or an answer goes on.
+        """The messages up to a turn and with it: what to send so that a question is answered, or an
+        answer goes on.
 
-        Questions that got no answer are joined with the next: many templates insist on alternating roles. Those that
-        failed are left out, so that one question too long does not spoil what comes after it.
+        Questions that got no answer are joined with the next: many templates insist on alternating
+        roles. Those that failed are left out, so that one question too long does not spoil what
+        comes after it.
         """
         before = self._before(turn)
         return self._messages([*(t for t in self.sent_turns if t.id in before), turn])
@@ -192,8 +219,8 @@ class Session:
         instead: StoredMessage | None = None,
         alone: bool = False,
     ) -> list[dict[str, str]]:
-        """The messages if this were asked now; `instead`: as a version of this question; `alone`: without the earlier
-        turns."""
+        """The messages if this were asked now; `instead`: as a version of this question; `alone`:
+        without the earlier turns."""
         turns, files = self.sent_turns, ""
         if instead is not None:
             files = files_of(instead)[0]
@@ -226,12 +253,14 @@ class Session:
                 messages.append({"role": turn.role, "content": turn.content})
         return messages
 
-    def answer(self, to: StoredMessage | None = None, *, continues: bool = False, model: str = "") -> PendingAnswer:
-        """Begin the answer to a question (None: the last one), beside those it has; `to` may be one of these. `model`: of another
-        model than the conversation's.
+    def answer(
+        self, to: StoredMessage | None = None, *, continues: bool = False, model: str = ""
+    ) -> PendingAnswer:
+        """Begin the answer to a question (None: the last one), beside those it has; `to` may be one
+        of these. `model`: of another model than the conversation's.
 
-        `continues`: more of the answer there is, which was stopped, cut or broken off. Raises UsageError when nothing was
-        asked, or there is nothing to go on with.
+        `continues`: more of the answer there is, which was stopped, cut or broken off. Raises
+        UsageError when nothing was asked, or there is nothing to go on with.
         """
         last = self.turns[-1] if self.turns else None
         if continues:
@@ -239,7 +268,9 @@ class Session:
         to = to or self.last_question
         question = self.tree.parent(to) if to.role == "assistant" else to
         if question is None:
-            raise UsageError("there is no question before this answer", hint="ask one, and it is answered")
+            raise UsageError(
+                "there is no question before this answer", hint="ask one, and it is answered"
+            )
         return PendingAnswer(self, question, model=model)
 
     def _continued(self, turn: StoredMessage | None) -> StoredMessage:
@@ -253,13 +284,18 @@ class Session:
 
     @staticmethod
     def unfinished(turn: StoredMessage) -> bool:
-        """Whether a turn is an answer that did not come to its end by itself, or was changed since."""
-        ended = turn.complete and turn.meta.get("finish_reason") == "stop" and not turn.meta.get("edited")
+        """Whether a turn is an answer that did not come to its end by itself, or was changed
+        since."""
+        ended = (
+            turn.complete
+            and turn.meta.get("finish_reason") == "stop"
+            and not turn.meta.get("edited")
+        )
         return turn.role == "assistant" and bool(turn.content.strip()) and not ended
 
     def other_version(self, turn: StoredMessage, step: int) -> StoredMessage:
-        """Show the version `step` places after `turn`, cyclically, and what followed it. Raises UsageError where
-        there is no other."""
+        """Show the version `step` places after `turn`, cyclically, and what followed it. Raises
+        UsageError where there is no other."""
         versions = self.tree.versions(turn)
         if len(versions) == 1:
             how = "/retry makes one" if turn.role == "assistant" else "/edit makes one"
@@ -286,7 +322,8 @@ class Session:
         return copy
 
     def rename(self, title: str, *, titled: int = 2) -> None:
-        """Change the title; `titled`: by a model (1) or the user (2). Raises NotFoundError where it is not on disk."""
+        """Change the title; `titled`: by a model (1) or the user (2). Raises NotFoundError where it
+        is not on disk."""
         self.history.rename(self.id or "", title, titled=titled)
         self.title, self.titled = title, titled
 
@@ -305,10 +342,16 @@ class Session:
 
 
 class PendingAnswer:
-    """An answer while it streams. Nothing is stored, and no other version touched, before its first text."""
+    """An answer while it streams. Nothing is stored, and no other version touched, before its first
+    text."""
 
     def __init__(
-        self, session: Session, question: StoredMessage, begun: StoredMessage | None = None, *, model: str = ""
+        self,
+        session: Session,
+        question: StoredMessage,
+        begun: StoredMessage | None = None,
+        *,
+        model: str = "",
     ) -> None:
         self.session = session
         self.model = model or session.model
@@ -316,7 +359,9 @@ class PendingAnswer:
         self.question = question
         self._begun = begun
         # More of an answer is written in its place, unless the conversation has gone on from it.
-        self._message = begun if begun is not None and not session.tree.has_followers(begun) else None
+        self._message = (
+            begun if begun is not None and not session.tree.has_followers(begun) else None
+        )
         self._text: list[str] = [begun.content] if begun is not None else []
         self._reasoning: list[str] = [begun.reasoning or ""] if begun is not None else []
         self._grown = self._dirty = False
@@ -349,7 +394,8 @@ class PendingAnswer:
         self.save_if_due()
 
     def save_if_due(self) -> None:
-        """Write what is unsaved, at most every SAVE_EVERY_S seconds (call it from a timer: a stream may stall)."""
+        """Write what is unsaved, at most every SAVE_EVERY_S seconds (call it from a timer: a stream
+        may stall)."""
         began_s = self.session.now()
         if not self._dirty or began_s < self._next_save_s:
             return
@@ -371,15 +417,26 @@ class PendingAnswer:
         meta = {"model": self.model, **meta}
         if self._message is not None:
             try:
-                return self._saved(tree.rewrite(self._message, self.text, self.reasoning, meta, complete))
+                return self._saved(
+                    tree.rewrite(self._message, self.text, self.reasoning, meta, complete)
+                )
             except NotFoundError:
                 pass  # another window removed it: store the text as a new turn
         parent = self._begun.parent_id if self._begun is not None else self.question.id
         turn = tree.append(
-            "assistant", self.text, parent=parent, reasoning=self.reasoning, meta=meta, complete=complete
+            "assistant",
+            self.text,
+            parent=parent,
+            reasoning=self.reasoning,
+            meta=meta,
+            complete=complete,
         )
         return self._saved(turn)
 
     def _saved(self, message: StoredMessage) -> StoredMessage:
-        self._message, self._dirty, self._next_save_s = message, False, self.session.now() + SAVE_EVERY_S
+        self._message, self._dirty, self._next_save_s = (
+            message,
+            False,
+            self.session.now() + SAVE_EVERY_S,
+        )
         return message

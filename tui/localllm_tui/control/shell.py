@@ -16,19 +16,31 @@ MOST_BYTES = 200_000
 _ENDS_WITHIN_S = 2.0
 _CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 # Programs that would wait for a person, or draw, do neither.
-_QUIET = {"TERM": "dumb", "NO_COLOR": "1", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
+_QUIET = {
+    "TERM": "dumb",
+    "NO_COLOR": "1",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "GIT_TERMINAL_PROMPT": "0",
+}
 
 
 async def output_of(command: str, within_s: float = WITHIN_S) -> str:
-    """What `command` prints in the shell, both streams; a line at the end says where it failed, took too long or said too much.
+    """What `command` prints in the shell, both streams; a line at the end says where it failed,
+    took too long or said too much.
 
-    All it started ends with it, also when the caller is cancelled. Raises UsageError where it can't be run.
+    All it started ends with it, also when the caller is cancelled. Raises UsageError where it can't
+    be run.
     """
     try:
         process = await asyncio.create_subprocess_shell(
-            command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, **_QUIET},
-        )  # fmt: skip
+            command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **_QUIET},
+        )
     except (OSError, ValueError) as e:
         raise UsageError(f"the command can't be run: {e}") from e
     assert process.stdout is not None
@@ -48,8 +60,12 @@ async def output_of(command: str, within_s: float = WITHIN_S) -> str:
         _end(process)
         with suppress(TimeoutError):  # one that left the group may hold the pipe
             await asyncio.wait_for(process.communicate(), _ENDS_WITHIN_S)
-    text = printable(_CODES.sub("", said[:MOST_BYTES].decode("utf-8", "replace").replace("\r\n", "\n"))).rstrip()
-    return "\n".join(part for part in (text, note and f"[{note}]") if part) or "[it printed nothing]"
+    text = printable(
+        _CODES.sub("", said[:MOST_BYTES].decode("utf-8", "replace").replace("\r\n", "\n"))
+    ).rstrip()
+    return "\n".join(part for part in (text, note and f"[{note}]") if part) or (
+        "[it printed nothing]"
+    )
 
 
 def _end(process: asyncio.subprocess.Process) -> None:

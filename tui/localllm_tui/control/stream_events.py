@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class AnswerUsage:
-    """Tokens of one request as the server counted them; `cached` prompt tokens came from the prefix cache, `drafts_right`
-    are accepted draft tokens."""
+    """Tokens of one request as the server counted them; `cached` prompt tokens came from the prefix
+    cache, `drafts_right` are accepted draft tokens."""
 
     prompt: int = 0
     completion: int = 0
@@ -54,8 +54,8 @@ class MessagesLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimings:
-    """Where an answer's time went, as the server measured it: seconds, prompt tokens prefilled, decode steps, and tokens
-    drafted and accepted."""
+    """Where an answer's time went, as the server measured it: seconds, prompt tokens prefilled,
+    decode steps, and tokens drafted and accepted."""
 
     queued_s: float = 0.0
     prefill_s: float = 0.0
@@ -68,8 +68,8 @@ class AnswerTimings:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDone:
-    """The answer is complete: OpenAI's finish reason, usage and timings where the server sent them, and the server's reason
-    why not more of the prompt was cached."""
+    """The answer is complete: OpenAI's finish reason, usage and timings where the server sent them,
+    and the server's reason why not more of the prompt was cached."""
 
     reason: str
     usage: AnswerUsage | None
@@ -96,5 +96,12 @@ class ToolResult:
 
 
 StreamEvent: TypeAlias = (
-    TextDelta | ReasoningDelta | PromptProgress | WaitNote | MessagesLeftOut | ToolCall | ToolResult | AnswerDone
+    TextDelta
+    | ReasoningDelta
+    | PromptProgress
+    | WaitNote
+    | MessagesLeftOut
+    | ToolCall
+    | ToolResult
+    | AnswerDone
 )

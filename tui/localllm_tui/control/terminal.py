@@ -1,4 +1,5 @@
-"""The terminal and the process behind it: control characters, clipboard, signals, and garbage collection outside of frames."""
+"""The terminal and the process behind it: control characters, clipboard, signals, and garbage
+collection outside of frames."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from typing import Any
 
 from localllm.plain_output import raw_write
 
-# C0 (but tab and newline), DEL and C1: a model's text could otherwise move the cursor or write the clipboard.
-# Marks that turn the direction of writing reach beyond the text they are in, over the line of the screen.
+# C0 (but tab and newline), DEL and C1: a model's text could otherwise move the cursor or write the
+# clipboard. Marks that turn the direction of writing reach beyond the text they are in, over the
+# line of the screen.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _BREAKS = re.compile("\r\n|[\u2028\u2029]")
 
-# OSC 52, which Textual sends, is not understood by every terminal (Apple's is one): the system's own tool is first.
+# OSC 52, which Textual sends, is not understood by every terminal (Apple's is one): the system's
+# own tool is first.
 _CLIPBOARD_TOOLS = (
     ("pbcopy",),
     ("wl-copy",),
@@ -66,7 +69,11 @@ def copy_with_tool(text: str) -> bool:
         if shutil.which(command[0]):
             try:
                 done = subprocess.run(
-                    command, input=text.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=2
+                    command,
+                    input=text.encode(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    timeout=2,
                 )
             except (OSError, subprocess.TimeoutExpired):
                 continue
@@ -76,15 +83,17 @@ def copy_with_tool(text: str) -> bool:
 
 
 def notice(text: str) -> str:
-    """What tells somebody who looks at another window: the bell, a notification (OSC 9, iTerm2's, which others took up), and the
-    window's title, whose earlier one is kept (XTWINOPS 22)."""
+    """What tells somebody who looks at another window: the bell, a notification (OSC 9, iTerm2's,
+    which others took up), and the window's title, whose earlier one is kept (XTWINOPS 22)."""
     said = one_line(text)
     return f"\a\x1b]9;{said}\x1b\\\x1b[22;2t\x1b]2;{said}\x1b\\"
 
 
 NOTICE_SEEN = "\x1b[23;2t"  # the title from before (XTWINOPS 23)
 
-_BACKGROUND = re.compile(r"\x1b\]11;rgba?:([0-9a-fA-F]+)/([0-9a-fA-F]+)/([0-9a-fA-F]+)[^\x07\x1b]*(?:\x07|\x1b\\)")
+_BACKGROUND = re.compile(
+    r"\x1b\]11;rgba?:([0-9a-fA-F]+)/([0-9a-fA-F]+)/([0-9a-fA-F]+)[^\x07\x1b]*(?:\x07|\x1b\\)"
+)
 # Answers, and keys that are no letters; and a letter with the Backspace behind it.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[P\]].*?(?:\x07|\x1b\\)|.?)", re.DOTALL)
 _ERASED = re.compile("[^\x08\x7f][\x08\x7f]")
@@ -93,7 +102,8 @@ _ANSWERS_WITHIN_S = 0.15
 
 
 _VERSION = re.compile(r"\x1bP>\|([^\x1b]*)\x1b\\")
-# Those that do not say what they are when asked, and break lines anew when their window is made narrower.
+# Those that do not say what they are when asked, and break lines anew when their window is made
+# narrower.
 _REFLOWING = (
     "TMUX",
     "VTE_VERSION",
@@ -106,11 +116,12 @@ _REFLOWING = (
 
 
 class TerminalQuestion:
-    """Something the terminal is asked: what it says comes while other things are done, and `answer` waits for the rest of it.
+    """Something the terminal is asked: what it says comes while other things are done, and `answer`
+    waits for the rest of it.
 
-    Behind the question goes one that every terminal answers (DA1), so that those that do not know the first cost no wait. Not
-    while a screen is open, which would take the answers for keys. What is typed meanwhile is not echoed: `answer` gives it
-    back.
+    Behind the question goes one that every terminal answers (DA1), so that those that do not know
+    the first cost no wait. Not while a screen is open, which would take the answers for keys. What
+    is typed meanwhile is not echoed: `answer` gives it back.
     """
 
     def __init__(self, question: str) -> None:
@@ -121,15 +132,18 @@ class TerminalQuestion:
 
             fd = sys.__stdin__.fileno()  # type: ignore[union-attr]
             if os.isatty(fd) and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-                self._before, self._end_s = termios.tcgetattr(fd), time.monotonic() + _ANSWERS_WITHIN_S
+                self._before, self._end_s = (
+                    termios.tcgetattr(fd),
+                    time.monotonic() + _ANSWERS_WITHIN_S,
+                )
                 tty.setcbreak(fd, termios.TCSANOW)
                 self._fd = fd
                 raw_write(sys.stdout)(f"{question}\x1b[c")
                 sys.stdout.flush()
 
     def answer(self) -> tuple[str, str]:
-        """What came until the terminal's attributes did, or no more does; and what of it was typed. The terminal is then as
-        it was before."""
+        """What came until the terminal's attributes did, or no more does; and what of it was typed.
+        The terminal is then as it was before."""
         import select
 
         if self._fd >= 0:
@@ -137,7 +151,9 @@ class TerminalQuestion:
 
             try:
                 while not _ATTRIBUTES.search(self._text):
-                    if not select.select([self._fd], [], [], max(0.0, self._end_s - time.monotonic()))[0]:
+                    if not select.select(
+                        [self._fd], [], [], max(0.0, self._end_s - time.monotonic())
+                    )[0]:
                         break
                     self._said += os.read(self._fd, 4096)
             finally:
@@ -154,8 +170,8 @@ class TerminalQuestion:
 
 
 def reflows_lines() -> tuple[bool, str]:
-    """Whether the terminal breaks lines anew when its window is made narrower, rather than cut them off as xterm does; and
-    what was typed while it was asked what it is (XTVERSION)."""
+    """Whether the terminal breaks lines anew when its window is made narrower, rather than cut them
+    off as xterm does; and what was typed while it was asked what it is (XTVERSION)."""
     said, typed = TerminalQuestion("\x1b[>q").answer()
     found = _VERSION.search(said)
     if found is not None:
@@ -169,7 +185,8 @@ def ask_background() -> TerminalQuestion:
 
 
 def is_light(said: str) -> bool:
-    """Whether the answer to OSC 11 in `said` is a light colour (its luma is over a half); False where there is none."""
+    """Whether the answer to OSC 11 in `said` is a light colour (its luma is over a half); False
+    where there is none."""
     found = _BACKGROUND.search(said)
     if found is None:
         return False
@@ -181,7 +198,8 @@ _AWAKE_AFTER_S = 0.1
 
 
 def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[], object]) -> None:
-    """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would; `wake` is for a SIGCONT after a SIGSTOP."""
+    """Let SIGHUP and SIGTERM end the chat by `leave`, as a key would; `wake` is for a SIGCONT after
+    a SIGSTOP."""
     loop, gone = asyncio.get_running_loop(), False
 
     def end(number: int) -> None:
@@ -199,13 +217,16 @@ def on_signals(leave: Callable[[], Coroutine[Any, Any, None]], wake: Callable[[]
         with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
             loop.add_signal_handler(getattr(signal, name), end, getattr(signal, name))
     with suppress(AttributeError, ValueError):
-        # Not in the handler: the main thread may hold a lock of the screen's. Later: a closed window's SIGHUP comes with a SIGCONT.
-        _wake_only_from_sleep(lambda: loop.call_soon_threadsafe(loop.call_later, _AWAKE_AFTER_S, again))
+        # Not in the handler: the main thread may hold a lock of the screen's. Later: a closed
+        # window's SIGHUP comes with a SIGCONT.
+        _wake_only_from_sleep(
+            lambda: loop.call_soon_threadsafe(loop.call_later, _AWAKE_AFTER_S, again)
+        )
 
 
 def _write_nowhere() -> None:
-    """What is still written to a terminal that hung up goes nowhere: an error would end the screen's writing thread, and with
-    nobody who reads its queue the chat would wait for ever."""
+    """What is still written to a terminal that hung up goes nowhere: an error would end the
+    screen's writing thread, and with nobody who reads its queue the chat would wait for ever."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for fd in (1, 2):
@@ -248,7 +269,8 @@ _NEVER = 1_000_000
 
 
 class DeferredGc:
-    """From `begin` to `end` full collections run only when `quiet` reports idle time; young generations as ever."""
+    """From `begin` to `end` full collections run only when `quiet` reports idle time; young
+    generations as ever."""
 
     def __init__(self) -> None:
         self._before: tuple[int, int, int] | None = None

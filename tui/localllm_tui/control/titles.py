@@ -14,14 +14,23 @@ from localllm_tui.control.stream_events import (
 )
 from localllm_tui.control.terminal import printable
 
-_ASK = "Give this conversation a title of two to six words. Answer with the title alone, without quotes."
+_ASK = (
+    "Give this conversation a title of two to six words. Answer with the title alone, without "
+    "quotes."
+)
 _MOST_TOKENS = 24
 _MOST_WORDS = 9
 
 
 def wanted(session: Session) -> bool:
-    """Whether to generate a title: there is an answer, and the title is still the first question's beginning."""
-    return session.id is not None and not session.titled and session.last_answer is not None and not session.unanswered
+    """Whether to generate a title: there is an answer, and the title is still the first question's
+    beginning."""
+    return (
+        session.id is not None
+        and not session.titled
+        and session.last_answer is not None
+        and not session.unanswered
+    )
 
 
 async def generate(client: ChatClient, model: str, session: Session) -> None:
@@ -32,12 +41,16 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
     text = ""
     messages = [*session.context(), {"role": "user", "content": _ASK}]
     try:
-        # The conversation is in the server's prefix cache, so this costs few tokens; typing cancels it.
-        async for event in client.stream(model, messages, sampling={"max_tokens": _MOST_TOKENS, "temperature": 0}):
+        # The conversation is in the server's prefix cache, so this costs few tokens; typing cancels
+        # it.
+        async for event in client.stream(
+            model, messages, sampling={"max_tokens": _MOST_TOKENS, "temperature": 0}
+        ):
             if isinstance(event, TextDelta):
                 text += event.text
     except LocalLLMError:
-        session.titled = 1  # here, not on disk: it is asked for again when the conversation is opened again
+        # here, not on disk: it is asked for again when the conversation is opened again
+        session.titled = 1
         return
     title = clean(text, turns)
     if session.id != conv_id or session.titled:
@@ -49,7 +62,8 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
 
 
 def clean(text: str, turns: list[StoredMessage]) -> str | None:
-    """The title in a model's answer; None where it is something else, such as another answer to the question."""
+    """The title in a model's answer; None where it is something else, such as another answer to the
+    question."""
     line = next((part.strip() for part in printable(text).splitlines() if part.strip()), "")
     line = re.sub(r"^(#+|[-*]|title:|\*\*title:?\*\*)\s*", "", line, flags=re.IGNORECASE)
     line = re.sub(r"[*_`\"“”„«»]+", "", line).strip().rstrip(".:;, ")

@@ -1,4 +1,5 @@
-"""Tools that a model may ask for while it answers: off until they are switched on, and each call waits for a yes."""
+"""Tools that a model may ask for while it answers: off until they are switched on, and each call
+waits for a yes."""
 
 from __future__ import annotations
 
@@ -50,10 +51,13 @@ class ToolBox:
         if not self._hosts:
             raise UsageError(
                 "config.toml names no program that offers tools",
-                hint='add one: [mcp.files] with command = "npx" and args = ["-y", "@modelcontextprotocol/server-filesystem", "."]',
+                hint='add one: [mcp.files] with command = "npx" and args = ["-y", '
+                '"@modelcontextprotocol/server-filesystem", "."]',
             )
         if name and name not in self._hosts:
-            raise UsageError(f"config.toml has no [mcp.{name}]", hint=f"it has {', '.join(self._hosts)}")
+            raise UsageError(
+                f"config.toml has no [mcp.{name}]", hint=f"it has {', '.join(self._hosts)}"
+            )
         for host in [self._hosts[name]] if name else [*self._hosts.values()]:
             if host.name not in self._open:
                 self._open[host.name] = await host.open()
@@ -64,7 +68,8 @@ class ToolBox:
             await self._hosts[name].close()
 
     def specs(self) -> dict[str, ToolSpec]:
-        """The tools on offer by the names the model gets; equal names of two hosts are told apart."""
+        """The tools on offer by the names the model gets; equal names of two hosts are told
+        apart."""
         found: dict[str, ToolSpec] = {}
         for host, specs in self._open.items():
             for spec in specs:
@@ -75,7 +80,13 @@ class ToolBox:
         lines = []
         for name in self._hosts:
             tools = self._open.get(name)
-            what = ", ".join(spec.name for spec in tools) if tools else "off" if tools is None else "on, without tools"
+            what = (
+                ", ".join(spec.name for spec in tools)
+                if tools
+                else "off"
+                if tools is None
+                else ("on, without tools")
+            )
             lines.append(f"{name}: {what}")
         return "\n".join(lines) or "no programs that offer tools are named in config.toml"
 
@@ -83,7 +94,11 @@ class ToolBox:
         return [
             {
                 "type": "function",
-                "function": {"name": name, "description": spec.description, "parameters": dict(spec.schema)},
+                "function": {
+                    "name": name,
+                    "description": spec.description,
+                    "parameters": dict(spec.schema),
+                },
             }
             for name, spec in self.specs().items()
         ]
@@ -109,7 +124,8 @@ class ToolBox:
 
 
 def approval_texts(call: ToolCall, spec: ToolSpec) -> tuple[str, str, str]:
-    """What a person is asked before a call: the question, the tool, and all of the arguments, one a line where they are an object."""
+    """What a person is asked before a call: the question, the tool, and all of the arguments, one a
+    line where they are an object."""
     about = " ".join(spec.description.split())
     try:
         arguments = json.dumps(json.loads(call.arguments or "{}"), indent=2, ensure_ascii=False)
@@ -149,7 +165,10 @@ async def stream_with_tools(
                 yield done
             return
         functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in calls]
-        asked = [{"id": call_id, "type": "function", "function": function} for call_id, function in functions]
+        asked = [
+            {"id": call_id, "type": "function", "function": function}
+            for call_id, function in functions
+        ]
         said.append({"role": "assistant", "content": text, "tool_calls": asked})
         for call in calls:
             yield WaitNote(f"{call.name} waits for your yes")

@@ -11,10 +11,16 @@ from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.terminal import one_line
 
 
-def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], elsewhere: str = "") -> str:
-    """The top of an empty conversation, as Markdown; `earlier` are the conversations it offers, newest first. `elsewhere` is
-    the address of a server that is not on this machine."""
-    stays = f"at {elsewhere}: what you ask goes there." if elsewhere else "on this machine. Nothing you type leaves it."
+def welcome(
+    model: str, greeting: str, earlier: Sequence[ConversationSummary], elsewhere: str = ""
+) -> str:
+    """The top of an empty conversation, as Markdown; `earlier` are the conversations it offers,
+    newest first. `elsewhere` is the address of a server that is not on this machine."""
+    stays = (
+        f"at {elsewhere}: what you ask goes there."
+        if elsewhere
+        else ("on this machine. Nothing you type leaves it.")
+    )
     lines = [f"**localllm** with **{_plain(one_line(model))}** {stays}"]
     if greeting:
         lines.append(greeting)
@@ -24,22 +30,40 @@ def welcome(model: str, greeting: str, earlier: Sequence[ConversationSummary], e
     now = time.time()
     lines.append(
         "\n".join(
-            f"{n}. {_plain(elide(one_line(c.title), 48))} · {ago(now - c.updated_s)}, {how_many(c.n_messages, 'message')}"
+            f"{n}. {_plain(elide(one_line(c.title), 48))} · {ago(now - c.updated_s)}, "
+            f"{how_many(c.n_messages, 'message')}"
             for n, c in enumerate(earlier, 1)
         )
     )
     return "\n\n".join(lines)
 
 
-CONTINUED_ELSEWHERE = "Another window has removed what this goes on from, so here it goes on in a copy of the conversation; /list has both"
-CONTINUED_BESIDE = "Another window has gone on with this conversation too: what was said there stands beside this (◂ ▸, F2 selects a turn)"
+CONTINUED_ELSEWHERE = (
+    "Another window has removed what this goes on from, so here it goes on in a "
+    "copy "
+    "of "
+    "the "
+    "conversation; /list has both"
+)
+CONTINUED_BESIDE = (
+    "Another window has gone on with this conversation too: what was said there "
+    "stands "
+    "beside "
+    "this (◂ ▸, F2 selects a turn)"
+)
 
 
-NOT_LOADED = "What you type is kept. /model shows what else is installed here, /retry asks again once that is settled."
+NOT_LOADED = (
+    "What you type is kept. /model shows what else is installed here, /retry asks again "
+    "once "
+    "that "
+    "is settled."
+)
 
 
 def next_steps(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
-    """What the user can do after an answer failed; `kept`: part of it is kept, `alone`: nothing more can be left out."""
+    """What the user can do after an answer failed; `kept`: part of it is kept, `alone`: nothing
+    more can be left out."""
     said = "The text so far is kept. " if kept else ""
     if isinstance(error, ContextLengthError) and not alone:
         said += "/compact leaves out the oldest messages and asks again; "
@@ -49,8 +73,10 @@ def next_steps(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
 
 def full_context(used: int, n_ctx: int) -> str:
     return (
-        f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): soon the conversation will not fit. "
-        "/compact lets the oldest messages be left out then, /new starts another, /save keeps this one as a file."
+        f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): soon the "
+        "conversation will not fit. "
+        "/compact lets the oldest messages be left out then, /new starts another, /save keeps "
+        "this one as a file."
     )
 
 
@@ -71,7 +97,9 @@ def note_under(turn: StoredMessage) -> str:
         said = "the chat ended here before the answer did; /more goes on, /retry answers again"
     left_out = int(turn.meta.get("left_out") or 0)
     if left_out:
-        said += ("; " if said else "") + f"the {left_out} oldest messages were left out to fit the context"
+        said += ("; " if said else "") + (
+            f"the {left_out} oldest messages were left out to fit the context"
+        )
     if turn.meta.get("reread_tokens"):
         why = str(turn.meta.get("reread_why") or "")
         said += (

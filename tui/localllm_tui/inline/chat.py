@@ -1,4 +1,5 @@
-"""`localllm chat --inline`: questions are typed below while answers go into the terminal's own scrollback."""
+"""`localllm chat --inline`: questions are typed below while answers go into the terminal's own
+scrollback."""
 
 from __future__ import annotations
 
@@ -38,17 +39,21 @@ PROSE_COLUMNS = 100
 _FILES_OFFERED = 50
 _EARLIER_ASKED = 200
 # The terminal's own colours, so that they fit whatever its ground is.
-_COLOURS = {"primary": "ansi_blue", "text-primary": "ansi_blue", "text-accent": "ansi_magenta", "text-success": "ansi_green",
-            "text-warning": "ansi_yellow", "text-error": "ansi_red", "text-secondary": "ansi_cyan"}  # fmt: skip
+_COLOURS = {"primary": "ansi_blue", "text-primary": "ansi_blue", "text-accent": "ansi_magenta",
+    "text-success": "ansi_green",
+            "text-warning": "ansi_yellow", "text-error": "ansi_red",
+            "text-secondary": "ansi_cyan"}  # fmt: skip
 _AT = re.compile(r"(?:^|\s)@(\S*)$")
 
 
 class InlineAnswer(AnswerDisplay):
-    """An answer as it comes: finished blocks are written for good, the last one stands above the input."""
+    """An answer as it comes: finished blocks are written for good, the last one stands above the
+    input."""
 
     def __init__(self, page: InlinePage, look: Console) -> None:
         self._page, self._look = page, look
-        self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))  # kept: what is written is not laid out again
+        # kept: what is written is not laid out again
+        self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))
         self._rows = MarkdownRows(folds=False)  # what is in the scrollback stays as it is
         self._written = 0
 
@@ -83,7 +88,8 @@ class InlineAnswer(AnswerDisplay):
 
 
 class InlineFace(LineFace):
-    """The chat of `--plain` on a page: what it prints goes above the input, and one can type while an answer comes."""
+    """The chat of `--plain` on a page: what it prints goes above the input, and one can type while
+    an answer comes."""
 
     option, after_error = "--inline", "\n"
 
@@ -103,20 +109,29 @@ class InlineFace(LineFace):
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = palette(_COLOURS)
         self.page = InlinePage(
-            submit=self._submit, offers=self._offers, status=self._status, keys=self._keys(), reflows=reflows, typed=typed,
+            submit=self._submit,
+            offers=self._offers,
+            status=self._status,
+            keys=self._keys(),
+            reflows=reflows,
+            typed=typed,
             asked=[*reversed(options.history.asked(limit=_EARLIER_ASKED))],
-        )  # fmt: skip
+        )
 
     async def run(self) -> None:
         """Until the user leaves, or the terminal goes."""
         async with self.chat.client:
-            self.note(f"{one_line(self.chat.model)}: Enter sends, / offers commands, @ files, Ctrl+D leaves")
+            self.note(
+                f"{one_line(self.chat.model)}: Enter sends, / offers commands, @ files, "
+                "Ctrl+D "
+                "leaves"
+            )
             await self.show_session(0, None)
             with suppress(EOFError):
                 await self.page.app.run_async(pre_run=self._on_signals)
             await self.chat.stop_answer()
 
-    # -- what is otherwise than line by line --------------------------------------------------------------------------
+    # -- what is otherwise than line by line -------------------------------------------------------
 
     def note(self, text: str) -> None:
         self.page.write("\n".join(printable(line) for line in text.split("\n")) + "\n")
@@ -156,7 +171,9 @@ class InlineFace(LineFace):
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerDisplay:
         return InlineAnswer(self.page, self._look)
 
-    async def end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+    async def end_answer(
+        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+    ) -> None:
         assert isinstance(shown, InlineAnswer)
         if stream.turn is not None:
             shown.end(note_under(stream.turn))
@@ -170,7 +187,7 @@ class InlineFace(LineFace):
     async def close(self) -> None:
         self.page.app.exit()
 
-    # -- questions and answers ----------------------------------------------------------------------------------------
+    # -- questions and answers ---------------------------------------------------------------------
 
     def _write_turn(self, turn: StoredMessage) -> None:
         if turn.role == "assistant":
@@ -180,7 +197,9 @@ class InlineFace(LineFace):
         else:
             names = ", ".join(str(name) for name in turn.meta.get("attached", ()))
             with self._look.capture() as said:
-                shown = printable(typed_in(turn)).replace("\n", "\n  ") + (f"  [{one_line(names)}]" if names else "")
+                shown = printable(typed_in(turn)).replace("\n", "\n  ") + (
+                    f"  [{one_line(names)}]" if names else ""
+                )
                 self._look.print(Text(f"> {shown}", "bold"), soft_wrap=True, highlight=False)
             self.page.write(said.get() + "\n")
 
@@ -198,11 +217,14 @@ class InlineFace(LineFace):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- the lines below ----------------------------------------------------------------------------------------------
+    # -- the lines below ---------------------------------------------------------------------------
 
     def _status(self) -> str:
         chat = self.chat
-        used, speed = chat.session.used_tokens, chat.stream.meter.tok_s if chat.stream is not None else None
+        used, speed = (
+            chat.session.used_tokens,
+            chat.stream.meter.tok_s if chat.stream is not None else None,
+        )
         parts = [
             one_line(chat.model),
             f"{used:,} tokens" if used else "",
@@ -245,12 +267,19 @@ class InlineFace(LineFace):
         if self._files is None:
             self._files = []
             self._start(self._read_files())
-        found = sorted((name for name in self._files if letters in name.lower()), key=len)[:_FILES_OFFERED]
+        found = sorted((name for name in self._files if letters in name.lower()), key=len)[
+            :_FILES_OFFERED
+        ]
         if found and found[0] not in self._costs:
             self._costs[found[0]] = ""
             self._start(self._count(found[0]))
         return [
-            Offer(one_line(name), self._costs.get(name, ""), partial(self._take, name), partial(self._take, name))
+            Offer(
+                one_line(name),
+                self._costs.get(name, ""),
+                partial(self._take, name),
+                partial(self._take, name),
+            )
             for name in found
         ]
 
@@ -259,7 +288,9 @@ class InlineFace(LineFace):
         self.page.offer()
 
     async def _count(self, name: str) -> None:
-        self._costs[name] = (await FileCost.of(self.chat.client, self.chat.model, Path(name), self.chat.n_ctx)).words
+        self._costs[name] = (
+            await FileCost.of(self.chat.client, self.chat.model, Path(name), self.chat.n_ctx)
+        ).words
         self.page.offer()
 
     def _take(self, name: str) -> None:
@@ -270,14 +301,18 @@ class InlineFace(LineFace):
             buffer.insert_text(f"{Path(name).name} ")
             self._start(commands.run_and_report(self.chat, "attach", name))
 
-    # -- keys and signals ---------------------------------------------------------------------------------------------
+    # -- keys and signals --------------------------------------------------------------------------
 
     def _keys(self) -> KeyBindings:
         keys = KeyBindings()
         keys.add("c-c")(lambda _: self._interrupt())
         keys.add("escape")(lambda _: self._escape())
         keys.add("c-d")(
-            lambda _: self.page.buffer.delete() if self.page.buffer.text else self._start(self.chat.leave())
+            lambda _: (
+                self.page.buffer.delete()
+                if self.page.buffer.text
+                else self._start(self.chat.leave())
+            )
         )
         keys.add("c-q")(lambda _: self._start(self.chat.leave()))
         return keys
@@ -305,11 +340,14 @@ class InlineFace(LineFace):
             self.page.hint("Ctrl+C again quits")
 
     def _on_signals(self) -> None:
-        """SIGHUP and SIGTERM leave; a sleep (SIGTSTP, SIGSTOP) gives the terminal back and takes it again."""
+        """SIGHUP and SIGTERM leave; a sleep (SIGTSTP, SIGSTOP) gives the terminal back and takes it
+        again."""
         loop = asyncio.get_running_loop()
         for name in ("SIGHUP", "SIGTERM"):
             with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(getattr(signal, name), lambda: self._start(self.chat.leave()))
+                loop.add_signal_handler(
+                    getattr(signal, name), lambda: self._start(self.chat.leave())
+                )
         loop.call_soon(self.page.keep_terminal_over_sleep)  # once the terminal is as it is kept
 
 

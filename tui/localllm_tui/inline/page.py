@@ -1,4 +1,5 @@
-"""The lines at the bottom of a terminal that change, and the scrollback above them, where each line is written once."""
+"""The lines at the bottom of a terminal that change, and the scrollback above them, where each line
+is written once."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _FRAME_S = 1 / 15
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A row of the menu: `fill` takes the place of what is typed by Tab, `run` is what Enter does."""
+    """A row of the menu: `fill` takes the place of what is typed by Tab, `run` is what Enter
+    does."""
 
     label: str
     about: str
@@ -41,7 +43,8 @@ class Offer:
 
 
 class InlinePage:
-    """What is typed, the menu above the status line, and the tail of an answer. `write` puts lines above them for good."""
+    """What is typed, the menu above the status line, and the tail of an answer. `write` puts lines
+    above them for good."""
 
     def __init__(
         self,
@@ -54,30 +57,44 @@ class InlinePage:
         reflows: bool = False,
         typed: str = "",
     ) -> None:
-        """`asked` were asked before, newest last; `reflows`: the terminal breaks lines anew when it is made narrower."""
+        """`asked` were asked before, newest last; `reflows`: the terminal breaks lines anew when it
+        is made narrower."""
         self._submit, self._offers, self._status, self._reflows = submit, offers, status, reflows
         self.tail = self._hint = ""
         self.menu: Sequence[Offer] = ()
         self.chosen = 0
-        self.buffer = Buffer(history=InMemoryHistory(asked), multiline=True, on_text_changed=lambda _: self.offer())
+        self.buffer = Buffer(
+            history=InMemoryHistory(asked), multiline=True, on_text_changed=lambda _: self.offer()
+        )
         self._searching = SearchToolbar(ignore_case=True)
         self._input = Window(
-            BufferControl(self.buffer, search_buffer_control=self._searching.control, preview_search=True),
-            height=Dimension(min=1, max=INPUT_ROWS), wrap_lines=True, dont_extend_height=True,
+            BufferControl(
+                self.buffer, search_buffer_control=self._searching.control, preview_search=True
+            ),
+            height=Dimension(min=1, max=INPUT_ROWS),
+            wrap_lines=True,
+            dont_extend_height=True,
             get_line_prefix=lambda line, wrapped: "> " if line == wrapped == 0 else "  ",
-        )  # fmt: skip
-        layout = HSplit([
-            self._when(lambda: self.tail, lambda: ANSI("\n".join(self.tail.split("\n")[-TAIL_ROWS:]))),
-            self._input,
-            self._searching,
-            self._when(lambda: self.menu, self._menu_text),
-            Window(FormattedTextControl(lambda: self._hint or status()), height=1),
-        ])  # fmt: skip
+        )
+        layout = HSplit(
+            [
+                self._when(
+                    lambda: self.tail, lambda: ANSI("\n".join(self.tail.split("\n")[-TAIL_ROWS:]))
+                ),
+                self._input,
+                self._searching,
+                self._when(lambda: self.menu, self._menu_text),
+                Window(FormattedTextControl(lambda: self._hint or status()), height=1),
+            ]
+        )
         self.app: Application[None] = Application(
-            layout=Layout(layout, focused_element=self._input), key_bindings=self._with_own(keys),
-            erase_when_done=True, min_redraw_interval=_FRAME_S,
-            before_render=lambda app: app.output.write_raw(_TOGETHER), after_render=self._shown,
-        )  # fmt: skip
+            layout=Layout(layout, focused_element=self._input),
+            key_bindings=self._with_own(keys),
+            erase_when_done=True,
+            min_redraw_interval=_FRAME_S,
+            before_render=lambda app: app.output.write_raw(_TOGETHER),
+            after_render=self._shown,
+        )
         self.buffer.insert_text(typed)
         self._drawn: tuple[Screen, int] | None = None
         self._erase = self.app.renderer.erase
@@ -88,7 +105,8 @@ class InlinePage:
         return int(self.app.output.get_size().columns)
 
     def write(self, text: str) -> None:
-        """Put lines (with the terminal's own codes for their looks) above what changes; they are never written again."""
+        """Put lines (with the terminal's own codes for their looks) above what changes; they are
+        never written again."""
         if not text:
             return
         out = self.app.output
@@ -110,7 +128,8 @@ class InlinePage:
         self.changed()
 
     def keep_terminal_over_sleep(self) -> None:
-        """Give the terminal back at a SIGTSTP and take it again at a SIGCONT, also after a SIGSTOP, which nobody hears of."""
+        """Give the terminal back at a SIGTSTP and take it again at a SIGCONT, also after a SIGSTOP,
+        which nobody hears of."""
         try:
             import termios
 
@@ -146,7 +165,7 @@ class InlinePage:
         self.buffer.text = text
         self.buffer.cursor_position = len(text)
 
-    # -- drawing ----------------------------------------------------------------------------------------------------
+    # -- drawing -----------------------------------------------------------------------------------
 
     def _when(self, shown: Callable[[], object], text: Callable[[], Any]) -> ConditionalContainer:
         window = Window(FormattedTextControl(text), dont_extend_height=True, wrap_lines=False)
@@ -172,12 +191,15 @@ class InlinePage:
             (screen, drawn_at), columns = self._drawn, self.columns
             if columns < drawn_at:
                 at = screen.get_cursor_position(self._input)
-                rows = sum(-(-_cells(screen, y) // columns) or 1 for y in range(at.y)) + at.x // columns
+                rows = (
+                    sum(-(-_cells(screen, y) // columns) or 1 for y in range(at.y))
+                    + at.x // columns
+                )
                 self.app.output.cursor_up(rows - at.y)
         self._drawn = None
         self._erase(leave_alternate_screen)
 
-    # -- keys -------------------------------------------------------------------------------------------------------
+    # -- keys --------------------------------------------------------------------------------------
 
     def _with_own(self, keys: KeyBindings) -> KeyBindings:
         offered = Condition(lambda: bool(self.menu))
@@ -188,18 +210,25 @@ class InlinePage:
             buffer.insert_text("\n")
 
         def backspace(_: KeyPressEvent) -> None:
-            buffer.delete_before_cursor(buffer.cursor_position - before(buffer.text, buffer.cursor_position))
+            buffer.delete_before_cursor(
+                buffer.cursor_position - before(buffer.text, buffer.cursor_position)
+            )
 
         def delete(_: KeyPressEvent) -> None:
             buffer.delete(after(buffer.text, buffer.cursor_position) - buffer.cursor_position)
 
         own: list[tuple[tuple[str, ...], Callable[[KeyPressEvent], object]]] = [
-            (("enter",), self._enter), (("c-j",), newline), (("escape", "enter"), newline),
-            (("backspace",), backspace), (("delete",), delete),
-            (("left",), partial(self._go, before)), (("right",), partial(self._go, after)),
-            (("c-z",), lambda _: buffer.undo()), (("c-y",), lambda _: buffer.redo()),
+            (("enter",), self._enter),
+            (("c-j",), newline),
+            (("escape", "enter"), newline),
+            (("backspace",), backspace),
+            (("delete",), delete),
+            (("left",), partial(self._go, before)),
+            (("right",), partial(self._go, after)),
+            (("c-z",), lambda _: buffer.undo()),
+            (("c-y",), lambda _: buffer.redo()),
             (("c-g",), lambda _: buffer.open_in_editor() and None),
-        ]  # fmt: skip
+        ]
         for names, act in own:
             keys.add(*names, filter=typing)(act)
         keys.add("tab", filter=typing & offered)(lambda _: self.menu[self.chosen].fill())
@@ -223,4 +252,7 @@ class InlinePage:
 
 def _cells(screen: Screen, y: int) -> int:
     """How far the row was written."""
-    return max((x + max(1, char.width) for x, char in screen.data_buffer[y].items() if char.char.strip()), default=0)
+    return max(
+        (x + max(1, char.width) for x, char in screen.data_buffer[y].items() if char.char.strip()),
+        default=0,
+    )

@@ -1,4 +1,5 @@
-"""Work beside the screen that an exit in between leaves no trace of; and the token count that follows what is typed."""
+"""Work beside the screen that an exit in between leaves no trace of; and the token count that
+follows what is typed."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ def start(
     exclusive: bool = True,
     exit_on_error: bool = False,
 ) -> Worker[None]:
-    """Run `what` for as long as `node` lives; `exclusive`: in place of the rest of its group. What it raises ends it alone, unless
-    `exit_on_error`.
+    """Run `what` for as long as `node` lives; `exclusive`: in place of the rest of its group. What
+    it raises ends it alone, unless `exit_on_error`.
 
-    Takes the function and not its coroutine: one that an exit keeps from being started would be warned of.
+    Takes the function and not its coroutine: one that an exit keeps from being started would be
+    warned of.
     """
     work = cast("Callable[[], Coroutine[None, None, None]]", what)
     return node.run_worker(work, group=group, exclusive=exclusive, exit_on_error=exit_on_error)
@@ -39,7 +41,10 @@ class TokenCounter:
     """`cost` is the last result of `count`; `show` is called when it changes."""
 
     def __init__(
-        self, screen: Screen[Any], count: Callable[[], Awaitable[TokenCosts]], show: Callable[[], None]
+        self,
+        screen: Screen[Any],
+        count: Callable[[], Awaitable[TokenCosts]],
+        show: Callable[[], None],
     ) -> None:
         self._screen = screen
         self._count = count

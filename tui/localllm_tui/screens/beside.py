@@ -1,4 +1,5 @@
-"""What runs beside the screen: the editor that $VISUAL or $EDITOR names, which has the terminal meanwhile, and !COMMAND."""
+"""What runs beside the screen: the editor that $VISUAL or $EDITOR names, which has the terminal
+meanwhile, and !COMMAND."""
 
 from __future__ import annotations
 
@@ -24,10 +25,17 @@ _EDITORS = ("notepad",) if os.name == "nt" else ("sensible-editor", "nano", "vi"
 
 
 async def open_editor(screen: Screen[Any], chat: ChatController, _: str) -> None:
-    """/editor, Ctrl+G: the message in the editor; what is saved there comes back into the input. Raises UsageError where there is none."""
-    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or next(filter(shutil.which, _EDITORS), "")
+    """/editor, Ctrl+G: the message in the editor; what is saved there comes back into the input.
+    Raises UsageError where there is none."""
+    editor = (
+        os.environ.get("VISUAL")
+        or os.environ.get("EDITOR")
+        or next(filter(shutil.which, _EDITORS), "")
+    )
     if not editor:
-        raise UsageError("no editor is known here", hint="set EDITOR, for example: export EDITOR=nano")
+        raise UsageError(
+            "no editor is known here", hint="set EDITOR, for example: export EDITOR=nano"
+        )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "message.md"
         file.write_text(screen.query_one(Composer).text, encoding="utf-8")

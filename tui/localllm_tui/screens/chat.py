@@ -1,4 +1,5 @@
-"""The chat's screen: the face of a chat on all of the terminal, with its keys; what is around the conversation its helpers draw."""
+"""The chat's screen: the face of a chat on all of the terminal, with its keys; what is around the
+conversation its helpers draw."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ LONG_S = 10.0
 
 
 class ChatScreen(Screen[None]):
-    """Implements control.face.Face. `copy` writes the system's clipboard; `typed` was typed before there was an input."""
+    """Implements control.face.Face. `copy` writes the system's clipboard; `typed` was typed before
+    there was an input."""
 
     DEFAULT_CSS = """
     ChatScreen { layout: vertical; }
@@ -128,7 +130,7 @@ class ChatScreen(Screen[None]):
         else:
             self._deferred_gc.quiet(chat.quiet_s)
 
-    # -- what is typed --------------------------------------------------------------------------------------------
+    # -- what is typed -----------------------------------------------------------------------------
 
     def on_key(self, event: events.Key) -> None:
         """What was typed before there was an input comes here, after `on_mount`."""
@@ -186,7 +188,8 @@ class ChatScreen(Screen[None]):
             self._frames.show_state()
 
     async def interrupted(self) -> bool:
-        """Take Ctrl+C: copy what is selected, else clear the input, else stop the answer. False where there was none."""
+        """Take Ctrl+C: copy what is selected, else clear the input, else stop the answer. False
+        where there was none."""
         await self.composer.keys_handled()
         selected = self.get_selected_text() or self.composer.selected_text
         if selected:
@@ -209,7 +212,7 @@ class ChatScreen(Screen[None]):
         typed = "" if commands.parse(text) is not None else commands.question(text)
         return await TokenCosts.of(chat.client, chat.model, chat.session, chat.unsent(typed))
 
-    # -- the selected turn ----------------------------------------------------------------------------------------
+    # -- the selected turn -------------------------------------------------------------------------
 
     def on_scroll_transcript(self, event: ScrollTranscript) -> None:
         self.transcript.page(event.pages)
@@ -245,7 +248,7 @@ class ChatScreen(Screen[None]):
                 self.transcript.follow()
                 return
 
-    # -- files ----------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     async def on_files_wanted(self) -> None:
         await self._choices.choose_file()
@@ -261,7 +264,7 @@ class ChatScreen(Screen[None]):
         name = f"pasted-{len(self.chat.attached) + 1}.txt"
         await self.chat.reporting(command_actions.attach_text(self.chat, name, event.text))
 
-    # -- the first run --------------------------------------------------------------------------------------------
+    # -- the first run -----------------------------------------------------------------------------
 
     async def _plan_first_run(self) -> None:
         if self.chat.first_run is not None:
@@ -285,7 +288,7 @@ class ChatScreen(Screen[None]):
         else:
             first_run.pulls.start(choice.ref)
 
-    # -- what the chat asks of its face (control.face.Face) -------------------------------------------------------
+    # -- what the chat asks of its face (control.face.Face) ----------------------------------------
 
     @property
     def wants_energy(self) -> bool:
@@ -317,7 +320,8 @@ class ChatScreen(Screen[None]):
             self._frames.show_state()
 
     async def _show_session(self, at: int) -> None:
-        """Draw the session from scratch, around the turn of this id (0: its end), and load its draft."""
+        """Draw the session from scratch, around the turn of this id (0: its end), and load its
+        draft."""
         self._draft_of = self.chat.session.id
         self._window.choose(at)
         await self.transcript.remove_children()
@@ -329,7 +333,9 @@ class ChatScreen(Screen[None]):
 
     async def redraw(self) -> None:
         await self._window.draw()
-        self.composer.earlier_questions = [typed_in(t) for t in self.chat.session.turns if t.role == "user"]
+        self.composer.earlier_questions = [
+            typed_in(t) for t in self.chat.session.turns if t.role == "user"
+        ]
         first_run = self.chat.first_run
         if first_run is not None and first_run.choices is None and not self.chat.session.turns:
             self.run_beside(self._plan_first_run, "first run")
@@ -365,7 +371,9 @@ class ChatScreen(Screen[None]):
         self.transcript.follow(always=True)
         return view
 
-    async def end_answer(self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None) -> None:
+    async def end_answer(
+        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+    ) -> None:
         assert isinstance(shown, AnswerView)
         turn = stream.turn
         if stream.meter.took_s >= LONG_S:
@@ -380,11 +388,21 @@ class ChatScreen(Screen[None]):
         await self.redraw()  # an empty retry keeps the earlier answer
         await self.transcript.query(ChatNote).remove()
         if error is None:
-            how = "Stopped before the answer began" if stream.reason == "stopped" else "The model gave an empty answer"
-            await self.show_note(f"{how}: /retry asks again, /edit changes the question, /drop removes it")
+            how = (
+                "Stopped before the answer began"
+                if stream.reason == "stopped"
+                else ("The model gave an empty answer")
+            )
+            await self.show_note(
+                f"{how}: /retry asks again, /edit changes the question, /drop removes it"
+            )
 
     def show_place(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
-        if isinstance(shown, AnswerView) and shown.is_attached and self.chat.session.tree.holds(turn.id):
+        if (
+            isinstance(shown, AnswerView)
+            and shown.is_attached
+            and self.chat.session.tree.holds(turn.id)
+        ):
             shown.show_place(turn.id, self.chat.session.place(turn))
 
     def submit_queued(self, text: str) -> None:
@@ -422,7 +440,9 @@ class ChatScreen(Screen[None]):
             return False
         module, _, function = command.screen.partition(":")
         # read when it is asked for: the chat is there sooner
-        await getattr(import_module(f"localllm_tui.screens.{module}"), function)(self, self.chat, argument)
+        await getattr(import_module(f"localllm_tui.screens.{module}"), function)(
+            self, self.chat, argument
+        )
         return True
 
     async def close(self) -> None:

@@ -1,4 +1,5 @@
-"""What the chat's screen lets one choose on top of it: a conversation, a file, whether something may be done.
+"""What the chat's screen lets one choose on top of it: a conversation, a file, whether something
+may be done.
 
 Dialogs are imported when they open: the first paint does not wait for them.
 """
@@ -33,7 +34,9 @@ class Choices:
             self._screen.call_later(self._open, place)
 
         conv_id = self._chat.session.id if in_this_conversation else None
-        await self._screen.app.push_screen(ConversationPicker(self._chat.history, words, only=conv_id), chosen)
+        await self._screen.app.push_screen(
+            ConversationPicker(self._chat.history, words, only=conv_id), chosen
+        )
 
     async def _open(self, place: TurnPlace | None) -> None:
         await self._chat.reporting(self._open_place(place))

@@ -1,4 +1,5 @@
-"""What opens on top of the chat and is closed by a key: help, texts and tables, figures, two answers side by side, an approval."""
+"""What opens on top of the chat and is closed by a key: help, texts and tables, figures, two
+answers side by side, an approval."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ T = TypeVar("T")
 
 
 class Dialog(ModalScreen[T], Generic[T]):
-    """A framed column of texts and tables that scrolls. Those derived from it bind the keys that end it."""
+    """A framed column of texts and tables that scrolls. Those derived from it bind the keys that
+    end it."""
 
     DEFAULT_CSS = """
     Dialog { align: center middle; }
@@ -72,7 +74,9 @@ def in_columns(rows: Sequence[Sequence[str]]) -> Table:
     """Rows of a table, the first of them its head."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for row in rows:
-        table.add_row(*(Text(printable(cell), style="bold" if row is rows[0] else "") for cell in row))
+        table.add_row(
+            *(Text(printable(cell), style="bold" if row is rows[0] else "") for cell in row)
+        )
     return table
 
 
@@ -88,7 +92,9 @@ class HelpScreen(Dialog[None]):
 
 
 def _key_table(section: HelpSection) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, expand=True, title=section.title)
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), show_header=False, expand=True, title=section.title
+    )
     table.title_justify, table.title_style = "left", "bold"
     table.add_column(ratio=1, overflow="fold")
     table.add_column(ratio=2, overflow="fold")
@@ -109,7 +115,9 @@ class GlassScreen(Dialog[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(GLASS)
 
-    def __init__(self, read: Callable[[], tuple[ModelPhysics | None, AnswerSpeed | None, str]]) -> None:
+    def __init__(
+        self, read: Callable[[], tuple[ModelPhysics | None, AnswerSpeed | None, str]]
+    ) -> None:
         super().__init__("", "")
         self._read = read
 
@@ -149,15 +157,19 @@ async def open_help(screen: Screen[Any], _: ChatController, __: str) -> None:
 
 
 async def open_glass(screen: Screen[Any], chat: ChatController, _: str) -> None:
-    """/glass: show or hide the panel; on a screen of its own where there is no room beside the conversation."""
+    """/glass: show or hide the panel; on a screen of its own where there is no room beside the
+    conversation."""
     if screen.size.width < LEAST_COLUMNS:
-        await screen.app.push_screen(GlassScreen(lambda: (chat.physics, chat.speed, chat.loading_words)))
+        await screen.app.push_screen(
+            GlassScreen(lambda: (chat.physics, chat.speed, chat.loading_words))
+        )
     else:
         screen.query_one(GlassPanel).toggle()
 
 
 class CompareScreen(ModalScreen[None]):
-    """`versions` of one turn, the one at `at` on the left; the arrows change what is on the right."""
+    """`versions` of one turn, the one at `at` on the left; the arrows change what is on the
+    right."""
 
     DEFAULT_CSS = """
     CompareScreen { align: center middle; }
@@ -187,7 +199,9 @@ class CompareScreen(ModalScreen[None]):
         turn, column = self._versions[n], self.query_one(where, VerticalScroll)
         tokens = turn.meta.get("completion_tokens")
         said = f"{one_line(str(turn.meta.get('model') or ''))} · {n + 1} of {len(self._versions)}"
-        column.border_title = title(said + (f" · {tokens:,} tokens" if isinstance(tokens, int) else ""))
+        column.border_title = title(
+            said + (f" · {tokens:,} tokens" if isinstance(tokens, int) else "")
+        )
         await column.remove_children()
         await column.mount(GrowingText(printable(turn.content)))
 
@@ -204,12 +218,14 @@ class CompareScreen(ModalScreen[None]):
 
 
 def versions_of_answer(session: Session) -> tuple[list[StoredMessage], int]:
-    """All versions of the last answer, and which is shown. Raises UsageError where there is one alone."""
+    """All versions of the last answer, and which is shown. Raises UsageError where there is one
+    alone."""
     answer = session.last_answer
     versions = session.tree.versions(answer) if answer is not None else []
     if answer is None or len(versions) < 2:
         raise UsageError(
-            "there is nothing to compare yet", hint="/retry MODEL answers the last question with another model"
+            "there is nothing to compare yet",
+            hint="/retry MODEL answers the last question with another model",
         )
     return versions, next(n for n, version in enumerate(versions) if version.id == answer.id)
 

@@ -1,4 +1,5 @@
-"""The lines around the conversation: above it the head, the input's frame and what the keys do now, the status and the panel."""
+"""The lines around the conversation: above it the head, the input's frame and what the keys do now,
+the status and the panel."""
 
 from __future__ import annotations
 
@@ -31,9 +32,20 @@ class ChatFrames:
     """Draws them on `screen` from what the chat, the token counter and the transcript say now."""
 
     def __init__(
-        self, screen: Screen[Any], chat: ChatController, counter: TokenCounter, window: TurnWindow, found: FoundTurns
+        self,
+        screen: Screen[Any],
+        chat: ChatController,
+        counter: TokenCounter,
+        window: TurnWindow,
+        found: FoundTurns,
     ) -> None:
-        self._screen, self._chat, self._counter, self._window, self._found = screen, chat, counter, window, found
+        self._screen, self._chat, self._counter, self._window, self._found = (
+            screen,
+            chat,
+            counter,
+            window,
+            found,
+        )
         self._more_below = False
         self.columns = 0  # of the screen, as the last resize said
         self.removing = 0  # the turn that the next D removes
@@ -69,7 +81,9 @@ class ChatFrames:
         chat, box, context = self._chat, self._screen.query_one(Composer), self._context
         names, costs = [name for name, _ in chat.attached], self._counter.cost.words(chat.n_ctx)
         self._more_below = self.more_below
-        box.border_title = frame_title(title(context, names, costs) + (" · ↓ more below" if self._more_below else ""))
+        box.border_title = frame_title(
+            title(context, names, costs) + (" · ↓ more below" if self._more_below else "")
+        )
         self.show_head()
         room = (self.columns or self._screen.size.width) - 8
         versions = self._versions_of_selected()
@@ -80,11 +94,14 @@ class ChatFrames:
     def _versions_of_selected(self) -> int:
         """How many versions the selected turn has; 0 without one."""
         selected = self._transcript.selected
-        turns = [t for t in self._chat.session.turns if selected is not None and t.id == selected.turn_id]
+        turns = [
+            t for t in self._chat.session.turns if selected is not None and t.id == selected.turn_id
+        ]
         return self._chat.session.place(turns[0])[1] if turns else 0
 
     def _show_selected(self, box: Composer) -> None:
-        """What was found in the selected turn; and keep the warning about the next D while its turn is selected."""
+        """What was found in the selected turn; and keep the warning about the next D while its turn
+        is selected."""
         selected, turns = self._transcript.selected, [turn.id for turn in self._chat.session.turns]
         if selected is None:
             return
@@ -104,23 +121,37 @@ class ChatFrames:
         how = sampling.words(listed.sampling, chat.client.sampling) if listed is not None else ""
         preset = listed is not None and listed.has_system and not chat.session.system
         parts = [
-            loading, chat.pulling, self._branch(), self._reads(width), attached, how, "tools on" if chat.tools.on else "",
+            loading,
+            chat.pulling,
+            self._branch(),
+            self._reads(width),
+            attached,
+            how,
+            "tools on" if chat.tools.on else "",
             "the preset's system prompt" if preset else "",
-        ]  # fmt: skip
+        ]
         busy = bool(loading or chat.pulling)
         head = self._screen.query_one(HeadLine)
         head.show(parts, chat.session.system, busy=busy, width=width, title=chat.session.title)
 
     def _reads(self, width: int) -> str:
-        """What a token of the newest answer read; "" where the panel says so, or there is no room."""
+        """What a token of the newest answer read; "" where the panel says so, or there is no
+        room."""
         physics, speed = self._chat.physics, self._chat.speed
         if width < LEAST_HEADLINE_COLUMNS or self._screen.query_one(GlassPanel).wanted:
             return ""
-        return headline(physics, speed) if physics is not None and speed is not None and speed.tok_s else ""
+        return (
+            headline(physics, speed)
+            if physics is not None and speed is not None and speed.tok_s
+            else ""
+        )
 
     def _branch(self) -> str:
         """Which version of the newest turn that has several is shown; "" where none has."""
-        places = (self._chat.session.place(turn) for turn in reversed(self._chat.session.turns[-TURNS_SHOWN:]))
+        places = (
+            self._chat.session.place(turn)
+            for turn in reversed(self._chat.session.turns[-TURNS_SHOWN:])
+        )
         at, of = next((place for place in places if place[1] > 1), (1, 1))
         return f"version {at} of {of}" if of > 1 else ""
 
@@ -128,20 +159,26 @@ class ChatFrames:
         chat, session, counted = self._chat, self._chat.session, self._counter.cost.conversation
         if chat.streaming is not None:
             meter = chat.streaming.meter
-            meta, used = meter.meta(), meter.used or session.used_tokens + meter.tokens  # until the server counts
+            # until the server counts
+            meta, used = meter.meta(), meter.used or session.used_tokens + meter.tokens
         else:
             meta = session.last_answer.meta if session.last_answer is not None else {}
             used = session.used_tokens if session.counted or counted is None else counted
-        self._screen.query_one(StatusLine).show(StatusFigures.of(chat.model, chat.n_ctx, meta, used))
+        self._screen.query_one(StatusLine).show(
+            StatusFigures.of(chat.model, chat.n_ctx, meta, used)
+        )
         self.show_head()
         if self._screen.query_one(GlassPanel).wanted:
             self._screen.query_one(GlassPanel).show(chat.physics, chat.speed, chat.loading_words)
 
 
-def footer(context: KeyContext, typed: str, width: int, *, queued: bool = False, one_version: bool = False) -> str:
+def footer(
+    context: KeyContext, typed: str, width: int, *, queued: bool = False, one_version: bool = False
+) -> str:
     """The line under the input: the key hints, or the commands that `typed` can become.
 
-    `queued`: a question waits for the answer to end. `one_version`: the turn that is selected has no other.
+    `queued`: a question waits for the answer to end. `one_version`: the turn that is selected has
+    no other.
     """
     if context is KeyContext.ANSWERING:
         return fitted(hints(context) + (" · sent when this answer ends" if queued else ""), width)
@@ -158,7 +195,8 @@ def footer(context: KeyContext, typed: str, width: int, *, queued: bool = False,
 
 
 def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
-    """The line above the input: what is written there, with which files, and what sending it costs."""
+    """The line above the input: what is written there, with which files, and what sending it
+    costs."""
     if context is KeyContext.ANSWERING:
         return "answering"
     if context is KeyContext.SELECTING:

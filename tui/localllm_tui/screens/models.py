@@ -1,4 +1,5 @@
-"""The screen of models: what would fit as the sliders move, what is on this disk, and bringing more of it."""
+"""The screen of models: what would fit as the sliders move, what is on this disk, and bringing more
+of it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,13 @@ from localllm_tui.control.interfaces import (
     PlanRequest,
 )
 from localllm_tui.control.keys import MODELS, KeyContext, hints
-from localllm_tui.control.model_list import Pulls, compare, context_words, disk_details, plan_details
+from localllm_tui.control.model_list import (
+    Pulls,
+    compare,
+    context_words,
+    disk_details,
+    plan_details,
+)
 from localllm_tui.control.model_rows import ModelRows
 from localllm_tui.control.terminal import printable
 from localllm_tui.screens.background import start
@@ -49,7 +56,8 @@ _DETAIL_LINES = 5
 
 
 class ModelsScreen(ModalScreen[str | None]):
-    """Dismisses with the name of a model that is installed and is to be used, or None. `current` answers now."""
+    """Dismisses with the name of a model that is installed and is to be used, or None. `current`
+    answers now."""
 
     DEFAULT_CSS = """
     ModelsScreen { background: $background; }
@@ -82,7 +90,8 @@ class ModelsScreen(ModalScreen[str | None]):
         request: PlanRequest | None = None,
         known: dict[PlanRequest, PlanList] | None = None,
     ) -> None:
-        """`known` are plans made before, shown until they are made again; those made here join them."""
+        """`known` are plans made before, shown until they are made again; those made here join
+        them."""
         super().__init__()
         self._known = {} if known is None else known
         self._service, self._pulls = service, pulls
@@ -101,7 +110,13 @@ class ModelsScreen(ModalScreen[str | None]):
             yield Static("", id="machine", markup=False)
             yield Slider("context", contexts, context_words, value=request.context, name="context")
             with Horizontal(classes="sliders"):
-                yield Slider("for", PURPOSES, PURPOSE_WORDS.__getitem__, value=request.purpose, name="purpose")
+                yield Slider(
+                    "for",
+                    PURPOSES,
+                    PURPOSE_WORDS.__getitem__,
+                    value=request.purpose,
+                    name="purpose",
+                )
                 yield Slider(
                     "wait",
                     WAITS_S,
@@ -110,7 +125,13 @@ class ModelsScreen(ModalScreen[str | None]):
                     name="wait",
                 )
             with Horizontal(classes="sliders"):
-                yield Slider("machine", machines, lambda m: m or "this one", value=request.machine, name="device")
+                yield Slider(
+                    "machine",
+                    machines,
+                    lambda m: m or "this one",
+                    value=request.machine,
+                    name="device",
+                )
                 yield Slider(
                     "memory",
                     MEMORIES_GB,
@@ -123,7 +144,9 @@ class ModelsScreen(ModalScreen[str | None]):
                 id="typed",
                 compact=True,
             )
-            yield WholeInput(placeholder="part of a name: the list is what has it", id="filter", compact=True)
+            yield WholeInput(
+                placeholder="part of a name: the list is what has it", id="filter", compact=True
+            )
             yield Static("", id="columns", markup=False)
             yield OptionList()
             yield Static("", id="details", markup=False)
@@ -141,7 +164,7 @@ class ModelsScreen(ModalScreen[str | None]):
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self._list)
 
-    # -- planning -------------------------------------------------------------------------------------------------
+    # -- planning ----------------------------------------------------------------------------------
 
     def on_slider_moved(self) -> None:
         self.rows.shows_disk = False
@@ -172,15 +195,21 @@ class ModelsScreen(ModalScreen[str | None]):
                 self._replan_asked = False
                 request = self._asked()
                 try:
-                    self.rows.planned = self._known[request] = await asyncio.to_thread(self._service.plan, request)
+                    self.rows.planned = self._known[request] = await asyncio.to_thread(
+                        self._service.plan, request
+                    )
                     self._request = request
                     self._list()
                 except LocalLLMError as e:
-                    self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)
+                    self.notify(
+                        f"{e.message}. {e.hint or ''}".rstrip(". "),
+                        severity="warning",
+                        markup=False,
+                    )
         finally:
             self.planning = False
 
-    # -- what is listed -------------------------------------------------------------------------------------------
+    # -- what is listed ----------------------------------------------------------------------------
 
     @property
     def _columns(self) -> int:
@@ -193,7 +222,12 @@ class ModelsScreen(ModalScreen[str | None]):
         self._write("#columns", self.rows.head(self._columns))
         self._write("#machine", elide(self.rows.summary(), self._columns))
         rows = self.rows.rows(self._columns, self.query_one("#filter", Input).value.lower().split())
-        listed.set_options([Option(Content.styled(row.line, "$hint" if row.late else ""), id=row.key) for row in rows])
+        listed.set_options(
+            [
+                Option(Content.styled(row.line, "$hint" if row.late else ""), id=row.key)
+                for row in rows
+            ]
+        )
         ids = [row.key for row in rows]
         if rows:
             listed.highlighted = ids.index(was) if was in ids else min(at or 0, len(rows) - 1)
@@ -217,7 +251,11 @@ class ModelsScreen(ModalScreen[str | None]):
     def _show_keys(self) -> None:
         model = self._model
         without = "models.remove" if model is None or not model.ours else ""
-        said = hints(KeyContext.ON_DISK, without=without) if self.rows.shows_disk else hints(KeyContext.MODELS)
+        said = (
+            hints(KeyContext.ON_DISK, without=without)
+            if self.rows.shows_disk
+            else hints(KeyContext.MODELS)
+        )
         self._write("#keys", in_lines(said, self._columns))
 
     def _show_details(self) -> None:
@@ -229,7 +267,9 @@ class ModelsScreen(ModalScreen[str | None]):
             lines = plan_details(choice, self._columns, self._pulls.of(choice.ref), accounts)
         elif model is not None:
             lines = disk_details(
-                model, self._fits.get(model.path, "" if self.rows.shows_disk else "Enter uses it"), self._columns
+                model,
+                self._fits.get(model.path, "" if self.rows.shows_disk else "Enter uses it"),
+                self._columns,
             )
             if model.path not in self._fits and self.rows.shows_disk:
                 start(self, partial(self._weigh, model), "fit")
@@ -262,7 +302,7 @@ class ModelsScreen(ModalScreen[str | None]):
             else:
                 self._replan()
 
-    # -- keys -----------------------------------------------------------------------------------------------------
+    # -- keys --------------------------------------------------------------------------------------
 
     def on_option_list_option_selected(self) -> None:
         """Use what is installed, pull what is not."""
@@ -276,7 +316,9 @@ class ModelsScreen(ModalScreen[str | None]):
         if name:
             self.dismiss(name)
         elif self._request.machine:
-            self.notify("that machine is simulated: come back to this one to pull", severity="warning")
+            self.notify(
+                "that machine is simulated: come back to this one to pull", severity="warning"
+            )
         else:
             self._pulls.start(choice.ref)
             self._list()
@@ -335,9 +377,14 @@ class ModelsScreen(ModalScreen[str | None]):
     async def _explain(self, choice: PlanChoice) -> None:
         try:
             columns = min(108, self.size.width - 8)
-            lines = await asyncio.to_thread(self._service.explain, replace(self._request), choice.ref, columns)
+            lines = await asyncio.to_thread(
+                self._service.explain, replace(self._request), choice.ref, columns
+            )
             await self.app.push_screen(
-                TextDialog(f"why {choice.title}", printable("\n".join([*lines, "", *choice.plan["reasons"]])))
+                TextDialog(
+                    f"why {choice.title}",
+                    printable("\n".join([*lines, "", *choice.plan["reasons"]])),
+                )
             )
         except LocalLLMError as e:
             self.notify(e.message, severity="warning", markup=False)
@@ -349,7 +396,9 @@ class ModelsScreen(ModalScreen[str | None]):
 
     async def action_compare(self) -> None:
         """The marked plans side by side; without marks, the first three."""
-        marked = [o for o in self.rows.choices if o.ref in self.rows.marked] or [*self.rows.choices[:3]]
+        marked = [o for o in self.rows.choices if o.ref in self.rows.marked] or [
+            *self.rows.choices[:3]
+        ]
         if marked and not self.rows.shows_disk:
             await self.app.push_screen(TextDialog("side by side", in_columns(compare(marked))))
 
@@ -384,11 +433,22 @@ class ModelsScreen(ModalScreen[str | None]):
         """Remove files; asks by wanting the key twice."""
         model = self._model
         if model is None:
-            self.notify("files are removed where they are listed: D shows what is on this disk", markup=False)
+            self.notify(
+                "files are removed where they are listed: D shows what is on this disk",
+                markup=False,
+            )
         elif model.name == self.rows.current:
-            self.notify(f"{model.name} answers in this chat: use another one first", severity="warning", markup=False)
+            self.notify(
+                f"{model.name} answers in this chat: use another one first",
+                severity="warning",
+                markup=False,
+            )
         elif not model.ours:
-            self.notify(f"{model.name} is kept by {model.owner}: remove it there", severity="warning", markup=False)
+            self.notify(
+                f"{model.name} is kept by {model.owner}: remove it there",
+                severity="warning",
+                markup=False,
+            )
         elif self._removing != model.path:
             self._removing = model.path
             said = f"Delete again removes {model.name} ({byte_size(model.size_bytes)}) for good"
@@ -402,7 +462,9 @@ class ModelsScreen(ModalScreen[str | None]):
             freed = await asyncio.to_thread(self._service.remove, model)
             self.notify(f"removed {model.name}: {byte_size(freed)} freed", markup=False)
         except LocalLLMError as e:
-            self.notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False)
+            self.notify(
+                f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False
+            )
         await self._look_at_disk()
         self._replan()
 
@@ -412,7 +474,8 @@ def _wait_words(seconds: int) -> str:
 
 
 async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None:
-    """/models: show what would fit and what is installed, and use what is chosen there. Raises UsageError."""
+    """/models: show what would fit and what is installed, and use what is chosen there. Raises
+    UsageError."""
     service = chat.options.model_service
     if service is None or chat.pulls is None:
         raise UsageError("this chat was started without a list of models")

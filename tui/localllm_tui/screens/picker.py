@@ -1,4 +1,5 @@
-"""The panel of conversations: their trees, and the words found in them; what is chosen is opened at that turn."""
+"""The panel of conversations: their trees, and the words found in them; what is chosen is opened at
+that turn."""
 
 from __future__ import annotations
 
@@ -121,14 +122,16 @@ class ConversationPicker(Picker[TurnPlace | None]):
         node = self._tree.cursor_node
         return node.data if node is not None else None
 
-    # -- what is listed ------------------------------------------------------------------------------------------
+    # -- what is listed ----------------------------------------------------------------------------
 
     def fill(self, query: str) -> None:
         self._removing = None
         self._tree.clear()
         self._preview(None)
         try:
-            said = self._fill_all(query) if self.only is None else self._fill_turns(query, self.only)
+            said = (
+                self._fill_all(query) if self.only is None else self._fill_turns(query, self.only)
+            )
         except LocalLLMError as e:
             said = e.message
         self.found(said)
@@ -141,9 +144,13 @@ class ConversationPicker(Picker[TurnPlace | None]):
         for hit in self.history.search(query) if query.strip() else ():
             hits[hit.conversation_id].append(hit)
         for summary in found:
-            node = self._tree.root.add(_line(summary, self.width), TurnPlace(summary.id), allow_expand=True)
+            node = self._tree.root.add(
+                _line(summary, self.width), TurnPlace(summary.id), allow_expand=True
+            )
             for hit in hits[summary.id][:HITS_SHOWN]:
-                node.add_leaf(_hit(hit, self.width - 4), TurnPlace(summary.id, hit.message_id, query))
+                node.add_leaf(
+                    _hit(hit, self.width - 4), TurnPlace(summary.id, hit.message_id, query)
+                )
             if hits[summary.id]:
                 node.expand()
         if not found:
@@ -154,9 +161,13 @@ class ConversationPicker(Picker[TurnPlace | None]):
         if not query.strip():
             self._add_turns(self._tree.root, conv_id)
             return "type what to find, or choose a turn"
-        hits = [h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id]
+        hits = [
+            h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id
+        ]
         for hit in hits[:LISTED]:
-            self._tree.root.add_leaf(_hit(hit, self.width), TurnPlace(conv_id, hit.message_id, query))
+            self._tree.root.add_leaf(
+                _hit(hit, self.width), TurnPlace(conv_id, hit.message_id, query)
+            )
         return how_many(len(hits), "turn") if hits else "nothing found"
 
     def on_tree_node_expanded(self, event: Tree.NodeExpanded[TurnPlace | None]) -> None:
@@ -206,18 +217,30 @@ class ConversationPicker(Picker[TurnPlace | None]):
                 about = self.history.get(place.conversation_id)
                 turns = self.history.messages(place.conversation_id)[-2:]
                 if place.turn_id:
-                    turns = [t for t in self.history.tree(place.conversation_id)[0] if t.id == place.turn_id]
+                    turns = [
+                        t
+                        for t in self.history.tree(place.conversation_id)[0]
+                        if t.id == place.turn_id
+                    ]
             except LocalLLMError:
                 return  # it was removed meanwhile, in another window
-            at = time.strftime("%d %b %Y, %H:%M", time.localtime(turns[-1].created_s if turns else about.updated_s))
+            at = time.strftime(
+                "%d %b %Y, %H:%M", time.localtime(turns[-1].created_s if turns else about.updated_s)
+            )
             facts = f"{one_line(about.model)} · {at} · {how_many(about.n_messages, 'message')}"
             said.append(elide(facts, self.width), "bold")
             for turn in turns:
-                said.append("\n" + elide(self._excerpt(turn, place.words.split()), 4 // len(turns) * (self.width - 8)))
+                said.append(
+                    "\n"
+                    + elide(
+                        self._excerpt(turn, place.words.split()), 4 // len(turns) * (self.width - 8)
+                    )
+                )
         self.query_one("#preview", Static).update(said)
 
     def _excerpt(self, turn: StoredMessage, words: Sequence[str]) -> str:
-        """A turn in a line, from a little before the last of these words where that is further in."""
+        """A turn in a line, from a little before the last of these words where that is further
+        in."""
         who = "You: " if turn.role == "user" else "Answer: "
         text = one_line(typed_in(turn))
         at_word = max([text.lower().find(word.lower()) for word in words], default=0)

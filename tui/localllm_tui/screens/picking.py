@@ -1,4 +1,5 @@
-"""What is picked by typing a part of it: any list, the files below a folder, what was asked before."""
+"""What is picked by typing a part of it: any list, the files below a folder, what was asked
+before."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ T = TypeVar("T")
 
 
 class Picker(ModalScreen[T], Generic[T]):
-    """A search, what it finds in `listed`, and a line of words under it. Dismisses with what is picked, or None."""
+    """A search, what it finds in `listed`, and a line of words under it. Dismisses with what is
+    picked, or None."""
 
     DEFAULT_CSS = """
     Picker { align: center middle; }
@@ -51,10 +53,20 @@ class Picker(ModalScreen[T], Generic[T]):
     key_context: KeyContext = KeyContext.FILING
 
     def __init__(
-        self, about: str, listed: OptionList | Tree[T], query: str = "", placeholder: str = "", waiting: str = ""
+        self,
+        about: str,
+        listed: OptionList | Tree[T],
+        query: str = "",
+        placeholder: str = "",
+        waiting: str = "",
     ) -> None:
         super().__init__()
-        self._about, self._list, self._placeholder, self._waiting = about, listed, placeholder, waiting
+        self._about, self._list, self._placeholder, self._waiting = (
+            about,
+            listed,
+            placeholder,
+            waiting,
+        )
         self.query_text = query
 
     def compose(self) -> ComposeResult:
@@ -100,9 +112,11 @@ class Picker(ModalScreen[T], Generic[T]):
         """What keys do in the list while the search has the focus."""
         listed = self._list
         return {
-            "up": listed.action_cursor_up, "down": listed.action_cursor_down,
-            "pageup": listed.action_page_up, "pagedown": listed.action_page_down,
-        }  # fmt: skip
+            "up": listed.action_cursor_up,
+            "down": listed.action_cursor_down,
+            "pageup": listed.action_page_up,
+            "pagedown": listed.action_page_down,
+        }
 
     def on_key(self, event: events.Key) -> None:
         move = self.moves().get(event.key)
@@ -120,7 +134,9 @@ class ListPicker(Picker[T], Generic[T]):
 
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(FILES)
 
-    def __init__(self, about: str, query: str = "", placeholder: str = "", waiting: str = "") -> None:
+    def __init__(
+        self, about: str, query: str = "", placeholder: str = "", waiting: str = ""
+    ) -> None:
         self.options = OptionList()
         super().__init__(about, self.options, query, placeholder, waiting)
 
@@ -147,7 +163,9 @@ class FilePicker(ListPicker[Path | None]):
     """Dismisses with the file below `folder` that was chosen, or None."""
 
     def __init__(self, chat: ChatController, folder: Path) -> None:
-        super().__init__(f"a file below {folder}", placeholder="part of its name", waiting="reading the folder…")
+        super().__init__(
+            f"a file below {folder}", placeholder="part of its name", waiting="reading the folder…"
+        )
         self._chat, self._folder = chat, folder
         self._names: list[str] = []
         self._costs: dict[str, FileCost] = {}
@@ -172,16 +190,22 @@ class FilePicker(ListPicker[Path | None]):
         self.options.set_options([Option(self._line(name), id=name) for name in names[:SHOWN]])
         if names:
             self.options.highlighted = 0
-        self.found(f"{len(names):,} file{'' if len(names) == 1 else 's'}" if names else "no such file")
+        self.found(
+            f"{len(names):,} file{'' if len(names) == 1 else 's'}" if names else "no such file"
+        )
         self._count_shown()
 
     def _found(self, query: str) -> list[str]:
         if not query:
             return self._names
         matcher = Matcher(query)
-        possible = sorted((name for name in self._names if _has_letters(name, query)), key=len)[:SCORED]
+        possible = sorted((name for name in self._names if _has_letters(name, query)), key=len)[
+            :SCORED
+        ]
         scored = [(matcher.match(name), name) for name in possible]
-        return [name for score, name in sorted(scored, key=lambda s: (-s[0], len(s[1]))) if score > 0]
+        return [
+            name for score, name in sorted(scored, key=lambda s: (-s[0], len(s[1]))) if score > 0
+        ]
 
     def on_option_list_option_highlighted(self) -> None:
         self._count_shown()
@@ -191,7 +215,9 @@ class FilePicker(ListPicker[Path | None]):
         options = self.options
         rows, at = max(1, options.size.height), options.highlighted or 0
         first = max(0, min(options.scroll_offset.y, at))
-        shown = range(min(first, options.option_count), min(max(first + rows, at + 1), options.option_count))
+        shown = range(
+            min(first, options.option_count), min(max(first + rows, at + 1), options.option_count)
+        )
         names = [str(options.get_option_at_index(n).id) for n in shown]
         if any(name not in self._costs for name in names):
             start(self, partial(self._count, names), "count")
@@ -200,7 +226,9 @@ class FilePicker(ListPicker[Path | None]):
         for name in names:
             if name not in self._costs:
                 path = self._folder / name
-                self._costs[name] = await FileCost.of(self._chat.client, self._chat.model, path, self._chat.n_ctx)
+                self._costs[name] = await FileCost.of(
+                    self._chat.client, self._chat.model, path, self._chat.n_ctx
+                )
                 self.options.replace_option_prompt(name, self._line(name))
 
     def _line(self, name: str) -> RichText:
@@ -236,10 +264,16 @@ class AskedPicker(ListPicker[str | None]):
     def fill(self, query: str) -> None:
         self._questions = [*self._history.asked(query, limit=_LISTED)]
         width = max(20, self.app.size.width * 9 // 10 - 6)
-        lines = [Text(elide(one_line(question), width), no_wrap=True) for question in self._questions]
+        lines = [
+            Text(elide(one_line(question), width), no_wrap=True) for question in self._questions
+        ]
         self.options.set_options([Option(line, id=str(n)) for n, line in enumerate(lines)])
         self.options.highlighted = 0 if self._questions else None
-        self.found(how_many(len(self._questions), "question") if self._questions else "nothing like it was asked")
+        self.found(
+            how_many(len(self._questions), "question")
+            if self._questions
+            else "nothing like it was asked"
+        )
 
     def choose(self, name: str) -> None:
         self.dismiss(self._questions[int(name)])

@@ -19,10 +19,16 @@ from localllm_tui.widgets.transcript import Transcript, TurnView
 
 
 class SelectedTurn:
-    """Does what is asked of the turn that is selected in the transcript, and moves the selection after it."""
+    """Does what is asked of the turn that is selected in the transcript, and moves the selection
+    after it."""
 
     def __init__(
-        self, screen: Screen[Any], chat: ChatController, transcript: Transcript, found: FoundTurns, frames: ChatFrames
+        self,
+        screen: Screen[Any],
+        chat: ChatController,
+        transcript: Transcript,
+        found: FoundTurns,
+        frames: ChatFrames,
     ) -> None:
         self._notify: Callable[..., None] = screen.notify
         self._chat, self._transcript, self._found, self._frames = chat, transcript, found, frames
@@ -49,7 +55,12 @@ class SelectedTurn:
         try:
             await command_actions.run_on_turn(self._chat, event.what, turn, event.argument)
         except LocalLLMError as e:
-            self._notify(f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", timeout=4, markup=False)
+            self._notify(
+                f"{e.message}. {e.hint or ''}".rstrip(". "),
+                severity="warning",
+                timeout=4,
+                markup=False,
+            )
         if event.what not in ("copy", "code"):
             self._reselect(event.what, turn)
 
@@ -58,7 +69,10 @@ class SelectedTurn:
         view: TurnView | None = None
         if what == "version":
             tree = self._chat.session.tree
-            view = next((v for v in self._transcript.views if tree.is_version(v.turn_id, turn.parent_id)), None)
+            view = next(
+                (v for v in self._transcript.views if tree.is_version(v.turn_id, turn.parent_id)),
+                None,
+            )
         self._transcript.select(view)
         if what == "remove":
             self._transcript.action_select(-1)

@@ -1,4 +1,5 @@
-"""Which turns of a conversation are on screen (a hundred would take seconds to lay out), and what was searched for in them."""
+"""Which turns of a conversation are on screen (a hundred would take seconds to lay out), and what
+was searched for in them."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ TURNS_ABOVE = 5  # above a turn that was searched for
 
 
 class TurnWindow:
-    """The chat's turns from `first` to the last but one (`last` None: to the end), as views in the transcript."""
+    """The chat's turns from `first` to the last but one (`last` None: to the end), as views in the
+    transcript."""
 
     def __init__(self, chat: ChatController, transcript: Transcript) -> None:
         self._chat, self._transcript = chat, transcript
         self._first = 0
         self.last: int | None = None
-        self.recent: Sequence[ConversationSummary] = ()  # the conversations that an empty one offers
+        # the conversations that an empty one offers
+        self.recent: Sequence[ConversationSummary] = ()
 
     @property
     def _turns(self) -> list[StoredMessage]:
@@ -50,7 +53,9 @@ class TurnWindow:
 
     async def draw(self) -> None:
         """Show the session's current branch; turns that are on screen already stay."""
-        if self._first >= len(self._turns) or (self.last is not None and self.last >= len(self._turns)):
+        if self._first >= len(self._turns) or (
+            self.last is not None and self.last >= len(self._turns)
+        ):
             self.choose()
         wanted = self._turns[self._first : self.last]
         keep = self._unchanged(wanted)
@@ -69,7 +74,9 @@ class TurnWindow:
         return keep
 
     async def _remove_all_but(self, keep: Sequence[Widget]) -> None:
-        await self._transcript.remove_children([w for w in self._transcript.children if w not in keep])
+        await self._transcript.remove_children(
+            [w for w in self._transcript.children if w not in keep]
+        )
 
     def _views(self, turns: Sequence[StoredMessage]) -> list[Widget]:
         sent = {t.id for t in self._chat.session.sent_turns}
@@ -89,7 +96,10 @@ class TurnWindow:
         self.recent = ()
         with suppress(LocalLLMError):
             self.recent = chat.history.list(limit=EARLIER_SHOWN)
-        note = ChatNote(wording.welcome(chat.model, chat.options.greeting, self.recent, elsewhere), markdown=True)
+        note = ChatNote(
+            wording.welcome(chat.model, chat.options.greeting, self.recent, elsewhere),
+            markdown=True,
+        )
         return [note] if chat.first_run is None else [note, FirstRunPage(chat.first_run.lines())]
 
     async def ensure_shown(self, turn_id: int) -> None:
@@ -160,7 +170,9 @@ class FoundTurns:
     def search(self, history: History, conversation_id: str, words: str) -> None:
         """Mark the words, and go to the first hit of the selected turn."""
         hits = history.search(words, limit=HITS)
-        self._mark(words, sorted(h.message_id for h in hits if h.conversation_id == conversation_id))
+        self._mark(
+            words, sorted(h.message_id for h in hits if h.conversation_id == conversation_id)
+        )
         self._enter(1)
 
     def _enter(self, step: int) -> None:
@@ -174,8 +186,8 @@ class FoundTurns:
         return f"found “{elide(one_line(self._words), 30)}”: turn {at}"
 
     async def show_next(self, turn_id: int, step: int) -> bool:
-        """Go to the next hit (-1: the one before): in this turn, else in the next that has one, on whichever branch. False where
-        nothing was searched for."""
+        """Go to the next hit (-1: the one before): in this turn, else in the next that has one, on
+        whichever branch. False where nothing was searched for."""
         if not self._ids or self._transcript.show_found(step):
             return bool(self._ids)
         at = (self._ids.index(turn_id) + step) % len(self._ids) if turn_id in self._ids else 0

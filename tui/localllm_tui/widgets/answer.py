@@ -1,4 +1,5 @@
-"""An answer on screen: streams as Markdown, and never draws the whole of it again; its tool calls are folded in it."""
+"""An answer on screen: streams as Markdown, and never draws the whole of it again; its tool calls
+are folded in it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from localllm_tui.widgets.line_filters import label
 from localllm_tui.widgets.text import GrowingText
 from localllm_tui.widgets.transcript import Transcript, TurnView
 
-# 15 frames a second look continuous. But drawing takes CPU time from the model: a frame waits until the CPU time of this
-# thread since the last frame is at most this share of the time passed, or until a second is over.
+# 15 frames a second look continuous. But drawing takes CPU time from the model: a frame waits until
+# the CPU time of this thread since the last frame is at most this share of the time passed, or
+# until a second is over.
 DRAW_EVERY_S = 1 / 15
 DRAW_SHARE = 0.1
 DRAW_AT_LEAST_EVERY_S = 1.0
@@ -33,7 +35,8 @@ FOLDED: dict[str, Any] = {"collapsed": True, "collapsed_symbol": "▸", "expande
 
 
 class AnswerView(TurnView):
-    """An answer: the thinking (folded), the Markdown text, and a line under it. Streams by `feed`, ends by `settle`."""
+    """An answer: the thinking (folded), the Markdown text, and a line under it. Streams by `feed`,
+    ends by `settle`."""
 
     DEFAULT_CSS = """
     AnswerView { border-left: solid $foreground 40%; }
@@ -63,7 +66,8 @@ class AnswerView(TurnView):
         self._note = note
         self._ran: list[ToolResult] = []
         self._timer: Timer | None = None
-        self._drawn = (0.0, float("-inf"))  # CPU seconds of this thread, and the time, at the last frame
+        # CPU seconds of this thread, and the time, at the last frame
+        self._drawn = (0.0, float("-inf"))
 
     def compose(self) -> ComposeResult:
         yield self._headline()
@@ -126,7 +130,8 @@ class AnswerView(TurnView):
         line.update(note)
 
     def toggle_thinking(self) -> bool:
-        """Fold or unfold the thinking, else what the answer folds itself (<details>); False when there is neither."""
+        """Fold or unfold the thinking, else what the answer folds itself (<details>); False when
+        there is neither."""
         if self._thought.source:
             fold = self._thinking
             fold.collapsed = not fold.collapsed
@@ -149,7 +154,9 @@ class AnswerView(TurnView):
     def _may_draw(self) -> bool:
         cpu_s, at_s = self._drawn
         passed_s = time.monotonic() - at_s
-        return passed_s >= DRAW_AT_LEAST_EVERY_S or time.thread_time() - cpu_s <= DRAW_SHARE * passed_s
+        return (
+            passed_s >= DRAW_AT_LEAST_EVERY_S or time.thread_time() - cpu_s <= DRAW_SHARE * passed_s
+        )
 
     def _draw_thought(self, *, done: bool) -> None:
         new, self._pending_thought = self._pending_thought, ""
@@ -176,7 +183,8 @@ class ToolFold(Collapsible):
         said = f"{len(ran.result):,} characters" if ran.allowed else "did not run"
         call = " ".join(printable(f"{ran.call.name} {ran.call.arguments}").split())
         inside = Static(printable(f"{ran.call.arguments}\n→ {ran.result}"), markup=False)
-        # Collapsible asks for a string, and takes what needs no parsing: there is no escape that Textual always undoes.
+        # Collapsible asks for a string, and takes what needs no parsing: there is no escape that
+        # Textual always undoes.
         title = label(f"tool: {elide(call, 60)} · {said}")
         super().__init__(inside, title=title, **FOLDED)  # type: ignore[arg-type]
 

@@ -65,7 +65,9 @@ _BEHIND, _BEHIND_INLINE = 0.06, 0.1
 def palette(variables: Mapping[str, str]) -> Console:
     """A console whose theme maps the names of `STYLES` to a theme's variables."""
     behind = _grounds(variables)
-    styles = {name: _style(variables, look, tuple(behind.values())) for name, look in STYLES.items()}
+    styles = {
+        name: _style(variables, look, tuple(behind.values())) for name, look in STYLES.items()
+    }
     styles["code.block"] = Style()
     for name in styles.keys() & behind.keys():
         styles[name] += Style(bgcolor=_rich(behind[name]))
@@ -74,9 +76,11 @@ def palette(variables: Mapping[str, str]) -> Console:
 
 
 def _grounds(variables: Mapping[str, str]) -> dict[str, Color]:
-    """What stands behind text, by the style that has it there ("": the screen's background); none where the colours are the
-    terminal's own, of which there are no shades."""
-    behind, front, warning = (_colour(variables, name) for name in ("background", "foreground", "warning"))
+    """What stands behind text, by the style that has it there ("": the screen's background); none
+    where the colours are the terminal's own, of which there are no shades."""
+    behind, front, warning = (
+        _colour(variables, name) for name in ("background", "foreground", "warning")
+    )
     if behind is None or behind.ansi is not None or front is None or warning is None:
         return {}
     grounds = {
@@ -122,7 +126,8 @@ def highlighted(code: str, language: str) -> Text:
     except ClassNotFound:
         return Text(code, "code.block")
     text = Text(style="code.block")
-    for kind, piece in lexer.get_tokens(f"{code}\n"):  # without its end a line may be no line to a lexer
+    # without its end a line may be no line to a lexer
+    for kind, piece in lexer.get_tokens(f"{code}\n"):
         while kind is not None and f"code.{str(kind)[6:]}" not in STYLES:
             kind = kind.parent
         text.append(piece, f"code.{str(kind)[6:]}" if kind is not None else "")

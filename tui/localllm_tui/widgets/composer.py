@@ -1,4 +1,5 @@
-"""The input at the bottom: many lines, Enter sends, slash commands complete, earlier questions come back."""
+"""The input at the bottom: many lines, Enter sends, slash commands complete, earlier questions come
+back."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.characters import after, before
 from localllm_tui.control.commands import Command, matching, parse
 from localllm_tui.control.keys import COMPOSER
-from localllm_tui.messages import FilesDropped, FilesWanted, MuchPasted, QuestionSubmitted, ScrollTranscript
+from localllm_tui.messages import (
+    FilesDropped,
+    FilesWanted,
+    MuchPasted,
+    QuestionSubmitted,
+    ScrollTranscript,
+)
 from localllm_tui.widgets.graphemes import KeysInOrder
 from localllm_tui.widgets.slash_menu import SlashMenu
 
@@ -32,7 +39,8 @@ _CAUGHT = caught_by(COMPOSER)
 
 
 class Composer(KeysInOrder, TextArea):
-    """A TextArea that grows with its text up to eight rows. Posts QuestionSubmitted; never clears itself."""
+    """A TextArea that grows with its text up to eight rows. Posts QuestionSubmitted; never clears
+    itself."""
 
     DEFAULT_CSS = """
     Composer {
@@ -47,7 +55,9 @@ class Composer(KeysInOrder, TextArea):
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(COMPOSER)
 
     def __init__(self, menu: SlashMenu) -> None:
-        super().__init__(id="composer", soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
+        super().__init__(
+            id="composer", soft_wrap=True, show_line_numbers=False, tab_behavior="focus"
+        )
         self.menu = menu
         self.earlier_questions: list[str] = []
         self._shown_earlier = 0
@@ -89,7 +99,8 @@ class Composer(KeysInOrder, TextArea):
         return acts[action]()
 
     async def keys_handled(self) -> None:
-        """Wait until what was typed before is in the text: a key that the screen takes overtakes those on their way here."""
+        """Wait until what was typed before is in the text: a key that the screen takes overtakes
+        those on their way here."""
         done = asyncio.Event()
         if self.is_running and self.call_later(done.set):
             await done.wait()
@@ -99,7 +110,8 @@ class Composer(KeysInOrder, TextArea):
         self.move_cursor(self.document.end)
 
     def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
-        """As TextArea does; but an undo calls it while the cursor is still beyond the end of the text."""
+        """As TextArea does; but an undo calls it while the cursor is still beyond the end of the
+        text."""
         if self.cursor_location > self.document.end:
             self.move_cursor(self.document.end)
         return super().scroll_cursor_visible(center, animate)
@@ -113,7 +125,11 @@ class Composer(KeysInOrder, TextArea):
     def get_cursor_right_location(self) -> Location:
         row, column = self.cursor_location
         line = self.document.get_line(row)
-        return (row, after(line, column)) if column < len(line) else super().get_cursor_right_location()
+        return (
+            (row, after(line, column))
+            if column < len(line)
+            else super().get_cursor_right_location()
+        )
 
     def action_newline(self) -> None:
         self.insert("\n")
@@ -123,13 +139,18 @@ class Composer(KeysInOrder, TextArea):
 
     @property
     def _chosen(self) -> Command | None:
-        """What the menu has chosen of what it offers for this very text: keys may come faster than it hears of changes."""
+        """What the menu has chosen of what it offers for this very text: keys may come faster than
+        it hears of changes."""
         self.menu.offer(self.text)
         return self.menu.chosen
 
     def _send(self) -> bool:
         chosen = self._chosen
-        if chosen is not None and self.text != f"/{chosen.name}" and parse(self.text) != (chosen.name, ""):
+        if (
+            chosen is not None
+            and self.text != f"/{chosen.name}"
+            and parse(self.text) != (chosen.name, "")
+        ):
             needs_more = bool(chosen.argument) and not chosen.argument.startswith("[")
             self.replace_text(f"/{chosen.name}" + (" " if needs_more else ""))
             if needs_more:

@@ -29,7 +29,10 @@ def readable(colour: Color, grounds: tuple[Color, ...], least: float = READABLE)
     """`colour`, or as little lighter or darker as it can be read on each of these."""
     if colour.ansi is not None or any(ground.ansi is not None for ground in grounds):
         return colour  # the terminal's own: it has chosen them
-    towards = max((Color(0, 0, 0), Color(255, 255, 255)), key=lambda end: min(contrast(end, g) for g in grounds))
+    towards = max(
+        (Color(0, 0, 0), Color(255, 255, 255)),
+        key=lambda end: min(contrast(end, g) for g in grounds),
+    )
     for step in range(41):
         moved = colour.blend(towards, step / 40)
         if all(contrast(moved, ground) >= least for ground in grounds):
@@ -38,12 +41,13 @@ def readable(colour: Color, grounds: tuple[Color, ...], least: float = READABLE)
 
 
 def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of a theme's variables those that text here is written in: `hint` for what explains, `accent-text` for what leads the
-    eye, each readable on the background and panels of the theme. And scrollbars, cursors and frames, which have nothing but its
-    greys and its accent."""
+    """Of a theme's variables those that text here is written in: `hint` for what explains,
+    `accent-text` for what leads the eye, each readable on the background and panels of the theme.
+    And scrollbars, cursors and frames, which have nothing but its greys and its accent."""
     grounds = tuple(Color.parse(variables[name]) for name in ("background", "surface"))
     foreground, accent = Color.parse(variables["foreground"]), Color.parse(variables["accent"])
-    if foreground.ansi is not None or accent.ansi is not None:  # the terminal's own, of which there are no shades
+    # the terminal's own, of which there are no shades
+    if foreground.ansi is not None or accent.ansi is not None:
         return {"hint": foreground.css, "accent-text": accent.css, "scrollbar": "ansi_bright_black"}
     grounds += (grounds[0].blend(foreground, SELECTED),)
     thumb, thumb_used = (grounds[0].blend(foreground, share).hex for share in (0.25, 0.45))
@@ -54,7 +58,8 @@ def readable_tokens(variables: Mapping[str, str]) -> dict[str, str]:
         "scrollbar": thumb,
         "scrollbar-hover": thumb_used,
         "scrollbar-active": thumb_used,
-        # One accent: cursors of lists have it as well, whether the keys go there or to an input above.
+        # One accent: cursors of lists have it as well, whether the keys go there or to an input
+        # above.
         "block-cursor-background": cursor.hex,
         "block-cursor-blurred-background": cursor.hex,
         "block-cursor-foreground": readable(foreground, (cursor,)).hex,

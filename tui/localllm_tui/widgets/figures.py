@@ -1,4 +1,5 @@
-"""The figures around the conversation: the status line below it, the head line above it, the panel beside it."""
+"""The figures around the conversation: the status line below it, the head line above it, the panel
+beside it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class StatusLine(Widget):
 
     def render(self) -> Text:
         width = max(_LEAST_COLUMNS, self.content_size.width)
-        return Text(status_text(self._numbers, width) if self._numbers is not None else "", no_wrap=True)
+        return Text(
+            status_text(self._numbers, width) if self._numbers is not None else "", no_wrap=True
+        )
 
 
 _HEAD_GAP = " · "
@@ -45,7 +48,8 @@ _LEAST_SYSTEM_CELLS = 24
 
 
 class HeadLine(Static):
-    """The conversation's title, which server answers and how, and the system prompt; hidden when empty."""
+    """The conversation's title, which server answers and how, and the system prompt; hidden when
+    empty."""
 
     DEFAULT_CSS = """
     HeadLine { height: 1; padding: 0 2; color: $hint; text-wrap: nowrap; text-overflow: ellipsis; display: none; }
@@ -56,14 +60,19 @@ class HeadLine(Static):
         super().__init__("", id="head", markup=False)
         self._shown = ("", False)
 
-    def show(self, parts: list[str], system: str, *, busy: bool, width: int, title: str = "") -> None:
-        """Show these after the `title`, and the system prompt in what room is left of `width` cells; `busy`: something is waited for."""
+    def show(
+        self, parts: list[str], system: str, *, busy: bool, width: int, title: str = ""
+    ) -> None:
+        """Show these after the `title`, and the system prompt in what room is left of `width`
+        cells; `busy`: something is waited for."""
         said = _HEAD_GAP.join(printable(part) for part in parts if part)
         prompt = "system: " + " ".join(printable(system).split()) if system else ""
         title = elide(one_line(title), max(16, width // 3))
         room = width - 4 - (cell_len(title) + len(_HEAD_GAP) if title else 0)
         room -= (len(prompt[:_LEAST_SYSTEM_CELLS]) + len(_HEAD_GAP)) if prompt else 0
-        line = _HEAD_GAP.join(part for part in (elide(said, max(8, room)) if said else "", prompt) if part)
+        line = _HEAD_GAP.join(
+            part for part in (elide(said, max(8, room)) if said else "", prompt) if part
+        )
         shown = Text.assemble((title, "bold"), _HEAD_GAP if title and line else "", line)
         if (shown.plain, busy) != self._shown:
             self._shown = shown.plain, busy
@@ -114,7 +123,9 @@ class GlassPanel(Static):
         """Make room for the conversation where the terminal is `narrow`."""
         self.set_class(narrow, "narrow")
 
-    def show(self, physics: ModelPhysics | None, speed: AnswerSpeed | None, loading: str = "") -> None:
+    def show(
+        self, physics: ModelPhysics | None, speed: AnswerSpeed | None, loading: str = ""
+    ) -> None:
         if (physics, speed, loading) != (self.physics, self.speed, self.loading_words):
             self.physics, self.speed, self.loading_words = physics, speed, loading
             self._draw()

@@ -1,4 +1,5 @@
-"""LaTeX between dollars and in \\(…\\) as Unicode: what is a formula in Markdown, and what it looks like in a terminal."""
+"""LaTeX between dollars and in \\(…\\) as Unicode: what is a formula in Markdown, and what it looks
+like in a terminal."""
 
 from __future__ import annotations
 
@@ -18,19 +19,30 @@ LONGEST = 2_000
 _DEEPEST = 8
 _INLINE = re.compile(
     r"\$\$(?P<shown>[^$]{1,2000})\$\$"
-    # Prices and shell variables have a space within, or a letter or digit behind; "the $n$th" has too.
+    # Prices and shell variables have a space within, or a letter or digit behind; "the $n$th" has
+    # too.
     r"|\$(?P<dollars>(?![\s$])[^$\n]{0,500}[^\s$\\])\$(?!(?!th\b)[\w$])"
     r"|\\\((?P<round>.{1,2000}?)\\\)|\\\[(?P<square>.{1,2000}?)\\\]",
     re.DOTALL,
 )
 _ENDS = {"$$": "$$", "\\[": "\\]"}
 _NAME, _GROUP = re.compile(r"\\[A-Za-z]+"), re.compile(r"\{[^{}]*\}")
-_SIGNS, _WORD, _LETTER = re.compile(r"[\\^_=<>+]"), re.compile(r"[^\W\d_]{3}"), re.compile(r"[^\W\d_]'*")
+_SIGNS, _WORD, _LETTER = (
+    re.compile(r"[\\^_=<>+]"),
+    re.compile(r"[^\W\d_]{3}"),
+    re.compile(r"[^\W\d_]'*"),
+)
 _SCRIPT = re.compile(r"([\^_])\s*(?:\{([^{}]*)\}|(\\[A-Za-z]+|[^\s\\{}]))")
 _RAISED = dict(
-    zip("0123456789+-=()abcdefghijklmnoprstuvwxyz*'", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ*′", strict=True)
+    zip(
+        "0123456789+-=()abcdefghijklmnoprstuvwxyz*'",
+        "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ᵃᵇᶜᵈᵉᶠᵍʰⁱʲᵏˡᵐⁿᵒᵖʳˢᵗᵘᵛʷˣʸᶻ*′",
+        strict=True,
+    )
 )
-_LOWERED = dict(zip("0123456789+-=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ", strict=True))
+_LOWERED = dict(
+    zip("0123456789+-=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ", strict=True)
+)
 _LOWERED[","] = _RAISED[","] = ","
 _RAISED |= {"\\top": "ᵀ", "\\circ": "°", "\\prime": "′", "T": "ᵀ"}
 _SIMPLE = re.compile(r"[\d.]*|[A-Za-z]{3,}|.[₀-₉ₐ-ₜᵢⱼ]*")
@@ -41,12 +53,15 @@ _RELATION = re.compile(r"[ \t]*([=<>≤≥≠≈≡∼≃≅∝→⟶←↔⇒�
 _COLUMNS = re.compile(r"(?<=\S) {4,}(?=\S)")
 # What the library does not know, or says in another sense: as text, and with as many arguments.
 _SAID = {
-    "ne": "≠", "neq": "≠", "iff": "⟺", "implies": "⟹", "land": "∧", "lor": "∨", "lnot": "¬", "dots": "…", "|": "‖",
+    "ne": "≠", "neq": "≠", "iff": "⟺", "implies": "⟹", "land": "∧", "lor": "∨", "lnot": "¬",
+    "dots": "…", "|": "‖",
     "quad": "  ", "qquad": "  ", "bmod": " mod ", "mod": " mod ",
-    **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits", "displaystyle", "!"), ""),
+    **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits",
+    "displaystyle", "!"), ""),
 }  # fmt: skip
 _TAKING = {
-    "dfrac": "{{", "tfrac": "{{", "cfrac": "{{", "binom": "{{", "operatorname": "{", "boxed": "{", "pmod": "{", "mathsf": "{",
+    "dfrac": "{{", "tfrac": "{{", "cfrac": "{{", "binom": "{{", "operatorname": "{", "boxed": "{",
+    "pmod": "{", "mathsf": "{",
 }  # fmt: skip
 # Stand for what must not be read again: an end of a name, _ and ^.
 _END, _LOW, _HIGH = "\x01", "\x02", "\x03"
@@ -55,7 +70,9 @@ _END, _LOW, _HIGH = "\x01", "\x02", "\x03"
 def with_formulas(parser: MarkdownIt) -> MarkdownIt:
     """`parser`, which makes nodes `formula` and `formula_block` of LaTeX."""
     parser.inline.ruler.before("escape", "formula", _inline_rule)
-    parser.block.ruler.before("fence", "formula_block", _block_rule, {"alt": ["paragraph", "reference", "blockquote"]})
+    parser.block.ruler.before(
+        "fence", "formula_block", _block_rule, {"alt": ["paragraph", "reference", "blockquote"]}
+    )
     return parser
 
 
@@ -76,7 +93,8 @@ def _inline_rule(state: StateInline, silent: bool) -> bool:
 
 
 def _block_rule(state: StateBlock, first: int, last: int, silent: bool) -> bool:
-    """Lines from $$ or \\[ to their end, or to a free line: what is not ended yet stands as it is."""
+    """Lines from $$ or \\[ to their end, or to a free line: what is not ended yet stands as it
+    is."""
     begun = _line_of(state, first)
     end = _ENDS.get(begun[:2], "")
     if state.is_code_block(first) or not end or not _begins_block(begun, end):
@@ -84,7 +102,12 @@ def _block_rule(state: StateBlock, first: int, last: int, silent: bool) -> bool:
     if silent:
         return True
     n, ended = first, end in begun[2:]
-    while not ended and n + 1 < last and _line_of(state, n + 1).strip() and state.sCount[n + 1] >= state.blkIndent:
+    while (
+        not ended
+        and n + 1 < last
+        and _line_of(state, n + 1).strip()
+        and state.sCount[n + 1] >= state.blkIndent
+    ):
         n += 1
         ended = _line_of(state, n).rstrip().endswith(end)
     token = state.push("formula_block", "", 0)
@@ -105,7 +128,8 @@ def _begins_block(line: str, end: str) -> bool:
 
 
 def is_formula(said: str) -> bool:
-    """Whether what stands between dollars is a formula, not the words between two prices: a sign of one and no words, or one letter."""
+    """Whether what stands between dollars is a formula, not the words between two prices: a sign of
+    one and no words, or one letter."""
     bare = _GROUP.sub("", _NAME.sub("", said))
     return bool(_LETTER.fullmatch(said) or (_SIGNS.search(said) and not _WORD.search(bare)))
 
@@ -118,15 +142,20 @@ def as_unicode(latex: str) -> str:
     try:
         reader, walker = _reader()
         said = reader.latex_to_text(_with_scripts(latex), latex_context=walker)
-    except Exception:  # whatever a library makes of what a model wrote: it is shown as it was written
+    except Exception:
+        # whatever a library makes of what a model wrote: it is shown as it was written
         return ""
     said = printable(said.replace(_LOW, "_").replace(_HIGH, "^"))
-    lines = [" ".join(_COLUMNS.sub(", ", _RELATION.sub(r" \1 ", line)).split()) for line in said.split("\n")]
+    lines = [
+        " ".join(_COLUMNS.sub(", ", _RELATION.sub(r" \1 ", line)).split())
+        for line in said.split("\n")
+    ]
     return "\n".join(line for line in lines if line)
 
 
 def _with_scripts(latex: str) -> str:
-    """Raised and lowered signs as Unicode where all of them have one, else in brackets; the innermost first."""
+    """Raised and lowered signs as Unicode where all of them have one, else in brackets; the
+    innermost first."""
     latex = _FUNCTIONS.sub(lambda found: f"{found[1]} {found[2]}" if found[1] else found[2], latex)
     for _ in range(_DEEPEST):
         before, latex = latex, _SCRIPT.sub(_script, latex)
@@ -151,7 +180,8 @@ def _reader() -> tuple[Any, Any]:
     from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_latex_context_db
     from pylatexenc.macrospec import std_macro
 
-    logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)  # it would tell the terminal what it does not know
+    # it would tell the terminal what it does not know
+    logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)
 
     def grouped(said: str) -> str:
         return said if _SIMPLE.fullmatch(said) else f"({said})"
@@ -171,7 +201,9 @@ def _reader() -> tuple[Any, Any]:
     def unknown(node: Any) -> str:
         raise ValueError(node.macroname)
 
-    ours = [MacroTextSpec(name, simplify_repl=fraction) for name in ("frac", "dfrac", "tfrac", "cfrac")]
+    ours = [
+        MacroTextSpec(name, simplify_repl=fraction) for name in ("frac", "dfrac", "tfrac", "cfrac")
+    ]
     ours += [MacroTextSpec("sqrt", simplify_repl=root), MacroTextSpec("binom", "(%s choose %s)")]
     ours += [MacroTextSpec(name, "%s") for name in ("operatorname", "mathsf")]
     ours += [MacroTextSpec("boxed", "[%s]"), MacroTextSpec("pmod", " (mod %s)")]
@@ -179,5 +211,7 @@ def _reader() -> tuple[Any, Any]:
     texts, walker = get_default_latex_context_db(), latexwalker.get_default_latex_context_db()
     texts.add_context_category("terminal", prepend=True, macros=ours)
     texts.set_unknown_macro_spec(MacroTextSpec("", simplify_repl=unknown))
-    walker.add_context_category("terminal", prepend=True, macros=[std_macro(*macro) for macro in _TAKING.items()])
+    walker.add_context_category(
+        "terminal", prepend=True, macros=[std_macro(*macro) for macro in _TAKING.items()]
+    )
     return LatexNodes2Text(latex_context=texts, math_mode="text"), walker

@@ -18,12 +18,18 @@ else:
 
 
 class KeysInOrder(_Base):
-    """Does at once what its keys are bound to. Textual asks for that when the key has come up to the app, and what is typed meanwhile
-    overtakes it: of "ab", Backspace, "c" on a slow machine the c was removed."""
+    """Does at once what its keys are bound to. Textual asks for that when the key has come up to
+    the app, and what is typed meanwhile overtakes it: of "ab", Backspace, "c" on a slow machine the
+    c was removed."""
 
     async def _on_key(self, event: events.Key) -> None:
         bound = None if event.is_printable else self.screen.active_bindings.get(event.key)
-        if bound is not None and bound.node is self and bound.enabled and self.edits(bound.binding.action):
+        if (
+            bound is not None
+            and bound.node is self
+            and bound.enabled
+            and self.edits(bound.binding.action)
+        ):
             event.stop()
             event.prevent_default()
             await self.run_action(bound.binding.action)
@@ -31,7 +37,8 @@ class KeysInOrder(_Base):
             await super()._on_key(event)
 
     def edits(self, action: str) -> bool:
-        """Whether that is done to the text or its cursor now; what is not is the screen's, as it always was."""
+        """Whether that is done to the text or its cursor now; what is not is the screen's, as it
+        always was."""
         return not action.startswith("scroll_")
 
 

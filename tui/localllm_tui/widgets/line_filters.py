@@ -1,4 +1,5 @@
-"""Text from models, tools and files is shown, never obeyed: frames without markup, lines without control characters; NO_COLOR."""
+"""Text from models, tools and files is shown, never obeyed: frames without markup, lines without
+control characters; NO_COLOR."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from localllm_tui.widgets.contrast import contrast
 
 
 class NoControls(LineFilter):
-    """Removes control characters from every line on its way to the terminal, whichever widget drew it."""
+    """Removes control characters from every line on its way to the terminal, whichever widget drew
+    it."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        if all(text.isprintable() for text, _, _ in segments):  # nearly always, and much faster than to look for them
+        # nearly always, and much faster than to look for them
+        if all(text.isprintable() for text, _, _ in segments):
             return segments
         return [Segment(printable(text), style, control) for text, style, control in segments]
 
@@ -35,11 +38,15 @@ def label(text: str) -> Content:
 
 
 class NoColors(LineFilter):
-    """Removes colours from each style; bold, dim, underline and reverse stay. What a colour alone marks, a cursor of any
-    list or a selection, stands on another ground than the rest: it is reversed."""
+    """Removes colours from each style; bold, dim, underline and reverse stay. What a colour alone
+    marks, a cursor of any list or a selection, stands on another ground than the rest: it is
+    reversed."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [Segment(text, style and _uncoloured(style, background), control) for text, style, control in segments]
+        return [
+            Segment(text, style and _uncoloured(style, background), control)
+            for text, style, control in segments
+        ]
 
 
 # Panels and shades behind code are closer to the ground than this, cursors further from it.

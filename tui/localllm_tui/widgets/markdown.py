@@ -1,7 +1,9 @@
-"""Markdown as rows of text at a width, so that what an answer said before costs nothing while it goes on.
+"""Markdown as rows of text at a width, so that what an answer said before costs nothing while it
+goes on.
 
-Textual's own Markdown is a widget for each block, item and cell, and every frame looks at all of them: at 8,000 characters a
-frame took 130 ms, at 100,000 it took 300. Here a finished block is laid out once, and what is drawn are the rows on screen.
+Textual's own Markdown is a widget for each block, item and cell, and every frame looks at all of
+them: at 8,000 characters a frame took 130 ms, at 100,000 it took 300. Here a finished block is laid
+out once, and what is drawn are the rows on screen.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from rich.text import Text
 from localllm_tui.widgets.code import highlighted
 from localllm_tui.widgets.formulas import as_unicode, with_formulas
 
-# Code is highlighted and wrapped in chunks of this many lines, each once, so that a long listing can grow.
+# Code is highlighted and wrapped in chunks of this many lines, each once, so that a long listing
+# can grow.
 CODE_LINES = 60
 # Only `Text.wrap` asks for it, and it wants it for nothing that is used here.
 _CONSOLE = Console(width=80)
@@ -31,7 +34,9 @@ _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
 _MARKS = {"strong": "bold", "em": "italic", "s": "strike", "link": "link"}
 _ADDRESSES = {"image": "src", "link": "href"}
-_FOLD = re.compile(r"<(/?)details\b[^<>]{0,80}>(?:\s*<summary>(.*?)</summary>)?", re.IGNORECASE | re.DOTALL)
+_FOLD = re.compile(
+    r"<(/?)details\b[^<>]{0,80}>(?:\s*<summary>(.*?)</summary>)?", re.IGNORECASE | re.DOTALL
+)
 _TAG = re.compile(r"<[^<>]{0,200}>")
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 # Of <details>: how many there were, and those that are not ended.
@@ -40,7 +45,8 @@ _Folds: TypeAlias = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class MarkdownRow:
-    """A line on screen. Its styles are names of `code.STYLES`, for a theme to say what they look like."""
+    """A line on screen. Its styles are names of `code.STYLES`, for a theme to say what they look
+    like."""
 
     text: Text
     soft: bool = False  # goes on with the line of the row before
@@ -51,7 +57,8 @@ class MarkdownRow:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What is laid out at once: its rows, the line of the tail it begins at, and which item of a list it is, but the first."""
+    """What is laid out at once: its rows, the line of the tail it begins at, and which item of a
+    list it is, but the first."""
 
     rows: list[MarkdownRow]
     line: int
@@ -61,16 +68,19 @@ class _Piece:
 
 
 class MarkdownRows:
-    """A text that grows by `add`, laid out as rows. `plain`: it is no Markdown; `folds`: what <details> hold shows when asked for."""
+    """A text that grows by `add`, laid out as rows. `plain`: it is no Markdown; `folds`: what
+    <details> hold shows when asked for."""
 
     def __init__(self, text: str = "", *, plain: bool = False, folds: bool = True) -> None:
         self.source = text
-        self._tail = text  # from the beginning of its last block on: only that may become another one
+        # from the beginning of its last block on: only that may become another one
+        self._tail = text
         self.finished = 0  # the rows of what is before
         self._plain = plain
         self._width = 0
         self._rows: list[MarkdownRow] = []
-        self._number: int | None = None  # of the item that the tail begins with, where its list began before
+        # of the item that the tail begins with, where its list began before
+        self._number: int | None = None
         # Where links lead may be said at the end, for all of the text.
         self._links: dict[str, Any] = {}
         self._links_came = False
@@ -123,7 +133,8 @@ class MarkdownRows:
         del self._rows[self.finished :]
         lines = _lines(self._tail)
         pieces = [*(self._lines(lines) if self._plain else self._pieces())]
-        # What a line begins is not known before the end of that line: "-" may become "--- ", or a word of the line before.
+        # What a line begins is not known before the end of that line: "-" may become "--- ", or a
+        # word of the line before.
         begun = max((n for n, piece in enumerate(pieces) if piece.line < len(lines) - 1), default=0)
         for n, piece in enumerate(pieces):
             if n == begun and n:
@@ -148,7 +159,9 @@ class MarkdownRows:
         for n, node in enumerate(nodes):
             hidden = self._unfolded is not None and not self._unfolded.issuperset(folds[1])
             if node.type in _LISTS:
-                pieces = [*self._items(node, self._number if n == 0 else None, fences, folds, hidden)]
+                pieces = [
+                    *self._items(node, self._number if n == 0 else None, fences, folds, hidden)
+                ]
             else:
                 pieces = [self._block_piece(node, fences, folds, hidden)]
             if above and pieces and pieces[0].rows and pieces[0].number is None:
@@ -161,7 +174,8 @@ class MarkdownRows:
     def _items(
         self, node: SyntaxTreeNode, begun: int | None, fences: int, folds: _Folds, hidden: bool
     ) -> Iterator[_Piece]:
-        """A piece for each item of a list; `begun`: the number of its first, where the list began before the tail."""
+        """A piece for each item of a list; `begun`: the number of its first, where the list began
+        before the tail."""
         for k, item in enumerate(node.children):
             fences = _number_fences(item, fences)
             number = (_first(node) if begun is None else begun) + k
@@ -169,12 +183,16 @@ class MarkdownRows:
             later = k > 0 or begun is not None
             yield _Piece(rows, _line(item), number if later else None, fences, folds)
 
-    def _block_piece(self, node: SyntaxTreeNode, fences: int, folds: _Folds, hidden: bool) -> _Piece:
+    def _block_piece(
+        self, node: SyntaxTreeNode, fences: int, folds: _Folds, hidden: bool
+    ) -> _Piece:
         fences = _number_fences(node, fences)
         if node.type == "html_block":
             html = _Details(folds, self._unfolded)
             lines = html.lines(node.content)
-            return _Piece([*_wrapped_all(lines, self._width)], _line(node), fences=fences, folds=html.folds)
+            return _Piece(
+                [*_wrapped_all(lines, self._width)], _line(node), fences=fences, folds=html.folds
+            )
         rows = [] if hidden else [*_block(node, self._width)]
         return _Piece(rows, _line(node), fences=fences, folds=folds)
 
@@ -202,7 +220,7 @@ def _lines(text: str) -> list[str]:
     return re.split(r"(?<=\n)", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-# -- blocks ----------------------------------------------------------------------------------------------------------
+# -- blocks ----------------------------------------------------------------------------------------
 
 
 def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[MarkdownRow]:
@@ -211,7 +229,9 @@ def _block(node: SyntaxTreeNode, width: int, depth: int = 0) -> Iterator[Markdow
         for n, item in enumerate(node.children):
             yield from _item(node, item, _first(node) + n, width, depth)
     elif node.type == "blockquote":
-        yield from _led(_stacked(node.children, width - 2, depth), Text("▌ ", "quote"), Text("▌ ", "quote"))
+        yield from _led(
+            _stacked(node.children, width - 2, depth), Text("▌ ", "quote"), Text("▌ ", "quote")
+        )
     else:
         leaf = _LEAVES.get(node.type)
         yield from leaf(node, width) if leaf is not None else _wrapped(_inline(node), width)
@@ -236,8 +256,9 @@ def _formula(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
 
 
 class _Details:
-    """HTML as it was written, with the summaries of <details> instead of its tags: a click folds what it holds. Behind `folds`,
-    which go on with what is read; only the `unfolded` are shown (None: all)."""
+    """HTML as it was written, with the summaries of <details> instead of its tags: a click folds
+    what it holds. Behind `folds`, which go on with what is read; only the `unfolded` are shown
+    (None: all)."""
 
     def __init__(self, folds: _Folds, unfolded: Container[int] | None) -> None:
         self.folds, self._unfolded = folds, unfolded
@@ -270,7 +291,9 @@ class _Details:
         return line
 
 
-def _stacked(nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False) -> Iterator[MarkdownRow]:
+def _stacked(
+    nodes: Iterable[SyntaxTreeNode], width: int, depth: int, *, tight: bool = False
+) -> Iterator[MarkdownRow]:
     """Blocks below each other, a free row between them."""
     for n, node in enumerate(nodes):
         if n and not (tight and node.type in (*_LISTS, "paragraph")):
@@ -282,10 +305,14 @@ def _first(node: SyntaxTreeNode) -> int:
     return int(node.attrs.get("start", 1))
 
 
-def _item(node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0) -> Iterator[MarkdownRow]:
+def _item(
+    node: SyntaxTreeNode, item: SyntaxTreeNode, number: int, width: int, depth: int = 0
+) -> Iterator[MarkdownRow]:
     boxes = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
     bullet = f"{number}. " if node.type == "ordered_list" else f"{_BULLETS[depth % len(_BULLETS)]} "
-    inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [MarkdownRow(Text(""))]
+    inside = list(_stacked(item.children, width - len(bullet), depth + 1, tight=True)) or [
+        MarkdownRow(Text(""))
+    ]
     box = boxes.get(inside[0].text.plain[:4])
     if box is not None:
         bullet, inside[0] = box.ljust(len(bullet)), replace(inside[0], text=inside[0].text[4:])
@@ -325,11 +352,16 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
         style = "table.head" if part.type == "thead" else ""
         lines += [_cells(line, style) for line in part.children]
     widths = _columns(lines, width)
-    right = ["right" in str(cell.attrs.get("style", "")) for cell in node.children[0].children[0].children]
+    right = [
+        "right" in str(cell.attrs.get("style", ""))
+        for cell in node.children[0].children[0].children
+    ]
     for n, line in enumerate(lines):
         cells = [_cell_rows(cell, room) for cell, room in zip(line, widths, strict=True)]
         for pieces in itertools.zip_longest(*cells, fillvalue=Text("")):
-            yield MarkdownRow(_beside([_padded(*cell) for cell in zip(pieces, widths, right, strict=True)]))
+            yield MarkdownRow(
+                _beside([_padded(*cell) for cell in zip(pieces, widths, right, strict=True)])
+            )
         if n == 0:
             yield MarkdownRow(Text("─┼─".join("─" * room for room in widths), "rule"))
 
@@ -344,7 +376,8 @@ def _cell_rows(cell: Text, room: int) -> list[Text]:
 
 _LEAVES: dict[str, Callable[[SyntaxTreeNode, int], Iterator[MarkdownRow]]] = {
     "heading": lambda node, width: _wrapped(_inline(node, f"heading.{node.tag}"), width),
-    "fence": _code_block, "code_block": _code_block, "table": _table, "html_block": _html, "formula_block": _formula,
+    "fence": _code_block, "code_block": _code_block, "table": _table, "html_block": _html,
+    "formula_block": _formula,
     "hr": lambda _, width: iter([MarkdownRow(Text("─" * width, "rule"))]),
 }  # fmt: skip
 
@@ -380,7 +413,7 @@ def _cell_width(cell: Text) -> int:
     return max(map(cell_len, cell.plain.split("\n")), default=0)
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[MarkdownRow]:

@@ -1,4 +1,5 @@
-"""The commands that what is typed may become, above the input: arrows choose, Tab fills, Enter runs."""
+"""The commands that what is typed may become, above the input: arrows choose, Tab fills, Enter
+runs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _NAME_CELLS = 22
 
 
 class SlashMenu(OptionList, can_focus=False):
-    """Hidden while there is nothing to offer. The keys stay with the input, which asks for what is `chosen`."""
+    """Hidden while there is nothing to offer. The keys stay with the input, which asks for what is
+    `chosen`."""
 
     DEFAULT_CSS = """
     SlashMenu {
@@ -29,7 +31,11 @@ class SlashMenu(OptionList, can_focus=False):
     @property
     def chosen(self) -> Command | None:
         """The highlighted command; None while the menu is hidden."""
-        return self._offered[self.highlighted] if self._offered and self.highlighted is not None else None
+        return (
+            self._offered[self.highlighted]
+            if self._offered and self.highlighted is not None
+            else None
+        )
 
     def offer(self, typed: str) -> None:
         found = offered(typed)

@@ -32,7 +32,9 @@ class Slider(Static, Generic[T]):
     class Moved(Message):
         """Another value was chosen."""
 
-    def __init__(self, label: str, values: Sequence[T], words: Callable[[T], str], *, value: T, name: str) -> None:
+    def __init__(
+        self, label: str, values: Sequence[T], words: Callable[[T], str], *, value: T, name: str
+    ) -> None:
         super().__init__("", id=name, markup=False)
         self.label, self.values, self.words = label, list(values), words
         self._at = self.values.index(value)

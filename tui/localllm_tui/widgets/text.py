@@ -1,4 +1,5 @@
-"""A long text as one widget: however much there is above it, a frame draws the rows on screen and lays out its last block."""
+"""A long text as one widget: however much there is above it, a frame draws the rows on screen and
+lays out its last block."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _OPENED = ("http", "https", "mailto")
 
 
 class GrowingText(Widget):
-    """Markdown, or plain text (`plain`), that grows by `add`. A click on a link opens it; the mouse selects text."""
+    """Markdown, or plain text (`plain`), that grows by `add`. A click on a link opens it; the mouse
+    selects text."""
 
     DEFAULT_CSS = """
     GrowingText { height: auto; width: 1fr; }
@@ -48,7 +50,8 @@ class GrowingText(Widget):
         self._changed(self.rows.finished)
 
     def mark(self, searched: re.Pattern[str] | None, now: int = -1) -> list[int]:
-        """Mark what was searched for, most of all in the row `now`; returns the rows that have it."""
+        """Mark what was searched for, most of all in the row `now`; returns the rows that have
+        it."""
         if (searched, now) != (self._searched, self._found_now):
             if searched is not None:
                 self.fold(self.rows.folds, away=False)
@@ -56,7 +59,11 @@ class GrowingText(Widget):
             self._strips.clear()
             self.refresh()
         rows = self.rows.at(self.size.width) if searched is not None and self.size.width else []
-        return [y for y, row in enumerate(rows) if searched is not None and searched.search(row.text.plain)]
+        return [
+            y
+            for y, row in enumerate(rows)
+            if searched is not None and searched.search(row.text.plain)
+        ]
 
     def fold(self, numbers: Sequence[int], *, away: bool) -> None:
         """Show what these <details> hold, or put it `away`."""
@@ -82,9 +89,11 @@ class GrowingText(Widget):
         for y in [y for y in self._strips if y >= first]:
             del self._strips[y]
         taller = self.size.height != len(self.rows.at(self.size.width)) if self.size.width else True
-        self.refresh(Region(0, first, self.size.width, max(1, self.size.height - first)), layout=taller)
+        self.refresh(
+            Region(0, first, self.size.width, max(1, self.size.height - first)), layout=taller
+        )
 
-    # -- what Textual asks --------------------------------------------------------------------------------------------
+    # -- what Textual asks -------------------------------------------------------------------------
 
     def get_content_width(self, container: Size, viewport: Size) -> int:
         return container.width
@@ -119,14 +128,18 @@ class GrowingText(Widget):
             text.highlight_regex(self._searched, "found.now" if y == self._found_now else "found")
         if selected is not None:
             text, (start, end) = text.copy(), selected
-            text.stylize(self.screen.get_component_rich_style("screen--selection"), start, None if end == -1 else end)
+            text.stylize(
+                self.screen.get_component_rich_style("screen--selection"),
+                start,
+                None if end == -1 else end,
+            )
         # Rendering leaves out the style of the whole text.
         whole = base + self._look.get_style(text.style)
         segments = [*Segment.apply_style(text.render(self._look, end=""), whole)]
         fill = base + self._look.get_style(row.fill) if row.fill else base
         return Strip(segments).adjust_cell_length(width, fill).apply_offsets(0, y)
 
-    # -- selecting and following links --------------------------------------------------------------------------------
+    # -- selecting and following links -------------------------------------------------------------
 
     def selection_updated(self, selection: Selection | None) -> None:
         self.refresh()
@@ -149,11 +162,17 @@ class GrowingText(Widget):
         self.post_message(CopyWanted(*code_block(self.source, number, "this turn")))
 
     def action_link(self, address: str) -> None:
-        """Open a link, if it is a web page: a model may write any address, and some start programs."""
+        """Open a link, if it is a web page: a model may write any address, and some start
+        programs."""
         if urlsplit(address).scheme.lower() in _OPENED:
             self.app.open_url(address)
         else:
-            self.notify(f"not opened, as it is no web page: {address}", severity="warning", timeout=6, markup=False)
+            self.notify(
+                f"not opened, as it is no web page: {address}",
+                severity="warning",
+                timeout=6,
+                markup=False,
+            )
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,5 @@
-"""Small pictures of the images that go with a question, in terminals that draw pictures, where the extra `thumbnails` is installed."""
+"""Small pictures of the images that go with a question, in terminals that draw pictures, where the
+extra `thumbnails` is installed."""
 
 from __future__ import annotations
 
@@ -33,12 +34,14 @@ asked = False
 
 def possible() -> bool:
     """Whether pictures may be drawn here, which the terminal says when there is one."""
-    return drawing is not None or (not asked and importlib.util.find_spec("textual_image") is not None)
+    return drawing is not None or (
+        not asked and importlib.util.find_spec("textual_image") is not None
+    )
 
 
 def prepare() -> None:
-    """Ask the terminal whether it draws pictures (Sixel, or Kitty's protocol). Not while the screen is open: then the
-    terminal's answers would be taken for keys."""
+    """Ask the terminal whether it draws pictures (Sixel, or Kitty's protocol). Not while the screen
+    is open: then the terminal's answers would be taken for keys."""
     global drawing, asked
     asked = True
     # Its log would be written over the screen.
@@ -69,8 +72,8 @@ class Thumbnails(Horizontal):
 
     async def _draw(self) -> None:
         if drawing is None and not asked:
-            # With the first picture, not with the start: what knows of terminals takes a third of a second to load, and
-            # waits for those that do not answer.
+            # With the first picture, not with the start: what knows of terminals takes a third of a
+            # second to load, and waits for those that do not answer.
             with suppress(SuspendNotSupported), self.app.suspend():
                 prepare()
         if drawing is None:

@@ -1,4 +1,5 @@
-"""The conversation on screen: a turn of it, and the scrolling list that follows its end while that grows."""
+"""The conversation on screen: a turn of it, and the scrolling list that follows its end while that
+grows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from textual.widgets import Static
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.keys import TURN
 from localllm_tui.control.terminal import one_line
-from localllm_tui.messages import MoreTurnsWanted, SelectionEnded, TurnAsked, TurnClicked, TurnSelected
+from localllm_tui.messages import (
+    MoreTurnsWanted,
+    SelectionEnded,
+    TurnAsked,
+    TurnClicked,
+    TurnSelected,
+)
 from localllm_tui.widgets.contrast import SELECTED
 from localllm_tui.widgets.text import GrowingText
 
@@ -61,11 +68,16 @@ class TurnView(Vertical):
             self.call_after_refresh(self.mark, self.parent.searched)
 
     def mark(self, searched: re.Pattern[str] | None, now: int = -1) -> list[int]:
-        """Mark what was searched for, most of all in the row `now` of this view; returns its rows that have it."""
+        """Mark what was searched for, most of all in the row `now` of this view; returns its rows
+        that have it."""
         rows = []
         for text in self.query(GrowingText):
             top = text.region.y - self.region.y
-            rows += [top + y for y in text.mark(searched, now - top if now >= 0 else -1) if text.region.height]
+            rows += [
+                top + y
+                for y in text.mark(searched, now - top if now >= 0 else -1)
+                if text.region.height
+            ]
         return rows
 
     def on_click(self, event: events.Click) -> None:
@@ -93,7 +105,7 @@ class Transcript(VerticalScroll):
         # The input passes scroll keys on and keeps the focus, except while a turn is selected.
         self.can_focus = False
 
-    # -- the turn that is selected --------------------------------------------------------------------------------
+    # -- the turn that is selected -----------------------------------------------------------------
 
     @property
     def _turns(self) -> list[TurnView]:
@@ -134,7 +146,7 @@ class Transcript(VerticalScroll):
         else:
             self.select(views[at] if at < len(views) else None)
 
-    # -- what was searched for ------------------------------------------------------------------------------------
+    # -- what was searched for ---------------------------------------------------------------------
 
     def search(self, words: str) -> None:
         """Mark each of these words in every turn; "": none any more."""
@@ -144,8 +156,8 @@ class Transcript(VerticalScroll):
             view.mark(self.searched)
 
     def show_found(self, step: int, *, entering: bool = False) -> bool:
-        """Go to the next row (-1: the one before) of the selected turn that has what was searched for; `entering` the turn, to
-        its first or last. False where there is none."""
+        """Go to the next row (-1: the one before) of the selected turn that has what was searched
+        for; `entering` the turn, to its first or last. False where there is none."""
         view = self.selected
         if view is None or self.searched is None:
             return False
@@ -165,7 +177,7 @@ class Transcript(VerticalScroll):
     def action_unselect(self) -> None:
         self.select(None)
 
-    # -- scrolling ------------------------------------------------------------------------------------------------
+    # -- scrolling ---------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Stop following the end."""
@@ -181,7 +193,8 @@ class Transcript(VerticalScroll):
             self.call_after_refresh(self._anchor_when_full)
 
     def restart(self) -> None:
-        """The content was replaced: begin at its top, and follow it once it is longer than the screen."""
+        """The content was replaced: begin at its top, and follow it once it is longer than the
+        screen."""
         self.anchor(False)
         self.follow(always=True)
 
@@ -197,7 +210,8 @@ class Transcript(VerticalScroll):
             self.anchor()
 
     def _want_more(self, step: int) -> None:
-        """At either end, more turns are wanted; once for all the keys and wheel steps until they are there."""
+        """At either end, more turns are wanted; once for all the keys and wheel steps until they
+        are there."""
         at_end = self.scroll_y <= 0 if step < 0 else self.scroll_y >= self.max_scroll_y
         if at_end and not self._wanted_more:
             self._wanted_more = True

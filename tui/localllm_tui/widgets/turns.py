@@ -1,4 +1,5 @@
-"""What stands between the answers: questions, notes of the chat itself, errors, the page of the first run."""
+"""What stands between the answers: questions, notes of the chat itself, errors, the page of the
+first run."""
 
 from __future__ import annotations
 
@@ -25,14 +26,19 @@ class QuestionView(TurnView):
     """
 
     @classmethod
-    def of(cls, turn: StoredMessage, *, place: tuple[int, int] = (1, 1), left_out: bool = False) -> QuestionView:
-        """A stored question: what was typed, and the names of the files. `left_out`: it failed, and is not sent on."""
+    def of(
+        cls, turn: StoredMessage, *, place: tuple[int, int] = (1, 1), left_out: bool = False
+    ) -> QuestionView:
+        """A stored question: what was typed, and the names of the files. `left_out`: it failed, and
+        is not sent on."""
         view = cls(typed_in(turn), list(turn.meta.get("attached", ())), left_out=left_out)
         view.pictures = urls_in(files_of(turn)[0])
         view.turn_id, view.place = turn.id, place
         return view
 
-    def __init__(self, text: str, attached: list[str] | None = None, *, left_out: bool = False) -> None:
+    def __init__(
+        self, text: str, attached: list[str] | None = None, *, left_out: bool = False
+    ) -> None:
         super().__init__("You")
         self._said = text
         self.left_out = left_out
@@ -46,13 +52,17 @@ class QuestionView(TurnView):
     def compose(self) -> ComposeResult:
         yield self._headline()
         if self.attached:
-            yield Static("attached: " + one_line(", ".join(self.attached)), classes="files", markup=False)
+            yield Static(
+                "attached: " + one_line(", ".join(self.attached)), classes="files", markup=False
+            )
         if self.pictures and thumbnails.possible():
             yield thumbnails.Thumbnails(self.pictures)
         if self.text:
             yield GrowingText(printable(self.text), plain=True)
         if self.left_out:
-            yield Static("not answered, and left out of what the model gets", classes="note", markup=False)
+            yield Static(
+                "not answered, and left out of what the model gets", classes="note", markup=False
+            )
 
 
 class HiddenTurns(Static):
@@ -63,7 +73,11 @@ class HiddenTurns(Static):
     """
 
     def __init__(self, hidden: int, step: int) -> None:
-        said = "▴ {:,} earlier turns: PageUp at the top" if step < 0 else "▾ {:,} later turns: PageDown at the end"
+        said = (
+            "▴ {:,} earlier turns: PageUp at the top"
+            if step < 0
+            else ("▾ {:,} later turns: PageDown at the end")
+        )
         super().__init__(f"{said.format(hidden)} shows more", markup=False)
         self.step = step
 
@@ -85,7 +99,9 @@ class ChatNote(Vertical):
         self.markdown = markdown
 
     def compose(self) -> ComposeResult:
-        yield GrowingText(self.text) if self.markdown else Static(printable(self.text), markup=False)
+        yield (
+            GrowingText(self.text) if self.markdown else Static(printable(self.text), markup=False)
+        )
 
 
 class ErrorNote(Vertical):
@@ -114,10 +130,14 @@ def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionVi
     place = session.place(turn)
     if turn.role == "assistant":
         return AnswerView.of(turn, session.model, place)
-    return QuestionView.of(turn, place=place, left_out=turn.id not in sent and turn is not session.turns[-1])
+    return QuestionView.of(
+        turn, place=place, left_out=turn.id not in sent and turn is not session.turns[-1]
+    )
 
 
-UNANSWERED = "This question has no answer yet: /retry asks for one, /edit changes it, /drop removes it"
+UNANSWERED = (
+    "This question has no answer yet: /retry asks for one, /edit changes it, /drop removes it"
+)
 
 
 class FirstRunPage(Static):

@@ -1,1 +1,2 @@
-"""One file for each way models write tool calls (kin share one): what it names in FORMATS is registered."""
+"""One file for each way models write tool calls (kin share one): what it names in FORMATS is
+registered."""

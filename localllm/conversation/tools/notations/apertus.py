@@ -48,7 +48,13 @@ def _array(tools: NamedSchemas) -> Grammar:
         }
         for (name, _), there in zip(tools, definitions, strict=True)
     ]
-    schema = {ANY_ORDER: True, "type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
+    schema = {
+        ANY_ORDER: True,
+        "type": "array",
+        "items": {"anyOf": calls},
+        "minItems": 1,
+        "$defs": definitions,
+    }
     return "json_schema", json.dumps(schema)
 
 

@@ -1,4 +1,5 @@
-"""Command R7B and later: sections between control tokens; calls are a JSON array with `tool_name` and `parameters`."""
+"""Command R7B and later: sections between control tokens; calls are a JSON array with `tool_name`
+and `parameters`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ class Cohere(JsonFormat):
     signs = (_OPEN,)
     markers = (_OPEN,)
     control = True
-    drops = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|END_THINKING|>")
+    drops = (
+        "<|START_RESPONSE|>",
+        "<|END_RESPONSE|>",
+        "<|START_TEXT|>",
+        "<|END_TEXT|>",
+        "<|END_THINKING|>",
+    )
     think = ("<|START_THINKING|>", "<|END_THINKING|>")
     head = _HEAD
     closing = _CLOSE
@@ -33,7 +40,8 @@ class Cohere(JsonFormat):
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """One array, which holds every call; each on a line of its own."""
         rules = [
-            f'f{f}: "\\"tool_name\\": " {text(json.dumps(name, ensure_ascii=False))} ", \\"parameters\\": " '
+            f'f{f}: "\\"tool_name\\": " {text(json.dumps(name, ensure_ascii=False))} ", '
+            '\\"parameters\\": " '
             f'{json_value({ANY_ORDER: True, **as_object(schema)})} "}}"'
             for f, (name, schema) in enumerate(tools)
         ]

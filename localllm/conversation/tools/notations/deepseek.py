@@ -19,7 +19,8 @@ _SECTION, _CALL, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin
 
 
 class DeepSeek(JsonFormat):
-    """V3 and R1 (name, then fenced JSON) and V3.1 (name, then JSON) in one section; the template tells which."""
+    """V3 and R1 (name, then fenced JSON) and V3.1 (name, then JSON) in one section; the template
+    tells which."""
 
     name = "deepseek"
     signs = (_SECTION,)
@@ -52,7 +53,9 @@ _PATTERNS = TagPatterns(
 )
 _GRAMMAR = TagGrammar(
     head=lambda name: f'<｜DSML｜invoke name="{name}">\n',
-    before=lambda key, kind: f'<｜DSML｜parameter name="{key}" string="{json.dumps(kind == "string")}">',
+    before=lambda key, kind: (
+        f'<｜DSML｜parameter name="{key}" string="{json.dumps(kind == "string")}">'
+    ),
     after="</｜DSML｜parameter>\n",
     end="</｜DSML｜invoke>\n",
     loose=True,  # V4 writes an empty line where there is no parameter
@@ -60,8 +63,8 @@ _GRAMMAR = TagGrammar(
 
 
 class Dsml(TaggedFormat):
-    """V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>…`, where each
-    value says itself whether it is text or JSON."""
+    """V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k"
+    string="true">v</｜DSML｜parameter>…`, where each value says itself whether it is text or JSON."""
 
     name = "dsml"
     signs = ("<｜DSML｜", "｜DSML｜")

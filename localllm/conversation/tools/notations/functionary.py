@@ -18,7 +18,9 @@ class Functionary(JsonFormat):
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         return {
-            "<function=": GrammarTrigger("", json_calls(tools, lambda name: text(f"{name}>")), self.closing, again=True)
+            "<function=": GrammarTrigger(
+                "", json_calls(tools, lambda name: text(f"{name}>")), self.closing, again=True
+            )
         }
 
 

@@ -1,4 +1,5 @@
-"""Gemma: `call:f{city:<|"|>Paris<|"|>,days:[1,2]}`, JSON with a control token as quotes and bare keys."""
+"""Gemma: `call:f{city:<|"|>Paris<|"|>,days:[1,2]}`, JSON with a control token as quotes and bare
+keys."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from localllm.conversation.reply import TurnEnd
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, NotConstrainableError, Tool, ToolFormat
+from localllm.conversation.tools.base import (
+    GrammarTrigger,
+    NamedSchemas,
+    NotConstrainableError,
+    Tool,
+    ToolFormat,
+)
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
 from localllm.conversation.tools.literals import LiteralReader
 from localllm.conversation.tools.readers import BlockReader, Call, as_json

@@ -1,4 +1,5 @@
-"""GLM-4.5 and later: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`."""
+"""GLM-4.5 and later:
+`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`."""
 
 from __future__ import annotations
 

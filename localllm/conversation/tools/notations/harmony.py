@@ -1,7 +1,9 @@
-"""gpt-oss: channels. `analysis` is reasoning, `final` the answer, `commentary to=functions.name` a call.
+"""gpt-oss: channels. `analysis` is reasoning, `final` the answer, `commentary to=functions.name` a
+call.
 
-A message is a header up to <|message|> and what it says up to <|end|>, <|call|> or <|return|>; the last two end the
-turn. Headers are control tokens and a few words, so nothing of one is ever shown, not even of one that was cut off.
+A message is a header up to <|message|> and what it says up to <|end|>, <|call|> or <|return|>; the
+last two end the turn. Headers are control tokens and a few words, so nothing of one is ever shown,
+not even of one that was cut off.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _OVER = ("<|call|>", "<|end|>", "<|return|>")
 
 
 class _Reader(CallReader):
-    """One call: its header, then its arguments. A message that is no JSON object is shown as what it says."""
+    """One call: its header, then its arguments. A message that is no JSON object is shown as what
+    it says."""
 
     def __init__(self, first: int) -> None:
         self._index = first
@@ -49,7 +52,9 @@ class _Reader(CallReader):
         header, found, said = self._held.partition(_MESSAGE)
         said = said.lstrip()
         name = _NAME.match(header)
-        if not found or (name is not None and any(over.startswith(said) and over != said for over in _OVER)):
+        if not found or (
+            name is not None and any(over.startswith(said) and over != said for over in _OVER)
+        ):
             return ""
         if name is not None and said.startswith(_OVER):
             out += [CallStart(self._index, name[1]), CallArguments(self._index, "{}")]
@@ -75,8 +80,8 @@ class Harmony(ToolFormat):
         "<|start|>assistant",
         # The header of any other message, and what somebody else is made to say.
         ("<|channel|>", _MESSAGE),
-        # What is said to a tool of the model's own (python, container.exec, browser.search) is for nobody else; a call of
-        # a function that nobody offered is shown as what it says.
+        # What is said to a tool of the model's own (python, container.exec, browser.search) is for
+        # nobody else; a call of a function that nobody offered is shown as what it says.
         *((f"{header} to=", "<|end|>") for header in _HEADERS),
         *((f"{header} to={who}", _MESSAGE) for header in _HEADERS for who in ("user", "functions")),
         ("<|start|>assistant to=assistant", _MESSAGE),
@@ -101,7 +106,9 @@ class Harmony(ToolFormat):
         # In a history the template leaves <|constrain|> out.
         kind = f'" " <|constrain|>? {spelled(f"json{_MESSAGE}")}'
         inside = json_calls(tools, lambda name: f"{text(name)} {kind}")
-        outside = json_calls(tools, lambda name: f"{spelled(f'{name}<|channel|>commentary')} {kind}")
+        outside = json_calls(
+            tools, lambda name: f"{spelled(f'{name}<|channel|>commentary')} {kind}"
+        )
         # The prompt ends with the header's beginning, so the first marker of a reply may lack it.
         either = json_calls(tools, lambda name: f'{text(name)} (<|channel|> "commentary")? {kind}')
         in_commentary, in_analysis, before_channel = self.markers
@@ -114,7 +121,10 @@ class Harmony(ToolFormat):
 
     def framed(self, choices: str, answer: str) -> str:
         """Nothing stands outside a channel, and a thought may come first."""
-        thought = f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ {spelled('<|end|><|start|>assistant')}"
+        thought = (
+            f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ "
+            f"{spelled('<|end|><|start|>assistant')}"
+        )
         final = spelled("<|channel|>final<|message|>")
         return f"start: thought? ({choices})\nthought: {thought}\nanswer: {final} {answer}\n"
 

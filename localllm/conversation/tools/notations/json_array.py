@@ -1,4 +1,5 @@
-"""Phi-4-mini, Granite, Apriel, Nemotron Nano v2: a JSON array of `{"name": …, "arguments": {…}}` behind a marker."""
+"""Phi-4-mini, Granite, Apriel, Nemotron Nano v2: a JSON array of `{"name": …, "arguments": {…}}`
+behind a marker."""
 
 from __future__ import annotations
 

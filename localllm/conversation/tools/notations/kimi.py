@@ -20,7 +20,8 @@ _SECTION, _CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 
 
 class Kimi(ToolFormat):
-    """K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in a section."""
+    """K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` in
+    a section."""
 
     name = "kimi"
     signs = (_SECTION,)
@@ -39,7 +40,10 @@ class Kimi(ToolFormat):
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """The section opens the first call, its own token every other one."""
         lark = json_calls(
-            tools, lambda name: f"{text(f'functions.{name}:')} /[0-9]{{1,3}}/ <|tool_call_argument_begin|>"
+            tools,
+            lambda name: (
+                f"{text(f'functions.{name}:')} /[0-9]{{1,3}}/ <|tool_call_argument_begin|>"
+            ),
         )
         return {
             _SECTION: GrammarTrigger(_CALL, lark, "<|tool_call_end|>", again=True),
@@ -71,8 +75,9 @@ _GRAMMAR = TagGrammar(
 
 
 class KimiK3(TaggedFormat):
-    """Sections between control tokens, `<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>…`: `think` holds the
-    reasoning, `response` the answer, `tools` the calls; each argument says its own type."""
+    """Sections between control tokens, `<|open|>tools<|sep|><|open|>call tool="f"
+    index="1"<|sep|>…`: `think` holds the reasoning, `response` the answer, `tools` the calls; each
+    argument says its own type."""
 
     name = "kimi_k3"
     signs = ("<|open|>",)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, NotConstrainableError, Tool, ToolFormat
+from localllm.conversation.tools.base import (
+    GrammarTrigger,
+    NamedSchemas,
+    NotConstrainableError,
+    Tool,
+    ToolFormat,
+)
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
 from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.literals import LiteralReader
@@ -21,7 +27,8 @@ _KEY = re.compile(rf"[\s,]*({_WORD})\s*=\s*")
 
 
 class _LfmValues(PythonValues):
-    """As its template writes them: a text may go over several lines. Names tell parameters apart, not their order."""
+    """As its template writes them: a text may go over several lines. Names tell parameters apart,
+    not their order."""
 
     any_order = True
 
@@ -37,7 +44,8 @@ def _parse(block: str) -> list[Call] | None:
 
 
 def _listed(block: str) -> list[Call] | None:
-    """Calls whose values are literals of Python's or JSON: names may be words of Python's, and true is no name."""
+    """Calls whose values are literals of Python's or JSON: names may be words of Python's, and true
+    is no name."""
     if not block.startswith("["):
         block = f"[{block}]"  # the model forgets them at times
     calls: list[Call] = []
@@ -72,7 +80,11 @@ class Lfm(ToolFormat):
         return BlockReader(first, marker, "<|tool_call_end|>", _parse)
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        words = [word for name, schema in tools for word in (name, *(key for key, _, _ in parameters(schema)))]
+        words = [
+            word
+            for name, schema in tools
+            for word in (name, *(key for key, _, _ in parameters(schema)))
+        ]
         if not all(map(_NAME.fullmatch, words)):
             raise NotConstrainableError("this notation has no way to write some name")
         listing = ListGrammar(head=lambda name: f"{name}(", end=")", before=_before)

@@ -1,4 +1,5 @@
-"""MiniCPM 5: `<function name="f"><param name="k">value</param></function>`, with CDATA where a value holds markup."""
+"""MiniCPM 5: `<function name="f"><param name="k">value</param></function>`, with CDATA where a
+value holds markup."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from localllm.conversation.tools.tag_reader import (
 from localllm.conversation.tools.values import PythonValues
 
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
-_PATTERNS = TagPatterns(re.compile(r'([^">]+)"\s*>'), "", re.compile(r'\s*<param name="([^">]+)">'), "</param>")
+_PATTERNS = TagPatterns(
+    re.compile(r'([^">]+)"\s*>'),
+    "",
+    re.compile(
+        r"\s*<param "
+        r'name="([^">]+)">'
+    ),
+    "</param>",
+)
 _GRAMMAR = TagGrammar(
     head=lambda name: f'{name}">',
     before=lambda key, kind: f'<param name="{key}">',
@@ -43,7 +52,11 @@ class MiniCpm(TaggedFormat):
             values: dict[str, Any] = {}
             for opening, value in pairs:
                 quoted = _CDATA.match(value)
-                values[opening[1]] = quoted[1] if quoted is not None else typed(value, opening[1], function[1], tools)
+                values[opening[1]] = (
+                    quoted[1]
+                    if quoted is not None
+                    else typed(value, opening[1], function[1], tools)
+                )
             return values
 
         return read_calls(block, tools, self.patterns, valued)

@@ -26,7 +26,8 @@ _GRAMMAR = TagGrammar(
 
 
 class MiniMax(TaggedFormat):
-    """M2: `<minimax:tool_call><invoke name="f"><parameter name="k">v</parameter></invoke></minimax:tool_call>`."""
+    """M2: `<minimax:tool_call><invoke name="f"><parameter
+    name="k">v</parameter></invoke></minimax:tool_call>`."""
 
     name = "minimax"
     signs = ("minimax:tool_call",)
@@ -48,7 +49,11 @@ class MiniMaxM1(JsonFormat):
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         call = json_value(any_call(tools, "arguments"))
-        return {"<tool_calls>": GrammarTrigger("\n", ("lark", f'start: (call "\\n")+ "</tool_calls>"\ncall: {call}\n'))}
+        return {
+            "<tool_calls>": GrammarTrigger(
+                "\n", ("lark", f'start: (call "\\n")+ "</tool_calls>"\ncall: {call}\n')
+            )
+        }
 
 
 FORMATS = (MiniMax(), MiniMaxM1())

@@ -1,4 +1,5 @@
-"""MiniMax M3: tags behind a separator token, one per parameter, with members and `<item>`s as tags inside a value."""
+"""MiniMax M3: tags behind a separator token, one per parameter, with members and `<item>`s as tags
+inside a value."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat, parameters_of
+from localllm.conversation.tools.base import (
+    GrammarTrigger,
+    NamedSchemas,
+    Tool,
+    ToolFormat,
+    parameters_of,
+)
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
 from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
@@ -92,7 +99,9 @@ def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
     return None if block[at:].strip() else calls or None
 
 
-def _members(body: str, schema: Any, root: Mapping[str, Any], depth: int) -> list[tuple[str, Any]] | None:
+def _members(
+    body: str, schema: Any, root: Mapping[str, Any], depth: int
+) -> list[tuple[str, Any]] | None:
     """The tags `body` consists of and their values; None where it is anything else."""
     found: list[tuple[str, Any]] = []
     at = 0
@@ -102,7 +111,12 @@ def _members(body: str, schema: Any, root: Mapping[str, Any], depth: int) -> lis
         end = _closing(body, head.end(), head[1]) if head is not None else -1
         if head is None or end < 0 or depth > _MOST_NESTED:
             return None
-        found.append((head[1], _value(body[head.end() : end], _described(schema, head[1], root), root, depth + 1)))
+        found.append(
+            (
+                head[1],
+                _value(body[head.end() : end], _described(schema, head[1], root), root, depth + 1),
+            )
+        )
         at = end + len(closing)
     return found
 
@@ -120,7 +134,9 @@ def _closing(body: str, at: int, name: str) -> int:
 def _value(text: str, schema: Any, root: Mapping[str, Any], depth: int) -> Any:
     """A value as its schema wants it: where text will do, tags inside are text."""
     kinds = kinds_of(schema, root)
-    members = _members(text, schema, root, depth) if _TAG.match(text) and "string" not in kinds else None
+    members = (
+        _members(text, schema, root, depth) if _TAG.match(text) and "string" not in kinds else None
+    )
     if not members:
         return as_kind(text, kinds) if text.strip() else _empty(text, kinds)
     if all(name == "item" for name, _ in members) and kinds != {"object"}:
@@ -161,9 +177,13 @@ class MiniMaxM3(ToolFormat):
         return BlockReader(first, marker, _CLOSE, partial(_parse, tools))
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        listing = ListGrammar(head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark)
+        listing = ListGrammar(
+            head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark
+        )
         return {
-            _OPEN: GrammarTrigger("\n", listed_calls(tools, listing, _MiniMaxValues(), start=f"call+ {_lark(_CLOSE)}"))
+            _OPEN: GrammarTrigger(
+                "\n", listed_calls(tools, listing, _MiniMaxValues(), start=f"call+ {_lark(_CLOSE)}")
+            )
         }
 
 

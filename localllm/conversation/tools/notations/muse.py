@@ -1,4 +1,5 @@
-"""Muse Glimmer: messages with a recipient. `to=self` is reasoning, `to=user` the answer, `to=name` holds calls in tags.
+"""Muse Glimmer: messages with a recipient. `to=self` is reasoning, `to=user` the answer, `to=name`
+holds calls in tags.
 
 Only a message to a function is a call: the same tags in an answer or a thought are words.
 """
@@ -55,15 +56,25 @@ class Muse(ToolFormat):
             return None if calls is None else typed_calls(calls, tools, _PATTERNS)
 
         return BlockReader(
-            first, marker, _CLOSE, parse, is_open=lambda block: is_open(calls_of(block) or "", _PATTERNS)
+            first,
+            marker,
+            _CLOSE,
+            parse,
+            is_open=lambda block: is_open(calls_of(block) or "", _PATTERNS),
         )
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
         """The calls of a message. The header of its first one is not the model's to write."""
-        return {_OPEN: GrammarTrigger(_LINE, tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE), again=True)}
+        return {
+            _OPEN: GrammarTrigger(
+                _LINE, tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE), again=True
+            )
+        }
 
     def unmarked_call(self, tools: NamedSchemas) -> str:
-        calls = tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE)[1].replace("start:", "calls:", 1)
+        calls = tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE)[1].replace(
+            "start:", "calls:", 1
+        )
         return f'" to=" /[^<\\s]{{1,64}}/ <|message|> {text(f"{_OPEN}{_LINE}")} calls\n{calls}'
 
     def framed(self, choices: str, answer: str) -> str:

@@ -1,4 +1,5 @@
-"""Qwen3-Coder, Nemotron 3, Seed-OSS: `<function=name><parameter=key>value</parameter></function>` in outer tags."""
+"""Qwen3-Coder, Nemotron 3, Seed-OSS: `<function=name><parameter=key>value</parameter></function>`
+in outer tags."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class QwenCoder(ToolFormat):
     # The model forgets the outer tag at times.
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
     closing: ClassVar[str] = "</tool_call>"
-    patterns: ClassVar[TagPatterns] = TagPatterns(_FUNCTION, _END, _PARAMETER, "</parameter>", wrapped=True)
+    patterns: ClassVar[TagPatterns] = TagPatterns(
+        _FUNCTION, _END, _PARAMETER, "</parameter>", wrapped=True
+    )
     grammar: ClassVar[TagGrammar] = TagGrammar(
         head=lambda name: f"<function={name}>\n",
         before=lambda key, kind: f"<parameter={key}>\n",
@@ -50,7 +53,9 @@ class QwenCoder(ToolFormat):
 
     def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         if marker == self.markers[0]:
-            return tagged_reader(first, marker, self.closing, self.patterns, partial(_parse, tools, self.patterns))
+            return tagged_reader(
+                first, marker, self.closing, self.patterns, partial(_parse, tools, self.patterns)
+            )
         return BlockReader(
             first,
             marker,
@@ -61,15 +66,20 @@ class QwenCoder(ToolFormat):
         )
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        """Any number of calls, one behind the other, with or without their outer tag: an offered name tells of it."""
+        """Any number of calls, one behind the other, with or without their outer tag: an offered
+        name tells of it."""
         closing = f"\n{self.closing}"
         inner = replace(self.grammar, head=lambda name: "")
         forgotten = {
-            self.grammar.head(tool[0])[:-1]: GrammarTrigger("\n", tagged_calls([tool], inner), closing, again=True)
+            self.grammar.head(tool[0])[:-1]: GrammarTrigger(
+                "\n", tagged_calls([tool], inner), closing, again=True
+            )
             for tool in tools
         }
         return {
-            self.markers[0]: GrammarTrigger("\n", tagged_calls(tools, self.grammar), closing, again=True),
+            self.markers[0]: GrammarTrigger(
+                "\n", tagged_calls(tools, self.grammar), closing, again=True
+            ),
             **forgotten,
         }
 

@@ -1,8 +1,8 @@
-"""Anthropic-defined client tools (bash, text editor, memory, computer): clients send only their type, as Claude was
-trained on them. Other models get a schema written from the documentation.
+"""Anthropic-defined client tools (bash, text editor, memory, computer): clients send only their
+type, as Claude was trained on them. Other models get a schema written from the documentation.
 
-Sources: platform.claude.com/docs/en/agents-and-tools/tool-use, the types of the `anthropic` package, and for `insert_text`
-github.com/anthropics/anthropic-sdk-python/issues/1155.
+Sources: platform.claude.com/docs/en/agents-and-tools/tool-use, the types of the `anthropic`
+package, and for `insert_text` github.com/anthropics/anthropic-sdk-python/issues/1155.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _RANGE = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 
 
 def client_tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`tool` as a function with its documented parameters; None for one that only Anthropic's servers run."""
+    """`tool` as a function with its documented parameters; None for one that only Anthropic's
+    servers run."""
     kind, _, version = str(tool.get("type")).rpartition("_")
     make = _KINDS.get(kind)
     if make is None or not version.isdigit():
@@ -25,7 +26,12 @@ def client_tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _object(required: list[str], properties: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
 
 
 def _of(schema: Mapping[str, Any], description: str) -> dict[str, Any]:
@@ -46,16 +52,22 @@ _BASH = _object(
 _EDITS = ("view", "create", "str_replace", "insert")
 _FILE = {
     "file_text": _of(_TEXT, "create: the file's whole text."),
-    "old_str": _of(_TEXT, "str_replace: the text to replace, exactly as it stands in the file, once."),
+    "old_str": _of(
+        _TEXT, "str_replace: the text to replace, exactly as it stands in the file, once."
+    ),
     "new_str": _of(_TEXT, "str_replace: the text that takes its place."),
-    "insert_line": _of(_WHOLE, "insert: the line to insert behind; 0 is the beginning of the file."),
+    "insert_line": _of(
+        _WHOLE, "insert: the line to insert behind; 0 is the beginning of the file."
+    ),
     "view_range": _of(_RANGE, "view: the first and the last line to show, from 1; -1 is the end."),
 }
 # The inserted text has a name of its own since 2025-07-28.
 _INSERTED = {**_FILE, "insert_text": _of(_TEXT, "insert: the text to insert.")}
 _INSERTED_AS_NEW = {
     **_FILE,
-    "new_str": _of(_TEXT, "str_replace: the text that takes its place; insert: the text to insert."),
+    "new_str": _of(
+        _TEXT, "str_replace: the text that takes its place; insert: the text to insert."
+    ),
 }
 _MEMORY = _object(
     ["command"],
@@ -68,7 +80,8 @@ _MEMORY = _object(
     },
 )
 _POINTER = (
-    "key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click", "double_click",
+    "key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click",
+    "double_click",
     "screenshot", "cursor_position",
 )  # fmt: skip
 _SINCE_2025 = ("left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait")
@@ -87,7 +100,8 @@ def _bash(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
 
 def _memory(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
     about = (
-        "Read and write the files below /memories, which stay from one conversation to the next. View them before you "
+        "Read and write the files below /memories, which stay from one conversation to the next. "
+        "View them before you "
         "begin a task."
     )
     return about, _MEMORY
@@ -101,7 +115,9 @@ def _text_editor(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, 
     most = tool.get("max_characters")
     if isinstance(most, int) and version >= 20250728:
         about += f" A view shows at most {most} characters."
-    return about, _object(["command", "path"], {"command": _one_of(*_EDITS, *undoes), "path": path, **changed})
+    return about, _object(
+        ["command", "path"], {"command": _one_of(*_EDITS, *undoes), "path": path, **changed}
+    )
 
 
 def _computer(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
@@ -119,7 +135,9 @@ def _computer(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any
         "text": _of(_TEXT, "type: the text; key, hold_key: the keys."),
         **more,
     }
-    return f"Use the screen ({width} x {height} pixels), mouse and keyboard.", _object(["action"], properties)
+    return f"Use the screen ({width} x {height} pixels), mouse and keyboard.", _object(
+        ["action"], properties
+    )
 
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], int], tuple[str, dict[str, Any]]]] = {

@@ -24,7 +24,8 @@ from localllm.server.dialects.fields import (
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
 
-# Known to Anthropic's API and without effect here; every prompt is cached, with or without `cache_control`.
+# Known to Anthropic's API and without effect here; every prompt is cached, with or without
+# `cache_control`.
 HINTS = frozenset({"metadata", "service_tier", "betas", "speed", "cache_control"})
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 # Precedes the output of a failed tool: templates have no field for it.
@@ -44,11 +45,17 @@ class MessagesFields(SamplingFields):
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = Field(None, description="`effort`, and `format` with a JSON schema")
-    output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
+    output_config: dict[str, Any] | None = Field(
+        None, description="`effort`, and `format` with a JSON schema"
+    )
+    output_format: dict[str, Any] | None = Field(
+        None, description="the older name of output_config.format"
+    )
     parse_special: ParseSpecial = None
     container: None = Field(None, description="no container runs here")
-    mcp_servers: list[Any] | None = Field(None, max_length=0, description="not connected to from here")
+    mcp_servers: list[Any] | None = Field(
+        None, max_length=0, description="not connected to from here"
+    )
 
     def generation(self, default: Sampling) -> Generation:
         made = super().generation(default)
@@ -63,7 +70,9 @@ class MessagesFields(SamplingFields):
         if budget is None:
             return None
         if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget <= MAX_TOKENS:
-            raise RequestError("thinking.budget_tokens must be a number of tokens", param="thinking")
+            raise RequestError(
+                "thinking.budget_tokens must be a number of tokens", param="thinking"
+            )
         return budget
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
@@ -73,12 +82,13 @@ class MessagesFields(SamplingFields):
 
 
 def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
-    """The chat request, and the names of what is omitted: tools that only Anthropic's servers run, their results in
-    earlier turns, and images."""
+    """The chat request, and the names of what is omitted: tools that only Anthropic's servers run,
+    their results in earlier turns, and images."""
     messages: list[dict[str, Any]] = []
     omitted: list[str] = []
     if fields.system:
-        # One block per paragraph, so that the agent's own instructions stay apart from what it adds.
+        # One block per paragraph, so that the agent's own instructions stay apart from what it
+        # adds.
         messages.append({"role": "system", "content": flatten(fields.system, "system")})
     for i, message in enumerate(fields.messages):
         messages += plain_messages(message, f"messages[{i}]", omitted)
@@ -91,7 +101,9 @@ def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest
         raise RequestError("thinking.type must be enabled, adaptive or disabled", param="thinking")
     effort = (fields.output_config or {}).get("effort")
     if effort is not None and effort not in _EFFORTS:
-        raise RequestError(f"output_config.effort must be one of {', '.join(_EFFORTS)}", param="output_config")
+        raise RequestError(
+            f"output_config.effort must be one of {', '.join(_EFFORTS)}", param="output_config"
+        )
     options = ResponseOptions(
         tools=tools,
         choice=choice_of(choice, tools),
@@ -105,7 +117,8 @@ def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest
 
 
 def _effort(thinking: str | None, effort: str | None) -> str | None:
-    """The reasoning effort: what is switched off has none, and what is switched on a high one unless it is named."""
+    """The reasoning effort: what is switched off has none, and what is switched on a high one
+    unless it is named."""
     if thinking == "disabled":
         return "none"
     return effort or ("high" if thinking else None)
@@ -120,7 +133,9 @@ def _form(wanted: Any) -> Constraint | None:
         or wanted.get("type") != "json_schema"
         or not isinstance(wanted.get("schema"), Mapping)
     ):
-        raise RequestError("output_config.format must be {type: json_schema, schema: {…}}", param="output_config")
+        raise RequestError(
+            "output_config.format must be {type: json_schema, schema: {…}}", param="output_config"
+        )
     return of_schema(wanted["schema"])
 
 
@@ -156,9 +171,11 @@ def _choice(sent: dict[str, Any] | None) -> tuple[Any, bool]:
     raise RequestError("tool_choice.type must be auto, any, tool or none", param="tool_choice")
 
 
-def plain_messages(message: Mapping[str, Any], where: str, omitted: list[str]) -> list[dict[str, Any]]:
-    """One message in OpenAI's form: tool results become messages of their own. `omitted` collects the names of blocks
-    that are left out. Raises RequestError."""
+def plain_messages(
+    message: Mapping[str, Any], where: str, omitted: list[str]
+) -> list[dict[str, Any]]:
+    """One message in OpenAI's form: tool results become messages of their own. `omitted` collects
+    the names of blocks that are left out. Raises RequestError."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role must be user or assistant", param=f"{where}.role")
@@ -192,7 +209,9 @@ def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     parts = said if isinstance(said, list) else [{"type": "text", "text": flatten(said, where)}]
     read: list[Any] = [{"type": "text", "text": FAILED}] if block.get("is_error") is True else []
     for i, part in enumerate(parts):
-        read += _readable(part, part.get("type") if isinstance(part, Mapping) else None, f"{where}[{i}]")
+        read += _readable(
+            part, part.get("type") if isinstance(part, Mapping) else None, f"{where}[{i}]"
+        )
     texts = [p for p in read if not (isinstance(p, Mapping) and p.get("text") == "")]
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": texts}
 

@@ -14,18 +14,30 @@ from localllm.server.dialects.anthropic.messages import MessagesFields
 from localllm.server.dialects.fields import HINTS
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
-from localllm.server.generation.job import Outcome, PrefillProgress, ReplyCollector, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import (
+    Outcome,
+    PrefillProgress,
+    ReplyCollector,
+    ReplyUsage,
+    ReplyWriter,
+)
 from localllm.server.http.asgi import new_id
 from localllm.server.http.errors import anthropic_envelope
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "repetition": "max_tokens"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "repetition": "max_tokens",
+}
 
 
 class MessageEvents(ReplyWriter):
-    """Writes Anthropic's events. `message_start` waits for the first content, when the prompt's size is known."""
+    """Writes Anthropic's events. `message_start` waits for the first content, when the prompt's
+    size is known."""
 
     def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
         self._outbox, self._model, self._progress = outbox, model, progress
@@ -67,11 +79,19 @@ class MessageEvents(ReplyWriter):
         if self._begun:
             return
         self._begun = True
-        counted = ReplyUsage(prompt_tokens=self._progress.total, cached_tokens=self._progress.cached)
+        counted = ReplyUsage(
+            prompt_tokens=self._progress.total, cached_tokens=self._progress.cached
+        )
         message: dict[str, Any] = {
-            "id": new_id("msg_"), "type": "message", "role": "assistant", "model": self._model.name, "content": [],
-            "stop_reason": None, "stop_sequence": None, "usage": usage_body(counted),
-        }  # fmt: skip
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": self._model.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_body(counted),
+        }
         self._send("message_start", f'"message":{json.dumps(message)}')
 
     def _open(self, kind: str, body: str) -> None:
@@ -117,17 +137,29 @@ def message(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
         content.append({"type": "text", "text": choice.text})
     for call in choice.calls:
         content.append(
-            {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": arguments_object(call.arguments)}
+            {
+                "type": "tool_use",
+                "id": new_id("toolu_"),
+                "name": call.name,
+                "input": arguments_object(call.arguments),
+            }
         )
     reason, sequence = stop_reason(choice.outcome, model.served_n_ctx)
     return {
-        "id": new_id("msg_"), "type": "message", "role": "assistant", "model": model.name, "content": content,
-        "stop_reason": reason, "stop_sequence": sequence, "usage": usage_body(collected.usage),
-    }  # fmt: skip
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": model.name,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "usage": usage_body(collected.usage),
+    }
 
 
 def stop_reason(outcome: Outcome, n_ctx: int | None) -> tuple[str, str | None]:
-    """Anthropic's stop_reason and stop_sequence. A full window has a name of its own: a higher limit would not help."""
+    """Anthropic's stop_reason and stop_sequence. A full window has a name of its own: a higher
+    limit would not help."""
     if outcome.stop is not None and outcome.reason == "stop":
         return "stop_sequence", outcome.stop
     used = outcome.usage.prompt_tokens + outcome.usage.completion_tokens
@@ -176,5 +208,12 @@ MESSAGES = Route(
 def routes(server: Server) -> APIRouter:
     router = APIRouter(tags=["Anthropic"])
     mount(router, server, MESSAGES)
-    mount_prompt(router, server, "/v1/messages/count_tokens", MESSAGES, COUNT, lambda _, n: {"input_tokens": n})
+    mount_prompt(
+        router,
+        server,
+        "/v1/messages/count_tokens",
+        MESSAGES,
+        COUNT,
+        lambda _, n: {"input_tokens": n},
+    )
     return router

@@ -16,7 +16,13 @@ from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
 from localllm.server.dialects.fields import RequestBody, SamplingFields, first_limit
 from localllm.server.dialects.wire import logprob_entry, quote, timings_body
-from localllm.server.generation.job import GenerationJob, Outcome, ReplyCollector, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import (
+    GenerationJob,
+    Outcome,
+    ReplyCollector,
+    ReplyUsage,
+    ReplyWriter,
+)
 from localllm.server.generation.prompt import fim_prompt, text_job, wants_bos
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
@@ -24,7 +30,8 @@ from localllm.server.serving import TranslatedRequest
 
 # Fields about llama.cpp's own slots and batches.
 HINTS = _COMMON_HINTS | {
-    "n_indent", "t_max_prompt_ms", "n_keep", "slot_id", "timings_per_token", "prompt_progress", "return_progress",
+    "n_indent", "t_max_prompt_ms", "n_keep", "slot_id", "timings_per_token", "prompt_progress",
+    "return_progress",
     "n_discard",
 }  # fmt: skip
 
@@ -50,9 +57,9 @@ class LlamaCppFields(SamplingFields):
     """POST /completion."""
 
     biases_texts: ClassVar[bool] = True
-    prompt: str | Pieces | Annotated[list[str | Pieces], Field(max_length=MAX_PROMPTS)] | PicturedPrompt = Field(
-        "", description="a text; token ids, texts among them or not; or several of those"
-    )
+    prompt: (
+        str | Pieces | Annotated[list[str | Pieces], Field(max_length=MAX_PROMPTS)] | PicturedPrompt
+    ) = Field("", description="a text; token ids, texts among them or not; or several of those")
     n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
     n_probs: int | None = Field(None, ge=0, le=20)
 
@@ -87,7 +94,9 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
     async def job(engine: EngineClient) -> GenerationJob:
         prompts, images = await _prompts(fields, engine)
         n = (fields.n_cmpl if isinstance(fields, InfillFields) else None) or fields.n or 1
-        made = await text_job(engine, prompts, await _generation(fields, model, engine), grammar, n=n)
+        made = await text_job(
+            engine, prompts, await _generation(fields, model, engine), grammar, n=n
+        )
         return replace(made, images=images)
 
     return TranslatedRequest(
@@ -97,7 +106,9 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
     )
 
 
-async def _generation(fields: LlamaCppFields, model: ServedModel, engine: EngineClient) -> Generation:
+async def _generation(
+    fields: LlamaCppFields, model: ServedModel, engine: EngineClient
+) -> Generation:
     """The generation, with a bias on every token of the texts that logit_bias names."""
     made = fields.generation(model.sampling)
     bias = dict(made.sampling.logit_bias)
@@ -107,14 +118,19 @@ async def _generation(fields: LlamaCppFields, model: ServedModel, engine: Engine
     return replace(made, sampling=replace(made.sampling, logit_bias=bias))
 
 
-async def _prompts(fields: LlamaCppFields, engine: EngineClient) -> tuple[list[str | list[int]], dict[str, str]]:
-    """The prompts, each by itself (where there are several, or texts among ids, as ids), and their images by their marks."""
+async def _prompts(
+    fields: LlamaCppFields, engine: EngineClient
+) -> tuple[list[str | list[int]], dict[str, str]]:
+    """The prompts, each by itself (where there are several, or texts among ids, as ids), and their
+    images by their marks."""
     sent = fields.prompt
     if isinstance(fields, InfillFields):
         return [await _gap(fields, engine)], {}
     if isinstance(sent, PicturedPrompt):
         where, sees = "prompt.multimodal_data", engine.info.vision
-        text, images = images_in_prompt(sent.prompt_string, MARKER, sent.multimodal_data, where, vision=sees)
+        text, images = images_in_prompt(
+            sent.prompt_string, MARKER, sent.multimodal_data, where, vision=sees
+        )
         return [text], images
     if isinstance(sent, str):
         return [sent], {}
@@ -155,9 +171,12 @@ class CompletionEvents(ReplyWriter):
         self._outcome: Outcome | None = None
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        more = f',"completion_probabilities":{json.dumps(probabilities(logprobs))}' if logprobs else ""
+        more = (
+            f',"completion_probabilities":{json.dumps(probabilities(logprobs))}' if logprobs else ""
+        )
         self._outbox.write(
-            f'data: {{"index":{choice},"content":{quote(text)},"tokens":[],"stop":false{more}}}\n\n'.encode()
+            "data: "
+            f'{{"index":{choice},"content":{quote(text)},"tokens":[],"stop":false{more}}}\n\n'.encode()
         )
 
     def finish(self, choice: int, outcome: Outcome) -> None:
@@ -165,10 +184,15 @@ class CompletionEvents(ReplyWriter):
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         assert self._outcome is not None
-        self._outbox.write(f"data: {json.dumps(final('', self._outcome, usage, timings, self._model))}\n\n".encode())
+        self._outbox.write(
+            "data: "
+            f"{json.dumps(final('', self._outcome, usage, timings, self._model))}\n\n".encode()
+        )
 
 
-def final(text: str, outcome: Outcome, usage: ReplyUsage, timings: Timings, model: ServedModel) -> dict[str, Any]:
+def final(
+    text: str, outcome: Outcome, usage: ReplyUsage, timings: Timings, model: ServedModel
+) -> dict[str, Any]:
     """The last object of a stream, or the whole reply."""
     stop_type = _STOP_TYPES.get(outcome.reason) or ("word" if outcome.stop else "eos")
     return {

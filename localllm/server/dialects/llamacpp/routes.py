@@ -1,4 +1,5 @@
-"""Routes of llama.cpp's server, and what they say of its models: /props, /slots, and the event stream of loading and unloading."""
+"""Routes of llama.cpp's server, and what they say of its models: /props, /slots, and the event
+stream of loading and unloading."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def facts(served: ServedModel) -> dict[str, Any]:
     info = served.info
     template = (info.chat_template or "") if info else ""
     return {
-        "default_generation_settings": {"n_ctx": served.served_n_ctx, "params": asdict(served.sampling)},
+        "default_generation_settings": {
+            "n_ctx": served.served_n_ctx,
+            "params": asdict(served.sampling),
+        },
         "total_slots": info.n_seq_max if info else 1,
         "model_alias": served.name,
         "model_path": served.name,
@@ -46,7 +50,9 @@ def facts(served: ServedModel) -> dict[str, Any]:
             "supports_tool_calls": not has_unknown_notation(template),
             "supports_system_role": True,
             "supports_parallel_tool_calls": True,
-            "native_format": format_for(template).name if info and not has_unknown_notation(template) else None,
+            "native_format": format_for(template).name
+            if info and not has_unknown_notation(template)
+            else None,
         },
         "bos_token": info.bos_text if info else "",
         "eos_token": info.eos_text if info else "",
@@ -76,13 +82,16 @@ async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
 def _status(model: ServedModel) -> dict[str, Any]:
     if model.state == "loading":
         value = round(model.worker.progress, 2)
-        return {"status": "loading", "progress": {"stages": ["text_model"], "current": "text_model", "value": value}}
+        return {
+            "status": "loading",
+            "progress": {"stages": ["text_model"], "current": "text_model", "value": value},
+        }
     return {"status": "loaded" if model.loaded else "unloaded"}
 
 
 async def slots(model: ServedModel) -> list[dict[str, Any]]:
-    """GET /slots: one entry per slot with its running request, then the waiting requests; no prompt text, and of requests of
-    others only that they are there."""
+    """GET /slots: one entry per slot with its running request, then the waiting requests; no prompt
+    text, and of requests of others only that they are there."""
     info = model.info
     if not model.loaded or info is None:
         return []
@@ -93,7 +102,12 @@ async def slots(model: ServedModel) -> list[dict[str, Any]]:
     entries = [*running, *[None] * free, *waiting]
     account = caller()
     return [
-        _slot(i, info.n_ctx, job, known=account.admin or (job is not None and job["tenant"] == account.name))
+        _slot(
+            i,
+            info.n_ctx,
+            job,
+            known=account.admin or (job is not None and job["tenant"] == account.name),
+        )
         for i, job in enumerate(entries)
     ]
 
@@ -111,7 +125,11 @@ def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, *, known: bool) -
         "n_prompt_tokens": job["prompt_tokens"],
         "n_prompt_tokens_processed": job["processed_tokens"],
         "n_prompt_tokens_cache": job["cached_tokens"],
-        "params": {**job["sampling"], "n_predict": job["max_tokens"], "max_tokens": job["max_tokens"]},
+        "params": {
+            **job["sampling"],
+            "n_predict": job["max_tokens"],
+            "max_tokens": job["max_tokens"],
+        },
         "next_token": [
             {
                 "has_next_token": True,
@@ -149,7 +167,12 @@ class ModelFields(RequestBody):
 
 
 COMPLETION = Route(
-    "/completion", LlamaCppFields, completion.translate, EVENTS, "Continue raw text", hints=completion.HINTS
+    "/completion",
+    LlamaCppFields,
+    completion.translate,
+    EVENTS,
+    "Continue raw text",
+    hints=completion.HINTS,
 )
 INFILL = Route(
     "/infill",
@@ -188,13 +211,17 @@ def _vocabulary(router: APIRouter, server: Server) -> None:
         model = server.models.resolve(fields.model)
         with model.lease():
             engine = await model.engine()
-            tokens = await engine.tokenize(fields.content, special=fields.parse_special, add_bos=fields.add_special)
+            tokens = await engine.tokenize(
+                fields.content, special=fields.parse_special, add_bos=fields.add_special
+            )
             listed: list[Any] = tokens
             if fields.with_pieces:
                 listed = [{"id": t, "piece": _piece(await engine.detokenize([t]))} for t in tokens]
         return JSONResponse({"tokens": listed}, headers=ignored_header(ignored))
 
-    @router.post("/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields, "content"))
+    @router.post(
+        "/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields, "content")
+    )
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         fields, ignored = read(DetokenizeFields, await read_json(request, server.settings))
@@ -219,7 +246,8 @@ def _managing(router: APIRouter, server: Server) -> None:
 
     @router.post("/models/load", response_model=None, openapi_extra=body_of(ModelFields, "success"))
     async def load(request: Request) -> Response:
-        """Begin to load a model; `status` in the lists says how it goes. An error, if it can't be here at all."""
+        """Begin to load a model; `status` in the lists says how it goes. An error, if it can't be
+        here at all."""
         admins_only("loading a model")
         fields, ignored = read(ModelFields, await read_json(request, server.settings))
         model = await server.models.find(fields.model)
@@ -230,7 +258,9 @@ def _managing(router: APIRouter, server: Server) -> None:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return JSONResponse({"success": True}, headers=ignored_header(ignored))
 
-    @router.post("/models/unload", response_model=None, openapi_extra=body_of(ModelFields, "success"))
+    @router.post(
+        "/models/unload", response_model=None, openapi_extra=body_of(ModelFields, "success")
+    )
     async def unload(request: Request) -> Response:
         """Give a model's memory back. A 503 while it answers requests."""
         admins_only("unloading a model")
@@ -239,9 +269,13 @@ def _managing(router: APIRouter, server: Server) -> None:
         return JSONResponse({"success": True}, headers=ignored_header(ignored))
 
     @router.get("/slots")
-    async def list_slots(model: str | None = None, fail_on_no_slot: str = "") -> list[dict[str, Any]]:
+    async def list_slots(
+        model: str | None = None, fail_on_no_slot: str = ""
+    ) -> list[dict[str, Any]]:
         """The slots of a loaded model, without any prompt text; [] for one that is not loaded."""
         found = await slots(server.models.resolve(model))
-        if fail_on_no_slot not in ("", "0", "false") and not any(not s["is_processing"] for s in found):
+        if fail_on_no_slot not in ("", "0", "false") and not any(
+            not s["is_processing"] for s in found
+        ):
             raise BusyError("no slot is free")
         return found

@@ -23,7 +23,9 @@ class LineShape:
 
     chat: bool
 
-    def body(self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    def body(
+        self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         """The answer's part of a line."""
         if not self.chat:
             return {"response": text, **({"thinking": thinking} if thinking else {})}
@@ -36,7 +38,8 @@ class LineShape:
 
 
 class JsonLines(ReplyWriter):
-    """Writes JSON lines. A tool call is one object, so it waits until its arguments are complete."""
+    """Writes JSON lines. A tool call is one object, so it waits until its arguments are
+    complete."""
 
     def __init__(self, outbox: Outbox, model: str, shape: LineShape) -> None:
         self._outbox, self._model, self._shape = outbox, model, shape
@@ -86,12 +89,23 @@ def answer(collected: ReplyCollector, model: str, shape: LineShape) -> dict[str,
     choice = collected.choices[0]
     calls = [call(i, c.name, c.arguments) for i, c in enumerate(choice.calls)]
     body = {**shape.body(choice.text, choice.reasoning, calls), **_logprobs(choice.logprobs)}
-    return {"model": model, "created_at": now(), **body, **done(choice.outcome, collected.usage, collected.timings)}
+    return {
+        "model": model,
+        "created_at": now(),
+        **body,
+        **done(choice.outcome, collected.usage, collected.timings),
+    }
 
 
 def loaded(model: str, shape: LineShape, reason: str = "load") -> dict[str, Any]:
     """The answer to a request that only loads or unloads (`reason`) its model."""
-    return {"model": model, "created_at": now(), **shape.body(""), "done": True, "done_reason": reason}
+    return {
+        "model": model,
+        "created_at": now(),
+        **shape.body(""),
+        "done": True,
+        "done_reason": reason,
+    }
 
 
 def call(index: int, name: str, arguments: str) -> dict[str, Any]:
@@ -107,7 +121,9 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     entries = []
     for token in tokens:
         entry = logprob_entry(token)
-        entries.append(entry if token.top else {k: v for k, v in entry.items() if k != "top_logprobs"})
+        entries.append(
+            entry if token.top else {k: v for k, v in entry.items() if k != "top_logprobs"}
+        )
     return {"logprobs": entries}
 
 

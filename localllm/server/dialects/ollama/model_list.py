@@ -19,7 +19,8 @@ def tags(models: ModelRouter) -> dict[str, Any]:
 
 
 def remote_tag(model: RemoteModel) -> dict[str, Any]:
-    """An upstream's model, of which only the name is known, in the form of Ollama's own remote models."""
+    """An upstream's model, of which only the name is known, in the form of Ollama's own remote
+    models."""
     details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": ""}
     return {
         "name": model.name,
@@ -50,7 +51,9 @@ def tag(model: ServedModel) -> dict[str, Any]:
     return {
         "name": model.name,
         "model": model.name,
-        "modified_at": datetime.fromtimestamp(model.created_s, UTC).isoformat().replace("+00:00", "Z"),
+        "modified_at": datetime.fromtimestamp(model.created_s, UTC)
+        .isoformat()
+        .replace("+00:00", "Z"),
         "size": info.weights_bytes if info else int(model.facts.details.get("bytes", 0)),
         "digest": digest(model),
         "details": model_details(model),
@@ -58,7 +61,8 @@ def tag(model: ServedModel) -> dict[str, Any]:
 
 
 def digest(model: ServedModel) -> str:
-    """SHA-256 of the model's file, or of its name if the file is unknown: `ollama list` needs twelve digits."""
+    """SHA-256 of the model's file, or of its name if the file is unknown: `ollama list` needs
+    twelve digits."""
     known = model.facts.details.get("digest")
     found = known() if callable(known) else known
     return str(found or hashlib.sha256(model.name.encode()).hexdigest())
@@ -66,7 +70,11 @@ def digest(model: ServedModel) -> str:
 
 def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
     """One entry of /api/ps; `idle_s`: the server's idle time (0: never)."""
-    more = {"expires_at": _expires_at(model, idle_s), "size_vram": 0, "context_length": model.served_n_ctx}
+    more = {
+        "expires_at": _expires_at(model, idle_s),
+        "size_vram": 0,
+        "context_length": model.served_n_ctx,
+    }
     return {**tag(model), **more}
 
 
@@ -75,13 +83,16 @@ def _expires_at(model: ServedModel, idle_s: float) -> str:
     own_s = idle_s if model.worker.idle_s is None else model.worker.idle_s
     if not own_s or math.isinf(own_s):
         return "0001-01-01T00:00:00Z"
-    silent_s = 0.0 if model.worker.in_use else asyncio.get_running_loop().time() - model.worker.last_used_s
+    silent_s = (
+        0.0 if model.worker.in_use else asyncio.get_running_loop().time() - model.worker.last_used_s
+    )
     expires = datetime.now(UTC) + timedelta(seconds=own_s - silent_s)
     return expires.isoformat().replace("+00:00", "Z")
 
 
 def show(model: ServedModel, template: str) -> dict[str, Any]:
-    """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks for."""
+    """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks
+    for."""
     info = model.info
     read = model.facts.details.get("header")
     header: dict[str, Any] = read() if callable(read) else {}
@@ -91,7 +102,11 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
     if info is None and header:
         details |= {"family": architecture, "families": [architecture]}
         details["parameter_size"] = f"{n_params / 1e9:.1f}B" if n_params else ""
-    width = {f"{architecture}.embedding_length": header["embedding_length"]} if "embedding_length" in header else {}
+    width = (
+        {f"{architecture}.embedding_length": header["embedding_length"]}
+        if "embedding_length" in header
+        else {}
+    )
     capabilities = model.capabilities
     parameters = _parameters(model)
     if "insert" in capabilities:
@@ -116,5 +131,9 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
 def _parameters(model: ServedModel) -> list[str]:
     """The sampling defaults, one per line."""
     names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
-    lines = [] if model.facts.embeds else [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
+    lines = (
+        []
+        if model.facts.embeds
+        else [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
+    )
     return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"] if model.served_n_ctx else lines

@@ -1,4 +1,5 @@
-"""The bodies of Ollama's API, and their translation to chat requests, generation jobs and embedding requests."""
+"""The bodies of Ollama's API, and their translation to chat requests, generation jobs and embedding
+requests."""
 
 from __future__ import annotations
 
@@ -33,7 +34,16 @@ from localllm.server.models.router import ServedModel
 _DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|[+-]?\d+(?:\.\d*)?", re.ASCII)
 _PIECE = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h|$)")
 _FOR_EVER_S = 1e9
-_UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+_UNIT_S = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+}
 HINTS = frozenset({"model", "name", "stream"})
 _REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
 
@@ -44,7 +54,9 @@ def keep_alive_s(sent: str | float | None) -> float | None:
         return None
     if isinstance(sent, str):
         if _DURATION.fullmatch(sent) is None:
-            raise RequestError("keep_alive must be seconds or a duration such as 5m", param="keep_alive")
+            raise RequestError(
+                "keep_alive must be seconds or a duration such as 5m", param="keep_alive"
+            )
         length = sum(float(n) * _UNIT_S[unit] for n, unit in _PIECE.findall(sent))
         sent = -length if sent.startswith("-") else length
     return math.inf if sent < 0 or sent > _FOR_EVER_S else float(sent)
@@ -55,7 +67,9 @@ class Options(GenerationFields):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
-    thinking_budget: Budget | None = Field(None, description="tokens of reasoning at most; -1 = no limit")
+    thinking_budget: Budget | None = Field(
+        None, description="tokens of reasoning at most; -1 = no limit"
+    )
 
 
 class OllamaBody(RequestBody):
@@ -64,8 +78,12 @@ class OllamaBody(RequestBody):
     options: Options | None = None
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
-    keep_alive: str | float | None = Field(None, description="stay loaded so long: 5m, seconds, -1 for ever, 0 unloads")
-    truncate: bool | None = Field(None, description="leave out the oldest messages of a chat that does not fit")
+    keep_alive: str | float | None = Field(
+        None, description="stay loaded so long: 5m, seconds, -1 for ever, 0 unloads"
+    )
+    truncate: bool | None = Field(
+        None, description="leave out the oldest messages of a chat that does not fit"
+    )
     shift: bool | None = None
     parse_special: ParseSpecial = None
     logprobs: bool | None = None
@@ -110,12 +128,14 @@ class OllamaBody(RequestBody):
         raise RequestError('format must be "json" or a JSON schema', param="format")
 
     def ignored(self) -> list[str]:
-        """Names of options without effect: mostly load parameters (num_ctx, num_gpu …), as no request reloads a model.
-        Raises UnsupportedError for those that would change the answer."""
+        """Names of options without effect: mostly load parameters (num_ctx, num_gpu …), as no
+        request reloads a model. Raises UnsupportedError for those that would change the answer."""
         extra = (self.options.model_extra if self.options else None) or {}
         for name, off in _REFUSED_OPTIONS.items():
             if name in extra and extra[name] not in off:
-                raise UnsupportedError(f"options.{name} is not implemented", param=f"options.{name}")
+                raise UnsupportedError(
+                    f"options.{name} is not implemented", param=f"options.{name}"
+                )
         named = [f"options.{k}" for k in sorted(extra) if k not in _REFUSED_OPTIONS]
         # A full context ends the answer; there is no context shift.
         named += ["shift"] if self.shift else []
@@ -127,7 +147,9 @@ class OllamaChat(OllamaBody):
 
     messages: list[dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
-    tool_choice: str | dict[str, Any] | None = Field(None, description="as in /v1/chat/completions; auto where unsaid")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="as in /v1/chat/completions; auto where unsaid"
+    )
 
 
 class OllamaGenerate(OllamaBody):
@@ -137,8 +159,12 @@ class OllamaGenerate(OllamaBody):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: list[str] | None = Field(None, max_length=64, description="in base64; only of a prompt that is templated")
-    template: Annotated[str, Field(max_length=0)] | None = Field(None, description="the model's own template is used")
+    images: list[str] | None = Field(
+        None, max_length=64, description="in base64; only of a prompt that is templated"
+    )
+    template: Annotated[str, Field(max_length=0)] | None = Field(
+        None, description="the model's own template is used"
+    )
 
     @property
     def untemplated(self) -> bool:
@@ -146,9 +172,12 @@ class OllamaGenerate(OllamaBody):
         return bool(self.raw or self.suffix)
 
     def ignored(self) -> list[str]:
-        """The same, and `truncate`, if the prompt has no messages to leave out. Raises UnsupportedError."""
+        """The same, and `truncate`, if the prompt has no messages to leave out. Raises
+        UnsupportedError."""
         if self.images and self.untemplated:
-            raise UnsupportedError("images go with a prompt that is templated, not with raw or suffix", param="images")
+            raise UnsupportedError(
+                "images go with a prompt that is templated, not with raw or suffix", param="images"
+            )
         return super().ignored() + (["truncate"] if self.truncate and self.untemplated else [])
 
 
@@ -176,18 +205,26 @@ def chat_request(fields: OllamaChat, default: Sampling) -> tuple[ChatRequest, li
     omitted: list[str] = []
     tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
     wanted = choice_of(choice, tools)
-    return _chat_request(fields, default, normalise(fields.messages, omitted), tools, wanted), omitted
+    return _chat_request(
+        fields, default, normalise(fields.messages, omitted), tools, wanted
+    ), omitted
 
 
 def generate_request(fields: OllamaGenerate, default: Sampling) -> ChatRequest:
     """The chat request of a prompt that goes through the template."""
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
-    asked = normalise([*messages, {"role": "user", "content": fields.prompt, "images": fields.images}])
+    asked = normalise(
+        [*messages, {"role": "user", "content": fields.prompt, "images": fields.images}]
+    )
     return _chat_request(fields, default, asked, [], choice_of(None, []))
 
 
 def _chat_request(
-    fields: OllamaBody, default: Sampling, messages: list[dict[str, Any]], tools: Sequence[Tool], choice: Choice
+    fields: OllamaBody,
+    default: Sampling,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Tool],
+    choice: Choice,
 ) -> ChatRequest:
     options = ResponseOptions(
         tools=tools,
@@ -196,14 +233,18 @@ def _chat_request(
         effort=fields.effort(),
         parse_special=bool(fields.parse_special),
     )
-    return ChatRequest(messages, fields.generation(default), options, compaction=bool(fields.truncate))
+    return ChatRequest(
+        messages, fields.generation(default), options, compaction=bool(fields.truncate)
+    )
 
 
 class OllamaEmbed(RequestBody):
     """POST /api/embed."""
 
     input: str | Annotated[list[str], Field(max_length=MOST_INPUTS)]
-    truncate: bool | None = Field(None, description="cut what is too long (the default), or refuse it")
+    truncate: bool | None = Field(
+        None, description="cut what is too long (the default), or refuse it"
+    )
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
     keep_alive: str | float | None = None
 
@@ -229,8 +270,12 @@ def translate_embed(fields: OllamaEmbed, model: ServedModel) -> EmbeddingRequest
             "prompt_eval_count": tokens,
         }
 
-    inputs = [fields.input] if isinstance(fields.input, str) and fields.input else list(fields.input)
-    return EmbeddingRequest(inputs, body, truncate=fields.truncate is not False, keep_s=keep_alive_s(fields.keep_alive))
+    inputs = (
+        [fields.input] if isinstance(fields.input, str) and fields.input else list(fields.input)
+    )
+    return EmbeddingRequest(
+        inputs, body, truncate=fields.truncate is not False, keep_s=keep_alive_s(fields.keep_alive)
+    )
 
 
 def translate_older_embed(fields: OllamaEmbeddings, model: ServedModel) -> EmbeddingRequest:
@@ -240,5 +285,8 @@ def translate_older_embed(fields: OllamaEmbeddings, model: ServedModel) -> Embed
         return {"embedding": numbers(rows[0]) if rows else []}
 
     return EmbeddingRequest(
-        [fields.prompt] if fields.prompt else [], body, truncate=True, keep_s=keep_alive_s(fields.keep_alive)
+        [fields.prompt] if fields.prompt else [],
+        body,
+        truncate=True,
+        keep_s=keep_alive_s(fields.keep_alive),
     )

@@ -68,8 +68,8 @@ class ModelPuller:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
 
     async def pull(self, store: ModelStore, ref: str, report: Callable[[Line], None]) -> None:
-        """Download `ref`, reporting lines to `report`. If cancelled it stops, and the next call resumes. Raises what the store
-        raises."""
+        """Download `ref`, reporting lines to `report`. If cancelled it stops, and the next call
+        resumes. Raises what the store raises."""
         loop, left = asyncio.get_running_loop(), threading.Event()
         lines = _ProgressLines()
 
@@ -100,7 +100,11 @@ class _ProgressLines:
             self._digest = progress.digest
         line = self._words(progress)
         now = time.monotonic()
-        if line["status"] == self._status and now < self._next_s and progress.done_bytes < progress.total_bytes:
+        if (
+            line["status"] == self._status
+            and now < self._next_s
+            and progress.done_bytes < progress.total_bytes
+        ):
             return None
         self._status, self._next_s = line["status"], now + _INTERVAL_S
         return line
@@ -112,16 +116,19 @@ class _ProgressLines:
         if not self._digest:
             return {"status": "pulling"}
         return {
-            "status": f"pulling {self._digest[:_NAMED_DIGITS]}", "digest": f"sha256:{self._digest}",
-            "total": progress.total_bytes, "completed": progress.done_bytes,
-        }  # fmt: skip
+            "status": f"pulling {self._digest[:_NAMED_DIGITS]}",
+            "digest": f"sha256:{self._digest}",
+            "total": progress.total_bytes,
+            "completed": progress.done_bytes,
+        }
 
 
 def allowed(store: ModelStore | None) -> ModelStore:
     """The store, if clients may use it; else raises UnsupportedError."""
     if store is None:
         raise UnsupportedError(
-            "models are not fetched or removed over HTTP here: start the server with --allow-pull (or set allow_pull), or "
+            "models are not fetched or removed over HTTP here: start the server with --allow-pull "
+            "(or set allow_pull), or "
             "do it on the command line: `localllm pull`, `localllm models rm`"
         )
     return store
@@ -156,7 +163,9 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | 
 
         async def raw(engine: EngineClient) -> GenerationJob:
             generation = fields.generation(model.sampling)
-            return await text_job(engine, [fields.prompt], generation, grammar, suffix=fields.suffix)
+            return await text_job(
+                engine, [fields.prompt], generation, grammar, suffix=fields.suffix
+            )
 
         task = raw
     else:
@@ -166,11 +175,17 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | 
 
 def _preload(fields: OllamaBody, model: ServedModel, shape: LineShape) -> PreloadRequest:
     keep_s = fields.keep_s()
-    return PreloadRequest(lines.loaded(model.name, shape, "unload" if keep_s == 0 else "load"), keep_s)
+    return PreloadRequest(
+        lines.loaded(model.name, shape, "unload" if keep_s == 0 else "load"), keep_s
+    )
 
 
 def _translated(
-    task: ChatRequest | JobFactory, model: ServedModel, shape: LineShape, ignored: list[str], keep_s: float | None
+    task: ChatRequest | JobFactory,
+    model: ServedModel,
+    shape: LineShape,
+    ignored: list[str],
+    keep_s: float | None,
 ) -> TranslatedRequest:
     return TranslatedRequest(
         task,
@@ -233,15 +248,23 @@ def _managing(router: APIRouter, server: Server) -> None:
     async def pull(request: Request) -> Response:
         admins_only("fetching a model")
         store = allowed(server.store)
-        fields, ignored = read(OllamaPull, await read_json(request, server.settings), requests.HINTS)
+        fields, ignored = read(
+            OllamaPull, await read_json(request, server.settings), requests.HINTS
+        )
         name, headers = fields.wanted(), answer_headers(ignored)
         if fields.stream is False:
             reported: list[dict[str, Any]] = []
             await unless_gone(request.receive, puller.pull(store, name, reported.append))
-            return JSONResponse(reported[-1], headers=headers) if reported else Response(status_code=499)
+            return (
+                JSONResponse(reported[-1], headers=headers)
+                if reported
+                else Response(status_code=499)
+            )
 
         async def produce(outbox: Outbox) -> None:
-            await puller.pull(store, name, lambda line: outbox.write(json.dumps(line).encode() + b"\n"))
+            await puller.pull(
+                store, name, lambda line: outbox.write(json.dumps(line).encode() + b"\n")
+            )
 
         return StreamResponse(
             produce,
@@ -255,7 +278,9 @@ def _managing(router: APIRouter, server: Server) -> None:
     async def delete(request: Request) -> Response:
         admins_only("removing a model")
         store = allowed(server.store)
-        fields, ignored = read(OllamaManaged, await read_json(request, server.settings), requests.HINTS)
+        fields, ignored = read(
+            OllamaManaged, await read_json(request, server.settings), requests.HINTS
+        )
         name = fields.wanted()
         with suppress(ModelNotFoundError):
             # Mapped files would keep their disk space; a model in use is not removed.
@@ -267,7 +292,8 @@ def _managing(router: APIRouter, server: Server) -> None:
 
     async def unsupported(request: Request) -> Response:
         raise UnsupportedError(
-            "models are neither made nor published over HTTP: those of this disk are managed on the command line, `localllm models`"
+            "models are neither made nor published over HTTP: those of this disk are managed on "
+            "the command line, `localllm models`"
         )
 
     about = "Fetch a model, where --allow-pull lets clients do that"
@@ -282,7 +308,9 @@ def _managing(router: APIRouter, server: Server) -> None:
         openapi_extra=body_of(OllamaManaged),
     )
     for path in _UNSUPPORTED:
-        router.add_api_route(path, unsupported, methods=["POST"], response_model=None, include_in_schema=False)
+        router.add_api_route(
+            path, unsupported, methods=["POST"], response_model=None, include_in_schema=False
+        )
 
 
 def _about_models(router: APIRouter, server: Server) -> None:
@@ -308,7 +336,9 @@ def _about_models(router: APIRouter, server: Server) -> None:
         return {"models": [model_list.running(m, server.models.idle_s) for m in loaded]}
 
     async def show(request: Request) -> Response:
-        fields, ignored = read(OllamaManaged, await read_json(request, server.settings), requests.HINTS)
+        fields, ignored = read(
+            OllamaManaged, await read_json(request, server.settings), requests.HINTS
+        )
         model = await server.models.find(fields.wanted())
         template = (model.info.chat_template or "") if model.info else ""
         body = await asyncio.to_thread(model_list.show, model, template)

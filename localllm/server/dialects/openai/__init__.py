@@ -1,1 +1,2 @@
-"""OpenAI's chat completions, completions, embeddings and model list, and Mistral's fill-in-the-middle."""
+"""OpenAI's chat completions, completions, embeddings and model list, and Mistral's
+fill-in-the-middle."""

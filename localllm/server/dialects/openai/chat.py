@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions: the body, its translation to a chat request, and the answer in OpenAI's format."""
+"""POST /v1/chat/completions: the body, its translation to a chat request, and the answer in
+OpenAI's format."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from localllm.errors import RequestError
 from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedFields, first_limit
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.job import CollectedChoice, Outcome, ReplyCollector, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import (
+    CollectedChoice,
+    Outcome,
+    ReplyCollector,
+    ReplyUsage,
+    ReplyWriter,
+)
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
@@ -35,7 +42,9 @@ class StreamOptions(BaseModel):
 class ChatFields(ReasonedFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Any] = Field(description="roles system, developer, user, assistant, tool; text content")
+    messages: list[Any] = Field(
+        description="roles system, developer, user, assistant, tool; text content"
+    )
     max_tokens: Limit | None = Field(None, description="default, and -1: the remaining window")
     max_completion_tokens: Limit | None = Field(None, description="the newer name of max_tokens")
     n_predict: Limit | None = None
@@ -48,9 +57,15 @@ class ChatFields(ReasonedFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = Field(None, description="go on with the assistant's text at the end")
-    add_generation_prompt: bool | None = Field(None, description="false: the same; true: a new answer")
-    prediction: dict[str, Any] | None = Field(None, description="text expected in the answer: drafted from first")
+    continue_final_message: bool | None = Field(
+        None, description="go on with the assistant's text at the end"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false: the same; true: a new answer"
+    )
+    prediction: dict[str, Any] | None = Field(
+        None, description="text expected in the answer: drafted from first"
+    )
     truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
 
     def predicted(self) -> str:
@@ -62,20 +77,25 @@ class ChatFields(ReasonedFields):
         return flatten(self.prediction.get("content"), "prediction.content")
 
     def continues(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the answer continues a final assistant message: yes by default. Raises RequestError if the client asks
-        for it and there is none."""
+        """Whether the answer continues a final assistant message: yes by default. Raises
+        RequestError if the client asks for it and there is none."""
         wanted = self.continue_final_message or self.add_generation_prompt is False
         field = "continue_final_message" if self.continue_final_message else "add_generation_prompt"
         if wanted and self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: the answer is gone on with or new",
+                "continue_final_message and add_generation_prompt exclude each other: the answer "
+                "is gone on with or new",
                 param=field,
             )
         if wanted and not unfinished(messages):
             raise RequestError(
-                f"{field} asks to go on with an answer, but the last message is no text of the assistant", param=field
+                f"{field} asks to go on with an answer, but the last message is no text of the "
+                "assistant",
+                param=field,
             )
-        return wanted or (self.continue_final_message is None and self.add_generation_prompt is None)
+        return wanted or (
+            self.continue_final_message is None and self.add_generation_prompt is None
+        )
 
     def answer_tokens(self) -> int | None:
         return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
@@ -101,7 +121,11 @@ def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
         chat,
         lambda collected, job: chat_completion(collected, model.name),
         lambda outbox, job, progress: ChatChunks(
-            outbox, model.name, n=job.choices, include_usage=wants_usage(fields.stream_options), compacted=job.compacted
+            outbox,
+            model.name,
+            n=job.choices,
+            include_usage=wants_usage(fields.stream_options),
+            compacted=job.compacted,
         ),
         tuple(ignored),
     )
@@ -123,7 +147,9 @@ def chat_request(fields: ChatFields, default: Sampling) -> tuple[ChatRequest, li
         parse_special=bool(fields.parse_special),
     )
     compaction = fields.truncation == "auto"
-    return ChatRequest(messages, fields.generation(default), options, fields.n or 1, compaction), ignored
+    return ChatRequest(
+        messages, fields.generation(default), options, fields.n or 1, compaction
+    ), ignored
 
 
 def wants_usage(options: StreamOptions | None) -> bool:
@@ -131,9 +157,12 @@ def wants_usage(options: StreamOptions | None) -> bool:
 
 
 class Chunks(ReplyWriter):
-    """Writes the events of OpenAI's streams. The constant parts are made once: a token costs one JSON string."""
+    """Writes the events of OpenAI's streams. The constant parts are made once: a token costs one
+    JSON string."""
 
-    def __init__(self, outbox: Outbox, kind: str, chunk_id: str, model: str, *, include_usage: bool) -> None:
+    def __init__(
+        self, outbox: Outbox, kind: str, chunk_id: str, model: str, *, include_usage: bool
+    ) -> None:
         self._outbox, self._include_usage = outbox, include_usage
         self._head = (
             f'data: {{"id":"{chunk_id}","object":"{kind}","created":{int(time.time())},'
@@ -144,7 +173,9 @@ class Chunks(ReplyWriter):
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         if self._include_usage:
-            data = json.dumps({"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)})
+            data = json.dumps(
+                {"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)}
+            )
             self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
         self._outbox.write(f": cache {usage.cache_note}\ndata: [DONE]\n\n".encode())
 
@@ -152,8 +183,12 @@ class Chunks(ReplyWriter):
 class ChatChunks(Chunks):
     """Writes chat.completion.chunk events."""
 
-    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = "") -> None:
-        super().__init__(outbox, "chat.completion.chunk", new_id("chatcmpl-"), model, include_usage=include_usage)
+    def __init__(
+        self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = ""
+    ) -> None:
+        super().__init__(
+            outbox, "chat.completion.chunk", new_id("chatcmpl-"), model, include_usage=include_usage
+        )
         self._compacted = compacted
         self._openings = [f'{self._head},"choices":[{{"index":{i},"delta":{{' for i in range(n)]
         self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
@@ -166,7 +201,9 @@ class ChatChunks(Chunks):
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not logprobs:
-            self._outbox.write(f'{self._openings[choice]}"content":{quote(text)}{self._closing}'.encode())
+            self._outbox.write(
+                f'{self._openings[choice]}"content":{quote(text)}{self._closing}'.encode()
+            )
             return
         data = json.dumps({"content": [logprob_entry(p) for p in logprobs], "refusal": None})
         self._outbox.write(
@@ -178,11 +215,15 @@ class ChatChunks(Chunks):
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         function = f'{{"name":{quote(name)},"arguments":""}}'
-        call = f'{{"index":{index},"id":"{new_id("call_")}","type":"function","function":{function}}}'
+        call = (
+            f'{{"index":{index},"id":"{new_id("call_")}","type":"function","function":{function}}}'
+        )
         self._send(choice, f'"tool_calls":[{call}]')
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        self._send(choice, f'"tool_calls":[{{"index":{index},"function":{{"arguments":{quote(text)}}}}}]')
+        self._send(
+            choice, f'"tool_calls":[{{"index":{index},"function":{{"arguments":{quote(text)}}}}}]'
+        )
 
     def finish(self, choice: int, outcome: Outcome) -> None:
         self._outbox.write(
@@ -207,7 +248,10 @@ def chat_completion(collected: ReplyCollector, model: str) -> dict[str, Any]:
 
 
 def _choice(index: int, choice: CollectedChoice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": choice.text or (None if choice.calls else ""),
+    }
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.calls:
@@ -215,8 +259,17 @@ def _choice(index: int, choice: CollectedChoice) -> dict[str, Any]:
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in choice.calls
         ]
-    logprobs = {"content": [logprob_entry(p) for p in choice.logprobs], "refusal": None} if choice.logprobs else None
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.outcome.reason}
+    logprobs = (
+        {"content": [logprob_entry(p) for p in choice.logprobs], "refusal": None}
+        if choice.logprobs
+        else None
+    )
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": choice.outcome.reason,
+    }
 
 
 def usage_body(usage: ReplyUsage) -> dict[str, Any]:

@@ -31,7 +31,9 @@ from localllm.server.models.router import ServedModel
 from localllm.server.serving import JobFactory, TranslatedRequest
 
 MAX_PROMPTS = 16
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, max_length=1 << 20)]
+Ids = Annotated[
+    list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, max_length=1 << 20)
+]
 
 
 class CompletionFields(SamplingFields):
@@ -43,7 +45,9 @@ class CompletionFields(SamplingFields):
         | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
         | Annotated[list[Ids], Field(max_length=MAX_PROMPTS)]
     ) = ""
-    suffix: str | None = Field(None, description="text behind the insertion; needs a model with FIM tokens")
+    suffix: str | None = Field(
+        None, description="text behind the insertion; needs a model with FIM tokens"
+    )
     max_tokens: Limit | None = Field(None, description="default, and -1: the remaining window")
     n_predict: Limit | None = None
     echo: bool | None = Field(None, description="put the prompt before the answer")
@@ -75,7 +79,11 @@ def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest
         _task(fields, model),
         lambda collected, job: text_completion(collected, job, model.name, echo=bool(fields.echo)),
         lambda outbox, job, progress: CompletionChunks(
-            outbox, model.name, job, include_usage=wants_usage(fields.stream_options), echo=bool(fields.echo)
+            outbox,
+            model.name,
+            job,
+            include_usage=wants_usage(fields.stream_options),
+            echo=bool(fields.echo),
         ),
     )
 
@@ -85,7 +93,9 @@ def translate_fill_in(fields: CompletionFields, model: ServedModel) -> Translate
     return TranslatedRequest(
         _task(fields, model),
         lambda collected, job: chat_completion(collected, model.name),
-        lambda outbox, job, progress: FillInChunks(outbox, model.name, n=job.choices, include_usage=False),
+        lambda outbox, job, progress: FillInChunks(
+            outbox, model.name, n=job.choices, include_usage=False
+        ),
     )
 
 
@@ -95,14 +105,18 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
     if fields.suffix and (len(prompts) > 1 or not isinstance(prompts[0], str)):
         raise RequestError("suffix needs one prompt that is text", param="suffix")
     if fields.echo and fields.logprobs is not None:
-        raise RequestError("echo can't be combined with logprobs: the prompt's are not computed", param="echo")
+        raise RequestError(
+            "echo can't be combined with logprobs: the prompt's are not computed", param="echo"
+        )
     if fields.echo and any(not isinstance(p, str) for p in prompts):
         raise RequestError("echo needs prompts that are text", param="echo")
     grammar = fields.constraint(fields.response_format)
 
     async def job(engine: EngineClient) -> GenerationJob:
         generation = fields.generation(model.sampling)
-        return await text_job(engine, prompts, generation, grammar, suffix=fields.suffix, n=fields.n or 1)
+        return await text_job(
+            engine, prompts, generation, grammar, suffix=fields.suffix, n=fields.n or 1
+        )
 
     return job
 
@@ -122,7 +136,11 @@ class FillInChunks(ChatChunks):
             super().finish(choice, outcome)
         for choice, outcome in self._ended[-1:]:
             data = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": outcome.reason}
-            body = {"choices": [data], "usage": usage_body(usage), "timings": timings_body(usage, timings)}
+            body = {
+                "choices": [data],
+                "usage": usage_body(usage),
+                "timings": timings_body(usage, timings),
+            }
             self._outbox.write(f"{self._head},{json.dumps(body)[1:]}\n\n".encode())
         super().end(usage, timings)
 
@@ -130,8 +148,12 @@ class FillInChunks(ChatChunks):
 class CompletionChunks(Chunks):
     """Writes text_completion events; `echo` puts the prompt before each choice's answer."""
 
-    def __init__(self, outbox: Outbox, model: str, job: GenerationJob, *, include_usage: bool, echo: bool) -> None:
-        super().__init__(outbox, "text_completion", new_id("cmpl-"), model, include_usage=include_usage)
+    def __init__(
+        self, outbox: Outbox, model: str, job: GenerationJob, *, include_usage: bool, echo: bool
+    ) -> None:
+        super().__init__(
+            outbox, "text_completion", new_id("cmpl-"), model, include_usage=include_usage
+        )
         self._job, self._echo = job, echo
         self._tokens_end = [0] * job.choices
 
@@ -156,13 +178,19 @@ class CompletionChunks(Chunks):
         )
 
 
-def text_completion(collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
+def text_completion(
+    collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bool
+) -> dict[str, Any]:
     prompts = (job.prompt, *job.also)
     choices = []
     for i, choice in enumerate(collected.choices):
         text = f"{prompts[i // job.n]}{choice.text}" if echo else choice.text
-        logprobs = logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
-        choices.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.outcome.reason})
+        logprobs = (
+            logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
+        )
+        choices.append(
+            {"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.outcome.reason}
+        )
     return {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -186,8 +214,8 @@ def logprobs_body(logprobs: tuple[TokenLogprob, ...], at: int = 0) -> dict[str, 
 
 
 def offsets(logprobs: Sequence[TokenLogprob], at: int = 0) -> list[int]:
-    """Where each token begins in the answer, of which the first one is at `at`, and where the last one ends; of several tokens
-    that make one character, at that character."""
+    """Where each token begins in the answer, of which the first one is at `at`, and where the last
+    one ends; of several tokens that make one character, at that character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     found = [at]
     for p in logprobs:
@@ -205,7 +233,8 @@ def _named(text: str) -> str:
 
 
 def _by_name(top: Sequence[tuple[str, int, float]]) -> dict[str, float]:
-    """All alternatives: of two tokens that are written alike (a byte, a control token) the second goes by its id."""
+    """All alternatives: of two tokens that are written alike (a byte, a control token) the second
+    goes by its id."""
     named: dict[str, float] = {}
     for text, token, logprob in top:
         name = _named(text)

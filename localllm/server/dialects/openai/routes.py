@@ -1,5 +1,5 @@
-"""Routes of OpenAI's API, the list of models, and others that take the same bodies (Mistral's FIM, llama.cpp's
-/apply-template)."""
+"""Routes of OpenAI's API, the list of models, and others that take the same bodies (Mistral's FIM,
+llama.cpp's /apply-template)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,17 @@ from localllm.server.serving import Server
 # `runs_on` of a model of this server.
 HERE = "this server"
 # Fields taken over from an upstream's list.
-_LISTED = ("created", "context_length", "max_model_len", "capabilities", "architecture", "status", "meta")
-# Codex has long instructions for OpenAI's models and none for ours. Short, as a local context is small.
+_LISTED = (
+    "created",
+    "context_length",
+    "max_model_len",
+    "capabilities",
+    "architecture",
+    "status",
+    "meta",
+)
+# Codex has long instructions for OpenAI's models and none for ours. Short, as a local context is
+# small.
 _INSTRUCTIONS = """\
 You are a coding agent in the Codex CLI. You work in the user's own files, in the directory named in the environment context.
 
@@ -43,9 +52,10 @@ file *** Update File: path with @@ and lines that begin with a space, - or + (or
 
 
 def entry(model: ServedModel) -> dict[str, Any]:
-    """One model in OpenAI's format, with what editors look for (`context_length`, `meta.n_ctx`, `architecture`, `status`)
-    and fields of ours: `physics` (bytes per token and this machine's rates), `notice` (how it runs), `sampling` (the
-    defaults), `has_system` (the preset has a system prompt)."""
+    """One model in OpenAI's format, with what editors look for (`context_length`, `meta.n_ctx`,
+    `architecture`, `status`) and fields of ours: `physics` (bytes per token and this machine's
+    rates), `notice` (how it runs), `sampling` (the defaults), `has_system` (the preset has a system
+    prompt)."""
     n_ctx = model.served_n_ctx
     info = model.info
     body: dict[str, Any] = {
@@ -64,7 +74,9 @@ def entry(model: ServedModel) -> dict[str, Any]:
     }
     if not (model.facts.embeds or model.facts.ranks):
         drawn = model.sampling
-        body["sampling"] = {name: getattr(drawn, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        body["sampling"] = {
+            name: getattr(drawn, name) for name in ("temperature", "top_p", "top_k", "min_p")
+        }
         body["has_system"] = bool(model.defaults.system)
     if model.facts.physics:
         body["physics"] = dict(model.facts.physics)
@@ -83,7 +95,8 @@ def entry(model: ServedModel) -> dict[str, Any]:
 
 
 def remote_entry(model: RemoteModel) -> dict[str, Any]:
-    """An upstream's model: that server's facts under our name, and the server's name, never its address."""
+    """An upstream's model: that server's facts under our name, and the server's name, never its
+    address."""
     listed = {k: model.facts[k] for k in _LISTED if k in model.facts}
     context = listed.get("context_length") or listed.get("max_model_len")
     return {
@@ -159,10 +172,15 @@ class EmbeddingFields(RequestBody):
         str
         | Texts
         | Annotated[list[_Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[_Token], Field(min_length=1)]], Field(min_length=1, max_length=MOST_INPUTS)]
+        | Annotated[
+            list[Annotated[list[_Token], Field(min_length=1)]],
+            Field(min_length=1, max_length=MOST_INPUTS),
+        ]
     ) = Field(description="a text, texts, token ids, or lists of token ids")
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS, description="the first so many numbers, made length 1")
+    dimensions: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="the first so many numbers, made length 1"
+    )
 
 
 def _translate_embedding(fields: EmbeddingFields, model: ServedModel) -> EmbeddingRequest:

@@ -12,7 +12,13 @@ from localllm.errors import LocalLLMError
 from localllm.server.dialects.responses.items import ResponsesFields
 from localllm.server.dialects.responses.toolbox import CustomInputReader, Toolbox
 from localllm.server.dialects.wire import comment, compacted_comment, logprob_entry, quote
-from localllm.server.generation.job import Outcome, PrefillProgress, ReplyCollector, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import (
+    Outcome,
+    PrefillProgress,
+    ReplyCollector,
+    ReplyUsage,
+    ReplyWriter,
+)
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 
@@ -22,8 +28,8 @@ _FUNCTION_CALL = ("function_call", "fc_", "arguments")
 
 
 class ResponseEvents(ReplyWriter):
-    """Builds the response object, and writes its events once `into` has set an outbox. `keep` stores the finished body.
-    A stream has an event at least every `silence_s`."""
+    """Builds the response object, and writes its events once `into` has set an outbox. `keep`
+    stores the finished body. A stream has an event at least every `silence_s`."""
 
     def __init__(
         self,
@@ -58,7 +64,10 @@ class ResponseEvents(ReplyWriter):
             "output": [],
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": fields.previous_response_id,
-            "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": fields.reasoning.effort if fields.reasoning else None,
+                "summary": None,
+            },
             "store": fields.store is not False,
             "temperature": sent.get("temperature"),
             "text": fields.text or {"format": {"type": "text"}},
@@ -84,13 +93,16 @@ class ResponseEvents(ReplyWriter):
             self._outbox.write(self._beginning())
 
     def keepalive(self, progress: PrefillProgress) -> bytes:
-        """The progress as a comment, and from time to time an event: Codex gives up on a stream without events."""
+        """The progress as a comment, and from time to time an event: Codex gives up on a stream
+        without events."""
         data = comment(progress)
         if time.monotonic() - self._said_s < self._silence_s:
             return data
         self._said_s = time.monotonic()
         return data + (
-            self._frame("response.in_progress", {"response": self.body}) if self._begun else self._beginning()
+            self._frame("response.in_progress", {"response": self.body})
+            if self._begun
+            else self._beginning()
         )
 
     def _beginning(self) -> bytes:
@@ -117,8 +129,16 @@ class ResponseEvents(ReplyWriter):
         self._leave()
         called = self._toolbox.called(name)
         self._text_of = CustomInputReader() if called.custom else None
-        kind, prefix, content = ("custom_tool_call", "ctc_", "input") if called.custom else _FUNCTION_CALL
-        item = {"type": kind, "id": new_id(prefix), "call_id": new_id("call_"), "name": called.name, content: ""}
+        kind, prefix, content = (
+            ("custom_tool_call", "ctc_", "input") if called.custom else _FUNCTION_CALL
+        )
+        item = {
+            "type": kind,
+            "id": new_id(prefix),
+            "call_id": new_id("call_"),
+            "name": called.name,
+            content: "",
+        }
         if called.namespace is not None:
             item["namespace"] = called.namespace
         self._begin({**item, "status": "in_progress"})
@@ -164,12 +184,29 @@ class ResponseEvents(ReplyWriter):
             return
         self._leave()
         if kind == "message":
-            self._begin({"type": "message", "id": new_id("msg_"), "status": "in_progress", "role": "assistant",
-                         "content": []})  # fmt: skip
+            self._begin(
+                {
+                    "type": "message",
+                    "id": new_id("msg_"),
+                    "status": "in_progress",
+                    "role": "assistant",
+                    "content": [],
+                }
+            )
         else:
-            self._begin({"type": "reasoning", "id": new_id("rs_"), "status": "in_progress", "summary": [],
-                         "content": []})  # fmt: skip
-        self._event("response.content_part.added", {**self._place(), "content_index": 0, "part": self._part(kind)})
+            self._begin(
+                {
+                    "type": "reasoning",
+                    "id": new_id("rs_"),
+                    "status": "in_progress",
+                    "summary": [],
+                    "content": [],
+                }
+            )
+        self._event(
+            "response.content_part.added",
+            {**self._place(), "content_index": 0, "part": self._part(kind)},
+        )
 
     def _part(self, kind: str) -> dict[str, Any]:
         """An empty part of an item of that kind, with the log-probabilities there are."""
@@ -181,7 +218,9 @@ class ResponseEvents(ReplyWriter):
 
     def _begin(self, item: dict[str, Any]) -> None:
         self._open, self._pieces = item, []
-        self._event("response.output_item.added", {"output_index": len(self.body["output"]), "item": item})
+        self._event(
+            "response.output_item.added", {"output_index": len(self.body["output"]), "item": item}
+        )
 
     def _leave(self) -> None:
         item = self._open
@@ -192,7 +231,10 @@ class ResponseEvents(ReplyWriter):
         item["status"] = "completed"
         if item["type"] == "function_call":
             item["arguments"] = text
-            self._event("response.function_call_arguments.done", {**place, "arguments": text, "name": item["name"]})
+            self._event(
+                "response.function_call_arguments.done",
+                {**place, "arguments": text, "name": item["name"]},
+            )
         elif item["type"] == "custom_tool_call":
             item["input"] = text
             self._event("response.custom_tool_call_input.done", {**place, "input": text})
@@ -203,7 +245,9 @@ class ResponseEvents(ReplyWriter):
             item["content"] = [part]
             self._event(event, {**place, "content_index": 0, "text": text, **more})
             self._event("response.content_part.done", {**place, "content_index": 0, "part": part})
-        self._event("response.output_item.done", {"output_index": place["output_index"], "item": item})
+        self._event(
+            "response.output_item.done", {"output_index": place["output_index"], "item": item}
+        )
         self.body["output"].append(item)
         self._open = None
 

@@ -1,5 +1,5 @@
-"""The body of POST /v1/responses, its translation to a chat request, and stored responses: in memory only, least recently
-used evicted first."""
+"""The body of POST /v1/responses, its translation to a chat request, and stored responses: in
+memory only, least recently used evicted first."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ _KEPT = "responses are kept in memory until the server stops; send the whole con
 
 # How the ids of items begin, by type.
 _ID_HEADS = {
-    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }  # fmt: skip
 
 
 def typed(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A sent item as it is kept and shown: with all that OpenAI's types of a stored one have, which a client may leave out."""
+    """A sent item as it is kept and shown: with all that OpenAI's types of a stored one have, which
+    a client may leave out."""
     kind = item.get("type") or "message"
     whole: dict[str, Any] = {**item, "type": kind}
     whole["id"] = item.get("id") or new_id(_ID_HEADS.get(kind, "item") + "_")
@@ -90,8 +92,14 @@ class ResponseStore:
             _MAX_ENTRIES, _MAX_CHARS, lambda stored: stored.chars
         )
 
-    def put(self, body: dict[str, Any], before: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]) -> None:
-        """Store a finished response with its input items: those of earlier responses, then its own."""
+    def put(
+        self,
+        body: dict[str, Any],
+        before: Sequence[Mapping[str, Any]],
+        sent: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Store a finished response with its input items: those of earlier responses, then its
+        own."""
         own = list(map(typed, sent))
         earlier = list(map(dict, before))
         chars = len(json.dumps([earlier, own, body["output"]]))
@@ -153,13 +161,20 @@ def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, A
     end = begin + wanted.limit
     shown = found[begin:end]
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": end < len(found)}
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": first,
+        "last_id": last,
+        "has_more": end < len(found),
+    }
 
 
 # Known to OpenAI's API and without effect here.
 HINTS = frozenset(
     {
-        "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_retention", "max_tool_calls",
+        "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_retention",
+        "max_tool_calls",
         "stream_options", "client_metadata",
     }
 )  # fmt: skip
@@ -174,7 +189,9 @@ class ResponsesFields(ReasonedFields):
     input: str | list[Any] | None = None
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
-    store: bool | None = Field(None, description="keep the response for previous_response_id (default true)")
+    store: bool | None = Field(
+        None, description="keep the response for previous_response_id (default true)"
+    )
     max_output_tokens: Limit | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
@@ -184,10 +201,16 @@ class ResponsesFields(ReasonedFields):
     context_management: Annotated[list[Any], Field(max_length=0)] | None = Field(
         None, description="nothing is summarised here; send truncation: auto"
     )
-    background: Literal[False] | None = Field(None, description="responses run while the client waits")
+    background: Literal[False] | None = Field(
+        None, description="responses run while the client waits"
+    )
     prompt: None = Field(None, description="stored prompts are not kept here")
-    conversation: None = Field(None, description="conversations are not kept here; send previous_response_id")
-    include: list[str] | None = Field(None, description="message.output_text.logprobs; others change nothing here")
+    conversation: None = Field(
+        None, description="conversations are not kept here; send previous_response_id"
+    )
+    include: list[str] | None = Field(
+        None, description="message.output_text.logprobs; others change nothing here"
+    )
     top_logprobs: int | None = Field(None, ge=0, le=20)
     n: Literal[1] | None = Field(None, description="a response has one answer")
 
@@ -211,7 +234,9 @@ def chat_request(
         messages.append({"role": "user", "content": ""})  # Codex probes with an empty input
     sent = fields.tool_choice
     if isinstance(sent, dict) and sent.get("type") not in _CHOICES:
-        raise UnsupportedError(f"tool_choice.type {str(sent.get('type'))[:40]!r} is not supported", param="tool_choice")
+        raise UnsupportedError(
+            f"tool_choice.type {str(sent.get('type'))[:40]!r} is not supported", param="tool_choice"
+        )
     tools, choice = toolbox.chosen(sent)
     shape = fields.text or {}
     if shape.get("verbosity") not in NAMED["verbosity"]:
@@ -232,14 +257,16 @@ def chat_request(
 
 
 def input_items(fields: ResponsesFields, store: ResponseStore) -> tuple[list[Any], list[Any]]:
-    """The items before this request (of `previous_response_id`), and its own input, with references to stored items
-    resolved."""
+    """The items before this request (of `previous_response_id`), and its own input, with references
+    to stored items resolved."""
     before: list[Any] = []
     if fields.previous_response_id:
         before = store.items(fields.previous_response_id)
     if isinstance(fields.input, str):
         return before, [{"type": "message", "role": "user", "content": fields.input}]
-    return before, [_stored(item, f"input[{i}]", store) for i, item in enumerate(fields.input or [])]
+    return before, [
+        _stored(item, f"input[{i}]", store) for i, item in enumerate(fields.input or [])
+    ]
 
 
 def _stored(item: Any, where: str, store: ResponseStore) -> Any:
@@ -269,7 +296,11 @@ def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
                 reasoning_text = ""
         elif kind in ("function_call_output", "custom_tool_call_output"):
             messages.append(
-                {"role": "tool", "tool_call_id": item.get("call_id"), "content": _output(item.get("output"))}
+                {
+                    "role": "tool",
+                    "tool_call_id": item.get("call_id"),
+                    "content": _output(item.get("output")),
+                }
             )
         elif kind == "reasoning":
             reasoning_text = _reasoning(item)

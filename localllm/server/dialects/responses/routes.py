@@ -55,7 +55,8 @@ def routes(server: Server) -> APIRouter:
 def _mount_stored(router: APIRouter, server: Server, stores: PerCaller[ResponseStore]) -> None:
     @router.get("/v1/responses/{response_id}", response_model=None)
     async def get(response_id: str, request: Request) -> dict[str, Any] | Response:
-        """A stored response; with `stream=true` the events of one that is kept, behind the number `starting_after`."""
+        """A stored response; with `stream=true` the events of one that is kept, behind the number
+        `starting_after`."""
         asked = request.query_params
         return (
             stores.current().body(response_id)
@@ -78,7 +79,8 @@ def _mount_stored(router: APIRouter, server: Server, stores: PerCaller[ResponseS
     @router.post("/v1/responses/compact", response_model=None, include_in_schema=False)
     async def compact() -> dict[str, Any]:
         raise UnsupportedError(
-            "responses.compact is not supported: a conversation is shortened by its oldest turns, not rewritten",
+            "responses.compact is not supported: a conversation is shortened by its oldest turns, "
+            "not rewritten",
             hint="send the whole input with truncation auto",
         )
 
@@ -97,16 +99,22 @@ def _joined(server: Server, response_id: str, asked: Mapping[str, str]) -> Respo
     """The events of a kept stream, from where the client has them."""
     stream = server.kept.find(response_id)
     if stream is None:
-        raise StreamGoneError(f"no stream of {response_id[:80]!r} is kept here", param="response_id")
+        raise StreamGoneError(
+            f"no stream of {response_id[:80]!r} is kept here", param="response_id"
+        )
     return stream.answer(event_number(asked.get("starting_after"), "starting_after"))
 
 
-def translate(fields: ResponsesFields, model: ServedModel, store: ResponseStore, silence_s: float) -> TranslatedRequest:
+def translate(
+    fields: ResponsesFields, model: ServedModel, store: ResponseStore, silence_s: float
+) -> TranslatedRequest:
     """A Responses request, answered as a response object or its events, and stored."""
     before, sent = items.input_items(fields, store)
     toolbox = Toolbox.of(fields.tools or [])
     effort = fields.reasoning.level if fields.reasoning else None
-    chat, skipped = items.chat_request(fields, model.sampling_for(effort), [*before, *sent], toolbox)
+    chat, skipped = items.chat_request(
+        fields, model.sampling_for(effort), [*before, *sent], toolbox
+    )
 
     def keep(body: dict[str, Any]) -> None:
         if fields.store is not False:

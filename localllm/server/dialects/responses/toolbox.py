@@ -1,7 +1,8 @@
-"""The tools of a Responses request: as functions for the model, and under the client's own names for its answer.
+"""The tools of a Responses request: as functions for the model, and under the client's own names
+for its answer.
 
-A namespace (Codex sends one per MCP server) becomes a prefix of its functions' names; a custom tool, which takes text
-instead of arguments, becomes a function with one string.
+A namespace (Codex sends one per MCP server) becomes a prefix of its functions' names; a custom
+tool, which takes text instead of arguments, becomes a function with one string.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ INPUT = "input"
 """The one argument of a custom tool."""
 _BETWEEN = "__"
 _OPENING = re.compile(r':[^"]*"')
-# Of a JSON string: characters and whole escapes. Half of a surrogate pair waits for what may be the other half.
+# Of a JSON string: characters and whole escapes. Half of a surrogate pair waits for what may be the
+# other half.
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB].{8}|u(?![dD][89abAB]).{4}|[^u])", re.DOTALL)
 _COMPLETE = re.compile(rf'(?:[^"\\]++|{_ESCAPE.pattern})*+', re.DOTALL)
 _PAIRS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
@@ -38,7 +40,8 @@ class ClientToolName:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The functions for the model, and their names at the client. `skipped`: tools that only OpenAI's servers run."""
+    """The functions for the model, and their names at the client. `skipped`: tools that only
+    OpenAI's servers run."""
 
     functions: Sequence[Tool] = ()
     names: Mapping[str, ClientToolName] = field(default_factory=dict)
@@ -56,7 +59,10 @@ class Toolbox:
                 function = _custom(tool, where, skipped)
             elif kind == "function":
                 inner = tool.get("function")
-                function = {"type": "function", "function": dict(inner if isinstance(inner, Mapping) else tool)}
+                function = {
+                    "type": "function",
+                    "function": dict(inner if isinstance(inner, Mapping) else tool),
+                }
             else:
                 skipped.append(f"tools.{kind}")
                 continue
@@ -78,7 +84,11 @@ class Toolbox:
     def chosen(self, sent: Any) -> tuple[Sequence[Tool], Choice]:
         """The functions and the choice that `tool_choice` leaves. Raises RequestError."""
         if isinstance(sent, Mapping):
-            sent = {**sent, "tools": [_as_function(t) for t in sent["tools"]]} if _is_list(sent, "tools") else sent
+            sent = (
+                {**sent, "tools": [_as_function(t) for t in sent["tools"]]}
+                if _is_list(sent, "tools")
+                else sent
+            )
             sent = _as_function(sent)
         functions, choice = narrowed(sent, self.functions)
         if not functions and choice in ("auto", "none"):
@@ -101,8 +111,15 @@ def _each(sent: Sequence[Any], namespace: str | None) -> list[tuple[Mapping[str,
             raise RequestError(f"tools[{i}] must be an object", param="tools")
         if tool.get("type") == "namespace":
             name = tool.get("name")
-            if namespace is not None or not isinstance(name, str) or not name or not _is_list(tool, "tools"):
-                raise RequestError(f"tools[{i}]: a namespace needs a name and an array of tools", param="tools")
+            if (
+                namespace is not None
+                or not isinstance(name, str)
+                or not name
+                or not _is_list(tool, "tools")
+            ):
+                raise RequestError(
+                    f"tools[{i}]: a namespace needs a name and an array of tools", param="tools"
+                )
             found += _each(tool["tools"], name)
         else:
             found.append((tool, namespace))
@@ -115,33 +132,48 @@ def _is_list(of: Mapping[str, Any], key: str) -> bool:
 
 def _as_function(choice: Any) -> Any:
     """`tool_choice` with the model's name for the function."""
-    if isinstance(choice, Mapping) and choice.get("type") in ("custom", "function") and "name" in choice:
+    if (
+        isinstance(choice, Mapping)
+        and choice.get("type") in ("custom", "function")
+        and "name" in choice
+    ):
         return {"type": "function", "name": flat_name(str(choice["name"]), choice.get("namespace"))}
     return choice
 
 
 def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str, Any]:
-    """A custom tool as a function with one string, constrained by the tool's grammar if that is regular; if not, its name
-    goes to `skipped`."""
+    """A custom tool as a function with one string, constrained by the tool's grammar if that is
+    regular; if not, its name goes to `skipped`."""
     wanted = tool.get("format")
     shown: dict[str, Any] = {"type": "string", "description": "the whole text of the call"}
     held = dict(shown)
     if isinstance(wanted, Mapping) and wanted.get("type") == "grammar":
         syntax, definition = wanted.get("syntax"), wanted.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(definition, str):
-            raise RequestError(f"{where}.format needs a syntax (lark or regex) and a definition", param=where)
+            raise RequestError(
+                f"{where}.format needs a syntax (lark or regex) and a definition", param=where
+            )
         shown["description"] += f", which matches this {syntax} grammar:\n{definition.strip()}"
         pattern = definition if syntax == "regex" else regular(definition)
         if pattern is None:
             skipped.append(f"tools.{tool.get('name')}.format")
         else:
             held["pattern"] = f"^(?:{pattern})$"
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": _of_one(shown)}
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": _of_one(shown),
+    }
     return {"type": "function", "function": function, "call_schema": _of_one(held)}
 
 
 def _of_one(described: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": {INPUT: described}, "required": [INPUT], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {INPUT: described},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
 
 
 class CustomInputReader:

@@ -1,6 +1,8 @@
-"""Typed questions: their bodies, how each is put to a chat model as labelled options, and the answer made of probabilities.
+"""Typed questions: their bodies, how each is put to a chat model as labelled options, and the
+answer made of probabilities.
 
-The bodies are those of TypeSafe's System One API (its OpenAPI document of 2026, also spoken by llama.cpp, Ollama and vLLM).
+The bodies are those of TypeSafe's System One API (its OpenAPI document of 2026, also spoken by
+llama.cpp, Ollama and vLLM).
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class _Question(BaseModel):
         raise NotImplementedError
 
     def orders(self, most: int) -> list[list[int]]:
-        """Up to `most` orders to show the options in: turned around evenly, so that a full turn has each option once in
-        every place."""
+        """Up to `most` orders to show the options in: turned around evenly, so that a full turn has
+        each option once in every place."""
         n = len(self.options())
         places = [*range(n)] * 2
         shifts = [i * n // min(most, n) for i in range(min(most, n))]
@@ -56,7 +58,9 @@ class _Question(BaseModel):
         """The question with its options in `order`, the first of them behind the first label."""
         options = self.options()
         lines = [f"{label}. {options[i]}" for label, i in zip(labels, order, strict=False)]
-        return "\n".join([f"Question: {as_text(self.instructions) or self.default_question}", *lines])
+        return "\n".join(
+            [f"Question: {as_text(self.instructions) or self.default_question}", *lines]
+        )
 
 
 class ChoiceQuestion(_Question):
@@ -81,7 +85,9 @@ class ChoiceQuestion(_Question):
     def option_of(self, answer: Any) -> int:
         """Which option `answer` (an option's name) means. Raises RequestError."""
         if answer not in self.criteria:
-            raise RequestError(f"the right answer of a choice is one of {', '.join(self.criteria)}"[:400])
+            raise RequestError(
+                f"the right answer of a choice is one of {', '.join(self.criteria)}"[:400]
+            )
         return list(self.criteria).index(answer)
 
 
@@ -113,7 +119,9 @@ class ScoreQuestion(_Question):
     def option_of(self, answer: Any) -> int:
         """Which level `answer` (its number) means. Raises RequestError."""
         if type(answer) is not int or not 0 <= answer < len(self.criteria):
-            raise RequestError(f"the right answer of this score is a level from 0 to {len(self.criteria) - 1}")
+            raise RequestError(
+                f"the right answer of this score is a level from 0 to {len(self.criteria) - 1}"
+            )
         return answer
 
 
@@ -148,18 +156,20 @@ class NoulQuestion(_Question):
         return int(not answer)
 
 
-Question: TypeAlias = Annotated[ChoiceQuestion | ScoreQuestion | NoulQuestion, Field(discriminator="type")]
+Question: TypeAlias = Annotated[
+    ChoiceQuestion | ScoreQuestion | NoulQuestion, Field(discriminator="type")
+]
 
 
 def choice_confidence(p: Probabilities) -> float:
-    """How far the greatest probability is above chance: 0 where all are alike, 1 where one is certain (TypeSafe's formula,
-    also llama.cpp's: tools/server/server-decision.cpp)."""
+    """How far the greatest probability is above chance: 0 where all are alike, 1 where one is
+    certain (TypeSafe's formula, also llama.cpp's: tools/server/server-decision.cpp)."""
     return 1.0 if len(p) < 2 else max(0.0, (max(p) - 1 / len(p)) / (1 - 1 / len(p)))
 
 
 def score_confidence(p: Probabilities) -> float:
-    """1 less the mean distance to the likeliest level, as a share of what that is for a uniform distribution around its
-    middle (the same sources)."""
+    """1 less the mean distance to the likeliest level, as a share of what that is for a uniform
+    distribution around its middle (the same sources)."""
     if len(p) < 2:
         return 1.0
     mode, middle = _greatest(p), (len(p) - 1) / 2
@@ -190,9 +200,10 @@ def loss(examples: Sequence[tuple[Sequence[float], int]], temperature: float) ->
 
 
 def fit_temperature(examples: Sequence[tuple[Sequence[float], int]]) -> float:
-    """The temperature under which `examples` (an answer's scores, and which option is right) are likeliest (temperature
-    scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Few examples, or ones that are all right,
-    leave it near 1: its logarithm is taken to be normal around 0."""
+    """The temperature under which `examples` (an answer's scores, and which option is right) are
+    likeliest (temperature
+    scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Few examples, or
+    ones that are all right, leave it near 1: its logarithm is taken to be normal around 0."""
 
     def cost(log_t: float) -> float:
         return len(examples) * loss(examples, math.exp(log_t)) + log_t * log_t / 2
@@ -216,7 +227,9 @@ def save_temperature(fingerprint: str, temperature: float, examples: int) -> Non
     try:
         json_store.write(_file(fingerprint), {"temperature": temperature, "examples": examples})
     except OSError as e:
-        raise LocalLLMError(f"the temperature can't be kept: {e.strerror}", hint="is the disk full?") from e
+        raise LocalLLMError(
+            f"the temperature can't be kept: {e.strerror}", hint="is the disk full?"
+        ) from e
 
 
 def _file(fingerprint: str) -> Path:

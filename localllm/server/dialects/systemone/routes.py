@@ -1,4 +1,5 @@
-"""Routes of System One: a state and typed questions in, probabilities out; and the fit of a model's temperature."""
+"""Routes of System One: a state and typed questions in, probabilities out; and the fit of a model's
+temperature."""
 
 from __future__ import annotations
 
@@ -42,9 +43,13 @@ from localllm.server.serving import Server
 _MOST_QUESTIONS = 256
 # Questions times orders.
 _MOST_FORKS = 512
-# What other servers read with a question and this one does not: an answer without it would be about something else.
+# What other servers read with a question and this one does not: an answer without it would be about
+# something else.
 _MEDIA = ("assets", "files", "videos")
-_ASK = "Judge what is between the marks, then answer the question behind it.\n<state>\n{state}\n</state>\n"
+_ASK = (
+    "Judge what is between the marks, then answer the question behind "
+    "it.\n<state>\n{state}\n</state>\n"
+)
 _CHOOSE = "\nAnswer with the letter in front of what fits best, and nothing else."
 Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MOST_QUESTIONS)]
 Images = Annotated[list[str], Field(max_length=8)]
@@ -59,7 +64,9 @@ class SystemOneFields(RequestBody):
     questions: Questions
     images: Images | None = Field(None, description="in base64, or data URLs; for models that see")
     orders: Orders = Field(1, description=_ORDERS)
-    temperature: float | None = Field(None, gt=0, le=100, description="default: what was fitted for the model, else 1")
+    temperature: float | None = Field(
+        None, gt=0, le=100, description="default: what was fitted for the model, else 1"
+    )
 
 
 class _Example(BaseModel):
@@ -86,15 +93,24 @@ def routes(server: Server) -> APIRouter:
         fields, ignored = read(SystemOneFields, await read_json(request, server.settings))
         for name in _MEDIA:
             if (fields.model_extra or {}).get(name):
-                raise UnsupportedError(f"{name} is not supported: send pictures as `images`", param=name)
+                raise UnsupportedError(
+                    f"{name} is not supported: send pictures as `images`", param=name
+                )
         model = await _model(server, fields)
 
         async def work() -> Response:
             with server.serving(model):
                 scores, spent, fingerprint = await _scores(server, model, fields, fields.orders)
             t = fields.temperature or saved_temperature(fingerprint)
-            answers = {name: q.answer(softmax(scores[name], t)) for name, q in fields.questions.items()}
-            body = {"model": model.name, "answers": answers, "temperature": t, "usage": spent.body()}
+            answers = {
+                name: q.answer(softmax(scores[name], t)) for name, q in fields.questions.items()
+            }
+            body = {
+                "model": model.name,
+                "answers": answers,
+                "temperature": t,
+                "usage": spent.body(),
+            }
             return JSONResponse(body, headers=answer_headers(ignored))
 
         return await unless_left(request, work())
@@ -116,28 +132,39 @@ def routes(server: Server) -> APIRouter:
             t = await asyncio.to_thread(fit_temperature, examples)
             save_temperature(fingerprint, t, len(examples))
             losses = {"before": loss(examples, 1.0), "after": loss(examples, t)}
-            found = {"model": model.name, "temperature": t, "examples": len(examples), "loss_nats": losses}
+            found = {
+                "model": model.name,
+                "temperature": t,
+                "examples": len(examples),
+                "loss_nats": losses,
+            }
             return JSONResponse({**found, "usage": spent.body()}, headers=answer_headers(ignored))
 
         return await unless_left(request, work())
 
     about = (
-        "Answer typed questions (choice, score, noul) about a state by the model's probabilities, without writing text"
+        "Answer typed questions (choice, score, noul) about a state by the model's probabilities, "
+        "without writing text"
     )
     described = body_of(SystemOneFields, "model", "answers", "usage")
     post(router, "/v1/systemone", decide, about, described)
     about = "Fit the temperature of a model's decisions to answers that are right, and keep it"
-    post(router, "/v1/systemone/fit", fit, about, body_of(FitFields, "model", "temperature", "usage"))
+    post(
+        router, "/v1/systemone/fit", fit, about, body_of(FitFields, "model", "temperature", "usage")
+    )
     return router
 
 
 async def _model(server: Server, fields: RequestBody) -> ServedModel:
     if fields.stream:
-        raise UnsupportedError("decisions come in one piece: there is nothing to stream", param="stream")
+        raise UnsupportedError(
+            "decisions come in one piece: there is nothing to stream", param="stream"
+        )
     model = await server.models.find(fields.model)
     if model.facts.embeds or model.facts.ranks:
         raise CannotDecideError(
-            f"{model.name} {'embeds' if model.facts.embeds else 'ranks'} texts: it has no next token to read a decision from",
+            f"{model.name} {'embeds' if model.facts.embeds else 'ranks'} texts: it has no next "
+            "token to read a decision from",
             hint="name a chat model",
             param="model",
         )
@@ -149,22 +176,30 @@ def _right(i: int, example: _Example) -> dict[str, int]:
     found = {}
     for name, answer in example.answers.items():
         if name not in example.questions:
-            raise RequestError(f"examples.{i}.answers: there is no question {name[:80]!r}", param="examples")
+            raise RequestError(
+                f"examples.{i}.answers: there is no question {name[:80]!r}", param="examples"
+            )
         found[name] = example.questions[name].option_of(answer)
     if not found:
-        raise RequestError(f"examples.{i}.answers is empty: which answers are right?", param="examples")
+        raise RequestError(
+            f"examples.{i}.answers is empty: which answers are right?", param="examples"
+        )
     return found
 
 
 async def _scores(
     server: Server, model: ServedModel, asked: SystemOneFields | _Example, orders: int
 ) -> tuple[dict[str, list[float]], Spent, str]:
-    """What the model thinks of each question's options, as log-odds; what that cost, and the model's fingerprint."""
+    """What the model thinks of each question's options, as log-odds; what that cost, and the
+    model's fingerprint."""
     shown: list[tuple[str, list[int]]] = []
     for name, question in asked.questions.items():
         shown += [(name, order) for order in question.orders(orders)]
     if len(shown) > _MOST_FORKS:
-        raise RequestError(f"{len(shown)} questions and orders; {_MOST_FORKS} are answered at once", param="questions")
+        raise RequestError(
+            f"{len(shown)} questions and orders; {_MOST_FORKS} are answered at once",
+            param="questions",
+        )
 
     def texts(labels: Sequence[str]) -> list[str]:
         return [asked.questions[name].text(order, labels) for name, order in shown]
@@ -179,7 +214,9 @@ async def _scores(
         async def render(text: str) -> GenerationJob:
             return await server.job(_chat(asked, text, generation), model, engine)
 
-        found, spent = await Forks(engine, render, generation).log_probabilities(texts, [len(o) for _, o in shown])
+        found, spent = await Forks(engine, render, generation).log_probabilities(
+            texts, [len(o) for _, o in shown]
+        )
         return found, spent, engine.info.fingerprint
 
     try:
@@ -190,11 +227,13 @@ async def _scores(
 
 
 def _averaged(
-    questions: Mapping[str, Question], shown: Sequence[tuple[str, list[int]]], answered: Sequence[Sequence[float]]
+    questions: Mapping[str, Question],
+    shown: Sequence[tuple[str, list[int]]],
+    answered: Sequence[Sequence[float]],
 ) -> dict[str, list[float]]:
-    """Each question's log-odds over the orders that its options were `shown` in. The mean of logarithms: what a place adds to
-    whatever stands in it cancels over a full turn (Zheng et al., "LLMs are not robust multiple choice selectors", ICLR
-    2024)."""
+    """Each question's log-odds over the orders that its options were `shown` in. The mean of
+    logarithms: what a place adds to whatever stands in it cancels over a full turn (Zheng et al.,
+    "LLMs are not robust multiple choice selectors", ICLR 2024)."""
     sums = {name: [0.0] * len(question.options()) for name, question in questions.items()}
     for (name, order), found in zip(shown, answered, strict=True):
         total = math.log(sum(map(math.exp, found)))
