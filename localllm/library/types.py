@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from localllm_catalog.names import Format
+from localllm_catalog.names import FOLDER_FORMATS, Format
 
 Origin = Literal["path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder", "starter"]
 
@@ -35,5 +35,5 @@ class LocalModel:
 
     @property
     def is_folder(self) -> bool:
-        """`Format.is_folder` of its form."""
-        return Format(self.format).is_folder
+        """`Format.is_folder` of its form; one that only somebody else's backend knows is a file."""
+        return self.format in FOLDER_FORMATS

@@ -23,6 +23,8 @@ class Format(StrEnum):
         return self is Format.MLX
 
 
+FOLDER_FORMATS = frozenset(form for form in Format if form.is_folder)
+
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _PACKAGE = re.compile(r"pypi:[a-z0-9][a-z0-9.-]{0,63}", re.ASCII)
 # What file systems and this program take for something else than a part of a name.

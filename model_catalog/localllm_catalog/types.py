@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from localllm_catalog.names import Format
+from localllm_catalog.names import FOLDER_FORMATS, Format
 
 LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 FfnKind = Literal["dense", "experts", "both", "none"]
@@ -132,8 +132,8 @@ class Variant:
 
     @property
     def is_folder(self) -> bool:
-        """`Format.is_folder` of its form."""
-        return Format(self.format).is_folder
+        """`Format.is_folder` of its form; one that only somebody else's backend knows is a file."""
+        return self.format in FOLDER_FORMATS
 
     @property
     def is_estimate(self) -> bool:

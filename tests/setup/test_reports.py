@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -289,7 +290,7 @@ def states_are_rare() -> None:
     backend = ScriptedBackend(n_ctx=2048, rewind="none", states=True)
     ticks = iter([0.0, 0.6])  # a fence for each tensor: 600 ms
     store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))
-    store.prefill_tok_s = lambda: 500.0
+    store.speed = SimpleNamespace(prefill_tok_s=500.0)
     assert store.store_state(backend.new_sequence(), np.zeros(0, np.int32)) == "free"
     assert store.state_interval(1000) >= 4096
 
