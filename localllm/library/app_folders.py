@@ -5,13 +5,13 @@ Sources of the layouts:
   hub cache    https://huggingface.co/docs/huggingface_hub/guides/manage-cache and
                …/package_reference/environment_variables
   LM Studio    https://lmstudio.ai/docs/basics/import-model (models/publisher/model/file);
-               ~/.lmstudio-home-pointer names
-               the home, settings.json's downloadsFolder the models folder
+               ~/.lmstudio-home-pointer names the home, settings.json's downloadsFolder the models
+               folder
   Ollama       https://github.com/ollama/ollama/blob/main/docs/faq.md#where-are-models-stored;
                manifest/paths.go
   llama.cpp    https://github.com/ggml-org/llama.cpp: common/common.cpp (fs_get_cache_directory:
-               flat files), since 2026
-               common/hf-cache.cpp (the hub's cache layout, LLAMA_CACHE first)
+               flat files), since 2026 common/hf-cache.cpp (the hub's cache layout, LLAMA_CACHE
+               first)
 """
 
 from __future__ import annotations

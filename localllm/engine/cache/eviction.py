@@ -1,19 +1,17 @@
 """What leaves first where room is short: changing how the cache evicts is changing this file.
 
 context   Finished sequences that are in the cache leave as soon as others run, and before a prompt
-          is read. Where cells
-          are needed the oldest is cut from its end, and its end goes to memory.
+          is read. Where cells are needed the oldest is cut from its end, and its end goes to
+          memory.
 memory    What the context holds too, if its cells are needed; then the blocks unused the longest,
-          whichever tree has
-          them. One with a copy on disk is demoted: it loses its memory, never its place. One
-          without is written, if the disk has room for it, and waited for; else it is evicted. What
-          is locked stays, and nothing is evicted for what was used longer ago, nor within the hour
-          for a sequence that could stay in the context.
+          whichever tree has them. One with a copy on disk is demoted: it loses its memory, never
+          its place. One without is written, if the disk has room for it, and waited for; else it is
+          evicted. What is locked stays, and nothing is evicted for what was used longer ago, nor
+          within the hour for a sequence that could stay in the context.
 disk      The files unused the longest, of all models, but none for what was used longer ago. What
-          is new is written at
-          once, so that it survives a crash; but a file used within the hour makes way only if its
-          block is in memory or in the context too. So where room is short each place holds what the
-          others don't.
+          is new is written at once, so that it survives a crash; but a file used within the hour
+          makes way only if its block is in memory or in the context too. So where room is short
+          each place holds what the others don't.
 
 Of what was used together, ends of sequences leave before their beginnings (`depth`).
 """
