@@ -72,10 +72,9 @@ def check_before_load(
 ) -> None:
     """`check_load` with what is free now. `headroom`: bytes (None: by the machine's size);
     `available`: what is free (None: asked of the system)."""
-    system = SystemMemory(process_and_children)
     if not planned_bytes:
         return
-    account = system.account(headroom)
+    account = SystemMemory(process_and_children).account(headroom)
     free = available() if available is not None else None
     if account is not None and free is not None:
         account = shared_pool(account.total_bytes, free, account.source, headroom)
