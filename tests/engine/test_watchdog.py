@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -177,6 +179,32 @@ def test_nobody_is_watched_who_does_not_want_it() -> None:
     end, first, second = story("work", hang_s=0)
     assert isinstance(end, Finish)
     assert first == second
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="waits for a death without its loop hearing")
+def test_one_that_was_killed_is_replaced_before_its_end_is_noticed() -> None:
+    """The first question breaks its pipe, and the second can't be sent: whoever asked that asks
+    again at once, and must not be sent to it again."""
+
+    async def main() -> None:
+        supervisor = Supervisor(OddOptions("fine"))
+        try:
+            engine = await supervisor.engine()
+            os.kill(engine.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):  # its end is known to another thread already
+                os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)
+            questions = [asyncio.create_task(engine.tokenize("abc")) for _ in range(2)]
+            await asyncio.wait(questions, return_when=asyncio.FIRST_COMPLETED)
+            again = await supervisor.engine()
+            assert again is not engine
+            assert await again.tokenize("abc")
+            for question in questions:
+                with pytest.raises(WorkerDiedError):
+                    await question
+        finally:
+            await supervisor.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_housekeeping_that_fails_costs_nothing() -> None:

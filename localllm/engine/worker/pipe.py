@@ -59,7 +59,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._pieces: list[bytes] = []
         self._open = {"output", "process"}
         self._process: asyncio.SubprocessTransport | None = None
-        self._stdin: asyncio.WriteTransport | None = None
 
     @classmethod
     async def start(
@@ -125,8 +124,10 @@ class JsonProcess(asyncio.SubprocessProtocol):
         return self._process.get_returncode()
 
     @property
-    def ended(self) -> bool:
-        return self._ended.done()
+    def hears(self) -> bool:
+        """False once nothing can be sent to it: a process that was killed stops hearing before its
+        end is noticed."""
+        return not self._ended.done() and not self._stdin.is_closing()
 
     async def wait(self) -> None:
         await asyncio.shield(self._ended)
@@ -139,13 +140,12 @@ class JsonProcess(asyncio.SubprocessProtocol):
         for message in unheard:
             on_message(message)
         self._on_message, self._on_end = on_message, on_end
-        if self.ended:
+        if self._ended.done():
             on_end()
 
     def send(self, message: Mapping[str, Any]) -> bool:
         """Queue a message for it; False when it can't hear any more."""
-        assert self._stdin is not None
-        if self.ended or self._stdin.is_closing():
+        if not self.hears:
             return False
         self._stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         return True
@@ -191,7 +191,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
 
     def close_input(self) -> None:
         """Say nothing more: the end of its input is its order to close."""
-        assert self._stdin is not None
         self._stdin.close()
 
     def kill(self) -> None:

@@ -319,7 +319,8 @@ class EngineClient(ABC):
 
     @property
     def alive(self) -> bool:
-        return not self._process.ended
+        """True while it can be asked."""
+        return self._process.hears
 
     async def ended(self) -> None:
         """Return once its process has ended."""
