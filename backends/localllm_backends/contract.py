@@ -284,8 +284,7 @@ class Backend(ABC):
         """Free everything. The object is dead afterwards."""
 
     # --- Capabilities.states: `export_range` and `import_range` are of the KV that every token
-    # keeps, and a sequence with
-    # imported KV must not be stepped before `import_state`.
+    # keeps, and a sequence with imported KV must not be stepped before `import_state`.
 
     def state_bytes(self, sequence: SequenceId) -> int:
         """How many bytes `export_state` would give now."""

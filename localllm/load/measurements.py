@@ -9,21 +9,18 @@ own. Such a file says whose machine and which build; it holds no paths.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from localllm import json_store, paths
+from localllm.errors import UsageError
 
 if TYPE_CHECKING:
     from localllm.planner.speed import Measured
     from localllm_catalog.types import Model
-
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-
-from localllm import json_store, paths
-from localllm.errors import UsageError
 
 KEEP = 64
 # A file of figures that is passed on: its version, and what could be a speed at all.

@@ -31,6 +31,20 @@ PIXEL = base64.b64decode(
 )
 
 
+def _asked_once(url: str, shot: Path) -> subprocess.CompletedProcess[str]:
+    """`localllm chat` with one question about `shot`, at the server at `url`."""
+    chat = [sys.executable, "-m", "localllm", "chat", "--url", url, "--attach", str(shot)]
+    return subprocess.run(
+        [*chat, "--max-tokens", "4", "what is wrong here?"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "LOCALLLM_API_KEY": "none"},
+        stdin=subprocess.DEVNULL,
+    )
+
+
 def test_an_image_goes_along_like_a_text_file(tmp_path: Path) -> None:
     shot, notes = tmp_path / "shot [1].png", tmp_path / "notes.txt"
     shot.write_bytes(PIXEL)
@@ -76,21 +90,7 @@ def test_one_answer_about_a_picture_and_what_it_costs(tmp_path: Path) -> None:
         projector=str(model.projector),
     )
     with running_server({"tiny": Supervisor(WorkerOptions(spec))}) as running:
-        command = [
-            "chat",
-            "--url",
-            running.url,
-            "--attach",
-            str(shot),
-            "--max-tokens",
-            "4",
-            "what is wrong here?",
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "localllm", *command], capture_output=True, text=True,
-            timeout=120, check=False,
-            env={**os.environ, "LOCALLLM_API_KEY": "none"}, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        done = _asked_once(running.url, shot)
         assert done.returncode == 0, done.stderr
 
         async def cost() -> FileCost:
@@ -119,21 +119,7 @@ def test_a_model_that_reads_text_only_says_so_before_and_after(
     )
     said = "this model reads text only, not images"
     with running_server({"tiny": engine}) as running:
-        command = [
-            "chat",
-            "--url",
-            running.url,
-            "--attach",
-            str(shot),
-            "--max-tokens",
-            "4",
-            "what is wrong here?",
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "localllm", *command], capture_output=True, text=True,
-            timeout=120, check=False,
-            env={**os.environ, "LOCALLLM_API_KEY": "none"}, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        done = _asked_once(running.url, shot)
         assert done.returncode == 2
         assert done.stdout == ""
         assert said in done.stderr

@@ -92,9 +92,7 @@ def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tupl
     model on some boards."""
     smallest = memory.smallest_limit()
     source = (
-        "/proc/meminfo MemAvailable"
-        if huge_free_bytes is None
-        else ("/proc/meminfo HugePages_Free")
+        "/proc/meminfo MemAvailable" if huge_free_bytes is None else "/proc/meminfo HugePages_Free"
     )
     if smallest is not None:
         source = f"limited by {smallest[1]}"

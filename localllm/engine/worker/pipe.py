@@ -321,11 +321,9 @@ class ChildPipe:
     """The worker's end. Reads `source` in one thread; any thread may write to `sink`.
 
     in   what to load, in one line; then messages, of which those with a number "n" are questions;
-         the end of the input
-         is the order to close
-    out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} | {"re": n,
-    "error": {…}} for
-         each question, and whatever the worker has to say unasked"""
+         the end of the input is the order to close
+    out  {"loading": 0.4} … {"ready": …} | {"fatal": {…}}; then {"re": n, "value": …} or
+         {"re": n, "error": {…}} for each question, and whatever the worker has to say unasked"""
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
         self._source, self._sink = source, sink
