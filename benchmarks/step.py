@@ -20,7 +20,7 @@ import cProfile
 import pstats
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +33,6 @@ from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
 from tests.support.emulated_device import (
     EmulatedDevice,
-    EmulatedResult,
     HostClock,
     Rows,
     Speeds,
@@ -92,33 +91,14 @@ def share_of_ideal(
     return computed_s / took
 
 
-class Graphs(EmulatedDevice):
-    """Its graph holds for steps of as many streams; `padded` to a power of two, for as many at
-    most."""
-
-    graph_s, padded, shape, made = 0.0, False, 0, 0
-
-    def step(self, chunks: Sequence[Chunk]) -> EmulatedResult:
-        """One step, later where the shape is another one."""
-        plain = self.speeds
-        n = len(chunks) if all(len(c.tokens) == 1 for c in chunks) else 0
-        n = 1 << (n - 1).bit_length() if n and self.padded else n
-        if n and n != self.shape:
-            self.shape, self.made = n, self.made + 1
-            self.speeds = replace(plain, step_s=plain.step_s + self.graph_s)
-        result = super().step(chunks)
-        self.speeds = plain
-        return result
-
-
 def joining(
     rows: Rows, step_ms: float, n: int, graph_ms: float, *, padded: bool
 ) -> tuple[float, int]:
     """Seconds that a device computes for 4,000 tokens of up to `n` streams of 40 to 250, and how
     many graphs it made."""
     rng, clock = np.random.default_rng(1), HostClock()
-    device = Graphs(rows, Speeds(step_s=step_ms / 1e3), top=256, clock=clock)
-    device.graph_s, device.padded = graph_ms / 1e3, padded
+    speeds = replace(Speeds.flat(step_ms / 1e3), graph_s=graph_ms / 1e3, padded=padded)
+    device = EmulatedDevice(rows, speeds, top=256, clock=clock)
     engine = Engine(device, EngineSettings(headroom_bytes=0, cache_bytes=2**20), clock=clock.now)
     while engine.metrics.generated_tokens < 4000:
         while len(engine.jobs.running) + len(engine.jobs.waiting) < n and rng.random() < 0.2:
@@ -131,7 +111,7 @@ def joining(
             )
             engine.submit(Request(f"r{engine.metrics.requests}", prompt, generation), prompt)
         engine.step(lambda _: None)
-    return device.computed_s, device.made
+    return device.computed_s, device.graphs
 
 
 def graphs(rows: Rows, graph_ms: float) -> None:
@@ -172,7 +152,7 @@ def main() -> None:
 
     def measure(step_ms: float, n: int, name: str) -> float:
         clock = HostClock()
-        speeds = Speeds(step_s=step_ms / 1e3)
+        speeds = Speeds.flat(step_ms / 1e3)
         device = EmulatedDevice(
             rows, speeds, top=0 if arguments.host else arguments.top, clock=clock, spell=spell
         )

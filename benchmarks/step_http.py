@@ -114,7 +114,7 @@ class EmulatedType(BackendType):
         made = json.loads(Path(spec.path).read_bytes())
         pieces = self.vocabulary(spec.path)
         device = (Profiled if made["profile"] else EmulatedDevice)(
-            np.load(made["rows"]), Speeds(step_s=made["step_s"]), top=made["top"],
+            np.load(made["rows"]), Speeds.flat(made["step_s"]), top=made["top"],
             clock=SleepingClock(),
             spell=pieces.__getitem__,
         )  # fmt: skip
@@ -330,7 +330,7 @@ def main() -> None:
                 shares = [tok_s * step_ms / 1e3 / n]
                 for clock in (HostClock(), sleeping):
                     device = EmulatedDevice(
-                        rows, Speeds(step_s=step_ms / 1e3), top=given.top, clock=clock, spell=spell
+                        rows, Speeds.flat(step_ms / 1e3), top=given.top, clock=clock, spell=spell
                     )
                     shares.append(share_of_ideal(device, clock, n, SAMPLINGS[name], 200))
                 found[step_ms, n, name].append((*shares, *(x for who in _WHO for x in costs[who])))

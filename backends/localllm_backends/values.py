@@ -99,6 +99,8 @@ class Capabilities:
     waits.
     `kv_on_device`: KV lies in a device's own memory, and every run of it that is exported costs a
     round trip there (`Backend.export_runs`).
+    `first_uses`: the first step of a size takes much longer than those behind it: kernels are
+    loaded, and buffers and graphs made.
     `threaded`: steps are computed by threads on the processor (`Backend.use_threads`).
     `compares_kv`: it can say what its KV types cost in precision, on its own weights
     (`Backend.compare_kv`).
@@ -119,6 +121,7 @@ class Capabilities:
     samples: bool = False
     asynchronous: bool = False
     kv_on_device: bool = False
+    first_uses: bool = False
     interruptible: bool = False
     vision: bool = False
     whole_images: bool = False

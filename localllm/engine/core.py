@@ -30,9 +30,6 @@ from localllm.engine.request import RunningRequest, running_request, too_long
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.grammar import BackgroundCompiler
 from localllm.engine.scheduler import (
-    PROMPT_STEP_S,
-    SINGLE_STEP_S,
-    ChunkSizer,
     Grant,
     Limits,
     Shares,
@@ -40,6 +37,7 @@ from localllm.engine.scheduler import (
 )
 from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
+from localllm.engine.step_costs import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import ImageSteps, image_steps
 from localllm.memory.guard import Available, guard_of
@@ -88,9 +86,9 @@ class Engine:
             self.backend, self.draft_backend, self.settings.draft, self.clock, folder
         )
         others = of_this_process()
-        self.speculator = Speculator(drafting, others)
         on_device = self.backend.capabilities.kv_on_device
         self._sizer = ChunkSizer(self.backend.info.n_batch, on_device=on_device, gap_s=wanted.gap_s)
+        self.speculator = Speculator(drafting, others, self._sizer)
         kv.speed = self._sizer
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
@@ -440,9 +438,13 @@ class Engine:
                 sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds
             )
         if rows == len(decoding) and not self.prefill.busy:
-            # What a chunk or slice beside decoding may cost is measured in plain decode steps.
-            # After a slice their data has left the caches, and they take a little longer.
-            self._sizer.observe(decoded=len(decoding), prefilled=prefilled, seconds=seconds)
+            # Beside slices of a prompt the steps' data have left the caches, and they take longer.
+            self._sizer.observe(
+                decoded=len(decoding),
+                prefilled=prefilled,
+                seconds=seconds,
+                waited=emitted > 0 or not self._overlaps,
+            )
             self._pace(grants, seconds)
         self._throttle.stepped(seconds)
         self.metrics.step(
@@ -472,6 +474,7 @@ class Engine:
             "kv_cells": self.backend.info.n_ctx,
             "kv_cells_free": self.backend.cells_free(),
             "prefill_chunk": self._sizer.chunk,
+            "prefill_tok_s": 1.0 / self._sizer.token_s if self._sizer.token_s else 0.0,
             "power_share": self.settings.power,
             "decode_threads_most": self._throttle.threads,
             **(self._images.encoder.snapshot() if self._images else {}),

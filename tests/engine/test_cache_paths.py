@@ -4,7 +4,6 @@ that means another thing."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +11,7 @@ from engine.drive import GREEDY, run, settle
 from localllm.engine import EngineSettings
 from localllm.engine.cache.disk import DiskBlock
 from localllm.engine.core import Engine
+from localllm.engine.step_costs import PrefillCost
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.requests import request_for
@@ -32,7 +32,7 @@ def engine_on(
     engine = Engine(backend, settings)
     # A scripted token is computed in no time: here it costs 1 ms, and reading from disk what one of
     # real size would.
-    engine.pool.kv.speed = SimpleNamespace(prefill_tok_s=1000.0)
+    engine.pool.kv.speed = PrefillCost(1e-3)
     assert engine.pool.kv.disk is not None
     engine.pool.kv.disk.read_bytes_s = 20_000.0
     return engine

@@ -3,8 +3,6 @@ cut for one."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from engine.drive import GREEDY, run, settle
 from localllm.engine.cache.store import KvStore, Signs, checkpoints
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.core import Engine
+from localllm.engine.step_costs import PrefillCost
 from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
@@ -92,23 +91,23 @@ def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with
 
 
 @pytest.mark.parametrize(
-    ("export_s", "tok_s", "apart"),
+    ("export_s", "token_s", "apart"),
     [
         # a device that has a fence for each tensor: at most a tenth of a prompt's time
-        (0.6, 500.0, 4096),
-        (0.6, 2000.0, 16384),
-        (0.6, None, 512),  # nothing was read yet
-        (0.005, 500.0, 512),
-        (0.04, 50000.0, 512),
+        (0.6, 2e-3, 4096),
+        (0.6, 5e-4, 16384),
+        (0.6, 0.0, 512),  # nothing was read yet
+        (0.005, 2e-3, 512),
+        (0.04, 2e-5, 512),
     ],
 )
 def test_states_are_as_rare_as_their_copies_are_dear(
-    export_s: float, tok_s: float | None, apart: int
+    export_s: float, token_s: float, apart: int
 ) -> None:
     ticks = iter([0.0, export_s, 10.0, 10.0 + 3 * export_s])  # a later one may be disturbed
     backend = ScriptedBackend(n_ctx=2048, rewind="none", states=True)
     store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))
-    store.speed = SimpleNamespace(prefill_tok_s=tok_s)
+    store.speed = PrefillCost(token_s)
     for _ in range(2):
         sequence = backend.new_sequence()
         assert store.store_state(sequence, as_tokens(words(16, sequence))) == "free"

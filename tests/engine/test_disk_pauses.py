@@ -155,6 +155,6 @@ def test_a_file_is_read_for_the_tokens_wanted_of_it_not_for_all_it_holds(tmp_pat
     block = kept(tier, 1000)
     tier.close()
     block.data, tier.read_bytes_s = None, 20_000.0
-    assert tier.worth_reading(block, 32, 100.0), "a tenth of a second to read, a third to compute"
-    assert not tier.worth_reading(block, 5, 100.0), "a twentieth to compute"
-    assert tier.worth_reading(block, 5, None), "before anything is measured"
+    assert tier.worth_reading(block, 0.32), "a tenth of a second to read, a third to compute"
+    assert not tier.worth_reading(block, 0.05), "a twentieth to compute"
+    assert tier.worth_reading(block, 0.0), "before anything is measured"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from engine.drive import GREEDY, prompt_tokens, run, settle
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
+from localllm.engine.step_costs import PrefillCost
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.examples import examples
@@ -74,7 +74,7 @@ def test_at_most_the_last_line_is_resident_in_every_start(
             engine = Engine(backend, EngineSettings(disk_dir=folder, disk_bytes=10**9))
             assert engine.pool.kv.disk is not None
             engine.pool.kv.disk.read_bytes_s = read_mb_s * 1e6
-            engine.pool.kv.speed = SimpleNamespace(prefill_tok_s=1000.0)
+            engine.pool.kv.speed = PrefillCost(1e-3)
             for head, tail in requests:
                 key += 1
                 prompt = prompt_of(head, tail, key)

@@ -3,7 +3,6 @@ are the same as ever."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -161,7 +160,7 @@ def test_the_device_hardly_waits_for_what_is_said() -> None:
         clock.waited_s += 0.01
         return b"word "
 
-    backend = EmulatedDevice(rows(1), Speeds(step_s=0.1), clock=clock, spell=slow)
+    backend = EmulatedDevice(rows(1), Speeds.flat(0.1), clock=clock, spell=slow)
     run(engine_on(backend), asked(0, Generation(GREEDY, max_tokens=40)))
     assert clock.now() < 1.02 * backend.computed_s + 0.2
 
@@ -249,7 +248,7 @@ def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_
     more than a second."""
 
     def made() -> tuple[EmulatedDevice, Engine]:
-        speeds = Speeds(step_s=7e-3, kv_token_bytes=131_072, bytes_s=1e12)
+        speeds = Speeds.flat(7e-3, kv_token_bytes=131_072, bytes_s=1e12)
         backend = EmulatedDevice(rows(1), speeds, spell=spell)
         return backend, Engine(
             backend, EngineSettings(headroom_bytes=0, cache_bytes=2**30), clock=backend.clock.now
@@ -269,31 +268,3 @@ def test_idle_lines_on_a_device_leave_once_they_cost_and_no_step_waits_long_for_
     assert max(beside) <= 2 * max(alone[5:]) + 0.005, "an export stood in the way"
     again = run(engine, replace(long, id="again"))
     assert again.finish("again").usage.cached_tokens >= len(long.prompt) - 1, "what left comes back"
-
-
-@pytest.mark.parametrize("gap_s", [0.0, 0.02, 0.05])
-@pytest.mark.parametrize("step_s", [2.5e-3, 7e-3, 25e-3])
-def test_beside_a_long_prompt_no_gap_is_longer_than_two_steps_or_the_bound(
-    step_s: float, gap_s: float
-) -> None:
-    backend = EmulatedDevice(
-        rows(1), Speeds(step_s=step_s, prefill_tok_s=8e3), spell=spell, n_batch=512
-    )
-    engine = Engine(backend, EngineSettings(headroom_bytes=0, gap_s=gap_s), clock=backend.clock.now)
-    for i in range(4):
-        request = asked(i, Generation(GREEDY, max_tokens=700))
-        engine.submit(request, list(request.prompt))
-    for _ in range(40):
-        engine.step()
-    before = len(backend.chunks)
-    long = Request("long", list(range(3, 500)) * 10, Generation(GREEDY, max_tokens=2))
-    steps_of(engine, backend, long)
-    beside = [sum(n for n in chunks if n > 1) for chunks in backend.chunks[before:]]
-    # The device's own time: this machine's processor may be anybody's.
-    reading = [step_s + n / 8e3 for n in beside if n]
-    assert sum(beside) >= len(long.prompt) - 1
-    assert max(reading) <= 1.1 * max(2 * step_s, gap_s) + 1e-3
-    assert statistics.median(reading) >= 0.6 * max(2 * step_s, gap_s), (
-        "and is no shorter for nothing"
-    )
-    assert sum(n % 64 != 0 for n in beside[12:] if n > 64) <= 1, "whole tiles, but for the last"

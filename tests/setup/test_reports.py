@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from localllm.device.named import resolve
 from localllm.device.types import Device, Memory, Readings
 from localllm.engine.cache import eviction
 from localllm.engine.cache.store import KvStore
+from localllm.engine.step_costs import PrefillCost
 from localllm.load.options import load_spec
 from localllm.planner.plan import plan_for
 from localllm.planner.starting_settings import typical
@@ -290,7 +290,7 @@ def states_are_rare() -> None:
     backend = ScriptedBackend(n_ctx=2048, rewind="none", states=True)
     ticks = iter([0.0, 0.6])  # a fence for each tensor: 600 ms
     store = KvStore(backend, 1 << 30, clock=lambda: next(ticks))
-    store.speed = SimpleNamespace(prefill_tok_s=500.0)
+    store.speed = PrefillCost(2e-3)
     assert store.store_state(backend.new_sequence(), np.zeros(0, np.int32)) == "free"
     assert store.state_interval(1000) >= 4096
 

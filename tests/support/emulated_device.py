@@ -1,10 +1,11 @@
-"""A device that computes elsewhere: a step is submitted at once and done T later, in time that
+"""A device that computes elsewhere: a step is submitted at once and done later, in time that
 passes without a processor.
 
-For tests and benchmarks, never for the product. Its rows are a real model's, widened to larger
-vocabularies; its KV lies on the device, so that copying it out costs a call and bytes, and every
-resident token makes a step longer. Time is virtual (`HostClock`: this thread's processor time plus
-what it waited for the device), so that other programs don't disturb it.
+For tests and benchmarks, never for the product. What a step costs by its tokens is a curve that was
+measured on a real card, and the first of a size costs more: kernels are loaded. Its rows are a real
+model's, widened to larger vocabularies; its KV lies on the device, so that copying it costs a call
+and bytes, and every resident token makes a step longer. Time is virtual (`HostClock`: this thread's
+processor time plus what it waited for the device), so that other programs don't disturb it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,18 +49,53 @@ class HostClock:
         self.waited_s += max(0.0, moment_s - self.now())
 
 
+class DeviceClock(HostClock):
+    """Seconds that were waited for the device alone: the same on any machine."""
+
+    def now(self) -> float:
+        return self.waited_s
+
+
+# (tokens, seconds): a step of Llama 3.1 8B in Q4_K on an H200, of decodes up to 32 tokens and of a
+# prompt from 64 on.
+H200_8B = (
+    (1, 3.5e-3), (8, 8.1e-3), (32, 9.4e-3), (64, 12.6e-3), (256, 33.7e-3), (1024, 107e-3),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Speeds:
-    """What the device takes: `step_s` for a step, more by `kv_token_bytes` of every resident token
-    at `bytes_s`, and for `prefill_tok_s` tokens of prompts a second. Copying KV out costs `copy_s`
-    a run and its bytes at `copy_bytes_s`; rows of logits cross at that speed too."""
+    """What the device takes. A step: by its tokens, on the `curve` (straight between two points and
+    behind the last two; one point: the same for any), more by `kv_token_bytes` of every resident
+    token at `bytes_s`. The first with so many tokens, to a power of two, takes `first_use_s` more,
+    and a decode step of other shape than the last `graph_s` (`padded`: to a power of two). A copy
+    costs `copy_s` a run and its bytes at `copy_bytes_s`; rows of logits cross at that speed too."""
 
-    step_s: float = 2.5e-3
+    curve: tuple[tuple[int, float], ...] = H200_8B
     kv_token_bytes: int = 0
     bytes_s: float = 1e12
-    prefill_tok_s: float = 8e3
+    first_use_s: float = 0.05
+    graph_s: float = 5e-4
+    padded: bool = False
     copy_s: float = 2e-5
-    copy_bytes_s: float = 2e10
+    copy_bytes_s: float = 2.5e10
+
+    @classmethod
+    def flat(cls, step_s: float, **other: Any) -> Speeds:
+        """Every step takes `step_s`, the first ones too."""
+        return cls(((1, step_s),), first_use_s=0.0, graph_s=0.0, **other)
+
+    def times(self, factor: float) -> Speeds:
+        """A device whose steps take `factor` times as long."""
+        return replace(self, curve=tuple((n, factor * s) for n, s in self.curve))
+
+    def step_s(self, n_tokens: int) -> float:
+        """Seconds of a step of so many tokens, none of them resident before."""
+        if len(self.curve) == 1:
+            return self.curve[0][1]
+        above = next((i for i, (n, _) in enumerate(self.curve) if n >= n_tokens), -1)
+        (n, s), (m, t) = self.curve[max(above - 1, 0) if above >= 0 else -2], self.curve[above]
+        return t if n == m else s + (n_tokens - n) * (t - s) / (m - n)
 
 
 def widened(rows: Rows, n_vocab: int, seed: int = 0) -> Rows:
@@ -99,11 +136,13 @@ class EmulatedDevice(Backend):
         self._lengths: dict[int, int] = {}
         self._next = 0
         self.done_s = self.computed_s = 0.0
-        self.steps = self.copied_bytes = 0
+        self.steps = self.copied_bytes = self.graphs = 0
+        self._used: set[int] = set()
+        self._shape = 0
         self.chunks: list[list[int]] = []
         self.capabilities = Capabilities(
             rewind="any", rewind_tokens=0, shares_cells=True, segments=True, kv_types=("f16",),
-            kv_on_device=True, asynchronous=asynchronous, samples=top > 0,
+            kv_on_device=True, first_uses=True, asynchronous=asynchronous, samples=top > 0,
         )  # fmt: skip
         self.info = ModelInfo(
             architecture="emulated", description="emulated", fingerprint="emulated-1",
@@ -164,12 +203,9 @@ class EmulatedDevice(Backend):
         if sum(len(c.tokens) for c in chunks) > self.cells_free():
             raise NoCellsError("no cells")
         resident = sum(self._lengths.values())
-        read = sum(len(c.tokens) for c in chunks if len(c.tokens) > 1)
-        speeds = self.speeds
         seconds = (
-            speeds.step_s
-            + resident * speeds.kv_token_bytes / speeds.bytes_s
-            + read / speeds.prefill_tok_s
+            self._step_s([len(c.tokens) for c in chunks])
+            + resident * self.speeds.kv_token_bytes / self.speeds.bytes_s
         )
         self.done_s = max(self.clock.now(), self.done_s) + seconds
         if not self.capabilities.asynchronous:
@@ -185,6 +221,20 @@ class EmulatedDevice(Backend):
             (7 * c.sequence + self._lengths[c.sequence]) % n if c.outputs else -1 for c in chunks
         ]
         return EmulatedResult(self, list(chunks), numbers, self.done_s)
+
+    def _step_s(self, lengths: list[int]) -> float:
+        speeds, n_tokens = self.speeds, sum(lengths)
+        seconds = speeds.step_s(n_tokens)
+        size = n_tokens.bit_length()
+        if size not in self._used:
+            self._used.add(size)
+            seconds += speeds.first_use_s
+        if max(lengths) == 1:
+            shape = 1 << (len(lengths) - 1).bit_length() if speeds.padded else len(lengths)
+            if shape != self._shape:
+                self._shape, self.graphs = shape, self.graphs + 1
+                seconds += speeds.graph_s
+        return seconds
 
     def top_of(self, numbers: list[int]) -> TopRows:
         assert self._tops.totals is not None
@@ -215,7 +265,7 @@ class EmulatedDevice(Backend):
         self._lengths[sequence] = stop
 
     def memory(self) -> MemoryReport:
-        weights_bytes = round(self.speeds.step_s * self.speeds.bytes_s)
+        weights_bytes = round(self.speeds.step_s(1) * self.speeds.bytes_s)
         return MemoryReport(weights_bytes, self.info.n_ctx * self.speeds.kv_token_bytes, 0, 0, 0)
 
     def check_integrity(self) -> None:

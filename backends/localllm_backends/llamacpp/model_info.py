@@ -145,6 +145,7 @@ def capabilities(
         drafts=drafts,
         draft_kind=draft_kind,
         kv_on_device=on_device,
+        first_uses=on_device,
         # Draft heads and rollback read what a step computed before it returns.
         asynchronous=on_device and not drafts and not (recurrent and n_rewind),
         # Not run on a GPU: there a step's micro-batch is short anyway.

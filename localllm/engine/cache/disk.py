@@ -257,17 +257,17 @@ class DiskTier:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def worth_reading(self, block: Block, n_tokens: int, prefill_tok_s: float | None) -> bool:
-        """True when the file is read faster than the `n_tokens` wanted of it are computed, both as
-        measured here."""
+    def worth_reading(self, block: Block, compute_s: float) -> bool:
+        """True when the file is read in less than the `compute_s` that the tokens wanted of it
+        take (0: not known), both as measured here."""
         if block.data is not None or self.reads.ready(block):
             return True
         under_way_s = self.reads.under_way_s
-        if under_way_s > tunables.READ_STUCK_S or not prefill_tok_s:
+        if under_way_s > tunables.READ_STUCK_S or not compute_s:
             return under_way_s <= tunables.READ_STUCK_S
         # What has taken so long already is expected to take as long again.
         late_s = under_way_s if under_way_s > tunables.READ_LATE_S else 0.0
-        return max(block.size_bytes / self.read_bytes_s, late_s) < n_tokens / prefill_tok_s
+        return max(block.size_bytes / self.read_bytes_s, late_s) < compute_s
 
     @property
     def read_speed(self) -> tuple[float, int]:

@@ -366,9 +366,9 @@ def may_stay(
     return able.kv_on_device and room and step_share <= tunables.IDLE_STEP_SHARE
 
 
-def export_time_s(able: Capabilities, n_tokens: int, prefill_tok_s: float | None) -> float:
+def export_time_s(able: Capabilities, n_tokens: int, token_s: float) -> float:
     """How long idle sequences may be exported before `n_tokens` of prompts are read (0: beside
-    them, piece by piece).
+    them, piece by piece), each in `token_s` (0: not known).
 
     In a unified KV cache a prompt's attention computes every cell up to the highest that is held,
     whoever holds it: 1,400 tokens of SmolLM2 behind 3,000 idle ones took 6.5 s instead of 5.2.
@@ -376,11 +376,7 @@ def export_time_s(able: Capabilities, n_tokens: int, prefill_tok_s: float | None
     if not able.shares_cells or able.kv_on_device or n_tokens < tunables.EXPORT_FIRST_TOKENS:
         return 0.0
     most_s = tunables.EXPORT_FIRST_S
-    return (
-        most_s
-        if prefill_tok_s is None
-        else min(most_s, tunables.EXPORT_FIRST_SHARE * n_tokens / prefill_tok_s)
-    )
+    return min(most_s, tunables.EXPORT_FIRST_SHARE * n_tokens * token_s) if token_s else most_s
 
 
 # --- the disk -------------------------------------------------------------------------------------

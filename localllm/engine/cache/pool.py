@@ -321,14 +321,13 @@ class SequencePool(eviction.OtherPlaces):
 
     def evict_idle(self, n_tokens: int, *, live: int, clock: Callable[[], float]) -> None:
         """Before a step of `live` running requests that are to read `n_tokens` of prompts, and
-        nothing else: exported sequences leave, others are exported first as far as that pays.
-        `prefill_tok_s`: how fast prompts are read (None: not known)."""
+        nothing else: exported sequences leave, others are exported first as far as that pays."""
         if not live or not self._idle:
             return
         self._sync()
         self._evict_exported(busy=True)
         seconds = eviction.export_time_s(
-            self._backend.capabilities, n_tokens, self.kv.speed.prefill_tok_s
+            self._backend.capabilities, n_tokens, self.kv.speed.token_s
         )
         begun = clock()
         while clock() - begun < seconds and self.tick(busy=True, live=live):

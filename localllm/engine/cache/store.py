@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from localllm.engine.averages import PrefillSpeed
 from localllm.engine.cache import tunables
 from localllm.engine.cache.disk import Copy, DiskBlock, DiskTier
 from localllm.engine.cache.eviction import (
@@ -27,6 +26,7 @@ from localllm.engine.cache.eviction import (
 )
 from localllm.engine.cache.matching import RestorePlan, longest_state, plan_restore
 from localllm.engine.cache.tree import PrefixCache
+from localllm.engine.step_costs import PrefillCost
 from localllm.engine.tokens import Tokens, image_boundary, next_image_boundary
 from localllm_backends.contract import Backend, BackendFailure
 
@@ -48,7 +48,7 @@ class KvStore(OtherPlaces):
         able = backend.capabilities
         self.cache = PrefixCache("kv" if able.segments else "snapshot", budget=self.budget)
         self.states = PrefixCache("state", budget=self.budget) if able.states else None
-        self.speed = PrefillSpeed()
+        self.speed = PrefillCost()
         # The least seen of a token's KV, the most of a state, and (tokens, bytes) of the last
         # snapshot.
         self._token_bytes = 0.0
@@ -83,7 +83,7 @@ class KvStore(OtherPlaces):
         """All that a plan depends on besides its prompt: what is held, what of it is in memory, and
         speeds."""
         speed = None if self.disk is None else self.disk.read_speed
-        return self.budget.changes, self.budget.held_bytes, self.speed.prefill_tok_s, speed
+        return self.budget.changes, self.budget.held_bytes, self.speed.token_s, speed
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block] | None:
         """The longest beginning of `prefix` whose state is held and worth reading, and that
@@ -99,7 +99,7 @@ class KvStore(OtherPlaces):
         return (
             block.data is not None
             or self.disk is None
-            or self.disk.worth_reading(block, n_tokens, self.speed.prefill_tok_s)
+            or self.disk.worth_reading(block, n_tokens * self.speed.token_s)
         )
 
     def at_hand(self, block: Block, n_tokens: int) -> bool:
@@ -153,8 +153,9 @@ class KvStore(OtherPlaces):
     def state_interval(self, n_tokens: int) -> int:
         """Tokens between the states that are kept of a sequence of `n_tokens`."""
         capacity, dear = self.budget.capacity_bytes, self._export_s > tunables.DEAR_EXPORT_S
-        rate = (self.speed.prefill_tok_s or 0.0) if dear else 0.0
-        least = self._export_s * rate / tunables.EXPORT_SHARE
+        least = 0.0
+        if dear and self.speed.token_s:
+            least = self._export_s / (self.speed.token_s * tunables.EXPORT_SHARE)
         return state_interval(n_tokens, self._token_bytes, self._state_bytes, capacity, least)
 
     # --- writing ----------------------------------------------------------------------------------
@@ -364,9 +365,8 @@ class KvStore(OtherPlaces):
     def be_patient(self, n_tokens: int) -> None:
         """What leaves the context for so many tokens may wait for room that writing makes: for a
         part of what reading them costs."""
-        rate = self.speed.prefill_tok_s
-        self._patience_s = (
-            min(tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens / rate) if rate else 0.0
+        self._patience_s = min(
+            tunables.WRITE_WAIT_S, tunables.WRITE_WAIT_SHARE * n_tokens * self.speed.token_s
         )
 
     def wait_for_writing(self) -> bool:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from localllm.engine.averages import Average
 from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
+from localllm.engine.step_costs import DecayedRatio
 
-_SMOOTHING = 0.1
+_DECAY = 0.9
 # Why tokens that are known are computed again: their KV was evicted; it is on disk, and slower to
 # read than to compute; it was lost or damaged there; the context had no room for it; it is too
 # short to be worth copying; this model's memory can't be cut there; the request was parked for
@@ -24,7 +24,7 @@ RECOMPUTED = ("evicted", "unread", "lost", "no_cells", "short", "no_snapshot", "
 
 @dataclass
 class Metrics:
-    """Totals since `started_s`; speeds are exponential averages over steps of that kind."""
+    """Totals since `started_s`; its speed is that of the last steps."""
 
     started_s: float
     requests: int = 0
@@ -38,8 +38,7 @@ class Metrics:
     decode_sequences: int = 0
     decode_steps: int = 0
     busy_s: float = 0.0
-    decode_speed: Average = field(default_factory=lambda: Average(_SMOOTHING))
-    prefill_speed: Average = field(default_factory=lambda: Average(_SMOOTHING))
+    decode_speed: DecayedRatio = field(default_factory=lambda: DecayedRatio(_DECAY))
     longest_step_s: float = 0.0
     sliced_prefill_tokens: int = 0
     longest_slice_s: float = 0.0
@@ -60,12 +59,8 @@ class Metrics:
         if decoded:
             self.decode_steps += 1
             self.decode_sequences += decoded
-        if seconds <= 0:
-            return
         if decoded and not prefilled:
-            self.decode_speed.add(emitted / seconds)
-        elif prefilled and not decoded:
-            self.prefill_speed.add(prefilled / seconds)
+            self.decode_speed.add(emitted, seconds)
 
     def sliced_prefill(self, prefilled: int, seconds: float) -> None:
         """Count a slice of `seconds` of a prompt that is read beside the steps, in which
@@ -90,8 +85,7 @@ class Metrics:
             "steps": self.steps,
             "batch_occupancy": occupancy,
             "busy_s": self.busy_s,
-            "decode_tok_s": self.decode_speed.value,
-            "prefill_tok_s": self.prefill_speed.value,
+            "decode_tok_s": self.decode_speed.part / (self.decode_speed.total or 1.0),
             "longest_step_s": self.longest_step_s,
             "sliced_prefill_tokens": self.sliced_prefill_tokens,
             "longest_slice_s": self.longest_slice_s,

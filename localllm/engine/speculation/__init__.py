@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from localllm.engine.averages import Average
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.rejection import Distribution
 from localllm_backends.contract import Backend, BackendFailure, Chunk
@@ -112,9 +111,7 @@ class Drafter(ABC):
 
     def record(self, seconds: float) -> None:
         """A drafted token (a draft, where it is made at once) took so long."""
-        average = Average(_SMOOTHING, self.token_s)
-        average.add(seconds)
-        self.token_s = average.value
+        self.token_s += _SMOOTHING * (seconds - self.token_s) if self.token_s else seconds
 
     def forget(self, job: RunningRequest) -> None:  # noqa: B027 (nothing to forget is an answer)
         """The request left the context."""

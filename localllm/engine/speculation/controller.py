@@ -5,7 +5,7 @@ that pay."""
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -13,138 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm import json_store
-from localllm.engine.averages import DecayedRatio
 from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
+from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError
 
-# Row counts whose cost is kept; between them it is interpolated.
-KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Until it is measured, a further row is taken to cost this part of a whole step: a compute-bound
-# machine.
-_UNMEASURED_ROW = 0.7
-_LEAST_ROW = 0.01
-_SCALE_RATE = 0.15
-_SHAPE_RATE = 0.15
-# One slow step (somebody else's burst) must not turn drafting off: a step counts as at most this
-# far off.
-_MOST_SURPRISE = math.log(1.5)
-# Two steps with drafts on end that are this far off in the same direction are no accident: the
-# machine was busy while the shape was probed, or is now. They count more and further, also for the
-# numbers of rows beside theirs.
-_SURPRISE = math.log(1.2)
-_SURPRISED_RATE, _MOST_SURPRISE_TWICE, _BESIDE = 0.5, math.log(2.0), 0.7
-# This far from what was probed it is time to probe again.
-_DRIFTED = math.log(1.3)
 # Drafting must promise this much before it is tried, and may cost no stream more than this.
 _WORTH = 1.03
 _FLOOR = 0.99
-
-
-def _around(rows: int) -> tuple[int, int, float]:
-    """The knots on both sides of `rows` and how far it is from the first to the second (0 … 1)."""
-    high = bisect_left(KNOTS, max(rows, 1))
-    if KNOTS[high] == max(rows, 1):
-        return high, high, 0.0
-    return high - 1, high, (rows - KNOTS[high - 1]) / (KNOTS[high] - KNOTS[high - 1])
-
-
-# Looked up some dozens of times per step.
-_AROUND = [_around(rows) for rows in range(KNOTS[-1] + 1)]
-
-
-class StepCost:
-    """Seconds of a decode step by the rows (tokens, over all sequences) it verifies.
-
-    cost(n) = scale × shape(n), shape(1) = 1. The scale follows the machine (depth of the KV, other
-    load), the shape is what decides: it is probed once and refined by every step.
-    """
-
-    def __init__(self) -> None:
-        self._scale_s = 0.0
-        self._shape = [0.0] * len(KNOTS)
-        for i, n in enumerate(KNOTS):
-            self._shape[i] = 1.0 + _UNMEASURED_ROW * (n - 1)
-        self._probed = list(self._shape)
-        self._last_off = 0.0
-
-    @property
-    def drifted(self) -> bool:
-        """True where what was learnt since the last probe is far from it."""
-        return any(
-            abs(math.log(now / then)) > _DRIFTED
-            for now, then in zip(self._shape, self._probed, strict=True)
-        )
-
-    @property
-    def known(self) -> bool:
-        """True once any step was measured."""
-        return self._scale_s > 0
-
-    def set(self, seconds_by_rows: dict[int, float]) -> None:
-        """Take a probe's result: seconds for some of the KNOTS, 1 among them. Others are scaled
-        between them."""
-        self._scale_s = seconds_by_rows[1]
-        measured = sorted(seconds_by_rows)
-        for i, n in enumerate(KNOTS):
-            high = bisect_left(measured, n)
-            if high < len(measured) and measured[high] == n:
-                seconds = seconds_by_rows[n]
-            elif high == len(measured):
-                last, before = measured[-1], measured[-2] if len(measured) > 1 else measured[-1]
-                slope = (seconds_by_rows[last] - seconds_by_rows[before]) / max(last - before, 1)
-                seconds = seconds_by_rows[last] + max(slope, 0.0) * (n - last)
-            else:
-                a, b = measured[high - 1], measured[high]
-                part = (n - a) / (b - a)
-                seconds = seconds_by_rows[a] * (1 - part) + seconds_by_rows[b] * part
-            # A further row is never free, whatever a noisy probe says.
-            least = self._shape[i - 1] + _LEAST_ROW * (n - KNOTS[i - 1]) if i else 1.0
-            self._shape[i] = max(seconds / self._scale_s, least)
-        self._probed = list(self._shape)
-
-    def seconds(self, rows: int) -> float:
-        """Expected seconds of a step over `rows` tokens (1.0 × rows' shape while nothing is
-        measured)."""
-        return (self._scale_s or 1.0) * self._shape_of(rows)
-
-    def _shape_of(self, rows: int) -> float:
-        if rows > KNOTS[-1]:
-            return self._shape[-1] * rows / KNOTS[-1]
-        low, high, part = _AROUND[rows]
-        return self._shape[low] * (1 - part) + self._shape[high] * part
-
-    def observe(self, rows: int, seconds: float) -> None:
-        """A pure decode step over `rows` tokens took `seconds`."""
-        if seconds <= 0:
-            return
-        if not self._scale_s:
-            self._scale_s = seconds / self._shape_of(rows)
-            return
-        off = math.log(seconds / self.seconds(rows))
-        near = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, off))
-        self._scale_s *= math.exp(_SCALE_RATE * near)
-        if rows == 1:
-            return
-        if off * self._last_off > 0 and min(abs(off), abs(self._last_off)) > _SURPRISE:
-            self._reshape(
-                rows,
-                max(-_MOST_SURPRISE_TWICE, min(_MOST_SURPRISE_TWICE, off)) * _SURPRISED_RATE,
-                _BESIDE,
-            )
-        else:
-            self._reshape(rows, near * _SHAPE_RATE)
-        self._last_off = off
-
-    def _reshape(self, rows: int, by: float, beside: float = 0.0) -> None:
-        """Move (the log of) the shape at `rows` by so much, and by `beside`, `beside`² … of that at
-        the knots around."""
-        low, high, part = _AROUND[min(rows, KNOTS[-1])]
-        for i in range(1, len(KNOTS)):
-            weight = (1 - part) * (i == low) + part * (i == high)
-            if beside and low != i != high:
-                weight = beside ** (low - i if i < low else i - high)
-            if weight:
-                self._shape[i] *= math.exp(by * weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,19 +233,32 @@ _REST_S = 1.0
 _PAUSE_S = 5.0
 
 
+# Reading so many tokens, and twice as many … is tried where first uses are dear, until one takes so
+# many seconds: whoever asks waits for the end of it.
+_LEAST_READ, _LONGEST_READ_S = 16, 0.2
+
+
 class CostProbe:
     """Fills in `cost` while nobody asks for anything. `failed`: why nothing can be verified (empty:
-    it can).
+    it can). Where first uses are dear (`Capabilities.first_uses`) prompts of all sizes are read
+    twice before: nobody's first token pays for kernels that are loaded, and `reading` learns what
+    the second took.
 
     Beside other programs a plain step suffers more than one over many rows, and drafts look cheaper
     than they are: a measurement made then is only taken for want of a better, and made again when
     the machine is quiet."""
 
     def __init__(
-        self, backend: Backend, cost: StepCost, others: CpuContention, clock: Callable[[], float]
+        self,
+        backend: Backend,
+        cost: StepCost,
+        others: CpuContention,
+        clock: Callable[[], float],
+        reading: PrefillCost,
     ) -> None:
         self._backend, self._cost, self._others, self._clock = backend, cost, others, clock
-        self.failed = ""
+        self._reading, self.failed = reading, ""
+        self._reads = self._sizes() * 2 if backend.capabilities.first_uses else []
         self._all: dict[int, float] = {}
         self._quiet: dict[int, float] = {}
         self._round: dict[int, float] = {}
@@ -386,9 +274,30 @@ class CostProbe:
         self._left = [n for n in _ROWS if n <= most] * _ROUNDS
         self._all, self._quiet, self._round, self._spent_s = {}, {}, {}, 0.0
 
+    def _sizes(self) -> list[int]:
+        """Tokens of the prompts that are read to learn."""
+        most = self._backend.info.n_batch
+        return [n for n in (_LEAST_READ << k for k in range(most.bit_length())) if n <= most]
+
+    def _read(self) -> None:
+        n_tokens, again = self._reads[0], len(self._reads) <= len(self._sizes())
+        del self._reads[0]
+        try:
+            seconds = self._trial_s(n_tokens, 1)
+        except BackendFailure:
+            self._reads.clear()
+            return
+        if again:
+            self._reading.learn(n_tokens, seconds)
+        if seconds > _LONGEST_READ_S:
+            self._reads = [n for n in self._reads if n < n_tokens]
+
     def tick(self, rested_s: float) -> bool:
         """Time one verification of the next size on a sequence of its own; True while there are
         more. Nobody has asked for anything for `rested_s`."""
+        if self._reads:
+            self._read()
+            return True
         if self.failed or not (self._left or self._due(rested_s)):
             return False
         if self._backend.cells_free() < max(self._left):
@@ -397,7 +306,7 @@ class CostProbe:
             self._round_began = self._others.mark()
         rows = self._left[0]
         try:
-            seconds = self._verification_s(rows)
+            seconds = self._trial_s(rows, rows)
         except NoCellsError:
             return False
         except BackendFailure as e:
@@ -448,15 +357,15 @@ class CostProbe:
         self._again_at = self._clock() + self._pause_s
         self._pause_s *= 2
 
-    def _verification_s(self, rows: int) -> float:
+    def _trial_s(self, n_tokens: int, outputs: int) -> float:
         # Different tokens: equal ones go to the same experts of a mixture, which then reads less
         # than it does for a draft.
         first, n_vocab = self._backend.info.bos_token or 0, self._backend.info.n_vocab
-        tokens = [(first + i * max(n_vocab // rows, 1)) % n_vocab for i in range(rows)]
+        tokens = [(first + i * max(n_vocab // n_tokens, 1)) % n_vocab for i in range(n_tokens)]
         sequence = self._backend.new_sequence()
         started = self._clock()
         try:
-            self._backend.step([Chunk(sequence, tokens, rows)]).argmax(0)
+            self._backend.step([Chunk(sequence, tokens, outputs)]).argmax(0)
             return self._clock() - started
         finally:
             self._backend.drop(sequence)

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import astuple, dataclass, field
 from functools import lru_cache
 
-from localllm.engine.averages import DecayedRatio
 from localllm.engine.host.contention import CpuContention
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation import DraftContext, Drafter, longest_draft, registered
@@ -19,12 +18,12 @@ from localllm.engine.speculation.controller import (
     CostProbe,
     DraftCandidate,
     HitRates,
-    StepCost,
     choose_lengths,
     gain_lately,
     promises,
 )
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
+from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
 from localllm_backends.contract import BackendFailure
 
 # A grammar that leaves one way to go on is nearly always followed token by token.
@@ -108,10 +107,12 @@ class _DraftState:
 @dataclass
 class Speculator:
     """Drafts for every decoding request of one engine, with every registered drafter that `context`
-    is enough for and with lookups, which cost nothing."""
+    is enough for and with lookups, which cost nothing. `cost` and `reading`: what steps cost, which
+    is measured while nobody asks."""
 
     context: DraftContext
     others: CpuContention
+    reading: PrefillCost = field(default_factory=PrefillCost)
     cost: StepCost = field(default_factory=StepCost)
 
     def __post_init__(self) -> None:
@@ -136,7 +137,7 @@ class Speculator:
         self._since_plain = 0
         self._most_steps = math.inf
         self._drafting_s = self._plain_s = 0.0
-        self._probe = CostProbe(self.backend, self.cost, self.others, self.clock)
+        self._probe = CostProbe(self.backend, self.cost, self.others, self.clock, self.reading)
         # Longest draft that can be taken back.
         self._most = longest_draft(self.backend)
         self.off_because = "" if self._most else "this model's memory can't take tokens back"
@@ -397,7 +398,7 @@ class Speculator:
         return more or (not busy and self._measure(rested_s))
 
     def _measure(self, rested_s: float) -> bool:
-        if self.off_because:
+        if self.off_because and not self.backend.capabilities.first_uses:
             return False
         more = self._probe.tick(rested_s)
         if self._probe.failed:

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.engine.speculation.controller import (
-    KNOTS,
     Acceptance,
     DraftCandidate,
     HitRates,
-    StepCost,
     choose_lengths,
 )
+from localllm.engine.step_costs import KNOTS, StepCost
 
 RATES = st.floats(0.0, 1.0)
 

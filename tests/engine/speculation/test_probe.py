@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from localllm.engine.host.contention import CpuContention
-from localllm.engine.speculation.controller import CostProbe, StepCost
+from localllm.engine.speculation.controller import CostProbe
+from localllm.engine.step_costs import PrefillCost, StepCost
 from localllm_backends.contract import Chunk
 from support.scripted_backend import ScriptedBackend, ScriptedResult
 
@@ -38,7 +39,11 @@ class Machine(ScriptedBackend):
 
     def probe(self, cost: StepCost) -> CostProbe:
         return CostProbe(
-            self, cost, CpuContention(lambda: self.theirs_s, 2, lambda: self.now), lambda: self.now
+            self,
+            cost,
+            CpuContention(lambda: self.theirs_s, 2, lambda: self.now),
+            lambda: self.now,
+            PrefillCost(),
         )
 
 

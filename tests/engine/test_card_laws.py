@@ -1,0 +1,132 @@
+"""What a real card's step costs is a curve: laws of who waits how long, on a device with the curve
+that was measured on one, in its own time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from engine.drive import GREEDY
+from localllm.engine import EngineSettings
+from localllm.engine.core import Engine
+from localllm.engine.messages import Event, Generation, Request, Text
+from support.emulated_device import DeviceClock, EmulatedDevice, Speeds
+
+GAP_S = 0.02
+PROMPT, NEWCOMER, ANSWER = 71, 3000, 100
+WARM = Speeds(first_use_s=0.0)
+
+
+class Card:
+    """An engine on an emulated card, and when each request's tokens came."""
+
+    def __init__(self, speeds: Speeds) -> None:
+        rows = np.random.default_rng(1).normal(size=(8, 300)).astype(np.float32)
+        self.device = EmulatedDevice(rows, speeds, n_seq_max=40, clock=DeviceClock())
+        settings = EngineSettings(headroom_bytes=0, gap_s=GAP_S)
+        self.engine = Engine(self.device, settings, clock=self.device.clock.now)
+        self.came_s: dict[str, list[float]] = {}
+        self._asked = 0
+
+    def ask(self, n_prompt: int, n_tokens: int) -> str:
+        """Submit a request; its name."""
+        self._asked += 1
+        name = f"r{self._asked}"
+        prompt = [3 + self._asked] * n_prompt
+        generation = Generation(GREEDY, n_tokens, ignore_eos=True, cache_prompt=False)
+        self.engine.submit(Request(name, prompt, generation), prompt)
+        self.came_s[name] = []
+        return name
+
+    def until(self, done: Callable[[], bool]) -> None:
+        while self.engine.has_work and not done():
+            self._note(self.engine.step(self._note))
+
+    def _note(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Text):
+                self.came_s[event.id] += [self.now] * len(event.tokens)
+
+    @property
+    def now(self) -> float:
+        return self.device.clock.now()
+
+    def first_token_s(self, n_prompt: int) -> float:
+        """How long a request that comes now waits for its first token."""
+        began = self.now
+        name = self.ask(n_prompt, 2)
+        self.until(lambda: bool(self.came_s[name]))
+        return self.came_s[name][0] - began
+
+    def burst(self, n: int) -> tuple[float, list[float]]:
+        """Requests that come at once, one a moment before the others: how long all of them take,
+        and each one's first token."""
+        began = self.now
+        names = [self.ask(PROMPT, ANSWER)]
+        self._note(self.engine.step(self._note))
+        names += [self.ask(PROMPT, ANSWER) for _ in range(n - 1)]
+        self.until(lambda: False)
+        return self.now - began, [self.came_s[name][0] - began for name in names]
+
+
+def allowed_s(n: int) -> float:
+    """What a burst of `n` takes at least: all prompts in the fewest steps, then all answers
+    together."""
+    whole, rest = divmod(n * PROMPT, 2048)
+    return whole * WARM.step_s(2048) + WARM.step_s(rest) + (ANSWER - 1) * WARM.step_s(n)
+
+
+@pytest.mark.parametrize("streams", [1, 8, 32])
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_a_newcomer_beside_streams_waits_little_longer_than_alone(
+    streams: int, factor: float
+) -> None:
+    """And nobody beside it is stopped for longer than the bound and a step."""
+    card = Card(WARM.times(factor))
+    while card.engine.idle():
+        pass
+    alone_s = card.first_token_s(NEWCOMER)
+    names = [card.ask(20, 2000) for _ in range(streams)]
+    card.until(lambda: all(len(card.came_s[name]) > 20 for name in names))
+    plain_s, before = card.device.speeds.step_s(streams), card.now
+    beside_s = card.first_token_s(NEWCOMER)
+    gaps = [np.diff([t for t in card.came_s[name] if t >= before]) for name in names]
+    assert np.quantile(np.concatenate(gaps), 0.95) <= 1.05 * (GAP_S + plain_s)
+    assert beside_s <= 1.5 * alone_s + GAP_S + plain_s
+
+
+@pytest.mark.parametrize("streams", [8, 32])
+def test_a_burst_takes_little_more_than_the_curve_allows(streams: int) -> None:
+    card = Card(WARM)
+    first_s, came_s = card.burst(streams)
+    assert first_s <= allowed_s(streams) / 0.9, "also with nothing learnt yet"
+    assert statistics.mean(came_s) <= 1.2 * WARM.step_s(streams * PROMPT)
+    assert card.burst(streams)[0] <= allowed_s(streams) / 0.9
+
+
+def test_nobody_s_first_burst_pays_for_what_is_loaded_once() -> None:
+    """Steps of all sizes are made behind "ready"; a burst that comes before pays for them."""
+    card = Card(Speeds())
+    cold_s, _ = card.burst(32)
+    card = Card(Speeds())
+    while card.engine.idle():
+        pass
+    assert card.device.cells_free() == card.device.info.n_ctx
+    first_s, _ = card.burst(32)
+    assert cold_s > 1.3 * first_s
+    assert first_s <= 1.05 * card.burst(32)[0]
+
+
+def test_who_comes_during_the_first_steps_waits_for_one_of_them() -> None:
+    speeds = Speeds()
+    card = Card(speeds)
+    waits = []
+    for _ in range(9):
+        before = card.device.steps
+        card.engine.idle()
+        assert card.device.steps == before + 1, "one at a time"
+        waits.append(card.first_token_s(20))
+    assert max(waits) <= 2 * speeds.first_use_s + speeds.step_s(20)
