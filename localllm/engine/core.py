@@ -25,7 +25,7 @@ from localllm.engine.host.kv_evidence import KvEvidence
 from localllm.engine.host.metrics import DecodeSpeedTracker, Metrics
 from localllm.engine.messages import Event, Failure, Request
 from localllm.engine.outputs import OutputProcessor
-from localllm.engine.prefill_slices import PrefillInterrupt, prefill_policy
+from localllm.engine.prefill_slices import PrefillInterrupt, SlicedPrefill
 from localllm.engine.request import RunningRequest, running_request, too_long
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.grammar import BackgroundCompiler
@@ -97,8 +97,10 @@ class Engine:
         self._overlaps = self.backend.capabilities.asynchronous and wanted.power >= 1.0
         self._observed: tuple[list[Grant], float, int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
-        shares, sliced_tokens = Shares(), self.settings.sliced_prefill_tokens
-        self.prefill = prefill_policy(self.backend, sliced_tokens, self.metrics, self.clock, shares)
+        shares, sliced_tokens = Shares(), wanted.sliced_prefill_tokens
+        self.prefill = SlicedPrefill(
+            self.backend, sliced_tokens, self.metrics, self.clock, shares=shares
+        )
         self.jobs = RequestTable(
             self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
         )

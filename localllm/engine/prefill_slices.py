@@ -30,58 +30,11 @@ _MUCH_LESS = 0.5
 _FIRST_SLICES, _FIRST_SHARE = 8, 0.5
 
 
-class ChunkedPrefill:
-    """Prompts are read in the steps alone: the scheduler's chunks."""
-
-    # Whose prompt is read between the steps.
-    job: RunningRequest | None = None
-
-    @property
-    def busy(self) -> bool:
-        """True while a prompt is read between the steps."""
-        return self.job is not None
-
-    def advance(
-        self,
-        running: Iterable[RunningRequest],
-        slice_s: Callable[[], float],
-        free_bytes: int | None,
-    ) -> tuple[RunningRequest, int] | None:
-        """Before a step: read for `slice_s`, or begin with a prompt if `free_bytes` of memory are
-        enough. Returns the request that is read and how many tokens of it are done."""
-        return None
-
-    def excludes(self, job: RunningRequest) -> bool:
-        """True for what must not be in the next step."""
-        return False
-
-    def forget(self, job: RunningRequest, *, keep: bool) -> None:
-        """The request leaves the engine's hands: it ended, or is parked. `keep`: what is computed
-        for it must be in its sequence then, and counted by its `n_kv`."""
-
-    def close(self) -> None:
-        """Stop whatever is under way."""
-
-
-def prefill_policy(
-    backend: Backend,
-    least_tokens: int,
-    metrics: Metrics,
-    clock: Callable[[], float],
-    shares: Shares,
-) -> ChunkedPrefill:
-    """The policy `backend` needs. `least_tokens`: shorter prompts are read in the steps (0: all
-    are)."""
-    if least_tokens > 0 and backend.capabilities.sliced_prefill:
-        return SlicedPrefill(backend, least_tokens, metrics, clock, shares=shares)
-    return ChunkedPrefill()
-
-
 @dataclass
-class SlicedPrefill(ChunkedPrefill):
+class SlicedPrefill:
     """At most one `job` whose prompt is being read between the steps; prompts with fewer than
-    `least_tokens` to read are not worth the context it takes. Tenants that have had less than that
-    job's (`shares`) go first, in the steps."""
+    `least_tokens` to read are not worth the context it takes (0: none is, nor where the backend
+    can't). Tenants that have had less than that job's (`shares`) go first, in the steps."""
 
     backend: Backend
     least_tokens: int
@@ -97,12 +50,19 @@ class SlicedPrefill(ChunkedPrefill):
     _runs: int = 0
     _refused: set[str] = field(default_factory=set)
 
+    @property
+    def busy(self) -> bool:
+        """True while a prompt is read between the steps."""
+        return self.job is not None
+
     def advance(
         self,
         running: Iterable[RunningRequest],
         slice_s: Callable[[], float],
         free_bytes: int | None,
     ) -> tuple[RunningRequest, int] | None:
+        """Before a step: read for `slice_s`, or begin with a prompt if `free_bytes` of memory are
+        enough. Returns the request that is read and how many tokens of it are done."""
         if self.job is None:
             self._begin(running, free_bytes)
         job = self.job
@@ -120,7 +80,9 @@ class SlicedPrefill(ChunkedPrefill):
     def _begin(self, running: Iterable[RunningRequest], free_bytes: int | None) -> None:
         """Take the longest waiting of the long prompts in hand if somebody else is decoding and
         `free_bytes` of memory (None: unknown) are enough."""
-        if self.job is not None:
+        if self.job is not None or not (
+            self.least_tokens and self.backend.capabilities.sliced_prefill
+        ):
             return
         jobs = list(running)
         fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
@@ -226,6 +188,8 @@ class SlicedPrefill(ChunkedPrefill):
                 self.job.n_kv = self._stop - self._slices.join()
 
     def forget(self, job: RunningRequest, *, keep: bool) -> None:
+        """The request leaves the engine's hands: it ended, or is parked. `keep`: what is computed
+        for it must be in its sequence then, and counted by its `n_kv`."""
         self._refused.discard(job.id)
         if job is self.job:
             if keep:
@@ -235,6 +199,7 @@ class SlicedPrefill(ChunkedPrefill):
             self.close()
 
     def close(self) -> None:
+        """Stop whatever is under way."""
         slices, self._slices, self.job = self._slices, None, None
         if slices is not None:
             slices.close()

@@ -11,7 +11,7 @@ from localllm.engine.cache.matching import PrefixHistory
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.host.metrics import Metrics
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Queued, Text
-from localllm.engine.prefill_slices import ChunkedPrefill
+from localllm.engine.prefill_slices import SlicedPrefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Shares, Want
 from localllm.engine.speculation.speculator import Speculator
@@ -28,7 +28,7 @@ class RequestTable:
 
     pool: SequencePool
     speculator: Speculator
-    prefill: ChunkedPrefill
+    prefill: SlicedPrefill
     metrics: Metrics
     clock: Callable[[], float]
     history: PrefixHistory = field(default_factory=PrefixHistory)
