@@ -165,8 +165,8 @@ TABLE: tuple[Setting, ...] = (
         "gap_ms",
         float,
         20.0,
-        "ms between two tokens that a prompt read beside may cause on a GPU, or two steps if that "
-        "is longer",
+        "ms that a prompt read beside may add between two tokens on a GPU, or one step if that is "
+        "longer",
     ),
     Setting(
         "power",

@@ -30,8 +30,8 @@ class EngineSettings:
     `kv_evidence_dir`: where what KV types cost in precision is kept once it is measured, and how
     drafters fared (None: it isn't).
     `yields_threads`: decode takes fewer threads while other programs want the processors.
-    `gap_s`: how long streams on a device may wait for their next token while a prompt is read
-    beside them, or two of their steps if that is longer.
+    `gap_s`: how much longer streams on a device may wait for their next token while a prompt is
+    read beside them, or one of their steps if that is longer.
     `power`: the share of the time that is computed in; for the rest of it the engine waits behind
     each step."""
 

@@ -74,33 +74,31 @@ class Engine:
 
     def __post_init__(self) -> None:
         wanted = self.settings
-        limits = wanted.disk_bytes, wanted.disk_free_bytes, wanted.disk_daily_bytes
-        disk = tier_of(self.backend, wanted.disk_dir, limits, wanted.model_name)
-        kv = KvStore(self.backend, wanted.cache_bytes, disk)
+        kv = KvStore(self.backend, wanted.cache_bytes, tier_of(self.backend, wanted))
         self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
         self.guard = guard_of(self.available, wanted.headroom_bytes)
-        kept = self.settings.kv_evidence_dir
-        folder = Path(kept) / "drafting" if kept is not None else None
+        kept, others = wanted.kv_evidence_dir, of_this_process()
         drafting = DraftContext(
-            self.backend, self.draft_backend, self.settings.draft, self.clock, folder
+            self.backend,
+            self.draft_backend,
+            wanted.draft,
+            self.clock,
+            Path(kept) / "drafting" if kept is not None else None,
         )
-        others = of_this_process()
-        on_device = self.backend.capabilities.kv_on_device
-        self._sizer = ChunkSizer(self.backend.info.n_batch, on_device=on_device, gap_s=wanted.gap_s)
+        able, n_batch = self.backend.capabilities, self.backend.info.n_batch
+        self._sizer = ChunkSizer(n_batch, on_device=able.kv_on_device, gap_s=wanted.gap_s)
         self.speculator = Speculator(drafting, others, self._sizer)
         kv.speed = self._sizer
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
         self._stalled, self._housekeeping, self._after = False, True, False
         # Nothing that is known waits for a rest to be over.
-        self._overlaps = self.backend.capabilities.asynchronous and wanted.power >= 1.0
+        self._overlaps = able.asynchronous and wanted.power >= 1.0
         self._observed: tuple[list[Grant], float, int] | None = None
         self._interrupt = PrefillInterrupt(self.backend)
-        shares, sliced_tokens = Shares(), wanted.sliced_prefill_tokens
-        self.prefill = SlicedPrefill(
-            self.backend, sliced_tokens, self.metrics, self.clock, shares=shares
-        )
+        shares, least = Shares(), wanted.sliced_prefill_tokens
+        self.prefill = SlicedPrefill(self.backend, least, self.metrics, self.clock, shares=shares)
         self.jobs = RequestTable(
             self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
         )
@@ -283,7 +281,9 @@ class Engine:
         """What goes into this step: every decoding sequence's next token with its draft, and chunks
         of prompts."""
         self._slice()
-        self.speculator.propose(list(self.jobs.running.values()), hurry=self.prefill.busy)
+        self.speculator.propose(
+            list(self.jobs.running.values()), hurry=self.prefill.job is not None
+        )
         return self._plan()
 
     def _forward(self, grants: list[Grant]) -> StepResult | None:
@@ -306,7 +306,7 @@ class Engine:
             return False
         awaits = self._admission.awaits_disk or (self._images is not None and self._images.waiting)
         self._stalled = (
-            not grants and not self.prefill.busy and (awaits or self.jobs.compiling_alone)
+            not grants and self.prefill.job is None and (awaits or self.jobs.compiling_alone)
         )
         self.jobs.expire()
         self._after = True
@@ -402,7 +402,9 @@ class Engine:
         and can be interrupted."""
         only = len(self.jobs.waiting) + len(self.jobs.running) == 1
         # A rest is as long as its step asks for.
-        undisturbed = only and self._interrupt.can_end and self.settings.power >= 1.0
+        undisturbed = (
+            only and self.backend.capabilities.interruptible and self.settings.power >= 1.0
+        )
         return self._sizer.prompt_tokens(SINGLE_STEP_S if undisturbed else PROMPT_STEP_S)
 
     def _plan_image(
@@ -439,7 +441,7 @@ class Engine:
             self.speculator.observe(
                 sequences=len(decoding), rows=rows, tokens=emitted, seconds=seconds
             )
-        if rows == len(decoding) and not self.prefill.busy:
+        if rows == len(decoding) and self.prefill.job is None:
             # Beside slices of a prompt the steps' data have left the caches, and they take longer.
             self._sizer.observe(
                 decoded=len(decoding),

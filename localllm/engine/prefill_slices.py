@@ -25,9 +25,6 @@ from localllm_backends.contract import Backend, BackendFailure, InterruptedStepE
 # Who has less to read than this part of what is left of the prompt in slices does not wait for its
 # end: 600 tokens waited for 30,000. So nobody waits for more than twice as many tokens as its own.
 _MUCH_LESS = 0.5
-# The first slices are half as long: memory is made beside them, and until the system has moved new
-# threads to processors of their own a step behind one took 20 ms instead of 6.
-_FIRST_SLICES, _FIRST_SHARE = 8, 0.5
 
 
 @dataclass
@@ -47,13 +44,7 @@ class SlicedPrefill:
     _stop: int = 0
     _read: int = 0
     _waited: bool = False
-    _runs: int = 0
     _refused: set[str] = field(default_factory=set)
-
-    @property
-    def busy(self) -> bool:
-        """True while a prompt is read between the steps."""
-        return self.job is not None
 
     def advance(
         self,
@@ -102,7 +93,7 @@ class SlicedPrefill:
             self._refused.add(job.id)
             return
         self.job, self._start, self._stop = job, job.n_kv, len(job.tokens) - 1
-        self._read, self._waited, self._runs = 0, False, 0
+        self._read, self._waited = 0, False
 
     def _long(self, job: RunningRequest) -> bool:
         """Is it a long prompt, and not just the end of one whose beginning would have to be
@@ -140,10 +131,7 @@ class SlicedPrefill:
         before = self._read
         try:
             if before < self._stop - self._start:
-                self._runs += 1
-                self._read = self._slices.run(
-                    seconds * (_FIRST_SHARE if self._runs <= _FIRST_SLICES else 1.0)
-                )
+                self._read = self._slices.run(seconds)
                 return self._read - before
             self._join(seconds)
         except BackendFailure:
@@ -215,11 +203,6 @@ class PrefillInterrupt:
         self._lock = threading.Lock()
         self._reading: str | None = None
         self._leaving: set[str] = set()
-
-    @property
-    def can_end(self) -> bool:
-        """True where the backend can end a step before it is done."""
-        return self._backend is not None
 
     @contextmanager
     def running(self, grants: Sequence[Grant]) -> Iterator[None]:

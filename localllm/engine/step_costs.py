@@ -194,21 +194,18 @@ class PrefillCost:
     parts)."""
 
     def __init__(self, token_s: float = 0.0) -> None:
-        # what is fixed, and a token's; how unsure each is, and of the other's share
-        self._costs, self._unsure = np.array([0.0, token_s]), np.zeros((2, 2))
-
-    @property
-    def token_s(self) -> float:
-        """What each token of a prompt takes; 0 until any was measured."""
-        return float(self._costs[1])
+        # What each token of a prompt takes, 0 until any was measured; and what is fixed.
+        self.token_s, self._fixed_s = token_s, 0.0
+        # how unsure both are, and of each other's share
+        self._unsure = np.zeros((2, 2))
 
     def seconds(self, n_tokens: int, steps: int = 1) -> float:
         """What so many `steps` of `n_tokens` together take, as far as is known."""
-        return float(self._costs @ (steps, n_tokens))
+        return steps * self._fixed_s + n_tokens * self.token_s
 
     def tokens_in(self, seconds: float) -> int:
         """How many tokens a step of so long has at most; 0 where nothing is known."""
-        return int((seconds - self._costs[0]) / self.token_s) if self.token_s else 0
+        return int((seconds - self._fixed_s) / self.token_s) if self.token_s else 0
 
     def learn(self, n_tokens: int, seconds: float, steps: int = 1) -> None:
         """So many `steps` of `n_tokens` together took so long."""
@@ -221,11 +218,11 @@ class PrefillCost:
         noise_s = (_DEARER if difference > 0 else _CHEAPER) * seconds
         covariance = self._unsure @ had
         gain = covariance / (had @ covariance + noise_s**2)
-        fixed_s, token_s = self._costs + gain * difference
+        fixed_s = self._fixed_s + float(gain[0]) * difference
         # What can't be less than nothing leaves its part of the difference to the tokens.
-        token_s = max(token_s + min(fixed_s, 0.0) * steps / n_tokens, self.token_s / 2, 1e-9)
-        self._costs = np.array([max(fixed_s, 0.0), token_s])
-        drift = _DRIFT * np.array([self._costs[0] + _FIXED_TOKENS * token_s, token_s])
+        token_s = self.token_s + float(gain[1]) * difference + min(fixed_s, 0.0) * steps / n_tokens
+        self._fixed_s, self.token_s = max(fixed_s, 0.0), max(token_s, self.token_s / 2, 1e-9)
+        drift = _DRIFT * np.array([self.seconds(_FIXED_TOKENS), self.token_s])
         self._unsure += np.diag(drift**2) - np.outer(gain, covariance)
 
 
@@ -258,10 +255,10 @@ class ChunkSizer(PrefillCost):
     def chunk(self) -> int:
         """Prefill tokens allowed in a step that also decodes: no more than twice as many as the
         last had, for what is beyond is tried, not guessed."""
-        streams, tile = self._streams, 1
-        plain_s = self.plain_s or (self.seconds(streams) if self._on_device else 0.0)
-        step_s = STALL_RATIO * plain_s
+        streams, plain_s = self._streams, self.plain_s
+        step_s, tile = STALL_RATIO * plain_s, 1
         if self._on_device:
+            plain_s = plain_s or self.seconds(streams)
             step_s, tile = plain_s + max(plain_s, self._gap_s), _DEVICE_TILE
         if not self.token_s or not step_s:
             return min(self._n_batch, 2 * _MIN_CHUNK)
@@ -289,8 +286,7 @@ class ChunkSizer(PrefillCost):
             if self._on_device
             else (_PROMPT_CHUNK, step_s)
         )
-        tokens = self.tokens_in(step_s) // _TILE * _TILE
-        return min(self._n_batch, max(least, tokens))
+        return min(self._n_batch, max(least, self.tokens_in(step_s) // _TILE * _TILE))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float, waited: bool = True) -> None:
         """Learn from a finished step. `waited`: False where it was only ordered, and nobody waited

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import (
     Block,
@@ -474,14 +475,18 @@ class DiskTier:
             raise OSError("all that is there was used since")
 
 
-def tier_of(
-    backend: Backend, folder: str | None, limits: tuple[int, int, int], model_name: str
-) -> DiskTier | None:
-    """The tier of this backend's KV under `folder`, within these bytes: at most, left to others, a
-    day. None: not wanted."""
-    if folder is None or limits[0] <= 0:
+def tier_of(backend: Backend, wanted: EngineSettings) -> DiskTier | None:
+    """The tier of this backend's KV, within the bytes that are `wanted`; None: none is."""
+    if wanted.disk_dir is None or wanted.disk_bytes <= 0:
         return None
     kind, identity = folder_names(backend)
-    disk = DiskTier(Path(folder) / identity, identity, *limits, model_name)
+    disk = DiskTier(
+        Path(wanted.disk_dir) / identity,
+        identity,
+        wanted.disk_bytes,
+        wanted.disk_free_bytes,
+        wanted.disk_daily_bytes,
+        wanted.model_name,
+    )
     remove_stale(disk.directory, kind)
     return disk

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from localllm.engine.cache import tunables
+from localllm.engine.step_costs import PROMPT_STEP_S
 from localllm.engine.tokens import Tokens
 from localllm_backends.contract import Capabilities, ModelInfo
 
@@ -375,8 +376,8 @@ def export_time_s(able: Capabilities, n_tokens: int, token_s: float) -> float:
     Where sequences have cells of their own nobody is in another's way."""
     if not able.shares_cells or able.kv_on_device or n_tokens < tunables.EXPORT_FIRST_TOKENS:
         return 0.0
-    most_s = tunables.EXPORT_FIRST_S
-    return min(most_s, tunables.EXPORT_FIRST_SHARE * n_tokens * token_s) if token_s else most_s
+    share_s = tunables.EXPORT_FIRST_SHARE * n_tokens * token_s
+    return min(PROMPT_STEP_S, share_s) if token_s else PROMPT_STEP_S
 
 
 # --- the disk -------------------------------------------------------------------------------------

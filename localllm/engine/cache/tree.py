@@ -251,24 +251,26 @@ class PrefixCache:
         for node in self._nodes():
             if node is self._root:
                 continue
-            assert len(node.tokens), "an empty edge"
             assert node.parent is not None
-            assert node.start == node.parent.stop, "a gap between parent and child"
-            assert node.parent.children[int(node.tokens[0])] is node, (
-                "a child under the wrong first token"
-            )
-            assert node.children or node.block is not None or node.locks, "a dead leaf"
-            assert node.locks >= max((c.locks for c in node.children.values()), default=0), (
-                "a lock without its path"
-            )
-            newest = max((c.last_used for c in node.children.values()), default=0)
-            assert self.indivisible or node.last_used >= newest, "a beginning older than its end"
+            below = node.children.values()
+            laws = {
+                "an empty edge": len(node.tokens) > 0,
+                "a gap between parent and child": node.start == node.parent.stop,
+                "a child under the wrong first token": (
+                    node.parent.children.get(int(node.tokens[0])) is node
+                ),
+                "a dead leaf": bool(below or node.block or node.locks),
+                "a lock without its path": all(child.locks <= node.locks for child in below),
+                "a beginning older than its end": self.indivisible
+                or all(child.last_used <= node.last_used for child in below),
+            }
             if node.block is not None:
                 users[node.block] = users.get(node.block, 0) + 1
-                assert node.block.start <= (0 if self.indivisible else node.start), (
-                    "a block that begins after its node"
+                begins = 0 if self.indivisible else node.start
+                laws["a block of other tokens"] = (
+                    node.block.start <= begins and node.block.stop >= node.stop
                 )
-                assert node.block.stop >= node.stop, "a block that ends before its node"
+            assert all(laws.values()), laws
         assert users == {block: len(nodes) for block, nodes in self._users.items()}, (
             "users disagree with the tree"
         )

@@ -63,8 +63,6 @@ POINTS_FROM_THE_END = (36, 140)
 EXPORT_FIRST_TOKENS = 128
 # share; exporting may take this part of what the prompt itself takes, as far as is known
 EXPORT_FIRST_SHARE = 0.1
-# seconds; and no longer than a step beside which others wait (scheduler.PROMPT_STEP_S)
-EXPORT_FIRST_S = 0.35
 
 # --- writing to disk ------------------------------------------------------------------------------
 

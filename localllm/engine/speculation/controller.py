@@ -258,7 +258,13 @@ class CostProbe:
     ) -> None:
         self._backend, self._cost, self._others, self._clock = backend, cost, others, clock
         self._reading, self.failed = reading, ""
-        self._reads = self._sizes() * 2 if backend.capabilities.first_uses else []
+        reads = [
+            _LEAST_READ << k for k in range((backend.info.n_batch // _LEAST_READ).bit_length())
+        ]
+        self._reads, self._n_reads = (
+            reads * 2 if backend.capabilities.first_uses else [],
+            len(reads),
+        )
         self._all: dict[int, float] = {}
         self._quiet: dict[int, float] = {}
         self._round: dict[int, float] = {}
@@ -274,20 +280,12 @@ class CostProbe:
         self._left = [n for n in _ROWS if n <= most] * _ROUNDS
         self._all, self._quiet, self._round, self._spent_s = {}, {}, {}, 0.0
 
-    def _sizes(self) -> list[int]:
-        """Tokens of the prompts that are read to learn."""
-        most = self._backend.info.n_batch
-        return [n for n in (_LEAST_READ << k for k in range(most.bit_length())) if n <= most]
-
     def _read(self) -> None:
-        n_tokens, again = self._reads[0], len(self._reads) <= len(self._sizes())
-        del self._reads[0]
-        try:
+        again, n_tokens = len(self._reads) <= self._n_reads, self._reads.pop(0)
+        seconds = math.inf
+        with suppress(BackendFailure):
             seconds = self._trial_s(n_tokens, 1)
-        except BackendFailure:
-            self._reads.clear()
-            return
-        if again:
+        if again and seconds < math.inf:
             self._reading.learn(n_tokens, seconds)
         if seconds > _LONGEST_READ_S:
             self._reads = [n for n in self._reads if n < n_tokens]
