@@ -4,7 +4,6 @@ stays what it was."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
