@@ -3,8 +3,9 @@ can build."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import numpy as np
 import pytest
 
 from localllm_backends import conformance
-from localllm_backends.conformance import LOGIT_NOISE, Subject, line
+from localllm_backends.conformance import CHECKS, LOGIT_NOISE, Subject
 from localllm_backends.contract import (
     Backend,
     BackendFailure,
+    Chunk,
     LoadSpec,
+    StepError,
 )
 from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_gguf, tiny_mlx, tiny_mtp
-from support.scripted_backend import ScriptedBackend
+from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 N_CTX = 512
 
@@ -106,6 +109,10 @@ def backend(
     made.close()
 
 
+def line(n: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(3, 250, n)]
+
+
 def feed(backend: Backend, sequence: int, tokens: list[int]) -> np.ndarray:
     """Append tokens in batches; the logits after the last."""
     return Subject(backend).feed(sequence, tokens)
@@ -118,11 +125,41 @@ def assert_same(a: np.ndarray, b: np.ndarray) -> None:
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_holds(backend: Backend, check: conformance.Check) -> None:
     free = backend.cells_free()
+    subject = Subject(backend)
     try:
-        check(Subject(backend))
+        subject.examine(check)
     except conformance.NotHere as e:
         pytest.skip(str(e))
+    assert subject.worst <= LOGIT_NOISE
     assert backend.cells_free() == free, "a check leaves the backend as it found it"
+
+
+class LostAfter(ScriptedBackend):
+    """A device that is lost after so many steps."""
+
+    def __init__(self, n_steps: int) -> None:
+        super().__init__(n_ctx=N_CTX)
+        self.left = n_steps
+
+    def step(self, chunks: Sequence[Chunk]) -> ScriptedResult:
+        self.left -= 1
+        if self.left < 0:
+            raise StepError("the device is lost")
+        return super().step(chunks)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_check_that_fails_gives_its_sequences_back(check: conformance.Check) -> None:
+    """Whichever of its steps the device is lost in."""
+    for n_steps in range(200):
+        backend = LostAfter(n_steps)
+        with contextlib.suppress(BackendFailure, conformance.NotHere):
+            Subject(backend).examine(check)
+        assert not backend.lines
+        backend.check_integrity()
+        if backend.left >= 0:
+            return
+    pytest.fail("the check never ended")
 
 
 def test_kv_in_pieces_and_a_state_go_on_where_the_state_was_taken(backend: Backend) -> None:

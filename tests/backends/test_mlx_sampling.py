@@ -473,8 +473,8 @@ def test_sampling_keeps_the_contract(folder: Callable[[str], Path]) -> None:
     """Also on a processor, which doesn't offer it."""
     backend = mlx.load(LoadSpec(str(folder("llama")), n_ctx=256, n_batch=64))
     backend.capabilities = replace(backend.capabilities, samples=True)
-    subject = conformance.Subject(backend)
-    conformance.what_is_sampled_follows_from_the_logits(subject)
+    check = conformance.what_is_sampled_follows_from_the_logits
+    conformance.Subject(backend).examine(check)
     assert backend.cells_free() == backend.info.n_ctx, "the check leaves nothing behind"
     backend.close()
 

@@ -48,6 +48,18 @@ def chosen(row: NDArray[np.float32], spec: SampleSpec) -> int:
     return candidates(row, sampling).draw(spec.uniform)
 
 
+def softmax(row: NDArray[np.float32]) -> NDArray[np.float64]:
+    shares = np.exp(row.astype(np.float64) - row.max())
+    return np.asarray(shares / shares.sum())
+
+
+def may_be(token: int, row: NDArray[np.float32], spec: SampleSpec, moved: float) -> bool:
+    """Whether the token is what that row gives, or a neighbour where shares of the same row `moved`
+    by so much between two ways of computing it (kernels of some devices round by the shape of a
+    batch)."""
+    return conformance.may_be_sampled(token, row.astype(np.float64), spec, 1e-4 + 3 * moved)
+
+
 _answers: list[Outcome] = []
 
 
@@ -97,9 +109,8 @@ def test_a_device_that_sorts_keeps_the_contract(backend: LlamaCppBackend) -> Non
     """What `doctor --accelerator` checks on a GPU, whose rows are whole where few streams are."""
     if not backend.capabilities.samples:
         backend.sort_where_computed()
-    conformance.what_is_sampled_follows_from_the_logits(
-        conformance.Subject(backend, conformance.LOGIT_NOISE)
-    )
+    check = conformance.what_is_sampled_follows_from_the_logits
+    conformance.Subject(backend).examine(check)
 
 
 def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend) -> None:
@@ -117,17 +128,22 @@ def test_few_rows_cross_whole_and_every_row_can_be_had(backend: LlamaCppBackend)
     result = backend.step(chunks)
     whole = result.logits(1)[0].copy()
     tokens = [result.sampled(i) for i in (0, 2, 3, 4, 5)]
-    assert tokens[0] is not None
-    assert len(set(tokens)) == 1, "five times the same row and the same draw"
+    again = result.logits(2)[0].copy()
+    # Neighbouring rows differ by more than 0.46 (conformance.py).
+    assert conformance.difference(whole, again) < 0.15, "the same row but for how it was batched"
+    for token in tokens:
+        assert token is not None
+        assert may_be(token, again, spec, np.abs(softmax(whole) - softmax(again)).sum())
     assert result.sampled(1) is None
-    again = result.logits(2)[0]
-    assert int(again.argmax()) == int(whole.argmax())
-    assert abs(again - whole).max() < 0.2, "the same row but for how it was batched"
     assert (result.logits(1)[0] == whole).all(), "what was there before"
     assert [backend.length(s) for s in sequences] == [len(text)] * 6
     backend.check_integrity()
     after = backend.step([Chunk(s, [tokens[0]], sample=spec, few=True) for s in sequences])
-    for i in (0, 2, 3, 4, 5):
-        assert after.sampled(i) == chosen(after.logits(i)[0], spec)
+    drawn = [after.sampled(i) for i in range(6)]
+    rows = [after.logits(i)[0].copy() for i in (0, 2, 3, 4, 5)]
+    moved = max(np.abs(softmax(rows[0]) - softmax(row)).sum() for row in rows)
+    for token, row in zip([drawn[0], *drawn[2:]], rows, strict=True):
+        assert token is not None
+        assert may_be(token, row, spec, moved)
     alone = backend.step([Chunk(sequences[0], [tokens[0]], few=True)])
     assert alone.argmax(0) == [int(alone.logits(0)[0].argmax())], "one stream's row is read whole"

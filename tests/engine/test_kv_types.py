@@ -25,10 +25,12 @@ TEXT = (
     "He counted 14 gulls on Monday and 23 on Tuesday; nobody knew why. "
 ) * 8
 # Measured with SmolLM2-135M over these 200 positions, KL(f16 || type) in nats: q8_0 mean 0.0007,
-# worst 0.014, same best token at 98.8 %; q4_0 0.014, 0.18, 95 %. The bounds are three times that.
+# worst 0.014, same best token at 98.8 %; q4_0 0.014, 0.18, 95 %. The bounds are three times that,
+# behind three times what f16 differs from itself by where the text is cut otherwise: kernels of
+# some devices round by the shape of a batch (an H200's q8_0: mean 0.0096).
 BOUNDS: dict[KvType, tuple[float, float, float]] = {
-    "q8_0": (0.002, 0.05, 0.96),
-    "q4_0": (0.05, 0.6, 0.88),
+    "q8_0": (0.002, 0.05, 0.04),
+    "q4_0": (0.05, 0.6, 0.12),
 }
 
 Logits = NDArray[np.float64]
@@ -51,17 +53,13 @@ def loaded(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[Backend]:
     backend.close()
 
 
-def log_probabilities(backend: Backend) -> Logits:
+def log_probabilities(backend: Backend, piece: int = 50) -> Logits:
     sequence = backend.new_sequence()
     tokens = backend.tokenize(TEXT)[:POSITIONS]
     rows = []
-    for at in range(0, POSITIONS, 50):
-        rows.append(
-            np.array(
-                backend.step([Chunk(sequence, tokens[at : at + 50], 50)]).logits(0),
-                dtype=np.float64,
-            )
-        )
+    for at in range(0, POSITIONS, piece):
+        chunk = Chunk(sequence, tokens[at : at + piece], piece)
+        rows.append(np.array(backend.step([chunk]).logits(0), dtype=np.float64))
     backend.drop(sequence)
     values: Logits = np.concatenate(rows)
     values -= values.max(axis=1, keepdims=True)
@@ -90,13 +88,20 @@ def test_kv_memory_is_what_llamacpp_plans_and_the_shapes_say(
     assert loaded.memory().kv_bytes == pytest.approx(shapes, rel=0.01)
 
 
-def said_with(path: Path, kind: KvType) -> Logits:
-    """The log probabilities with KV of this type."""
+def said_with(path: Path, kind: KvType, piece: int = 50) -> Logits:
+    """The log probabilities with KV of this type, read in pieces of so many tokens."""
     backend = backend_type.load(replace(pairs(kind), path=str(path)))
     assert backend.info.kv_type_k == kind
-    said = log_probabilities(backend)
+    said = log_probabilities(backend, piece)
     backend.close()
     return said
+
+
+def differences(exact: Logits, near: Logits) -> tuple[float, float, float]:
+    """Mean and worst divergence in nats, and the share of positions with another best token."""
+    divergence = (np.exp(exact) * (exact - near)).sum(axis=1)
+    flips = (exact.argmax(axis=1) != near.argmax(axis=1)).mean()
+    return float(divergence.mean()), float(divergence.max()), float(flips)
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +109,20 @@ def exact(smollm2: Path) -> Logits:
     return said_with(smollm2, "f16")
 
 
+@pytest.fixture(scope="module")
+def noise(smollm2: Path, exact: Logits) -> tuple[float, float, float]:
+    """What f16 differs from itself by on this device."""
+    return differences(exact, said_with(smollm2, "f16", piece=4))
+
+
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_quantised_logits_stay_near_f16(smollm2: Path, exact: Logits, kind: KvType) -> None:
-    near = said_with(smollm2, kind)
-    divergence = (np.exp(exact) * (exact - near)).sum(axis=1)
-    mean, worst, same = BOUNDS[kind]
-    assert 0 < divergence.mean() < mean
-    assert divergence.max() < worst
-    assert (exact.argmax(axis=1) == near.argmax(axis=1)).mean() > same
+def test_quantised_logits_stay_near_f16(
+    smollm2: Path, exact: Logits, noise: tuple[float, float, float], kind: KvType
+) -> None:
+    found = differences(exact, said_with(smollm2, kind))
+    assert found[0] > 0
+    for value, bound, own in zip(found, BOUNDS[kind], noise, strict=True):
+        assert value < bound + 3 * own
 
 
 @pytest.mark.parametrize("pair", [("q8_0", "q4_0"), ("q8_0", "f16"), ("f16", "q8_0")])

@@ -110,7 +110,7 @@ from localllm_backends.mlx import backend_type
 backend = backend_type.load(LoadSpec.from_json(json.loads(sys.argv[1])))
 for check in conformance.CHECKS:
     try:
-        check(conformance.Subject(backend))
+        conformance.Subject(backend).examine(check)
     except conformance.NotHere as e:
         print("left out:", check.__name__, e)
     else:

@@ -4,10 +4,13 @@ says what failed."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from device import recordings
@@ -18,6 +21,10 @@ from localllm.library import starter
 from localllm.setup import trial
 from localllm.setup.builds import SetupError
 from localllm_backends import conformance
+from localllm_backends import trial as program
+from localllm_backends.contract import Backend, Chunk, LoadSpec
+from localllm_backends.llamacpp import backend_type
+from support.scripted_backend import ScriptedResult
 
 MACHINE = identify(recordings.load("cpu_only_vm"))
 
@@ -37,6 +44,65 @@ def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_mode
         assert check.__name__.replace("_", " ") in text
     assert str(tiny_model.parent) not in text
     assert str(Path.home()) not in text
+
+
+# What two ways of computing the same differ by on an H200 is up to 0.065 of the largest logit.
+NOISE = 0.05
+Rows = list[NDArray[np.float32]]
+
+
+def _noisy(rows: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """As kernels round that are chosen by the shape of a batch."""
+    noise = np.random.default_rng(shape).standard_normal(rows.shape, dtype=np.float32)
+    # The largest of the 49,152 differences of two such rows is six times one's deviation.
+    return rows + noise * NOISE / 6 * np.abs(rows).max(initial=0)
+
+
+def _exchanged_places(chunk: Chunk) -> Chunk:
+    """Two tokens before the last have one another's position."""
+    tokens = list(chunk.tokens)
+    tokens[-3:-1] = tokens[-3:-1][::-1]
+    return chunk._replace(tokens=tokens)
+
+
+FAULTS: dict[str, tuple[Callable[[Chunk], Chunk], Callable[[Rows], Rows]]] = {
+    "": (lambda chunk: chunk, lambda rows: rows),
+    "a wrong position": (_exchanged_places, lambda rows: rows),
+    "a row off by one": (
+        lambda chunk: chunk,
+        lambda rows: [np.roll(of_chunk, 1, axis=0) for of_chunk in rows],
+    ),
+    "logits of another sequence": (lambda chunk: chunk, lambda rows: rows[1:] + rows[:1]),
+    "nothing": (lambda chunk: chunk, lambda rows: [of_chunk * 0 for of_chunk in rows]),
+    "not a number": (lambda chunk: chunk, lambda rows: [of_chunk * np.nan for of_chunk in rows]),
+}
+
+
+@pytest.fixture(scope="module")
+def real(few_layers: Path) -> Iterator[Backend]:
+    backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=256, n_seq_max=4, n_batch=64))
+    yield backend
+    backend.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_noise_of_a_card_passes_and_a_fault_in_it_does_not(
+    real: Backend, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    on_chunk, on_rows = FAULTS[fault]
+    computes = real.step
+
+    def step(chunks: Sequence[Chunk]) -> ScriptedResult:
+        result = computes([on_chunk(chunk) for chunk in chunks])
+        shape = tuple(len(chunk.tokens) for chunk in chunks)
+        return ScriptedResult(
+            on_rows([_noisy(result.logits(i), (i, *shape)) for i in range(len(chunks))])
+        )
+
+    monkeypatch.setattr(real, "step", step)
+    ended = (answer for answer in program.conformance(real) if "outcome" in answer)
+    failed = next((answer for answer in ended if answer["outcome"] == "failed"), None)
+    assert (failed is not None) == bool(fault), failed
 
 
 def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(
