@@ -26,7 +26,7 @@ Rules every backend keeps (tests/backends/test_conformance.py is the executable 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from localllm_backends.declaration import (
@@ -208,6 +208,12 @@ class Backend(ABC):
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         """Token ids of `text`; `special` parses control tokens written in it, `add_bos` puts the
         model's BOS first."""
+
+    def text_pieces(self, text: str, *, special: bool, add_bos: bool) -> Iterable[str]:
+        """`text` in pieces of some thousand characters, whose tokens (a BOS at the first one's
+        beginning) are together the text's: it may be cut where a tokenizer starts anew. In a longer
+        text with the same beginning the first of them are the same."""
+        return (text,)
 
     @abstractmethod
     def detokenize(self, tokens: Sequence[int]) -> str:

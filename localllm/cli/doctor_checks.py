@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,36 +43,16 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
             )
         ]
     environment = trial.environment_now()
-    answers, failure = trial.run(
-        [trial.ENGINE, "greedy", str(model), '{"layers": 0}'], environment, timeout_s=_PATIENCE_S
-    )
-    if failure or not answers:
-        return [
-            HealthCheck(
-                name,
-                "error",
-                f"the processor computes nothing: {failure or 'no answer'}",
-                "localllm setup",
-            )
-        ]
-    said = [HealthCheck(name, "ok", f"on the processor: {_speed(answers[-1])}")]
-    expected = trial.ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
+    expected = trial.reference(model, environment, timeout_s=_PATIENCE_S)
+    if isinstance(expected, str):
+        return [HealthCheck(name, "error", expected, "localllm setup")]
+    checks = [HealthCheck(name, "ok", f"on the processor: {expected.speed}")]
     for accelerator in build.accelerators:
-        follow = json.dumps({"layers": -1, "follow": list(expected.tokens)})
-        answers, failure = trial.run(
-            [trial.ENGINE, "greedy", str(model), follow], environment, timeout_s=_PATIENCE_S
-        )
-        verdict = (
-            trial.compare(expected, answers[-1])
-            if answers and not failure
-            else trial.TrialVerdict(failure)
-        )
-        if verdict.failure or not answers:
-            message = f"on {accelerator}: {verdict.failure or 'no answer'}"
-            said.append(HealthCheck(name, "error", message, "localllm doctor --accelerator"))
-        else:
-            said.append(HealthCheck(name, "ok", f"on {accelerator}: {verdict.said}"))
-    return said
+        verdict = trial.computed(expected, environment, layers=-1, timeout_s=_PATIENCE_S)
+        said = f"on {accelerator}: {verdict.failure or verdict.said}"
+        fix = "localllm doctor --accelerator" if verdict.failure else ""
+        checks.append(HealthCheck(name, "error" if verdict.failure else "ok", said, fix))
+    return checks
 
 
 def _other(backend: Declaration) -> list[HealthCheck]:
@@ -98,7 +77,7 @@ def _other(backend: Declaration) -> list[HealthCheck]:
     if failure or not answers:
         upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
         return [HealthCheck(name, "error", f"{model.name}: {failure or 'no answer'}", upgrade)]
-    return [HealthCheck(name, "ok", f"{model.name}: {_speed(answers[-1])}")]
+    return [HealthCheck(name, "ok", f"{model.name}: {trial.speed(answers[-1])}")]
 
 
 def _smallest(formats: tuple[str, ...]) -> Path | None:
@@ -106,7 +85,3 @@ def _smallest(formats: tuple[str, ...]) -> Path | None:
 
     found = [local for local in store.scan() if local.format in formats]
     return min(found, key=lambda local: local.size_bytes).path if found else None
-
-
-def _speed(answer: dict[str, float]) -> str:
-    return f"{1 / answer['decode_s']:.3g} tok/s" if answer.get("decode_s") else "a token came"

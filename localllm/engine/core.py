@@ -26,7 +26,7 @@ from localllm.engine.host.metrics import DecodeSpeedTracker, Metrics
 from localllm.engine.messages import Event, Failure, Request
 from localllm.engine.outputs import OutputProcessor
 from localllm.engine.prefill_slices import PrefillInterrupt, SlicedPrefill
-from localllm.engine.request import RunningRequest, running_request, too_long
+from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
 from localllm.engine.sampling.grammar import BackgroundCompiler
 from localllm.engine.scheduler import (
@@ -138,9 +138,13 @@ class Engine:
         if not prompt:
             return [Failure(request.id, "invalid_request", "the prompt is empty")]
         generation = request.generation
-        over = too_long(request, len(prompt), info.n_ctx)
-        if over is not None:
-            return [over]
+        if len(prompt) >= info.n_ctx:
+            said = f"the prompt has {len(prompt)} tokens and the served context is {info.n_ctx}"
+            return [
+                Failure(
+                    request.id, "context_length_exceeded", said, counts=(len(prompt), info.n_ctx)
+                )
+            ]
         unreadable = (
             self._images.unreadable(images, info.n_batch) if self._images is not None else ""
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from localllm.engine.messages import SAMPLING_RANGES, Failure, LoopLimits, Request, Timings, Usage
+from localllm.engine.messages import SAMPLING_RANGES, LoopLimits, Request, Timings, Usage
 from localllm.engine.sampling.grammar import Compilation
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
@@ -221,26 +221,11 @@ class RunningRequest:
         )
 
 
-def too_long(request: Request, n_prompt: int, n_ctx: int) -> Failure | None:
-    """What ends a request whose prompt, or all that it asks for behind it, is more than `n_ctx`
-    tokens; None where it isn't."""
-    most, room = request.generation.max_tokens, n_ctx - n_prompt
-    if room < 1:
-        said = f"the prompt has {n_prompt} tokens and the served context is {n_ctx}"
-        return Failure(request.id, "context_length_exceeded", said, counts=(n_prompt, n_ctx))
-    if most is not None and most > room:
-        said = (
-            f"the prompt has {n_prompt} tokens and max_tokens asks for {most} more; the served "
-            f"context is {n_ctx}"
-        )
-        return Failure(request.id, "context_length_exceeded", said)
-    return None
-
-
 def running_request(
     request: Request, prompt: list[int], room: int, backend: Backend, submitted_s: float
 ) -> RunningRequest:
-    """`request` as the engine works on it; `room` tokens fit behind its `prompt`."""
+    """`request` as the engine works on it; `room` tokens fit behind its `prompt`: agents ask for
+    32,000 whatever the context, and get what there is."""
     generation = request.generation
 
     def spell(token: int) -> bytes:
@@ -261,7 +246,7 @@ def running_request(
         request=request,
         tokens=list(prompt),
         n_prompt=len(prompt),
-        max_tokens=room if generation.max_tokens is None else generation.max_tokens,
+        max_tokens=room if generation.max_tokens is None else min(room, generation.max_tokens),
         sampler=Sampler(generation.sampling, rules=rules),
         text=TextStream(
             partial(backend.token_bytes, special=request.render_control), generation.stop, spell

@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from localllm_backends.control_text import LiteralText, control_texts
 # A line of token ids, images among them.
 Tokens = NDArray[np.int32]
 _FIRST, _LAST = 1, 2
+# What is known of texts: of a piece that is as long as may be 2 MiB at most, of a usual one 20 KB.
+_KNOWN_PIECES, _KNOWN_CHARS = 64, 2**17
 # So many hashes of 30 bits at a line's beginning: no two salts can be found whose lines go on
 # together from there.
 _SALTED_TOKENS, _ABOVE_VOCABULARIES = 4, 2**30
@@ -51,16 +54,35 @@ def split(text: str, marks: Collection[str]) -> list[tuple[str, bool]]:
     return [(part, i % 2 == 1) for i, part in enumerate(parts) if part]
 
 
-def tokenized(
-    backend: Backend, text: str, *, special: bool = True, add_bos: bool = False
-) -> list[int]:
-    """The tokens of `text`; where it is marked (control_text.py) control tokens in it are text,
-    whatever `special` says."""
-    tokens: list[int] = []
-    for i, run in enumerate(control_texts(backend.info.control_texts).runs(text)):
-        parsed = special and not isinstance(run, LiteralText)
-        tokens += backend.tokenize(run, special=parsed, add_bos=add_bos and i == 0)
-    return tokens
+class Tokenizer:
+    """Reads texts in a backend's vocabulary, from any thread. What it has read is known and not
+    read again, piece by piece: a conversation comes back with every turn."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known = lru_cache(_KNOWN_PIECES, typed=True)(self._read)
+
+    def tokens(
+        self, text: str, *, special: bool = True, add_bos: bool = False, salt: str | None = None
+    ) -> list[int]:
+        """The tokens of `text`; where it is marked (control_text.py) control tokens in it are text,
+        whatever `special` says. What one `salt` has read is known to no other (None: nothing is
+        known): others' words would be told by the time that guesses of them take."""
+        tokens: list[int] = []
+        for run in control_texts(self._backend.info.control_texts).runs(text):
+            parsed = special and not isinstance(run, LiteralText)
+            for piece in self._backend.text_pieces(run, special=parsed, add_bos=add_bos):
+                again = salt is not None and len(piece) <= _KNOWN_CHARS
+                tokens += (self._known if again else self._read)(
+                    piece, parsed, add_bos, salt
+                ).tolist()
+                add_bos = False
+        return tokens
+
+    def _read(self, piece: str, special: bool, add_bos: bool, salt: str | None) -> Tokens:
+        return np.array(
+            self._backend.tokenize(piece, special=special, add_bos=add_bos), dtype=np.int32
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

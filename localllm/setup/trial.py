@@ -56,14 +56,19 @@ class ReferenceAnswer:
     model: Path
     tokens: tuple[int, ...]
     text: str
+    speed: str = ""
 
 
-def reference(model: Path, environment: Mapping[str, str]) -> ReferenceAnswer | str:
+def reference(
+    model: Path, environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
+) -> ReferenceAnswer | str:
     """The CPU's ten tokens, or one sentence why there are none."""
-    answers, failure = run([ENGINE, "greedy", str(model), json.dumps({"layers": 0})], environment)
+    order = [ENGINE, "greedy", str(model), json.dumps({"layers": 0})]
+    answers, failure = run(order, environment, timeout_s=timeout_s)
     if failure or not answers:
-        return f"the installed build can't be compared with: {failure or 'it gave no answer'}"
-    return ReferenceAnswer(model, tuple(answers[-1]["tokens"]), str(answers[-1]["text"]))
+        return f"the processor computes nothing: {failure or 'it gave no answer'}"
+    answer = answers[-1]
+    return ReferenceAnswer(model, tuple(answer["tokens"]), str(answer["text"]), speed(answer))
 
 
 def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
@@ -79,7 +84,10 @@ def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str
     build = ask_build(environment)
     if build.failure:
         return TrialVerdict(f"it does not start: {build.failure}")
-    devices = tuple(_line_of(device) for device in build.devices)
+    devices = tuple(
+        f"{device.name}: {device.description}, {device.memory_total_bytes / 1e9:.1f} GB"
+        for device in build.devices
+    )
     if backend != "cpu" and backend not in build.accelerators:
         return TrialVerdict(
             f"it sees no {backend} device (it sees {', '.join(devices) or 'nothing'})", devices
@@ -92,12 +100,15 @@ def computed(
     environment: Mapping[str, str],
     layers: int,
     devices: tuple[str, ...] = (),
+    *,
+    timeout_s: float = _PATIENCE_S,
 ) -> TrialVerdict:
     """Whether the build that `environment` runs computes what is expected with so many layers on
     its device (-1: all; 0: on the processor, which computes the layers and experts that no device
     holds)."""
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
-    answers, failure = run([ENGINE, "greedy", str(expected.model), order], environment)
+    arguments = [ENGINE, "greedy", str(expected.model), order]
+    answers, failure = run(arguments, environment, timeout_s=timeout_s)
     if failure or not answers:
         return TrialVerdict(f"it does not compute: {failure or 'it gave no answer'}", devices)
     return compare(expected, answers[-1], devices)
@@ -116,14 +127,13 @@ def compare(
         )
         return TrialVerdict(f"{said} (off by {worst:.3g} in logits)", devices)
     same = sum(gap == 0 for gap in gaps)
-    speed = 1 / answer["decode_s"] if answer.get("decode_s") else 0.0
-    return TrialVerdict(
-        "", devices, f"{same} of {len(gaps)} tokens as on the processor, {speed:.3g} tok/s"
-    )
+    said = f"{same} of {len(gaps)} tokens as on the processor, {speed(answer)}"
+    return TrialVerdict("", devices, said)
 
 
-def _line_of(device: ggml.GgmlDevice) -> str:
-    return f"{device.name}: {device.description}, {device.memory_total_bytes / 1e9:.1f} GB"
+def speed(answer: Mapping[str, Any]) -> str:
+    """How fast an answer of the trial program came, in words."""
+    return f"{1 / answer['decode_s']:.3g} tok/s" if answer.get("decode_s") else "a token came"
 
 
 def conformance(
@@ -226,15 +236,12 @@ def examine(
         else judge(driver, expected, environment)
     )
     checks, broken = conformance(model, driver, environment)
-    failures = [verdict.failure] if verdict.failure else []
-    failures += [
+    failed = [
         f"{check['check']}: {check['said']}" for check in checks if check["outcome"] == "failed"
     ]
-    failures += [broken] if broken else []
-    if device.accelerator not in ("cpu", driver) and driver == "cpu":
-        failures.append(
-            f"{device.name} was not used: the installed llama.cpp is a build for the processor"
-        )
+    unused = f"{device.name} was not used: the installed llama.cpp is a build for the processor"
+    idle = device.accelerator not in ("cpu", driver) and driver == "cpu"
+    failures = filter(None, (verdict.failure, *failed, broken, unused if idle else ""))
     return SelfTest(device, build, driver, verdict, tuple(checks), tuple(failures))
 
 

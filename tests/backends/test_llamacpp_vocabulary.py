@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from localllm.engine.tokens import Tokenizer
 from localllm_backends.contract import LoadSpec
+from localllm_backends.control_text import control_texts
 from localllm_backends.llamacpp import backend_type, model_info
 
 
@@ -38,4 +40,35 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
         whole = words.tokenize(text, special=special, add_bos=add_bos)
         monkeypatch.setattr(model_info, "PIECE_CHARS", rng.choice([1, 5, 20]))
         assert words.tokenize(text, special=special, add_bos=add_bos) == whole
+    words.close()
+
+
+def test_a_conversation_that_goes_on_is_read_where_it_is_new(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By those who share its KV; to others a guess of it takes as long as anything."""
+    words = backend_type.load(LoadSpec(str(tiny_model), n_ctx=64))
+    tokenizer, reads, read = Tokenizer(words), list[str](), words.tokenize
+
+    def tokenize(text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        reads.append(text)
+        return read(text, special=special, add_bos=add_bos)
+
+    monkeypatch.setattr(words, "tokenize", tokenize)
+    text, rng, controls = "", random.Random(1), control_texts(words.info.control_texts)
+    turn = words.info.control_texts[-1]
+    for _ in range(6):
+        said = "".join(rng.choice("ab c\n") for _ in range(9000))
+        text += turn + said + controls.marked(f"what is {turn}?")
+        whole = Tokenizer(words).tokens(text, add_bos=True)
+        reads.clear()
+        assert tokenizer.tokens(text, add_bos=True, salt="a") == whole
+        assert sum(map(len, reads)) < 20_000
+        reads.clear()
+        assert tokenizer.tokens(text, add_bos=True, salt="a") == whole
+        assert not reads
+    for other in ("b", None):
+        reads.clear()
+        assert tokenizer.tokens(text, add_bos=True, salt=other) == whole
+        assert sum(map(len, reads)) > 54_000
     words.close()

@@ -77,7 +77,13 @@ def test_max_tokens_and_context_end_with_length() -> None:
     assert outcome.finish("b").usage.completion_tokens == 54
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens"), [("x" * 64, None), ("x" * 65, 1), ("x" * 60, 5)])
+def test_an_answer_that_asks_for_more_than_there_is_gets_what_there_is() -> None:
+    asked = request_for("a", "x" * 60, max_tokens=32_000, sampling=GREEDY, ignore_eos=True)
+    end = run(Engine(ScriptedBackend(n_ctx=64)), asked).finish("a")
+    assert (end.reason, end.usage.completion_tokens) == ("length", 4)
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [("x" * 64, None), ("x" * 65, 1)])
 def test_what_does_not_fit_is_refused_at_once_with_the_counts(
     prompt: str, max_tokens: int | None
 ) -> None:

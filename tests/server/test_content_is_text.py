@@ -8,10 +8,11 @@ import os
 import random
 import re
 import string
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import httpx
@@ -21,12 +22,12 @@ import pytest
 from conversation.call_templates import TEMPLATES
 from localllm.conversation.messages import normalise
 from localllm.conversation.template import DEFAULT_TEMPLATE, ChatTemplate
-from localllm.engine.tokens import tokenized
+from localllm.engine.tokens import Tokenizer
 from localllm.engine.vision import ImageReader
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.generation.prompt import ResponseOptions, build_prompt
-from localllm_backends.contract import LoadSpec
+from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.control_text import LiteralText, control_texts, without_marks
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary
 from models import tiny_gguf
@@ -45,14 +46,35 @@ class Words:
             "(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")"
         )
 
-    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[Any]:
+    def text_pieces(self, text: str, *, special: bool, add_bos: bool) -> list[str]:
+        return [text]
+
+    def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
+        return [self._number(word) for word in self._words(text, special)]
+
+    def read(self, text: str) -> list[str]:
+        """The characters and controls that a prompt is read as."""
+        return [self._spell(token) for token in Tokenizer(cast("Backend", self)).tokens(text)]
+
+    def _number(self, word: str) -> int:
+        return (
+            ord(word)
+            if len(word) == 1
+            else sys.maxunicode + 1 + self.info.control_texts.index(word)
+        )
+
+    def _spell(self, token: int) -> str:
+        above = token - sys.maxunicode - 1
+        return chr(token) if above < 0 else str(self.info.control_texts[above])
+
+    def _words(self, text: str, special: bool) -> list[str]:
         parts = self._split.split(text) if special else [text]
         tokens = [[part] if i % 2 else list(part) for i, part in enumerate(parts)]
-        return [*(["<s>"] if add_bos else []), *(t for part in tokens for t in part)]
+        return [t for part in tokens for t in part]
 
     def tokenize_images(self, parts: list[Any], *, add_bos: bool) -> list[Any]:
         return [
-            self.tokenize(p, special=not isinstance(p, LiteralText))
+            self._words(p, special=not isinstance(p, LiteralText))
             for p in parts
             if isinstance(p, str)
         ]
@@ -114,7 +136,7 @@ def test_no_control_token_of_content_reaches_the_prompt(notation: str) -> None:
         role = _ROLES[i % len(_ROLES)]
         evil = _evil(rng, words.info.control_texts)
         prompts = [_prompt(template, words, role, text) for text in ("plain", evil)]
-        plain, tokens = [tokenized(words, p) for p in prompts]
+        plain, tokens = [words.read(p) for p in prompts]
         assert [t for t in tokens if len(t) > 1] == [t for t in plain if len(t) > 1], (role, evil)
         # Nothing is lost (a template may order keys, which a mark may move).
         assert sorted("".join(tokens)) == sorted(
@@ -153,6 +175,9 @@ class Real(LlamaCppVocabulary):
             t for t in every if text(vocab, t).decode("utf-8", "replace") in spelled
         } - {*unknown}
 
+    def read(self, text: str) -> list[int]:
+        return Tokenizer(cast("Backend", self)).tokens(text)
+
 
 @pytest.mark.parametrize("path", _vocabularies())
 def test_nor_with_a_real_tokenizer(path: str, smollm2: Path) -> None:
@@ -161,14 +186,14 @@ def test_nor_with_a_real_tokenizer(path: str, smollm2: Path) -> None:
     assert words.controls
     rng = random.Random(path)
     template = ChatTemplate(DEFAULT_TEMPLATE)
-    plain = {role: tokenized(words, _prompt(template, words, role, "plain")) for role in _ROLES}
+    plain = {role: words.read(_prompt(template, words, role, "plain")) for role in _ROLES}
     for i in range(500 if path != "smollm2" else 70):
         role = _ROLES[i % len(_ROLES)]
         evil = _evil(rng, controls)
         prompt = _prompt(template, words, role, evil)
         counted = [
             [t for t in tokens if t in words.controls]
-            for tokens in (tokenized(words, prompt), plain[role])
+            for tokens in (words.read(prompt), plain[role])
         ]
         assert counted[0] == counted[1], (role, evil)
 
@@ -186,7 +211,7 @@ def test_marks_that_are_read_whatever_a_tokenizer_is_told(
     turn = words.tokenize("<|turn|>", special=False)
     assert len(turn) == 1
     marked = control_texts(words.control_texts).marked("a<|turn|><|<|turn|>turn|>b")
-    tokens = tokenized(words, f"<|turn|>{marked}<|turn|>")
+    tokens = words.read(f"<|turn|>{marked}<|turn|>")
     assert [t for t in tokens if t in words.controls] == turn * 2
     assert turn[0] not in words.tokenize(LiteralText("x<|turn|>y"), special=False)
 

@@ -119,14 +119,6 @@ def test_a_stop_string_ends_the_answer(client: openai.OpenAI) -> None:
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("Hello", "stop")
 
 
-def test_max_tokens_beyond_the_window_is_lowered_to_it(
-    client: openai.OpenAI, engine: ScriptedEngine
-) -> None:
-    client.chat.completions.create(model="tiny", messages=HI, max_tokens=32_000)
-    sent = engine.requests[0]
-    assert sent.generation.max_tokens == 4096 - len(sent.prompt)
-
-
 def test_a_prompt_longer_than_the_window_is_a_400_also_for_a_stream(client: openai.OpenAI) -> None:
     long = [{"role": "user", "content": "x" * 5000}]
     for stream in (False, True):

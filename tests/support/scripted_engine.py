@@ -125,16 +125,10 @@ class ScriptedEngine:
             request.add_bos and self.info.adds_bos and isinstance(request.prompt, str)
         )
         room = self.info.n_ctx - n_prompt
-        if room <= 0 or (
-            request.generation.max_tokens is not None and request.generation.max_tokens > room
-        ):
+        if room <= 0:
             said = f"the prompt has {n_prompt} tokens and the served context is {self.info.n_ctx}"
-            yield Failure(
-                request.id,
-                "context_length_exceeded",
-                said,
-                counts=(n_prompt, self.info.n_ctx) if room <= 0 else None,
-            )
+            counts = (n_prompt, self.info.n_ctx)
+            yield Failure(request.id, "context_length_exceeded", said, counts=counts)
             return
         self.running += 1
         done = False
@@ -157,7 +151,8 @@ class ScriptedEngine:
         raise AssertionError("a script without an end")
 
     async def _play(self, request: Request, n_prompt: int, room: int) -> AsyncIterator[Event]:
-        limit = room if request.generation.max_tokens is None else request.generation.max_tokens
+        most = request.generation.max_tokens
+        limit = room if most is None else min(most, room)
         steps = self.script(request) if callable(self.script) else self.script
         if request.continues:
             steps = _behind(

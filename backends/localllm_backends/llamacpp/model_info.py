@@ -15,8 +15,8 @@ from localllm_backends.llamacpp.native import GGML_TYPES, c_string, token_piece
 from localllm_backends.llamacpp.weights import kv_meaning
 from localllm_backends.vocabulary import TokenBytes
 
-# Longer texts are read in pieces of about so many characters.
-PIECE_CHARS = 2**14
+# Longer texts are read in pieces of about so many characters: a millisecond's work.
+PIECE_CHARS = 2**12
 
 
 class LlamaCppVocabulary(TokenBytes):
@@ -32,12 +32,12 @@ class LlamaCppVocabulary(TokenBytes):
 
     def tokenize(self, text: str, *, special: bool = True, add_bos: bool = False) -> list[int]:
         tokens: list[int] = []
-        for piece in self._pieces_of(text, special, add_bos):
+        for piece in self.text_pieces(text, special=special, add_bos=add_bos):
             tokens += self._read(piece, special, add_bos)
             add_bos = False
         return tokens
 
-    def _pieces_of(self, text: str, special: bool, add_bos: bool) -> Iterator[str]:
+    def text_pieces(self, text: str, *, special: bool, add_bos: bool) -> Iterator[str]:
         adds_end = add_bos and self._llama.llama_vocab_get_add_eos(self._vocab)
         for part in self.read_anyway.pieces(text) if isinstance(text, LiteralText) else [text]:
             if special and not adds_end:

@@ -283,16 +283,16 @@ class SequencePool(eviction.OtherPlaces):
         if not self.kv.has_points or not job.shares:
             return []
         interval = self.kv.state_interval(job.n_prompt) if self.kv.states is not None else None
-        signs = Signs(self._is_control, self._ends_paragraph)
+        backend = self._backend
+        signs = Signs(
+            is_control=lambda token: token >= 0 and backend.is_control(token),
+            ends_paragraph=lambda token: (
+                token >= 0 and backend.token_bytes(token).endswith(b"\n\n")
+            ),
+        )
         found = checkpoints(job.tokens[: job.n_prompt], job.n_kv, job.known, signs, interval)
         points = {image_boundary(job.tokens, point) for point in found}
         return sorted(point for point in points if point > job.n_kv)
-
-    def _is_control(self, token: int) -> bool:
-        return token >= 0 and self._backend.is_control(token)
-
-    def _ends_paragraph(self, token: int) -> bool:
-        return token >= 0 and self._backend.token_bytes(token).endswith(b"\n\n")
 
     # --- leaving the context ----------------------------------------------------------------------
 

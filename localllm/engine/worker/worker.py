@@ -28,7 +28,7 @@ from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.engine.sampling.grammar import GrammarCompiler
-from localllm.engine.tokens import Placed, tokenized
+from localllm.engine.tokens import Placed, Tokenizer
 from localllm.engine.vision import ImageReader
 from localllm.engine.worker.pipe import ChildPipe, Message, reason
 from localllm.engine.worker.supervisor import Pulse
@@ -59,6 +59,7 @@ class Worker:
         self._pipe.send(
             {"ready": asdict(engine.backend.info), "memory": asdict(engine.backend.memory())}
         )
+        self._tokenizer = Tokenizer(engine.backend)
         if engine.backend.capabilities.vision:
             self._image_reader = ImageReader(engine.backend)
         threading.Thread(target=self._read, args=[engine], name="reader", daemon=True).start()
@@ -120,28 +121,29 @@ class Worker:
         )
 
     def _loop(self, engine: Engine) -> None:
-        while not self._pipe.gone:
-            try:
-                self._answer_messages(engine)
-            except _PipeEndedError:
-                return
+        while not self._pipe.gone and self._answer_messages(engine):
             self._busy_since_s = time.monotonic()
             if engine.can_step:
                 self._send(engine.step(self._send))
-            else:
-                _housekeep(engine)
+                continue
+            try:
+                engine.idle()
+            except BackendFailure as e:
+                # Nobody waits for housekeeping: what fails there fails nobody.
+                print(f"housekeeping failed: {reason(e)}", file=sys.stderr, flush=True)
 
-    def _answer_messages(self, engine: Engine) -> None:
-        """Hand the engine every message there is; where it has nothing to do, wait for one."""
+    def _answer_messages(self, engine: Engine) -> bool:
+        """Hand the engine every message there is; where it has nothing to do, wait for one. False
+        once the parent has closed its end."""
         while True:
             idle_wait_s = engine.idle_wait_s
             self._busy_since_s = None
             try:
                 message = self._inbox.get(block=idle_wait_s > 0, timeout=idle_wait_s or None)
             except queue.Empty:
-                return
+                return True
             if message is None:
-                raise _PipeEndedError
+                return False
             self._busy_since_s = time.monotonic()
             self._send(self._handle(engine, message))
 
@@ -175,14 +177,14 @@ class Worker:
             case "submit":
                 if _takes_long(message["request"], "prompt"):
                     self._preparing.add(message["request"]["id"])
-                    self._preparer.submit(self._prepare, backend, message["request"])
+                    self._preparer.submit(self._submit, backend, message["request"])
                 else:
                     self._submit(backend, message["request"])
             case "tokenize" if _takes_long(message, "text"):
-                find = partial(_tokens, backend, message, self._image_reader)
+                find = partial(self._tokens, message)
                 self._preparer.submit(self._pipe.reply, message, find)
             case "tokenize":
-                self._pipe.answer(message, _tokens(backend, message))
+                self._pipe.answer(message, self._tokens(message))
             case "detokenize":
                 data = b"".join(backend.token_bytes(t, special=True) for t in message["tokens"])
                 self._pipe.answer(message, data.decode("utf-8", "surrogateescape"))
@@ -200,27 +202,23 @@ class Worker:
             case _:
                 self._inbox.put(message)
 
-    def _submit(
-        self, backend: Backend, sent: dict[str, Any], reader: ImageReader | None = None
-    ) -> None:
-        """Hand the engine a request with its tokens and what `reader` made of its images (None: it
-        has none). One that can't be understood is answered, never dropped."""
+    def _submit(self, backend: Backend, sent: dict[str, Any]) -> None:
+        """Hand the engine a request with its tokens and what was made of its images. One that can't
+        be understood is answered, never dropped."""
         images: tuple[Placed, ...] = ()
         try:
             request = request_from_json(sent)
             prompt, add_bos = request.prompt, request.add_bos
+            salt = request.generation.salt
             if not sent.get("images"):
-                tokens = (
-                    tokenized(backend, prompt, add_bos=add_bos)
-                    if isinstance(prompt, str)
-                    else prompt
-                )
-                bad = next((t for t in tokens if not 0 <= t < backend.info.n_vocab), None)
-                if bad is not None:
-                    raise BackendFailure(f"token {bad} is outside the vocabulary")
-            elif isinstance(prompt, str) and reader is not None:
-                tokens, images = reader.read(
-                    prompt, request.images, add_bos=add_bos, salt=request.generation.salt
+                if isinstance(prompt, str):
+                    prompt = self._tokenizer.tokens(prompt, add_bos=add_bos, salt=salt)
+                elif prompt and not 0 <= min(prompt) <= max(prompt) < backend.info.n_vocab:
+                    raise BackendFailure("a token is outside the vocabulary")
+                tokens = prompt
+            elif isinstance(prompt, str) and self._image_reader is not None:
+                tokens, images = self._image_reader.read(
+                    prompt, request.images, add_bos=add_bos, salt=salt
                 )
                 # What they are made of is not needed any more.
                 request = replace(request, images={})
@@ -232,10 +230,15 @@ class Worker:
             self._inbox.put(
                 {"op": "submit", "request": request, "tokens": tokens, "images": images}
             )
+        self._preparing.discard(str(sent.get("id", "")))
 
-    def _prepare(self, backend: Backend, sent: dict[str, Any]) -> None:
-        self._submit(backend, sent, self._image_reader)
-        self._preparing.discard(sent["id"])
+    def _tokens(self, sent: Message) -> list[int]:
+        """What a text that is asked for with "tokenize" is in tokens, with its images' if it has
+        some."""
+        text, add_bos = sent["text"], sent["add_bos"]
+        if self._image_reader is not None and sent.get("images"):
+            return self._image_reader.read(text, sent["images"], add_bos=add_bos)[0]
+        return self._tokenizer.tokens(text, special=sent["special"], add_bos=add_bos)
 
     def _send(self, events: list[Event]) -> None:
         if events:
@@ -245,26 +248,6 @@ class Worker:
 def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
     """Has it images, or more text than is read in some milliseconds?"""
     return bool(sent.get("images")) or len(sent.get(text) or "") > _LONG_TEXT
-
-
-def _tokens(backend: Backend, sent: Message, reader: ImageReader | None = None) -> list[int]:
-    """What a text that is asked for with "tokenize" is in tokens, with its images' if it has
-    some."""
-    if reader is not None and sent.get("images"):
-        return reader.read(sent["text"], sent["images"], add_bos=sent["add_bos"])[0]
-    return tokenized(backend, sent["text"], special=sent["special"], add_bos=sent["add_bos"])
-
-
-class _PipeEndedError(Exception):
-    """The parent has closed its end."""
-
-
-def _housekeep(engine: Engine) -> None:
-    """Nobody waits for housekeeping: what fails there fails nobody."""
-    try:
-        engine.idle()
-    except BackendFailure as e:
-        print(f"housekeeping failed: {reason(e)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -78,29 +78,6 @@ async def run(
     return spent
 
 
-async def _within_window(engine: EngineClient, request: Request) -> Request:
-    """Lowers `max_tokens` to the room that is left: agents send 32,000 whatever the context.
-
-    A token has at least one byte, so a short prompt is not tokenized."""
-    most, prompt = request.generation.max_tokens, request.prompt
-    if most is None:
-        return request
-    size = len(prompt.encode()) + 1 if isinstance(prompt, str) else len(prompt)
-    n_ctx = engine.info.n_ctx
-    if size + most <= n_ctx and not request.images:
-        return request
-    if isinstance(prompt, str):
-        prompt = await engine.tokenize(prompt, add_bos=request.add_bos, images=request.images)
-    room = n_ctx - len(prompt)
-    # Without any room the engine refuses, with the counts.
-    limit = None if room <= 0 else min(most, room)
-    # A prompt with images stays text.
-    return replace(
-        _with_generation(request, max_tokens=limit),
-        prompt=request.prompt if request.images else prompt,
-    )
-
-
 async def _choice(
     engine: EngineClient,
     job: GenerationJob,
@@ -133,7 +110,8 @@ async def _choice(
     before: Finish | None = None
     if generation.max_tokens == 0:  # the prompt is computed, and nothing written
         return stream.finish(await stream.generate(engine, replace(request, grammar=None)))
-    if answer.reasons_first:
+    # A constraint waits for the end of the reasoning.
+    if answer.reply.thinking and any((answer.grammar, answer.prefix)):
         request, before = await _generate_reasoning(engine, answer, request, stream)
         if request.generation.max_tokens == 0:
             return stream.finish(
@@ -142,9 +120,7 @@ async def _choice(
     if answer.prefix:
         stream.feed(answer.prefix)
         prompt = await _append_to_prompt(engine, request, answer.prefix)
-        request = replace(
-            request, prompt=prompt, add_bos=request.add_bos and isinstance(prompt, str)
-        )
+        request = replace(request, prompt=prompt)
     if not answer.calls:
         return stream.finish(await stream.generate(engine, request, so_far=before))
     return stream.finish(
@@ -205,8 +181,7 @@ def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
     most = request.generation.max_tokens
     left = None if most is None else max(0, most - so_far.usage.completion_tokens)
     rest = _with_generation(request, max_tokens=left, min_tokens=least)
-    add_bos = request.add_bos and isinstance(prompt, str)
-    return replace(rest, prompt=prompt, add_bos=add_bos, continues=True, thinking=None)
+    return replace(rest, prompt=prompt, continues=True, thinking=None)
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
@@ -245,16 +220,10 @@ def _with_generation(request: Request, **changes: Any) -> Request:
 
 
 async def _append_to_prompt(engine: EngineClient, request: Request, text: str) -> str | list[int]:
-    """The request's prompt with `text` appended. BOS was decided for the original prompt, so token
-    ids carry it."""
-    if isinstance(request.prompt, str) and (
-        request.images or not (request.add_bos and engine.info.adds_bos)
-    ):
+    """The request's prompt with `text` appended."""
+    if isinstance(request.prompt, str):
         return request.prompt + text
-    head = request.prompt
-    if isinstance(head, str):
-        return await engine.tokenize(head + text, add_bos=True)
-    return head + await engine.tokenize(text)
+    return request.prompt + await engine.tokenize(text)
 
 
 def _merge_ends(first: Finish | None, second: Finish) -> Finish:
@@ -338,7 +307,7 @@ class _ChoiceStream:
         `so_far` is the end of the part of the answer before this one; if the context has no room
         for more, the answer ends there."""
         self._raw = raw
-        end = await engine.listen(await _within_window(engine, request), self._event)
+        end = await engine.listen(request, self._event)
         if isinstance(end, Failure):
             error = by_code(end.code, end.message, hint=end.hint or None, counts=end.counts)
             if so_far is not None and isinstance(error, ContextLengthError):

@@ -42,11 +42,6 @@ class AnswerPlan:
     begun: str = ""
     marks: tuple[str, ...] = ()
 
-    @property
-    def reasons_first(self) -> bool:
-        """Whether the constraint must wait for the end of the reasoning."""
-        return self.reply.thinking and (self.grammar is not None or bool(self.prefix))
-
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
