@@ -26,10 +26,9 @@ from pathlib import Path
 from benchmarks.models import gemma, smollm2
 from benchmarks.peers_page import Run, page
 from benchmarks.peers_setup import GROUPS, OURS, Group, NotHereError, Wanted
-from benchmarks.processes import ProcessScenarios, running
+from benchmarks.processes import ProcessScenarios, put_through, running
 from localllm.bench import against
 from localllm.bench.scenarios import DEFAULT
-from localllm.bench.token_counts import Counter, Tokens
 
 _SCENARIOS = (*DEFAULT, "warm", "restart", "kill", "burnt", "rest", "crowded")
 
@@ -37,20 +36,11 @@ _SCENARIOS = (*DEFAULT, "warm", "restart", "kill", "burnt", "rest", "crowded")
 def measure(group: Group, names: list[str], rounds: int) -> Run:
     """Run one group's servers together, and measure them."""
 
-    def make(counter: Counter, tokens: Tokens | None) -> ProcessScenarios:
-        scenarios = ProcessScenarios(counter, tokens)
-        scenarios.servers = started
-        return scenarios
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     wanted = [name for name in names if not group.only or name in group.only]
     with running(group.servers) as started:
         if not started or started[0].name != OURS:
             raise NotHereError(f"{group.title}: {OURS} itself did not start")
-        found = against.run([server.target for server in started], wanted, rounds, say, make)
-        return Run(replace(group, servers=started), found)
+        return Run(replace(group, servers=started), put_through(started, wanted, rounds))
 
 
 def main() -> None:

@@ -39,13 +39,15 @@ class NotHereError(Exception):
 class Wanted:
     """What is to be compared: the model's file, the programs named by hand, where logs go, and
     peers to leave out. `baseline`: a checkout of an earlier commit with its own .venv, which ours
-    is held against."""
+    is held against. `streams`: that each server can have at once; `options`: of ours."""
 
     model: Path
     llama_server: Path | None
     logs: Path
     without: Sequence[str] = ()
     baseline: Path | None = None
+    streams: int = STREAMS
+    options: Sequence[str] = ()
 
     @property
     def threads(self) -> int:
@@ -147,8 +149,9 @@ def _ours(wanted: Wanted, model: Path) -> Server:
         "--context",
         str(CONTEXT),
         "--parallel",
-        str(STREAMS),
+        str(wanted.streams),
         "--quiet",
+        *wanted.options,
     )
     environment = {"LOCALLLM_CACHE_DIR": str(wanted.logs / f"cache-{port}")}
     if model.is_file():  # MLX takes no number of threads
@@ -171,7 +174,7 @@ def llama_server(wanted: Wanted, name: str = "llama-server", *options: str) -> t
     command = [
         str(program), "-m", str(wanted.model), "--host", "127.0.0.1", "--port", str(port), "-t",
         str(wanted.threads),
-        "-c", str(CONTEXT), "-np", str(STREAMS), "--kv-unified", "--jinja", *options,
+        "-c", str(CONTEXT), "-np", str(wanted.streams), "--kv-unified", "--jinja", *options,
     ]  # fmt: skip
     beside = {"LD_LIBRARY_PATH": str(program.parent)}
     asked = subprocess.run(

@@ -4,6 +4,7 @@ measured so."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import statistics
@@ -12,13 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
+from localllm.bench import against
+from localllm.bench.against import ScenarioResult
 from localllm.bench.scenarios import MEANS, SYSTEM, BenchFigure, Scenarios, unique, user
 from localllm.bench.stream import BenchTarget, Messages
+from localllm.bench.token_counts import Counter, Tokens
 from localllm.errors import BackendError
 
 _READY_S, _STOPPED_S = 300.0, 30.0
@@ -38,7 +43,7 @@ def empty_home() -> Iterator[Path]:
 class Server:
     """One server process and how to start it again. `model`: what requests name; `environment`:
     beside this process's own; `log`: the file its output goes to (None: nowhere); `key`: what it
-    wants of clients."""
+    wants of clients; `ready_s`: seconds that its last start took."""
 
     name: str
     command: list[str]
@@ -48,6 +53,7 @@ class Server:
     log: Path | None = None
     key: str = ""
     process: subprocess.Popen[bytes] | None = None
+    ready_s: float = math.nan
 
     @property
     def target(self) -> BenchTarget:
@@ -74,7 +80,8 @@ class Server:
         while True:
             try:
                 self.target.wait_ready(0.0)
-                return time.perf_counter() - begun
+                self.ready_s = time.perf_counter() - begun
+                return self.ready_s
             except BackendError:
                 if self.process.poll() is not None or time.perf_counter() - begun > _READY_S:
                     said = (
@@ -121,6 +128,13 @@ class Server:
 BURNT = BenchFigure("CPU burnt in the second after a cancel", "s", "less")
 KILLED = BenchFigure("kill -9: first token ÷ cold", "×", "less")
 CROWDED = BenchFigure("short chat beside 12,000 cached tokens", "× before", "more")
+BURST = BenchFigure("burst of 32 short questions", "tok/s")
+AGAIN_BURST = BenchFigure("the same burst once more", "tok/s")
+BURST_FIRST = BenchFigure("burst of 32: last first token", "s", "less")
+KNOWN = BenchFigure("{} known tokens, first token", "ms", "less")
+KNOWN_CPU = BenchFigure("{} known tokens, processor", "ms", "less")
+NEXT = BenchFigure("the next turn behind {} tokens, first token", "ms", "less")
+FRESH = BenchFigure("the next turn on a fresh server, first token", "ms", "less")
 IDLE = BenchFigure("CPU of a server at rest", "core", "less")
 MEMORY = BenchFigure("resident memory", "MB", "less")
 
@@ -134,6 +148,9 @@ class ProcessScenarios(Scenarios):
         "crowded": "a short chat while much of others' is kept: does what is kept slow you down",
         "burnt": "you stop an answer: does the machine go on computing it",
         "kill": "the server is killed (power, memory): is a conversation it had read still known",
+        "burst": "32 people ask at the same moment, the first thing on a new server and again",
+        "known": "a conversation of 2,000 and of 10,000 tokens comes once more, and goes on",
+        "fresh": "the second question to a server that was just started",
         "rest": "nobody asks: what the server costs meanwhile",
     }
     servers: Sequence[Server] = ()
@@ -179,6 +196,47 @@ class ProcessScenarios(Scenarios):
         self.put(KILLED, t, t.chat(messages, 8).ttft_s / cold.ttft_s)
         time.sleep(1.0)
 
+    def run_burst(self, t: BenchTarget) -> None:
+        """32 questions at once, first and second time."""
+        for figure in (BURST, AGAIN_BURST):
+            begun = time.perf_counter()
+            with ThreadPoolExecutor(32) as pool:
+                asked = [
+                    pool.submit(t.chat, user(f"Tell story {self.fresh()}."), 48) for _ in range(32)
+                ]
+                answers = [future.result() for future in asked]
+            tokens = sum(self.counter.tokens_of(t, answer) for answer in answers)
+            self.put(figure, t, tokens / (time.perf_counter() - begun))
+            if figure is BURST:
+                self.put(BURST_FIRST, t, max(answer.ttft_s for answer in answers))
+
+    def run_known(self, t: BenchTarget) -> None:
+        """First token and processor time (the model's step included) of a prompt that is known, of
+        ten, and the first token of the turn after it."""
+        server = self._server(t)
+        for words in (400, 2000):
+            head = user(unique(words, self.fresh()))
+            answer = t.chat(head, 4)
+            time.sleep(1.0)
+            before = server.cpu_s()
+            seconds = [t.chat(head, 1).ttft_s for _ in range(10)]
+            # The system counts in hundredths of a second.
+            cpu_s = (server.cpu_s() - before) / len(seconds)
+            said: Messages = [{"role": "assistant", "content": answer.text}, *user("And then?")]
+            after = t.chat([*head, *said], 1).ttft_s
+            measured = (statistics.median(seconds), cpu_s, after)
+            for figure, value in zip((KNOWN, KNOWN_CPU, NEXT), measured, strict=True):
+                named = replace(figure, title=figure.title.format(f"{words * 5:,}"))
+                self.put(named, t, 1000 * value)
+
+    def run_fresh(self, t: BenchTarget) -> None:
+        """The second turn of 2,000 tokens in a server's first minute."""
+        self._server(t).restart()
+        head = user(unique(400, self.fresh()))
+        answer = t.chat(head, 8)
+        said: Messages = [{"role": "assistant", "content": answer.text}, *user("And then?")]
+        self.put(FRESH, t, 1000 * t.chat([*head, *said], 8).ttft_s)
+
     def run_rest(self, t: BenchTarget) -> None:
         """Idle CPU and resident memory."""
         server = self._server(t)
@@ -186,6 +244,21 @@ class ProcessScenarios(Scenarios):
         time.sleep(2.0)
         self.put(IDLE, t, (server.cpu_s() - before) / 2.0)
         self.put(MEMORY, t, server.rss_bytes() / 1e6)
+
+
+def put_through(servers: Sequence[Server], names: Sequence[str], rounds: int) -> ScenarioResult:
+    """What the scenarios `names` found of servers that run, in turn; each step is told on standard
+    error."""
+
+    def make(counter: Counter, tokens: Tokens | None) -> ProcessScenarios:
+        scenarios = ProcessScenarios(counter, tokens)
+        scenarios.servers = servers
+        return scenarios
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    return against.run([server.target for server in servers], names, rounds, say, make)
 
 
 @contextlib.contextmanager

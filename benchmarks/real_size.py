@@ -301,12 +301,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = options.folder if options.keep and options.folder else Path(temporary)
         for name in options.names:
-            path = folder / f"{name}.gguf"
-            if not path.exists():
-                fill(sparse_gguf.write(known[name], folder, vocabulary))
+            path = made(name, folder)
             _report(name, path, options)
             if not options.keep:
                 path.unlink()
+
+
+def made(name: str, folder: Path) -> Path:
+    """The file of that shape in `folder`, written where it is not there."""
+    from models import sparse_gemma4, sparse_gguf
+
+    known = {**sparse_gguf.SHAPES, **sparse_gemma4.SHAPES}
+    if name not in known:
+        raise SystemExit(f"no shape {name}: there are {', '.join(known)}")
+    path = folder / f"{name}.gguf"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        fill(sparse_gguf.write(known[name], folder, vocabulary))
+    return path
 
 
 def _report(name: str, path: Path, options: argparse.Namespace) -> None:
@@ -319,13 +331,13 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, float]] = []
     for _ in range(max(1, options.beside)):
-        found = _in_a_process(command, path)
+        found = in_a_process(command, path)
         if isinstance(found, str):
             print(f"\n{name}: failed: {found}")
             return
         if options.beside and "load_s" in found:
             theirs.append(llama_bench(path, options, found))
-            first = _in_a_process([*command, "--first"], path)
+            first = in_a_process([*command, "--first"], path)
             found["smallest_first_token_s"] = (
                 first["first_token_s"] if isinstance(first, dict) else math.nan
             )
@@ -343,7 +355,7 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
         print(f"  {key:24} {ratio:.3f} x llama-bench's ({turns})", flush=True)
 
 
-def _in_a_process(command: list[str], path: Path) -> dict[str, Any] | str:
+def in_a_process(command: list[str], path: Path) -> dict[str, Any] | str:
     """What `run_here` found, the file being in memory; or the last words of a process that
     failed."""
     from localllm.engine.worker.supervisor import worker_environment

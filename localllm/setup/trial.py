@@ -239,10 +239,13 @@ def examine(
     failed = [
         f"{check['check']}: {check['said']}" for check in checks if check["outcome"] == "failed"
     ]
-    unused = f"{device.name} was not used: the installed llama.cpp is a build for the processor"
-    idle = device.accelerator not in ("cpu", driver) and driver == "cpu"
-    failures = filter(None, (verdict.failure, *failed, broken, unused if idle else ""))
-    return SelfTest(device, build, driver, verdict, tuple(checks), tuple(failures))
+    unused = (
+        f"{device.name} was not used: the installed llama.cpp is a build for the processor"
+        if device.accelerator != "cpu" and driver == "cpu"
+        else ""
+    )
+    failures = [verdict.failure, *failed, broken, unused]
+    return SelfTest(device, build, driver, verdict, tuple(checks), tuple(filter(None, failures)))
 
 
 def report(test: SelfTest) -> list[str]:
