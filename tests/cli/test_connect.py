@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import tomllib
 from dataclasses import replace
@@ -16,7 +18,7 @@ import pytest
 
 from benchmarks.clients.agents import AGENTS
 from localllm.cli.commands import connect as command
-from localllm.cli.editors.recipes import RECIPES, ClientTarget, ConfigFile, Probe
+from localllm.cli.editors.recipes import RECIPES, ClientTarget, ConfigFile, Probe, assignment
 from localllm.cli.serve.api_keys import kept_key, key_path
 from localllm.engine.messages import Failure, Request
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
@@ -55,6 +57,46 @@ def test_continue_gets_a_role_for_every_model_that_is_served(tmp_path: Path) -> 
     ]  # fmt: skip
     assert "roles: [chat, edit, apply, autocomplete]" in text(replace(TARGET, autocomplete="tiny"))
     assert "--also" in RECIPES["continue"](TARGET, tmp_path).steps[0]
+
+
+_QUOTES = "'\u2018\u2019\u201a\u201b"
+HOSTILE = (
+    "$(touch ran)", "`touch ran`", "a; touch ran #", "'; touch ran; '", '"; touch ran; "',
+    "a' \\'; touch ran; '\\", "x\\", "\u2019; touch ran; \u2018", "&& touch ran", "~/*", "a b",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_printed_for_a_shell_is_words_of_that_shell(name: str, tmp_path: Path) -> None:
+    """Variables and commands, whatever the server calls its models: each name comes back whole."""
+    plain = RECIPES[name](TARGET, tmp_path)
+    for model in HOSTILE:
+        recipe = RECIPES[name](replace(TARGET, model=model, shell="sh"), tmp_path)
+        lines = [assignment(n, v, "sh") for n, v in recipe.environment.items()]
+        expected = [*recipe.environment.values()]
+        lines += [f'printf "%s\\0" "${n}"' for n in recipe.environment]
+        for step, usual in zip(recipe.steps, plain.steps, strict=True):
+            _, is_command, words = usual.partition(": ")
+            if is_command and " -" in words and "tiny" in words:
+                lines.append(f'printf "%s\\0" {step.partition(": ")[2]}')
+                expected += [word.replace("tiny", model) for word in shlex.split(words)]
+        done = subprocess.run(["sh", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True)
+        assert done.stdout.decode().split("\0")[:-1] == expected, model
+        assert not done.stderr
+        assert not [*tmp_path.iterdir()]
+        for n, v in recipe.environment.items():
+            line = assignment(n, v, "powershell")
+            inner = re.fullmatch(rf"\$env:{n} = '((?:[^{_QUOTES}]|([{_QUOTES}])\2)*)'", line)
+            assert inner is not None, line
+            assert re.sub(rf"([{_QUOTES}])\1", r"\1", inner[1]) == v
+
+
+def test_a_name_that_a_terminal_would_obey_is_refused() -> None:
+    for hidden in ("a\nexport PATH=/x", "a\x1b[2J", "a\u202eb", "a\u2028b"):
+        with running_server({hidden: ScriptedEngine()}) as server:
+            with pytest.raises(LocalLLMError, match="control characters") as refused:
+                command.connect("zed", None, server.url, None, False, False)
+            assert hidden not in str(refused.value)
 
 
 def test_the_target_is_asked_of_the_server() -> None:

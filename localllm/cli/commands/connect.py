@@ -23,7 +23,7 @@ from localllm.errors import (
 )
 
 if TYPE_CHECKING:
-    from localllm.cli.editors.recipes import ClientRecipe, ClientTarget, ConfigFile, Probe
+    from localllm.cli.editors.recipes import ClientRecipe, ClientTarget, ConfigFile, Probe, Shell
 
 _TIMEOUT_S = 120.0
 
@@ -56,22 +56,24 @@ def connect(
     base = (url or f"http://127.0.0.1:{settings.value('port')}").rstrip("/").removesuffix("/v1")
     target = target_of(base, model, settings.value("api_key") or _own_key(base))
     recipe = recipe_of(target, Path.home())
-    _print_steps(recipe, write)
+    _print_steps(recipe, target.shell, write)
     if check:
         failures = run_checks(target, recipe.probes)
         if failures:
             raise LocalLLMError(f"{failures} of {recipe.name}'s calls failed")
 
 
-def _print_steps(recipe: ClientRecipe, write: bool) -> None:
-    """Print what is to be done by hand, and with `write` write the files."""
+def _print_steps(recipe: ClientRecipe, shell: Shell, write: bool) -> None:
+    """Print what is to be done by hand in `shell`, and with `write` write the files."""
+    from localllm.cli.editors.recipes import assignment
+
     for file in recipe.files:
         if write:
             print(write_file(file), file=sys.stderr)
         else:
             print(f"# {file.path}\n{file.shown()}\n")
     for name, value in recipe.environment.items():
-        print(f"export {name}={value}")
+        print(assignment(name, value, shell))
     for step in recipe.steps:
         print(f"- {step}")
     if write and not recipe.files:
@@ -102,8 +104,8 @@ def _own_key(base: str) -> str | None:
 
 
 def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget:
-    """Ask the server what it serves. Raises ServerUnreachableError, or NotFoundError for a model it
-    does not serve."""
+    """Ask the server what it serves. Raises ServerUnreachableError, BackendError for names that no
+    terminal or file should be given, or NotFoundError for a model it does not serve."""
     import httpx
 
     from localllm.cli.editors.recipes import ClientTarget
@@ -111,23 +113,29 @@ def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         reply = httpx.get(f"{base}/v1/models", headers=headers, timeout=5, trust_env=False)
-        served = {m["id"]: m for m in reply.raise_for_status().json()["data"]}
+        served = {str(m["id"]): m for m in reply.raise_for_status().json()["data"]}
+        can = {name: set(m.get("capabilities") or ()) for name, m in served.items()}
+        n_ctx = {name: int(m.get("context_length") or 4096) for name, m in served.items()}
     except httpx.HTTPStatusError as e:
         raise ServerUnreachableError(
             f"the server at {base} answers {e.response.status_code}", hint="check --api-key"
         ) from e
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as e:
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ServerUnreachableError(f"no localllm server answers at {base}") from e
-    can = {name: set(m.get("capabilities") or ()) for name, m in served.items()}
+    hidden = next((name for name in served if not name.isprintable()), None)
+    if hidden is not None:
+        raise BackendError(
+            f"the server at {base} names a model with control characters: {hidden[:100]!a}",
+            hint="connect to a server that you trust",
+        )
     name = model or next((n for n in served if "embedding" not in can[n]), None)
     if name is None or name not in served:
         raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {name!r}")
     # The model for autocomplete is the one served beside the chat's, where that can fill in.
     fills = sorted((n for n in served if "insert" in can[n]), key=lambda n: n == name)
     embeds = [n for n in served if "embedding" in can[n]]
-    n_ctx = int(served[name].get("context_length") or 4096)
     return ClientTarget(
-        base, name, n_ctx, api_key, next(iter(fills), None), next(iter(embeds), None)
+        base, name, n_ctx[name], api_key, next(iter(fills), None), next(iter(embeds), None)
     )
 
 

@@ -139,13 +139,15 @@ def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
 def _print_start(
     recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str], writes: Path | None
 ) -> None:
+    import shlex
     import sys
 
     assert recipe.run is not None
     said = [f"{recipe.name} on {model} at {base_url}, for this process alone"]
     said += [f"  variables: {', '.join(changed)}"] if changed else []
     said += [f"  without: {', '.join(recipe.run.without)}"] if recipe.run.without else []
-    said += [f"  arguments: {' '.join(recipe.run.command[1:])}"] if recipe.run.command[1:] else []
+    arguments = shlex.join(recipe.run.command[1:])
+    said += [f"  arguments: {arguments}"] if arguments else []
     said += [f"  file: {file.path} (removed afterwards)" for file in recipe.files]
     if writes is not None:
         said.append(f"  sandbox: writes in {writes} alone; a home of its own; the network is open")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -17,16 +18,21 @@ from urllib.parse import urlsplit
 from localllm.errors import NotFoundError
 
 Probe = Literal["models", "chat", "tools", "responses", "anthropic", "ollama", "fim"]
+# Whose words are printed: sh stands for all that read quotes as POSIX says, and fish.
+Shell = Literal["sh", "powershell"]
 
 # Claude Code takes a smaller window for a mistake.
 _LEAST_COMPACT_WINDOW = 100_000
-_PLACE = re.compile(r"\{([?!]?)([a-z_]+)(:json)?\}")
+_PLACE = re.compile(r"\{([?!]?)([a-z_]+)(:json|:word)?\}")
+# PowerShell takes typographic ones for the same (about_Quoting_Rules).
+_POWERSHELL_QUOTE = re.compile("(['\u2018\u2019\u201a\u201b])")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTarget:
     """The server to connect to: `url` without a path, one model of it, its context in tokens, the
-    key if any; and which of its models complete code and make embeddings, where it serves such."""
+    key if any; and which of its models complete code and make embeddings, where it serves such.
+    `shell`: where commands are typed that connect to it."""
 
     url: str
     model: str
@@ -34,6 +40,7 @@ class ClientTarget:
     api_key: str | None = None
     autocomplete: str | None = None
     embedding: str | None = None
+    shell: Shell = "powershell" if sys.platform == "win32" else "sh"
 
     @property
     def key(self) -> str:
@@ -89,6 +96,7 @@ def values(target: ClientTarget) -> dict[str, Any]:
     here = "127.0.0.1" in target.url
     fills_in_too = target.autocomplete == target.model
     return {
+        "shell": target.shell,
         "url": target.url,
         "model": target.model,
         "local_model": f"local/{target.model}",
@@ -112,6 +120,21 @@ def values(target: ClientTarget) -> dict[str, Any]:
     }
 
 
+def quoted(text: str, shell: Shell) -> str:
+    """`text` as one word of `shell`."""
+    if shell == "powershell":
+        doubled = _POWERSHELL_QUOTE.sub(r"\1\1", text)
+        return f"'{doubled}'"
+    # Outside quotes sh and fish read a backslash alike; within, fish lets it escape.
+    return r"\\".join(shlex.quote(part) if part else "" for part in text.split("\\")) or "''"
+
+
+def assignment(name: str, value: str, shell: Shell) -> str:
+    """The line that gives `shell` and its programs a variable."""
+    word = quoted(value, shell)
+    return f"$env:{name} = {word}" if shell == "powershell" else f"export {name}={word}"
+
+
 def _filled(text: str, known: Mapping[str, Any]) -> str | None:
     """`text` with its values; None where it is to be left out."""
     for sign, name, _ in _PLACE.findall(text):
@@ -119,8 +142,12 @@ def _filled(text: str, known: Mapping[str, Any]) -> str | None:
             return None
 
     def value(place: re.Match[str]) -> str:
-        sign, name, as_json = place.groups()
-        return "" if sign else json.dumps(known[name]) if as_json else str(known[name])
+        sign, name, form = place.groups()
+        if sign:
+            return ""
+        if form == ":word":
+            return quoted(str(known[name]), known["shell"])
+        return json.dumps(known[name]) if form else str(known[name])
 
     return _PLACE.sub(value, text)
 
