@@ -35,7 +35,8 @@ async def serve_until_stopped(
 ) -> None:
     """Listen at once and load the models meanwhile, saying so on stderr unless `quiet`; models idle
     for `idle_s` are unloaded (0: never). `store`: where clients may fetch models to. Raises what
-    loading ended in where nothing else could be served."""
+    loading ended in where nothing else could be served, or all files that were named are
+    damaged."""
     import asyncio
     import sys
 
@@ -85,13 +86,14 @@ async def serve_until_stopped(
 
 async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     """Load what was named at the start, and say how that ended (a failure always). Raises only
-    where nothing else is on offer."""
-    from localllm.errors import LocalLLMError
+    where nothing else is on offer, or what was named is damaged: that passes with no time."""
+    from localllm.errors import LocalLLMError, ModelFileError
 
     try:
         await router.preload()
-    except LocalLLMError:
-        if router.upstreams is None and all(worker.failure for worker in router.workers()):
+    except LocalLLMError as e:
+        wanted = router.named() if isinstance(e, ModelFileError) else router.list()
+        if router.upstreams is None and all(model.worker.failure for model in wanted):
             raise
     for model in router.named():
         if model.loaded:
