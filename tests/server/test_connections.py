@@ -4,9 +4,12 @@ waits for them."""
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -220,6 +223,26 @@ def test_a_body_at_the_least_rate_is_waited_for_and_a_slower_one_is_not() -> Non
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
             s.sendall(head + b" " * 100)
             assert b" 408 " in _answered(s)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows bounds no sockets")
+def test_where_few_files_may_be_opened_so_few_connections_are_held() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.few_descriptors"],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with process, ExitStack() as idle:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        for _ in range(120):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as late:
+            late.sendall(HEALTH)
+            assert b" 200 " in _answered(late)
+        assert process.communicate()[1] == b""
 
 
 def test_the_limits_are_settings_and_none_of_them_can_be_nothing() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -28,13 +29,19 @@ _BEGINNING = b"HTTP/1.1 "
 # Whoever has just connected gets this long to send a request, before it can be closed for others:
 # many connect at once.
 _FRESH_S = 1.0
+# Of the files that may be opened known connections get a share, those of strangers from here and
+# from elsewhere one each; the rest is for whatever else is opened, and for those that are ending.
+_SHARES = 6
+_WANTED_DESCRIPTORS = 4096
 
 
 class Connections:
     """The open connections of one server, strangers and known, each in the order of coming."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, descriptors: int) -> None:
         self.settings = settings
+        self._most = min(settings.max_connections, descriptors // _SHARES)
+        self._most_strangers = min(settings.max_unknown_connections, self._most)
         # By whether they are of this machine.
         self._strangers: dict[bool, dict[Connection, None]] = {True: {}, False: {}}
         self._known: dict[Connection, None] = {}
@@ -42,9 +49,9 @@ class Connections:
     def add(self, new: Connection) -> None:
         """Count `new` as a stranger; close another one where there are too many."""
         strangers = self._strangers[new.local]
-        if len(strangers) >= self.settings.max_unknown_connections:
+        if len(strangers) >= self._most_strangers:
             aged_s = new.loop.time() - _FRESH_S
-            full = len(strangers) >= self.settings.max_connections
+            full = len(strangers) >= self._most
             oldest = next((c for c in strangers if full or c.resting or c.since_s < aged_s), None)
             if oldest is not None:
                 oldest.end()
@@ -55,7 +62,7 @@ class Connections:
         busy."""
         if connection in self._known:
             return True
-        if len(self._known) >= self.settings.max_connections:
+        if len(self._known) >= self._most:
             idle = next((c for c in self._known if c.resting), None)
             if idle is None:
                 return False
@@ -228,6 +235,21 @@ class Connection(H11Protocol):
             self._deadline = None
 
 
-def protocol(settings: ServerSettings) -> Callable[..., asyncio.Protocol]:
-    """The class of connections of one server."""
-    return type("Counted", (Connection,), {"all": Connections(settings)})
+def protocol(settings: ServerSettings, descriptors: int) -> Callable[..., asyncio.Protocol]:
+    """The class of connections of one server; `descriptors` are free, for them and all else that
+    is opened."""
+    return type("Counted", (Connection,), {"all": Connections(settings, descriptors)})
+
+
+def free_descriptors() -> int:
+    """How many more files this process may open, once the system gives it as many as it would
+    ask for."""
+    try:
+        import resource
+    except ImportError:  # Windows bounds no sockets
+        return _WANTED_DESCRIPTORS
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_WANTED_DESCRIPTORS, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(_SHARES, most - len(os.listdir("/dev/fd")))

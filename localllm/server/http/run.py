@@ -17,11 +17,12 @@ import uvicorn
 
 from localllm.errors import LocalLLMError
 from localllm.server.http.asgi import OWN_SEND, App, Receive, Scope, Send
-from localllm.server.http.connections import protocol
+from localllm.server.http.connections import free_descriptors, protocol
 from localllm.server.http.settings import ServerSettings
 
 GRACE_S = 5
 _TURN_S = 0.001
+_WAITING = 256
 _ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
 
@@ -32,6 +33,12 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let many wait to be accepted, though few are at a time (`backlog` means both)."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(_WAITING)
 
 
 def plain_target(scope: Scope) -> None:
@@ -67,9 +74,11 @@ async def serve_on(
     # Where another thread computes, the loop waits so long for each of its turns; Python's own 5 ms
     # are a step of a small model.
     sys.setswitchinterval(_TURN_S)
+    descriptors = free_descriptors()
     config = uvicorn.Config(
         outermost,
-        http=protocol(settings),  # type: ignore[arg-type]
+        http=protocol(settings, descriptors),  # type: ignore[arg-type]
+        backlog=max(1, min(_WAITING, descriptors // 20)),
         ws="none",
         lifespan="off",
         log_config=None,
