@@ -45,6 +45,10 @@ and hint.
     │   └── SlowerBuildError          it works, and slower than the one before (setup)   500
     ├── ServiceError                  the service manager refused, or is not there (service)  500
                                       exit 1
+    ├── ChildError                    a child process of ours gave no answer (limited_child) 503
+    │   │                             exit 1
+    │   ├── OverLimitError            its work took more time or memory than it may
+    │   └── RefusedError              its work can't be done, for the reason it gives
     ├── DeviceUnreadableError         the machine does not say what it has (device)      500  exit 1
     └── HistoryError                  the chats' file can't be used (conversation)       500  exit 1
         └── TurnGoneError             another window removed what is gone on from (conversation)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-
-from localllm.conversation import sandbox
-from localllm.conversation.message_variants import variants
-from localllm.conversation.sandbox_limits import TemplateLimitError
-from localllm.errors import RequestError
+from localllm.errors import BusyError, RequestError
+from localllm.limited_child import (
+    ChildError,
+    ChildLimits,
+    LimitedChild,
+    OverLimitError,
+    RefusedError,
+)
 
 # ChatML, the most common format, for models that carry no template. Tools are written as text by
 # tools/prompt.py.
@@ -28,6 +32,20 @@ DEFAULT_MARKS = ("<|im_end|>", "<|im_start|>")
 # for private use.
 _CUT = "\ue5c7\uf2a9"
 
+_MAX_SOURCE_CHARS = 2**20
+_PROGRAM = "localllm.conversation.sandbox"
+# Processor time: 20,000 tokens take about 0.01 s (three published templates), so a million fit.
+# Templates need no addresses beyond their memory.
+_FIRST_LIMITS = ChildLimits(cpu_s=0.5, memory_bytes=64 * 2**20, spare_bytes=32 * 2**20)
+_LAST_LIMITS = ChildLimits(cpu_s=1.4, memory_bytes=192 * 2**20, spare_bytes=32 * 2**20)
+# Of a message: what templates are not shown.
+_NOT_SHOWN = ("images", "pdfs")
+_RETRY_AFTER_S = 2.0
+# With the start of a process.
+_SLOW_S = 1.0
+# All templates' process: what takes long in it goes on in one of its own.
+_SHARED = LimitedChild(_PROGRAM, _FIRST_LIMITS)
+
 
 class TemplateError(RequestError):
     """The model's chat template can't write this conversation down; the message carries the
@@ -38,7 +56,8 @@ class TemplateError(RequestError):
 
 
 class ChatTemplate:
-    """A compiled template. `render` may be called from any thread.
+    """A model's template. `render` may be called from any thread; it blocks until the process that
+    runs templates answers (sandbox.py).
 
     A template that refuses the conversation as sent gets it in the variants that templates are
     known to want (see message_variants.py); when it refuses them all, the error is that of the
@@ -52,10 +71,13 @@ class ChatTemplate:
         # OpenAI's open models read a turn's reasoning as `thinking`; everybody else's as
         # `reasoning_content`.
         self._reads_thinking = "thinking" in self.source and "reasoning_content" not in self.source
-        try:
-            self._template = sandbox.compile_template(self.source)
-        except jinja2.TemplateError as e:
-            raise TemplateError(f"the model's chat template can't be read: {_reason(e)}") from e
+        # It took long the last time.
+        self._slow = False
+        self._slow_turn = threading.Lock()
+        if len(self.source) > _MAX_SOURCE_CHARS:
+            raise TemplateError(
+                f"the model's chat template is larger than {_MAX_SOURCE_CHARS} characters"
+            )
 
     @property
     def knows_tools(self) -> bool:
@@ -71,25 +93,27 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt for `messages` (in the form `conversation.messages.normalise` gives). Raises
-        TemplateError."""
-        if self._reads_thinking:
-            messages = [
-                {**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m
-                for m in messages
-            ]
-        first_error: TemplateError | None = None
-        sandbox.start_budget()  # one for all variants
-        for variant, variables in variants(messages, tools):
-            try:
-                return self._render(
-                    variant, {**variables, **kwargs, "add_generation_prompt": add_generation_prompt}
-                )
-            except TemplateLimitError as e:
-                raise TemplateError(str(e), param="messages") from e
-            except TemplateError as e:
-                first_error = first_error or e
-        assert first_error is not None
-        raise first_error
+        TemplateError, or BusyError where a slow template is at work already."""
+        marks = {"bos_token": self.bos_text, "eos_token": self.eos_text}
+        question = {
+            "source": self.source,
+            "messages": [self._shown(message) for message in messages],
+            "tools": tools,
+            "variables": {**marks, **kwargs, "add_generation_prompt": add_generation_prompt},
+        }
+        try:
+            text: str = self._answer(question)
+        except OverLimitError as e:
+            raise TemplateError(
+                f"the model's chat template can't write this conversation down: {e}",
+                hint="shorten the conversation, or use another model",
+                param="messages",
+            ) from e
+        except RefusedError as e:
+            raise TemplateError(str(e), param="messages") from e
+        except ChildError as e:
+            raise BusyError(f"the model's chat template could not be run: {e}") from e
+        return text
 
     def render_continued(
         self,
@@ -99,7 +123,7 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt that lets the model go on with the last message, an assistant's text: it ends
-        where that text ends, its turn still open. Raises TemplateError."""
+        where that text ends, its turn still open. Raises TemplateError and BusyError."""
         *before, last = messages
         text: str = last["content"]
         try:
@@ -114,41 +138,33 @@ class ChatTemplate:
         # would begin.
         return self.render(before, tools=tools, **kwargs) + text
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        pieces: list[str] = []
-        sandbox.start_writing()
+    def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """What the template sees of a message."""
+        shown = {key: value for key, value in message.items() if key not in _NOT_SHOWN}
+        if self._reads_thinking and shown.get("reasoning_content"):
+            shown["thinking"] = shown["reasoning_content"]
+        return shown
+
+    def _answer(self, question: Mapping[str, Any]) -> Any:
+        """From the process of all templates; or, where that takes long, from one of its own, as the
+        next ones until it is quick again. One conversation at a time is slow."""
         try:
-            # A copy of its own: a template may add to the lists it is given.
-            given = sandbox.owned({**variables, "messages": messages})
-            pieces += self._template.generate(
-                **{"bos_token": self.bos_text, "eos_token": self.eos_text, **given}
-            )
-        except sandbox.TemplateRaisedError as e:
-            raise TemplateError(
-                f"the model's chat template refuses this conversation: {e}", param="messages"
-            ) from e
-        except TemplateLimitError:
+            if not self._slow:
+                return _SHARED.ask(question, wanted=lambda: not self._slow)
+        except RefusedError:
             raise
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as e:
-            raise TemplateError(
-                f"the model's chat template fails on this conversation: {_reason(e)}",
-                param="messages",
-            ) from e
-        except (RecursionError, MemoryError) as e:
-            raise TemplateError(
-                "the model's chat template needs too much memory", param="messages"
-            ) from e
-        return "".join(pieces)
-
-
-def _reason(error: Exception) -> str:
-    """The first line of `error`, short: a template's failure can quote the whole conversation."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0][:200]
+        except ChildError:
+            self._slow = True
+        if not self._slow_turn.acquire(blocking=False):
+            raise BusyError(
+                "the model's slow chat template is writing another conversation down",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        began_s = time.monotonic()
+        own = LimitedChild(_PROGRAM, _LAST_LIMITS)
+        try:
+            return own.ask(question)
+        finally:
+            own.close()
+            self._slow = time.monotonic() - began_s > _SLOW_S
+            self._slow_turn.release()

@@ -7,6 +7,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from jinja2.ext import Extension
@@ -224,11 +225,6 @@ def conversations() -> list[Conversation]:
     return copy.deepcopy(list(_CONVERSATIONS))
 
 
-def fixed_day(form: str) -> str:
-    """A template's `strftime_now`, the same at any time."""
-    return "2026-01-02"
-
-
 class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - Jinja reads it off the class
 
@@ -255,7 +251,9 @@ def plain_jinja(source: str, messages: Any, tools: Any, **variables: Any) -> str
         )
 
     env.filters["tojson"] = tojson
-    env.globals.update(raise_exception=refuse, strftime_now=fixed_day)
+    env.globals.update(
+        raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form)
+    )
     return env.from_string(source).render(
         messages=messages,
         tools=tools,

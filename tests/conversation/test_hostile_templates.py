@@ -1,8 +1,9 @@
-"""Templates come out of downloaded files: none takes more than 64 MiB or 5 s, by the system's
-measure, or ends in an error that is not ours."""
+"""Templates come out of downloaded files: each runs within limits of memory and time, by the
+system's measure, and the next one finds everything as it was."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,46 +11,57 @@ from pathlib import Path
 import pytest
 
 from localllm.conversation.template import ChatTemplate
+from localllm.limited_child import ChildLimits, LimitedChild, OverLimitError
 
 if sys.platform != "linux":
     pytest.skip("the measure is Linux's", allow_module_level=True)
 
-from conversation.hostile_templates import ATTACKS, SLOW
+from conversation.hostile_templates import LIMITS, PROGRAM, question, templates
 
-MOST_MIB, MOST_S = 64.0, 5.0
+
+def test_no_template_takes_more_than_its_limits() -> None:
+    command = [sys.executable, "-m", "conversation.hostile_templates"]
+    said = subprocess.run(command, capture_output=True, cwd=Path(__file__).parents[1], check=True)
+    found = json.loads(said.stdout)
+    assert len(found["ends"]) == len(templates()) >= 200
+    assert found["ends"].count("stopped") >= 100, "they ask for little"
+    assert found["last"] == "x"
+    most_bytes = LIMITS.memory_bytes + LIMITS.spare_bytes
+    assert found["bytes"] <= most_bytes + 8 * 2**20, f"{found['bytes'] >> 20} MiB"
+    assert found["seconds"] <= (LIMITS.cpu_s + 0.02) * len(templates())
+
+
+def test_a_question_that_is_too_large_to_read_leaves_no_rest_for_the_next() -> None:
+    child = LimitedChild(PROGRAM, ChildLimits(cpu_s=5, memory_bytes=2**20, spare_bytes=2**22))
+    with pytest.raises(OverLimitError):
+        child.ask(question("a" * 2**25))
+    assert child.ask(question("{{ messages[0].content }}")) == "x"
+    child.close()
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("source", "text"),
     [
-        pytest.param(sorted(ATTACKS.keys() - SLOW), id="quick"),
-        pytest.param(sorted(SLOW), marks=pytest.mark.long, id="slow"),
+        ("{{ 9007199254740991 | tojson }} {{ {'a': 2 ** 100} | tojson }}",
+         '9007199254740991 {"a": 1267650600228229401496703205376}'),
+        ("{{ '%d/%s' % (1234567890123, 'x') }} {{ '{:>4}'.format(7) }}", "1234567890123/x    7"),
+        ("{{ 'a\nb' | indent(4) }}|{{ 'a' | center(5) }}|{{ 'ab'.ljust(4) }}",
+         "a\n    b|  a  |ab  "),
+        ("{% set l = [] %}{% set _ = l.append(1) %}{{ l }} {{ ['b', 'a'] | sort | join }}",
+         "[1] ab"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}{{ nothing }}", "x"),
+        ("{{ {'a': nothing, 'b': [1] | map('string')} | tojson(separators=[',', ':']) }}",
+         '{"a":null,"b":["1"]}'),
     ],
-)
-def test_no_template_takes_more_than_its_share(names: list[str]) -> None:
-    command = [sys.executable, "-m", "conversation.hostile_templates", *names]
-    said = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True
-    ).stdout
-    found = dict(line.split("|") for line in said.splitlines())
-    assert sorted(found) == names, "one of them was killed"
-    for name, line in found.items():
-        mib, seconds, end = line.split()
-        assert end in ("rendered", "refused"), f"{name}: {line}"
-        assert float(mib) <= MOST_MIB, f"{name}: {line}"
-        # a turn of 64 steps is seen to its end
-        assert float(seconds) <= MOST_S + 0.5, f"{name}: {line}"
+)  # fmt: skip
+def test_what_templates_write_is_jinjas(source: str, text: str) -> None:
+    assert ChatTemplate(source).render([{"role": "user", "content": "x"}]) == text
 
 
-def test_there_are_fifty_and_more() -> None:
-    assert len(ATTACKS) >= 50
-
-
-def test_a_list_that_grows_by_each_message_is_no_fault() -> None:
+def test_a_text_that_grows_by_each_message_is_no_fault() -> None:
     source = (
-        "{% set ns = namespace(kept=[]) %}{% for m in messages %}{% set ns.kept = ns.kept + "
-        "[{'role': m.role, 'text': m.content}] %}"
-        "{% endfor %}{% for m in messages[1:] %}{{ m.content }}{% endfor %}{{ ns.kept | length }}"
+        "{% set n = namespace(x='', kept=[]) %}{% for m in messages %}{% set n.x = n.x + m.content "
+        "%}{% set n.kept = n.kept + [m.role] %}{% endfor %}{{ n.x ~ n.kept | length }}"
     )
-    messages = [{"role": "user", "content": "word " * 20}] * 2000
-    assert ChatTemplate(source).render(messages).endswith("2000")
+    messages = [{"role": "user", "content": "word " * 200}] * 1000
+    assert len(ChatTemplate(source).render(messages)) == 1000 * 1000 + 4

@@ -18,7 +18,6 @@ from conversation.agent_conversations import (
     EOS,
     Conversation,
     conversations,
-    fixed_day,
     plain_jinja,
 )
 from localllm.conversation.messages import normalise
@@ -66,7 +65,7 @@ def _ours(template: ChatTemplate, conversation: Conversation) -> str:
     messages = normalise(conversation.messages)
     if not template.knows_tools:
         messages = with_instruction(messages, conversation.tools or [])
-    return template.render(messages, tools=conversation.tools, strftime_now=fixed_day)
+    return template.render(messages, tools=conversation.tools)
 
 
 def _plain(source: str, conversation: Conversation) -> str | None:

@@ -1,0 +1,289 @@
+"""Work on what nobody vouches for, in a warm process of its own: it is ended when a piece of work
+takes too much processor time or memory, or when nobody waits for it any more.
+
+`LimitedChild` is the parent's end; the module that the child runs calls `serve`. JSON lines: first
+what the child is set up with, then questions. The child says {"pid": …} when a process is ready for
+the next question, {"answer": …} or {"refused": …} with the number of the question, and {"ended": …}
+of a process that came to its end.
+Where the system can fork, the child forks that process, so that a fresh one costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO, cast
+
+import psutil
+
+from localllm.errors import LocalLLMError
+
+# While somebody waits for an answer the process is looked at this often, in seconds.
+_LOOK_S = 0.02
+# Addresses that are reserved and hardly touched: a deep stack (grammars/deep_stack.py), and what the
+# allocator holds ready for each thread.
+_RESERVED_BYTES = 160 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLimits:
+    """What one answer may take: seconds of processor time, and bytes above what the process holds
+    while it waits. `nice`: how far it stands behind others who want the processor.
+    `spare_bytes`: addresses beyond those bytes, which the work may reserve and hardly touches."""
+
+    cpu_s: float
+    memory_bytes: int
+    nice: int = 0
+    spare_bytes: int = _RESERVED_BYTES
+
+
+class ChildError(LocalLLMError):
+    """There is no answer: no process could be started, it ended, or nobody waited for it."""
+
+    code = "child_ended"
+    http_status = 503
+
+
+class OverLimitError(ChildError):
+    """The work was ended because it took more than it may."""
+
+    code = "over_limit"
+
+
+class RefusedError(ChildError):
+    """There is no answer for the reason that the child gives."""
+
+    code = "child_refused"
+
+
+@dataclass
+class LimitedChild:
+    """`python -m module`, started when it is first asked. `setup` finds what `serve` hands to the
+    function that makes its handler. Threads that ask take turns."""
+
+    module: str
+    limits: ChildLimits
+    setup: Callable[[], Any] = dict
+    _process: _Process | None = None
+    _closed: bool = False
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, question: Any, wanted: Callable[[], bool] = lambda: True) -> Any:
+        """What the child answers; blocks until it does. The work is ended where that is not
+        `wanted` any more. Raises OverLimitError, RefusedError, or another ChildError."""
+        with self._turn:
+            if self._process is None or self._process.ended:
+                self._process = _Process(self)
+            return self._process.answer(question, lambda: wanted() and not self._closed)
+
+    def close(self) -> None:
+        """End it for good, whatever it is at."""
+        self._closed = True
+        with self._turn:
+            if self._process is not None:
+                self._process.close()
+
+
+class _Process:
+    """One life of a child, and the process in it that works."""
+
+    def __init__(self, child: LimitedChild) -> None:
+        self._limits = child.limits
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._worker: psutil.Process | None = None
+        self._rest_bytes = self._held_bytes = self._asked = 0
+        first = {"limits": asdict(child.limits), "setup": child.setup()}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", child.module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as e:
+            raise ChildError(f"no process can be started for it ({e})") from e
+        threading.Thread(target=self._begin, args=[first], name="child", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """True once nobody in it can be asked."""
+        return self._process.poll() is not None
+
+    def answer(self, question: Any, wanted: Callable[[], bool]) -> Any:
+        while self._worker is None:
+            self._worker = self._ready(self._heard(wanted))
+        self._asked += 1
+        self._send([self._asked, question])
+        ended = True
+        said: dict[str, Any] = {"of": 0}
+        try:
+            while said.get("of", self._asked) != self._asked:
+                said = self._heard(wanted, self._limits)
+            ended = "ended" in said or self._held_bytes > self._limits.memory_bytes / 2
+        finally:
+            if ended:
+                self._end_worker()
+        if "ended" in said:
+            timed = said["ended"] == getattr(signal, "SIGPROF", None)
+            raise _over_time(self._limits) if timed else _over_memory(self._limits)
+        if "refused" in said:
+            raise RefusedError(said["refused"])
+        return said["answer"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._end_worker()
+        with suppress(OSError):  # what it did not hear any more
+            cast("BinaryIO", self._process.stdin).close()
+
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            with suppress(psutil.Error):
+                worker.kill()
+            if worker.pid == self._process.pid:
+                self._process.wait()
+
+    def _ready(self, message: dict[str, Any]) -> psutil.Process | None:
+        """The process that is ready for a question; None where `message` is
+        another."""
+        self._rest_bytes = 0
+        with suppress(psutil.Error, KeyError):
+            worker = psutil.Process(message["pid"])
+            self._rest_bytes = worker.memory_info().rss
+            return worker
+        return None
+
+    def _begin(self, first: Any) -> None:
+        """Say what it is set up with, and take in what it says until its end."""
+        self._send(first)
+        with cast("BinaryIO", self._process.stdout) as said:
+            for line in said:
+                self._lines.put(line)
+        self._lines.put(b"")
+
+    def _send(self, message: Any) -> None:
+        with suppress(OSError, ValueError):  # it has ended, as its output says
+            _write(cast("BinaryIO", self._process.stdin), message)
+
+    def _heard(
+        self, wanted: Callable[[], bool], limits: ChildLimits | None = None
+    ) -> dict[str, Any]:
+        """What it says next, unless it takes more than `limits` for it."""
+        self._held_bytes, before_s = 0, None
+        while True:
+            try:
+                line = self._lines.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if not wanted():
+                    raise ChildError("nobody waits for it any more") from None
+                if limits is not None:
+                    before_s = self._look(limits, before_s)
+                continue
+            if not line:
+                raise ChildError("its process ended")
+            with suppress(ValueError):  # what was cut short is none
+                heard: dict[str, Any] = json.loads(line)
+                return heard
+
+    def _look(self, limits: ChildLimits, before_s: float | None) -> float:
+        """Raises OverLimitError where the work has taken more than it may. Returns what the
+        process had computed before it, in seconds."""
+        assert self._worker is not None
+        try:
+            with self._worker.oneshot():
+                times, held_bytes = self._worker.cpu_times(), self._worker.memory_info().rss
+        except psutil.Error:  # it has ended, as its output says
+            return before_s or 0.0
+        spent_s = times.user + times.system
+        before_s = spent_s - _LOOK_S if before_s is None else before_s
+        self._held_bytes = held_bytes - self._rest_bytes
+        if spent_s - before_s > limits.cpu_s:
+            raise _over_time(limits)
+        if self._held_bytes > limits.memory_bytes:
+            raise _over_memory(limits)
+        return before_s
+
+
+def _over_time(limits: ChildLimits) -> OverLimitError:
+    return OverLimitError(f"it takes over {limits.cpu_s:g} s of computing")
+
+
+def _over_memory(limits: ChildLimits) -> OverLimitError:
+    return OverLimitError(f"it takes over {limits.memory_bytes >> 20} MiB of memory")
+
+
+# --- the child ------------------------------------------------------------------------------------
+
+
+def serve(make: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """Be the child of this process's standard input and output: answer questions by what `make`
+    makes of the setup. What that raises is why there is no answer."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the parent decides when we stop
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # Native code prints to stdout at times.
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    first = json.loads(source.readline())
+    limits, answer = ChildLimits(**first["limits"]), make(first["setup"])
+    while hasattr(os, "fork"):
+        worker = os.fork()
+        if not worker:
+            break
+        _, status = os.waitpid(worker, 0)
+        if not status:  # the input has ended
+            return
+        sink.write(b"\n")  # it may have ended within a line
+        _write(sink, {"ended": status & 0x7F})
+    _bound(limits)
+    _write(sink, {"pid": os.getpid()})
+    for line in source:
+        _bound_time(limits.cpu_s)
+        try:
+            number, question = json.loads(line)
+        except ValueError:  # the rest of what another process was reading when it was ended
+            continue
+        try:
+            said = {"of": number, "answer": answer(question)}
+        except MemoryError:
+            os._exit(1)
+        except Exception as e:
+            said = {"of": number, "refused": str(e) or type(e).__name__}
+        _bound_time(0.0)
+        _write(sink, said)
+
+
+def _write(sink: BinaryIO, message: Any) -> None:
+    sink.write(json.dumps(message).encode() + b"\n")
+    sink.flush()
+
+
+def _bound_time(cpu_s: float) -> None:
+    """Let the system end this process after so much more computing, also where its parent has died
+    (0: never)."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+def _bound(limits: ChildLimits) -> None:
+    """Stand behind others, and have the system refuse at once what is far too large, where it
+    can."""
+    try:
+        import resource
+
+        os.nice(limits.nice)
+        most = psutil.Process().memory_info().vms + limits.memory_bytes + limits.spare_bytes
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    except (ImportError, OSError, ValueError):  # Windows; macOS has no bound of addresses
+        pass

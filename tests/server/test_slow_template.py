@@ -1,0 +1,39 @@
+"""A hostile template costs its own model's requests a refusal, and nobody else anything."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from support.http_server import running_server
+from support.scripted_engine import ScriptedEngine
+
+_ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+_ASKED = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+
+
+def test_others_are_answered_while_a_template_runs_on() -> None:
+    models = {"endless": ScriptedEngine(chat_template=_ENDLESS), "plain": ScriptedEngine()}
+    with (
+        running_server(models) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+        ThreadPoolExecutor(8) as people,
+    ):
+
+        def ask(model: str) -> httpx.Response:
+            return client.post("/v1/chat/completions", json={**_ASKED, "model": model})
+
+        assert ask("plain").is_success
+        slow = [people.submit(ask, "endless") for _ in range(8)]
+        assert all(client.get("/health").is_success for _ in range(20))
+        assert not all(reply.done() for reply in slow)
+        answers = [reply.result() for reply in slow]
+        assert {r.status_code for r in answers} <= {400, 503}
+        ended = [r.json()["error"]["message"] for r in answers if r.status_code == 400]
+        assert ended
+        assert all("it takes over" in message for message in ended)
+        # From now on it is kept apart from all others: they are done while it is at it.
+        again = people.submit(ask, "endless")
+        assert all(ask("plain").is_success for _ in range(20))
+        assert not again.done()
