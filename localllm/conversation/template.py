@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from localllm.errors import BusyError, RequestError
@@ -45,6 +46,13 @@ _RETRY_AFTER_S = 2.0
 _SLOW_S = 1.0
 # All templates' process: what takes long in it goes on in one of its own.
 _SHARED = LimitedChild(_PROGRAM, _FIRST_LIMITS)
+
+
+def warm_up() -> None:
+    """Start the process that runs templates, so that the first conversation does not wait for
+    it."""
+    with suppress(ChildError):
+        _SHARED.ask({"source": "", "messages": [], "tools": None, "variables": {}})
 
 
 class TemplateError(RequestError):

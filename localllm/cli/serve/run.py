@@ -167,15 +167,18 @@ def application(
     """The application and what serves it. Reading that code takes as long as a small model takes to
     load: this runs meanwhile."""
     import gc
+    import threading
 
     # All of it stays: to look through it for garbage costs a tenth of the time now, and streams a
     # pause later.
     gc.disable()
     try:
+        from localllm.conversation.template import warm_up
         from localllm.device.probes.power import power_figures
         from localllm.server.app import create_app
         from localllm.server.http.run import serve_on
 
+        threading.Thread(target=warm_up, name="templates", daemon=True).start()
         return create_app(router, settings=settings, store=store, power=power_figures), serve_on
     finally:
         gc.freeze()
