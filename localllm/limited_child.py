@@ -123,20 +123,20 @@ class _Process:
         self._asked += 1
         self._send([self._asked, question])
         ended = True
-        said: dict[str, Any] = {"of": 0}
+        reply: dict[str, Any] = {"of": 0}
         try:
-            while said.get("of", self._asked) != self._asked:
-                said = self._heard(wanted, self._limits)
-            ended = "ended" in said or self._held_bytes > self._limits.memory_bytes / 2
+            while reply.get("of", self._asked) != self._asked:
+                reply = self._heard(wanted, self._limits)
+            ended = "ended" in reply or self._held_bytes > self._limits.memory_bytes / 2
         finally:
             if ended:
                 self._end_worker()
-        if "ended" in said:
-            timed = said["ended"] == getattr(signal, "SIGPROF", None)
+        if "ended" in reply:
+            timed = reply["ended"] == getattr(signal, "SIGPROF", None)
             raise _over_time(self._limits) if timed else _over_memory(self._limits)
-        if "refused" in said:
-            raise RefusedError(said["refused"])
-        return said["answer"]
+        if "refused" in reply:
+            raise RefusedError(reply["refused"])
+        return reply["answer"]
 
     def close(self) -> None:
         self._process.kill()

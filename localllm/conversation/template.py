@@ -38,7 +38,7 @@ _PROGRAM = "localllm.conversation.sandbox"
 # Processor time: 20,000 tokens take about 0.01 s (three published templates), so a million fit.
 # Templates need no addresses beyond their memory.
 _FIRST_LIMITS = ChildLimits(cpu_s=0.5, memory_bytes=64 * 2**20, spare_bytes=32 * 2**20)
-_LAST_LIMITS = ChildLimits(cpu_s=1.4, memory_bytes=192 * 2**20, spare_bytes=32 * 2**20)
+_LAST_LIMITS = ChildLimits(cpu_s=1.4, memory_bytes=128 * 2**20, spare_bytes=32 * 2**20)
 # Of a message: what templates are not shown.
 _NOT_SHOWN = ("images", "pdfs")
 _RETRY_AFTER_S = 2.0
