@@ -4,10 +4,9 @@ instances, as an answer's form and as a tool's parameters, beside plain llguidan
     python -m benchmarks.schemas PATH [--sample N]
 
 PATH is the repository, or its folder maskbench/data. Every schema is taken as strict: kept whole,
-or refused by name. An answer has its members in the schema's order, as plain llguidance has them;
-MaskBench's authors ordered the instances of the schemas that it took, so those of schemas that only
-we take are rejected where they stand in another order (`order`: with members in any order they are
-accepted). Calls come in any order.
+or refused by name. Members come in the schema's order, as plain llguidance has them; MaskBench's
+authors ordered the instances of the schemas that it took, so those of schemas that only we take are
+rejected where they stand in another order.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from localllm.conversation.tools.schemas import constrainable, one_call, parameters_of
 from localllm.errors import UnsupportedError
-from localllm.grammars.json_lark import ANY_ORDER, SPACE
-from localllm.grammars.json_schema import schemas_in
+from localllm.grammars.json_schema import SPACE, schemas_in
 
 
 class _Bytes:
@@ -56,10 +54,6 @@ def call(schema: Any) -> str:
     return LLMatcher.grammar_from_lark(
         schemas_in(f"start: %json {one_call([parameters_of(t) for t in kept])[1]}\n")
     )
-
-
-def any_order(schema: Any) -> str:
-    return answer({**schema, ANY_ORDER: True} if isinstance(schema, dict) else schema)
 
 
 def plain(schema: Any) -> str:
@@ -126,9 +120,6 @@ def measure(found: list[Path]) -> Iterator[tuple[str, Counter[str], list[float],
                     if allows(matcher, said) == test["valid"]:
                         continue
                     counts[f"{kind} {'rejected' if test['valid'] else 'accepted'}{shape}"] += 1
-                    if name == "answer" and test["valid"] and not shape:
-                        free = matcher_of(any_order, schema, Counter())
-                        counts["of these by order"] += free is not None and allows(free, said)
         yield name, counts, sorted(spent), why
 
 

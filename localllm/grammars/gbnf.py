@@ -9,13 +9,14 @@ src/llama-grammar.cpp and grammars/README.md.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
-from localllm.grammars.schema_words import empty
+from localllm.grammars.reasons import check_schema
 
 _MAX_LETTERS = 1 << 16
 _MOST_REPEATS = 100_000
@@ -429,12 +430,6 @@ def _meet(one: Ranges, other: Ranges) -> bool:
 
 def _ends_where_it_matches(expression: str) -> bool:
     """True where nothing that matches goes on as something else that does."""
-    return empty(
-        {
-            "type": "string",
-            "allOf": [
-                {"pattern": f"^(?:{expression})$"},
-                {"pattern": f"^(?:{expression}(?s:.)+)$"},
-            ],
-        }
-    )
+    parts = [f"^(?:{expression})$", f"^(?:{expression}(?s:.)+)$"]
+    schema = {"type": "string", "allOf": [{"pattern": part} for part in parts]}
+    return check_schema(json.dumps(schema)).matches_nothing

@@ -1,107 +1,72 @@
-"""The one translator of JSON schemas: whatever one is for, what it says comes out as the grammar
-engine keeps it.
+"""JSON schemas as llguidance takes them, which keeps them itself. Text to text.
 
-A schema that comes out is exact: its references lead to `$defs` of its own, words that only
-describe are gone, and words that llguidance does not know are said with others that it does
-(`oneOf`, `not`, `if`, `dependencies`, `propertyNames`; those in schema_words.py). What can't be
-said so is left out and named: a caller that must keep all refuses it.
+What stands here is what it leaves open: integers with an end, formats that it has not, what it
+would hold otherwise than it is written (schema_words.py), and in our words why it does not hold a
+schema (reasons.py). A caller that must keep all of a schema refuses it then; others leave that out
+and name it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from localllm.errors import UnsupportedError
 from localllm.grammars.deep_stack import check_parts
-from localllm.grammars.json_lark import ANY_ORDER, JsonRules
-from localllm.grammars.member_names import Schema
-from localllm.grammars.schema_words import holds, made_of
-from localllm.grammars.translator import BOUNDS, INERT, Translator
+from localllm.grammars.reasons import GrammarCheck, check_schema, reason_of
+from localllm.grammars.schema_words import NAMED, as_taken, why_not
 
-# Words whose value decides: tried without each, in this order, then without all of them up to each.
-_AT_TIMES = (
-    "pattern", "format", "patternProperties", "multipleOf", "maxLength", "minLength", "minimum",
-    "maximum",
-    "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems", "minProperties",
-    "maxProperties", "prefixItems",
-    "additionalProperties", "enum", "const", "allOf", "anyOf", "$ref", "items", "type", "required",
-)  # fmt: skip
-# A search for what to leave out of a schema that can't be kept ends after so long: then any object
-# will do.
-_SEARCH_S = 0.5
+Schema: TypeAlias = bool | dict[str, Any]
+
+# Between JSON's parts: nothing, a space, or a new line and its indentation. Without a limit a small
+# model fills its window with space (llama.cpp's own grammars, common/json-schema-to-grammar.cpp,
+# draw the same line).
+SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # Lark's strings, comments and expressions, which are skipped, and the mark in front of a schema.
 _JSON = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(%json\s*)(?=[{tf])')
+_OPTIONS = "x-guidance"
+LENIENT = {_OPTIONS: {"lenient": True}}
+"""In a schema: words that llguidance does not know are passed over."""
+# So many words of one schema are left out one after another; then any object will do.
+_MOST_WORDS = 8
 
 
-def translated(schema: Any) -> Schema:
-    """`schema` as the engine keeps it, all of it. Raises UnsupportedError, which names what can't
-    be kept."""
+def held(schema: Any) -> dict[str, Any]:
+    """`schema` as llguidance takes it, all of it. Raises UnsupportedError, which names what it
+    would not hold."""
+    refused: set[str] = set()
     try:
-        result, unsupported = _translated(json.dumps(schema))
+        kept = as_taken(schema, refused)
     except RecursionError as e:
         raise UnsupportedError("the json_schema can't be enforced: it is nested too deeply") from e
-    if unsupported:
-        reasons = [
-            f"{w} is {'beyond 2^62' if w in BOUNDS else 'not supported'}" for w in unsupported
-        ]
-        raise UnsupportedError(f"the json_schema can't be enforced: {', '.join(reasons)}")
-    return result
+    if refused:
+        reasons = ", ".join(f"{word} is {why_not(word)}" for word in sorted(refused))
+        raise UnsupportedError(f"the json_schema can't be enforced: {reasons}")
+    whole = {"allOf": [kept]} if isinstance(kept, bool) else kept
+    own = whole.get(_OPTIONS)
+    options = {"whitespace_pattern": SPACE, **(own if isinstance(own, dict) else {})}
+    return {**whole, _OPTIONS: options}
 
 
 def schemas_in(lark: str) -> str:
-    """A Lark grammar with rules for every schema in it. Raises UnsupportedError, and ValueError for
-    what is no JSON."""
+    """A Lark grammar with every schema in it as llguidance takes it. Raises UnsupportedError, and
+    ValueError for what is no JSON."""
     parts: list[str] = []
-    rules: list[str] = []
-    at = n = 0
+    at = 0
     while (found := _JSON.search(lark, at)) is not None:
-        parts.append(lark[at : found.end() if not found[1] else found.start()])
+        parts.append(lark[at : found.end()])
         at = found.end()
         if found[1]:
             schema, at = json.JSONDecoder().raw_decode(lark, at)
-            any_order = isinstance(schema, dict) and schema.get(ANY_ORDER) is True
-            value, more = _rules(translated(schema), f"json{n}_", any_order=any_order)
-            parts.append(value)
-            rules += more
-            n += 1
-    return "".join(
-        [*parts, lark[at:], *([chr(10)] if rules else []), *(f"{rule}\n" for rule in rules)]
-    )
-
-
-def _rules(kept: Schema, prefix: str, *, any_order: bool = False) -> tuple[str, list[str]]:
-    """The Lark of a value, and its rules. Raises UnsupportedError."""
-    writer = JsonRules(prefix, any_order=any_order)
-    try:
-        value = writer.value(kept)
-    except RecursionError as e:
-        raise UnsupportedError(
-            "the json_schema can't be enforced: it leads to itself too often"
-        ) from e
-    if value == writer.never:
-        why = holds(kept)
-        why = why if "Unsatisfiable" in why else "nothing matches it, or nothing that ends"
-        raise UnsupportedError(f"the json_schema can't be enforced: {why}")
-    return value, writer.rules
-
-
-def _why_not(kept: Schema) -> str:
-    """Why the engine can't keep a translated schema; empty where it can."""
-    from llguidance import LLMatcher
-
-    try:
-        value, rules = _rules(kept, "json_")
-    except UnsupportedError as e:
-        return str(e)
-    return made_of(LLMatcher.grammar_from_lark("\n".join([f"start: {value}", *rules])))
+            parts.append(json.dumps(held(schema)))
+    return "".join([*parts, lark[at:]])
 
 
 def loosened(schema: Any) -> tuple[Schema, tuple[str, ...]]:
-    """`schema` without what the engine can't keep, and the words that are left out or mean less
+    """`schema` without what llguidance can't hold, and the words that are left out or mean less
     than they say."""
     try:
         return _loosened(json.dumps(schema))
@@ -121,73 +86,85 @@ def enforceable(grammar: tuple[str, str] | None) -> tuple[tuple[str, str] | None
 
 
 @lru_cache(maxsize=512)  # an agent sends the same tools with every turn
-def _translated(text: str) -> tuple[Schema, tuple[str, ...]]:
-    translator = Translator(json.loads(text))
-    result = translator.translated()
-    return result, tuple(sorted(translator.unsupported))
-
-
-@lru_cache(maxsize=512)
 def _loosened(text: str) -> tuple[Schema, tuple[str, ...]]:
-    result, words = _translated(text)
-    found = set(words)
-    if _why_not(result):
-        result = _without_what_breaks(result, found)
-    return result, tuple(sorted(found))
+    refused: set[str] = set()
+    schema = as_taken(_of_no_place(text), refused)
+    if not isinstance(schema, dict):
+        return (schema, ()) if isinstance(schema, bool) else (True, ("schema",))
+    check = _loosely_checked(schema)
+    # One property that breaks costs the others nothing.
+    if check.error and '"$ref"' not in text and isinstance(schema.get("properties"), dict):
+        kept = {
+            n: _without_what_breaks(inner, refused) for n, inner in schema["properties"].items()
+        }
+        schema = {**schema, "properties": kept}
+    if check.error:
+        schema = _without_what_breaks(schema, refused)
+        check = _loosely_checked(schema)
+    for warning in check.warnings:
+        refused |= {word for word in reason_of(warning).words if f'"{word}"' in text}
+    if check.warnings:
+        schema = {**schema, **LENIENT}
+    return schema, tuple(sorted(refused))
 
 
-def _without_what_breaks(schema: Schema, found: set[str]) -> Schema:
-    """`schema` without as few words as make it one that can be kept, tried for a limited time. They
-    are added to `found`."""
+def documents(schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Schemas by name as definitions of another one, which a `$ref` of NAME leads to. Each is a
+    document of its own there: its references to itself (`#/$defs/…`) lead where they did."""
+    # draft 4 has the other word for an address
+    return {"$defs": {name: {**one, "$id": name, "id": name} for name, one in schemas.items()}}
+
+
+def _of_no_place(text: str) -> Any:
+    """A schema that stays itself within another one: what it calls by its own address it calls by
+    its place in itself, and a `$ref` of the whole, beside which drafts have no address, is a
+    part."""
+    schema = json.loads(text)
+    for word in ("$id", "id"):
+        address = schema.get(word) if isinstance(schema, dict) else None
+        if isinstance(address, str) and address.rstrip("#"):
+            whole = json.dumps(address.rstrip("#"))
+            text = text.replace(f'"$ref": {whole[:-1]}#', '"$ref": "#').replace(
+                f'"$ref": {whole}', '"$ref": "#"'
+            )
+    schema = json.loads(text)
+    if isinstance(schema, dict) and "$ref" in schema and isinstance(schema.get("allOf", []), list):
+        schema["allOf"] = [*schema.get("allOf", []), {"$ref": schema.pop("$ref")}]
+    return schema
+
+
+def _loosely_checked(schema: Schema) -> GrammarCheck:
+    """What llguidance says of it within another one, as those of tools are."""
     if isinstance(schema, bool):
-        found.add("schema")
-        return True
-    until = time.monotonic() + _SEARCH_S
-    properties = schema.get("properties")
-    # one that breaks costs the others nothing
-    if isinstance(properties, dict) and "$defs" not in schema:
-        for name, inner in properties.items():
-            if _why_not(inner):
-                fewer = _fewer_words(inner, found, until)
-                properties = {**properties, name: True if fewer is None else fewer}
-                if fewer is None:
-                    found.add(name)
-        schema = {**schema, "properties": properties}
-        if not _why_not(schema):
+        return GrammarCheck("")
+    return check_schema(json.dumps({"$ref": "x", **documents({"x": schema}), **LENIENT}))
+
+
+def _without_what_breaks(schema: Schema, refused: set[str]) -> Schema:
+    """`schema` without the words that llguidance blames, one after another; `refused` gets them."""
+    for _ in range(_MOST_WORDS):
+        check = _loosely_checked(schema)
+        if not check.error:
             return schema
-    fewer = _fewer_words(schema, found, until)
-    if fewer is None:
-        found.add("schema")
-        return True
-    return fewer
+        found: set[str] = set()
+        schema = _without(schema, reason_of(check.error).words, found)
+        if not found:
+            break
+        refused |= found
+    refused.add("schema")
+    return True
 
 
-def _fewer_words(schema: Schema, found: set[str], until: float) -> Schema | None:
-    for some in [
-        *({word} for word in _AT_TIMES),
-        *(set(_AT_TIMES[:n]) for n in range(2, len(_AT_TIMES) + 1)),
-    ]:
-        more: set[str] = set()
-        rest: Schema = _without(schema, some, more)
-        if time.monotonic() > until:
-            return None
-        if more and not _why_not(rest):
-            found |= more
-            return rest
-    return None
-
-
-def _without(schema: Any, words: set[str], found: set[str]) -> Any:
+def _without(schema: Any, words: tuple[str, ...], found: set[str]) -> Any:
     if isinstance(schema, list):
         return [_without(inner, words, found) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    rest: dict[str, Any] = {}
-    for word, value in schema.items():
-        if word in words:
-            found.add(word)
-        elif word in ("properties", "patternProperties", "$defs"):
-            rest[word] = {name: _without(inner, words, found) for name, inner in value.items()}
-        else:
-            rest[word] = value if word in INERT else _without(value, words, found)
+    found |= schema.keys() & set(words)
+    rest = {word: said for word, said in schema.items() if word not in words}
+    for word, said in rest.items():
+        if word in NAMED and isinstance(said, dict):
+            rest[word] = {name: _without(inner, words, found) for name, inner in said.items()}
+        elif word not in ("const", "enum"):
+            rest[word] = _without(said, words, found)
     return rest

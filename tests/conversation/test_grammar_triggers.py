@@ -23,7 +23,7 @@ from localllm.conversation.reply_parser import ReplyParser
 from localllm.conversation.tools import FORMATS
 from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
 from localllm.conversation.tools.constraints import answer_or_call, triggers_of
-from localllm.conversation.tools.lark import SPACE
+from localllm.grammars.json_schema import SPACE
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -8,21 +8,21 @@ from typing import Any
 from llguidance import LLMatcher
 
 from benchmarks.schemas import TOKENIZER
-from localllm.grammars.json_lark import ANY_ORDER
+from localllm.errors import UnsupportedError
 from localllm.grammars.json_schema import schemas_in
+from localllm.grammars.reasons import reason_of
 
 
 def matcher_of(grammar: str) -> LLMatcher:
-    """A matcher of a compiled grammar, which must be one."""
+    """A matcher of a compiled grammar. Raises UnsupportedError."""
     matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
+    if matcher.is_error():
+        raise UnsupportedError(reason_of(matcher.get_error()).sentence)
     return matcher
 
 
-def of_schema(schema: Any, *, any_order: bool = False) -> LLMatcher:
+def of_schema(schema: Any) -> LLMatcher:
     """A matcher of `schema` as the engine makes its grammar. Raises UnsupportedError."""
-    if any_order:
-        schema = {**schema, ANY_ORDER: True}
     return matcher_of(
         LLMatcher.grammar_from_lark(schemas_in(f"start: %json {json.dumps(schema)}\n"))
     )

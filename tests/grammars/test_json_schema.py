@@ -1,5 +1,4 @@
-"""JSON schemas in the engine's words: what is allowed matches the schema as it was sent, whatever
-words it is in."""
+"""JSON schemas as llguidance takes them: what is allowed matches the schema as it was sent."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ import pytest
 from grammars.byte_matcher import allows, of_schema
 from localllm.conversation.tools.schemas import constrainable
 from localllm.errors import UnsupportedError
-from localllm.grammars.json_schema import enforceable, loosened, schemas_in, translated
-from localllm.grammars.translator import LARGEST
+from localllm.grammars.json_schema import enforceable, held, loosened, schemas_in
 
 SEEDS = int(os.environ.get("LOCALLLM_SCHEMAS", "120"))
 NAMES = ("a", "b", "ab")
@@ -43,7 +41,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def some_schema(rng: random.Random, depth: int) -> Any:
-    """A schema of the words that are said in others, as authors nest them."""
+    """A schema as authors nest them."""
     plain: list[Any] = [
         {"type": rng.choice(["string", "integer", "number", "boolean", "null", "array", "object"])},
         {"type": ["string", "null"]},
@@ -68,19 +66,9 @@ def some_schema(rng: random.Random, depth: int) -> Any:
     return rng.choice(
         [
             rng.choice(plain),
-            {"type": "object", "not": {"required": rng.sample(NAMES, 2)}},
             {"not": inner()},
             {"oneOf": [inner(), inner()]},
-            {"type": "object", "oneOf": [part(), part(), {"required": ["b"]}]},
-            {"if": inner(), "then": inner(), "else": inner()},
-            {"type": "object", "dependentRequired": {"a": ["b"]}, "properties": {"a": inner()}},
-            {"type": "object", "dependentSchemas": {"a": part(), "b": {"required": ["a"]}}},
-            {
-                "type": "object",
-                "propertyNames": {"enum": ["a", "b"]},
-                "additionalProperties": inner(),
-            },
-            {"type": "object", "propertyNames": {"maxLength": 1}, "properties": {"ab": inner()}},
+            {"type": "object", "oneOf": [{"required": ["b"], **part()}, part()]},
             {
                 "type": "object",
                 "patternProperties": {"^a$": inner(), "^(b|ab)$": inner()},
@@ -116,14 +104,18 @@ def some_values(rng: random.Random) -> list[Any]:
 
 
 def test_what_is_allowed_matches_the_schema() -> None:
+    """Of one that is refused some words are named, and the rest is a schema that is not."""
     held = refused = right = narrow = 0
     for seed in range(SEEDS):
         rng = random.Random(seed)
         schema = some_schema(rng, rng.choice([1, 2, 3]))
         try:
-            matcher = of_schema(schema, any_order=isinstance(schema, dict))
-        except (UnsupportedError, AssertionError):
+            matcher = of_schema(schema)
+        except UnsupportedError:
             refused += 1
+            rest, words = loosened(schema)
+            assert words, schema
+            of_schema(rest)
             continue
         held += 1
         validator = jsonschema.Draft201909Validator(schema)  # which knows lists of items
@@ -133,7 +125,7 @@ def test_what_is_allowed_matches_the_schema() -> None:
             assert valid or not allowed, (seed, schema, text)
             right += valid and allowed
             narrow += valid and not allowed  # members in an order of their own
-    assert held > 2 * refused, (held, refused)  # patterns that overlap are, on purpose
+    assert 2 * held > refused, (held, refused)  # some of which nothing matches
     assert right > 20 * narrow, (right, narrow)
 
 
@@ -168,45 +160,6 @@ def test_a_pattern_means_the_same_whatever_json_escapes() -> None:
     assert right > 100, right
 
 
-def test_parts_that_lead_back_to_the_whole_end() -> None:
-    part = {
-        "type": "object",
-        "properties": {"a": {"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]}},
-    }
-    defs = {
-        "x": part,
-        "y": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"type": "null"}}},
-    }
-    matcher = of_schema({"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}], "$defs": defs})
-    for text, right in (
-        ('{"a": {"a": {"b": null}}}', True),
-        ('{"a": {"a": {"b": 1}}}', False),
-        ('{"a": 1}', False),
-    ):
-        assert allows(matcher, text) == right
-    schema = {
-        "$ref": "#/$defs/z",
-        "$defs": {**defs, "z": {**part, "required": ["a"]}, "x": {"$ref": "#/$defs/z"}},
-    }
-    with pytest.raises(UnsupportedError, match="nothing matches"):
-        of_schema(schema)
-
-
-STATES = {"type": "string", "enum": [f"s{i}" for i in range(60)]}
-
-
-def test_values_that_are_named_are_picked_and_cost_nothing() -> None:
-    other = {"type": "string", "enum": [f"s{i}" for i in range(40, 90)]}
-    schema = {
-        "type": "array",
-        "items": {"oneOf": [STATES, other, {"enum": ["s7", "z", 1, True]}, {"const": 1.0}]},
-    }
-    matcher = of_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema)
-    for value in ("s1", "s7", "s45", "s89", "z", 1, True, "s90"):
-        assert allows(matcher, json.dumps([value])) == validator.is_valid([value]), value
-
-
 REFERRED = {"type": "array", "items": {"enum": [7]}, "maxItems": 1}
 
 
@@ -214,12 +167,6 @@ REFERRED = {"type": "array", "items": {"enum": [7]}, "maxItems": 1}
     "schema",
     [
         {"$ref": "#here", "$defs": {"x": {"$anchor": "here", **REFERRED}}},
-        {"$ref": "#here", "definitions": {"x": {"$id": "#here", **REFERRED}}},
-        {
-            "id": "http://e.x/s#",
-            "$ref": "http://e.x/s#/definitions/x",
-            "definitions": {"x": REFERRED},
-        },
         {
             "$id": "https://e.x/dir/s.json",
             "$ref": "other.json",
@@ -232,12 +179,6 @@ REFERRED = {"type": "array", "items": {"enum": [7]}, "maxItems": 1}
         },
         {"$id": "urn:x:y", "$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": REFERRED}},
         {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": REFERRED}},
-        {
-            "$schema": "http://json-schema.org/draft-07/schema#",
-            "$ref": "#/definitions/x",
-            "maxItems": 0,
-            "definitions": {"x": REFERRED},
-        },
         {"allOf": [{"$ref": "#/allOf/1"}, REFERRED]},
     ],
 )
@@ -270,9 +211,7 @@ def test_what_cant_be_said_is_named_and_the_rest_is_held(word: str, schema: dict
         "required": ["n"],
     }
     with pytest.raises(UnsupportedError, match=word.replace("$", r"\$")):
-        translated(whole)
-    with pytest.raises(UnsupportedError, match=word.replace("$", r"\$")):
-        schemas_in(f"start: %json {json.dumps(whole)}")
+        of_schema(whole)
     kept, words = loosened(whole)
     assert words == (word,)
     matcher = of_schema(kept)
@@ -295,33 +234,69 @@ def test_bounds_beyond_64_bits_are_those_of_what_can_be_written(
     bounds: tuple[float, float],
 ) -> None:
     for word in ("integer", "number"):
-        matcher = of_schema(translated({"type": word, "minimum": bounds[0], "maximum": bounds[1]}))
+        matcher = of_schema(held({"type": word, "minimum": bounds[0], "maximum": bounds[1]}))
         assert allows(matcher, "3")
 
 
-def test_dependencies_of_older_drafts() -> None:
-    named: Any = {"a": {}, "b": {}, "c": {}}
-    schema = {
-        "type": "object",
-        "properties": named,
-        "dependencies": {"a": ["b"], "b": {"properties": {"c": {"const": 1}}}},
-    }
-    matcher, validator = of_schema(schema), jsonschema.Draft7Validator(schema)
-    for value in ({}, {"a": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 1}, {"b": 1, "c": 2}, {"c": 2}):
-        assert allows(matcher, json.dumps(value)) == validator.is_valid(value), value
+def test_an_enumeration_may_be_long() -> None:
+    values = [f"value-{i:04d}" for i in range(3000)]
+    matcher = of_schema(
+        {"type": "object", "properties": {"v": {"enum": [*values, 2, None]}}, "required": ["v"]}
+    )
+    for value in (values[0], values[-1], 2, None):
+        assert allows(matcher, json.dumps({"v": value}))
+        state = matcher.deep_copy()
+        for byte in json.dumps({"v": value}).encode():
+            assert state.compute_bitmask()
+            assert state.consume_token(byte), state.get_error()
+    assert not allows(matcher, '{"v": "value-9999"}')
 
 
-def test_an_integer_has_an_end() -> None:
-    matcher = of_schema(translated({"type": "array", "items": {"type": "integer", "minimum": 0}}))
-    assert allows(matcher, f"[{LARGEST}]")
-    assert not allows(matcher, f"[{LARGEST}0]")
+FORMATS_NEARLY: dict[str, tuple[list[str], list[str]]] = {
+    "regex": (["^[a-z]{3,16}$", "(?:a|b)*c?", r"\\d+"], ["*", "[a", "(", "a**b("]),
+    "json-pointer": (["", "/a/b~1c"], ["a", "/a~2"]),
+    "uri-reference": (["a/b?c=d#e", "https://e.x/%20", "", "mailto:a@b"], ["://", "a b", "%zz"]),
+    "iri": (["http://é.x/"], ["é x"]),
+    "idn-email": (["ü@é.x"], ["ü"]),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS_NEARLY)
+def test_formats_of_the_specification_are_held(kind: str) -> None:
+    matcher = of_schema({"type": "string", "format": kind})
+    good, bad = FORMATS_NEARLY[kind]
+    assert all(allows(matcher, json.dumps(text, ensure_ascii=False)) for text in good)
+    assert not any(allows(matcher, json.dumps(text, ensure_ascii=False)) for text in bad)
+    assert allows(of_schema({"type": "string", "format": "path"}), '"any text"')
+
+
+def test_ids_and_measurements_of_others_fit() -> None:
+    for value in (
+        1311111111111111111,
+        6.02214076e23,
+        -1.602e-19,
+        40.74844123456789,
+        0.1,
+        -0.0,
+        1e300,
+    ):
+        assert allows(
+            of_schema({"type": "array", "items": {"type": "number"}}), json.dumps([value])
+        )
+
+
+def test_what_is_indented_is_allowed() -> None:
+    deep: Any = 1
+    for _ in range(5):
+        deep = {"a": [deep]}
+    assert allows(of_schema({"type": "object"}), json.dumps(deep, indent=2))
 
 
 def test_a_schema_in_a_grammar_goes_through_the_same_door() -> None:
-    schema = {"type": "integer", "minimum": -(2**71), "not": {"const": 3}}
+    schema = {"type": "integer", "minimum": -(2**71)}
     said = schemas_in(f'start: "%json {{" /%json/ %json {json.dumps(schema)} // %json {{\n')
     assert str(2**71) not in said
-    assert said.startswith('start: "%json {" /%json/ json0_')
+    assert said.startswith('start: "%json {" /%json/ %json {')
     assert "// %json {\n" in said
 
 
@@ -330,5 +305,5 @@ def test_one_that_is_nested_without_end_is_refused() -> None:
     for _ in range(5000):
         deep = {"items": deep}
     with pytest.raises(UnsupportedError, match="nested"):
-        translated(deep)
+        held(deep)
     assert loosened(deep) == (True, ("schema",))

@@ -10,8 +10,6 @@ from typing import Any
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas
 from localllm.conversation.tools.schemas import as_object
-from localllm.grammars.json_lark import ANY_ORDER, SPACE
-from localllm.grammars.json_lark import text as text
 
 # Tokens as llguidance's Lark writes them: by their names, without quotes.
 _CONTROL = re.compile(r"(<[^<>\s]+>)")
@@ -28,14 +26,19 @@ def spelled(said: str) -> str:
     return " ".join(p if _CONTROL.fullmatch(p) else text(p) for p in _CONTROL.split(said) if p)
 
 
+def text(said: str) -> str:
+    """A Lark string; its escapes are JSON's."""
+    return json.dumps(said, ensure_ascii=False)
+
+
 def json_value(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': SPACE}, **schema})}"
+    return f"%json {json.dumps(schema)}"
 
 
 def json_calls(tools: NamedSchemas, before: Callable[[str], str]) -> Grammar:
     """One call: the Lark that `before` has for its name, then its arguments as JSON."""
     rules = [
-        f"f{f}: {before(name)} {json_value({ANY_ORDER: True, **as_object(schema)})}"
+        f"f{f}: {before(name)} {json_value(as_object(schema))}"
         for f, (name, schema) in enumerate(tools)
     ]
     return "lark", "\n".join([f"start: {any_of(tools)}", *rules]) + "\n"
@@ -45,8 +48,8 @@ def any_value(described: Any, schema: Mapping[str, Any]) -> str:
     """A parameter as JSON; `schema` is where its references point to."""
     if not isinstance(described, Mapping):
         return json_value({})
-    definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-    return json_value({ANY_ORDER: True, **definitions, **described})
+    shared = {k: schema[k] for k in ("$defs", "definitions", "x-guidance") if k in schema}
+    return json_value({**shared, **described})
 
 
 def whole_pattern(described: Mapping[str, Any]) -> str | None:

@@ -1,17 +1,14 @@
-"""Tools' JSON schemas: their parameters, what of them a grammar can enforce, and the schemas of
-calls that are JSON."""
+"""Tools' JSON schemas: their parameters, and what of them a grammar can enforce."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas, Tool, parameters_of
 from localllm.errors import UnsupportedError
-from localllm.grammars.json_lark import ANY_ORDER
-from localllm.grammars.json_schema import loosened
-from localllm.grammars.translator import IN_ORDER
+from localllm.grammars.json_schema import LENIENT, documents, loosened
 
 # Words of a schema that say something about the arguments as a whole.
 _BEYOND = frozenset(
@@ -129,7 +126,7 @@ def kind_of(value: Any) -> str:
 
 
 def arguments(schema: Mapping[str, Any]) -> Grammar:
-    return "json_schema", json.dumps({ANY_ORDER: True, **as_object(schema)})
+    return "json_schema", json.dumps(as_object(schema))
 
 
 def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
@@ -138,62 +135,40 @@ def one_call(tools: NamedSchemas, key: str = "arguments") -> Grammar:
 
 def call_list(tools: NamedSchemas, more: Mapping[str, Any] | None = None) -> Grammar:
     """A JSON array of calls. `more`: what may stand behind the arguments."""
-    call = any_call(tools, "arguments", more)
-    items = {"anyOf": call["anyOf"]}
-    schema = {
-        ANY_ORDER: True,
-        "type": "array",
-        "items": items,
-        "minItems": 1,
-        "$defs": call["$defs"],
-    }
+    return array_of(tools, lambda name, schema: call_object(name, "arguments", schema, more))
+
+
+def array_of(tools: NamedSchemas, call: Callable[[str, Any], dict[str, Any]]) -> Grammar:
+    """A JSON array of calls; `call` makes the schema of one from its name and its arguments'."""
+    ways = any_of_tools(tools, call)
+    schema = {"type": "array", "items": {"anyOf": ways.pop("anyOf")}, "minItems": 1, **ways}
     return "json_schema", json.dumps(schema)
 
 
-def any_call(
-    tools: NamedSchemas, key: str, more: Mapping[str, Any] | None = None
+def any_call(tools: NamedSchemas, key: str) -> dict[str, Any]:
+    """The JSON schema of a call of one of `tools`, with the arguments under `key`."""
+    return any_of_tools(tools, lambda name, schema: call_object(name, key, schema))
+
+
+def call_object(
+    name: str, key: str, schema: Any, more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The JSON schema of a call of one of `tools`, with the arguments under `key`.
-
-    The parameters move into this schema, so their references to themselves (`#/$defs/…`) are turned
-    to where they are now."""
     return {
-        ANY_ORDER: True,
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    key: {"$ref": f"#/$defs/tool{i}"},
-                    **(more or {}),
-                },
-                "required": ["name", key],
-                "additionalProperties": False,
-                IN_ORDER: True,
-            }
-            for i, (name, _) in enumerate(tools)
-        ],
-        "$defs": moved(tools),
+        "type": "object",
+        "properties": {"name": {"const": name}, key: schema, **(more or {})},
+        "required": ["name", key],
+        "additionalProperties": False,
     }
 
 
-def moved(tools: NamedSchemas) -> dict[str, Any]:
-    """The parameters of `tools` as definitions tool0, tool1, … of another schema."""
+def any_of_tools(tools: NamedSchemas, call: Callable[[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """The schema of what `call` makes of one of `tools`."""
     return {
-        f"tool{i}": _moved(as_object(schema), f"#/$defs/tool{i}")
-        for i, (_, schema) in enumerate(tools)
+        "anyOf": [call(name, {"$ref": f"tool{i}"}) for i, (name, _) in enumerate(tools)],
+        **documents({f"tool{i}": as_object(schema) for i, (_, schema) in enumerate(tools)}),
+        # What llguidance would not hold of them is named already, by `constrainable`.
+        **LENIENT,
     }
-
-
-def _moved(schema: Any, to: str) -> Any:
-    if isinstance(schema, Mapping):
-        return {
-            k: to + v[1:]
-            if k == "$ref" and isinstance(v, str) and v.startswith("#")
-            else _moved(v, to)
-            for k, v in schema.items()
-        }
-    return [_moved(v, to) for v in schema] if isinstance(schema, list) else schema
 
 
 def as_object(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from localllm.errors import UnsupportedError
 from localllm.grammars.deep_stack import check_parts, on_deep_stack
 from localllm.grammars.gbnf import lark_of
 from localllm.grammars.json_schema import schemas_in
+from localllm.grammars.number_end import NumberEnd
+from localllm.grammars.reasons import reason_of, why_stuck
 from localllm_backends.contract import Backend
 
 # llguidance marks special tokens by a byte that UTF-8 text never has.
@@ -50,6 +52,7 @@ class Vocabulary:
         self.tokens = [backend.token_bytes(t, special=True) for t in range(info.n_vocab)]
         for token in self.special_token_ids:
             self.tokens[token] = _SPECIAL + self.tokens[token]
+        self.number_end = NumberEnd(self.tokens)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """The tokens that spell `text` in the middle of a text, or [] where the tokenizer has no
@@ -109,13 +112,14 @@ class GrammarCompiler:
             ) from e
         if matcher.is_error():
             raise UnsupportedError(
-                f"the {kind} can't be enforced: {_first_line(matcher.get_error())}"
+                f"the {kind} can't be enforced: {reason_of(matcher.get_error()).sentence}"
             )
         assert self._vocabulary is not None
         tokens = self._vocabulary(answer_start) if answer_start else []
         if matcher.try_consume_tokens(tokens) < len(tokens):  # all of the beginning or nothing
             matcher.reset()
-        return Constraint(matcher)
+        has_json = kind == "json_schema" or "%json" in source
+        return Constraint(matcher, self._vocabulary.number_end if has_json else None)
 
     def _prepared(self) -> Any:
         """llguidance's tokenizer; fills `_vocabulary` and `_named` as well."""
@@ -151,14 +155,18 @@ class GrammarCompiler:
 
 
 class Constraint:
-    """One request's place in its grammar."""
+    """One request's place in its grammar. `number_end`: numbers in it need an end."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, number_end: NumberEnd | None = None) -> None:
+        self._matcher, self._number_end = matcher, number_end
+        self._digits = 0
 
     def allowed(self) -> NDArray[np.uint8]:
         """A bit for each token that the grammar allows next, the lowest first."""
-        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        mask = self._matcher.compute_bitmask()
+        if self._number_end:
+            mask = self._number_end.ended(mask, self._digits)
+        return np.frombuffer(mask, dtype=np.uint8)
 
     def apply(self, logits: Row) -> None:
         """Set what the grammar forbids next to -inf."""
@@ -169,6 +177,8 @@ class Constraint:
     def accept(self, token: int) -> None:
         """Advance by a chosen token."""
         self._matcher.consume_token(token)
+        if self._number_end:
+            self._digits = self._number_end.digits_behind(token, self._digits)
 
     def acceptable(self, tokens: Seq[int]) -> int:
         """How many of `tokens` the grammar would accept in a row from here, without advancing."""
@@ -187,26 +197,12 @@ class Constraint:
     @property
     def why_stuck(self) -> str:
         """The same in words."""
-        said = _first_line(self._matcher.get_error())
-        if "max is" in said or "too " in said:
-            return (
-                f"the grammar is too much work here ({said}): an object has at most about 500 "
-                "optional properties"
-            )
-        return (
-            "the answer came to where its grammar, or what is left of it by logit_bias, allows "
-            "nothing more"
-        )
+        return why_stuck(self._matcher.get_error())
 
     @property
     def finished(self) -> bool:
         """True when nothing may follow."""
         return bool(self._matcher.is_stopped())
-
-
-def _first_line(text: str) -> str:
-    line = text.strip().splitlines()[0] if text.strip() else "no reason given"
-    return line.rpartition("failed to compile JSON schema: ")[2]
 
 
 COMPILE_S = 10.0  # a request waits no longer for its grammar

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
-from localllm.conversation.tools.base import Grammar, GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
-from localllm.conversation.tools.schemas import moved
-from localllm.grammars.json_lark import ANY_ORDER
+from localllm.conversation.tools.schemas import array_of
 
 
 def _parse(block: str) -> list[Call] | None:
@@ -24,6 +24,15 @@ def _parse(block: str) -> list[Call] | None:
     return calls or None
 
 
+def _call(name: str, schema: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {name: schema},
+        "required": [name],
+        "additionalProperties": False,
+    }
+
+
 class Apertus(ToolFormat):
     name = "apertus"
     signs = ("<|tools_prefix|>",)
@@ -34,28 +43,7 @@ class Apertus(ToolFormat):
         return BlockReader(first, marker, "<|tools_suffix|>", _parse)
 
     def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        return {self.markers[0]: GrammarTrigger("", _array(tools), "<|tools_suffix|>")}
-
-
-def _array(tools: NamedSchemas) -> Grammar:
-    definitions = moved(tools)
-    calls = [
-        {
-            "type": "object",
-            "properties": {name: {"$ref": f"#/$defs/{there}"}},
-            "required": [name],
-            "additionalProperties": False,
-        }
-        for (name, _), there in zip(tools, definitions, strict=True)
-    ]
-    schema = {
-        ANY_ORDER: True,
-        "type": "array",
-        "items": {"anyOf": calls},
-        "minItems": 1,
-        "$defs": definitions,
-    }
-    return "json_schema", json.dumps(schema)
+        return {self.markers[0]: GrammarTrigger("", array_of(tools, _call), "<|tools_suffix|>")}
 
 
 FORMATS = (Apertus(),)

@@ -10,7 +10,6 @@ from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
 from localllm.conversation.tools.lark import any_of, json_value, text
 from localllm.conversation.tools.readers import JsonFormat
 from localllm.conversation.tools.schemas import as_object
-from localllm.grammars.json_lark import ANY_ORDER
 
 _OPEN, _CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
 _HEAD = re.compile(
@@ -42,7 +41,7 @@ class Cohere(JsonFormat):
         rules = [
             f'f{f}: "\\"tool_name\\": " {text(json.dumps(name, ensure_ascii=False))} ", '
             '\\"parameters\\": " '
-            f'{json_value({ANY_ORDER: True, **as_object(schema)})} "}}"'
+            f'{json_value(as_object(schema))} "}}"'
             for f, (name, schema) in enumerate(tools)
         ]
         lark = [

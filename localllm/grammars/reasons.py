@@ -1,0 +1,109 @@
+"""What llguidance says of a grammar, and why it takes none, in our words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from localllm.errors import UnsupportedError
+from localllm.grammars.deep_stack import on_deep_stack
+
+# What a grammar may cost to make: about a second (llguidance counts its own steps).
+_FUEL, _SIZE = 2_000_000, 100_000
+_NOT_KNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
+_BLAMED = re.compile(r"\bfor '(\$?\w+)'|(\$?\w+) must be an? ")
+_UNSATISFIABLE = "Unsatisfiable schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a grammar is not taken: the `words` of its schema that are to blame, where that is known,
+    and a sentence that has no end yet."""
+
+    words: tuple[str, ...]
+    sentence: str
+
+
+# Signs of llguidance's messages (1.9.1, parser/src/json), the first that is there.
+_SIGNS = (
+    ("oneOf", Reason(("oneOf",), "oneOf is not supported where its alternatives may meet")),
+    (
+        "min/maxProperties",
+        Reason(
+            ("minProperties", "maxProperties"),
+            "minProperties and maxProperties are not supported beside optional properties",
+        ),
+    ),
+    (
+        "patternProperty",
+        Reason(("patternProperties",), "patternProperties is not supported where patterns meet"),
+    ),
+    ("circular references", Reason(("$ref",), "$ref is not supported where it leads to itself")),
+    ("Resource '", Reason(("$ref",), "$ref is not supported where it leads out of the schema")),
+    ("Pointer '", Reason(("$ref",), "$ref is not supported where it leads nowhere")),
+    ("Anchor '", Reason(("$ref",), "$ref is not supported where it leads nowhere")),
+    ("regex parse error", Reason(("pattern",), "pattern is not supported in this form")),
+    ("recursion limit", Reason((), "it is nested more than about 120 levels deep")),
+    ("stack level", Reason((), "its parts lead to one another more than 128 levels deep")),
+    ("schema too large", Reason((), "it comes to more than 50,000 parts")),
+    ("panic", Reason((), "it is too large: of what may follow at one place, or of its rules")),
+)
+
+
+def reason_of(message: str) -> Reason:
+    """Why llguidance takes no grammar, from an error of its, or what it leaves out, from a
+    warning."""
+    unknown = _NOT_KNOWN.search(message)
+    if unknown is not None:
+        words = tuple(re.findall(r'"([^"]+)"', unknown[1]))
+        return Reason(
+            words, f"{', '.join(words)} {'are' if len(words) > 1 else 'is'} not supported"
+        )
+    for sign, reason in _SIGNS:
+        if sign in message:
+            return reason
+    blamed = _BLAMED.search(message)
+    line = message.strip().splitlines()[0] if message.strip() else "no reason given"
+    words = (blamed[1] or blamed[2],) if blamed is not None else ()
+    return Reason(words, line.rpartition("failed to compile JSON schema: ")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarCheck:
+    """An error, empty where a grammar can be made, and else what it passes over."""
+
+    error: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def matches_nothing(self) -> bool:
+        return _UNSATISFIABLE in self.error
+
+
+def check_schema(schema: str) -> GrammarCheck:
+    """What llguidance says of a JSON schema. Which vocabulary it is for makes no difference."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(initial_lexer_fuel=_FUEL, max_grammar_size=_SIZE, verbose_errors=False)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema)
+        wrong, said = on_deep_stack(
+            schema, lambda: LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits)
+        )
+    except (UnsupportedError, ValueError) as e:
+        return GrammarCheck(str(e))
+    return GrammarCheck(said[0]) if wrong else GrammarCheck("", tuple(said))
+
+
+def why_stuck(message: str) -> str:
+    """Why a grammar came to no end, from llguidance's error."""
+    reason = reason_of(message).sentence
+    if "max is" in reason or "too " in reason:
+        return (
+            f"the grammar is too much work here ({reason}): an object has at most about 500 "
+            "optional properties"
+        )
+    return (
+        "the answer came to where its grammar, or what is left of it by logit_bias, allows "
+        "nothing more"
+    )
