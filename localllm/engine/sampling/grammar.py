@@ -118,8 +118,10 @@ class GrammarCompiler:
         tokens = self._vocabulary(answer_start) if answer_start else []
         if matcher.try_consume_tokens(tokens) < len(tokens):  # all of the beginning or nothing
             matcher.reset()
-        has_json = kind == "json_schema" or "%json" in source
-        return Constraint(matcher, self._vocabulary.number_end if has_json else None)
+        return Constraint(
+            matcher,
+            self._vocabulary.number_end if kind == "json_schema" or "%json" in source else None,
+        )
 
     def _prepared(self) -> Any:
         """llguidance's tokenizer; fills `_vocabulary` and `_named` as well."""
