@@ -266,5 +266,7 @@ def miss_reason(
         return "; ".join(f"{n} known tokens {_REASONS[reason]}" for reason, n in again.items())
     if job.known == 0:
         return "nothing like it was seen before"
-    turns = sum(1 for t in job.tokens[: job.known] if is_control(t))
+    # Asked of each kind of token once: a known prompt may have a hundred thousand.
+    known = job.tokens[: job.known]
+    turns = sum(map(known.count, filter(is_control, set(known))))
     return f"diverged from what is cached at token {job.known} (after {turns} control tokens)"
