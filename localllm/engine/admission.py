@@ -55,7 +55,7 @@ class Admission:
         self.awaits_disk = False
         if self.jobs.shares.shared:
             present = [*self.jobs.waiting.values(), *self.jobs.running.values()]
-            self.jobs.shares.remain(job.tenant for job in present)
+            self.jobs.shares.remain(job.sharer for job in present)
             self._in_vain &= self.jobs.waiting.keys()
         if not self.jobs.waiting:
             return
@@ -100,14 +100,13 @@ class Admission:
         if waits or job.id in self._in_vain:
             return False
         running = self.jobs.running
-        victims = self.jobs.shares.preempted
+        shares = self.jobs.shares
         while True:
-            tenant = victims(job.tenant, (j.tenant for j in running.values()))
-            if tenant is None:
+            party = shares.preempted(job.sharer, (j.sharer for j in running.values()))
+            if party is None:
                 break
-            self.jobs.park(
-                max((j for j in running.values() if j.tenant == tenant), key=lambda j: j.arrived_s)
-            )
+            victims = [j for j in running.values() if shares.party(j.sharer) == party]
+            self.jobs.park(max(victims, key=lambda j: j.arrived_s))
             if len(running) < most and self._try_admit(
                 job, self._source(job, running.values()), now
             ):

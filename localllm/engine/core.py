@@ -105,9 +105,7 @@ class Engine:
         self.pool.running = self.jobs.running
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._compiler = (
-            BackgroundCompiler(self.settings.make_constraint)
-            if self.settings.make_constraint
-            else None
+            BackgroundCompiler(wanted.make_constraint) if wanted.make_constraint else None
         )
         self._images = image_steps(self.backend, wanted.disk_dir if wanted.disk_bytes > 0 else None)
         self._admission = Admission(self.backend, self.jobs, self._memory)
@@ -150,7 +148,7 @@ class Engine:
         )
         if unreadable:
             return [Failure(request.id, "invalid_request", unreadable)]
-        before = sum(job.tenant == generation.tenant for job in self.jobs.waiting.values())
+        before = sum(job.sharer[0] == generation.tenant for job in self.jobs.waiting.values())
         if before >= self.settings.queue_limit:
             return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
         if request.grammar is not None and self._compiler is None:
@@ -300,7 +298,7 @@ class Engine:
         for grant in grants:
             job = self.jobs.running.get(grant.key)
             if job is not None:
-                self.jobs.shares.charge(job.tenant, grant.n_tokens)
+                self.jobs.shares.charge(job.sharer, grant.n_tokens)
         return result
 
     def _process(self, grants: list[Grant], result: StepResult | None) -> bool:
@@ -428,7 +426,7 @@ class Engine:
         before = self.metrics.prefilled_tokens
         now = self.prefill.advance(self.jobs.running.values(), self._slice_s, self.guard.free_bytes)
         if now is not None:
-            self.jobs.shares.charge(now[0].tenant, self.metrics.prefilled_tokens - before)
+            self.jobs.shares.charge(now[0].sharer, self.metrics.prefilled_tokens - before)
             self.jobs.progress(*now)
 
     def _slice_s(self) -> float:

@@ -122,7 +122,8 @@ class Generation:
     `priority`: above 0 it is served before others, below 0 after them, as far as that starves
     nobody (scheduler.arrival).
     `tenant` is who asks, by the name of a key: what there is is shared evenly between tenants
-    (engine/scheduler.py). Only requests of the same `salt` use each other's KV.
+    (engine/scheduler.py), and `choices_of` a request of several choices that this is one of ("":
+    none). Only requests of the same `salt` use each other's KV.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -140,6 +141,7 @@ class Generation:
     loops: LoopLimits | None = None
     priority: int = 0
     tenant: str = ""
+    choices_of: str = ""
     salt: str = ""
 
 

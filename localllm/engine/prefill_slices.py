@@ -79,7 +79,7 @@ class SlicedPrefill:
         fit = [j for j in jobs if self._long(j) and j.id not in self._refused]
         if not fit or all(j.prefilling for j in jobs):
             return
-        job = min(fit, key=lambda j: (self.shares.computed_for(j.tenant) or 0, j.submitted_s))
+        job = min(fit, key=lambda j: (self.shares.computed_for(j.sharer) or 0, j.submitted_s))
         if (
             free_bytes is not None
             and self.backend.sliced_prefill_bytes(len(job.tokens)) > free_bytes
@@ -119,7 +119,7 @@ class SlicedPrefill:
     def _ahead(self, job: RunningRequest) -> bool:
         """Has its tenant had less than that of the prompt which is read in slices? Then it goes
         first."""
-        return self.job is not None and self.shares.has_less(job.tenant, self.job.tenant)
+        return self.job is not None and self.shares.has_less(job.sharer, self.job.sharer)
 
     def _run(self, seconds: float, running: Iterable[RunningRequest]) -> int:
         """Spend about `seconds` on it before a step; every second time not, if shorter prompts

@@ -19,7 +19,7 @@ from localllm.engine.messages import SAMPLING_RANGES, LoopLimits, Request, Timin
 from localllm.engine.sampling.grammar import Compilation
 from localllm.engine.sampling.rejection import Distribution
 from localllm.engine.sampling.sampler import Sampler, ThinkingBudget, TokenRules
-from localllm.engine.scheduler import arrival
+from localllm.engine.scheduler import Sharer, arrival
 from localllm.engine.tokens import salted
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ class RunningRequest:
         return arrival(self.submitted_s, self.request.generation.priority)
 
     @property
-    def tenant(self) -> str:
-        """Who asks."""
-        return self.request.generation.tenant
+    def sharer(self) -> Sharer:
+        """Who asks, and with which request of several choices."""
+        return self.request.generation.tenant, self.request.generation.choices_of
 
     @property
     def shares(self) -> bool:
@@ -190,7 +190,7 @@ class RunningRequest:
         sampling = self.request.generation.sampling
         return {
             "number": self.number,
-            "tenant": self.tenant,
+            "tenant": self.sharer[0],
             "state": state,
             "prompt_tokens": self.n_prompt,
             "processed_tokens": min(self.n_kv, self.n_prompt),

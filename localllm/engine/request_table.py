@@ -59,7 +59,7 @@ class RequestTable:
 
     def computed(self, job: RunningRequest) -> int | None:
         """The tokens computed for its tenant (see Shares.computed_for)."""
-        return self.shares.computed_for(job.tenant)
+        return self.shares.computed_for(job.sharer)
 
     def want(self, job: RunningRequest, now_s: float) -> Want:
         """What a job asks of the next step."""
@@ -79,7 +79,7 @@ class RequestTable:
     def enter(self, job: RunningRequest) -> None:
         """A request joins those that wait."""
         self.waiting[job.id] = job
-        self.shares.arrive(job.tenant)
+        self.shares.arrive(job.sharer)
         # a further part of an answer is no further request
         self.metrics.requests += not job.request.continues
 

@@ -10,6 +10,7 @@ slices of time between the steps instead: prefill_slices.py.)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -128,64 +129,70 @@ def _rank(want: Want) -> tuple[bool, int, float]:
     return (False, 0, mine) if want.computed is None else (want.waited_s < 0, want.computed, mine)
 
 
+Sharer = tuple[str, ...]
 # How far below the others a newcomer begins, in tokens: a chat's prompt and its answer.
 CREDIT_TOKENS = 2048
 
 
 @dataclass
 class Shares:
-    """Shares the engine evenly between tenants (keys with names): the tokens computed for each
-    since the engine began.
+    """Shares the engine evenly between tenants (keys with names), and where there is one between
+    its requests of several choices, each of them a sharer, and all others: the tokens computed for
+    each since the engine began. A sharer is a tenant and the name of such a request.
 
     Who has had least is next. A newcomer begins `CREDIT_TOKENS` below the least of those at work,
     so that short requests of somebody who asks seldom go first, and nobody saves up more than that
     by staying away."""
 
-    computed: dict[str, int] = field(default_factory=dict)
-    _present: set[str] = field(default_factory=set)
+    computed: dict[Sharer, int] = field(default_factory=dict)
+    _present: set[Sharer] = field(default_factory=set)
 
-    def arrive(self, tenant: str) -> None:
-        """`tenant` has a request where it had none."""
-        if tenant in self._present:
-            return
-        if self._present:
-            least = min(self.computed[t] for t in self._present)
-            self.computed[tenant] = max(self.computed.get(tenant, 0), least - CREDIT_TOKENS)
-        else:
-            self.computed = {tenant: 0}
-        self._present.add(tenant)
+    def arrive(self, sharer: Sharer) -> None:
+        """`sharer` has a request where it had none."""
+        if not self._present:
+            self.computed = {}
+        for part in (slice(None), slice(1)):
+            rivals = {s[part] for s in self._present}
+            if sharer[part] not in rivals:
+                least = min((self.computed[r] for r in rivals), default=CREDIT_TOKENS)
+                had = self.computed.get(sharer[part], 0)
+                self.computed[sharer[part]] = max(had, least - CREDIT_TOKENS)
+        self._present.add(sharer)
 
-    def charge(self, tenant: str, n_tokens: int) -> None:
-        if tenant in self._present:
-            self.computed[tenant] += n_tokens
+    def charge(self, sharer: Sharer, n_tokens: int) -> None:
+        for part in {sharer, sharer[:1]} if sharer in self._present else ():
+            self.computed[part] += n_tokens
 
-    def remain(self, tenants: Iterable[str]) -> None:
+    def remain(self, sharers: Iterable[Sharer]) -> None:
         """Only these have requests now."""
-        self._present &= set(tenants)
+        self._present &= set(sharers)
+
+    def party(self, sharer: Sharer) -> Sharer:
+        """As which it has its share: its tenant where there are several."""
+        tenants = {s[:1] for s in self._present}
+        return sharer[:1] if len(tenants) > 1 else sharer
 
     @property
     def shared(self) -> bool:
         """True while more than one of them has requests."""
         return len(self._present) > 1
 
-    def computed_for(self, tenant: str) -> int | None:
-        """What was computed for `tenant`; None while there is nobody to share with."""
-        return self.computed.get(tenant, 0) if self.shared else None
+    def computed_for(self, sharer: Sharer) -> int | None:
+        """What was computed for `sharer`; None while there is nobody to share with."""
+        return self.computed.get(self.party(sharer), 0) if self.shared else None
 
-    def has_less(self, tenant: str, other: str) -> bool:
-        """True where `tenant` has had less than `other`, and both are here."""
-        return self.shared and self.computed.get(tenant, 0) < self.computed.get(other, 0)
+    def has_less(self, sharer: Sharer, other: Sharer) -> bool:
+        """True where `sharer` has had less than `other`, and both are here."""
+        return (self.computed_for(sharer) or 0) < (self.computed_for(other) or 0)
 
-    def preempted(self, for_: str, running: Iterable[str]) -> str | None:
-        """The tenant that gives one of its places among the `running` (one entry for each request)
-        to a request of
-        `for_`: the one with most, where it has at least two more. None: nobody has to."""
-        counts: dict[str, int] = {}
-        for tenant in running:
-            counts[tenant] = counts.get(tenant, 0) + 1
+    def preempted(self, for_: Sharer, running: Iterable[Sharer]) -> Sharer | None:
+        """The party that gives one of its places among the `running` (one entry for each request)
+        to a request of `for_`: the one with most, where it has at least two more. None: nobody has
+        to."""
+        counts = Counter(map(self.party, running))
         if not counts:
             return None
-        most = max(counts, key=lambda t: (counts[t], self.computed.get(t, 0)))
+        most = max(counts, key=lambda p: (counts[p], self.computed.get(p, 0)))
         # Afterwards it still has at least as many: no two of them take a place from each other by
         # turns.
-        return most if counts[most] >= counts.get(for_, 0) + 2 else None
+        return most if counts[most] >= counts[self.party(for_)] + 2 else None

@@ -18,7 +18,7 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import LocalLLMError, WorkerDiedError
 from localllm.grammars.json_schema import enforceable
 from localllm.server.awake import Awake
-from localllm.server.generation.chat import ChatRequest, TokenCounts, chat_job
+from localllm.server.generation.chat import ChatRequest, TokenCounts, chat_job, count_tokens
 from localllm.server.generation.generate import run
 from localllm.server.generation.image_fetching import ImageFetcher
 from localllm.server.generation.job import (
@@ -183,8 +183,10 @@ class Server:
             engine = await model.engine()
             job = await self.job(translated.task, model, engine)
             assert isinstance(job.prompt, str)
-            tokens = await engine.tokenize(job.prompt, add_bos=job.add_bos, images=job.images)
-            return without_marks(job.prompt), len(tokens), [*translated.ignored, *job.ignored]
+            n_tokens = await count_tokens(
+                engine, job.prompt, add_bos=job.add_bos, images=job.images
+            )
+            return without_marks(job.prompt), n_tokens, [*translated.ignored, *job.ignored]
 
     @contextmanager
     def serving(self, model: ServedModel, keep_s: float | None = None) -> Iterator[None]:

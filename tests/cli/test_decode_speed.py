@@ -21,6 +21,7 @@ from localllm.engine.messages import Generation, Request, Sampling
 from localllm.server.dialects.openai.routes import entry as model_entry
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.worker import ModelMetadata, ModelWorker
+from support.requests import events_of
 from support.scripted_engine import ScriptedEngine
 
 USUAL = {"0": 0.010, "128": 0.011}
@@ -96,7 +97,9 @@ async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
                 Sampling(temperature=0.0), tokens, ignore_eos=True, cache_prompt=False
             )
             with worker.lease():
-                async for _ in engine.submit(Request(f"r{i}", f"Story {i}.", greedy, draft="off")):
+                async for _ in events_of(
+                    engine, Request(f"r{i}", f"Story {i}.", greedy, draft="off")
+                ):
                     pass
             await watch.check()
             if watch.compared:

@@ -25,7 +25,7 @@ from localllm.planner.types import Plan
 from localllm.server.models.router import ModelRouter
 from localllm.server.models.worker import ModelAdmission
 from localllm.settings import Settings
-from support.requests import request_for
+from support.requests import events_of, request_for
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ async def answer(models: ModelRouter, name: str) -> Finish:
         request = request_for(
             "r", "hello", max_tokens=3, sampling=Sampling(temperature=0), ignore_eos=True
         )
-        events = [e async for e in (await model.engine()).submit(request)]
+        events = [e async for e in events_of(await model.engine(), request)]
     assert isinstance(events[-1], Finish)
     return events[-1]
 

@@ -28,7 +28,7 @@ from localllm.errors import (
     WorkerDiedError,
 )
 from models.tiny_bert import CTX, E, write_bert
-from support.requests import request_for
+from support.requests import events_of, request_for
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_texts_and_tokens_become_vectors_and_refusals_are_words(bert: Path) -> N
             with pytest.raises(RequestError):
                 await engine.detokenize([10**6])
             assert (await engine.detokenize(tokens[1:-1])).strip() == "ab"
-            events = [e async for e in engine.submit(request_for("r", "hi"))]
+            events = [e async for e in events_of(engine, request_for("r", "hi"))]
             assert [type(e) for e in events] == [Failure]
             assert [await engine.listen(request_for("r", "hi"), events.append)] == events
             many = await asyncio.gather(*(engine.embed([f"text {i}"]) for i in range(20)))

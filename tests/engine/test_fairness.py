@@ -118,6 +118,35 @@ def test_two_with_much_to_do_get_as_much() -> None:
     assert engine.metrics.parked <= 12
 
 
+@pytest.mark.parametrize("n_steps", [0, 1, 7])
+@pytest.mark.parametrize("n_choices", [2, 8, 16])
+def test_choices_of_one_request_leave_a_place(n_choices: int, n_steps: int) -> None:
+    """They wait for whoever else comes as one person's requests do for another's."""
+    engine = scripted()
+    outcome = Outcome()
+    for i in range(n_choices):
+        generation = Generation(sampling=GREEDY, max_tokens=400, ignore_eos=True, choices_of="one")
+        request = Request(f"choice {i}", LONG, generation)
+        outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    for _ in range(n_steps):
+        outcome.take(engine.step())
+    newcomer = asked("b", "a short question?", "", 1)
+    assert steps_to_first_token(engine, outcome, newcomer) <= 2
+    engine.check_integrity()
+
+
+def test_choices_get_no_more_than_their_tenant() -> None:
+    """However many such requests one has, the other tenant has its half."""
+    shares = Shares()
+    for i in range(8):
+        shares.arrive(("greedy", f"request {i}"))
+        shares.charge(("greedy", f"request {i}"), 100)
+    shares.arrive(("other", ""))
+    running = [("greedy", f"request {i}") for i in range(8)]
+    assert shares.preempted(("other", ""), running) == ("greedy",)
+    assert shares.computed_for(("greedy", "request 1")) == 800
+
+
 def test_a_full_queue_is_full_for_its_owner_alone() -> None:
     engine = Engine(ScriptedBackend(n_ctx=4096), EngineSettings(queue_limit=2, headroom_bytes=0))
     outcome = crowded(engine, 4, n_tokens=9, n_steps=0)

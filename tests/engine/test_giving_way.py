@@ -22,7 +22,7 @@ from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import WorkerOptions
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
-from support.requests import request_for
+from support.requests import events_of, request_for
 from support.scripted_backend import ScriptedBackend
 
 STEP_S = 0.02
@@ -157,7 +157,7 @@ def test_a_worker_beside_busy_programs_takes_one_thread(few_layers: Path) -> Non
                     request = request_for(
                         f"r{i}", prompt, 400, Sampling(temperature=0.0), ignore_eos=True
                     )
-                    async for _ in client.submit(request):
+                    async for _ in events_of(client, request):
                         pass
                     seen.append((await client.snapshot())["decode_threads_most"])
                     if seen[-1] == 1:

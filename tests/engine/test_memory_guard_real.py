@@ -20,7 +20,7 @@ from localllm.errors import DoesNotFitError
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from support.machine_memory import HEADROOM, MB, Machine
-from support.requests import request_for
+from support.requests import events_of, request_for
 
 SYSTEM = (
     "<|im_start|>system\nYou are a lighthouse keeper who answers in short sentences about "
@@ -77,7 +77,7 @@ def worker_options(path: Path, **engine: Any) -> WorkerOptions:
 
 async def say(engine: WorkerClient, request: Request) -> list[int]:
     tokens: list[int] = []
-    async for event in engine.submit(request):
+    async for event in events_of(engine, request):
         if isinstance(event, Text):
             tokens += event.tokens
         assert not isinstance(event, Failure), event

@@ -32,6 +32,7 @@ from localllm_backends.contract import LoadSpec, OtherMachineError, Placement
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
 from models.mlx_from_gguf import convert
+from support.requests import events_of
 
 pytestmark = [
     pytest.mark.mlx,
@@ -64,8 +65,8 @@ async def answer(
     engine = await host.engine()
     found: list[int] = []
     cached = 0
-    async for event in engine.submit(
-        Request(id_, prompt, Generation(GREEDY, n_tokens, ignore_eos=True))
+    async for event in events_of(
+        engine, Request(id_, prompt, Generation(GREEDY, n_tokens, ignore_eos=True))
     ):
         assert not isinstance(event, Failure), event
         if isinstance(event, Text):
@@ -188,8 +189,8 @@ def test_a_machine_that_vanishes_is_one_error_and_is_used_again(folder: Path, wh
             engine = await host.engine()
             prompt = "some words of a long text " * (100 if when == "prefill" else 4)
             ends: list[Finish | Failure] = []
-            async for event in engine.submit(
-                Request("a", prompt, Generation(GREEDY, 400, ignore_eos=True))
+            async for event in events_of(
+                engine, Request("a", prompt, Generation(GREEDY, 400, ignore_eos=True))
             ):
                 if isinstance(event, Prefill if when == "prefill" else Text):
                     for process in followers():

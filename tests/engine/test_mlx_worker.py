@@ -15,7 +15,7 @@ from localllm.errors import ModelFileError
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
-from support.requests import request_for
+from support.requests import events_of, request_for
 
 pytestmark = [
     pytest.mark.mlx,
@@ -54,7 +54,7 @@ def test_a_worker_serves_a_checkpoint_to_several_at_once(folder: Path) -> None:
                     ignore_eos=True,
                 )
                 tokens: list[int] = []
-                async for event in engine.submit(request):
+                async for event in events_of(engine, request):
                     if isinstance(event, Text):
                         tokens += event.tokens
                     assert not isinstance(event, Failure), event

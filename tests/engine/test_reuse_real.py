@@ -18,7 +18,7 @@ from localllm.engine.messages import Finish, Sampling, Text
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm_backends.contract import LoadSpec
 from models.gemma import gemma_path
-from support.requests import request_for
+from support.requests import events_of, request_for
 
 # Per start or round. Copying back fewer than 16 tokens is no faster than computing them, and
 # neither is reading a large block for a template's first line (24 tokens): each may happen once.
@@ -137,7 +137,7 @@ class Life:
         )
         answer: list[int] = []
         reusable = self.known.reusable(prompt)
-        async for event in self.client.submit(request):
+        async for event in events_of(self.client, request):
             if isinstance(event, Text):
                 answer += event.tokens
         assert isinstance(event, Finish), event

@@ -30,6 +30,7 @@ from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, OtherMachineGoneError, UsageError
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_backends.llamacpp.rpc import library_path
+from support.requests import events_of
 
 needs_rpc = pytest.mark.skipif(library_path() is None, reason="this build of llama.cpp has no RPC")
 
@@ -124,7 +125,7 @@ def greedy(id_: str, prompt: str, n_tokens: int) -> Request:
 async def tokens(host: Supervisor, request: Request) -> list[int]:
     engine = await host.engine()
     found: list[int] = []
-    async for event in engine.submit(request):
+    async for event in events_of(engine, request):
         if isinstance(event, Text):
             found += event.tokens
     return found
@@ -163,7 +164,7 @@ def test_a_worker_that_vanishes_is_one_error_and_is_used_again(smollm2: Path, wh
                 engine = await host.engine()
                 prompt = "some words of a long text " * (500 if when == "prefill" else 4)
                 ends: list[Finish | Failure] = []
-                async for event in engine.submit(greedy("a", prompt, 400)):
+                async for event in events_of(engine, greedy("a", prompt, 400)):
                     at_prefill = isinstance(event, Prefill) and when == "prefill"
                     if at_prefill or (isinstance(event, Text) and when == "decode"):
                         gone(processes[1])

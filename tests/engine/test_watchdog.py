@@ -23,7 +23,7 @@ from localllm.engine.worker.supervisor import Pulse, Supervisor, Watchdog, effor
 from localllm.errors import WorkerDiedError
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
-from support.requests import request_for
+from support.requests import events_of, request_for
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32", reason="the odd worker stops itself by POSIX's means"
@@ -149,7 +149,7 @@ def story(what: str, hang_s: float = 1.5) -> tuple[Event, int, int]:
             async with asyncio.timeout(120):
                 engine = await supervisor.engine()
                 request = request_for("a", "hello", max_tokens=10, sampling=GREEDY, ignore_eos=True)
-                *_, end = [event async for event in engine.submit(request)]
+                *_, end = [event async for event in events_of(engine, request)]
                 again = await supervisor.engine()
                 assert await again.tokenize("abc")
                 return end, engine.pid, again.pid

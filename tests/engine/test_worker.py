@@ -27,7 +27,7 @@ from localllm.errors import (
 )
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
-from support.requests import request_for
+from support.requests import events_of, request_for
 
 PROMPT = "<|im_start|>user\nTell me a story about a lighthouse.<|im_end|>\n<|im_start|>assistant\n"
 GREEDY = Sampling(temperature=0.0)
@@ -48,7 +48,7 @@ async def generate(
     engine: WorkerClient, request: Request
 ) -> tuple[str, list[int], Finish | Failure]:
     text, tokens, end = "", [], None
-    async for event in engine.submit(request):
+    async for event in events_of(engine, request):
         if isinstance(event, Text):
             text += event.text
             tokens += event.tokens
@@ -124,8 +124,8 @@ def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(
         ends: list[Finish | Failure] = []
         seen = 0
         async with asyncio.timeout(200):
-            async for event in engine.submit(
-                request_for("a", PROMPT, max_tokens=1000, sampling=GREEDY, ignore_eos=True)
+            async for event in events_of(
+                engine, request_for("a", PROMPT, max_tokens=1000, sampling=GREEDY, ignore_eos=True)
             ):
                 seen += isinstance(event, Text)
                 if isinstance(event, Text) and seen == 10:
@@ -153,7 +153,7 @@ def test_killing_the_worker_fails_its_requests_at_once_and_the_next_is_answered(
 
 def test_leaving_early_cancels(few_layers: Path) -> None:
     async def use(_: Supervisor, engine: WorkerClient) -> None:
-        stream = engine.submit(request_for("a", PROMPT, sampling=GREEDY, ignore_eos=True))
+        stream = events_of(engine, request_for("a", PROMPT, sampling=GREEDY, ignore_eos=True))
         async for event in stream:
             if isinstance(event, Text):
                 break
@@ -161,27 +161,6 @@ def test_leaving_early_cancels(few_layers: Path) -> None:
         snapshot = await engine.snapshot()
         assert snapshot["cancelled"] == 1
         assert snapshot["running"] == 0
-
-    with_model(few_layers, use)
-
-
-def test_listening_hears_what_submitting_yields(few_layers: Path) -> None:
-    async def use(_: Supervisor, engine: WorkerClient) -> None:
-        request = request_for("a", PROMPT, max_tokens=20, sampling=GREEDY, cache_prompt=False)
-        text, tokens, _end = await generate(engine, request)
-        heard: list[Event] = []
-        end = await engine.listen(request, heard.append)
-        assert isinstance(end, Finish)
-        assert end.usage.completion_tokens == 20
-        said = [e for e in heard if isinstance(e, Text)]
-        assert ("".join(e.text for e in said), [t for e in said for t in e.tokens]) == (
-            text,
-            tokens,
-        )
-        assert not any(isinstance(e, Finish | Failure) for e in heard)
-        refused = await engine.listen(request_for("b", "word " * 3000, 1), heard.append)
-        assert isinstance(refused, Failure)
-        assert refused.code == "context_length_exceeded"
 
     with_model(few_layers, use)
 
@@ -318,7 +297,7 @@ def test_a_worker_that_answered_is_loaded_again_at_once(few_layers: Path) -> Non
 
     async def use(supervisor: Supervisor, client: WorkerClient) -> None:
         for i in range(6):
-            async for event in client.submit(request_for(f"r{i}", PROMPT, 1, GREEDY)):
+            async for event in events_of(client, request_for(f"r{i}", PROMPT, 1, GREEDY)):
                 last = event
             assert isinstance(last, Finish)
             os.kill(client.pid, signal.SIGKILL)
@@ -380,6 +359,9 @@ def test_others_are_answered_before_a_long_text_is_tokenised(few_layers: Path) -
             engine, request_for("a", message * 40_000, max_tokens=4, sampling=GREEDY)
         )
         assert isinstance(end, Failure)
-        assert end.counts == (40_000 * len(short), 2048)
+        assert end.counts is not None
+        n_tokens, window = end.counts
+        assert window == 2048
+        assert n_tokens == pytest.approx(40_000 * len(short), rel=0.01)  # no more of it is read
 
     with_model(few_layers, use)

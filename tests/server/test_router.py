@@ -10,7 +10,7 @@ import pytest
 from localllm.engine.messages import Finish
 from localllm.errors import BusyError, ModelNotFoundError
 from localllm.server.models.router import ModelRouter, ServedModel
-from support.requests import request_for
+from support.requests import events_of, request_for
 from support.scripted_engine import Gate, ScriptedEngine
 
 
@@ -53,7 +53,7 @@ def test_a_model_in_use_is_not_unloaded() -> None:
 
         async def ask() -> object:
             with model.lease():
-                events = [e async for e in (await model.engine()).submit(request_for("r", "x"))]
+                events = [e async for e in events_of(await model.engine(), request_for("r", "x"))]
             return events[-1]
 
         first, second = asyncio.create_task(ask()), asyncio.create_task(ask())

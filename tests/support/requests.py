@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
-from localllm.engine.messages import Generation, Request, Sampling
+from localllm.engine.messages import Event, Failure, Finish, Generation, Request, Sampling
+from localllm.engine.worker.supervisor import EngineClient
 
 _OF_THE_REQUEST = frozenset(Request.__slots__) - {"generation"}
 
@@ -20,3 +23,23 @@ def request_for(
     own = {name: more.pop(name) for name in _OF_THE_REQUEST & set(more)}
     generation = Generation(sampling if sampling is not None else Sampling(), max_tokens, **more)
     return Request(id, prompt, generation, **own)
+
+
+async def events_of(engine: EngineClient, request: Request) -> AsyncIterator[Event]:
+    """What `engine` says of `request`, the last one its Finish or Failure; to be left early is to
+    cancel it."""
+    queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def listen() -> None:
+        queue.put_nowait(await engine.listen(request, queue.put_nowait))
+
+    listening = asyncio.create_task(listen())
+    try:
+        ended = False
+        while not ended:
+            event = await queue.get()
+            ended = isinstance(event, Finish | Failure)
+            yield event
+    finally:
+        listening.cancel()
+        await asyncio.wait([listening])

@@ -43,15 +43,13 @@ async def loaded(options: WorkerOptions) -> AsyncIterator[WorkerClient]:
 
 async def finished(engine: WorkerClient, request: Request) -> Finish:
     """How the request ended. Raises the LocalLLMError that it ended in."""
-    from localllm.engine.messages import Failure, Finish
+    from localllm.engine.messages import Failure
     from localllm.errors import by_code
 
-    async for event in engine.submit(request):
-        if isinstance(event, Failure):
-            raise by_code(event.code, event.message, hint=event.hint)
-        if isinstance(event, Finish):
-            return event
-    raise by_code("backend_error", "the measurement ended without a result")
+    end = await engine.listen(request, lambda _: None)
+    if isinstance(end, Failure):
+        raise by_code(end.code, end.message, hint=end.hint)
+    return end
 
 
 async def answer(

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,16 +81,10 @@ class WorkerClient(EngineClient):
         self._streams: dict[str, Callable[[Event], None]] = {}
         process.listen(self._deliver, self._after_end)
 
-    async def submit(self, request: Request) -> AsyncIterator[Event]:
-        queue: asyncio.Queue[Event] = asyncio.Queue()
-        with self._stream(request, queue.put_nowait):
-            while True:
-                event = await queue.get()
-                yield event
-                if isinstance(event, Finish | Failure):
-                    return
-
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
+        if request.id in self._streams:
+            said = "a request with this id is running already"
+            return Failure(request.id, "invalid_request", said)
         ended: asyncio.Future[Finish | Failure] = asyncio.get_running_loop().create_future()
 
         def take(event: Event) -> None:
@@ -105,25 +98,12 @@ class WorkerClient(EngineClient):
             except Exception as e:
                 ended.set_exception(e)
 
-        with self._stream(request, take):
-            return await ended
-
-    @contextmanager
-    def _stream(self, request: Request, take: Callable[[Event], None]) -> Iterator[None]:
-        """Submit `request` and call `take` with its events, in this call already if it can't run. A
-        block that is left before the last of them cancels the request."""
-        if request.id in self._streams:
-            take(
-                Failure(request.id, "invalid_request", "a request with this id is running already")
-            )
-            yield
-            return
         self._streams[request.id] = take
         try:
             if not self._process.send({"op": "submit", "request": request_to_json(request)}):
                 del self._streams[request.id]
-                take(self._death(request.id))
-            yield
+                return self._death(request.id)
+            return await ended
         finally:
             if self._streams.pop(request.id, None) is not None:
                 self._process.send({"op": "cancel", "id": request.id})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,14 +96,7 @@ class EmbeddingEngine(EngineClient):
         self._tokens += value["tokens"]
         return value
 
-    async def submit(self, request: Request) -> AsyncIterator[Event]:
-        yield self._refusal(request)
-
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Failure:
-        return self._refusal(request)
-
-    @staticmethod
-    def _refusal(request: Request) -> Failure:
         return Failure(request.id, "unsupported_parameter", _NO_TEXT, _NO_TEXT_HINT)
 
     async def snapshot(self) -> dict[str, Any]:

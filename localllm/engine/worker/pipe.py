@@ -425,5 +425,6 @@ def _as_error(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError
     return otherwise(reason(error), hint=hint) if hint else otherwise(reason(error))
 
 
-def _error_json(error: LocalLLMError) -> dict[str, str]:
-    return {"code": error.code, "message": error.message, "hint": error.hint}
+def _error_json(error: LocalLLMError) -> dict[str, Any]:
+    said = {"code": error.code, "message": error.message, "hint": error.hint}
+    return {**said, "counts": getattr(error, "counts", None)}

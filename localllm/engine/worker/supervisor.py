@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -331,21 +331,14 @@ class EngineClient(ABC):
         return self._process.pid
 
     @abstractmethod
-    def submit(self, request: Request) -> AsyncIterator[Event]:
-        """Send a request; yields its events and ends after exactly one Finish or Failure.
-
-        Closing the iterator early (`aclose`, a client that went away) cancels the request within
-        one engine step. A too-long prompt yields a Failure with code `context_length_exceeded`
-        before any queue; a dead worker yields a Failure with code `worker_died` within two seconds.
-        """
-
-    @abstractmethod
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Finish | Failure:
-        """`submit` without a task's turn for every token: `hear` is called with each event but the
-        last the moment it arrives, and the last one is returned.
+        """Send a request: `hear` is called with each event but the last the moment it arrives, and
+        the last one is returned.
 
-        Cancelling this coroutine cancels the request, and so does an error of `hear`, which is
-        raised here.
+        Cancelling this coroutine cancels the request within one engine step, and so does an error
+        of `hear`, which is raised here. A too-long prompt ends in a Failure with code
+        `context_length_exceeded` before any queue; a dead worker in one with code `worker_died`
+        within two seconds.
         """
 
     @abstractmethod
@@ -361,7 +354,8 @@ class EngineClient(ABC):
         images: dict[str, str] | None = None,
     ) -> list[int]:
         """Token ids of `text`, whose marks stand for `images` (base64); an image's are below zero.
-        An embedding model sets its own marks around it, whatever is asked for."""
+        An embedding model sets its own marks around it, whatever is asked for. Raises
+        ContextLengthError for a text that has more than anybody takes."""
         message = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
         if images:
             message["images"] = images

@@ -32,12 +32,15 @@ from localllm.engine.tokens import Placed, Tokenizer
 from localllm.engine.vision import ImageReader
 from localllm.engine.worker.pipe import ChildPipe, Message, reason
 from localllm.engine.worker.supervisor import Pulse
-from localllm.errors import UnsupportedError
+from localllm.errors import ContextLengthError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
+from localllm_backends.reading import estimated_tokens
 
 _PROGRESS_STEP = 0.02
 # characters; tokenising more takes some ten milliseconds
 _LONG_TEXT = 2**16
+# Of a text whose tokens are asked for, or as many as the window has.
+_MOST_TOKENS = 2**18
 
 
 class Worker:
@@ -181,10 +184,10 @@ class Worker:
                 else:
                     self._submit(backend, message["request"])
             case "tokenize" if _takes_long(message, "text"):
-                find = partial(self._tokens, message)
+                find = partial(self._tokens, backend, message)
                 self._preparer.submit(self._pipe.reply, message, find)
             case "tokenize":
-                self._pipe.answer(message, self._tokens(message))
+                self._pipe.answer(message, self._tokens(backend, message))
             case "detokenize":
                 data = b"".join(backend.token_bytes(t, special=True) for t in message["tokens"])
                 self._pipe.answer(message, data.decode("utf-8", "surrogateescape"))
@@ -210,6 +213,8 @@ class Worker:
             request = request_from_json(sent)
             prompt, add_bos = request.prompt, request.add_bos
             salt = request.generation.salt
+            if isinstance(prompt, str):
+                _check_length(backend, prompt, backend.info.n_ctx)
             if not sent.get("images"):
                 if isinstance(prompt, str):
                     prompt = self._tokenizer.tokens(prompt, add_bos=add_bos, salt=salt)
@@ -224,6 +229,8 @@ class Worker:
                 request = replace(request, images={})
             else:
                 raise BackendFailure("images stand in a prompt of text, not of tokens")
+        except ContextLengthError as e:
+            self._send([Failure(sent["id"], e.code, e.message, counts=e.counts)])
         except Exception as e:
             self._send([Failure(str(sent.get("id", "")), "invalid_request", reason(e))])
         else:
@@ -232,10 +239,11 @@ class Worker:
             )
         self._preparing.discard(str(sent.get("id", "")))
 
-    def _tokens(self, sent: Message) -> list[int]:
+    def _tokens(self, backend: Backend, sent: Message) -> list[int]:
         """What a text that is asked for with "tokenize" is in tokens, with its images' if it has
         some."""
         text, add_bos = sent["text"], sent["add_bos"]
+        _check_length(backend, text, max(_MOST_TOKENS, backend.info.n_ctx))
         if self._image_reader is not None and sent.get("images"):
             return self._image_reader.read(text, sent["images"], add_bos=add_bos)[0]
         return self._tokenizer.tokens(text, special=sent["special"], add_bos=add_bos)
@@ -248,6 +256,14 @@ class Worker:
 def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
     """Has it images, or more text than is read in some milliseconds?"""
     return bool(sent.get("images")) or len(sent.get(text) or "") > _LONG_TEXT
+
+
+def _check_length(backend: Backend, text: str, most: int) -> None:
+    """Raises ContextLengthError where `text` has more than `most` tokens beyond doubt."""
+    n_tokens = estimated_tokens(backend, text, most)
+    if n_tokens is not None:
+        said = f"the text has about {n_tokens} tokens, and there is room for {most}"
+        raise ContextLengthError(said, counts=(n_tokens, most))
 
 
 if __name__ == "__main__":

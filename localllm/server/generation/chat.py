@@ -55,8 +55,19 @@ class TokenCounts:
         ).digest()
         count = self._kept.get(key)
         if count is None:
-            count = self._kept.put(key, len(await engine.tokenize(text)))
+            count = self._kept.put(key, await count_tokens(engine, text))
         return count
+
+
+async def count_tokens(engine: EngineClient, text: str, **how: Any) -> int:
+    """How many tokens `text` has, about so many where nobody takes that many; `how` it is
+    tokenised."""
+    try:
+        return len(await engine.tokenize(text, **how))
+    except ContextLengthError as e:
+        if e.counts is None:
+            raise
+        return e.counts[0]
 
 
 async def fit_to_context(
@@ -109,7 +120,7 @@ async def fit_to_context(
 
 
 async def _size(engine: EngineClient, prompt: Prompt) -> int:
-    return len(await engine.tokenize(prompt.text, add_bos=wants_bos(engine.info, prompt.text)))
+    return await count_tokens(engine, prompt.text, add_bos=wants_bos(engine.info, prompt.text))
 
 
 async def _costs(
@@ -233,11 +244,8 @@ class EngineWithImages:
         self,
         text: str,
         *,
-        special: bool = True,
-        add_bos: bool = False,
         images: dict[str, str] | None = None,
+        **how: Any,
     ) -> list[int]:
         there = images or {mark: file for mark, file in self._files.items() if mark in text}
-        if not there:
-            return await self._engine.tokenize(text, special=special, add_bos=add_bos)
-        return await self._engine.tokenize(text, special=special, add_bos=add_bos, images=there)
+        return await self._engine.tokenize(text, images=there or None, **how)

@@ -49,6 +49,9 @@ async def run(
     """Generate every choice of `job`; returns their usage together. The first choice that fails
     cancels the others, and its LocalLLMError is raised; cancelling this coroutine cancels the
     engine's requests."""
+    if job.choices > 1:
+        choices_of = secrets.token_hex(8)
+        job = replace(job, generation=replace(job.generation, choices_of=choices_of))
     jobs = [replace(job, prompt=p, also=()) for p in (job.prompt, *job.also)]
     if job.choices == 1:
         outcomes = [await _choice(engine, jobs[0], 0, 0, writer, progress)]

@@ -30,7 +30,7 @@ from localllm_backends.llamacpp import backend_type as llamacpp
 from localllm_catalog import gguf
 from localllm_catalog.from_gguf import model_from_gguf
 from models import tiny_drafters, tiny_mtp
-from support.requests import request_for
+from support.requests import events_of, request_for
 from support.scripted_backend import ScriptedBackend
 
 
@@ -255,8 +255,8 @@ def test_the_setting_loads_the_heads_and_plans_their_memory(path: Path) -> None:
         try:
             # While it is idle a worker measures what drafting costs; a first answer waits for
             # nothing.
-            async for event in client.submit(
-                request_for("a", words(random.Random(2), 40), 30, GREEDY, ignore_eos=True)
+            async for event in events_of(
+                client, request_for("a", words(random.Random(2), 40), 30, GREEDY, ignore_eos=True)
             ):
                 if isinstance(event, Finish):
                     return event

@@ -24,7 +24,7 @@ from localllm_backends.contract import Backend, LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
 from models.first_layers import write_first_layers
-from support.requests import request_for
+from support.requests import events_of, request_for
 
 COPY = (
     "def mean(values):\n    total = 0\n    for value in values:\n        total = total + value\n  "
@@ -179,7 +179,7 @@ async def _through_a_worker(options: WorkerOptions) -> tuple[str, Finish]:
     client = await options.start()
     text = ""
     try:
-        async for event in client.submit(request_for("a", COPY, 40, GREEDY, ignore_eos=True)):
+        async for event in events_of(client, request_for("a", COPY, 40, GREEDY, ignore_eos=True)):
             if isinstance(event, Text):
                 text += event.text
             if isinstance(event, Finish):
