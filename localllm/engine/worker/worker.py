@@ -213,8 +213,7 @@ class Worker:
             request = request_from_json(sent)
             prompt, add_bos = request.prompt, request.add_bos
             salt = request.generation.salt
-            if isinstance(prompt, str):
-                _check_length(backend, prompt, backend.info.n_ctx)
+            _check_length(backend, prompt, backend.info.n_ctx)
             if not sent.get("images"):
                 if isinstance(prompt, str):
                     prompt = self._tokenizer.tokens(prompt, add_bos=add_bos, salt=salt)
@@ -229,10 +228,8 @@ class Worker:
                 request = replace(request, images={})
             else:
                 raise BackendFailure("images stand in a prompt of text, not of tokens")
-        except ContextLengthError as e:
-            self._send([Failure(sent["id"], e.code, e.message, counts=e.counts)])
         except Exception as e:
-            self._send([Failure(str(sent.get("id", "")), "invalid_request", reason(e))])
+            self._send([_failure(str(sent.get("id", "")), e)])
         else:
             self._inbox.put(
                 {"op": "submit", "request": request, "tokens": tokens, "images": images}
@@ -258,9 +255,16 @@ def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
     return bool(sent.get("images")) or len(sent.get(text) or "") > _LONG_TEXT
 
 
-def _check_length(backend: Backend, text: str, most: int) -> None:
-    """Raises ContextLengthError where `text` has more than `most` tokens beyond doubt."""
-    n_tokens = estimated_tokens(backend, text, most)
+def _failure(request_id: str, error: Exception) -> Failure:
+    """Why a request can't be handed on."""
+    counts = getattr(error, "counts", None)
+    code = "invalid_request" if counts is None else "context_length_exceeded"
+    return Failure(request_id, code, reason(error), counts=counts)
+
+
+def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
+    """Raises ContextLengthError where a text has more than `most` tokens beyond doubt."""
+    n_tokens = estimated_tokens(backend, text, most) if isinstance(text, str) else None
     if n_tokens is not None:
         said = f"the text has about {n_tokens} tokens, and there is room for {most}"
         raise ContextLengthError(said, counts=(n_tokens, most))
