@@ -243,7 +243,7 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     calls = []
     for i, call in enumerate(sent):
         spot = f"{where}.tool_calls[{i}]"
-        function = call.get("function") if isinstance(call, Mapping) else None
+        function = _function(call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{spot}.function needs a name", param=spot)
         identity = call.get("id")
@@ -258,6 +258,14 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
             }
         )
     return calls
+
+
+def _function(call: Mapping[str, Any]) -> Any:
+    """What a call of OpenAI's calls; one of a custom tool has a text instead of arguments."""
+    custom = call.get("custom")
+    if isinstance(custom, Mapping):
+        return {"name": custom.get("name"), "arguments": {"input": custom.get("input") or ""}}
+    return call.get("function")
 
 
 def unfinished(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -297,9 +297,8 @@ class TextStream:
         return self._release(self._decoder.decode(data))
 
     def flush(self) -> str:
-        """What was held back, when no more tokens come."""
-        text = self._release(self._decoder.decode(b"", final=True))
-        return text if self.stopped_by is not None else text + self._take(len(self._held))
+        """What was held back, when no more tokens come: whole letters, for half of one is none."""
+        return "" if self.stopped_by is not None else self._take(len(self._held))
 
     def _release(self, text: str, *, shown: bool = True) -> str:
         if not self._stops:

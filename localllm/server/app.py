@@ -142,26 +142,33 @@ def _errors(app: FastAPI) -> None:
             refused.headers["allow"] = methods
             return refused
         if status == 404:
-            return error_response(
-                request,
-                RouteNotFoundError("no such path here", hint="GET /openapi.json lists them"),
-            )
+            near = _path_meant(request)
+            hint = f"the path is {near}" if near else "GET /openapi.json lists them"
+            return error_response(request, RouteNotFoundError("no such path here", hint=hint))
         return error_response(request, LocalLLMError("the request failed"))
 
 
-def _methods(request: Request) -> list[str]:
-    """The methods that the path of `request` answers."""
-
+def _methods(request: Request, path: str = "") -> list[str]:
+    """The methods that `path` answers, else the path of `request`."""
     found = set()
     for method in _METHODS:
-        asked = {**request.scope, "method": method}
+        asked = {**request.scope, "path": path or request.url.path, "method": method}
         if any(route.matches(asked)[0] is Match.FULL for route in request.app.routes):
             found.add(method)
     return sorted(found | {"HEAD"} if "GET" in found else found)
 
 
+def _path_meant(request: Request) -> str:
+    """The path without what stands before it (a base URL and a path may both begin with /v1), or
+    with the /v1 that it lacks, if that is one here; else ""."""
+    parts = request.url.path.split("/")[1:]
+    ends = ["/" + "/".join(parts[i:]) for i in range(1, min(len(parts), 8))]
+    likely = [*ends, f"/v1/{parts[-1]}"]
+    return next((path for path in likely if request.method in _methods(request, path)), "")
+
+
 def error_response(request: Request, error: LocalLLMError) -> JSONResponse:
     """`error` in the format of its path."""
     return JSONResponse(
-        envelope(error, request.url.path), status_code=error.http_status, headers=headers_of(error)
+        envelope(error, request.scope), status_code=error.http_status, headers=headers_of(error)
     )

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from localllm.conversation.prefix_reuse import ReasoningCache
 from localllm.engine.worker.client import EngineClient
-from localllm.errors import LocalLLMError, WorkerDiedError
+from localllm.errors import ContextLengthError, LocalLLMError, WorkerDiedError
 from localllm.grammars.json_schema import enforceable
 from localllm.server.awake import Awake
 from localllm.server.generation.chat import ChatRequest, TokenCounts, chat_job, count_tokens
@@ -30,7 +30,7 @@ from localllm.server.generation.job import (
 )
 from localllm.server.generation.pdf_reading import PdfReader
 from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
-from localllm.server.http.asgi import IGNORED, answer_headers, ignored_header, request_id
+from localllm.server.http.asgi import IGNORED, SEEDED, answer_headers, ignored_header, request_id
 from localllm.server.http.json_body import worked
 from localllm.server.http.settings import ServerSettings
 from localllm.server.http.streaming import KeptStreams, Outbox, StreamResponse, unless_left
@@ -211,7 +211,7 @@ class Server:
         progress: PrefillProgress,
         begin: Callable[[GenerationJob], ReplyWriter],
     ) -> GenerationJob:
-        with self.serving(model, translated.keep_s):
+        with self.serving(model, translated.keep_s), _with_room_hint(model):
             engine = await model.engine()
             try:
                 job = await self.job(translated.task, model, engine)
@@ -220,7 +220,7 @@ class Server:
                 job = await self.job(translated.task, model, engine)
             writer = begin(job)
             if job.asked is not None:
-                writer = ReplyCollector(writer)
+                writer = ReplyCollector(writer, shows=not job.hides_reasoning)
             account = caller()
             salt = salt_of(job.generation.salt)
             job = replace(job, generation=replace(job.generation, tenant=account.name, salt=salt))
@@ -249,6 +249,16 @@ class Server:
             self.reasoning.current().remember(job.asked, choice.text, calls, choice.reasoning)
 
 
+@contextmanager
+def _with_room_hint(model: ServedModel) -> Iterator[None]:
+    """Says of a prompt that is too long which context this machine has room for."""
+    try:
+        yield
+    except ContextLengthError as error:
+        error.hint = model.room_hint or error.hint
+        raise
+
+
 async def _enforceable(
     grammar: tuple[str, str] | None,
 ) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
@@ -275,6 +285,8 @@ def _headers(translated: TranslatedRequest, job: GenerationJob) -> dict[str, str
     headers = ignored_header([*translated.ignored, *job.ignored])
     if headers:
         log.info("ignored unknown fields: %s", headers[IGNORED])
+    if job.generation.sampling.seed is not None:
+        headers[SEEDED] = "repeats alone; beside other requests near-ties may fall otherwise"
     if job.normalised:
         headers["x-localllm-normalised"] = ",".join(job.normalised)
     if job.compacted:

@@ -394,7 +394,30 @@ OPENAI: list[Row] = [
     refused("required without tools", {"tool_choice": "required"}, "no tools"),
     refused("a tool without a name", {"tools": [{"type": "function", "function": {}}]}, "name"),
     refused("two tools of one name", {"tools": [TOOL, TOOL]}, "two tools"),
-    refused("a custom tool", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "custom"),
+    honoured(
+        "a custom tool",
+        {"tools": [{"type": "custom", "custom": {"name": "look"}}]},
+        lambda r, j, h: (
+            j["choices"][0]["message"]["tool_calls"][0]["custom"] == {"name": "look", "input": "x"}
+        ),
+        script=['<tool_call>\n{"name": "look", "arguments": {"input": "x"}}\n</tool_call>'],
+    ),
+    honoured(
+        "a call of a custom tool",
+        {
+            "messages": [
+                *HI,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "1", "type": "custom", "custom": {"name": "look", "input": "there"}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "1", "content": "42"},
+            ]
+        },
+        says('{"input": "there"}'),
+    ),
     refused(
         "parameters is a list",
         {"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]},

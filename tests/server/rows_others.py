@@ -374,7 +374,7 @@ OTHERS: list[Row] = [
     tolerated(
         "llama.vscode's warm-up",
         {"samplers": [], "n_indent": 4, "id_slot": 0, "t_max_prompt_ms": 500},
-        "samplers",
+        "n_indent,samplers,t_max_prompt_ms",
         path=INFILL,
     ),
     refused("a negative n_discard field", {"prompt": [-1]}, "prompt", path=LCPP),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from localllm.conversation.tools.prompt import INSTRUCTION
 from localllm.server.app import create_app
-from localllm.server.dialects.fields import HINTS, REFUSED
+from localllm.server.dialects.known import HINTS, REFUSED
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.models.router import ModelRouter
 from support.scripted_engine import ScriptedEngine

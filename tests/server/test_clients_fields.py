@@ -66,7 +66,17 @@ SAMPLING: Table = {
     "ebnf": (HONOURED, 'root ::= "x"'),
     "model": (HONOURED, "other"), "stream": (HONOURED, True),
 }  # fmt: skip
+# Of a model that does not reason: what switches that on or off, limits or hides it.
+THINKING: Table = {
+    "reasoning": (NAMED, {"max_tokens": 5}), "reasoning_effort": (NAMED, "low"),
+    "thinking": (NAMED, {"type": "disabled"}), "think": (NAMED, False),
+    "enable_thinking": (NAMED, False), "include_reasoning": (NAMED, False),
+    "chat_template_kwargs": (HONOURED, {"a": 1}),
+    "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5),
+    "thinking_budget_tokens": (NAMED, 5), "reasoning_budget_tokens": (NAMED, 5),
+}  # fmt: skip
 CHAT: Table = {
+    **THINKING,
     "parse_special": (HONOURED, True, {"messages": SPELLED}),
     **SAMPLING,
     "messages": (HONOURED, OTHER), "n": (HONOURED, 2),
@@ -77,7 +87,7 @@ CHAT: Table = {
     "prompt_cache_key": (NAMED, "k"), "response_format": (HONOURED, {"type": "json_object"}),
     "stream_options": (HONOURED, {"include_usage": True}, {"stream": True}),
     "tools": (HONOURED, [TOOL]), "tool_choice": (HONOURED, "none", WITH_TOOLS),
-    "top_logprobs": (REFUSED, 3), "reasoning_effort": (NAMED, "low"),
+    "top_logprobs": (REFUSED, 3),
     "audio": (REFUSED, {"voice": "x"}), "modalities": (REFUSED, ["audio"]),
     "functions": (REFUSED, [{"name": "f"}]),
     "function_call": (REFUSED, {"name": "f"}), "store": (NAMED, True), "verbosity": (NAMED, "low"),
@@ -86,12 +96,8 @@ CHAT: Table = {
     "safety_identifier": (NO_EFFECT, "u"), "service_tier": (HONOURED, "flex"),
     "prompt_cache_retention": (NO_EFFECT, "24h"),
     # llama.cpp's and vLLM's additions
-    "chat_template_kwargs": (HONOURED, {"a": 1}),
     "n_predict": (HONOURED, 5),
     "truncation": (HONOURED, "auto", {"messages": LONG}),
-    "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5),
-    "thinking_budget_tokens": (NAMED, 5), "reasoning_budget_tokens": (NAMED, 5),
-    "reasoning": (NAMED, {"max_tokens": 5}),
     "add_generation_prompt": (HONOURED, True, {"messages": BEGUN}),
     "allowed_token_ids": (REFUSED, [1]), "bad_words": (REFUSED, ["x"]),
     "best_of": (REFUSED, 2), "continue_final_message": (HONOURED, False, {"messages": BEGUN}),
@@ -118,13 +124,13 @@ TEXT: Table = {
     "service_tier": (HONOURED, "flex"),
 }  # fmt: skip
 RESPONSES: Table = {
+    **THINKING,
     "parse_special": (HONOURED, True, {"input": SPELLED[0]["content"]}),
     **SAMPLING,
     "input": (HONOURED, "something else"), "instructions": (HONOURED, "be kind"),
     "max_output_tokens": (HONOURED, 5),
     "parallel_tool_calls": (HONOURED, False, {"tools": [FUNCTION]}),
     "prompt_cache_key": (NAMED, "k"),
-    "reasoning": (NAMED, {"effort": "low"}),
     "store": (HONOURED, False),
     "text": (HONOURED, {"format": {"type": "json_object"}}),
     "tool_choice": (HONOURED, "none", {"tools": [FUNCTION]}), "tools": (HONOURED, [FUNCTION]),
@@ -132,9 +138,7 @@ RESPONSES: Table = {
     "context_management": (REFUSED, [{"type": "compaction"}]),
     "background": (REFUSED, True), "conversation": (REFUSED, "c"), "prompt": (REFUSED, {"id": "p"}),
     "n": (REFUSED, 2),
-    "thinking_budget": (NAMED, 5), "thinking_token_budget": (NAMED, 5),
-    "thinking_budget_tokens": (NAMED, 5),
-    "reasoning_budget_tokens": (NAMED, 5), "mirostat": (REFUSED, 1),
+    "mirostat": (REFUSED, 1),
     "previous_response_id": (REFUSED, "resp_x"), "top_logprobs": (HONOURED, 3),
     "include": (HONOURED, ["message.output_text.logprobs"]), "max_tool_calls": (NO_EFFECT, 3),
     "metadata": (NO_EFFECT, {"a": "b"}), "safety_identifier": (NO_EFFECT, "u"),
@@ -143,6 +147,7 @@ RESPONSES: Table = {
     "stream_options": (NO_EFFECT, {"include_obfuscation": False}),
 }  # fmt: skip
 MESSAGES: Table = {
+    **THINKING,
     "parse_special": (HONOURED, True, {"messages": SPELLED}),
     # the samplers of the other dialects, which clients send in an extra body
     **SAMPLING,
@@ -166,8 +171,9 @@ MESSAGES: Table = {
     "cache_control": (NO_EFFECT, {"type": "ephemeral"}),
 }  # fmt: skip
 OLLAMA_CHAT: Table = {
+    **THINKING,
     "parse_special": (HONOURED, True, {"messages": SPELLED}),
-    "model": (HONOURED, "other"), "think": (NAMED, True),
+    "model": (HONOURED, "other"),
     "messages": (HONOURED, OTHER), "stream": (HONOURED, True), "tools": (HONOURED, [TOOL]),
     "format": (HONOURED, SCHEMA),
     "options": (HONOURED, {"temperature": 0.5}), "keep_alive": (NO_EFFECT, "5m"),
@@ -178,8 +184,9 @@ OLLAMA_CHAT: Table = {
     "tool_choice": (HONOURED, "required", {"tools": [TOOL]}),
 }  # fmt: skip
 OLLAMA_GENERATE: Table = {
+    **THINKING,
     "parse_special": (HONOURED, True, {"prompt": SPELLED[0]["content"]}),
-    "model": (HONOURED, "other"), "stream": (HONOURED, True), "think": (NAMED, True),
+    "model": (HONOURED, "other"), "stream": (HONOURED, True),
     "prompt": (HONOURED, "other"), "suffix": (HONOURED, "cd"), "system": (HONOURED, "be kind"),
     "raw": (HONOURED, True),
     "format": (HONOURED, "json"), "options": (HONOURED, {"num_predict": 3}),
@@ -196,13 +203,13 @@ LLAMACPP: Table = {
     "image_data": (REFUSED, [{"data": "x", "id": 1}]),
     "post_sampling_probs": (REFUSED, True), "lora": (REFUSED, [{"id": 0}]),
     "mirostat": (REFUSED, 2),
-    "samplers": (NAMED, ["top_k"]), "return_tokens": (NAMED, True),
-    "response_fields": (NAMED, ["content"]),
+    "samplers": (NAMED, ["top_k"]), "return_tokens": (HONOURED, True),
+    "response_fields": (HONOURED, ["content"]),
     "min_keep": (NAMED, 1), "id_slot": (NO_EFFECT, 0), "n_keep": (NO_EFFECT, 5),
     "n_discard": (NO_EFFECT, 0),
-    "n_indent": (NO_EFFECT, 0), "timings_per_token": (NO_EFFECT, True),
-    "return_progress": (NO_EFFECT, True),
-    "t_max_prompt_ms": (NO_EFFECT, 500), "service_tier": (HONOURED, "flex"),
+    "n_indent": (NAMED, 4), "timings_per_token": (NAMED, True),
+    "return_progress": (NAMED, True),
+    "t_max_prompt_ms": (NAMED, 500), "service_tier": (HONOURED, "flex"),
 }  # fmt: skip
 DIALECTS: dict[str, tuple[dict[str, Any], Table]] = {
     "/v1/chat/completions": ({"messages": HI}, CHAT),
@@ -263,7 +270,7 @@ def effect(
         said = {
             k: FRESH.sub("", str(v))
             for k, v in plain.items()
-            if k not in (field, "id", "created_at")
+            if k not in (field, "id", "created_at", "completed_at", "reasoning")
         }
     return reply, (reply.status_code, said, kept, [replace(r, id="") for r in engine.requests])
 
@@ -289,7 +296,7 @@ def test_what_becomes_of_it(
     # them.
     named = {field}
     if "reasoning" in field or "think" in field:
-        named = {"reasoning_effort", "thinking_budget"}
+        named |= {"reasoning_effort", "thinking_budget"}
     assert named & set(ignored) if fate == NAMED else not ignored, ignored
     _, without = effect(http, engine, path, body, field)
     assert (seen != without) == (fate == HONOURED)

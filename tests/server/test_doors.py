@@ -202,9 +202,33 @@ def test_a_page_the_user_allowed_is_let_in_and_no_page_like_it(allowing: httpx.C
         assert allowing.post(CHAT, json=HI, headers={"Origin": origin}).status_code == 403, origin
 
 
-def test_webviews_below_localhost_need_a_key(keyed: httpx.Client, plain: httpx.Client) -> None:
-    """Tauri's pages on Windows are http://tauri.localhost."""
-    page = {"Origin": "http://tauri.localhost"}
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "app://obsidian.md", "tauri://localhost", "http://tauri.localhost",
+        "https://tauri.localhost", "wails://wails", "http://wails.localhost", "views://main",
+        "capacitor://localhost", "ionic://localhost", "vscode-webview://a", "vscode-file://a",
+    ],
+)  # fmt: skip
+def test_a_desktop_program_s_own_pages_are_let_in(plain: httpx.Client, origin: str) -> None:
+    assert plain.post(CHAT, json=HI, headers={"Origin": origin}).status_code == 200
+    reply = plain.options(CHAT, headers={"Origin": origin})
+    assert reply.headers["access-control-allow-origin"] == origin
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "null", "file://", "http://evil.localhost", "http://tauri.localhost:8080",
+        "http://tauri.localhost.evil.example", "https://tauri.evil.example",
+    ],
+)  # fmt: skip
+def test_pages_that_are_like_theirs_are_not(plain: httpx.Client, origin: str) -> None:
+    assert plain.post(CHAT, json=HI, headers={"Origin": origin}).status_code == 403
+
+
+def test_other_names_below_localhost_need_a_key(keyed: httpx.Client, plain: httpx.Client) -> None:
+    page = {"Origin": "http://notes.localhost"}
     assert keyed.post(CHAT, json=HI, headers={**page, **KEY}).status_code == 200
     assert keyed.options(CHAT, headers=page).status_code == 204
     assert keyed.post(CHAT, json=HI, headers=page).status_code == 401

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from localllm.engine.messages import FieldRange, Sampling
 from localllm.errors import RequestError
 from localllm.server.dialects.anthropic.messages import MessagesFields
-from localllm.server.dialects.fields import GenerationFields, SamplingFields, read
+from localllm.server.dialects.fields import GenerationFields, SamplingFields
+from localllm.server.dialects.known import read
 from localllm.server.dialects.llamacpp.completion import LlamaCppFields
 from localllm.server.dialects.ollama.requests import Options
 from localllm.server.dialects.openai.chat import ChatFields

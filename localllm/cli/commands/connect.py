@@ -67,6 +67,7 @@ def _print_steps(recipe: ClientRecipe, shell: Shell, write: bool) -> None:
     """Print what is to be done by hand in `shell`, and with `write` write the files."""
     from localllm.cli.editors.recipes import assignment
 
+    warn(recipe)
     for file in recipe.files:
         if write:
             print(write_file(file), file=sys.stderr)
@@ -83,6 +84,12 @@ def _print_steps(recipe: ClientRecipe, shell: Shell, write: bool) -> None:
             f"(from {recipe.name}'s documentation; not checked here with the program itself)",
             file=sys.stderr,
         )
+
+
+def warn(recipe: ClientRecipe) -> None:
+    """Print why the program can't work as the server runs now, where that is so."""
+    if recipe.warning:
+        print(f"warning: {recipe.warning}", file=sys.stderr)
 
 
 def _own_key(base: str) -> str | None:
@@ -135,7 +142,13 @@ def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget
     fills = sorted((n for n in served if "insert" in can[n]), key=lambda n: n == name)
     embeds = [n for n in served if "embedding" in can[n]]
     return ClientTarget(
-        base, name, n_ctx[name], api_key, next(iter(fills), None), next(iter(embeds), None)
+        base,
+        name,
+        n_ctx[name],
+        api_key,
+        next(iter(fills), None),
+        next(iter(embeds), None),
+        max_context=int((served[name].get("physics") or {}).get("max_context") or 0),
     )
 
 

@@ -74,7 +74,7 @@ def run(
     import tempfile
 
     from localllm.cli.chat import engines
-    from localllm.cli.commands.connect import target_of
+    from localllm.cli.commands.connect import target_of, warn
     from localllm.cli.editors.recipes import ClientTarget, recipe_named
     from localllm.errors import NotFoundError, UsageError
 
@@ -109,6 +109,7 @@ def run(
         target = target_of(engine.base_url.removesuffix("/v1"), engine.model, engine.api_key)
         recipe = recipe_of(target, home)
         assert recipe.run is not None
+        warn(recipe)
         command = [program, *recipe.run.command[1:], *(arguments or ())]
         changed = {**recipe.environment, **recipe.run.environment}
         if sandbox:

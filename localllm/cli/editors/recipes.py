@@ -31,7 +31,8 @@ _POWERSHELL_QUOTE = re.compile("(['\u2018\u2019\u201a\u201b])")
 @dataclass(frozen=True, slots=True)
 class ClientTarget:
     """The server to connect to: `url` without a path, one model of it, its context in tokens, the
-    key if any; and which of its models complete code and make embeddings, where it serves such.
+    key if any; which of its models complete code and make embeddings, where it serves such; and the
+    longest context that its machine has room for (0: not known).
     `shell`: where commands are typed that connect to it."""
 
     url: str
@@ -41,6 +42,7 @@ class ClientTarget:
     autocomplete: str | None = None
     embedding: str | None = None
     shell: Shell = "powershell" if sys.platform == "win32" else "sh"
+    max_context: int = 0
 
     @property
     def key(self) -> str:
@@ -80,7 +82,8 @@ class ProcessSettings:
 @dataclass(frozen=True, slots=True)
 class ClientRecipe:
     """How to connect one program. `checked`: the version that a whole tool loop was run with, on
-    this very configuration ("" = the recipe is from its documentation alone)."""
+    this very configuration ("" = the recipe is from its documentation alone). `warning`: why it
+    can't work as the server runs now."""
 
     name: str
     files: tuple[ConfigFile, ...] = ()
@@ -89,6 +92,7 @@ class ClientRecipe:
     environment: Mapping[str, str] = field(default_factory=dict)
     checked: str = ""
     run: ProcessSettings | None = None
+    warning: str = ""
 
 
 def values(target: ClientTarget) -> dict[str, Any]:
@@ -195,6 +199,21 @@ def _recipe(entry: Mapping[str, Any], target: ClientTarget, home: Path) -> Clien
         _variables(entry, known),
         entry.get("checked", ""),
         run,
+        _room_warning(entry, target),
+    )
+
+
+def _room_warning(entry: Mapping[str, Any], target: ClientTarget) -> str:
+    """What to do where the program's own prompt, before any question, is longer than the context."""
+    prompt = int(entry.get("own_prompt_tokens", 0))
+    if not prompt or target.n_ctx >= prompt + target.answer_tokens:
+        return ""
+    wanted = f"serve with --context {2 * prompt} or more"
+    if target.max_context:
+        wanted += f" ({target.max_context} is the largest that fits there)"
+    return (
+        f"{entry['name']}'s own prompt has some {prompt} tokens and {target.model} is served with a "
+        f"context of {target.n_ctx}: {wanted}"
     )
 
 

@@ -230,9 +230,13 @@ def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
 
 def _physics(plan: Plan | None, power: object) -> dict[str, object]:
     from localllm.device.detect import detect
+    from localllm.planner.plan import max_context
     from localllm.planner.serialise import physics
 
-    return {**physics(plan, detect()), "power": power} if plan is not None else {}
+    if plan is None:
+        return {}
+    device = detect()
+    return {**physics(plan, device), "power": power, "max_context": max_context(device, plan)}
 
 
 def facts_before(local: LocalModel) -> ModelMetadata:

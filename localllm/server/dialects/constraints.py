@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from localllm.errors import RequestError, UnsupportedError
+from localllm.server.dialects.known import Refused, Shape
 
 # ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or
 # ("loose_schema", source): a schema of which the rest holds where a part can't.
@@ -93,7 +94,10 @@ def of_response_format(response_format: Any) -> Constraint | None:
 class StructuredFields(BaseModel):
     """vLLM's `structured_outputs`."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
+    shapes: ClassVar[Shape] = {
+        "structural_tag": Refused("not implemented; send `tools` or a grammar"),
+    }
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, max_length=1 << 16)
     choice: Annotated[list[str], Field(max_length=4096)] | None = None

@@ -1,10 +1,6 @@
-"""Request bodies: each field is honoured within its range, refused with the reason, or named as
-ignored.
-
-The pydantic models hold the honoured fields; those of sampling are made of
-`engine.messages.Sampling`, whose dataclass says each one's range. REFUSED are known fields that
-can't be honoured, with the values that mean "off". HINTS are known fields without effect on an
-answer. Any other field is accepted and named in the response header `x-localllm-ignored`.
+"""Request bodies: the fields that are honoured, within their ranges, and what is said of a value
+that is none. Those of sampling are made of `engine.messages.Sampling`, whose dataclass says each
+one's range. What becomes of any other field: `known.py`.
 """
 
 from __future__ import annotations
@@ -17,15 +13,14 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    TypeVar,
     get_args,
     get_type_hints,
 )
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from localllm.engine.messages import MAX_TOKENS, Generation, LoopLimits, Sampling
-from localllm.errors import RequestError, UnsupportedError
+from localllm.errors import RequestError
 from localllm.server.dialects.constraints import (
     Constraint,
     StructuredFields,
@@ -37,83 +32,15 @@ from localllm.server.dialects.constraints import (
 
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = (
-    "a conversation too long for the context: refused (disabled), or its oldest turns "
-    "left "
-    "out "
+    "a conversation too long for the context: refused (disabled), or its oldest turns left out "
     "(auto)"
 )
-# Of the bodies that hold a conversation.
-ParseSpecial = Annotated[
-    bool | None,
-    Field(
-        description="true: control tokens spelled in messages and tools are read as such; "
-        "otherwise "
-        "they "
-        "are "
-        "text"
-    ),
-]
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
 Bias = Annotated[float, Field(ge=-100, le=100, strict=True)] | bool
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 StopText = Annotated[str, Field(max_length=1024)]
 
-# For dialects without such a field.
-_ELSEWHERE = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
-# field: (reason, values that mean "off"). Sources: OpenAI's API reference; llama.cpp
-# tools/server/README.md.
-REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "audio": ("this server writes text only", (None,)),
-    "modalities": ("this server writes text only", (None, ["text"], [])),
-    "web_search_options": ("this server does not search the web", (None,)),
-    "functions": ("the legacy function interface is not spoken; send `tools`", (None, [])),
-    "function_call": (
-        "the legacy function interface is not spoken; send `tool_choice`",
-        (None, "none", "auto"),
-    ),
-    "best_of": ("candidates are not ranked here; send `n`", (None, 1)),
-    "use_beam_search": ("there is no beam search", (None, False)),
-    "mirostat": ("mirostat sampling is not implemented", (None, 0)),
-    "dynatemp_range": ("dynamic temperature is not implemented", (None, 0, 0.0)),
-    "xtc_probability": (_ELSEWHERE, (None, 0, 0.0)),
-    "dry_multiplier": (_ELSEWHERE, (None, 0, 0.0)),
-    "tfs_z": ("tail-free sampling is not implemented", (None, 1, 1.0)),
-    "top_n_sigma": ("top-n-sigma sampling is not implemented", (None, -1, -1.0, 0, 0.0)),
-    "length_penalty": ("there is no beam search", (None, 1, 1.0)),
-    "min_tokens": (_ELSEWHERE, (None, 0)),
-    "bad_words": ("not implemented; ban tokens by `logit_bias`", (None, [])),
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (_ELSEWHERE, (None,))
-    ),
-    **dict.fromkeys(("structured_outputs", "regex", "ebnf"), (_ELSEWHERE, (None,))),
-    "lora": ("adapters are not loaded per request", (None, [])),
-    "image_data": ("this server reads text only", (None, [])),
-    "grammar_lazy": (
-        "send `tools`: a call is held to its schema from where it begins",
-        (None, False),
-    ),
-    "post_sampling_probs": ("probabilities are those of the model, before sampling", (None, False)),
-    "reasoning_format": ("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
-    "stop_token_ids": (_ELSEWHERE, (None, [])),
-    "allowed_token_ids": ("not implemented; ban tokens by `logit_bias`", (None, [])),
-    "include_stop_str_in_output": ("a stop string is never part of the answer", (None, False)),
-    "skip_special_tokens": (
-        "special tokens are left out, except where a tool format needs them",
-        (None, True),
-    ),
-    "truncate_prompt_tokens": ("a prompt that is too long is refused, never cut", (None,)),
-    "prompt_logprobs": ("log-probabilities are those of the answer's tokens", (None, 0)),
-    "context": ("a conversation is kept by its messages: use /api/chat", (None, [])),
-}
-# Accepted without effect, and named as ignored unless the value says what holds anyway.
-NAMED: Mapping[str, tuple[Any, ...]] = {"store": (None, False), "verbosity": (None, "medium")}
-HINTS = frozenset(
-    {
-        "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
-        "service_tier", "id_slot",
-    }
-)  # fmt: skip
 # Scheduling priority by OpenAI's `service_tier`; 0 for any other.
 PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
 
@@ -121,28 +48,12 @@ PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
 class RequestBody(BaseModel):
     """What every request body has."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = Field(
         None, max_length=512, description="a served model or alias; none means the first one"
     )
     stream: bool | None = Field(None, description="send the answer as server-sent events")
-
-
-class ReasoningFields(BaseModel):
-    """`reasoning`: effort, and a token budget."""
-
-    model_config = ConfigDict(extra="allow")
-    effort: Effort | None = None
-    enabled: bool | None = None
-    max_tokens: Budget | None = Field(
-        None, description="tokens of reasoning at most; -1 = no limit"
-    )
-
-    @property
-    def level(self) -> Effort | None:
-        """The effort asked for; none where reasoning is switched off."""
-        return "none" if self.enabled is False else self.effort
 
 
 class LoopFields(BaseModel):
@@ -221,7 +132,7 @@ class GenerationFields(_SamplingNumbers):
         self, longest: int | None, default: Sampling, *, limit: str = "max_tokens", within: str = ""
     ) -> Generation:
         """The generation with these fields over the model's defaults. `limit` is the dialect's name
-        for max_tokens, `within` the path of the object that holds these fields. Raises
+        for max_tokens, `shapes` the path of the object that holds these fields. Raises
         RequestError."""
         if self.min_tokens and longest is not None and self.min_tokens > longest:
             raise RequestError(
@@ -373,37 +284,6 @@ class SamplingFields(RequestBody, GenerationFields):
         )
 
 
-class ReasonedFields(SamplingFields):
-    """A body of a chat, which may have a reasoning budget, under the names of several servers."""
-
-    parse_special: ParseSpecial = None
-    reasoning: ReasoningFields | None = Field(
-        None, description="`effort`, and `max_tokens` of reasoning at most"
-    )
-    thinking_budget: Budget | None = Field(
-        None, description="tokens of reasoning at most; -1 = no limit"
-    )
-    thinking_token_budget: Budget | None = Field(
-        None, description="another name of thinking_budget (vLLM)"
-    )
-    thinking_budget_tokens: Budget | None = Field(
-        None, description="another name of thinking_budget (llama.cpp)"
-    )
-    reasoning_budget_tokens: Budget | None = Field(
-        None, description="another name of thinking_budget (llama.cpp)"
-    )
-
-    def thinking_tokens(self) -> int | None:
-        """The reasoning budget, by the first of its names that is sent; None = no limit."""
-        named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
-        sent = (
-            self.reasoning.max_tokens if self.reasoning else None,
-            *named,
-            self.reasoning_budget_tokens,
-        )
-        return first_limit(*sent)
-
-
 def first_limit(*sent: int | None) -> int | None:
     """The first limit that was sent; None = no limit, which a negative one asks for."""
     value = next((n for n in sent if n is not None), None)
@@ -413,50 +293,3 @@ def first_limit(*sent: int | None) -> int | None:
 def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:
     """The stop strings, empty ones left out."""
     return tuple(s for s in ([sent] if isinstance(sent, str) else sent or ()) if s)
-
-
-Fields = TypeVar("Fields", bound=RequestBody)
-
-
-def read(
-    kind: type[Fields], body: Mapping[str, Any], hints: frozenset[str] = HINTS
-) -> tuple[Fields, list[str]]:
-    """Validates `body` as `kind`; returns it with the names of ignored fields. Raises RequestError
-    or UnsupportedError."""
-    for name, (reason, off) in REFUSED.items():
-        if name in body and name not in kind.model_fields and body[name] not in off:
-            raise UnsupportedError(f"{name} is not supported: {reason}", param=name)
-    try:
-        fields = kind.model_validate(body)
-    except ValidationError as e:
-        raise _invalid(e, body) from e
-    extra = fields.model_extra or {}
-    harmless = {name for name, values in NAMED.items() if name in extra and extra[name] in values}
-    return fields, sorted(set(extra) - hints - set(REFUSED) - harmless)
-
-
-def _invalid(found: ValidationError, body: Any) -> RequestError:
-    """What is wrong with `body`: of the members of a union, as the one says that came the
-    furthest."""
-    errors = found.errors(include_url=False, include_context=False, include_input=False)
-    of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
-    worst = max(of_field, key=lambda error: len(_sent_path(error, body)))
-    path = ".".join(_sent_path(worst, body))
-    return RequestError(f"{path or 'body'}: {worst['msg']}", param=path or None)
-
-
-def _sent_path(error: Any, body: Any) -> list[str]:
-    """Where in what was sent `error` (pydantic's) is; it also names the types of a union's members,
-    which nobody sent."""
-    path = []
-    for step in error["loc"]:
-        there = (
-            step in body
-            if isinstance(body, Mapping)
-            else isinstance(body, list) and step in range(len(body))
-        )
-        if there:
-            body = body[step]
-        if there or (error["type"] == "missing" and step is error["loc"][-1]):
-            path.append(str(step))
-    return path

@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field
 
 from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.fields import RequestBody, read
+from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.known import read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json

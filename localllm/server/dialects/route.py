@@ -14,7 +14,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from localllm.errors import RequestError
-from localllm.server.dialects.fields import HINTS, Fields, read
+from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.known import read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.http.accounts import admins_only, caller
 from localllm.server.http.asgi import answer_headers
@@ -25,6 +26,7 @@ from localllm.server.serving import Dialect, Server, TranslatedRequest
 # The description of paths that count a prompt's tokens.
 COUNT = "How many tokens the prompt has"
 Translated = TypeVar("Translated")
+Fields = TypeVar("Fields", bound=RequestBody)
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
@@ -49,7 +51,6 @@ class Route(Generic[Fields, Translated]):
     about: str
     keys: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    hints: frozenset[str] = HINTS
 
 
 def mount(router: APIRouter, server: Server, *routes: Route[Any, Any]) -> None:
@@ -91,7 +92,7 @@ def mount_prompt(
     generating."""
 
     async def prompt(request: Request) -> Response:
-        fields, unknown = read(route.fields, await read_json(request, server.settings), route.hints)
+        fields, unknown = read(route.fields, await read_json(request, server.settings))
         model = await server.models.find(fields.model)
         translated = await worked(partial(route.translate, fields, model))
         assert isinstance(translated, TranslatedRequest)
@@ -118,7 +119,7 @@ def _answering(server: Server, route: Route[Any, Any]) -> Endpoint:
             return stream.answer(
                 event_number(request.headers.get("last-event-id"), "Last-Event-ID")
             )
-        fields, unknown = read(route.fields, body, route.hints)
+        fields, unknown = read(route.fields, body)
         model = await server.models.find(fields.model)
         translated = await worked(partial(route.translate, fields, model))
         if isinstance(translated, PreloadRequest):

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.fields import read
+from localllm.server.dialects.known import read
 from localllm.server.dialects.route import Endpoint, Route, mount_answer
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import answer_headers
@@ -66,7 +66,7 @@ def mount(router: APIRouter, server: Server, *routes: Route[Any, EmbeddingReques
 
 def _answering(server: Server, route: Route[Any, EmbeddingRequest]) -> Endpoint:
     async def answer(request: Request) -> Response:
-        fields, ignored = read(route.fields, await read_json(request, server.settings), route.hints)
+        fields, ignored = read(route.fields, await read_json(request, server.settings))
         model = model_for(server.models, fields.model)
         translated = route.translate(fields, model)
         for i, text in enumerate(translated.inputs):

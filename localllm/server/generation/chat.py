@@ -19,7 +19,14 @@ from localllm.engine.messages import Generation
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError
 from localllm.server.generation.job import GenerationJob
-from localllm.server.generation.prompt import Prompt, ResponseOptions, build_prompt, wants_bos
+from localllm.server.generation.prompt import (
+    THINKING_OFF,
+    UNHEARD,
+    Prompt,
+    ResponseOptions,
+    build_prompt,
+    wants_bos,
+)
 from localllm.server.http.recent import RecentlyUsed
 from localllm.server.models.router import ServedModel
 from localllm_backends.control_text import control_texts
@@ -208,13 +215,8 @@ async def chat_job(
         )
     else:
         prompt, compacted = await render(messages), ""
-    generation, ignored = chat.generation, (*prompt.ignored, *attached.ignored, *chat.omitted)
-    if generation.thinking_tokens is not None and prompt.answer.reply.think is None:
-        # This model has no reasoning to limit.
-        generation, ignored = (
-            replace(generation, thinking_tokens=None),
-            (*ignored, "thinking_budget"),
-        )
+    generation, ignored = _reasoning(chat, prompt, template)
+    ignored = (*ignored, *attached.ignored, *chat.omitted)
     return GenerationJob(
         prompt=prompt.text,
         generation=generation,
@@ -226,7 +228,28 @@ async def chat_job(
         normalised=normalised,
         compacted=compacted,
         asked=chat.messages[-1]["content"] if prompt.answer.reply.think is not None else None,
+        hides_reasoning=chat.options.hides_reasoning,
     )
+
+
+def _reasoning(
+    chat: ChatRequest, prompt: Prompt, template: ChatTemplate
+) -> tuple[Generation, tuple[str, ...]]:
+    """The generation with the limit on its reasoning, and the names of what has no effect. Reasoning
+    that is switched off, and that the template has no word for or opens itself, ends at once."""
+    generation, ignored, reply = chat.generation, prompt.ignored, prompt.answer.reply
+    if reply.think is None:
+        budget = ("thinking_budget",) if generation.thinking_tokens is not None else ()
+        return replace(generation, thinking_tokens=None), (
+            *ignored,
+            *budget,
+            *chat.options.of_reasoning,
+        )
+    off = chat.options.effort in THINKING_OFF
+    if not off or not (reply.thinking or "enable_thinking" not in template.source):
+        return generation, ignored
+    heard = tuple(name for name in ignored if name != UNHEARD)
+    return replace(generation, thinking_tokens=0), heard
 
 
 class EngineWithImages:

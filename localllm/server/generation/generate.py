@@ -108,7 +108,12 @@ async def _choice(
     )
     parser = None if answer.reply.plain else ReplyParser(answer.reply)
     stream = _ChoiceStream(
-        writer, choice, progress, parser, frozenset(answer.marks) - {*job.generation.stop}
+        writer,
+        choice,
+        progress,
+        parser,
+        frozenset(answer.marks) - {*job.generation.stop},
+        reports_tokens=job.reports_tokens,
     )
     before: Finish | None = None
     if generation.max_tokens == 0:  # the prompt is computed, and nothing written
@@ -269,9 +274,11 @@ class _ChoiceStream:
         progress: PrefillProgress,
         parser: ReplyParser | None,
         marks: frozenset[str],
+        *,
+        reports_tokens: bool,
     ) -> None:
         self._writer, self._choice, self._progress, self._parser = writer, choice, progress, parser
-        self._marks = marks
+        self._marks, self._reports_tokens = marks, reports_tokens
         self._raw: list[str] | None = None
         self._reasoned = 0
         self._tokens = VisibleTokens()
@@ -322,6 +329,8 @@ class _ChoiceStream:
         """Called once per token while the event loop reads the engine's pipe: kept minimal."""
         if type(event) is Text:
             self._progress.written += len(event.tokens)
+            if self._reports_tokens:
+                self._writer.tokens(self._choice, event.tokens)
             if self._raw is not None:
                 self._raw.append(event.text)
             parser = self._parser

@@ -52,6 +52,7 @@ class GenerationJob:
     `ignored` names fields without effect on this model, `normalised` what was removed from the
     prompt (volatile text), `compacted` how much of the conversation was left out.
     `asked` is the turn that is answered, where its reasoning goes to the reasoning cache.
+    `hides_reasoning`: it goes there alone. `reports_tokens`: the writer gets the ids of all tokens.
     """
 
     prompt: str | list[int]
@@ -64,6 +65,8 @@ class GenerationJob:
     normalised: tuple[str, ...] = ()
     compacted: str = ""
     asked: str | None = None
+    hides_reasoning: bool = False
+    reports_tokens: bool = False
     images: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -116,6 +119,9 @@ class ReplyWriter:
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         """More of the answer."""
+
+    def tokens(self, choice: int, ids: tuple[int, ...]) -> None:
+        """More tokens, shown or not; only where the job reports them."""
 
     def reasoning(self, choice: int, text: str) -> None:
         """More of the reasoning."""
@@ -179,6 +185,7 @@ class CollectedChoice:
     thoughts: list[str] = field(default_factory=list)
     begun_calls: list[CollectedCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     outcome: Outcome = field(init=False)
 
     @property
@@ -195,10 +202,10 @@ class CollectedChoice:
 
 
 class ReplyCollector(ReplyWriter):
-    """Collects a reply, and passes it on to `inner`."""
+    """Collects a reply, and passes it on to `inner`, its reasoning only if that `shows` it."""
 
-    def __init__(self, inner: ReplyWriter | None = None) -> None:
-        self._inner = inner or ReplyWriter()
+    def __init__(self, inner: ReplyWriter | None = None, *, shows: bool = True) -> None:
+        self._inner, self._shows = inner or ReplyWriter(), shows
         self._choices: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
         self.usage = ReplyUsage()
         self.timings = Timings()
@@ -216,9 +223,14 @@ class ReplyCollector(ReplyWriter):
         self._choices[choice].logprobs += logprobs
         self._inner.text(choice, text, logprobs)
 
+    def tokens(self, choice: int, ids: tuple[int, ...]) -> None:
+        self._choices[choice].tokens += ids
+        self._inner.tokens(choice, ids)
+
     def reasoning(self, choice: int, text: str) -> None:
         self._choices[choice].thoughts.append(text)
-        self._inner.reasoning(choice, text)
+        if self._shows:
+            self._inner.reasoning(choice, text)
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         self._choices[choice].begun_calls.append(CollectedCall(new_id("call_"), name))

@@ -36,7 +36,9 @@ from localllm_backends.control_text import ControlTexts, without_marks
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 # Of a message: what is not written into the prompt as it is.
 _NO_TEXT = ("role", "images", "pdfs")
-_THINKING_OFF = ("none",)
+THINKING_OFF = ("none",)
+# What is named where no template hears it.
+UNHEARD = "reasoning_effort"
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 Tokenize = Callable[[str], Awaitable[list[int]]]
 # Of the window that is left beside the answer: the text before the cursor says more than the text
@@ -50,7 +52,9 @@ class ResponseOptions:
     reasoning `effort`, and variables of the chat template.
     `continues`: a final assistant message is the beginning of the answer, not an earlier one.
     `parse_special`: control tokens that are spelled in messages and tools are read as such; else
-    they are text."""
+    they are text.
+    `hides_reasoning`: it is no part of the answer. `of_reasoning` names the fields that mean nothing
+    of a model without."""
 
     tools: Sequence[Tool] = ()
     choice: Choice = field(default_factory=lambda: Choice("none"))
@@ -60,6 +64,8 @@ class ResponseOptions:
     template_kwargs: Mapping[str, Any] | None = None
     continues: bool = True
     parse_special: bool = False
+    hides_reasoning: bool = False
+    of_reasoning: tuple[str, ...] = ()
 
     @property
     def offered(self) -> list[Tool]:
@@ -214,17 +220,18 @@ def _variables(
             raise RequestError(
                 f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}"
             )
+    unknown = tuple(f"chat_template_kwargs.{n}" for n in kwargs if n not in template.source)
     if options.effort is None:
-        return kwargs, ()
+        return kwargs, unknown
     if "reasoning_effort" in template.source:
         kwargs.setdefault("reasoning_effort", _level(template.source, options.effort))
-        if options.effort in _THINKING_OFF and "enable_thinking" in template.source:
+        if options.effort in THINKING_OFF and "enable_thinking" in template.source:
             kwargs.setdefault("enable_thinking", False)
     elif "enable_thinking" in template.source:
-        kwargs.setdefault("enable_thinking", options.effort not in _THINKING_OFF)
+        kwargs.setdefault("enable_thinking", options.effort not in THINKING_OFF)
     else:
-        return kwargs, ("reasoning_effort",)  # the template has no control for reasoning
-    return kwargs, ()
+        return kwargs, (*unknown, UNHEARD)  # the template has no control for reasoning
+    return kwargs, unknown
 
 
 def _without_tools(

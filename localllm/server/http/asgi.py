@@ -22,6 +22,8 @@ PROBES = "localllm.probes"
 # where the client takes pieces.
 OWN_SEND, WRITE = "localllm.send", "localllm.write"
 IGNORED = "x-localllm-ignored"
+# Of a request with a seed: what that does not promise.
+SEEDED = "x-localllm-seed"
 # The server that answered, where the request was proxied.
 RAN_ON = "x-localllm-ran-on"
 _MAX_CHARS, _MAX_NAME_CHARS = 1024, 64
@@ -47,5 +49,5 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     characters are replaced."""
     if not names:
         return {}
-    plain = [_UNSAFE.sub("?", name)[:_MAX_NAME_CHARS] for name in names]
+    plain = [_UNSAFE.sub("?", name)[:_MAX_NAME_CHARS] for name in dict.fromkeys(names[:_MAX_CHARS])]
     return {IGNORED: ",".join(plain)[:_MAX_CHARS]}

@@ -14,6 +14,7 @@ from localllm.errors import (
     NotFoundError,
     RequestError,
 )
+from localllm.server.http.asgi import Scope
 
 log = logging.getLogger("localllm.server")
 
@@ -77,13 +78,20 @@ _ERROR_TYPES = {
 }  # fmt: skip
 
 
-def envelope(error: LocalLLMError, path: str) -> dict[str, Any]:
-    """`error` as the clients of `path` expect it: refusals come before any route."""
-    if path.startswith("/v1/messages"):
+def envelope(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
+    """`error` as the client of a request expects it: refusals come before any route."""
+    path = scope["path"]
+    if path.startswith("/v1/messages") or speaks_anthropic(scope):
         return anthropic_envelope(error)
     if path.startswith("/api/"):
         return ollama_envelope(error)
     return error.to_openai()
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether the client's words are Anthropic's, on a path that two dialects have."""
+    named = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return named and scope["path"].startswith("/v1/models")
 
 
 def anthropic_envelope(error: LocalLLMError) -> dict[str, Any]:
@@ -93,6 +101,7 @@ def anthropic_envelope(error: LocalLLMError) -> dict[str, Any]:
     said = error.message
     if isinstance(error, ContextLengthError) and error.counts is not None:
         said = f"prompt is too long: {error.counts[0]} tokens > {error.counts[1]} maximum"
+        said += f"; {error.hint}" if error.hint else ""
     return {
         "type": "error",
         "error": {"type": _ERROR_TYPES.get(error.http_status, other), "message": said},
@@ -106,9 +115,8 @@ def ollama_envelope(error: LocalLLMError) -> dict[str, Any]:
     if isinstance(error, ContextLengthError) and error.counts is not None:
         tokens, window = error.counts
         message = (
-            f"prompt too long; exceeded max context length by {max(1, tokens - window)} "
-            "tokens: "
-            f"{message}"
+            f"prompt too long; exceeded max context length by {max(1, tokens - window)} tokens: "
+            f"{message}; {error.hint}"
         )
     return {"error": message}
 

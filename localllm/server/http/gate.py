@@ -36,8 +36,19 @@ from localllm.server.http.settings import (
     served_with_key,
 )
 
-# Schemes of desktop apps: no web site can have such an origin.
-_APP_SCHEMES = ("app:", "tauri:", "vscode-webview:", "vscode-file:", "capacitor:")
+# Origins of desktop programs' own pages. No web site can have one of these schemes, which only the
+# program itself serves:
+_APP_SCHEMES = (
+    "app:",  # Electron's usual one (Obsidian)
+    "tauri:",  # Tauri on macOS and Linux
+    "wails:",  # Wails on macOS and Linux
+    "views:",  # Electrobun
+    "capacitor:", "ionic:",  # Capacitor and Ionic on iOS
+    "vscode-webview:", "vscode-file:",
+)  # fmt: skip
+# WebView2 and Android's webview have no schemes of a program's own: Tauri and Wails take a name below
+# localhost there, which no DNS gives to anybody else in a browser (RFC 6761), without a port.
+_APP_NAMES = ("tauri.localhost", "wails.localhost")
 # Need no key: they only tell that a server is here.
 _OPEN_PATHS = ("/health", "/v1/health")
 _BODY_METHODS = ("POST", "PUT", "PATCH")
@@ -47,7 +58,7 @@ _ALLOW_HEADERS = (
 )
 _EXPOSE_HEADERS = (
     b"x-localllm-ignored, x-localllm-cache, x-localllm-compacted, x-localllm-normalised, "
-    b"x-localllm-ran-on, "
+    b"x-localllm-ran-on, x-localllm-seed, "
     b"x-request-id, retry-after, www-authenticate"
 )
 _HEADER_NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
@@ -149,9 +160,9 @@ class SecurityGate:
         if scheme not in ("http", "https"):
             return False
         name = host_name(rest)
-        # A webview's page may live below localhost (Tauri's on Windows do); only browsers promise
-        # what that means.
-        return is_loopback(name) or (self.settings.keyed and below_localhost(name))
+        # Any other name below localhost: only browsers promise what that means.
+        known = is_loopback(name) or rest in _APP_NAMES
+        return known or (self.settings.keyed and below_localhost(name))
 
     def _caller(self, headers: dict[bytes, bytes]) -> Account | None:
         """The account of the key; None where no key is required. Raises KeyRequiredError."""
@@ -209,7 +220,7 @@ def _from_page(headers: dict[bytes, bytes]) -> bool:
 
 async def refuse(scope: Scope, send: Send, error: LocalLLMError) -> None:
     """Answer `error` in the format of the path."""
-    await send_json(send, error.http_status, envelope(error, scope["path"]), headers_of(error))
+    await send_json(send, error.http_status, envelope(error, scope), headers_of(error))
 
 
 async def _preflight(send: Send, origin: str, request_headers: Mapping[bytes, bytes]) -> None:

@@ -88,7 +88,6 @@ async def serve_on(
         # Ours is shorter.
         timeout_keep_alive=math.ceil(settings.idle_timeout_s + settings.idle_unknown_timeout_s),
         server_header=False,
-        date_header=False,
         ssl_certfile=settings.tls.certificate if settings.tls is not None else None,
         ssl_keyfile=settings.tls.key if settings.tls is not None else None,
     )

@@ -115,9 +115,7 @@ class StreamResponse(Response):
                 await asyncio.wait_for(outbox.wait(), self._settings.grace_s)
             error = outbox.error
             if outbox.closed and outbox.empty and error is not None:
-                await send_json(
-                    send, error.http_status, envelope(error, scope["path"]), headers_of(error)
-                )
+                await send_json(send, error.http_status, envelope(error, scope), headers_of(error))
             else:
                 await self._stream(outbox, scope, send)
         finally:

@@ -78,6 +78,17 @@ class ModelRouter:
             *(self._installed_models.models() if self._installed_models is not None else ()),
         ]
 
+    def names(self) -> Models:
+        """Every name on offer, aliases without wildcards among them, each with its model."""
+        aliases = {a: m for a, m in self._names.items() if a != m.name.lower()}
+        return [*self.list(), *(model.called(alias) for alias, model in aliases.items())]
+
+    def listed(self, name: str) -> ServedModel:
+        """The model of that name as `names` has it. Raises ModelNotFoundError."""
+        model = self.resolve(name)
+        aliased = _key(name) in self._names and _key(name) != model.name.lower()
+        return model.called(_key(name)) if aliased else model
+
     def elsewhere(self) -> RemoteModels:
         """The models of upstreams whose names no model here has."""
         here = {model.name.lower() for model in self.list()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,21 +62,12 @@ class ServedModel:
         """The sampling defaults of a request."""
         return replace(self.facts.sampling, **self.defaults.sampling)
 
-    def sampling_for(
-        self, effort: str | None, variables: Mapping[str, Any] | None = None
-    ) -> Sampling:
-        """The sampling defaults of a request with this reasoning `effort` and these template
-        `variables`."""
-        named = variables or {}
-        off = effort == "none" or any(
-            named.get(name) is False for name in ("enable_thinking", "thinking")
-        )
+    def sampling_for(self, effort: str | None) -> Sampling:
+        """The sampling defaults of a request with this reasoning `effort`."""
         unthinking = self.facts.sampling_unthinking
-        return (
-            replace(unthinking, **self.defaults.sampling)
-            if off and unthinking is not None
-            else self.sampling
-        )
+        if effort != "none" or unthinking is None:
+            return self.sampling
+        return replace(unthinking, **self.defaults.sampling)
 
     @property
     def facts(self) -> ModelMetadata:
@@ -90,6 +82,14 @@ class ServedModel:
     def served_n_ctx(self) -> int | None:
         """The context in tokens that every dialect reports."""
         return self.info.n_ctx if self.info is not None else self.facts.n_ctx
+
+    @property
+    def room_hint(self) -> str:
+        """What to do about a prompt that is longer than the served context."""
+        most, served = self.facts.physics.get("max_context") or 0, self.served_n_ctx or 0
+        if most > served:
+            return f"shorten it, or serve with a larger --context: up to {most} fits here"
+        return "shorten it: no larger --context fits here" if most else ""
 
     @property
     def capabilities(self) -> list[str]:
@@ -140,6 +140,12 @@ class ServedModel:
 
     async def engine(self) -> EngineClient:
         return await self.worker.engine()
+
+    def called(self, alias: str) -> ServedModel:
+        """The same model under another of its names, for lists."""
+        other = copy.copy(self)
+        other.name = alias
+        return other
 
     def lease(self) -> AbstractContextManager[None]:
         return self.worker.lease()

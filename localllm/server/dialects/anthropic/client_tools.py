@@ -14,14 +14,19 @@ _TEXT, _WHOLE, _FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolea
 _RANGE = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
 
 
+def is_client_tool(kind: Any) -> bool:
+    """Whether the client runs the tools of that type."""
+    name, _, version = str(kind).rpartition("_")
+    return name in _KINDS and version.isdigit()
+
+
 def client_tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     """`tool` as a function with its documented parameters; None for one that only Anthropic's
     servers run."""
-    kind, _, version = str(tool.get("type")).rpartition("_")
-    make = _KINDS.get(kind)
-    if make is None or not version.isdigit():
+    if not is_client_tool(tool.get("type")):
         return None
-    description, parameters = make(tool, int(version))
+    kind, _, version = str(tool["type"]).rpartition("_")
+    description, parameters = _KINDS[kind](tool, int(version))
     return {"name": tool.get("name"), "description": description, "parameters": parameters}
 
 

@@ -4,57 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
+from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.anthropic.client_tools import client_tool
+from localllm.server.dialects.anthropic.client_tools import client_tool, is_client_tool
 from localllm.server.dialects.constraints import Constraint, of_schema, only_one
-from localllm.server.dialects.fields import (
-    Count,
-    ParseSpecial,
-    SamplingFields,
-    StopText,
-    stop_texts,
-)
+from localllm.server.dialects.fields import Count, StopText, stop_texts
+from localllm.server.dialects.known import FORM, READS, REFUSED, Refused, Shape, Unused, shape
+from localllm.server.dialects.thinking import ReasonedFields
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
 
-# Known to Anthropic's API and without effect here; every prompt is cached, with or without
-# `cache_control`.
-HINTS = frozenset({"metadata", "service_tier", "betas", "speed", "cache_control"})
-_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+# Every prompt is cached, with or without `cache_control`.
+_BLOCK: dict[str, Any] = shape(
+    "type", "text", "cache_control", "id", "name", "input", "tool_use_id", "is_error", "thinking",
+    "signature", "data", "tool_name", "title",
+    source=shape("type", "data", "media_type", "url", "file_id"),
+    citations=Unused((None, [], {"enabled": False})),
+    context=Unused((None, "")),
+)  # fmt: skip
+_BLOCK["source"]["content"] = _BLOCK
+_BLOCK |= {"content": _BLOCK, READS: lambda kind: not _server_side(kind)}
+_TOOL = shape(
+    "type", "name", "description", "input_schema", "strict", "cache_control", "display_width_px",
+    "display_height_px", "display_number", "max_characters",
+    **{READS: lambda kind: kind in (None, "custom") or is_client_tool(kind)},
+)  # fmt: skip
 # Precedes the output of a failed tool: templates have no field for it.
 FAILED = "[the tool failed]"
-# What Anthropic's servers ran in an earlier turn; the answer made of it is in the message as well.
-_SERVER_SIDE = ("server_tool_use", "mcp_tool_use")
 
 
-class MessagesFields(SamplingFields):
+def _server_side(kind: Any) -> bool:
+    """Whether Anthropic's servers ran it in an earlier turn; the answer made of it is in the message
+    as well."""
+    return kind in ("server_tool_use", "mcp_tool_use") or str(kind).endswith("_tool_result")
+
+
+class OutputConfig(BaseModel):
+    """`output_config`."""
+
+    shapes: ClassVar[Shape] = {"format": FORM}
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class MessagesFields(ReasonedFields):
     """POST /v1/messages, with the sampling fields of the other dialects."""
 
+    shapes: ClassVar[Shape] = {
+        **ReasonedFields.shapes,
+        "messages": {"role": None, "content": _BLOCK},
+        "system": _BLOCK,
+        "tools": _TOOL,
+        "tool_choice": shape("type", "name", "disable_parallel_tool_use"),
+        "output_format": FORM,
+        "n": REFUSED["n"],
+        "container": Refused("no container runs here"),
+        "mcp_servers": Refused("not connected to from here", (None, [])),
+        **dict.fromkeys(("betas", "speed", "cache_control")),
+    }
     messages: list[dict[str, Any]]
     max_tokens: Count | None = None
     system: str | list[Any] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=32)] | None = None
-    n: Annotated[int, Field(ge=1, le=1)] | None = Field(None, description="a message is one answer")
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = Field(
+    output_config: OutputConfig | None = Field(
         None, description="`effort`, and `format` with a JSON schema"
     )
     output_format: dict[str, Any] | None = Field(
         None, description="the older name of output_config.format"
-    )
-    parse_special: ParseSpecial = None
-    container: None = Field(None, description="no container runs here")
-    mcp_servers: list[Any] | None = Field(
-        None, max_length=0, description="not connected to from here"
     )
 
     def generation(self, default: Sampling) -> Generation:
@@ -64,20 +88,14 @@ class MessagesFields(SamplingFields):
     def answer_tokens(self) -> int | None:
         return self.max_tokens
 
-    def thinking_tokens(self) -> int | None:
-        """`thinking.budget_tokens`; None = no limit. Raises RequestError."""
-        budget = (self.thinking or {}).get("budget_tokens")
-        if budget is None:
-            return None
-        if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget <= MAX_TOKENS:
-            raise RequestError(
-                "thinking.budget_tokens must be a number of tokens", param="thinking"
-            )
-        return budget
+    def effort(self) -> str | None:
+        """The same; `output_config` names a level of what is not switched off."""
+        found, named = super().effort(), self.output_config and self.output_config.effort
+        return found if found == "none" else named or found
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """`output_config.format`, or the form in another dialect's words."""
-        wanted = (self.output_config or {}).get("format") or self.output_format
+        wanted = (self.output_config and self.output_config.format) or self.output_format
         return only_one(output_config=_form(wanted), grammar=super().constraint(response_format))
 
 
@@ -96,32 +114,15 @@ def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest
         raise RequestError("messages is empty: send at least one", param="messages")
     tools, skipped = _tools(fields.tools or [])
     choice, parallel = _choice(fields.tool_choice)
-    thinking = (fields.thinking or {}).get("type")
-    if thinking not in (None, "enabled", "disabled", "adaptive"):
-        raise RequestError("thinking.type must be enabled, adaptive or disabled", param="thinking")
-    effort = (fields.output_config or {}).get("effort")
-    if effort is not None and effort not in _EFFORTS:
-        raise RequestError(
-            f"output_config.effort must be one of {', '.join(_EFFORTS)}", param="output_config"
-        )
     options = ResponseOptions(
         tools=tools,
         choice=choice_of(choice, tools),
         parallel=parallel,
         grammar=fields.constraint(),
-        parse_special=bool(fields.parse_special),
-        effort=_effort(thinking, effort),
+        **fields.reasoning_options(),
     )
     chat = ChatRequest(normalise(messages, omitted), fields.generation(default), options)
     return chat, [*skipped, *dict.fromkeys(omitted)]
-
-
-def _effort(thinking: str | None, effort: str | None) -> str | None:
-    """The reasoning effort: what is switched off has none, and what is switched on a high one
-    unless it is named."""
-    if thinking == "disabled":
-        return "none"
-    return effort or ("high" if thinking else None)
 
 
 def _form(wanted: Any) -> Constraint | None:
@@ -149,6 +150,7 @@ def _tools(sent: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]
                 "name": tool.get("name"),
                 "description": tool.get("description"),
                 "parameters": tool.get("input_schema"),
+                "strict": tool.get("strict"),
             }
         else:
             function = client_tool(tool)
@@ -192,7 +194,7 @@ def plain_messages(
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             results.append(_result(block, f"{spot}.content"))
-        elif kind in _SERVER_SIDE or str(kind).endswith("_tool_result"):
+        elif _server_side(kind):
             omitted.append(f"messages.{kind}")
         else:
             parts += _readable(block, kind, spot)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from localllm.conversation.images import images_in_prompt
 from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.fields import HINTS as _COMMON_HINTS
-from localllm.server.dialects.fields import RequestBody, SamplingFields, first_limit
+from localllm.server.dialects.fields import SamplingFields, first_limit
+from localllm.server.dialects.known import Shape, Unused
 from localllm.server.dialects.wire import logprob_entry, quote, timings_body
 from localllm.server.generation.job import (
     GenerationJob,
@@ -28,20 +28,14 @@ from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
 
-# Fields about llama.cpp's own slots and batches.
-HINTS = _COMMON_HINTS | {
-    "n_indent", "t_max_prompt_ms", "n_keep", "slot_id", "timings_per_token", "prompt_progress",
-    "return_progress",
-    "n_discard",
-}  # fmt: skip
-
+_ABSENT = object()
 # llama.cpp's default placeholder for an image.
 MARKER = "<__media__>"
 # Otherwise it was a stop string or an end token.
 _STOP_TYPES = {"length": "limit", "repetition": "repetition"}
 
 
-class PicturedPrompt(RequestBody):
+class PicturedPrompt(BaseModel):
     """A prompt with images: each `<__media__>` stands for the next file, in base64."""
 
     prompt_string: str
@@ -57,11 +51,21 @@ class LlamaCppFields(SamplingFields):
     """POST /completion."""
 
     biases_texts: ClassVar[bool] = True
+    shapes: ClassVar[Shape] = {
+        # A full context ends the answer, so nothing is kept or discarded of it.
+        **dict.fromkeys(("slot_id", "n_keep", "n_discard")),
+        **dict.fromkeys(("timings_per_token", "prompt_progress", "return_progress"), Unused()),
+        **dict.fromkeys(("n_indent", "t_max_prompt_ms"), Unused((None, 0, -1))),
+    }
     prompt: (
         str | Pieces | Annotated[list[str | Pieces], Field(max_length=MAX_PROMPTS)] | PicturedPrompt
     ) = Field("", description="a text; token ids, texts among them or not; or several of those")
     n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
     n_probs: int | None = Field(None, ge=0, le=20)
+    return_tokens: bool | None = Field(None, description="the ids of the answer's tokens too")
+    response_fields: Annotated[list[str], Field(max_length=64)] | None = Field(
+        None, description="only these of the answer's fields; a/b is field b of a"
+    )
 
     def answer_tokens(self) -> int | None:
         return first_limit(self.n_predict)
@@ -71,7 +75,7 @@ class LlamaCppFields(SamplingFields):
         return self.n_probs or None
 
 
-class ExtraFile(RequestBody):
+class ExtraFile(BaseModel):
     """One entry of input_extra."""
 
     filename: str = Field("", max_length=4096)
@@ -97,12 +101,12 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
         made = await text_job(
             engine, prompts, await _generation(fields, model, engine), grammar, n=n
         )
-        return replace(made, images=images)
+        return replace(made, images=images, reports_tokens=bool(fields.return_tokens))
 
     return TranslatedRequest(
         job,
-        lambda collected, job: completions(collected, model),
-        lambda outbox, job, progress: CompletionEvents(outbox, model),
+        lambda collected, job: completions(collected, job, model, fields.response_fields),
+        lambda outbox, job, progress: CompletionEvents(outbox, job, model, fields.response_fields),
     )
 
 
@@ -166,9 +170,15 @@ async def _gap(fields: InfillFields, engine: EngineClient) -> list[int]:
 class CompletionEvents(ReplyWriter):
     """Writes llama.cpp's completion events."""
 
-    def __init__(self, outbox: Outbox, model: ServedModel) -> None:
-        self._outbox, self._model = outbox, model
+    def __init__(
+        self, outbox: Outbox, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
+    ) -> None:
+        self._outbox, self._job, self._model, self._wanted = outbox, job, model, wanted
         self._outcome: Outcome | None = None
+        self._ids: list[int] = []
+
+    def tokens(self, choice: int, ids: tuple[int, ...]) -> None:
+        self._ids += ids
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         more = (
@@ -176,24 +186,38 @@ class CompletionEvents(ReplyWriter):
         )
         self._outbox.write(
             "data: "
-            f'{{"index":{choice},"content":{quote(text)},"tokens":[],"stop":false{more}}}\n\n'.encode()
+            f'{{"index":{choice},"content":{quote(text)},"tokens":{self._ids},"stop":false{more}}}\n\n'.encode()
         )
+        self._ids = []
 
     def finish(self, choice: int, outcome: Outcome) -> None:
         self._outcome = outcome
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         assert self._outcome is not None
-        self._outbox.write(
-            "data: "
-            f"{json.dumps(final('', self._outcome, usage, timings, self._model))}\n\n".encode()
-        )
+        outcome = replace(self._outcome, usage=usage, timings=timings)
+        last = {**final("", outcome, self._job, self._model), "tokens": self._ids}
+        self._outbox.write(f"data: {json.dumps(selected(last, self._wanted))}\n\n".encode())
 
 
-def final(
-    text: str, outcome: Outcome, usage: ReplyUsage, timings: Timings, model: ServedModel
-) -> dict[str, Any]:
+def selected(body: dict[str, Any], wanted: Sequence[str] | None) -> dict[str, Any]:
+    """The fields of `body` that are wanted, inner ones by their paths; those it lacks are left
+    out."""
+    if not wanted:
+        return body
+    found = {}
+    for path in wanted:
+        value: Any = body
+        for name in path.split("/"):
+            value = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is not _ABSENT:
+            found[path] = value
+    return found
+
+
+def final(text: str, outcome: Outcome, job: GenerationJob, model: ServedModel) -> dict[str, Any]:
     """The last object of a stream, or the whole reply."""
+    usage, most = outcome.usage, job.generation.max_tokens
     stop_type = _STOP_TYPES.get(outcome.reason) or ("word" if outcome.stop else "eos")
     return {
         "index": 0,
@@ -207,20 +231,27 @@ def final(
         "truncated": False,
         "stop_type": stop_type,
         "stopping_word": outcome.stop or "",
-        "timings": timings_body(usage, timings),
-        "generation_settings": {"n_ctx": model.served_n_ctx},
+        "timings": timings_body(usage, outcome.timings),
+        "generation_settings": {
+            **asdict(job.generation.sampling),
+            "n_ctx": model.served_n_ctx,
+            "n_predict": -1 if most is None else most,
+            "stop": job.generation.stop,
+        },
     }
 
 
-def completions(collected: ReplyCollector, model: ServedModel) -> Any:
+def completions(
+    collected: ReplyCollector, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
+) -> Any:
     """The whole reply: one object, or a list of several choices."""
     bodies = []
     for i, choice in enumerate(collected.choices):
-        outcome = choice.outcome
-        body = {**final(choice.text, outcome, outcome.usage, outcome.timings, model), "index": i}
+        body = final(choice.text, choice.outcome, job, model)
+        body |= {"index": i, "tokens": choice.tokens}
         if choice.logprobs:
             body["completion_probabilities"] = probabilities(choice.logprobs)
-        bodies.append(body)
+        bodies.append(selected(body, wanted))
     return bodies[0] if len(bodies) == 1 else bodies
 
 

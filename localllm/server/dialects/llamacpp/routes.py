@@ -16,7 +16,8 @@ from pydantic import Field
 
 from localllm.conversation.tools import format_for, has_unknown_notation
 from localllm.errors import BusyError, RequestError
-from localllm.server.dialects.fields import RequestBody, read
+from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.known import read
 from localllm.server.dialects.llamacpp import completion
 from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
 from localllm.server.dialects.openapi import body_of
@@ -172,7 +173,6 @@ COMPLETION = Route(
     completion.translate,
     EVENTS,
     "Continue raw text",
-    hints=completion.HINTS,
 )
 INFILL = Route(
     "/infill",
@@ -180,7 +180,6 @@ INFILL = Route(
     completion.translate,
     EVENTS,
     "Fill in between a prefix and a suffix, with other files as context",
-    hints=completion.HINTS,
 )
 
 

@@ -15,7 +15,7 @@ from localllm.server.proxy.upstreams import RemoteModel
 def tags(models: ModelRouter) -> dict[str, Any]:
     """/api/tags: our models, and those of upstreams that speak Ollama's API."""
     remote = [m for m in models.elsewhere() if "ollama" in m.upstream.speaks]
-    return {"models": [*map(tag, models.list()), *map(remote_tag, remote)]}
+    return {"models": [*map(tag, models.names()), *map(remote_tag, remote)]}
 
 
 def remote_tag(model: RemoteModel) -> dict[str, Any]:

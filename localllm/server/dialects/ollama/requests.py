@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
@@ -21,10 +21,19 @@ from localllm.server.dialects.constraints import Constraint, of_response_format,
 from localllm.server.dialects.fields import (
     Budget,
     GenerationFields,
-    ParseSpecial,
     RequestBody,
     first_limit,
 )
+from localllm.server.dialects.known import (
+    CHOICE,
+    MESSAGE,
+    REFUSED,
+    TOOL,
+    Refused,
+    Shape,
+    Unused,
+)
+from localllm.server.dialects.thinking import REASONING, ThinkingFields
 from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, cut, numbers
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
@@ -44,8 +53,6 @@ _UNIT_S = {
     "m": 60.0,
     "h": 3600.0,
 }
-HINTS = frozenset({"model", "name", "stream"})
-_REFUSED_OPTIONS = {"mirostat": (0, None), "tfs_z": (1, 1.0, None)}
 
 
 def keep_alive_s(sent: str | float | None) -> float | None:
@@ -63,29 +70,36 @@ def keep_alive_s(sent: str | float | None) -> float | None:
 
 
 class Options(GenerationFields):
-    """`options`; unknown ones are named as ignored."""
+    """`options`. Those about loading have no effect: no request reloads a model."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
+    shapes: ClassVar[Shape] = {name: REFUSED[name] for name in ("mirostat", "tfs_z")}
     num_predict: int | None = Field(None, ge=-2, le=MAX_TOKENS)
     thinking_budget: Budget | None = Field(
         None, description="tokens of reasoning at most; -1 = no limit"
     )
 
 
-class OllamaBody(RequestBody):
+class OllamaBody(ThinkingFields):
     """The fields that chat and generate share."""
 
+    # A full context ends the answer; there is no context shift.
+    shapes: ClassVar[Shape] = {
+        "messages": MESSAGE,
+        "tools": TOOL,
+        "tool_choice": CHOICE,
+        "reasoning": REASONING,
+        "name": None,
+        "shift": Unused(),
+    }
     options: Options | None = None
     format: str | dict[str, Any] | None = None
-    think: bool | str | None = None
     keep_alive: str | float | None = Field(
         None, description="stay loaded so long: 5m, seconds, -1 for ever, 0 unloads"
     )
     truncate: bool | None = Field(
         None, description="leave out the oldest messages of a chat that does not fit"
     )
-    shift: bool | None = None
-    parse_special: ParseSpecial = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -101,21 +115,14 @@ class OllamaBody(RequestBody):
         return replace(
             options.generation_up_to(longest, default, limit="num_predict", within="options."),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            thinking_tokens=first_limit(options.thinking_budget),
+            thinking_tokens=self.thinking_tokens(),
         )
 
     def answer_tokens(self) -> int | None:
         return first_limit(self._options().num_predict)
 
-    def effort(self) -> str | None:
-        """`think` as an effort; None is not the same as off."""
-        if self.think is None:
-            return None
-        if isinstance(self.think, bool):
-            return "medium" if self.think else "none"
-        if self.think not in ("low", "medium", "high", "max"):
-            raise RequestError("think must be true, false, low, medium, high or max", param="think")
-        return self.think
+    def thinking_tokens(self) -> int | None:
+        return first_limit(self._options().thinking_budget, super().thinking_tokens())
 
     def constraint(self) -> Constraint | None:
         """`format`: "json" or a schema."""
@@ -128,18 +135,8 @@ class OllamaBody(RequestBody):
         raise RequestError('format must be "json" or a JSON schema', param="format")
 
     def ignored(self) -> list[str]:
-        """Names of options without effect: mostly load parameters (num_ctx, num_gpu …), as no
-        request reloads a model. Raises UnsupportedError for those that would change the answer."""
-        extra = (self.options.model_extra if self.options else None) or {}
-        for name, off in _REFUSED_OPTIONS.items():
-            if name in extra and extra[name] not in off:
-                raise UnsupportedError(
-                    f"options.{name} is not implemented", param=f"options.{name}"
-                )
-        named = [f"options.{k}" for k in sorted(extra) if k not in _REFUSED_OPTIONS]
-        # A full context ends the answer; there is no context shift.
-        named += ["shift"] if self.shift else []
-        return named + (["top_logprobs"] if self.top_logprobs and not self.logprobs else [])
+        """Names of what has no effect beside the other fields."""
+        return ["top_logprobs"] if self.top_logprobs and not self.logprobs else []
 
 
 class OllamaChat(OllamaBody):
@@ -155,15 +152,16 @@ class OllamaChat(OllamaBody):
 class OllamaGenerate(OllamaBody):
     """POST /api/generate."""
 
+    shapes: ClassVar[Shape] = {
+        **OllamaBody.shapes,
+        "template": Refused("the model's own template is used", (None, "")),
+    }
     prompt: str = ""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
     images: list[str] | None = Field(
         None, max_length=64, description="in base64; only of a prompt that is templated"
-    )
-    template: Annotated[str, Field(max_length=0)] | None = Field(
-        None, description="the model's own template is used"
     )
 
     @property
@@ -172,13 +170,15 @@ class OllamaGenerate(OllamaBody):
         return bool(self.raw or self.suffix)
 
     def ignored(self) -> list[str]:
-        """The same, and `truncate`, if the prompt has no messages to leave out. Raises
-        UnsupportedError."""
+        """The same, and what only means something of a conversation, where the prompt is none.
+        Raises UnsupportedError."""
         if self.images and self.untemplated:
             raise UnsupportedError(
                 "images go with a prompt that is templated, not with raw or suffix", param="images"
             )
-        return super().ignored() + (["truncate"] if self.truncate and self.untemplated else [])
+        chats = {"truncate": self.truncate, "think": self.effort()}
+        unheard = [name for name, sent in chats.items() if sent and self.untemplated]
+        return super().ignored() + unheard
 
 
 class OllamaManaged(RequestBody):
@@ -197,7 +197,9 @@ class OllamaManaged(RequestBody):
 class OllamaPull(OllamaManaged):
     """POST /api/pull."""
 
-    insecure: Literal[False] | None = Field(None, description="the hub is asked by HTTPS alone")
+    shapes: ClassVar[Shape] = {
+        "insecure": Refused("the hub is asked by HTTPS alone", (None, False))
+    }
 
 
 def chat_request(fields: OllamaChat, default: Sampling) -> tuple[ChatRequest, list[str]]:
@@ -230,8 +232,7 @@ def _chat_request(
         tools=tools,
         choice=choice,
         grammar=fields.constraint(),
-        effort=fields.effort(),
-        parse_special=bool(fields.parse_special),
+        **fields.reasoning_options(),
     )
     return ChatRequest(
         messages, fields.generation(default), options, compaction=bool(fields.truncate)
@@ -241,6 +242,7 @@ def _chat_request(
 class OllamaEmbed(RequestBody):
     """POST /api/embed."""
 
+    shapes: ClassVar[Shape] = {"options": None}  # load parameters; nothing is sampled
     input: str | Annotated[list[str], Field(max_length=MOST_INPUTS)]
     truncate: bool | None = Field(
         None, description="cut what is too long (the default), or refuse it"
@@ -252,6 +254,7 @@ class OllamaEmbed(RequestBody):
 class OllamaEmbeddings(RequestBody):
     """POST /api/embeddings, the older form."""
 
+    shapes: ClassVar[Shape] = dict.fromkeys(("options", "truncate"))
     prompt: str
     keep_alive: str | float | None = None
 

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ModelNotFoundError, UnsupportedError
 from localllm.server.dialects import vectors
-from localllm.server.dialects.fields import read
+from localllm.server.dialects.known import read
 from localllm.server.dialects.ollama import lines, model_list, requests
 from localllm.server.dialects.ollama.lines import LineShape
 from localllm.server.dialects.ollama.requests import (
@@ -138,8 +138,6 @@ def allowed(store: ModelStore | None) -> ModelStore:
 VERSION = "0.12.11"
 # No keep-alives: clients parse every line, even a blank one.
 _OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", streams=True)
-# Load parameters have no effect, and nothing is sampled.
-_EMBED_HINTS = requests.HINTS | {"options", "truncate"}
 _UNSUPPORTED = ("/api/create", "/api/push", "/api/copy")
 
 
@@ -203,7 +201,6 @@ CHAT = Route(
     _OLLAMA,
     "Answer a conversation; streams unless told not to",
     ("message", "done"),
-    hints=requests.HINTS,
 )
 GENERATE = Route(
     "/api/generate",
@@ -212,7 +209,6 @@ GENERATE = Route(
     _OLLAMA,
     "Continue a prompt: through the template, raw, or filling in before a suffix",
     ("response", "done"),
-    hints=requests.HINTS,
 )
 
 EMBED = Route(
@@ -221,7 +217,6 @@ EMBED = Route(
     requests.translate_embed,
     _OLLAMA,
     "Turn texts into vectors",
-    hints=_EMBED_HINTS,
 )
 OLDER_EMBED = Route(
     "/api/embeddings",
@@ -229,7 +224,6 @@ OLDER_EMBED = Route(
     requests.translate_older_embed,
     _OLLAMA,
     "Turn one text into a vector: the older form",
-    hints=_EMBED_HINTS,
 )
 
 
@@ -248,9 +242,7 @@ def _managing(router: APIRouter, server: Server) -> None:
     async def pull(request: Request) -> Response:
         admins_only("fetching a model")
         store = allowed(server.store)
-        fields, ignored = read(
-            OllamaPull, await read_json(request, server.settings), requests.HINTS
-        )
+        fields, ignored = read(OllamaPull, await read_json(request, server.settings))
         name, headers = fields.wanted(), answer_headers(ignored)
         if fields.stream is False:
             reported: list[dict[str, Any]] = []
@@ -278,9 +270,7 @@ def _managing(router: APIRouter, server: Server) -> None:
     async def delete(request: Request) -> Response:
         admins_only("removing a model")
         store = allowed(server.store)
-        fields, ignored = read(
-            OllamaManaged, await read_json(request, server.settings), requests.HINTS
-        )
+        fields, ignored = read(OllamaManaged, await read_json(request, server.settings))
         name = fields.wanted()
         with suppress(ModelNotFoundError):
             # Mapped files would keep their disk space; a model in use is not removed.
@@ -336,9 +326,7 @@ def _about_models(router: APIRouter, server: Server) -> None:
         return {"models": [model_list.running(m, server.models.idle_s) for m in loaded]}
 
     async def show(request: Request) -> Response:
-        fields, ignored = read(
-            OllamaManaged, await read_json(request, server.settings), requests.HINTS
-        )
+        fields, ignored = read(OllamaManaged, await read_json(request, server.settings))
         model = await server.models.find(fields.wanted())
         template = (model.info.chat_template or "") if model.info else ""
         body = await asyncio.to_thread(model_list.show, model, template)

@@ -6,18 +6,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from localllm.conversation.messages import flatten, normalise, unfinished
-from localllm.conversation.tools.prompt import checked, choice_of, narrowed
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import RequestError
-from localllm.server.dialects.fields import TRUNCATION, Effort, Limit, ReasonedFields, first_limit
+from localllm.server.dialects.fields import TRUNCATION, Limit, first_limit
+from localllm.server.dialects.known import PART, STREAMED, Shape
+from localllm.server.dialects.thinking import ReasonedFields
+from localllm.server.dialects.toolbox import INPUT, CustomInputReader, Toolbox
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import (
+    CollectedCall,
     CollectedChoice,
     Outcome,
     ReplyCollector,
@@ -30,18 +33,23 @@ from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
 
+_NO_TOOLS = Toolbox()
+
 
 class StreamOptions(BaseModel):
     """`include_usage` sends one more chunk with the token counts."""
 
-    model_config = ConfigDict(extra="allow")
+    shapes: ClassVar[Shape] = STREAMED
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class ChatFields(ReasonedFields):
     """POST /v1/chat/completions."""
 
+    shapes: ClassVar[Shape] = {
+        **ReasonedFields.shapes,
+        "prediction": {"type": None, "content": PART},
+    }
     messages: list[Any] = Field(
         description="roles system, developer, user, assistant, tool; text content"
     )
@@ -55,8 +63,6 @@ class ChatFields(ReasonedFields):
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = Field(
         None, description="go on with the assistant's text at the end"
     )
@@ -100,10 +106,6 @@ class ChatFields(ReasonedFields):
     def answer_tokens(self) -> int | None:
         return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
-    def effort(self) -> str | None:
-        """The reasoning effort, from either field."""
-        return self.reasoning_effort or (self.reasoning.level if self.reasoning else None)
-
     def alternatives(self) -> int | None:
         if not self.logprobs:
             if self.top_logprobs:
@@ -115,36 +117,37 @@ class ChatFields(ReasonedFields):
 def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
     """A chat, answered as chat.completion or its chunks."""
 
-    default = model.sampling_for(fields.effort(), fields.chat_template_kwargs)
-    chat, ignored = chat_request(fields, default)
+    toolbox = Toolbox.of(fields.tools)
+    chat, ignored = chat_request(fields, model.sampling_for(fields.effort()), toolbox)
     return TranslatedRequest(
         chat,
-        lambda collected, job: chat_completion(collected, model.name),
+        lambda collected, job: chat_completion(collected, model.name, toolbox),
         lambda outbox, job, progress: ChatChunks(
             outbox,
             model.name,
             n=job.choices,
             include_usage=wants_usage(fields.stream_options),
             compacted=job.compacted,
+            toolbox=toolbox,
         ),
         tuple(ignored),
     )
 
 
-def chat_request(fields: ChatFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
+def chat_request(
+    fields: ChatFields, default: Sampling, toolbox: Toolbox
+) -> tuple[ChatRequest, list[str]]:
     """The chat request, and the names of what has no effect. Raises RequestError."""
-    ignored: list[str] = []
-    tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
+    ignored = list(toolbox.skipped)
+    tools, choice = toolbox.chosen(fields.tool_choice)
     messages = normalise(fields.messages, ignored)
     options = ResponseOptions(
         tools=tools,
-        choice=choice_of(choice, tools),
+        choice=choice,
         parallel=fields.parallel_tool_calls is not False,
         grammar=fields.constraint(fields.response_format),
-        effort=fields.effort(),
-        template_kwargs=fields.chat_template_kwargs,
         continues=fields.continues(messages),
-        parse_special=bool(fields.parse_special),
+        **fields.reasoning_options(),
     )
     compaction = fields.truncation == "auto"
     return ChatRequest(
@@ -184,12 +187,20 @@ class ChatChunks(Chunks):
     """Writes chat.completion.chunk events."""
 
     def __init__(
-        self, outbox: Outbox, model: str, *, n: int, include_usage: bool, compacted: str = ""
+        self,
+        outbox: Outbox,
+        model: str,
+        *,
+        n: int,
+        include_usage: bool,
+        compacted: str = "",
+        toolbox: Toolbox = _NO_TOOLS,
     ) -> None:
         super().__init__(
             outbox, "chat.completion.chunk", new_id("chatcmpl-"), model, include_usage=include_usage
         )
-        self._compacted = compacted
+        self._compacted, self._toolbox = compacted, toolbox
+        self._inputs: dict[tuple[int, int], CustomInputReader] = {}
         self._openings = [f'{self._head},"choices":[{{"index":{i},"delta":{{' for i in range(n)]
         self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
 
@@ -214,16 +225,19 @@ class ChatChunks(Chunks):
         self._send(choice, f'"reasoning_content":{quote(text)}')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
-        function = f'{{"name":{quote(name)},"arguments":""}}'
-        call = (
-            f'{{"index":{index},"id":"{new_id("call_")}","type":"function","function":{function}}}'
-        )
-        self._send(choice, f'"tool_calls":[{call}]')
+        called = self._toolbox.called(name)
+        kind, content = ("custom", INPUT) if called.custom else ("function", "arguments")
+        if called.custom:
+            self._inputs[choice, index] = CustomInputReader()
+        begun = f'"type":"{kind}","{kind}":{{"name":{quote(name)},"{content}":""}}'
+        self._send(choice, f'"tool_calls":[{{"index":{index},"id":"{new_id("call_")}",{begun}}}]')
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        self._send(
-            choice, f'"tool_calls":[{{"index":{index},"function":{{"arguments":{quote(text)}}}}}]'
-        )
+        reader = self._inputs.get((choice, index))
+        more = f'"function":{{"arguments":{quote(text)}}}'
+        if reader is not None:
+            more = f'"custom":{{"{INPUT}":{quote(reader.feed(text))}}}'
+        self._send(choice, f'"tool_calls":[{{"index":{index},{more}}}]')
 
     def finish(self, choice: int, outcome: Outcome) -> None:
         self._outbox.write(
@@ -234,20 +248,22 @@ class ChatChunks(Chunks):
         self._outbox.write(f"{self._openings[choice]}{delta}{self._closing}".encode())
 
 
-def chat_completion(collected: ReplyCollector, model: str) -> dict[str, Any]:
+def chat_completion(
+    collected: ReplyCollector, model: str, toolbox: Toolbox = _NO_TOOLS
+) -> dict[str, Any]:
     return {
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "system_fingerprint": None,
-        "choices": [_choice(i, c) for i, c in enumerate(collected.choices)],
+        "choices": [_choice(i, c, toolbox) for i, c in enumerate(collected.choices)],
         "usage": usage_body(collected.usage),
         "timings": timings_body(collected.usage, collected.timings),
     }
 
 
-def _choice(index: int, choice: CollectedChoice) -> dict[str, Any]:
+def _choice(index: int, choice: CollectedChoice, toolbox: Toolbox) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": choice.text or (None if choice.calls else ""),
@@ -255,10 +271,7 @@ def _choice(index: int, choice: CollectedChoice) -> dict[str, Any]:
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.calls:
-        message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in choice.calls
-        ]
+        message["tool_calls"] = [_call(call, toolbox) for call in choice.calls]
     logprobs = (
         {"content": [logprob_entry(p) for p in choice.logprobs], "refusal": None}
         if choice.logprobs
@@ -270,6 +283,14 @@ def _choice(index: int, choice: CollectedChoice) -> dict[str, Any]:
         "logprobs": logprobs,
         "finish_reason": choice.outcome.reason,
     }
+
+
+def _call(call: CollectedCall, toolbox: Toolbox) -> dict[str, Any]:
+    if toolbox.called(call.name).custom:
+        text = CustomInputReader().feed(call.arguments)
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, INPUT: text}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def usage_body(usage: ReplyUsage) -> dict[str, Any]:

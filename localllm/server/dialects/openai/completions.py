@@ -6,7 +6,7 @@ import codecs
 import json
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from localllm.engine.messages import Timings, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import Limit, SamplingFields, first_limit
+from localllm.server.dialects.known import FORM, Shape
 from localllm.server.dialects.openai.chat import (
     ChatChunks,
     Chunks,
@@ -39,6 +40,7 @@ Ids = Annotated[
 class CompletionFields(SamplingFields):
     """POST /v1/completions. Special tokens in a text prompt are parsed."""
 
+    shapes: ClassVar[Shape] = {"response_format": FORM}
     prompt: (
         str
         | Ids

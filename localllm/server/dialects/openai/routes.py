@@ -6,11 +6,12 @@ from __future__ import annotations
 import base64
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field
 
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
+from localllm.server.dialects.anthropic import routes as anthropic
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.openai import chat, completions
 from localllm.server.dialects.openai.chat import ChatFields
@@ -18,6 +19,7 @@ from localllm.server.dialects.openai.completions import CompletionFields
 from localllm.server.dialects.route import Route, mount, mount_prompt
 from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, Texts, cut, numbers
 from localllm.server.dialects.wire import EVENTS
+from localllm.server.http.errors import speaks_anthropic
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.proxy.upstreams import RemoteModel
 from localllm.server.serving import Server
@@ -125,7 +127,10 @@ def openai_list(models: ModelRouter) -> dict[str, Any]:
     served = models.list()
     return {
         "object": "list",
-        "data": [*(entry(m) for m in served), *(remote_entry(m) for m in models.elsewhere())],
+        "data": [
+            *(entry(m) for m in models.names()),
+            *(remote_entry(m) for m in models.elsewhere()),
+        ],
         "models": [
             codex_entry(m.name, m.served_n_ctx, reasons="thinking" in m.capabilities)
             for m in served
@@ -247,18 +252,22 @@ def routes(server: Server) -> APIRouter:
 
     @router.get("/v1/models")
     @router.get("/models", include_in_schema=False)
-    async def list_models() -> dict[str, Any]:
-        """The models this server offers."""
+    async def list_models(request: Request) -> dict[str, Any]:
+        """The models this server offers; in Anthropic's shape to its clients."""
+        if speaks_anthropic(request.scope):
+            return anthropic.model_page(server.models, request.query_params)
         return openai_list(server.models)
 
     @router.get("/v1/models/{model_id:path}")
-    async def get_model(model_id: str) -> dict[str, Any]:
+    async def get_model(request: Request, model_id: str) -> dict[str, Any]:
         """One model."""
+        if speaks_anthropic(request.scope):
+            return anthropic.model_entry(server.models.listed(model_id))
         elsewhere = server.models.upstreams
         remote = elsewhere.find(model_id) if elsewhere is not None else None
         if remote is not None and not await server.models.has(model_id):
             return remote_entry(remote)
-        return entry(server.models.resolve(model_id))
+        return entry(server.models.listed(model_id))
 
     mount(router, server, CHAT, COMPLETIONS, FILL_IN)
     # llama.cpp's path; its body is that of a chat.

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from localllm.engine.messages import Timings, TokenLogprob
+from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.responses.items import ResponsesFields
-from localllm.server.dialects.responses.toolbox import CustomInputReader, Toolbox
+from localllm.server.dialects.toolbox import CustomInputReader, Toolbox
 from localllm.server.dialects.wire import comment, compacted_comment, logprob_entry, quote
 from localllm.server.generation.job import (
+    CUT,
     Outcome,
     PrefillProgress,
     ReplyCollector,
@@ -22,8 +23,22 @@ from localllm.server.generation.job import (
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 
-# What an item consists of, by its type.
-_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+# What an item consists of, by its type, and the field and the index that hold it; events are named
+# after it. A summary's parts are called otherwise.
+_PARTS = {
+    "message": ("output_text", "content", "response.content_part"),
+    "reasoning": ("reasoning_text", "content", "response.content_part"),
+    "summary": ("reasoning_summary_text", "summary", "response.reasoning_summary_part"),
+}
+# Of OpenAI's response object, where nothing here is said of it.
+_NOTHING = dict.fromkeys(
+    (
+        "access_programs", "completed_at", "conversation", "error", "image",
+        "incomplete_details", "input_transformations", "moderation", "prompt",
+        "prompt_cache_diagnostics", "prompt_cache_options", "tool_usage", "usage",
+    )
+)  # fmt: skip
+_SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _FUNCTION_CALL = ("function_call", "fc_", "arguments")
 
 
@@ -36,6 +51,7 @@ class ResponseEvents(ReplyWriter):
         fields: ResponsesFields,
         model: str,
         toolbox: Toolbox,
+        used: Generation,
         keep: Callable[[dict[str, Any]], None],
         silence_s: float,
     ) -> None:
@@ -47,36 +63,36 @@ class ResponseEvents(ReplyWriter):
         self._said_s = time.monotonic()
         self._text_of: CustomInputReader | None = None
         self._open: dict[str, Any] | None = None
+        self._kind = ""  # of the open item: one of _PARTS, or a call
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        sent = fields.sent_sampling()
+        tier = fields.service_tier
+        self._thought = "summary" if fields.summarises() else "reasoning"
+        echoed = (
+            "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id",
+            "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user",
+        )  # fmt: skip
         self.body: dict[str, Any] = {
             "id": new_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
-            "conversation": None,
             "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "instructions": fields.instructions,
-            "max_output_tokens": fields.max_output_tokens,
+            "background": False,
             "model": model,
             "output": [],
+            **_NOTHING,
+            **{name: getattr(fields, name, None) for name in echoed},
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
-            "previous_response_id": fields.previous_response_id,
-            "reasoning": {
-                "effort": fields.reasoning.effort if fields.reasoning else None,
-                "summary": None,
-            },
+            "reasoning": {"effort": fields.effort(), "summary": fields.summarises()},
+            "service_tier": "default" if tier in (None, "auto") else tier,
             "store": fields.store is not False,
-            "temperature": sent.get("temperature"),
-            "text": fields.text or {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, "verbosity": "medium", **(fields.text or {})},
             "tool_choice": fields.tool_choice or "auto",
             "tools": fields.tools or [],
-            "top_p": sent.get("top_p"),
+            "top_logprobs": used.logprobs or 0,
+            **{name: getattr(used.sampling, name) for name in _SAMPLED},
             "truncation": fields.truncation or "disabled",
-            "usage": None,
-            "metadata": (fields.model_extra or {}).get("metadata") or {},
+            "metadata": getattr(fields, "metadata", None) or {},
         }
 
     def into(self, outbox: Outbox, compacted: str) -> ResponseEvents:
@@ -122,8 +138,9 @@ class ResponseEvents(ReplyWriter):
         self._delta("response.output_text.delta", text, f',"content_index":0,"logprobs":{data}')
 
     def reasoning(self, choice: int, text: str) -> None:
-        self._enter("reasoning")
-        self._delta("response.reasoning_text.delta", text, ',"content_index":0')
+        self._enter(self._thought)
+        kind, field, _ = _PARTS[self._thought]
+        self._delta(f"response.{kind}.delta", text, f',"{field}_index":0')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         self._leave()
@@ -152,12 +169,15 @@ class ResponseEvents(ReplyWriter):
             self._delta("response.custom_tool_call_input.delta", data, "")
 
     def finish(self, choice: int, outcome: Outcome) -> None:
-        self._leave()
-        if outcome.reason == "length":
+        cut = outcome.reason in CUT
+        # A call that is whole when the answer is cut has been said to its end.
+        called = self._open is not None and self._kind not in _PARTS
+        self._leave("incomplete" if outcome.half_call or (cut and not called) else "completed")
+        if cut:
             self.body["status"] = "incomplete"
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            self.body["status"] = "completed"
+            self.body |= {"status": "completed", "completed_at": int(time.time())}
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
         self.body["usage"] = {
@@ -175,60 +195,49 @@ class ResponseEvents(ReplyWriter):
 
     def frame_error(self, error: LocalLLMError) -> bytes:
         """`response.failed`, the end of a failed stream."""
+        if self._open is not None:
+            self.body["output"].append({**self._open, "status": "incomplete"})
         self.body["status"] = "failed"
         self.body["error"] = {"code": error.code, "message": error.message}
         return self._frame("response.failed", {"response": self.body})
 
     def _enter(self, kind: str) -> None:
-        if self._open is not None and self._open["type"] == kind:
+        """Be in an item of that kind, one of _PARTS."""
+        if self._open is not None and self._kind == kind:
             return
         self._leave()
         if kind == "message":
-            self._begin(
-                {
-                    "type": "message",
-                    "id": new_id("msg_"),
-                    "status": "in_progress",
-                    "role": "assistant",
-                    "content": [],
-                }
-            )
+            item = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
         else:
-            self._begin(
-                {
-                    "type": "reasoning",
-                    "id": new_id("rs_"),
-                    "status": "in_progress",
-                    "summary": [],
-                    "content": [],
-                }
-            )
+            item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
+        self._begin({**item, "status": "in_progress"}, kind)
+        _, field, event = _PARTS[kind]
         self._event(
-            "response.content_part.added",
-            {**self._place(), "content_index": 0, "part": self._part(kind)},
+            f"{event}.added", {**self._place(), f"{field}_index": 0, "part": self._part("")}
         )
 
-    def _part(self, kind: str) -> dict[str, Any]:
-        """An empty part of an item of that kind, with the log-probabilities there are."""
-        part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
-        if kind == "message":
+    def _part(self, text: str) -> dict[str, Any]:
+        """The part of the open item, with the log-probabilities there are."""
+        kind = "summary_text" if self._kind == "summary" else _PARTS[self._kind][0]
+        part: dict[str, Any] = {"type": kind, "text": text}
+        if self._kind == "message":
             part |= {"annotations": [], "logprobs": self._logprobs}
             self._logprobs = []
         return part
 
-    def _begin(self, item: dict[str, Any]) -> None:
-        self._open, self._pieces = item, []
+    def _begin(self, item: dict[str, Any], kind: str = "") -> None:
+        self._open, self._kind, self._pieces = item, kind, []
         self._event(
             "response.output_item.added", {"output_index": len(self.body["output"]), "item": item}
         )
 
-    def _leave(self) -> None:
+    def _leave(self, status: str = "completed") -> None:
         item = self._open
         if item is None:
             return
         text = "".join(self._pieces)
         place = self._place()
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
             self._event(
@@ -239,12 +248,13 @@ class ResponseEvents(ReplyWriter):
             item["input"] = text
             self._event("response.custom_tool_call_input.done", {**place, "input": text})
         else:
-            part, event = self._part(item["type"]), f"response.{_PARTS[item['type']]}.done"
-            part["text"] = text
+            kind, field, event = _PARTS[self._kind]
+            part = self._part(text)
+            item[field] = [part]
+            at = {**place, f"{field}_index": 0}
             more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            item["content"] = [part]
-            self._event(event, {**place, "content_index": 0, "text": text, **more})
-            self._event("response.content_part.done", {**place, "content_index": 0, "part": part})
+            self._event(f"response.{kind}.done", {**at, "text": text, **more})
+            self._event(f"{event}.done", {**at, "part": part})
         self._event(
             "response.output_item.done", {"output_index": place["output_index"], "item": item}
         )

@@ -6,23 +6,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from localllm.conversation.messages import normalise
 from localllm.engine.messages import Sampling
 from localllm.errors import NotFoundError, RequestError, UnsupportedError
-from localllm.server.dialects.fields import (
-    NAMED,
-    TRUNCATION,
-    Limit,
-    ReasonedFields,
-    ReasoningFields,
-    RequestBody,
-    first_limit,
+from localllm.server.dialects.fields import TRUNCATION, Limit, RequestBody, first_limit
+from localllm.server.dialects.known import (
+    FORM,
+    PART,
+    READS,
+    REFUSED,
+    Refused,
+    Shape,
+    Unused,
+    shape,
+    shape_of,
 )
-from localllm.server.dialects.responses.toolbox import INPUT, Toolbox, flat_name
+from localllm.server.dialects.thinking import ReasonedFields, ReasoningFields
+from localllm.server.dialects.toolbox import INPUT, Toolbox, flat_name
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.asgi import new_id
@@ -170,22 +174,35 @@ def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, A
     }
 
 
-# Known to OpenAI's API and without effect here.
-HINTS = frozenset(
-    {
-        "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_retention",
-        "max_tool_calls",
-        "stream_options", "client_metadata",
-    }
+_ITEM = shape(
+    "type", "role", "id", "status", "call_id", "name", "namespace", "arguments", "input",
+    content=PART, output=PART, summary=PART,
+    encrypted_content=Unused((None, "")),
+    **{READS: (None, *_ID_HEADS, "item_reference").__contains__},
 )  # fmt: skip
-
-
 _CHOICES = (None, "function", "custom", "allowed_tools", "auto", "none", "required")
 
 
 class ResponsesFields(ReasonedFields):
-    """POST /v1/responses."""
+    """POST /v1/responses. What is no field may be shown in the response all the same."""
 
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+    shapes: ClassVar[Shape] = {
+        **ReasonedFields.shapes,
+        "input": _ITEM,
+        "reasoning": shape_of(ReasoningFields),
+        "text": {"format": FORM, "verbosity": Unused((None, "medium"))},
+        "n": REFUSED["n"],
+        "background": Refused("responses run while the client waits", (None, False)),
+        "prompt": Refused("stored prompts are not kept here"),
+        "conversation": Refused("conversations are not kept here; send previous_response_id"),
+        "context_management": Refused(
+            "nothing is summarised here; send truncation: auto", (None, [])
+        ),
+        "prompt_cache_key": Unused(),
+        "stream_options": {"include_obfuscation": None},
+        **dict.fromkeys(("client_metadata", "max_tool_calls")),
+    }
     input: str | list[Any] | None = None
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
@@ -198,21 +215,11 @@ class ResponsesFields(ReasonedFields):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = Field(None, description=TRUNCATION)
-    context_management: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="nothing is summarised here; send truncation: auto"
-    )
-    background: Literal[False] | None = Field(
-        None, description="responses run while the client waits"
-    )
-    prompt: None = Field(None, description="stored prompts are not kept here")
-    conversation: None = Field(
-        None, description="conversations are not kept here; send previous_response_id"
-    )
     include: list[str] | None = Field(
         None, description="message.output_text.logprobs; others change nothing here"
     )
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    n: Literal[1] | None = Field(None, description="a response has one answer")
+    stream_options: dict[str, Any] | None = None
 
     def answer_tokens(self) -> int | None:
         return first_limit(self.max_output_tokens)
@@ -238,17 +245,12 @@ def chat_request(
             f"tool_choice.type {str(sent.get('type'))[:40]!r} is not supported", param="tool_choice"
         )
     tools, choice = toolbox.chosen(sent)
-    shape = fields.text or {}
-    if shape.get("verbosity") not in NAMED["verbosity"]:
-        skipped.append("text.verbosity")
-    reasoning = fields.reasoning or ReasoningFields.model_validate({})
     options = ResponseOptions(
         tools=tools,
         choice=choice,
         parallel=fields.parallel_tool_calls is not False,
-        grammar=fields.constraint(shape.get("format")),
-        effort=reasoning.level,
-        parse_special=bool(fields.parse_special),
+        grammar=fields.constraint((fields.text or {}).get("format")),
+        **fields.reasoning_options(),
     )
     generation = fields.generation(default)
     return ChatRequest(
@@ -262,6 +264,10 @@ def input_items(fields: ResponsesFields, store: ResponseStore) -> tuple[list[Any
     before: list[Any] = []
     if fields.previous_response_id:
         before = store.items(fields.previous_response_id)
+    elif fields.input is None:
+        raise RequestError(
+            "input is missing: send a text, items or a previous_response_id", param="input"
+        )
     if isinstance(fields.input, str):
         return before, [{"type": "message", "role": "user", "content": fields.input}]
     return before, [
@@ -311,8 +317,7 @@ def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
 
 def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
     arguments = item.get("arguments") if kind == "function_call" else {INPUT: item.get("input")}
-    name = item.get("name")
-    name = flat_name(name, item.get("namespace")) if isinstance(name, str) else name
+    name = flat_name(item.get("name"), item.get("namespace"))
     return {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from localllm.errors import UnsupportedError
-from localllm.server.dialects.fields import HINTS, read
+from localllm.server.dialects.known import read
 from localllm.server.dialects.responses import items
 from localllm.server.dialects.responses.events import ResponseEvents, replay
 from localllm.server.dialects.responses.items import (
@@ -18,8 +18,8 @@ from localllm.server.dialects.responses.items import (
     ResponseStore,
     page,
 )
-from localllm.server.dialects.responses.toolbox import Toolbox
 from localllm.server.dialects.route import COUNT, Route, event_number, mount, mount_prompt
+from localllm.server.dialects.toolbox import Toolbox
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.http.accounts import PerCaller
 from localllm.server.http.streaming import StreamGoneError
@@ -39,7 +39,6 @@ def routes(server: Server) -> APIRouter:
         "Answer a list of items, whole or as events",
         ("id", "output", "status"),
         aliases=("/responses",),
-        hints=HINTS | items.HINTS,
     )
     mount(router, server, create)
 
@@ -110,17 +109,16 @@ def translate(
 ) -> TranslatedRequest:
     """A Responses request, answered as a response object or its events, and stored."""
     before, sent = items.input_items(fields, store)
-    toolbox = Toolbox.of(fields.tools or [])
-    effort = fields.reasoning.level if fields.reasoning else None
+    toolbox = Toolbox.of(fields.tools)
     chat, skipped = items.chat_request(
-        fields, model.sampling_for(effort), [*before, *sent], toolbox
+        fields, model.sampling_for(fields.effort()), [*before, *sent], toolbox
     )
 
     def keep(body: dict[str, Any]) -> None:
         if fields.store is not False:
             store.put(body, before, sent)
 
-    response = ResponseEvents(fields, model.name, toolbox, keep, silence_s)
+    response = ResponseEvents(fields, model.name, toolbox, chat.generation, keep, silence_s)
 
     return TranslatedRequest(
         chat,

@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from localllm.conversation.messages import normalise
 from localllm.engine.messages import Generation
 from localllm.errors import RequestError, UnsupportedError, WorkerDiedError
-from localllm.server.dialects.fields import RequestBody, read
+from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.known import Refused, Shape, read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.route import post
 from localllm.server.dialects.systemone.forks import BEGUN, CannotDecideError, Forks, Spent
@@ -43,9 +44,8 @@ from localllm.server.serving import Server
 _MOST_QUESTIONS = 256
 # Questions times orders.
 _MOST_FORKS = 512
-# What other servers read with a question and this one does not: an answer without it would be about
-# something else.
-_MEDIA = ("assets", "files", "videos")
+# What other servers read with a question: an answer without it would be about something else.
+_MEDIA = Refused("send pictures as `images`", (None, [], {}, ""))
 _ASK = (
     "Judge what is between the marks, then answer the question behind "
     "it.\n<state>\n{state}\n</state>\n"
@@ -60,6 +60,7 @@ _ORDERS = "orders of the options that are shown and averaged; each costs a fork"
 class SystemOneFields(RequestBody):
     """POST /v1/systemone."""
 
+    shapes: ClassVar[Shape] = dict.fromkeys(("assets", "files", "videos"), _MEDIA)
     state: Content
     questions: Questions
     images: Images | None = Field(None, description="in base64, or data URLs; for models that see")
@@ -91,11 +92,6 @@ def routes(server: Server) -> APIRouter:
 
     async def decide(request: Request) -> Response:
         fields, ignored = read(SystemOneFields, await read_json(request, server.settings))
-        for name in _MEDIA:
-            if (fields.model_extra or {}).get(name):
-                raise UnsupportedError(
-                    f"{name} is not supported: send pictures as `images`", param=name
-                )
         model = await _model(server, fields)
 
         async def work() -> Response:

@@ -1,5 +1,5 @@
-"""The tools of a Responses request: as functions for the model, and under the client's own names
-for its answer.
+"""The tools of OpenAI's requests: as functions for the model, and under the client's own names for
+its answer.
 
 A namespace (Codex sends one per MCP server) becomes a prefix of its functions' names; a custom
 tool, which takes text instead of arguments, becomes a function with one string.
@@ -48,12 +48,12 @@ class Toolbox:
     skipped: Sequence[str] = ()
 
     @classmethod
-    def of(cls, sent: Sequence[Any]) -> Toolbox:
+    def of(cls, sent: Sequence[Any] | None) -> Toolbox:
         """The tools as a client sends them. Raises RequestError."""
         functions: list[dict[str, Any]] = []
         names: dict[str, ClientToolName] = {}
         skipped: list[str] = []
-        for i, (tool, namespace) in enumerate(_each(sent, None)):
+        for i, (tool, namespace) in enumerate(_each(sent or (), None)):
             kind, where = tool.get("type", "function"), f"tools[{i}]"
             if kind == "custom":
                 function = _custom(tool, where, skipped)
@@ -61,6 +61,7 @@ class Toolbox:
                 inner = tool.get("function")
                 function = {
                     "type": "function",
+                    "strict": tool.get("strict"),
                     "function": dict(inner if isinstance(inner, Mapping) else tool),
                 }
             else:
@@ -84,11 +85,10 @@ class Toolbox:
     def chosen(self, sent: Any) -> tuple[Sequence[Tool], Choice]:
         """The functions and the choice that `tool_choice` leaves. Raises RequestError."""
         if isinstance(sent, Mapping):
-            sent = (
-                {**sent, "tools": [_as_function(t) for t in sent["tools"]]}
-                if _is_list(sent, "tools")
-                else sent
-            )
+            inner = sent.get("allowed_tools")
+            sent = {**sent, **inner} if isinstance(inner, Mapping) else sent
+            if _is_list(sent, "tools"):
+                sent = {**sent, "tools": [*map(_as_function, sent["tools"])], "allowed_tools": None}
             sent = _as_function(sent)
         functions, choice = narrowed(sent, self.functions)
         if not functions and choice in ("auto", "none"):
@@ -96,9 +96,9 @@ class Toolbox:
         return functions, choice_of(choice, functions)
 
 
-def flat_name(name: str, namespace: str | None) -> str:
+def flat_name(name: Any, namespace: Any) -> Any:
     """The model's name for the function `name` of `namespace`."""
-    if not namespace:
+    if not namespace or not isinstance(name, str) or not isinstance(namespace, str):
         return name
     return namespace + name if namespace.endswith(_BETWEEN) else namespace + _BETWEEN + name
 
@@ -132,22 +132,25 @@ def _is_list(of: Mapping[str, Any], key: str) -> bool:
 
 def _as_function(choice: Any) -> Any:
     """`tool_choice` with the model's name for the function."""
-    if (
-        isinstance(choice, Mapping)
-        and choice.get("type") in ("custom", "function")
-        and "name" in choice
-    ):
-        return {"type": "function", "name": flat_name(str(choice["name"]), choice.get("namespace"))}
-    return choice
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind not in ("custom", "function"):
+        return choice
+    named = choice.get(kind)
+    name = named.get("name") if isinstance(named, Mapping) else choice.get("name")
+    return {"type": "function", "name": flat_name(name, choice.get("namespace"))}
 
 
 def _custom(tool: Mapping[str, Any], where: str, skipped: list[str]) -> dict[str, Any]:
     """A custom tool as a function with one string, constrained by the tool's grammar if that is
     regular; if not, its name goes to `skipped`."""
+    inner = tool.get("custom")
+    tool = inner if isinstance(inner, Mapping) else tool
     wanted = tool.get("format")
     shown: dict[str, Any] = {"type": "string", "description": "the whole text of the call"}
     held = dict(shown)
     if isinstance(wanted, Mapping) and wanted.get("type") == "grammar":
+        grammar = wanted.get("grammar")
+        wanted = grammar if isinstance(grammar, Mapping) else wanted
         syntax, definition = wanted.get("syntax"), wanted.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(definition, str):
             raise RequestError(

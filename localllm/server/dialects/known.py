@@ -1,0 +1,261 @@
+"""Reads a body: what becomes of every field, at each depth, by one walk for all dialects; and what
+is wrong with a value, in words of our own.
+
+A shape says which fields an object has, and under READS whether one of its `type` is read at all.
+Each field is honoured (None; what is inside is the client's own), or an object or a list of objects
+with a shape of its own, or `Refused` with its reason, or `Unused`: known, without effect, and named
+unless the value says what holds anyway. What no shape knows is named as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from localllm.errors import RequestError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A known field that can't be honoured, and the values that mean "off"."""
+
+    reason: str
+    off: tuple[Any, ...] = (None,)
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A field without effect; `off`: values that ask for nothing else than what holds anyway."""
+
+    off: tuple[Any, ...] = (None, False)
+
+
+Shape: TypeAlias = Mapping[str, Any]
+_UNKNOWN = Unused(())
+# In a shape: tells of a type whether the object is read. One that is not is named elsewhere, whole.
+READS = ""
+_ELSEWHERE = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
+# Of every body, unless its model has a field of that name. Sources: OpenAI's API reference;
+# llama.cpp tools/server/README.md; vLLM's OpenAI-compatible server.
+REFUSED: Mapping[str, Refused] = {
+    "audio": Refused("this server writes text only"),
+    "image_data": Refused("this dialect's prompts are text", (None, [])),
+    "modalities": Refused("this server writes text only", (None, ["text"], [])),
+    "web_search_options": Refused("this server does not search the web"),
+    "functions": Refused("the legacy function interface is not spoken; send `tools`", (None, [])),
+    "function_call": Refused(
+        "the legacy function interface is not spoken; send `tool_choice`", (None, "none", "auto")
+    ),
+    "best_of": Refused("candidates are not ranked here; send `n`", (None, 1)),
+    "use_beam_search": Refused("there is no beam search", (None, False)),
+    "length_penalty": Refused("there is no beam search", (None, 1)),
+    "mirostat": Refused("mirostat sampling is not implemented", (None, 0)),
+    "dynatemp_range": Refused("dynamic temperature is not implemented", (None, 0)),
+    "tfs_z": Refused("tail-free sampling is not implemented", (None, 1)),
+    "top_n_sigma": Refused("top-n-sigma sampling is not implemented", (None, -1, 0)),
+    **dict.fromkeys(("xtc_probability", "dry_multiplier", "min_tokens"), Refused(_ELSEWHERE, (None, 0))),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), Refused(_ELSEWHERE)),
+    **dict.fromkeys(("guided_grammar", "structured_outputs", "regex", "ebnf"), Refused(_ELSEWHERE)),
+    "stop_token_ids": Refused(_ELSEWHERE, (None, [])),
+    "n": Refused("this dialect has one answer to a request", (None, 1)),
+    **dict.fromkeys(
+        ("bad_words", "allowed_token_ids"),
+        Refused("not implemented; ban tokens by `logit_bias`", (None, [])),
+    ),
+    "lora": Refused("adapters are not loaded per request", (None, [])),
+    "grammar_lazy": Refused(
+        "send `tools`: a call is held to its schema from where it begins", (None, False)
+    ),
+    "post_sampling_probs": Refused(
+        "probabilities are those of the model, before sampling", (None, False)
+    ),
+    "reasoning_format": Refused("reasoning comes as reasoning_content", (None, "auto", "deepseek")),
+    "include_stop_str_in_output": Refused("a stop string is never part of the answer", (None, False)),
+    "skip_special_tokens": Refused(
+        "special tokens are left out, except where a tool format needs them", (None, True)
+    ),
+    "truncate_prompt_tokens": Refused("a prompt that is too long is refused, never cut"),
+    "prompt_logprobs": Refused("log-probabilities are those of the answer's tokens", (None, 0)),
+    "context": Refused("a conversation is kept by its messages: use /api/chat", (None, [])),
+}  # fmt: skip
+# They say nothing about the answer: whose bill, which slot.
+HINTS = (
+    "model", "stream", "user", "metadata", "safety_identifier", "prompt_cache_retention",
+    "service_tier", "id_slot",
+)  # fmt: skip
+_COMMON: Shape = {
+    **REFUSED,
+    **dict.fromkeys(HINTS),
+    "store": Unused(),
+    "verbosity": Unused((None, "medium")),
+}
+
+
+def shape(*names: str, **inner: Any) -> dict[str, Any]:
+    """A shape of honoured `names`, and of fields that have a shape of their own."""
+    return {**dict.fromkeys(names), **inner}
+
+
+def unused(sent: Any, known: Shape | None, path: str = "") -> Iterator[str]:
+    """The paths of what in `sent` has no effect. Raises UnsupportedError for what is refused."""
+    if known is None:
+        return
+    if isinstance(sent, list):
+        for one in sent:
+            yield from unused(one, known, path)
+    if not isinstance(sent, Mapping) or (READS in known and not known[READS](sent.get("type"))):
+        return
+    for name, value in sent.items():
+        where = f"{path}.{name}" if path else name
+        fate = known.get(name, _UNKNOWN)
+        if isinstance(fate, Refused):
+            if value not in fate.off:
+                raise UnsupportedError(f"{where} is not supported: {fate.reason}", param=where)
+        elif not isinstance(fate, Unused):
+            yield from unused(value, fate, where)
+        elif value not in fate.off:
+            yield where
+
+
+@cache
+def shape_of(kind: type[BaseModel]) -> Shape:
+    """What is known of the body that `kind` reads: its fields, those of the objects in them, and
+    what its `shapes` says: the shapes of what is handed on as it is, and fields that are not
+    read."""
+    own = {field.alias or name: _inner(field) for name, field in kind.model_fields.items()}
+    common = _COMMON if "stream" in own else {}
+    shapes = getattr(kind, "shapes", {})
+    more = {n: s for n, s in shapes.items() if n in own or not isinstance(s, Mapping)}
+    return {**common, **own, **more}
+
+
+def _inner(field: FieldInfo) -> Shape | None:
+    """The shape of the objects that a field may hold; None of a field without."""
+    found: dict[str, Any] = {}
+    for kind in _models(field.annotation):
+        found |= shape_of(kind)
+    return found or None
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models of an annotation, those in lists and unions too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def read(kind: type[Body], body: Mapping[str, Any]) -> tuple[Body, list[str]]:
+    """Validates `body` as `kind`; returns it with the names of ignored fields. Raises RequestError
+    or UnsupportedError."""
+    ignored = sorted(set(unused(body, shape_of(kind))))
+    try:
+        return kind.model_validate(body), ignored
+    except ValidationError as e:
+        raise _invalid(e, body) from e
+
+
+_NUMBER, _OBJECT = "must be a number", "must be an object"
+# What is wrong, by the names that pydantic has for it; its own words name its types.
+WRONG = {
+    "missing": "is missing",
+    "extra_forbidden": "is no field of this object",
+    "none_required": "must be null",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(
+        ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"
+    ),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), _NUMBER),
+    "string_type": "must be a text",
+    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), _OBJECT),
+    "literal_error": "must be {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be {le} or less",
+    "too_short": "has {actual_length} entries; {min_length} is the least",
+    "too_long": "has {actual_length} entries; {max_length} is the most",
+    "string_too_short": "must have {min_length} characters or more",
+    "string_too_long": "must have {max_length} characters or fewer",
+    "union_tag_invalid": "must have a type: {expected_tags}",
+    "union_tag_not_found": "must have a type",
+}
+
+
+def _invalid(found: ValidationError, body: Any) -> RequestError:
+    """What is wrong with `body`: of the members of a union, as those say that came the furthest."""
+    errors = found.errors(include_url=False, include_input=False)
+    of_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    path = max((_sent_path(error, body) for error in of_field), key=len)
+    said = [
+        WRONG.get(error["type"], "has a value that is not taken").format(**error.get("ctx", {}))
+        for error in of_field
+        if _sent_path(error, body) == path
+    ]
+    # The members of a union say what they would take.
+    wanted = [words.removeprefix("must be ") for words in said if words.startswith("must be ")]
+    wrong = f"must be {' or '.join(dict.fromkeys(wanted))}" if wanted else said[0]
+    where = ".".join(path)
+    return RequestError(f"{where or 'body'}: {wrong}", param=where or None)
+
+
+def _sent_path(error: Any, body: Any) -> list[str]:
+    """Where in what was sent `error` (pydantic's) is; it also names the types of a union's members,
+    which nobody sent."""
+    path = []
+    for step in error["loc"]:
+        there = (
+            step in body
+            if isinstance(body, Mapping)
+            else isinstance(body, list) and step in range(len(body))
+        )
+        if there:
+            body = body[step]
+        if there or (error["type"] == "missing" and step is error["loc"][-1]):
+            path.append(str(step))
+    return path
+
+
+# --- what several dialects have in their messages and tools ---------------------------------------
+
+PART = shape(
+    "type", "text", "refusal", "thinking", "signature", "data", "input_audio", "video_url",
+    "file_data", "file_url", "file_id", "filename", "cache_control", "annotations", "logprobs",
+    "image", "detail", "url",
+    image_url=shape("url", "detail"),
+    file=shape("file_data", "file_id", "filename", "file_url"),
+)  # fmt: skip
+_CALL = shape("name", "arguments", "index")
+MESSAGE = shape(
+    "role", "name", "tool_call_id", "tool_name", "reasoning_content", "reasoning", "thinking",
+    "images",
+    content=PART,
+    tool_calls=shape("id", "type", "index", function=_CALL, custom=shape("name", "input")),
+    function_call=_CALL,
+    annotations=Unused((None, [])),
+    refusal=Unused((None,)),
+    audio=Unused((None,)),
+)  # fmt: skip
+_GRAMMAR = shape("type", "syntax", "definition", grammar=shape("syntax", "definition"))
+TOOL: dict[str, Any] = shape(
+    "type", "name", "description", "parameters", "strict", "cache_control",
+    format=_GRAMMAR,
+    function=shape("name", "description", "parameters", "strict"),
+    custom=shape("name", "description", format=_GRAMMAR),
+)  # fmt: skip
+# A namespace holds tools.
+TOOL |= {"tools": TOOL, READS: (None, "function", "custom", "namespace").__contains__}
+_NAMED = shape("type", "name", "namespace", function=shape("name"), custom=shape("name"))
+CHOICE = shape("mode", **_NAMED, tools=_NAMED, allowed_tools=shape("mode", tools=_NAMED))
+_DESCRIBED = shape("name", "schema", "strict", description=Unused((None, "")))
+FORM = shape("type", **_DESCRIBED, json_schema=_DESCRIBED)
+STREAMED = shape("include_usage", "include_obfuscation", continuous_usage_stats=Unused())

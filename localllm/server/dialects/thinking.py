@@ -1,0 +1,152 @@
+"""Whether, how long and how visibly a model reasons, in the words of every maker of models and
+servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from localllm.server.dialects.fields import (
+    Budget,
+    Count,
+    Effort,
+    RequestBody,
+    SamplingFields,
+    first_limit,
+)
+from localllm.server.dialects.known import CHOICE, FORM, MESSAGE, TOOL, Shape, Unused, shape_of
+
+# Of the bodies that hold a conversation.
+ParseSpecial = Annotated[
+    bool | None,
+    Field(
+        description="true: control tokens spelled in messages and tools are read as such; "
+        "otherwise they are text"
+    ),
+]
+
+
+class ReasoningFields(BaseModel):
+    """`reasoning` of OpenAI's responses and of OpenRouter."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: Budget | None = Field(
+        None, description="tokens of reasoning at most; -1 = no limit"
+    )
+    exclude: bool | None = Field(None, description="true: reasoning is no part of the answer")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="the reasoning comes as summary parts; nothing is left out of it"
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="the older name of summary"
+    )
+
+
+class ThinkingSwitch(BaseModel):
+    """`thinking` of Anthropic, DeepSeek and GLM."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="omitted: reasoning is no part of the answer"
+    )
+
+
+# Where a dialect has no summary of it.
+REASONING: Shape = {
+    **shape_of(ReasoningFields),
+    **dict.fromkeys(("summary", "generate_summary"), Unused((None,))),
+}
+
+
+class ThinkingFields(RequestBody):
+    """A body of a chat: whether, how long and how visibly the model reasons, in the words of all
+    who have some."""
+
+    reasoning: ReasoningFields | None = Field(
+        None, description="`effort`, and `max_tokens` of reasoning at most"
+    )
+    reasoning_effort: Effort | None = None
+    thinking: ThinkingSwitch | None = None
+    think: bool | Literal["none", "low", "medium", "high", "max"] | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = Field(
+        None, description="false: reasoning is no part of the answer"
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_budget: Budget | None = Field(
+        None, description="tokens of reasoning at most; -1 = no limit"
+    )
+    thinking_token_budget: Budget | None = Field(
+        None, description="another name of thinking_budget (vLLM)"
+    )
+    thinking_budget_tokens: Budget | None = Field(
+        None, description="another name of thinking_budget (llama.cpp)"
+    )
+    reasoning_budget_tokens: Budget | None = Field(
+        None, description="another name of thinking_budget (llama.cpp)"
+    )
+    parse_special: ParseSpecial = None
+
+    def thinking_tokens(self) -> int | None:
+        """The reasoning budget, by the first of its names that is sent; None = no limit."""
+        named = (self.thinking_budget, self.thinking_token_budget, self.thinking_budget_tokens)
+        sent = (
+            self.reasoning.max_tokens if self.reasoning else None,
+            self.thinking.budget_tokens if self.thinking else None,
+            *named,
+            self.reasoning_budget_tokens,
+        )
+        return first_limit(*sent)
+
+    def effort(self) -> str | None:
+        """The reasoning effort: none where any of its switches is off, a named level, or what
+        switching it on comes to."""
+        variables, asked = (
+            self.chat_template_kwargs or {},
+            self.reasoning or ReasoningFields.model_validate({}),
+        )
+        switches = [self.think, self.enable_thinking, asked.enabled]
+        switches += [variables.get(name) for name in ("enable_thinking", "thinking")]
+        thinking = self.thinking.type if self.thinking else None
+        if thinking == "disabled" or False in switches:
+            return "none"
+        level = self.think if isinstance(self.think, str) else None
+        on = "high" if thinking else "medium" if True in switches[:2] else None
+        return self.reasoning_effort or asked.effort or level or on
+
+    def summarises(self) -> str | None:
+        """How a summary of the reasoning is asked for; None where it is not."""
+        asked = self.reasoning or ReasoningFields.model_validate({})
+        return asked.summary or asked.generate_summary
+
+    def reasoning_options(self) -> dict[str, Any]:
+        """What `ResponseOptions` takes of these fields."""
+        hidden = {
+            "reasoning.exclude": self.reasoning and self.reasoning.exclude,
+            "include_reasoning": self.include_reasoning is False,
+            "thinking.display": self.thinking and self.thinking.display == "omitted",
+        }
+        hides = tuple(name for name, wanted in hidden.items() if wanted)
+        shown = ("reasoning.summary",) if self.summarises() else ()
+        return {
+            "effort": self.effort(),
+            "template_kwargs": self.chat_template_kwargs,
+            "parse_special": bool(self.parse_special),
+            "hides_reasoning": bool(hides),
+            "of_reasoning": (*hides, *shown),
+        }
+
+
+class ReasonedFields(ThinkingFields, SamplingFields):
+    """A body of a chat with the sampling fields at its top."""
+
+    shapes: ClassVar[Shape] = {
+        "messages": MESSAGE,
+        "tools": TOOL,
+        "tool_choice": CHOICE,
+        "response_format": FORM,
+        "reasoning": REASONING,
+    }
