@@ -234,6 +234,19 @@ def test_claude_code_gets_every_model_and_the_window(tmp_path: Path) -> None:
     assert large["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "131072"
 
 
+def test_a_context_that_a_program_s_own_prompt_does_not_fit_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warned(n_ctx: int, max_context: int = 0) -> str:
+        target = ClientTarget("http://127.0.0.1:1", "tiny", n_ctx, max_context=max_context)
+        command.warn(RECIPES["claude"](target, tmp_path))
+        return capsys.readouterr().err
+
+    assert "--context" in warned(4096)
+    assert "65536 is the largest" in warned(4096, 65_536)
+    assert warned(65_536) == ""
+
+
 def test_the_versions_that_recipes_were_checked_with_are_those_that_are_run(tmp_path: Path) -> None:
     run = {a.recipe: a.version for a in AGENTS if a.recipe}
     assert {

@@ -68,7 +68,7 @@ def test_without_input_there_is_nothing_to_answer() -> None:
         (["<think>hm</think>", "Hello"], {"max_output_tokens": 19}, ["completed", "incomplete"], "incomplete"),
         (["<think>hm, well"], {"max_output_tokens": 9}, ["incomplete"], "incomplete"),
         (["Well.\n", CALL], {}, ["completed", "completed"], "completed"),
-        (["Well.\n", CALL], {"max_output_tokens": 40}, ["completed", "incomplete"], "incomplete"),
+        (["Well.\n", CALL], {"max_output_tokens": 52}, ["completed", "incomplete"], "incomplete"),
     ],
 )  # fmt: skip
 def test_the_status_of_every_item(

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import Field
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.anthropic import messages
 from localllm.server.dialects.anthropic.messages import MessagesFields
-from localllm.server.dialects.fields import RequestBody
-from localllm.server.dialects.known import read
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.job import (
@@ -28,7 +23,7 @@ from localllm.server.generation.job import (
 from localllm.server.http.asgi import new_id
 from localllm.server.http.errors import anthropic_envelope
 from localllm.server.http.streaming import Outbox
-from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
 _STOP_REASONS = {
@@ -205,42 +200,6 @@ MESSAGES = Route(
     "Answer a conversation, whole or as events",
     ("content", "usage"),
 )
-
-
-class ModelPage(RequestBody):
-    """Query parameters of the list of models."""
-
-    limit: int = Field(20, ge=1, le=1000)
-    after_id: str | None = None
-    before_id: str | None = None
-
-
-def model_page(models: ModelRouter, query: Mapping[str, str]) -> dict[str, Any]:
-    """The models after `after_id` or before `before_id`, in the format of Anthropic's Models API."""
-    wanted, _ = read(ModelPage, query)
-    listed = [*map(model_entry, models.names())]
-    ids = [one["id"] for one in listed]
-    start = ids.index(wanted.after_id) + 1 if wanted.after_id in ids else 0
-    end = min(start + wanted.limit, len(ids))
-    if wanted.before_id in ids:
-        end = ids.index(wanted.before_id)
-        start = max(0, end - wanted.limit)
-    first, last = (ids[start], ids[end - 1]) if start < end else (None, None)
-    more = start > 0 if wanted.before_id in ids else end < len(ids)
-    return {"data": listed[start:end], "first_id": first, "last_id": last, "has_more": more}
-
-
-def model_entry(model: ServedModel) -> dict[str, Any]:
-    """One model in that format."""
-    return {
-        "type": "model",
-        "id": model.name,
-        "display_name": model.name,
-        "created_at": datetime.fromtimestamp(model.created_s, UTC).isoformat(),
-        "lifecycle": "active",
-        **dict.fromkeys(("max_input_tokens", "max_tokens"), model.served_n_ctx),
-        **dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at")),
-    }
 
 
 def routes(server: Server) -> APIRouter:

@@ -4,6 +4,8 @@ llama.cpp's /apply-template)."""
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -11,8 +13,8 @@ from pydantic import Field
 
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
-from localllm.server.dialects.anthropic import routes as anthropic
 from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.known import read
 from localllm.server.dialects.openai import chat, completions
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
@@ -167,6 +169,42 @@ def codex_entry(name: str, n_ctx: int | None, *, reasons: bool) -> dict[str, Any
     }
 
 
+class ModelPage(RequestBody):
+    """Query parameters of the list of models."""
+
+    limit: int = Field(20, ge=1, le=1000)
+    after_id: str | None = None
+    before_id: str | None = None
+
+
+def model_page(models: ModelRouter, query: Mapping[str, str]) -> dict[str, Any]:
+    """The models after `after_id` or before `before_id`, in the format of Anthropic's Models API."""
+    wanted, _ = read(ModelPage, query)
+    listed = [*map(model_entry, models.names())]
+    ids = [one["id"] for one in listed]
+    start = ids.index(wanted.after_id) + 1 if wanted.after_id in ids else 0
+    end = min(start + wanted.limit, len(ids))
+    if wanted.before_id in ids:
+        end = ids.index(wanted.before_id)
+        start = max(0, end - wanted.limit)
+    first, last = (ids[start], ids[end - 1]) if start < end else (None, None)
+    more = start > 0 if wanted.before_id in ids else end < len(ids)
+    return {"data": listed[start:end], "first_id": first, "last_id": last, "has_more": more}
+
+
+def model_entry(model: ServedModel) -> dict[str, Any]:
+    """One model in that format."""
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created_s, UTC).isoformat(),
+        "lifecycle": "active",
+        **dict.fromkeys(("max_input_tokens", "max_tokens"), model.served_n_ctx),
+        **dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at")),
+    }
+
+
 _Token = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 
@@ -255,14 +293,14 @@ def routes(server: Server) -> APIRouter:
     async def list_models(request: Request) -> dict[str, Any]:
         """The models this server offers; in Anthropic's shape to its clients."""
         if speaks_anthropic(request.scope):
-            return anthropic.model_page(server.models, request.query_params)
+            return model_page(server.models, request.query_params)
         return openai_list(server.models)
 
     @router.get("/v1/models/{model_id:path}")
     async def get_model(request: Request, model_id: str) -> dict[str, Any]:
         """One model."""
         if speaks_anthropic(request.scope):
-            return anthropic.model_entry(server.models.listed(model_id))
+            return model_entry(server.models.listed(model_id))
         elsewhere = server.models.upstreams
         remote = elsewhere.find(model_id) if elsewhere is not None else None
         if remote is not None and not await server.models.has(model_id):
