@@ -161,3 +161,11 @@ def test_a_prompt_is_read_anew_on_request(model: Model) -> None:
     model.answer()
     assert model.answer().cached > 0
     assert model.answer(cache_prompt=False).cached == 0
+
+
+def test_an_answer_that_ends_inside_a_character_ends_before_it(model: Model) -> None:
+    """Of a sign of four bytes, which this vocabulary has in pieces."""
+    for limit in range(1, 6):
+        answer = model.answer(grammar='root ::= "𓀀𓀀𓀀"', max_tokens=limit)
+        assert "\ufffd" not in answer.text
+        assert set(answer.text) <= {"𓀀"}
