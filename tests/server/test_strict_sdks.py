@@ -71,7 +71,7 @@ def test_chats(client: openai.OpenAI, more: dict[str, Any]) -> None:
 def test_completions_and_lists(client: openai.OpenAI) -> None:
     assert client.completions.create(model="tiny", prompt="a", logprobs=2).choices[0].text
     # Its type has no place for the null that OpenAI's own stream has until the end.
-    loose = client.with_options(_strict_response_validation=False)
+    loose = openai.OpenAI(base_url=client.base_url, api_key="x", max_retries=0)
     assert list(loose.completions.create(model="tiny", prompt="a", stream=True))
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").object == "model"
