@@ -249,7 +249,7 @@ def test_what_it_lists_is_offered(behind: Running, engine: ScriptedEngine) -> No
             http.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]["content"]
             == "listed"
         )
-        assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["tiny"]
+        assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["tiny", "small"]
         missing = http.post("/v1/chat/completions", json={**CHAT, "model": "nobody"})
         assert missing.status_code == 404
 

@@ -123,6 +123,7 @@ def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget
         served = {str(m["id"]): m for m in reply.raise_for_status().json()["data"]}
         can = {name: set(m.get("capabilities") or ()) for name, m in served.items()}
         n_ctx = {name: int(m.get("context_length") or 4096) for name, m in served.items()}
+        most = {n: int((m.get("physics") or {}).get("max_context") or 0) for n, m in served.items()}
     except httpx.HTTPStatusError as e:
         raise ServerUnreachableError(
             f"the server at {base} answers {e.response.status_code}", hint="check --api-key"
@@ -148,7 +149,7 @@ def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget
         api_key,
         next(iter(fills), None),
         next(iter(embeds), None),
-        max_context=int((served[name].get("physics") or {}).get("max_context") or 0),
+        max_context=most[name],
     )
 
 
