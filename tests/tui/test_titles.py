@@ -33,7 +33,10 @@ def test_a_title_is_made_when_nobody_types(
     ]
 
 
-@pytest.mark.parametrize("reply", ["Paris, of course it is", "word " * 30, "?", "", None])
+@pytest.mark.parametrize(
+    "reply",
+    ["Paris, of course it is", "Here's a two-word conversation", "word " * 30, "?", "", None],
+)
 def test_what_is_no_title_is_not_taken_nor_asked_for_again(
     drive: Any, server: ScriptedServer, history: History, reply: str | None
 ) -> None:
@@ -77,11 +80,16 @@ def test_a_person_says_another(drive: Any, server: ScriptedServer, history: Hist
         ("# Rivers of Europe\n\nmore", "Rivers of Europe"),
         ("Title: Rivers", "Rivers"),
         ("\n\n- “Rivers”.", "Rivers"),
-        ("\x1b]0;evil\x07Rivers", "]0;evilRivers"),
+        ("\x1b]0;\x07Rivers", "]0;Rivers"),
+        ("Длинные реки", "Длинные реки"),
+        ("长河", "长河"),
         ("Which rivers?", None),
         ("The Danube is", None),
+        ("A two-word conversation", None),  # nobody spoke of that
+        ("The rivers of Europe and how long each of them is", None),
         ("", None),
     ],
 )
 def test_titles_are_cleaned(said: str, title: str | None) -> None:
-    assert clean(said, [StoredMessage(1, "assistant", "The Danube is long")]) == title
+    asked = StoredMessage(1, "user", "What rivers does Europe have, 长河, длинные реки?")
+    assert clean(said, [asked, StoredMessage(2, "assistant", "The Danube is long")]) == title

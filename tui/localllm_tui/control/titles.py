@@ -19,7 +19,11 @@ _ASK = (
     "quotes."
 )
 _MOST_TOKENS = 24
-_MOST_WORDS = 9
+_MOST_WORDS = 6
+# Shorter ones ("of", "the", "in") say nothing of what a conversation is about.
+_LEAST_LETTERS = 4
+# So much of a word's beginning is compared: "rivers" stands where "river" was said.
+_COMPARED_LETTERS = 5
 
 
 def wanted(session: Session) -> bool:
@@ -62,8 +66,8 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
 
 
 def clean(text: str, turns: list[StoredMessage]) -> str | None:
-    """The title in a model's answer; None where it is something else, such as another answer to the
-    question."""
+    """The title in a model's answer; None where it is something else: another answer to the
+    question, or words that nobody said in the conversation, as small models make them up."""
     line = next((part.strip() for part in printable(text).splitlines() if part.strip()), "")
     line = re.sub(r"^(#+|[-*]|title:|\*\*title:?\*\*)\s*", "", line, flags=re.IGNORECASE)
     line = re.sub(r"[*_`\"“”„«»]+", "", line).strip().rstrip(".:;, ")
@@ -71,4 +75,13 @@ def clean(text: str, turns: list[StoredMessage]) -> str | None:
     if not words or len(line) > TITLE_CHARS or len(words) > _MOST_WORDS or line.endswith("?"):
         return None
     said = [" ".join(t.content.split()).lower() for t in turns if t.role == "assistant"]
-    return None if any(s.startswith(line.lower()) for s in said) else line
+    if any(s.startswith(line.lower()) for s in said):
+        return None
+    return line if _was_said(line, turns) else None
+
+
+def _was_said(title: str, turns: list[StoredMessage]) -> bool:
+    """Whether each longer word of a title, or its beginning, stands in the conversation."""
+    heard = "\n".join(turn.content for turn in turns).casefold()
+    words = [word for word in re.findall(r"\w+", title.casefold()) if len(word) >= _LEAST_LETTERS]
+    return all(word[:_COMPARED_LETTERS] in heard for word in words)
