@@ -19,7 +19,6 @@ from localllm_tui.control.physics import (
     PANEL_WIDTH,
     AnswerSpeed,
     ModelPhysics,
-    headline,
     panel_lines,
     sparkline,
 )
@@ -78,9 +77,28 @@ def test_bandwidth_is_bytes_of_a_step_over_the_time_of_a_step() -> None:
     achieved = speed.achieved_gbps(physics)
     assert achieved == pytest.approx(physics.token_bytes(950 + 50.5) * 96 / 8 / 1e9)
     assert speed.tok_s == pytest.approx(12.5)
-    assert "each token reads 2.27 GB, 27 of 34 GB/s, 80% of what this memory can do" in headline(
-        physics, speed
-    )
+    assert "BANDWIDTH 27 of 34 GB/s: 80%" in panel_lines(physics, speed)
+
+
+@pytest.mark.parametrize(
+    ("basis", "load", "tok_s", "said"),
+    [
+        ("table", 3.1, 5.0, "busy: 3.1 threads want each core"),
+        ("assumed", 3.1, 5.0, "busy: 3.1 threads want each core"),
+        ("assumed", 0.9, 5.0, "the plan assumes a bandwidth"),
+        ("assumed", 3.1, 20.0, "the plan assumes a bandwidth"),
+        ("table", 0.9, 5.0, ""),
+        ("assumed", 3.1, 11.0, ""),
+    ],
+)
+def test_an_answer_beside_its_plan_says_why_where_that_is_known(
+    basis: str, load: float, tok_s: float, said: str
+) -> None:
+    """The plan says 10 to 13 tokens a second."""
+    physics = ModelPhysics.of({**PHYSICS, "bandwidth_basis": basis})
+    lines = panel_lines(physics, AnswerSpeed(live=tok_s, load=load))
+    after = lines[[line.startswith("  planned") for line in lines].index(True) + 1].strip()
+    assert after.startswith(said) if said else after == ""
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control.interfaces import EnergyMeter, EnergyUse
-from localllm_tui.control.meter import AnswerMeter
+from localllm_tui.control.meter import AnswerMeter, load_of_each_core
 from localllm_tui.control.physics import AnswerSpeed
 from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.stream_events import (
@@ -71,6 +72,7 @@ class AnswerStream:
         self._cache_miss = ""
         self.timings: AnswerTimings | None = None
         self.energy: EnergyUse | None = None
+        self.load = 0.0
         self._tools: list[dict[str, Any]] = []
         self._unsaved: Callable[[], object] | None = None
 
@@ -79,20 +81,11 @@ class AnswerStream:
         arrive."""
         meter, used = self.meter, self.energy
         joules, watts = (used.joules, used.watts) if used is not None else (None, None)
-        if self.timings is not None and meter.usage is not None:
-            return AnswerSpeed(
-                meter.usage,
-                self.timings,
-                self._cache_miss,
-                paces=meter.paces,
-                joules=joules,
-                watts=watts,
-            )
         usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
-        coming = not self.closed
-        return AnswerSpeed(
-            usage, live=meter.tok_s, coming=coming, paces=meter.paces, joules=joules, watts=watts
-        )
+        speed = AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
+        if self.timings is not None and meter.usage is not None:
+            speed = AnswerSpeed(meter.usage, self.timings, self._cache_miss)
+        return replace(speed, paces=meter.paces, joules=joules, watts=watts, load=self.load)
 
     @property
     def text(self) -> str:
@@ -136,6 +129,7 @@ class AnswerStream:
         if self.closed:
             return
         self.closed = True
+        self.load = load_of_each_core()
         keep, meta = self._keep, self.meter.meta()
         if keep is None:
             return

@@ -25,6 +25,7 @@ class KeyContext(Enum):
     HELP = "help"
     FILING = "filing"
     ASKED = "asked"
+    COMMANDS = "commands"
     COMPARING = "comparing"
     MODELS = "models"
     ON_DISK = "on disk"
@@ -143,7 +144,7 @@ APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL,
 KEYS = (
     Key(
         COMPOSER, "enter", "Enter", "send", "send", caught=True,
-        hints={KeyContext.WRITING: "sends",
+        hints={KeyContext.WRITING: "sends", KeyContext.COMMANDS: "runs",
         KeyContext.EDITING: "asks again, the old version is kept"},
     ),
     Key(
@@ -163,14 +164,16 @@ KEYS = (
     Key(APP, "ctrl+d", "Ctrl+D", "end_of_input", "in an empty input: quit", priority=True),
     Key(APP, "ctrl+q", "Ctrl+Q", "quit", "quit; what was typed is kept for next time",
     priority=True),
-    Key(COMPOSER, "up", "Up, Down", "earlier", "in an empty input: earlier questions", caught=True),
+    Key(COMPOSER, "up", "↑↓, Up, Down", "earlier", "in an empty input: earlier questions", caught=True,
+    hints={KeyContext.COMMANDS: "chooses"}),
     Key(COMPOSER, "down", "Down", "later", caught=True),
     Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y",
     help="take back what was typed or pasted; bring it again"),
     Key(COMPOSER, "pageup", "PageUp, PageDown", "scroll_transcript(-1)", "scroll the conversation"),
     Key(COMPOSER, "pagedown", "PageDown", "scroll_transcript(1)"),
     Key(CHAT, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
-    Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True),
+    Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True,
+    hints={KeyContext.COMMANDS: "completes"}),
     Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along",
     caught=True),
     Key(APP, "ctrl+p", "Ctrl+P", help="command palette, themes too"),

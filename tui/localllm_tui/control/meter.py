@@ -4,6 +4,7 @@ input cost in tokens."""
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,12 @@ from localllm_tui.control.stream_events import (
 from localllm_tui.control.terminal import one_line
 
 _GAP = "  "
+
+
+def load_of_each_core() -> float:
+    """Threads that wanted a core each in the last minute; 0 where the system does not count them
+    (Windows)."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 # A pace has at most this many parts, and begins with parts of this length.

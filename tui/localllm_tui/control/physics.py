@@ -31,7 +31,8 @@ class SpeedRange:
 class ModelPhysics:
     """A served model on its machine, from the `physics` of /v1/models
     (localllm/planner/serialise.py). `kv_points`: (depth, bytes read);
-    `power`: the share of the time that is computed in."""
+    `power`: the share of the time that is computed in; `bandwidth_basis`: how the bandwidth is
+    known."""
 
     device: str
     bandwidth_gbps: float
@@ -47,6 +48,7 @@ class ModelPhysics:
     quant: str = ""
     memory: Mapping[str, Any] = field(default_factory=dict)
     power: float = 1.0
+    bandwidth_basis: str = ""
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> ModelPhysics | None:
@@ -68,6 +70,7 @@ class ModelPhysics:
                 str(said.get("quant", "")),
                 said.get("memory") or {},
                 float(said.get("power", 1.0)),
+                str(said.get("bandwidth_basis", "")),
             )
         except (KeyError, TypeError, ValueError):
             return None
@@ -101,7 +104,8 @@ class AnswerSpeed:
 
     `coming`: it is still streaming. For a stopped answer the server sends no timings. `paces`:
     tokens per second as they arrived, in equal parts of the answer's time. `joules` were used for
-    it, its prompt included, at so many `watts`."""
+    it, its prompt included, at so many `watts`. `load`: threads that wanted a core each as it
+    ended, its own among them (0: not known)."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
@@ -111,6 +115,7 @@ class AnswerSpeed:
     paces: tuple[float, ...] = ()
     joules: float | None = None
     watts: float | None = None
+    load: float = 0.0
 
     @property
     def depth(self) -> float:
@@ -201,19 +206,6 @@ def panel_lines(
     return [line[:width] for line in lines]
 
 
-def headline(physics: ModelPhysics, speed: AnswerSpeed) -> str:
-    """The panel in one sentence: "each token reads 2.31 GB, 28 of 34 GB/s, 82 % of what this memory
-    can do"."""
-    said = f"each token reads {memory_size(physics.token_bytes(speed.depth))}"
-    achieved = speed.achieved_gbps(physics)
-    if achieved is None:
-        return said
-    share = achieved / physics.bandwidth_gbps if physics.bandwidth_gbps else 0.0
-    return (
-        f"{said}, {_of_bandwidth(achieved, physics)} GB/s, {share:.0%} of what this memory can do"
-    )
-
-
 def _of_bandwidth(achieved: float, physics: ModelPhysics) -> str:
     digits = 0 if achieved >= 10 else 1
     return f"{achieved:.{digits}f} of {physics.bandwidth_gbps:,.{digits}f}"
@@ -235,9 +227,26 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
         *([f"  {came}"] if came else []),
         now,
         f"  planned  {plan.value:>8.1f}  ({plan.low:.0f} to {plan.high:.0f})",
+        *_why_not_as_planned(physics, speed),
         *([f"  paced to {physics.power:>8.0%} of the time"] if physics.power < 1 else []),
         *_energy(speed),
     ]
+
+
+# One answer alone wants a core a thread, and no engine has more threads than there are cores.
+_BUSY_LOAD = 1.25
+
+
+def _why_not_as_planned(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
+    """What is known of why the answer was outside the planned range; nothing within it."""
+    rate, plan = speed.tok_s, physics.decode
+    if rate is None or plan.low <= rate <= plan.high:
+        return []
+    if rate < plan.low and speed.load >= _BUSY_LOAD:
+        return [f"  busy: {speed.load:.1f} threads want each core"]
+    if physics.bandwidth_basis == "assumed":
+        return ["  the plan assumes a bandwidth:", "  `localllm device --measure` finds it"]
+    return []
 
 
 def _energy(speed: AnswerSpeed) -> list[str]:

@@ -15,7 +15,7 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, fitted
 from localllm_tui.control.keys import KeyContext, hints
 from localllm_tui.control.meter import StatusFigures
-from localllm_tui.control.physics import headline
+from localllm_tui.control.physics import memory_size
 from localllm_tui.control.terminal import one_line
 from localllm_tui.screens.background import TokenCounter
 from localllm_tui.screens.turn_window import TURNS_SHOWN, FoundTurns, TurnWindow
@@ -23,9 +23,6 @@ from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.figures import GlassPanel, HeadLine, StatusLine
 from localllm_tui.widgets.line_filters import title as frame_title
 from localllm_tui.widgets.transcript import Transcript
-
-# Narrower, the line above the conversation has no room for what a token costs.
-LEAST_HEADLINE_COLUMNS = 100
 
 
 class ChatFrames:
@@ -124,27 +121,23 @@ class ChatFrames:
             loading,
             chat.pulling,
             self._branch(),
-            self._reads(width),
             attached,
             how,
             "tools on" if chat.tools.on else "",
             "the preset's system prompt" if preset else "",
+            self._reads(),
         ]
         busy = bool(loading or chat.pulling)
         head = self._screen.query_one(HeadLine)
         head.show(parts, chat.session.system, busy=busy, width=width, title=chat.session.title)
 
-    def _reads(self, width: int) -> str:
-        """What a token of the newest answer read; "" where the panel says so, or there is no
-        room."""
+    def _reads(self) -> str:
+        """What a token of the newest answer read; "" before one, or where the panel says so."""
         physics, speed = self._chat.physics, self._chat.speed
-        if width < LEAST_HEADLINE_COLUMNS or self._screen.query_one(GlassPanel).wanted:
+        panel = self._screen.query_one(GlassPanel).wanted
+        if panel or physics is None or speed is None or not speed.tok_s:
             return ""
-        return (
-            headline(physics, speed)
-            if physics is not None and speed is not None and speed.tok_s
-            else ""
-        )
+        return f"each token reads {memory_size(physics.token_bytes(speed.depth))}"
 
     def _branch(self) -> str:
         """Which version of the newest turn that has several is shown; "" where none has."""
@@ -175,7 +168,7 @@ class ChatFrames:
 def footer(
     context: KeyContext, typed: str, width: int, *, queued: bool = False, one_version: bool = False
 ) -> str:
-    """The line under the input: the key hints, or the commands that `typed` can become.
+    """The line under the input: the key hints, those of the menu where `typed` opens it.
 
     `queued`: a question waits for the answer to end. `one_version`: the turn that is selected has
     no other.
@@ -184,13 +177,8 @@ def footer(
         return fitted(hints(context) + (" · sent when this answer ends" if queued else ""), width)
     if context is KeyContext.SELECTING:
         return fitted(hints(context, without="turn.version-back" if one_version else ""), width)
-    found = commands.matching(typed)
-    named = [c for c in found if typed == f"/{c.name}"]
-    if len(found) == 1 or named:
-        command = (named or found)[0]
-        return f"/{command.name} · {command.help}"
-    if found:
-        return elide("  ".join(f"/{c.name}" for c in found), width)
+    if commands.matching(typed):
+        return fitted(hints(KeyContext.COMMANDS), width)
     return fitted(hints(context) + (" · F1 help" if context is KeyContext.WRITING else ""), width)
 
 

@@ -63,16 +63,17 @@ class HeadLine(Static):
     def show(
         self, parts: list[str], system: str, *, busy: bool, width: int, title: str = ""
     ) -> None:
-        """Show these after the `title`, and the system prompt in what room is left of `width`
-        cells; `busy`: something is waited for."""
-        said = _HEAD_GAP.join(printable(part) for part in parts if part)
+        """Show these after the `title`, the last of them left out first, and the system prompt in
+        what room is left of `width` cells; `busy`: something is waited for."""
         prompt = "system: " + " ".join(printable(system).split()) if system else ""
         title = elide(one_line(title), max(16, width // 3))
         room = width - 4 - (cell_len(title) + len(_HEAD_GAP) if title else 0)
         room -= (len(prompt[:_LEAST_SYSTEM_CELLS]) + len(_HEAD_GAP)) if prompt else 0
-        line = _HEAD_GAP.join(
-            part for part in (elide(said, max(8, room)) if said else "", prompt) if part
-        )
+        shown_parts = [printable(part) for part in parts if part]
+        while len(shown_parts) > 1 and cell_len(_HEAD_GAP.join(shown_parts)) > room:
+            shown_parts.pop()  # whole: half a fact is none
+        said = elide(_HEAD_GAP.join(shown_parts), max(8, room))
+        line = _HEAD_GAP.join(part for part in (said, prompt) if part)
         shown = Text.assemble((title, "bold"), _HEAD_GAP if title and line else "", line)
         if (shown.plain, busy) != self._shown:
             self._shown = shown.plain, busy
