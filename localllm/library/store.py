@@ -21,7 +21,6 @@ _OWNERS = {
     "lmstudio": "LM Studio",
     "ollama": "Ollama",
     "llama.cpp": "llama.cpp",
-    "starter": "a Python package",
 }
 # A file that was written this recently may belong to a download that runs now.
 _SETTLED_S = 600.0
@@ -120,7 +119,13 @@ def rm(model: LocalModel) -> int:
 
 
 def check_ours(model: LocalModel) -> None:
-    """Raises UsageError if `model` is another application's, or lies in a person's own folder."""
+    """Raises UsageError if `model` is the starter, another application's, or lies in a person's own
+    folder."""
+    if model.origin == "starter":
+        raise UsageError(
+            f"{model.name} is the starter model, which came with localllm",
+            hint="it stays: `localllm models` lists what can be removed",
+        )
     if model.origin != "hf-cache":
         owner = _OWNERS.get(model.origin)
         raise UsageError(

@@ -39,6 +39,14 @@ def test_nothing_read_means_nothing_is_called_ok_but_the_device_and_its_memory()
     assert "not checked" in said[-1]
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_narrow_terminal_breaks_lines_between_words(columns: int) -> None:
+    checks = judge(identify(recordings.load("cpu_only_ddr4_one_stick")), HealthFacts())
+    said = doctor_command.lines(checks, columns)
+    assert max(map(len, said)) <= columns
+    assert " ".join(said).split() == " ".join(doctor_command.lines(checks)).split()
+
+
 def test_a_cpu_build_on_a_cuda_machine_is_an_error_with_the_command_that_rebuilds_it() -> None:
     device = identify(recordings.load("rtx_4070_desktop"))
     (check,) = named(judge(device, HealthFacts(build=CPU_BUILD)), "llama.cpp build")

@@ -26,7 +26,7 @@ def choice(name: str, gigabytes: float = 4.0, *, installed: str = "", **more: An
         "memory": {"total_bytes": n_bytes, "limit_bytes": 24_000_000_000}, "n_ctx": 16384,
         "kv_type": "f16",
         "decode_tok_s": {"value": 20.0, "low": 15.0, "high": 25.0}, "ttft_s": {"value": 0.5},
-        "quality": {"points": 50.0},
+        "quality": {"points": 50.0, "basis": "an index of many tests"},
         "why": f"why {name}", "reasons": ["a further reason"],
     }  # fmt: skip
     return PlanChoice({**plan, **more}, 0.5, installed)
@@ -44,6 +44,7 @@ class ScriptedModelService:
         self.go_on = threading.Semaphore(0)
         self.fails: LocalLLMError | None = None
         self.gate: threading.Event | None = None  # what planning waits for
+        self.measured: threading.Event | None = None  # the speed is guessed until it is set
 
     def plan(self, request: PlanRequest) -> PlanList:
         if request.machine == "nonsense":
@@ -54,8 +55,16 @@ class ScriptedModelService:
         machine = request.machine or "this machine"
         too_large = len(self.choices) - len(fitting)
         return PlanList(
-            request, machine, tuple(fitting), {"too large": too_large} if too_large else {}
+            request,
+            machine,
+            tuple(fitting),
+            {"too large": too_large} if too_large else {},
+            guessed=self.measured is not None and not self.measured.is_set(),
         )
+
+    def measure(self) -> None:
+        assert self.measured is not None
+        assert self.measured.wait(60)
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         return [f"the arithmetic of {ref} with {request.context} tokens"]

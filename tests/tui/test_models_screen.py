@@ -212,6 +212,45 @@ def test_the_first_run_says_what_the_starter_is_and_one_key_pulls_a_better_one(d
         drive(play, model_service=it, first_run=True, server_=server, size=(100, 40))
 
 
+def test_where_the_speed_is_assumed_the_first_run_says_so_and_one_key_measures_it(
+    drive: Any,
+) -> None:
+    it = service()
+    it.measured = threading.Event()
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: "speed is assumed: F8 measures it" in d.screen())
+        await d.press("f8")
+        await d.until(lambda: "Measuring how fast this machine is" in d.screen())
+        assert "F5  BIG" not in d.screen()
+        assert it.measured is not None
+        it.measured.set()
+        await d.until(lambda: "F5  BIG Q4" in d.screen())
+        assert "assumed" not in d.screen()
+
+    drive(play, model_service=it, first_run=True, size=(100, 40))
+
+
+def test_the_model_that_answers_is_first_though_no_plan_has_its_file(drive: Any) -> None:
+    it = service()
+    here = replace(OURS, name="scripted", owner="the starter", path="/here.gguf")
+    it.disk = [OURS, here]
+
+    async def play(d: Driver) -> None:
+        screen = await opened(d)
+        await d.until(lambda: "▸ scripted" in d.screen())
+        rows = [str(option.prompt) for option in screen.query_one(OptionList).options]
+        assert [row.split()[0].lstrip("▸●") or row.split()[1] for row in rows] == [
+            "scripted",
+            "BIG",
+            "MID",
+            "SMALL",
+        ]
+        assert "the starter" in rows[0]
+
+    drive(play, model_service=it)
+
+
 def test_without_it_a_chat_says_nothing_of_a_starter(drive: Any) -> None:
     async def play(d: Driver) -> None:
         await d.press("f5")
@@ -226,7 +265,7 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
         assert disk_line(theirs, width, in_use=False).endswith("a Python package")
     (points,) = [
         row
-        for row in compare([choice("a", 1, quality={"points": -0.4})])
+        for row in compare([choice("a", 1, quality={"points": -0.4, "basis": "ours"})])
         if row[0].startswith("quality")
     ]
     assert points[1] == "0"

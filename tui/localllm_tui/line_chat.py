@@ -23,6 +23,7 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.face import Face
+from localllm_tui.control.formatting import how_many
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.terminal import copy_with_tool, printable
 
@@ -96,20 +97,11 @@ class LineFace(Face):
             self.note(note)
 
     async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
-        """List what was found; a number on the next line opens it. What was found in one
-        conversation is listed alone."""
+        """List what was found; a number on the next line opens it: a conversation, or one turn of
+        this one."""
         history, session = self.chat.history, self.chat.session
         if in_this_conversation:
-            hits = (
-                [h for h in history.search(words) if h.conversation_id == session.id]
-                if words
-                else []
-            )
-            for hit in hits[:FOUND_SHOWN]:
-                self.note(
-                    f"  {'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}"
-                )
-            self.note(f"{len(hits)} turns" if words else "/find WORDS")
+            await self._show_found(words)
             return
         found = history.list(words or None, limit=FOUND_SHOWN)
         if not found:
@@ -118,6 +110,23 @@ class LineFace(Face):
         picked = await self.pick([printable(summary.title) for summary in found])
         if picked is not None:
             await self.chat.open(Session(history, self.chat.model, conv_id=found[picked].id))
+
+    async def _show_found(self, words: str) -> None:
+        """List the turns that have these words, and show one whole by its number; then the list
+        again, until none is asked for."""
+        history, own = self.chat.history, self.chat.session.id or ""
+        hits = [hit for hit in history.search(words) if hit.conversation_id == own] if words else []
+        self.note(how_many(len(hits), "turn") if words else "/find WORDS")
+        rows = [
+            f"{'you' if hit.role == 'user' else 'answer'}: {printable(hit.snippet)}"
+            for hit in hits[:FOUND_SHOWN]
+        ]
+        while rows:
+            picked = await self.pick(rows)
+            if picked is None:
+                return
+            turn = next(m for m in history.tree(own)[0] if m.id == hits[picked].message_id)
+            self.show(printable(turn.content))
 
     async def write(self, text: str) -> None:
         self.note(f"> {printable(text)}")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OWNERS = {
     "hf-cache": "localllm (the hub's cache)", "lmstudio": "LM Studio", "ollama": "Ollama",
     "llama.cpp": "llama.cpp",
-    "folder": "a folder of yours", "starter": "a Python package", "path": "a file of yours",
+    "folder": "a folder of yours", "starter": "the starter", "path": "a file of yours",
 }  # fmt: skip
 _LEFT_OUT = {
     "memory": "too large", "speed": "too slow", "context": "of a shorter context",
@@ -50,7 +50,7 @@ class LocalModelService:
 
     def plan(self, request: PlanRequest) -> PlanList:
         from localllm.load.candidates import installed_names
-        from localllm.planner import needs
+        from localllm.planner import decode_cost, needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
         from localllm.planner.serialise import plan_to_json
@@ -77,7 +77,14 @@ class LocalModelService:
             dict(others.most_common(2)),
             tuple(c for c in choices if c.wait_s > limit_s),
             tuple(device.accounts),
+            guessed=decode_cost.bandwidth_of(device)[1] == "assumed",
         )
+
+    def measure(self) -> None:
+        from localllm.device.detect import detect
+
+        detect(measure=True)
+        self._devices.clear()
 
     def check(self, request: PlanRequest) -> None:
         """Raises DeviceNotFoundError or UsageError for a machine that can't be planned for."""

@@ -3,6 +3,8 @@ it."""
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,10 +71,10 @@ def doctor(
         body = {"device": device_to_json(found), "checks": [asdict(check) for check in checks]}
         print_json(body)
         return
-    said = lines(checks)
-    print("\n".join(said))
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNBROKEN
+    print("\n".join(lines(checks, columns)))
     if file is not None:
-        write_recording(file, readings, found.name, said)
+        write_recording(file, readings, found.name, lines(checks))
         print(f"wrote {file}: attach it to an issue", file=sys.stderr)
 
 
@@ -227,15 +229,29 @@ def _examine(file: Path, *, as_json: bool) -> None:
         raise typer.Exit(6)
 
 
-def lines(checks: list[HealthCheck]) -> list[str]:
-    """One line per check, the fix under it, and a count that claims nothing about what was not
-    checked."""
+# Words beside a check's name have at least so many columns, else they stand below it.
+_LEAST_MESSAGE = 40
+_UNBROKEN = 10_000
+
+
+def lines(checks: list[HealthCheck], columns: int = _UNBROKEN) -> list[str]:
+    """Each check in lines of so many columns, the fix under it, and a count that claims nothing
+    about what was not checked."""
     width = max(len(check.name) for check in checks)
+    margin = " " * (11 + 2 + width + 2)
+    if columns - len(margin) < _LEAST_MESSAGE:
+        margin = "  "
     out = []
     for check in checks:
-        out.append(f"{check.status.upper():<11}  {check.name:<{width}}  {check.message}")
+        head = f"{check.status.upper():<11}  {check.name:<{width}}  "
+        said = [*_wrapped(check.message, columns, margin)]
         if check.fix:
-            out.append(f"{'':<11}  {'':<{width}}  fix: {check.fix}")
+            said += _wrapped(f"fix: {check.fix}", columns, margin)
+        if len(margin) == len(head):
+            said[0] = head + said[0].strip()
+            out += said
+        else:
+            out += [head.rstrip(), *said]
     counts = {
         status: sum(check.status == status for check in checks)
         for status in ("ok", "warning", "error", "not checked")
@@ -246,4 +262,8 @@ def lines(checks: list[HealthCheck]) -> list[str]:
     )
     if counts["not checked"]:
         said += f", {counts['not checked']} not checked"
-    return [*out, "", said]
+    return [*out, "", *_wrapped(said, columns, "")]
+
+
+def _wrapped(text: str, columns: int, margin: str) -> list[str]:
+    return textwrap.wrap(text, columns, initial_indent=margin, subsequent_indent=margin)

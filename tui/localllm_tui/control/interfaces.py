@@ -87,7 +87,7 @@ class PlanChoice:
 class PlanList:
     """What fits, best first: `machine` in a line; `too_slow` fit but answer too late. `left_out`:
     how many others there are, by why they are left out ("too large"). `accounts`: what of each
-    memory is left for a model, a line each."""
+    memory is left for a model, a line each. `guessed`: the speed of the memory is assumed."""
 
     request: PlanRequest
     machine: str
@@ -95,6 +95,7 @@ class PlanList:
     left_out: Mapping[str, int] = field(default_factory=dict)
     too_slow: tuple[PlanChoice, ...] = ()
     accounts: tuple[str, ...] = ()
+    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,9 @@ class ModelService(Protocol):
 
     def plan(self, request: PlanRequest) -> PlanList:
         """All models that fit."""
+
+    def measure(self) -> None:
+        """Measure how fast this machine is; what is planned afterwards goes by that."""
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         """The arithmetic of one plan, line by line."""

@@ -7,9 +7,10 @@ import asyncio
 import itertools
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rich.cells import cell_len
 
@@ -147,8 +148,7 @@ class Pulls:
             pull.ended = True
 
 
-_LEAST_NAME, _MOST_NAME = 18, 34
-_LEAST_COLUMNS = 50  # narrower, a plan's line has its name, memory and speed alone
+_MOST_NAME = 34
 _OWNER = len("a folder of yours")
 _FITS = {"yes": "fits", "tight": "tight", "split": "split", "no": "too large"}
 
@@ -158,46 +158,66 @@ def context_words(tokens: int) -> str:
     return "by purpose" if not tokens else f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the plans, `cells` wide, shown where a line has at least `from_width` cells."""
+
+    head: str
+    cells: int
+    from_width: int
+    value: Callable[[PlanChoice], str]
+
+    def cell(self, text: str) -> str:
+        """`text` in its cells: words to the left, figures to the right."""
+        side = "<" if self.head in _WORDS else ">"
+        return f"{elide(text, self.cells):{side}{self.cells}}"
+
+
+_WORDS = ("quant", "of usable")
+COLUMNS = (
+    Column("quant", 10, 50, lambda c: str(c.plan["variant"]["quant"])),
+    Column("quality", 7, 72, lambda c: _points(c.plan)),
+    Column("memory", 8, 0, lambda c: byte_size(c.plan["memory"]["total_bytes"])),
+    Column("of usable", 10, 92, lambda c: _share_bar(c.plan["memory"])),
+    Column("context", 8, 92, lambda c: context_words(c.plan["n_ctx"])),
+    Column("tok/s", 9, 0, lambda c: _span_of(c.plan["decode_tok_s"])),
+    Column("wait", 8, 50, lambda c: span(c.wait_s)),
+)
+
+
 def catalog_head(width: int) -> str:
-    name, wide = _room(width)
-    if width < _LEAST_COLUMNS:
-        return f"  {'model':{name}} {'memory':>8} {'tok/s':>9}"
-    columns = f"  {'model':{name}} {'quant':9} {'memory':>8}"
-    if wide:
-        columns += f" {'of usable':10} {'context':>8}"
-    return columns + f" {'tok/s':>9} {'wait':>8}"
+    """The heads of the columns that a line of so many cells has room for."""
+    heads = [column.cell(column.head) for column in _shown(width)]
+    return f"  {'model':{_name_cells(width)}} {' '.join(heads)}"
 
 
-def plan_line(
-    choice: PlanChoice,
-    width: int,
-    pull: Pull | None = None,
-    *,
-    marked: bool = False,
-    in_use: bool = False,
-) -> str:
-    """One plan; `▸` answers now, `●` is installed, `↓` on its way; `+`: marked to be compared."""
-    plan, memory = choice.plan, choice.plan["memory"]
-    name, wide = _room(width)
-    mark = (
-        "●"
-        if choice.installed or (pull is not None and pull.done)
-        else "↓"
-        if pull and not pull.ended
-        else " "
-    )
-    mark = "▸" if in_use else mark
-    shown = elide(one_line(plan["name"]), name)
-    speed = plan["decode_tok_s"]
-    rate = f"{_rate(speed['low']) + '–' + _rate(speed['high']):>9}"
-    line = f"{mark}{'+' if marked else ' '}{shown}{' ' * (name - cell_len(shown))}"
-    if width < _LEAST_COLUMNS:
-        return f"{line} {byte_size(memory['total_bytes']):>8} {rate}"
-    line += f" {elide(plan['variant']['quant'], 9):9} {byte_size(memory['total_bytes']):>8}"
-    if wide:
-        share = bar(memory["total_bytes"], max(1, memory["limit_bytes"]))
-        line += f" {share} {context_words(plan['n_ctx']):>8}"
-    return f"{line} {rate} {span(choice.wait_s):>8}"
+def plan_line(choice: PlanChoice, width: int, mark: str = "  ") -> str:
+    """One plan behind two cells of `mark`."""
+    name = _name_cells(width)
+    shown = elide(one_line(choice.plan["name"]), name)
+    cells = [column.cell(column.value(choice)) for column in _shown(width)]
+    return f"{mark}{shown}{' ' * (name - cell_len(shown))} {' '.join(cells)}"
+
+
+def _shown(width: int) -> list[Column]:
+    return [column for column in COLUMNS if width >= column.from_width]
+
+
+def _name_cells(width: int) -> int:
+    taken = sum(column.cells + 1 for column in _shown(width))
+    return min(_MOST_NAME, max(8, width - 2 - taken))
+
+
+def _points(plan: Mapping[str, Any]) -> str:
+    return str(round(plan["quality"]["points"]))  # never "-0"
+
+
+def _share_bar(memory: Mapping[str, Any]) -> str:
+    return bar(memory["total_bytes"], max(1, memory["limit_bytes"]))
+
+
+def _span_of(speed: Mapping[str, Any]) -> str:
+    return f"{_rate(speed['low'])}–{_rate(speed['high'])}"
 
 
 # Orders of the plans: what is best as the planner has it, the fastest, the smallest.
@@ -219,6 +239,7 @@ def plan_details(
         f"{byte_size(memory['limit_bytes'])} with {plan['n_ctx']:,} tokens of {plan['kv_type']} "
         "context",
         *textwrap.wrap(printable(plan["why"]), max(20, width)),
+        f"quality {_points(plan)}: {plan['quality']['basis']}",
         *accounts[:1],
     ]
     if pull is not None:
@@ -248,13 +269,13 @@ def compare(choices: Sequence[PlanChoice]) -> list[tuple[str, ...]]:
         ("tokens/s", *(f"{_rate(s['low'])} to {_rate(s['high'])}" for s in speeds)),
         ("first token", *(span(p["ttft_s"]["value"]) for p in plans)),
         ("wait", *(span(c.wait_s) for c in choices)),
-        ("quality, points", *(f"{round(p['quality']['points'])}" for p in plans)),
+        ("quality, points", *(_points(p) for p in plans)),
     ]
 
 
 def disk_head(width: int) -> str:
     name = _disk_name(width)
-    return f"  {'model':{name}} {'quant':9} {'size':>8}  kept by"
+    return f"  {'model':{name}} {'quant':10} {'size':>8}  kept by"
 
 
 def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
@@ -263,7 +284,7 @@ def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
     shown = elide(one_line(model.name), name)
     line = (
         f"{'▸' if in_use else ' '} {shown}{' ' * (name - cell_len(shown))} "
-        f"{elide(model.quant, 9):9}"
+        f"{elide(model.quant, 10):10}"
     )
     return elide(f"{line} {byte_size(model.size_bytes):>8}  {model.owner}", width)
 
@@ -279,17 +300,8 @@ def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
     return [*itertools.chain.from_iterable(wrapped)]
 
 
-def _room(width: int) -> tuple[int, bool]:
-    """(cells of the name, whether bar and context have room)."""
-    if width < _LEAST_COLUMNS:
-        return width - 2 - 1 - 8 - 1 - 9, False
-    rest = width - 2 - 1 - 9 - 1 - 8 - 1 - 9 - 1 - 8
-    wide = rest - 21 >= _LEAST_NAME
-    return min(_MOST_NAME, max(8, rest - (20 if wide else 0))), wide
-
-
 def _disk_name(width: int) -> int:
-    return min(_MOST_NAME + 6, max(10, width - 2 - 1 - 9 - 1 - 8 - 2 - _OWNER))
+    return min(_MOST_NAME, max(10, width - 2 - 1 - 10 - 1 - 8 - 2 - _OWNER))
 
 
 def _rate(tok_s: float) -> str:
@@ -306,21 +318,39 @@ STARTER = (
 )
 
 
+_OFFERED = "Worth having on this machine; one key pulls one, while you chat on:"
+_GUESSED = "This machine's speed is assumed: F8 measures it first (20 s). One key pulls one:"
+
+
 @dataclass(slots=True)
 class FirstRun:
     """What the page of the first run offers beside the `starter`: plans to pull, None while they
-    are made."""
+    are made. `guessed`: they go by a speed of memory that is assumed."""
 
     starter: str
     pulls: Pulls
     choices: Sequence[PlanChoice] | None = None
+    guessed: bool = False
+    doing: str = "Planning what this machine could run …"
 
     async def plan(self, plans: dict[PlanRequest, PlanList]) -> None:
         """Plan what this machine could run; what is planned joins `plans`."""
         request, found = PlanRequest(), PlanList(PlanRequest(), "", ())
         with suppress(LocalLLMError):
             found = plans[request] = await asyncio.to_thread(self.pulls.service.plan, request)
-        self.choices = found.choices
+        self.choices, self.guessed = found.choices, found.guessed
+
+    async def measure(self, plans: dict[PlanRequest, PlanList]) -> None:
+        """Measure how fast this machine is, and plan anew. Raises LocalLLMError."""
+        offered, self.choices = self.choices, None
+        self.doing = "Measuring how fast this machine is, about 20 s …"
+        try:
+            await asyncio.to_thread(self.pulls.service.measure)
+        except LocalLLMError:
+            self.choices = offered
+            raise
+        plans.clear()
+        await self.plan(plans)
 
     @property
     def best(self) -> list[PlanChoice]:
@@ -334,20 +364,14 @@ class FirstRun:
         come."""
         if self.choices is None:
             dots = [f"  {key}  …" for key in FIRST_RUN_KEYS]
-            return [STARTER, "", "Planning what this machine could run …", *dots, _ALL_MODELS]
+            return [STARTER, "", self.doing, *dots, _ALL_MODELS]
         if not self.best:
             return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
         offers = [
             f"  {key}  {self._offer(key, choice)}"
             for key, choice in zip(FIRST_RUN_KEYS, self.best, strict=False)
         ]
-        return [
-            STARTER,
-            "",
-            "Worth having on this machine; one key pulls one, while you chat on:",
-            *offers,
-            _ALL_MODELS,
-        ]
+        return [STARTER, "", _GUESSED if self.guessed else _OFFERED, *offers, _ALL_MODELS]
 
     def _offer(self, key: str, choice: PlanChoice) -> str:
         pull = self.pulls.of(choice.ref)

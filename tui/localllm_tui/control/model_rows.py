@@ -67,7 +67,7 @@ class ModelRows:
         return None if self.of_files else next((o for o in self.ordered if o.ref == key), None)
 
     def model(self, key: str) -> InstalledModel | None:
-        return next((m for m in self.disk or () if m.path == key), None) if self.of_files else None
+        return next((m for m in self.disk or () if m.path == key), None)
 
     def head(self, width: int) -> str:
         return disk_head(width) if self.of_files else catalog_head(width)
@@ -83,15 +83,37 @@ class ModelRows:
         found = self.disk or ()
         if not self.shows_disk:
             found = sorted(found, key=lambda m: m.name != self.current)
-        return [ModelRow(m.path, disk_line(m, width, in_use=m.name == self.current)) for m in found]
+        return [self._file_row(m, width) for m in found]
+
+    def _file_row(self, model: InstalledModel, width: int) -> ModelRow:
+        return ModelRow(model.path, disk_line(model, width, in_use=model.name == self.current))
 
     def _plan_rows(self, width: int) -> list[ModelRow]:
         late = self.planned.too_slow if self.planned is not None else ()
-        return [ModelRow(o.ref, self._plan_line(o, width), o in late) for o in self.ordered]
+        rows = [
+            ModelRow(o.ref, plan_line(o, width, self._mark(o)), o in late) for o in self.ordered
+        ]
+        used = self._used_file
+        return rows if used is None else [self._file_row(used, width), *rows]
 
-    def _plan_line(self, choice: PlanChoice, width: int) -> str:
-        pull, marked = self.pulls.of(choice.ref), choice.ref in self.marked
-        return plan_line(choice, width, pull, marked=marked, in_use=self._in_use(choice))
+    @property
+    def _used_file(self) -> InstalledModel | None:
+        """The file of the model that answers, where no plan has it: another quant, a model that
+        others beat."""
+        if any(self._in_use(o) for o in self.ordered):
+            return None
+        return next((m for m in self.disk or () if m.name == self.current), None)
+
+    def _mark(self, choice: PlanChoice) -> str:
+        """`▸` answers now, `●` is installed, `↓` on its way; `+`: marked to be compared."""
+        pull, sign = self.pulls.of(choice.ref), " "
+        if self._in_use(choice):
+            sign = "▸"
+        elif choice.installed or (pull is not None and pull.done):
+            sign = "●"
+        elif pull is not None and not pull.ended:
+            sign = "↓"
+        return sign + ("+" if choice.ref in self.marked else " ")
 
     def summary(self) -> str:
         if self.planned is None or self.shows_disk:

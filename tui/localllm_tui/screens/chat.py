@@ -3,6 +3,7 @@ conversation its helpers draw."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib import import_module
@@ -275,6 +276,20 @@ class ChatScreen(Screen[None]):
         for page in self.transcript.query(FirstRunPage):
             if self.chat.first_run is not None:
                 page.update("\n".join(self.chat.first_run.lines()))
+
+    async def action_measure(self) -> None:
+        """Measure the machine, where the offers of the first run go by an assumed speed."""
+        first_run = self.chat.first_run
+        if first_run is not None and first_run.guessed and first_run.choices is not None:
+            self.run_beside(self._measure_first_run, "first run")
+
+    async def _measure_first_run(self) -> None:
+        assert self.chat.first_run is not None
+        measuring = asyncio.ensure_future(self.chat.first_run.measure(self.chat.plans))
+        await asyncio.sleep(0)
+        self._show_first_run()
+        await self.chat.reporting(measuring)
+        self._show_first_run()
 
     async def action_pull(self, nth: int) -> None:
         """Pull one of the plans of the first run, counted from 1; use it once it is here."""

@@ -52,7 +52,8 @@ from localllm_tui.widgets.graphemes import WholeInput
 from localllm_tui.widgets.slider import Slider
 
 _LOOK_S = 0.2
-_DETAIL_LINES = 5
+# A line of the details for so many of the screen's: the list is what it is for.
+_ROWS_PER_DETAIL, _MOST_DETAILS = 6, 6
 
 
 class ModelsScreen(ModalScreen[str | None]):
@@ -73,7 +74,7 @@ class ModelsScreen(ModalScreen[str | None]):
     ModelsScreen OptionList:focus { border: none; }
     ModelsScreen.-disk Slider { display: none; }
     ModelsScreen.-disk .sliders { display: none; }
-    ModelsScreen #details { height: auto; max-height: 6; border-top: solid $panel; }
+    ModelsScreen #details { height: auto; max-height: 7; border-top: solid $panel; }
     ModelsScreen #pulls { height: auto; max-height: 3; color: $accent-text; }
     ModelsScreen #keys { height: auto; color: $hint; }
     ModelsScreen Input { display: none; }
@@ -108,17 +109,22 @@ class ModelsScreen(ModalScreen[str | None]):
         contexts = sorted({*CONTEXTS, request.context})
         with Vertical():
             yield Static("", id="machine", markup=False)
-            yield Slider("context", contexts, context_words, value=request.context, name="context")
+            yield Slider(
+                "context", "←→", contexts, context_words, value=request.context, name="context"
+            )
             with Horizontal(classes="sliders"):
                 yield Slider(
                     "for",
+                    "P",
                     PURPOSES,
                     PURPOSE_WORDS.__getitem__,
                     value=request.purpose,
                     name="purpose",
+                    scale=False,
                 )
                 yield Slider(
                     "wait",
+                    "T",
                     WAITS_S,
                     lambda s: f"at most {s} s" if s else "however long",
                     value=int(request.longest_wait_s),
@@ -127,13 +133,16 @@ class ModelsScreen(ModalScreen[str | None]):
             with Horizontal(classes="sliders"):
                 yield Slider(
                     "machine",
+                    "M",
                     machines,
                     lambda m: m or "this one",
                     value=request.machine,
                     name="device",
+                    scale=False,
                 )
                 yield Slider(
                     "memory",
+                    "G",
                     MEMORIES_GB,
                     lambda n: f"{n} GB" if n else "as it has",
                     value=int(request.memory_gb),
@@ -158,8 +167,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self._write("#machine", "planning …")
         self.set_interval(_LOOK_S, self._show_downloads)
         self._replan()
-        if self.rows.planned is None:  # what is here is known long before it is planned
-            start(self, self._look_at_disk, "disk")
+        start(self, self._look_at_disk, "disk")  # known long before it is planned
 
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self._list)
@@ -275,7 +283,9 @@ class ModelsScreen(ModalScreen[str | None]):
                 start(self, partial(self._weigh, model), "fit")
         elif self.rows.planned is not None and not self.rows.shows_disk:
             lines = ["nothing fits: a shorter context or another purpose may"]
-        self._write("#details", "\n".join(lines[:_DETAIL_LINES]))
+        self._write(
+            "#details", "\n".join(lines[: min(_MOST_DETAILS, self.size.height // _ROWS_PER_DETAIL)])
+        )
 
     async def _weigh(self, model: InstalledModel) -> None:
         try:
@@ -337,6 +347,11 @@ class ModelsScreen(ModalScreen[str | None]):
         """Move a slider, whatever has the focus."""
         if not isinstance(self.focused, Input):
             self.query_one(f"#{which}", Slider).action_move(step)
+
+    def action_next(self, which: str) -> None:
+        """Take a slider's next value, whatever has the focus."""
+        if not isinstance(self.focused, Input):
+            self.query_one(f"#{which}", Slider).action_next()
 
     def action_machine(self) -> None:
         self._ask("#typed", asked=True)
@@ -416,8 +431,7 @@ class ModelsScreen(ModalScreen[str | None]):
 
     async def _look_at_disk(self) -> None:
         self.rows.disk = await asyncio.to_thread(self._service.on_disk)
-        if self.rows.of_files:
-            self._list()
+        self._list()
 
     def action_stop(self) -> None:
         """Stop the download of the plan, else the newest."""
@@ -467,10 +481,6 @@ class ModelsScreen(ModalScreen[str | None]):
             )
         await self._look_at_disk()
         self._replan()
-
-
-def _wait_words(seconds: int) -> str:
-    return f"at most {seconds} s" if seconds else "however long"
 
 
 async def open_models(screen: Screen[Any], chat: ChatController, _: str) -> None:

@@ -1,4 +1,4 @@
-"""A choice among a few values in a row: one line, moved with the arrows or a click."""
+"""A choice among a few values in one line, moved with the arrows or a click: a scale, or a list."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from localllm_tui.control.formatting import elide
 from localllm_tui.control.keys import SLIDER
 
 T = TypeVar("T")
-_LABEL = 9
+_LABEL = 12
 _LEAST_TRACK = 4
 
 
 class Slider(Static, Generic[T]):
-    """Posts Moved when its value changes."""
+    """Posts Moved when its value changes. `key` moves it from anywhere on its screen, and stands
+    beside its label; a `scale` goes from little to much, other values have no order."""
 
     DEFAULT_CSS = """
     Slider { height: 1; width: 1fr; }
@@ -33,10 +34,19 @@ class Slider(Static, Generic[T]):
         """Another value was chosen."""
 
     def __init__(
-        self, label: str, values: Sequence[T], words: Callable[[T], str], *, value: T, name: str
+        self,
+        label: str,
+        key: str,
+        values: Sequence[T],
+        words: Callable[[T], str],
+        *,
+        value: T,
+        name: str,
+        scale: bool = True,
     ) -> None:
         super().__init__("", id=name, markup=False)
-        self.label, self.values, self.words = label, list(values), words
+        self.label, self.values, self.words = f"{label} {key}", list(values), words
+        self.scale = scale
         self._at = self.values.index(value)
 
     @property
@@ -51,6 +61,10 @@ class Slider(Static, Generic[T]):
 
     def action_move(self, step: int) -> None:
         self._to(max(0, min(len(self.values) - 1, self._at + step)))
+
+    def action_next(self) -> None:
+        """The next value; behind the last the first."""
+        self._to((self._at + 1) % len(self.values))
 
     def action_first(self) -> None:
         self._to(0)
@@ -72,6 +86,9 @@ class Slider(Static, Generic[T]):
 
     def on_click(self, event: events.Click) -> None:
         self.focus()
+        if not self.scale:
+            self.action_next()
+            return
         track = self._track()
         x = event.x - _LABEL
         if 0 <= x < track:
@@ -82,8 +99,12 @@ class Slider(Static, Generic[T]):
         return max(_LEAST_TRACK, min(24, self.size.width - _LABEL - 2 - min(said, 18)))
 
     def _draw(self) -> None:
-        track = self._track()
-        knob = round(self._at / max(1, len(self.values) - 1) * (track - 1))
-        line = "━" * knob + "●" + "─" * (track - knob - 1)
-        room = max(4, self.size.width - _LABEL - track - 1)
-        self.update(f"{self.label:<{_LABEL}}{line} {elide(self.words(self.value), room)}")
+        value = self.words(self.value)
+        if self.scale:
+            track = self._track()
+            knob = round(self._at / max(1, len(self.values) - 1) * (track - 1))
+            value = "━" * knob + "●" + "─" * (track - knob - 1) + f" {value}"
+        else:
+            value = f"‹ {value} ›"
+        room = max(4, self.size.width - _LABEL)
+        self.update(f"{self.label:<{_LABEL}}{elide(value, room)}")
