@@ -64,6 +64,7 @@ async def draw(app: ChatApp) -> None:
         await until(
             pilot, lambda: isinstance(app.screen, ModelsScreen) and bool(app.screen.rows.choices)
         )
+        await pilot.press("down")  # a plan: the model's own row shows where its file lies
         await pilot.pause(0.5)
         keep("models")
 

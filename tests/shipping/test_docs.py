@@ -196,3 +196,35 @@ def test_those_that_only_read_answer(
     assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
     assert done.output.strip()
     assert [*tmp_path.iterdir()] == [], "reading writes nothing where one stands"
+
+
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+CITING = ("--rounds", "--scenarios", "--only")
+
+
+def cited_figures() -> Iterator[tuple[str, str]]:
+    """Pages and figures that they say `benchmarks.peers` gave: the README's table, and of the guide
+    the rows with a command of it."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    table = readme.split("| | localllm | llama-server |")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        for figure in NUMBER.findall(" ".join(row.split("|")[1:])):
+            yield "README.md", figure
+    for row in (ROOT / "docs/guide/ours.md").read_text("utf-8").splitlines():
+        cell = row.rstrip(" |").rpartition("|")[2]
+        if any(option in cell for option in CITING):
+            for figure in NUMBER.findall(re.sub(r"`[^`]*`", "", cell)):
+                yield "docs/guide/ours.md", figure
+
+
+def test_every_figure_beside_a_peer_stands_on_the_page_that_it_is_from() -> None:
+    measured = [
+        float(number.replace(",", ""))
+        for number in NUMBER.findall((ROOT / "docs/benchmarks.md").read_text("utf-8"))
+    ]
+    figures = [*cited_figures()]
+    assert len(figures) > 12
+    for page, figure in figures:
+        digits = len(figure.partition(".")[2])
+        value = float(figure.replace(",", ""))
+        assert any(round(number, digits) == value for number in measured), f"{page}: {figure}"

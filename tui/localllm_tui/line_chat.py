@@ -99,7 +99,7 @@ class LineFace(Face):
     async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
         """List what was found; a number on the next line opens it: a conversation, or one turn of
         this one."""
-        history, session = self.chat.history, self.chat.session
+        history = self.chat.history
         if in_this_conversation:
             await self._show_found(words)
             return

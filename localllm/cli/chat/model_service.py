@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OWNERS = {
     "hf-cache": "localllm (the hub's cache)", "lmstudio": "LM Studio", "ollama": "Ollama",
     "llama.cpp": "llama.cpp",
-    "folder": "a folder of yours", "starter": "the starter", "path": "a file of yours",
+    "folder": "a folder of yours", "starter": "localllm (the starter)", "path": "a file of yours",
 }  # fmt: skip
 _LEFT_OUT = {
     "memory": "too large", "speed": "too slow", "context": "of a shorter context",

@@ -290,11 +290,7 @@ def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
-    may = (
-        "Delete twice removes them"
-        if model.ours
-        else ("remove them there: they are not localllm's")
-    )
+    may = "Delete twice removes them" if model.ours else "not removed from here"
     lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
     wrapped = [textwrap.wrap(printable(line), max(20, width)) for line in lines]
     return [*itertools.chain.from_iterable(wrapped)]

@@ -148,7 +148,7 @@ class ModelsScreen(ModalScreen[str | None]):
                     value=int(request.memory_gb),
                     name="memory",
                 )
-            yield Input(
+            yield WholeInput(
                 placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"',
                 id="typed",
                 compact=True,
