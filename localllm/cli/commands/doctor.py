@@ -244,14 +244,14 @@ def lines(checks: list[HealthCheck], columns: int = _UNBROKEN) -> list[str]:
     out = []
     for check in checks:
         head = f"{check.status.upper():<11}  {check.name:<{width}}  "
-        said = [*_wrapped(check.message, columns, margin)]
+        body = _wrapped(check.message, columns, margin)
         if check.fix:
-            said += _wrapped(f"fix: {check.fix}", columns, margin)
+            body += _wrapped(f"fix: {check.fix}", columns, margin)
         if len(margin) == len(head):
-            said[0] = head + said[0].strip()
-            out += said
+            body[0] = head + body[0].strip()
+            out += body
         else:
-            out += [head.rstrip(), *said]
+            out += [head.rstrip(), *body]
     counts = {
         status: sum(check.status == status for check in checks)
         for status in ("ok", "warning", "error", "not checked")
