@@ -77,8 +77,8 @@ def _lower(kind: Any) -> Any:
 
 
 def _not_as_written(out: dict[str, Any]) -> list[str]:
-    """The words of `out` that llguidance would hold otherwise than they are written. Those that
-    say nothing here are taken out."""
+    """The words of `out` that llguidance would hold otherwise than they are written. Formats
+    and bounds that it has not are said with those that it has."""
     if str(out.get("format", "date")) not in FORMATS:
         # Others than the specification's are annotations (draft 2020-12, validation 7.2.1).
         expression = EXPRESSIONS.get(str(out.pop("format")))
@@ -87,9 +87,9 @@ def _not_as_written(out: dict[str, Any]) -> list[str]:
         out.update({} if expression is None else {"pattern": _escapable(expression)})
     for word in (*_UPPER, *_LOWER):
         bound = out.get(word, 0)
-        # What all numbers that can be written are within.
+        # Nothing beyond may be written, whatever else would be right.
         if _is_number(bound) and (bound > _LARGEST if word in _UPPER else bound < -_LARGEST):
-            del out[word]
+            out[word] = _LARGEST if word in _UPPER else -_LARGEST
     return [word for word, is_wrong in _WRONG.items() if word in out and is_wrong(out[word])]
 
 

@@ -236,6 +236,7 @@ def test_bounds_beyond_64_bits_are_those_of_what_can_be_written(
     for word in ("integer", "number"):
         matcher = of_schema(held({"type": word, "minimum": bounds[0], "maximum": bounds[1]}))
         assert allows(matcher, "3")
+        assert not allows(matcher, str(2**90))
 
 
 def test_an_enumeration_may_be_long() -> None:
