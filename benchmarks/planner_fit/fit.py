@@ -43,10 +43,10 @@ _BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.5}
 # than the rows of a level would fill was better.
 PRIORS = {
     "decode": {
-        "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 1.00,
+        "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 0.40,
         "unpack": 0.25},
-        "generation": {"eta": 0.15, "layer_s": 0.47, "expert_layer_s": 0.39, "kv": 0.13},
-        "tier": {"eta": 0.23, "layer_s": 0.06, "expert_layer_s": 0.12, "kv": 0.28},
+        "generation": {"eta": 0.15, "layer_s": 0.25, "expert_layer_s": 0.39, "kv": 0.13},
+        "tier": {"eta": 0.12, "layer_s": 0.06, "expert_layer_s": 0.12, "kv": 0.28},
         "part": {"eta": 0.13},
         "era": {"eta": 0.25, "layer_s": 0.20, "expert_layer_s": 0.50, "recurrent_layer_s": 0.30,
         "kv": 0.12},
@@ -68,7 +68,10 @@ PRIORS = {
         "own era": {"matmul": 1.40, "attention": 0.22},
         "quant": {"quant": 0.065},
     },
-    "batched": {"engine": {"many": 0.70, "row_s": 0.70}},
+    "batched": {
+        "engine": {"many": 0.70, "row_s": 0.70, "recurrent_row_s": 0.70},
+        "generation": {"many": 0.50, "row_s": 0.50, "recurrent_row_s": 0.50},
+    },
 }  # fmt: skip
 _WIDE_FORMATS = ("quant:bf16", "quant:iq", "quant:f16")
 # Noise of one row, in ln: runs of the same part and file in different hands differ by about this
@@ -78,7 +81,7 @@ SIGMA = {"decode": 0.10, "prefill": 0.15, "batched": 0.15}
 PART_FREEDOM: dict[str, float | None] = {"decode": 1.0, "prefill": None, "batched": None}
 # Power of the number of a source's rows of one machine that each of them counts less by: they miss
 # alike.
-ONE_MACHINE = {"prefill": 0.2}
+ONE_MACHINE = {"decode": 0.2, "prefill": 0.2}
 # From the fit to everything a few rows less are not far; more of them take longer to forget.
 _MANY = 8
 _PEAK = math.log(decode_cost.PEAK_SHARE)

@@ -3,7 +3,7 @@
 t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent
 layers·c)
       · (1.8 GHz / clock)^l ] + KV read / (f·BW)
-      + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d)
+      + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d / units)
 
 Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16
 and bf16: nothing). Where an engine's kernels for a format are poor, reading or unpacking takes
@@ -62,6 +62,8 @@ PLAIN_FORMATS = ("quant:f16", "quant:bf16", "quant:mlx16")
 # routed more alike than chance: of the powers tried on llama-batched-bench's rows (2 to 32
 # sequences) these left the least (benchmarks/planner_fit.md).
 _FURTHER_POWER = 0.8
+# Nominal TFLOP/s of the GPU that a further sequence's seconds a layer are told of.
+_ROW_TFLOPS = 40.0
 _APART_POWER = 0.5
 
 
@@ -326,17 +328,18 @@ def further_parts(
     model: Model, variant: Variant, hardware: Hardware, n_sequences: int
 ) -> tuple[CostTerm, ...]:
     """What the sequences beside the first add to a step on a GPU: their arithmetic, and a little
-    per layer. (A processor overlaps it with reading the weights: speed.py counts whichever is
-    longer.)"""
+    per layer, which the units share. (A processor overlaps it with reading the weights: speed.py
+    counts whichever is longer.)"""
     if n_sequences <= 1 or hardware.engine == "cpu":
         return ()
     read, known, more = streamed(model, variant), facts(model), further(n_sequences)
     mixture: Powers = (("moe", 1),) if model.experts is not None else ()
     arithmetic = 2 * (read.dense_params + read.routed_params) / (hardware.tflops * 1e12)
+    shared = more * _ROW_TFLOPS / hardware.tflops
     return (
         CostTerm(more * arithmetic, (("many", -1), *mixture)),
-        CostTerm(more * known.n_layers, (("row_s", 1),)),
-        CostTerm(more * known.n_recurrent_layers, (("recurrent_row_s", 1),)),
+        CostTerm(shared * known.n_layers, (("row_s", 1),)),
+        CostTerm(shared * known.n_recurrent_layers, (("recurrent_row_s", 1),)),
     )
 
 

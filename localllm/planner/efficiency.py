@@ -29,7 +29,7 @@ FILE = Path(__file__).with_name("efficiency.toml")
 @dataclass(frozen=True, slots=True)
 class Table:
     """Coefficients of one law ("decode", "prefill" or "batched"): natural logs. `rows` counts
-    measurements behind each key, `width` holds the shares of an 80 % range's width
+    measurements behind each key, `width` has that of an 80 % range by stratum
     (localllm/planner/ranges.py)."""
 
     name: str
@@ -88,9 +88,10 @@ _GENERATIONS: tuple[tuple[str, str, str], ...] = (
     (r"gb10|dgx spark|gx10|n1x|rtx spark", "nvidia", "gb10"),
     (r"jetson|orin|thor", "nvidia", "jetson"),
     (r"\bada\b|rtx 40\d\d|\bl40s?\b|\bl4\b", "nvidia", "ada"),
-    (r"rtx (pro )?50\d\d|blackwell|b200", "nvidia", "blackwell"),
-    (r"a100|h100|h200", "nvidia", "hbm"),
-    (r"rtx 30\d\d|rtx a\d{4}|\ba40\b|\ba30\b|a10g|\ba10\b", "nvidia", "ampere"),
+    (r"\b(a30|a100|a800|g?h[128]00|h20)\b", "nvidia", "hbm"),
+    (r"\bg?b[123]00\b", "nvidia", "b200"),
+    (r"rtx (pro )?50\d\d|rtx pro|blackwell", "nvidia", "blackwell"),
+    (r"rtx 30\d\d|rtx a\d{4}|\ba40\b|a10g|\ba10\b", "nvidia", "ampere"),
     (r"rtx 20\d\d|quadro rtx|titan v|v100|\bt4\b|gtx 16", "nvidia", "turing"),
     (r"p40|p100|gtx 10", "nvidia", "pascal"),
     (r"strix halo|ai max|gorgon halo|8060s|8050s", "amd", "strix-halo"),
@@ -98,6 +99,7 @@ _GENERATIONS: tuple[tuple[str, str, str], ...] = (
     (r"rx 7\d\d\d|w7\d\d\d|rdna3", "amd", "rdna3"),
     (r"rx 6\d\d\d|v620|w6\d\d\d", "amd", "rdna2"),
     (r"\bmi[56]0\b|radeon vii\b", "amd", "gcn"),
+    (r"\bmi3\d\d[ax]?\b", "amd", "cdna3"),
     (r"instinct|mi\d{2,3}x?\b", "amd", "cdna"),
     (r"radeon|ryzen|amd", "amd", "apu"),
     (r"\barc\b|intel|core ultra|xe2?\b", "intel", "arc"),
@@ -218,13 +220,14 @@ def _mixture_class(quant: str) -> str:
 # sums: it has the other Blackwell parts' rate. GeForce RTX 30 and 20: FP32-accumulate rates of
 # NVIDIA's whitepapers. Strix Halo: 36.9 TFLOP/s are the most that its 40 units were measured to
 # multiply at, of 59.4 on paper (mamf-finder with hipBLASLt,
-# https://llm-tracker.info/_TOORG/Strix-Halo).
+# https://llm-tracker.info/_TOORG/Strix-Halo). Hopper's and its successors' own instructions llama.cpp
+# does not use: an H200 multiplies at 1.2 to 1.3 TFLOP/s a unit, an A100 at 0.8 of four bits.
 _TFLOPS_PER_UNIT = {
     "m1": 0.332, "m2": 0.358, "m3": 0.36, "m4": 0.46, "m5": 0.57, "m6": 0.6, "a18": 0.38,
     "a19": 0.4,
-    "ada": 1.29, "blackwell": 1.235, "ampere": 0.866, "turing": 0.79, "pascal": 0.39, "hbm": 5.0,
+    "ada": 1.29, "blackwell": 1.235, "ampere": 0.866, "turing": 0.79, "pascal": 0.39, "hbm": 1.0, "b200": 1.0,
     "gb10": 1.235,
-    "jetson": 1.3, "strix-halo": 0.92, "rdna4": 1.52, "rdna3": 1.28, "rdna2": 0.66, "cdna": 1.5,
+    "jetson": 1.3, "strix-halo": 0.92, "rdna4": 1.52, "rdna3": 1.28, "rdna2": 0.66, "cdna": 1.5, "cdna3": 1.5,
     "gcn": 0.44, "apu": 1.4,
     "arc": 1.3, "adreno": 0.5,
 }  # fmt: skip

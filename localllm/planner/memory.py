@@ -183,6 +183,9 @@ def _step_bytes(model: Model, settings: RunSettings, device: Device | None) -> i
     if device is None or device.accelerator == "cpu":
         return compute_bytes(model, settings)
     widened = dequantised_bytes(model, settings) if KINDS[device.accelerator].dequantises_kv else 0
+    # The mask is written by the host and kept by the device for the whole step: two in one memory.
+    if device.kind == "unified":
+        widened += 2 * F16 * _attention_mask_cells(model, settings) * settings.n_batch
     return compute_bytes(model, settings) * 6 // 5 + widened
 
 

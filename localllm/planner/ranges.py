@@ -1,93 +1,64 @@
-"""How wide a predicted speed's 80 % range is: by where it runs, what runs, and how much was
-measured of that.
+"""How wide a predicted speed's 80 % range is: as wide as held four in five of what was left out of
+the fit in the same stratum.
 
-A width is exp(base + Σ of the strata that apply), as coefficients are (efficiency.toml,
-`[*.width]`): ln of high ÷ predicted. benchmarks/planner_fit/ranges.py finds the strata's shares
-from errors of machines and sources that the law had not seen.
+A stratum is named by what is known of the machine, its family and engine, dense or mixture, how
+deep and how many sequences: "seen: apple-max.metal MoE deep". Where too few rows were left out
+there, the next wider one speaks. benchmarks/planner_fit/ranges.py writes the widths
+(efficiency.toml, `[*.width]`), and a table of how much each holds (benchmarks/planner_fit.md).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from localllm.planner import efficiency
-from localllm.planner.streams import facts
-from localllm_catalog.types import Model, Variant
-
-# From so many tokens of context on attention counts, and from so many on it is most of a step.
-DEEP, VERY_DEEP = 8_192, 65_536
-# Ranges are no narrower and no wider than this (ln).
-_LEAST, _MOST = 0.06, 1.2
-# What is asked less often, or not measured: never known better for it.
-WIDENING = (
-    "several cards", "quantised KV", "deep", "very deep", "rare format", "latent KV",
-    "unseen part", "unseen kind", "unseen engine",
-)  # fmt: skip
-# Formats of a class that few published rows have.
-_RARE_FORMATS = ("iq", "k23", "mlx2", "mlx3", "f16", "bf16", "mlx16")
+# From so many tokens of context on attention is a part of a step that counts.
+DEEP = 8_192
+# ln of high ÷ predicted where nothing like it was ever measured.
+NOTHING_KNOWN = 0.58
+# What is known of a machine: rows of the part, of others of its family, or of other families alone.
+SEEN, UNSEEN_PART, UNSEEN_KIND = "seen", "unseen part", "unseen kind"
+# Families made for machine rooms: their kernels and memories are not as other cards' are, so that
+# one without rows of its own is known as little as the first of them was.
+MACHINE_ROOM = "machine room"
+_MADE_FOR_ROOMS = ("nvidia-hbm.", "nvidia-b200.", "amd-cdna.", "amd-cdna3.")
 
 
-def strata(
-    model: Model,
-    variant: Variant,
-    hardware_keys: Sequence[str],
-    *,
-    depth: int,
-    kv_type: str = "f16",
-    n_cards: int = 1,
-) -> tuple[str, ...]:
-    """What a prediction's certainty goes by, but how much was measured: the machine's keys, and
-    what is asked."""
-    known = facts(model)
-    return _named(
-        tuple(hardware_keys),
-        model.experts is not None,
-        known.has_mla,
-        known.n_recurrent_layers > 0,
-        depth >= DEEP,
-        depth >= VERY_DEEP,
-        kv_type not in ("f16", "bf16", "f32"),
-        n_cards > 1,
-        efficiency.quant_class(variant) in _RARE_FORMATS,
-    )
+def family(hardware_keys: Sequence[str]) -> str:
+    """The narrowest key of a machine that others share: vendor and generation, or Apple's tier."""
+    shared = [key for key in hardware_keys if not key.startswith("part:")]
+    return next((key for key in reversed(shared) if "-" in key), shared[0])
 
 
-_STRATA = (
-    "MoE",
-    "latent KV",
-    "recurrent",
-    "deep",
-    "very deep",
-    "quantised KV",
-    "several cards",
-    "rare format",
-)
+def evidence(rows: Mapping[str, int], hardware_keys: Sequence[str]) -> str:
+    """What is known of a machine, from how many rows there are by key: `SEEN`, `UNSEEN_PART` or
+    `UNSEEN_KIND`; "" of an engine that nobody measured."""
+    if not rows.get(hardware_keys[0]):
+        return ""
+    if any(rows.get(key) for key in hardware_keys if key.startswith("part:")):
+        return SEEN
+    return UNSEEN_PART if rows.get(family(hardware_keys)) else UNSEEN_KIND
 
 
 @lru_cache(maxsize=4096)
-def _named(hardware_keys: tuple[str, ...], *so: bool) -> tuple[str, ...]:
-    where = tuple(key for key in hardware_keys if not key.startswith("part:"))
-    return (*where, *(name for name, is_so in zip(_STRATA, so, strict=True) if is_so))
+def strata(known: str, hardware_keys: tuple[str, ...], kind: str, depth: int) -> tuple[str, ...]:
+    """Names of what a prediction belongs to, the narrowest first: `known` is its `evidence`, `kind`
+    "MoE" or "dense", `depth` tokens of context."""
+    if known != SEEN and family(hardware_keys).startswith(_MADE_FOR_ROOMS):
+        return (MACHINE_ROOM,)
+    where = "deep" if depth >= DEEP else "short"
+    groups = [hardware_keys[0]]
+    if known != UNSEEN_KIND:
+        groups.insert(0, family(hardware_keys))
+    narrow = [
+        f"{known}: {group}{more}"
+        for group in groups
+        for more in (f" {kind} {where}", f" {kind}", "")
+    ]
+    return (*narrow, f"{known}: {kind}", known)
 
 
-def evidence(rows: Mapping[str, int], hardware_keys: Sequence[str]) -> tuple[str, ...]:
-    """What is missing of measurements (`rows` by key): "unseen part", "unseen kind" (generation),
-    "unseen engine"."""
-    generation = [key for key in hardware_keys if "-" in key and not key.startswith("part:")]
-    missing = {
-        "unseen part": not any(rows.get(key) for key in hardware_keys if key.startswith("part:")),
-        "unseen kind": not any(rows.get(key) for key in generation),
-        "unseen engine": not rows.get(hardware_keys[0]),
-    }
-    return tuple(name for name, is_so in missing.items() if is_so)
-
-
-def width(shares: Mapping[str, float], applying: Sequence[str]) -> float:
-    """ln of an 80 % range's upper end ÷ the prediction, where these strata apply."""
-    usual = shares.get("base", math.log(0.6)) + sum(
-        shares.get(name, 0.0) for name in applying if name not in WIDENING
-    )
-    wider = sum(max(0.0, shares.get(name, 0.0)) for name in applying if name in WIDENING)
-    return min(_MOST, max(_LEAST, math.exp(usual)) * math.exp(wider))
+def width(widths: Mapping[str, float], names: Sequence[str]) -> float:
+    """ln of an 80 % range's upper end ÷ the prediction, of the narrowest of `names` that is
+    known."""
+    return next((widths[name] for name in names if name in widths), NOTHING_KNOWN)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost, ranges
@@ -21,8 +20,6 @@ from localllm_catalog.types import Model, Variant
 
 ASSUMED_DISK_BYTES_S = 1.5e9
 _Z = 1.28  # 10th to 90th percentile
-# Of what nothing like it was measured (ln).
-_NO_ROWS_SPREAD = 0.45
 # How far one figure strays from the next on the same machine, and how far a model from what its
 # neighbours' figures say of it (ln). A model's own figure is taken at its word.
 _RUN_NOISE = 0.05
@@ -77,34 +74,19 @@ def decode_bound(
 
 
 def _basis(
-    law: str,
-    hardware: decode_cost.Hardware,
-    model: Model,
-    variant: Variant,
-    settings: RunSettings,
-    *,
-    depth: int,
-    n_cards: int,
+    law: str, hardware: decode_cost.Hardware, model: Model, *, depth: int, known: str = ""
 ) -> tuple[str, float]:
-    """What a prediction of that law rests on, and its standard deviation in ln."""
-    asked = ranges.strata(
-        model, variant, hardware.keys, depth=depth, kv_type=settings.kv_type, n_cards=n_cards
-    )
+    """What a prediction of that law rests on, and its standard deviation in ln. `known`: what is
+    taken as known of the machine, if not what the table has."""
+    table = efficiency.load()[law]
     kind = "MoE" if model.experts is not None else "dense"
-    n, part, spread = _evidence(law, hardware.keys, asked)
+    known = known or ranges.evidence(table.rows, hardware.keys)
+    names = ranges.strata(known, hardware.keys, kind, depth)
+    spread = ranges.width(table.width, names) / _Z
+    key, n = table.nearest(hardware.keys)
     if n == 0:
         return f"formula: no {hardware.engine} measurement of this kind of machine, {kind}", spread
-    return f"table: {part} × {kind}, n={n}", spread
-
-
-@lru_cache(maxsize=4096)
-def _evidence(law: str, keys: tuple[str, ...], asked: tuple[str, ...]) -> tuple[int, str, float]:
-    """How many rows of that law there are of a part with these keys, the part, and the standard
-    deviation in ln."""
-    table = efficiency.load()[law]
-    key, n = table.nearest(keys)
-    spread = ranges.width(table.width, (*asked, *ranges.evidence(table.rows, keys))) / _Z
-    return n, key.removeprefix("part:"), spread if n else max(spread, _NO_ROWS_SPREAD)
+    return f"table: {key.removeprefix('part:')} × {kind}, n={n}", spread
 
 
 def _range(value: float, spread: float, basis: str) -> Range:
@@ -180,13 +162,12 @@ def decode_step(
         n_sequences * places.token_s(model, variant, settings) + (device.n_gpus - 1) * CROSSING_S
     )
     fixed_s += apart_s
-    basis, spread = _basis(
-        "decode", machine, model, variant, settings, depth=depth, n_cards=device.n_gpus
-    )
+    basis, spread = _basis("decode", machine, model, depth=depth)
     if decode_cost.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
     if n_sequences > 1:
-        spread = max(spread, ranges.width(efficiency.load()["batched"].width, ()) / _Z)
+        _, together = _basis("batched", machine, model, depth=depth, known=ranges.UNSEEN_KIND)
+        spread = max(spread, together)
         row_s = machine.timed_row_s(model, variant, n_sequences)
         if row_s is None:
             row_s = prefill_cost.prefill_terms(model, variant, machine).seconds["matmul"]
@@ -353,9 +334,7 @@ def prefill(
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
     middle = depth + prompt_tokens // 2
-    basis, spread = _basis(
-        "prefill", machine, model, variant, settings, depth=middle, n_cards=device.n_gpus
-    )
+    basis, spread = _basis("prefill", machine, model, depth=middle)
     known = efficiency.nominal_tflops(device)[1]
     if known == "assumed":
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)

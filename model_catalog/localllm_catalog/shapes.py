@@ -218,4 +218,7 @@ def estimate_mlx_bytes(model: Model, quant: str) -> int:
     if model.experts is not None:
         per_layer = _expert_params(model, model.experts, model.experts.n_experts)
         routed = per_layer * sum(layer.ffn in ("experts", "both") for layer in model.layers)
-    return math.ceil(((total - routed) * bits + routed * expert_bits) / 8) + 2 * model.vision_params
+    # (what makers keep tables of many rows in is no less than the listed files')
+    tables = model.lookup_params * max(0.0, model.lookup_bits - float(bits))
+    stored = (total - routed) * bits + routed * expert_bits
+    return math.ceil((float(stored) + tables) / 8) + 2 * model.vision_params

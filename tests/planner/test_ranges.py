@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import math
-import random
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -38,49 +37,37 @@ def decoded(device: Device, *, depth: int = 0, kv_type: str = "f16") -> Range:
     )
 
 
-@pytest.mark.parametrize("name", ["RTX 4090", "RTX 3090", "RTX 5070 Ti", "Arc B580"])
-def test_what_is_asked_with_less_evidence_has_a_wider_range(name: str) -> None:
-    """A part nobody measured, a cache of fewer bits, a great depth: each is stated no surer than
-    what was measured."""
+def test_a_range_is_that_of_the_narrowest_stratum_that_is_known() -> None:
+    keys = efficiency.hardware_keys("RTX 3090", "cuda")
+    names = ranges.strata(ranges.SEEN, keys, "MoE", 0)
+    assert names[0] == "seen: nvidia-ampere.cuda MoE short"
+    assert names[-1] == ranges.SEEN
+    for n, name in enumerate(names):
+        assert ranges.width(dict.fromkeys(names[n:], 9.0) | {name: 0.1}, names) == 0.1
+    assert ranges.width({}, names) == ranges.NOTHING_KNOWN
+    assert all("ampere" not in name for name in ranges.strata(ranges.UNSEEN_KIND, keys, "MoE", 0))
+
+
+def test_what_is_known_of_a_machine_is_told_by_its_rows() -> None:
+    def known(name: str, engine: str = "cuda") -> str:
+        rows = efficiency.load()["decode"].rows
+        return ranges.evidence(rows, efficiency.hardware_keys(name, engine))
+
+    assert known("NVIDIA GeForce RTX 3090") == known("NVIDIA H200 SXM") == ranges.SEEN
+    assert known("NVIDIA GeForce RTX 3095") == ranges.UNSEEN_PART
+    assert known("NVIDIA B200") == ranges.UNSEEN_KIND
+    assert known("NVIDIA GeForce RTX 3090", "nobody's") == ""
+
+
+@pytest.mark.parametrize("name", ["B200", "MI300X", "GH200"])
+def test_a_card_for_machine_rooms_without_rows_is_known_as_little_as_the_first_was(
+    name: str,
+) -> None:
+    """An H200 before its rows: a mixture 1.7 times as fast as said, prompts a quarter as fast."""
     device = resolve(name)
-    usual = spread(decoded(device))
-    unseen = replace(device, match=f"{device.match} Nonesuch", name=f"{device.name} Nonesuch")
-    assert spread(decoded(unseen)) > usual
-    assert spread(decoded(device, kv_type="q8_0", depth=4096)) > spread(decoded(device, depth=4096))
-    shallow, deep, deepest = (
-        spread(decoded(device, depth=depth)) for depth in (0, 16_384, 100_000)
-    )
-    assert shallow <= deep < deepest
-
-
-def test_several_cards_are_known_less_well_than_one() -> None:
-    one, two = resolve("RTX 3090"), resolve("2x RTX 3090")
-    assert spread(decoded(two)) > spread(decoded(one))
-
-
-def test_a_range_has_bounds_whatever_applies() -> None:
-    draw = random.Random(5)
-    names = [f"s{n}" for n in range(12)]
-    for _ in range(200):
-        shares = {name: draw.uniform(-3, 3) for name in (*names, "base")}
-        assert 0 < ranges.width(shares, draw.sample(names, 6)) < 2
-    assert ranges.width({}, ()) > 0.4
-
-
-def test_every_stratum_of_less_evidence_only_widens() -> None:
-    less = (
-        "several cards",
-        "quantised KV",
-        "deep",
-        "very deep",
-        "unseen part",
-        "unseen kind",
-        "unseen engine",
-    )
-    for law in ("decode", "prefill"):
-        table = efficiency.load()[law]
-        assert table.width["base"] < 0
-        assert all(table.width.get(name, 0.0) >= 0 for name in less)
+    assert spread(decoded(device)) >= 0.5
+    read = speed.prefill(device, *file_of("llama-3.1-8b-instruct"))
+    assert spread(read) >= 1.3
 
 
 def test_a_quantised_cache_on_cuda_is_as_slow_as_it_was_measured() -> None:
