@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, cast
@@ -31,6 +32,9 @@ _LOOK_S = 0.02
 # Addresses that are reserved and hardly touched: a deep stack (grammars/deep_stack.py), and what the
 # allocator holds ready for each thread.
 _RESERVED_BYTES = 160 * 2**20
+# So many answers are kept, each no longer than this.
+_REMEMBERED, _REMEMBERED_CHARS = 64, 2**15
+Take = Callable[[Any, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,51 @@ class LimitedChild:
         with self._turn:
             if self._process is not None:
                 self._process.close()
+
+
+class Stages:
+    """Children with ever wider limits, a thread for each: what is too much for one goes to the
+    next, behind its like, so that what is little waits for no more than the first limits a piece."""
+
+    def __init__(self, children: Sequence[LimitedChild]) -> None:
+        self._children = children
+        self._threads = [ThreadPoolExecutor(1, "stage") for _ in range(len(children) or 1)]
+        self._known: dict[Any, Any] = {}
+
+    def submit(self, question: Any, wanted: Callable[[], bool], take: Take, stage: int = 0) -> None:
+        """Have a hashable `question` answered while it is `wanted`: `take` is called with the
+        answer, or with None and why there is none. Where there are no children the answer is the
+        question."""
+        self._threads[stage].submit(self._work, question, wanted, take, stage)
+
+    def close(self) -> None:
+        """End all work; waits for what was taken."""
+        for child in self._children:
+            child.close()
+        for thread in self._threads:
+            thread.shutdown(cancel_futures=True)
+
+    def _work(self, question: Any, wanted: Callable[[], bool], take: Take, stage: int) -> None:
+        answer, reason = self._known.get(question), ""
+        try:
+            if answer is None and wanted():
+                answer = self._children[stage].ask(question, wanted) if self._children else question
+                self._remember(question, answer)
+        except OverLimitError as e:
+            if stage + 1 < len(self._threads):
+                self.submit(question, wanted, take, stage + 1)
+                return
+            reason = str(e)
+        except ChildError as e:
+            reason = str(e)
+        take(answer, reason)
+
+    def _remember(self, question: Any, answer: Any) -> None:
+        """Who asks once often asks again."""
+        if len(str(answer)) <= _REMEMBERED_CHARS:
+            self._known[question] = answer
+        if len(self._known) > _REMEMBERED:
+            self._known.pop(next(iter(self._known)), None)
 
 
 class _Process:

@@ -13,6 +13,7 @@ from localllm.engine.cache.tunables import DISK_FREE_BYTES
 
 if TYPE_CHECKING:
     from localllm.engine.sampling.grammar import MakeConstraint
+    from localllm.limited_child import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class EngineSettings:
     `planned_bytes` of it are what loading takes (0: unknown), which whoever loads has checked.
     `sliced_prefill_tokens`: prompts with more than that to read are read in slices while others
     decode, where the backend can (0: never).
+    `grammar_trials`: where a grammar is tried before it is made (engine/sampling/grammar.py).
     `kv_evidence_dir`: where what KV types cost in precision is kept once it is measured, and how
     drafters fared (None: it isn't).
     `yields_threads`: decode takes fewer threads while other programs want the processors.
@@ -47,6 +49,7 @@ class EngineSettings:
     planned_bytes: int = 0
     sliced_prefill_tokens: int = 512
     make_constraint: MakeConstraint | None = None
+    grammar_trials: Stages | None = None
     kv_evidence_dir: str | None = None
     yields_threads: bool = False
     gap_s: float = 0.02

@@ -40,6 +40,7 @@ from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.step_costs import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import ImageSteps, image_steps
+from localllm.limited_child import Stages
 from localllm.memory.guard import Available, guard_of
 from localllm_backends.contract import (
     Backend,
@@ -105,7 +106,9 @@ class Engine:
         self.pool.running = self.jobs.running
         self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._compiler = (
-            BackgroundCompiler(wanted.make_constraint) if wanted.make_constraint else None
+            BackgroundCompiler(wanted.make_constraint, wanted.grammar_trials or Stages([]))
+            if wanted.make_constraint
+            else None
         )
         self._images = image_steps(self.backend, wanted.disk_dir if wanted.disk_bytes > 0 else None)
         self._admission = Admission(self.backend, self.jobs, self._memory)

@@ -96,7 +96,8 @@ class RequestTable:
             compilation, job.compilation = job.compilation, None
             assert compilation is not None
             if compilation.constraint is None:
-                self.fail(job, Failure(job.id, "unsupported_parameter", compilation.error))
+                said = f"the constraint can't be enforced: {compilation.refused}"
+                self.fail(job, Failure(job.id, "unsupported_parameter", said))
                 continue
             job.sampler.constraint = compilation.constraint
             self.events.append(self.queued(job))
@@ -115,6 +116,8 @@ class RequestTable:
         self._progress_s.pop(job.id, None)
         self.speculator.forget(job)
         self.prefill.forget(job, keep=keep)
+        if job.compilation is not None:
+            job.compilation.left = True
         if job.reading is not None:
             self.pool.kv.release(job.reading)
             job.reading = None

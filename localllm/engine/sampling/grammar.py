@@ -3,36 +3,26 @@ vocabulary."""
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.sampling.row import Row
-from localllm.errors import UnsupportedError
-from localllm.grammars.deep_stack import check_parts, on_deep_stack
-from localllm.grammars.gbnf import lark_of
-from localllm.grammars.json_schema import schemas_in
 from localllm.grammars.number_end import NumberEnd
-from localllm.grammars.reasons import reason_of, why_stuck
+from localllm.grammars.reasons import why_stuck
+from localllm.grammars.trial import SPECIAL, grammar_text, matcher_of
+from localllm.limited_child import ChildLimits, LimitedChild, Stages
 from localllm_backends.contract import Backend
 
-# llguidance marks special tokens by a byte that UTF-8 text never has.
-_SPECIAL = b"\xff"
 _NO_WORD = "\x02"
-# Strings, regular expressions and comments of Lark, which are skipped, and tokens called by their
-# names.
-_TOKEN_NAME = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|(<[^<>\s\[\]]+>)')
-
-
 # For each byte of a mask, the most that its eight tokens' logits may be: inf where the bit is set,
 # else -inf. (Four times as quick as setting what is forbidden: a processor can't guess which of
 # 262,144 bits are set. And `take` is nine times as quick as the same by brackets.)
@@ -41,9 +31,11 @@ _MOST = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf)).astype(np.float
 
 
 class Vocabulary:
-    """What llguidance's TokenizerWrapper asks of a tokenizer."""
+    """What llguidance's TokenizerWrapper asks of a tokenizer, and the `tokenizer` made of it."""
 
     def __init__(self, backend: Backend) -> None:
+        import llguidance
+
         info = backend.info
         self._backend = backend
         self.eos_token_id = info.eos_token if info.eos_token is not None else info.eog_tokens[0]
@@ -51,8 +43,23 @@ class Vocabulary:
         self.special_token_ids = [t for t in range(info.n_vocab) if backend.is_control(t)]
         self.tokens = [backend.token_bytes(t, special=True) for t in range(info.n_vocab)]
         for token in self.special_token_ids:
-            self.tokens[token] = _SPECIAL + self.tokens[token]
+            self.tokens[token] = SPECIAL + self.tokens[token]
         self.number_end = NumberEnd(self.tokens)
+        wrapped = llguidance.TokenizerWrapper(self)
+        self.tokenizer: Any = llguidance.LLTokenizer(wrapped, eos_token=list(info.eog_tokens))
+
+    def outline(self) -> dict[str, Any]:
+        """What grammars are tried with (grammars/trial.py): how many tokens there are, the
+        `special` ones and those that look as if they were by their names."""
+        names = [spelling.decode("utf-8", "replace") for spelling in self.tokens]
+        return {
+            "n_vocab": len(names),
+            "special": {names[t][1:]: t for t in self.special_token_ids},
+            "named": {
+                name: t for t, name in enumerate(names) if name[:1] == "<" and name[-1:] == ">"
+            },
+            "eog": self._backend.info.eog_tokens,
+        }
 
     def __call__(self, text: bytes | str) -> list[int]:
         """The tokens that spell `text` in the middle of a text, or [] where the tokenizer has no
@@ -76,92 +83,44 @@ class GrammarCompiler:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._tokenizer: Any = None
         self._vocabulary: Vocabulary | None = None
-        self._named: dict[str, int] = {}
         self._preparing = threading.Lock()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The backend's."""
+        with self._preparing:
+            self._vocabulary = self._vocabulary or Vocabulary(self._backend)
+            return self._vocabulary
 
     def __call__(self, grammar: tuple[str, str], answer_start: str = "") -> Constraint:
         """The constraint behind `answer_start`, an answer's beginning: of the rest of the answer
         where the grammar allows that to begin so, else of what follows. Raises UnsupportedError,
         saying what can't be enforced."""
-        from llguidance import LLMatcher
-
-        kind, source = grammar
-        try:
-            check_parts(source)
-            if kind == "json_schema":
-                compiled = LLMatcher.grammar_from_lark(
-                    schemas_in(f"start: %json {json.dumps(json.loads(source))}")
-                )
-            elif kind == "regex":
-                compiled = LLMatcher.grammar_from_regex(source)
-            elif kind in ("lark", "gbnf"):
-                compiled = LLMatcher.grammar_from_lark(
-                    self._with_tokens(schemas_in(lark_of(source)))
-                )
-            else:
-                raise UnsupportedError(f"unknown kind of grammar {kind!r}")
-            tokenizer = self._prepared()
-            matcher = on_deep_stack(compiled, lambda: LLMatcher(tokenizer, compiled, log_level=0))
-        except ValueError as e:
-            raise UnsupportedError(f"the {kind} can't be read: {e}") from e
-        except RecursionError as e:
-            raise UnsupportedError(
-                f"the {kind} can't be read: its rules lead to one another too often"
-            ) from e
-        if matcher.is_error():
-            raise UnsupportedError(
-                f"the {kind} can't be enforced: {reason_of(matcher.get_error()).sentence}"
-            )
-        assert self._vocabulary is not None
-        tokens = self._vocabulary(answer_start) if answer_start else []
+        text = grammar_text(*grammar, lambda: self.vocabulary.outline()["named"])
+        matcher = matcher_of(self.vocabulary.tokenizer, grammar[0], text)
+        tokens = self.vocabulary(answer_start) if answer_start else []
         if matcher.try_consume_tokens(tokens) < len(tokens):  # all of the beginning or nothing
             matcher.reset()
-        return Constraint(
-            matcher,
-            self._vocabulary.number_end if kind == "json_schema" or "%json" in source else None,
-        )
-
-    def _prepared(self) -> Any:
-        """llguidance's tokenizer; fills `_vocabulary` and `_named` as well."""
-        import llguidance
-
-        with self._preparing:
-            if self._tokenizer is None:
-                vocabulary = self._vocabulary = Vocabulary(self._backend)
-                self._named = {
-                    spelling.decode("utf-8", "replace"): token
-                    for token, spelling in enumerate(vocabulary.tokens)
-                    if spelling.startswith(b"<") and spelling.endswith(b">")
-                }
-                eog = list(self._backend.info.eog_tokens)
-                self._tokenizer = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(vocabulary), eos_token=eog
-                )
-            return self._tokenizer
-
-    def _with_tokens(self, lark: str) -> str:
-        """`lark` with names of tokens that are no control tokens here as their ids: llguidance
-        knows only the others by name, and llama.cpp makes plain tokens of gpt-oss's <|channel|>,
-        <|message|>, <|start|> and <|constrain|>."""
-        if "<" not in lark:
-            return lark
-        self._prepared()
-
-        def by_id(found: re.Match[str]) -> str:
-            token = self._named.get(found[1]) if found[1] else None
-            return found[0] if token is None else f"<[{token}]>"
-
-        return _TOKEN_NAME.sub(by_id, lark)
+        return Constraint(matcher, self.vocabulary.number_end if "%json" in text else None)
 
 
 class Constraint:
     """One request's place in its grammar. `number_end`: numbers in it need an end."""
 
-    def __init__(self, matcher: Any, number_end: NumberEnd | None = None) -> None:
-        self._matcher, self._number_end = matcher, number_end
+    def __init__(
+        self,
+        matcher: Any,
+        number_end: NumberEnd | None = None,
+        beginning: Constraint | None = None,
+    ) -> None:
+        self._matcher, self._number_end, self._beginning = matcher, number_end, beginning
         self._digits = 0
+
+    def copy(self) -> Constraint:
+        """Another place in the same grammar, which keeps this one alive: the grammar's beginning,
+        where this is never advanced."""
+        return Constraint(self._matcher.deep_copy(), self._number_end, self)
 
     def allowed(self) -> NDArray[np.uint8]:
         """A bit for each token that the grammar allows next, the lowest first."""
@@ -211,62 +170,82 @@ COMPILE_S = 10.0  # a request waits no longer for its grammar
 # (grammar as (kind, source), the answer's beginning that stands in the prompt already) to its
 # constraint.
 MakeConstraint = Callable[[tuple[str, str], str], Constraint]
+# What compiling may take. Nearly all grammars are done within the first; what isn't begins anew
+# within the second, behind its like, and is then compiled here, where nothing can end it.
+_LIMITS = (ChildLimits(0.05, 32 * 2**20), ChildLimits(1.0, 96 * 2**20, nice=10))
 
 
-@dataclass(frozen=True)
+def trials(compiler: GrammarCompiler) -> Stages:
+    """Where a grammar is tried before `compiler` is given it."""
+    module = "localllm.grammars.trial"
+    return Stages(
+        [LimitedChild(module, most, lambda: compiler.vocabulary.outline()) for most in _LIMITS]
+    )
+
+
+@dataclass(eq=False)
 class Compilation:
-    """One grammar on its way: once `done`, there is its `constraint`, or why there is none in
-    `error`."""
+    """One grammar on its way: once `done`, there is its `constraint`, or why it is `refused`. It
+    ends soon after its asker has `left`."""
 
-    making: Future[Constraint]
-    until: float = field(default_factory=lambda: time.monotonic() + COMPILE_S)
+    grammar: tuple[str, str]
+    answer_start: str = ""
+    constraint: Constraint | None = None
+    refused: str = f"it takes over {COMPILE_S:g} s to make"
+    ended: bool = False
+    left: bool = False
+    until_s: float = field(default_factory=lambda: time.monotonic() + COMPILE_S)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for it."""
+        return not self.left and time.monotonic() <= self.until_s
 
     @property
     def done(self) -> bool:
         """Whether there is nothing more to wait for: it is made, refused, or takes too long."""
-        return self.making.done() or time.monotonic() > self.until
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """What was made of it, once it is `done`."""
-        return (
-            self.making.result() if self.making.done() and self.making.exception() is None else None
-        )
-
-    @property
-    def error(self) -> str:
-        """Why there is no constraint although it is `done`."""
-        reason = (
-            self.making.exception()
-            if self.making.done()
-            else (f"it takes over {COMPILE_S:g} s to make")
-        )
-        return f"the constraint can't be enforced: {reason}"
-
-
-# Each compilation has a thread of its own, so that one that takes long holds up no other.
-_MOST_COMPILATIONS = 256
+        return self.ended or not self.wanted
 
 
 class BackgroundCompiler:
-    """Makes constraints beside the engine's thread."""
+    """Makes constraints beside the engine's thread, of grammars that passed `trials`."""
 
-    def __init__(self, make: MakeConstraint) -> None:
-        self._make = make
-        self._threads = ThreadPoolExecutor(_MOST_COMPILATIONS, "grammar")
-        self._making: list[Future[Constraint]] = []
+    def __init__(self, make: MakeConstraint, trials: Stages) -> None:
+        self._make, self._trials = make, trials
+        self._news = threading.Event()
+        # What requests hold now: choices of one request share theirs.
+        self._held: WeakValueDictionary[tuple[str, ...], Constraint] = WeakValueDictionary()
+        self._copying = threading.Lock()
 
     def start(self, grammar: tuple[str, str], answer_start: str) -> Compilation:
         """Begin with `grammar`, of an answer that begins with `answer_start`."""
-        compilation = Compilation(self._threads.submit(self._make, grammar, answer_start))
-        self._making.append(compilation.making)
+        compilation = Compilation(grammar, answer_start)
+        finish = partial(self._finish, compilation)
+        self._trials.submit(grammar, lambda: compilation.wanted, finish)
         return compilation
 
     def wait(self, seconds: float) -> None:
         """Until some compilation is done, or for so long."""
-        self._making = [making for making in self._making if not making.done()]
-        wait(self._making, seconds, FIRST_COMPLETED)
+        self._news.wait(seconds)
+        self._news.clear()
 
     def close(self) -> None:
-        """Wait for those that still read the backend's vocabulary."""
-        self._threads.shutdown()
+        """End what is tried; what is compiled ends within the limits."""
+        self._trials.close()
+
+    def _finish(self, compilation: Compilation, tried: tuple[str, str] | None, reason: str) -> None:
+        try:
+            if tried is not None:
+                compilation.constraint = self._constraint(*tried, compilation.answer_start)
+        except Exception as e:
+            reason = str(e)
+        if compilation.wanted:
+            compilation.ended, compilation.refused = True, reason
+            self._news.set()
+
+    def _constraint(self, kind: str, text: str, answer_start: str) -> Constraint:
+        key = kind, text, answer_start
+        made = self._held.get(key) or self._make((kind, text), answer_start)
+        self._held[key] = made
+        with self._copying:
+            return made.copy()

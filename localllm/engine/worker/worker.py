@@ -27,7 +27,7 @@ from typing import Any
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
-from localllm.engine.sampling.grammar import GrammarCompiler
+from localllm.engine.sampling.grammar import GrammarCompiler, trials
 from localllm.engine.tokens import Placed, Tokenizer
 from localllm.engine.vision import ImageReader
 from localllm.engine.worker.pipe import ChildPipe, Message, reason
@@ -89,8 +89,11 @@ class Worker:
 
         draft = self._load_draft(options.get("draft_path"), spec, backend_type)
         backend = backend_type.load(spec, progress)
+        compiler = GrammarCompiler(backend)
         settings = EngineSettings(
-            **options.get("engine", {}), make_constraint=GrammarCompiler(backend)
+            **options.get("engine", {}),
+            make_constraint=compiler,
+            grammar_trials=trials(compiler),
         )
         engine = Engine(backend, settings, draft_backend=draft)
         # What is loaded stays: no collection looks through it in the middle of a stream.

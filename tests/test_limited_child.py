@@ -1,0 +1,67 @@
+"""What takes too much is ended, and what nobody waits for: the next question finds a fresh child."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from localllm.grammars.trial import COMPILED
+from localllm.limited_child import ChildError, ChildLimits, LimitedChild, Stages
+
+SETUP = {"n_vocab": 300, "special": {"<|end|>": 299}, "named": {}, "eog": [299]}
+SMALL = ("json_schema", '{"type": "object", "properties": {"a": {"type": "string"}}}')
+LIMITS = (ChildLimits(0.05, 32 * 2**20), ChildLimits(0.3, 48 * 2**20))
+# A kind of grammar whose work grows with k, and a k that is too much.
+TOO_MUCH = {
+    "intersections": (
+        "lark",
+        "start: T\nT: " + " & ".join(f"/(a|b)*a(a|b){{{i}}}/" for i in range(20)),
+    ),
+    "repeats": ("regex", "(ab?)*" * 9000),
+    "alternatives": ("lark", "start: " + " | ".join(f'"w{i}"' for i in range(40_000))),
+}
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[Stages]:
+    made = Stages(
+        [LimitedChild("localllm.grammars.trial", limits, lambda: SETUP) for limits in LIMITS]
+    )
+    yield made
+    made.close()
+
+
+class Answer:
+    def __init__(self, stages: Stages, question: object, wanted: bool = True) -> None:
+        self.answer, self.reason = None, ""
+        self._came = threading.Event()
+        stages.submit(question, lambda: wanted, self._take)
+        assert self._came.wait(60)
+
+    def _take(self, answer: object, reason: str) -> None:
+        self.answer, self.reason = answer, reason
+        self._came.set()
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+def test_what_is_too_much_is_ended_and_the_next_is_answered(stages: Stages, kind: str) -> None:
+    over = Answer(stages, TOO_MUCH[kind])
+    assert over.answer is None
+    assert "it takes over" in over.reason
+    small = Answer(stages, SMALL)
+    assert small.answer is not None
+    assert small.answer[0] == COMPILED
+
+
+def test_why_a_grammar_is_refused_is_told(stages: Stages) -> None:
+    assert "can't be enforced" in Answer(stages, ("regex", "(")).reason
+
+
+def test_closing_ends_what_is_at_work() -> None:
+    child = LimitedChild("localllm.grammars.trial", ChildLimits(60.0, 2**30), lambda: SETUP)
+    assert child.ask(SMALL)
+    threading.Timer(0.1, child.close).start()
+    with pytest.raises(ChildError, match="nobody waits"):
+        child.ask(TOO_MUCH["alternatives"])
