@@ -110,6 +110,16 @@ def _own_key(base: str) -> str | None:
     return existing_key() if asks else None
 
 
+def _check_names(base: str, served: Iterable[str]) -> None:
+    """Raises BackendError for names that no terminal or file should be given."""
+    hidden = next((name for name in served if not name.isprintable()), None)
+    if hidden is not None:
+        raise BackendError(
+            f"the server at {base} names a model with control characters: {hidden[:100]!a}",
+            hint="connect to a server that you trust",
+        )
+
+
 def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget:
     """Ask the server what it serves. Raises ServerUnreachableError, BackendError for names that no
     terminal or file should be given, or NotFoundError for a model it does not serve."""
@@ -130,12 +140,7 @@ def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget
         ) from e
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ServerUnreachableError(f"no localllm server answers at {base}") from e
-    hidden = next((name for name in served if not name.isprintable()), None)
-    if hidden is not None:
-        raise BackendError(
-            f"the server at {base} names a model with control characters: {hidden[:100]!a}",
-            hint="connect to a server that you trust",
-        )
+    _check_names(base, served)
     name = model or next((n for n in served if "embedding" not in can[n]), None)
     if name is None or name not in served:
         raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {name!r}")
@@ -160,7 +165,7 @@ def write_file(file: ConfigFile) -> str:
     Raises UsageError where the file can't be changed without losing something: JSON with comments,
     or a file of another format that already exists with other content.
     """
-    path = file.path
+    path = file.path.resolve()  # through a link, with the backup beside what it leads to
     old = path.read_text(encoding="utf-8") if path.exists() else None
     if file.text is not None:
         new = file.text
