@@ -67,7 +67,8 @@ def private_dir(path: Path) -> Path:
 
 def write_private(path: Path, text: str) -> None:
     """`text` as the whole of `path`, or nothing of it, never readable by others, not even for a
-    moment. Raises OSError."""
+    moment; where `path` is a link, of what it leads to. Raises OSError."""
+    path = path.resolve()
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
     partial.unlink(missing_ok=True)
     try:

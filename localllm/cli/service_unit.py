@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -162,7 +163,6 @@ def port_is_free(settings: Settings) -> None:
 def wait_until_it_answers(addresses: ListenAddresses, settings: Settings) -> str:
     """Ask the server for its health until it answers, and return its address. Raises ServiceError
     after a minute."""
-    import time
 
     import httpx
 
@@ -210,7 +210,6 @@ def show_log(where: list[str] | Path, lines: int, follow: bool) -> None:
     """Print the last `lines` of a log, and with `follow` what comes after them. Raises
     ServiceError."""
     import subprocess
-    import time
     from collections import deque
 
     from localllm.service.types import ServiceError

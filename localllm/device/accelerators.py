@@ -28,6 +28,7 @@ class AcceleratorKind:
     `in_every_build`: llama.cpp is never built without it here.
     `lighter`: another kind that drives the same parts with nothing but their driver, so that this
     one must be worth installing.
+    `lacks`: how the architectures begin that no build of it has code of any more.
 
     What plans reckon with: `runtime_mib`, what the runtime keeps on a card by its compute units,
     linear between (units, MiB) points, and never less than the first.
@@ -43,6 +44,7 @@ class AcceleratorKind:
     cmake: str = ""
     in_every_build: bool = False
     lighter: Accelerator | None = None
+    lacks: tuple[str, ...] = ()
     runtime_mib: tuple[tuple[int, int], tuple[int, int]] = ((0, 256), (1, 256))  # assumed
     reads_weights: bool = False
     pins_host_weights: bool = False
@@ -61,12 +63,14 @@ KINDS: dict[str, AcceleratorKind] = {
     # (https://github.com/ggml-org/llama.cpp/pull/23604).
     "cuda": AcceleratorKind(
         "CUDA", ("cuda",), ("vulkan",), ("CUDA_VISIBLE_DEVICES",),
+        lacks=("2.", "3."),  # CUDA 12, the oldest that llama.cpp is built with, begins at 5.0
         runtime_mib=((34, 107), (188, 555)),
         pins_host_weights=True, dequantises_kv=True,
     ),
     "rocm": AcceleratorKind(
         "ROCm", ("rocm", "hip"), ("vulkan",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
         lighter="vulkan",
+        lacks=("gfx6", "gfx7", "gfx8", "gfx900", "gfx902", "gfx90c", "gfx101"),
         reads_weights=True, dequantises_kv=True,
     ),
     "metal": AcceleratorKind(
@@ -91,6 +95,12 @@ OTHER_LIBRARIES = ("musa", "opencl")
 def called(name: str) -> Accelerator | None:
     """The kind that ggml calls `name`; None for the processor and what only helps it (BLAS)."""
     return next((kind for kind in get_args(Accelerator) if name.lower() in KINDS[kind].ggml), None)
+
+
+def driver(kind: Accelerator, architecture: str) -> Accelerator:
+    """What drives a part of this architecture ("8.6", "gfx1100"; "" = unknown): its maker's own
+    kind, or what else does where no build of that has code of it."""
+    return KINDS[kind].instead[0] if architecture.startswith(KINDS[kind].lacks) else kind
 
 
 def rival(kind: Accelerator) -> Accelerator | None:

@@ -20,7 +20,7 @@ def together(cards: Sequence[Device]) -> Device:
         return cards[0]
     biggest = max(
         cards,
-        key=lambda c: (c.memory.total_bytes, c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0),
+        key=lambda c: (c.memory.total_bytes, c.bandwidth_gbps.value),
     )
     return replace(
         biggest,
@@ -101,20 +101,17 @@ def _sum(memories: Sequence[Memory]) -> Memory:
     return replace(memories[0], **sums)
 
 
-def _in_turn(cards: Sequence[Device]) -> Figure | None:
+def _in_turn(cards: Sequence[Device]) -> Figure:
     """GB/s where each card streams its share of the weights in turn and holds as much as its memory
-    lets it."""
+    lets it; assumed where one's is."""
     figures = [card.bandwidth_gbps for card in cards]
-    if len({(f.value, f.basis) if f else None for f in figures}) == 1:
+    if len({(figure.value, figure.basis) for figure in figures}) == 1:
         return figures[0]
-    seconds = 0.0
-    for card in cards:
-        if card.bandwidth_gbps is None:
-            return None
-        seconds += card.memory.total_bytes / card.bandwidth_gbps.value
+    seconds = sum(card.memory.total_bytes / card.bandwidth_gbps.value for card in cards)
     total = sum(card.memory.total_bytes for card in cards)
+    is_assumed = any(figure.basis == "assumed" for figure in figures)
     return Figure(
         round(total / seconds, 1),
-        "derived",
+        "assumed" if is_assumed else "derived",
         "GPUs read in turn: total memory ÷ Σ(memory ÷ bandwidth)",
     )

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from localllm.device.ram import NO_RAM, StatedRam
+from localllm.device.types import Figure
+
 
 @dataclass(frozen=True, slots=True)
 class Processor:
@@ -25,6 +28,16 @@ class Processor:
     vector: str
     source: str
     brand: tuple[str, ...]
+
+    def bandwidth(self, ram: StatedRam = NO_RAM) -> Figure:
+        """Peak GB/s of its channels with the memory that was said, else with what its line was made
+        for."""
+        return ram.bandwidth(self.memory, self.channels, known=bool(self.line))
+
+
+# Of a computer of which nothing is said; what old ones have.
+USUAL_PROCESSOR = Processor("computer", "", 4, 2, ("DDR4-3200",), "AVX2", "assumed", ())
+_OLD_MEMORY = ("DDR3-1600",)
 
 
 # What stands between a brand and a number: tiers, and what a shop adds.
@@ -105,7 +118,7 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
         if (
             not found
             and len(_index().get(part, ())) == 1
-            and re.fullmatch(r"[0-9]{4,5}[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}", part)
+            and re.fullmatch(r"[0-9]{3,5}[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+", part)
         ):
             found = list(_index()[part])
         if found:
@@ -121,6 +134,14 @@ def of_name(name: str) -> Processor | None:
     text = re.sub(r"\((?:tm|r)\)|™|®|@.*", " ", name.lower())
     found = named(re.sub(r"[^a-z0-9]+", " ", text).split())
     return found[0] if found else None
+
+
+def usual_bandwidth(name: str, vectors: str) -> Figure:
+    """Peak GB/s of the memory that goes with the processor which a system prints as `name`; of one
+    that the table does not have as its widest `vectors` tell its age."""
+    is_old = vectors in ("SSE", "AVX")
+    usual = replace(USUAL_PROCESSOR, memory=_OLD_MEMORY) if is_old else USUAL_PROCESSOR
+    return (of_name(name) or usual).bandwidth()
 
 
 def channels(name: str) -> int:

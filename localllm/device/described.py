@@ -4,13 +4,14 @@ two figures."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from localllm.device import cards, table, usable
-from localllm.device.cpus import Processor
+from localllm.device.cpus import USUAL_PROCESSOR, Processor
+from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.table import DeviceRow
-from localllm.device.typed import NO_RAM, Typed, TypedRam
+from localllm.device.typed import Typed
 from localllm.device.types import GIB, Device, Figure, Finding, Memory
 from localllm.errors import UsageError
 from localllm.memory.account import with_released
@@ -29,28 +30,18 @@ _HALO_REACH = 110 / 128
 
 @dataclass(slots=True)
 class Computer:
-    """What a typed name is of: machines or cards, the processor beside them, and the system
-    memory."""
+    """What a typed name is of: machines or cards, the processor beside them, the system memory, and
+    what there is to say of how it was read."""
 
     parts: list[tuple[tuple[DeviceRow, ...], Typed]]
     cpu: Processor | None = None
-    ram: TypedRam = NO_RAM
+    ram: StatedRam = NO_RAM
+    findings: list[Finding] = field(default_factory=list)
 
-    def add_ram(self, size_gb: float | None, more: TypedRam | None) -> None:
+    def add_ram(self, size_gb: float | None, more: StatedRam | None) -> None:
         """Take note of system memory: of its size, or of its kind alone."""
-        known, more = self.ram, more or NO_RAM
-        self.ram = TypedRam(
-            known.size_gb or more.size_gb or size_gb,
-            more.kind or known.kind,
-            more.rate or known.rate,
-            more.channels or known.channels,
-        )
-
-
-# Of a computer of which nothing is said.
-USUAL_PROCESSOR = Processor(
-    "computer", "", 4, 2, ("DDR4-3200",), "AVX2", "assumed: four cores, two channels", ()
-)
+        said = self.ram.with_more(more or NO_RAM)
+        self.ram = said.with_more(StatedRam(size_gb))
 
 
 def simulate(
@@ -60,6 +51,7 @@ def simulate(
     *,
     given_memory: bool = False,
     bandwidth_gbps: float | None = None,
+    ram: StatedRam = NO_RAM,
 ) -> Device:
     """A machine or card of the table with so much memory (GiB), and what `findings` says of it
     already."""
@@ -68,17 +60,9 @@ def simulate(
         findings.append(
             Finding("warning", "its memory size is not in the table: took 32 GB", "--memory GB")
         )
-    bandwidth = (
-        row.bandwidth if bandwidth_gbps is None else Figure(bandwidth_gbps, "given", "--bandwidth")
-    )
-    if bandwidth is None:
-        findings.append(
-            Finding(
-                "warning",
-                "its memory bandwidth is not published: speed can't be estimated",
-                "--bandwidth GBPS",
-            )
-        )
+    bandwidth = row.bandwidth(ram)
+    if bandwidth_gbps is not None:
+        bandwidth = Figure(bandwidth_gbps, "given", "--bandwidth")
     if row.chip.startswith("Apple A19"):
         findings.append(Finding("info", "for planning only: localllm does not run on an iPhone"))
     memory, said = _memory(row, gb)
@@ -132,6 +116,14 @@ def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
         return Memory(
             installed, limit, limit, "assumed", "GTT raised: 110 of 128 GiB", installed - limit
         ), [note]
+    if row.vendor == "AMD":
+        pages = usable.gtt_pages_advised(installed)
+        note = Finding(
+            "info", "the system gives the graphics half of the memory", f"ttm.pages_limit={pages}"
+        )
+        return replace(
+            usable.described_pool(installed, "half of it for graphics"), limit_bytes=installed // 2
+        ), [note]
     headless = row.family in _VISIBLE
     visible = int(installed * _VISIBLE.get(row.family, 1.0))
     memory = usable.described_pool(
@@ -171,7 +163,7 @@ def without_card(
 ) -> Device:
     """A computer without a card: its processor and memory."""
     cpu, ram = computer.cpu or USUAL_PROCESSOR, computer.ram
-    findings = []
+    findings = list(computer.findings)
     gb = memory_gb or ram.size_gb
     if gb is None:
         gb = 32.0
@@ -186,7 +178,7 @@ def without_card(
         accelerator="cpu",
         family="CPU",
         memory=memory,
-        bandwidth_gbps=_ram_bandwidth(cpu, ram)
+        bandwidth_gbps=cpu.bandwidth(ram)
         if bandwidth_gbps is None
         else Figure(bandwidth_gbps, "given", "--bandwidth"),
         cpu=cpu.name,
@@ -195,28 +187,6 @@ def without_card(
         match=cpu.line,
         simulated=True,
         findings=tuple(findings),
-    )
-
-
-def _ram_bandwidth(cpu: Processor | None, ram: TypedRam) -> Figure:
-    """GB/s of a processor's channels with the memory that was said, else with what its line was
-    made for."""
-    if cpu is None or (cpu is USUAL_PROCESSOR and ram.kind):
-        return ram.bandwidth
-    usual = next((m for m in cpu.memory if m.lower().startswith(f"{ram.kind}-")), "") or (
-        "" if ram.kind else cpu.memory[0]
-    )
-    kind, _, rate = usual.lower().rpartition("-")
-    known = replace(
-        ram,
-        kind=ram.kind or kind,
-        rate=ram.rate or int(rate or 0),
-        channels=ram.channels or cpu.channels,
-    ).bandwidth
-    return replace(
-        known,
-        basis="given" if ram.rate else "derived",
-        source=f"{known.source} ({cpu.line or cpu.source})",
     )
 
 
@@ -254,6 +224,8 @@ def with_host(device: Device, computer: Computer) -> Device:
     cpu, ram = computer.cpu, computer.ram
     if cpu is not None:
         device = replace(device, cpu=cpu.name, n_cpu_cores=cpu.cores, cpu_vectors=cpu.vector)
+    if cpu is not None and device.kind == "unified":
+        device = replace(device, name=f"{cpu.name}: {device.name}")
     if ram.size_gb is None or device.kind != "discrete":
         return device
     size = int(ram.size_gb * GIB)
@@ -262,5 +234,5 @@ def with_host(device: Device, computer: Computer) -> Device:
         basis="given",
     )
     known = device.host_bandwidth_gbps
-    figure = known if known and not device.simulated else _ram_bandwidth(cpu, ram)
+    figure = known if known and not device.simulated else (cpu or USUAL_PROCESSOR).bandwidth(ram)
     return replace(device, host=host, host_bandwidth_gbps=figure)

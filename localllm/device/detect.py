@@ -64,13 +64,13 @@ def from_readings(
         if settled
         else bandwidth.SHELF.cached(folder, machine)
     )
-    return device if kept is None else _with_ram_bandwidth(identify(readings, kept), device)
+    return device if kept is None else _with_ram_bandwidth(identify(readings, kept))
 
 
 def measures_ram(device: Device) -> bool:
     """True where a CPU measurement says something: not on one pool whose GPU outruns its CPU
     (Apple, GB10, Halo)."""
-    return device.kind != "unified" or device.bandwidth_gbps is None
+    return device.kind != "unified" or device.bandwidth_gbps.basis == "assumed"
 
 
 def _measure(readings: Readings, device: Device) -> None:
@@ -81,16 +81,12 @@ def _measure(readings: Readings, device: Device) -> None:
     bandwidth.SHELF.keep(paths.cache_dir(), _machine(device), taken)
 
 
-def _with_ram_bandwidth(measured: Device, plain: Device) -> Device:
+def _with_ram_bandwidth(measured: Device) -> Device:
     """On one pool with a GPU the measured rate is a floor: said so, as the GPU may get more than
     the CPU's cores."""
-    if (
-        measured.kind != "unified"
-        or plain.bandwidth_gbps is not None
-        or measured.bandwidth_gbps is None
-    ):
-        return measured
     figure = measured.bandwidth_gbps
+    if measured.kind != "unified" or figure.basis != "measured":
+        return measured
     return replace(
         measured,
         bandwidth_gbps=replace(figure, source=f"{figure.source}; by the CPU, so a lower bound"),

@@ -124,16 +124,10 @@ def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
 def _found(device: Device) -> HealthCheck:
     said = f"{device.memory.limit_bytes / 1e9:.1f} GB usable ({'; '.join(device.accounts)})"
     figure = device.bandwidth_gbps
-    if figure is None:
-        return HealthCheck(
-            "device",
-            "warning",
-            f"{device.name}: {said}, bandwidth unknown",
-            "localllm device --measure",
-        )
-    return HealthCheck(
-        "device", "ok", f"{device.name}: {said}, {figure.value:g} GB/s ({figure.basis})"
-    )
+    said = f"{device.name}: {said}, {figure.value:g} GB/s ({figure.basis})"
+    if figure.basis == "assumed":
+        return HealthCheck("device", "warning", said, "localllm device --measure")
+    return HealthCheck("device", "ok", said)
 
 
 _SETUP = "localllm setup"

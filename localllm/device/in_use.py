@@ -180,7 +180,7 @@ def _card(device: Device, gpu: ggml.GgmlDevice) -> Device:
         memory=usable.vram(
             total, total - min(gpu.memory_free_bytes, total), 0, f"llama.cpp ({gpu.backend})"
         ),
-        bandwidth_gbps=row.bandwidth if row else None,
+        bandwidth_gbps=row.bandwidth() if row else table.of_like_cards("", "", total),
         **table.facts(row),
         compute_capability=row.compute_capability if row else "",
     )
@@ -232,11 +232,7 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     if shared:
         return alone
     host, bandwidth = machine.memory, machine.bandwidth_gbps
-    alone = replace(
-        alone, kind="discrete", bandwidth_gbps=None, host=host, host_bandwidth_gbps=bandwidth
-    )
-    if len(gpus) < 2:
-        return alone
+    alone = replace(alone, kind="discrete", host=host, host_bandwidth_gbps=bandwidth)
     one = replace(alone, n_gpus=1)
     return cards.together(
         cards.numbered([_card(one, gpu) for gpu in sorted(gpus, key=lambda gpu: gpu.id)])

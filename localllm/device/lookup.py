@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, combinations
 
 from localllm.device import table, typed
 from localllm.device.table import DeviceRow
@@ -42,6 +42,7 @@ _NICKNAMES = {
     "beelink gtr9": "ryzen ai max+ 395",
     "hp z2 mini g1a": "ryzen ai max+ 395", "steamdeck": "steam deck",
     "steam deck lcd": "steam deck",
+    "zgx nano": "hp zgx nano g1n", "zbook ultra g1a": "ryzen ai max+ 395", "flow z13": "ryzen ai max+ 395",
     "gx10": "asus ascent gx10", "rpi 5": "raspberry pi 5",
 }  # fmt: skip
 
@@ -73,7 +74,7 @@ def _aliases(row: DeviceRow) -> list[str]:
 
 
 # Makers of cards that are words of machines too.
-_MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
+MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
 
 
 @cache
@@ -93,9 +94,16 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     """Rows that a part's words name, and the part as it was read then: a bare number at its end may
     be memory, and words of shops and makers of boards say nothing. No rows where it names none, or
     several that are not the same part."""
-    plain = replace(part, words=typed.bare(part.words, _known()))
-    unmade = replace(plain, words=tuple(word for word in plain.words if word not in _MAKERS))
-    for tried in (part, plain, unmade):
+    rows, found = _found(part)
+    if not rows and part.count > 1:  # "evo x2" is one
+        rows, found = _found(replace(part, words=typed.words(part.text), count=1))
+    return (rows, found) if rows else ((), part)
+
+
+def _found(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+    known = _known() - MAKERS
+    plain = [word for word in part.words if word in known or word not in typed.DECORATIONS | MAKERS]
+    for tried in (part, replace(part, words=tuple(plain))):
         found = _named(tried.words, tried.memory_gb)
         if found:
             return found, tried
@@ -104,8 +112,22 @@ def find(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
             sold = tuple(row for row in _named(shorter.words) if shorter.memory_gb in row.memory_gb)
             if sold:
                 return sold, shorter
-    if part.count > 1:  # "evo x2" is one
-        return find(replace(part, words=typed.words(part.text), count=1))
+    return (), part
+
+
+def run_of(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+    """Rows that the longest run of a part's words names, and the part with the others as its
+    `rest`. None where a word beside the run could make it another part."""
+    words = part.words
+    spans = sorted(combinations(range(len(words) + 1), 2), key=lambda span: span[0] - span[1])
+    for start, end in spans[1:]:
+        run, rest = words[start:end], words[:start] + words[end:]
+        known = set() if any(map(typed.is_number, rest)) else _known() - MAKERS - {"laptop"}
+        if not typed.is_apart(words[:start], words[end:]) or not known.isdisjoint(rest):
+            continue
+        rows, found = _found(replace(part, words=run))
+        if rows and not ("laptop" in rest and rows[0].kind == "discrete"):
+            return rows, replace(found, rest=rest)
     return (), part
 
 
@@ -185,11 +207,16 @@ def _of_memory(
     return sold or _index().get(wanted, ())
 
 
+# What stands between a processor's brand and its number.
+_TIERS = {"3", "5", "7", "9"}
+
+
 def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
     """True where a name that has these words more is the same part: a brand, a maker, or what only
     one part is called with."""
     lettered = any(re.fullmatch(r"[a-z]{1,2}[0-9]{2,5}[a-z]?", word) for word in wanted)
-    for word in extra:
+    tiers = _TIERS if any(map(typed.is_number, wanted)) else set()
+    for word in set(extra) - tiers:
         implied = (word == "blackwell" and "pro" in wanted) or (word == "pro" and lettered)
         implied = implied or (word == "max" and bool(wanted & {"ai", "halo"}))
         if any(c.isdigit() for c in word) or (word in SUFFIXES and not implied):
@@ -203,7 +230,7 @@ def _own_words(row: DeviceRow) -> frozenset[str]:
 
 def longer(part: Typed) -> list[str]:
     """Names of parts that a part's words are a piece of."""
-    wanted = frozenset(typed.bare(part.words, _known()))
+    wanted = frozenset(part.words)
     found = [rows for key, rows in _index().items() if wanted and wanted < key]
     return list(dict.fromkeys(_short(row) for row in chain.from_iterable(found)))
 
@@ -218,18 +245,24 @@ def _spellings() -> dict[str, str]:
     return spelled | {nick: _short(rows[0]) for nick, rows in meant.items() if rows}
 
 
+# How alike a suggestion is at least: its letters, and more for each word that both have.
+_LEAST_LIKENESS = 0.6
+
+
 def nearest(name: str, count: int = 3) -> list[str]:
-    """The names in the table that are most like `name`."""
-    wanted = typed.words(name)
+    """The names in the table that are most like `name`, as far as any is like it."""
+    wanted = [word for word in typed.words(name) if word not in MAKERS | {"laptop"}]
     like = difflib.SequenceMatcher(None, b=" ".join(wanted))
 
     def score(spelled: str) -> float:
         like.set_seq1(spelled)
-        return len(set(wanted) & set(spelled.split())) * 0.3 + like.ratio()
+        shared = set(wanted) & set(spelled.split()) - SUFFIXES
+        return len(shared) * 0.3 + like.ratio()
 
-    return list(
-        dict.fromkeys(_spellings()[s] for s in sorted(_spellings(), key=score, reverse=True))
-    )[:count]
+    scores = {spelled: score(spelled) for spelled in _spellings()}
+    best = sorted(scores, key=lambda spelled: scores[spelled], reverse=True)
+    close = [_spellings()[spelled] for spelled in best if scores[spelled] >= _LEAST_LIKENESS]
+    return list(dict.fromkeys(close))[:count]
 
 
 def _short(row: DeviceRow) -> str:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
 from localllm.device import cpus, lookup, table, typed
+from localllm.device.cpus import USUAL_PROCESSOR
 from localllm.device.described import (
-    USUAL_PROCESSOR,
     Computer,
     by_figures,
     simulate,
@@ -19,6 +19,7 @@ from localllm.device.described import (
     without_card,
 )
 from localllm.device.overrides import check_overrides
+from localllm.device.ram import NO_RAM
 from localllm.device.table import DeviceRow
 from localllm.device.typed import Typed
 from localllm.device.types import Device, DeviceNotFoundError, Finding
@@ -36,14 +37,20 @@ def resolve(
     joins are cards, their processor, and the memory of the computer they are in.
     """
     check_overrides(memory_gb, bandwidth_gbps)
+    found = _resolved(name, memory_gb, bandwidth_gbps)
+    figure = found.bandwidth_gbps
+    if figure.basis != "assumed":
+        return found
+    said = f"its memory bandwidth is assumed: {figure.value:g} GB/s, {figure.source}"
+    return replace(found, findings=(*found.findings, Finding("warning", said, "--bandwidth GBPS")))
+
+
+def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) -> Device:
     given = memory_gb is not None
     row = lookup.called(name)
     if row is not None:
-        own = (
-            typed.read(name[len(row.name) :]).memory_gb
-            if row.kind == "system"
-            else typed.read(name).memory_gb
-        )
+        behind = name[len(row.name) :] if row.kind == "system" else name
+        own = typed.read(behind).memory_gb
         row, gb, findings = _choose((row,), typed.read(name), own, memory_gb)
         return simulate(row, gb, findings, given_memory=given, bandwidth_gbps=bandwidth_gbps)
     try:
@@ -55,25 +62,30 @@ def resolve(
     if not computer.parts:
         return without_card(computer, memory_gb, bandwidth_gbps)
     devices = []
-    for rows, part in computer.parts:
+    for rows, whole in computer.parts:
+        part = _without_disk(rows, whole, computer)
         own = _own_size(rows, part, computer)
         chosen, gb, findings = _choose(rows, part, own, memory_gb)
         others = [size for size in part.sizes_gb if chosen.kind == "discrete" and size != own]
         for size in others:
-            findings.append(
-                Finding(
-                    "info",
-                    f"took {size:g} GB as the computer's memory: no {chosen.name} has so much",
-                )
-            )
-        one = simulate(chosen, gb, findings, given_memory=given, bandwidth_gbps=bandwidth_gbps)
+            said = f"took {size:g} GB as the computer's memory: no {chosen.name} has so much"
+            findings.append(Finding("info", said))
+        one = simulate(
+            chosen,
+            gb,
+            findings,
+            given_memory=given,
+            bandwidth_gbps=bandwidth_gbps,
+            ram=computer.ram if chosen.kind == "unified" else NO_RAM,
+        )
         if part.count > 1 and one.kind != "discrete":
             raise UsageError(
                 f"{one.name} is a whole machine, and this plans for one of them",
                 hint=f'several, connected: localllm recommend -m MODEL --device "{name}"',
             )
         devices += [one] * part.count
-    return with_host(together(_without_graphics(devices)), computer)
+    found = with_host(together(_without_graphics(devices)), computer)
+    return replace(found, findings=(*computer.findings, *found.findings))
 
 
 def _without_graphics(devices: list[Device]) -> list[Device]:
@@ -102,41 +114,65 @@ def _read(name: str) -> Computer:
 
 
 def _add_part(computer: Computer, text: str, part: Typed) -> None:
+    """The parts that words name, one after the other. Raises DeviceNotFoundError where they name
+    none, or a number among them names nothing."""
+    n_parts = len(computer.parts)
     rows, found = lookup.find(part)
     if not rows:
-        rows, found = _add_processor(computer, text, part)
+        rows, found = _processor_or_run(computer, text, part)
+    if any(map(typed.is_number, found.rest)):
+        more = replace(found, words=found.rest, rest=(), count=1)
+        if rows and rows[0].kind == "discrete":
+            more = replace(more, sizes_gb=(), own_gb=None, ram=None)
+        _add_part(computer, text, more)
+    else:
+        computer.findings += _unread(found.rest)
     if rows:
         computer.parts.append((rows, found))
-    computer.add_ram(None if rows else part.memory_gb, part.ram)
+    alone = len(computer.parts) == n_parts
+    computer.add_ram(_system_size(part, computer) if alone else None, part.ram)
 
 
-def _add_processor(
+def _system_size(part: Typed, computer: Computer) -> float | None:
+    """The size of a computer's memory that was said: terabytes are a disk's, unless the processor
+    is a server's."""
+    is_server = computer.cpu is not None and computer.cpu.channels >= _SERVER_CHANNELS
+    sizes = [size for size in part.sizes_gb if is_server or size < _TERABYTE]
+    return part.own_gb or next(iter(sizes), None)
+
+
+_SERVER_CHANNELS = 4
+_TERABYTE = 1024
+
+
+def _unread(rest: Sequence[str]) -> list[Finding]:
+    left = [word for word in rest if word not in _ANY_COMPUTER | lookup.MAKERS]
+    return [Finding("info", f"{' '.join(left)!r} says nothing that is known here")] if left else []
+
+
+def _processor_or_run(
     computer: Computer, text: str, part: Typed
 ) -> tuple[tuple[DeviceRow, ...], Typed]:
-    """The processor that a part names, and the rows that its other words do. Raises
-    DeviceNotFoundError where it names neither."""
+    """The processor among the words, with its graphics, or else the rows that a run of them names,
+    and the part with what is left. Raises DeviceNotFoundError where there is neither."""
     named = cpus.named(part.words)
     if named is None and frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
         named = (USUAL_PROCESSOR, ())
     if named is None:
-        system = lookup.line(part.words)
-        if system is None:
+        rows, found = lookup.run_of(part)
+        system = None if rows else lookup.line(part.words)
+        if system is not None:
+            rows = (system,)
+        if not rows:
             raise _not_found(text, part)
-        return (system,), part
-    if part.count > 1 and named[0] is not USUAL_PROCESSOR:
-        raise UsageError(f"{text!r}: a plan is of one socket, whose memory it knows; name it once")
-    computer.cpu, part = named[0], replace(part, words=named[1])
-    if not _has_number(part.words):
-        return (), part
-    rows, found = lookup.find(part)
-    if not rows:
-        raise _not_found(text, part)
-    return rows, found
-
-
-def _has_number(words: Iterable[str]) -> bool:
-    """A word with a digit: what names a part."""
-    return any(c.isdigit() for c in "".join(words))
+        return rows, found
+    computer.cpu, rest = named
+    if part.count > 1 and computer.cpu is not USUAL_PROCESSOR:
+        told = f"{part.count} sockets: planned as one, whose cores and memory channels it reads"
+        computer.findings.append(Finding("warning", told))
+    graphics = table.by_cpu(computer.cpu.name)
+    rows = (graphics,) if graphics is not None and graphics.kind == "unified" else ()
+    return rows, replace(part, words=(), rest=rest, count=1)
 
 
 # Words for a computer that say nothing of it.
@@ -155,21 +191,21 @@ def _add_size(computer: Computer, part: Typed, name: str) -> None:
         if card.memory_gb is None and any(part.memory_gb in row.memory_gb for row in rows):
             computer.parts[-1] = (rows, replace(card, sizes_gb=part.sizes_gb, own_gb=part.own_gb))
             return
-    computer.add_ram(part.memory_gb, part.ram)
+    computer.add_ram(_system_size(part, computer), part.ram)
 
 
 def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     longer = lookup.longer(part)
-    if longer and _has_number(part.words):
+    if longer and any(c.isdigit() for c in "".join(part.words)):
         names = ", ".join(longer[:4])
         hint = f"say which, if it is one of {names}; else describe it: --memory GB --bandwidth GBPS"
         return DeviceNotFoundError(
             f"{text!r} is not in the table by itself, but {names}", hint=hint, param="device"
         )
-    hint = (
-        f"did you mean {', '.join(lookup.nearest(part.text))}? Or describe it: --memory GB "
-        "--bandwidth GBPS"
-    )
+    near = ", ".join(lookup.nearest(part.text))
+    hint = f"did you mean {near}? Or describe it: --memory GB --bandwidth GBPS"
+    if not near:
+        hint = "name its processor or card, or describe it: --memory GB --bandwidth GBPS"
     if re.search(r"\b(?:i?mac|macbook)\b", text.lower()):
         hint = (
             'name its chip, as "About This Mac" does: "M4 16GB", "M3 Pro 36GB"; one with an '
@@ -183,6 +219,30 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
 
 # What is sold again with twice the memory: 4090 with 48 GB, 2080 Ti with 22.
 _MODDED = 2
+
+
+# The sizes of disks, in GB as they are sold.
+_DISKS = {128, 256, 500, 512, 1000, 1024, 2000, 2048, 4096, 8192}
+# More memory than any machine has that is sold with what its buyer chooses, and no server.
+_MOST_MEMORY = 256.0
+
+
+def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> Typed:
+    """`part` without the sizes that are a disk's, which is said."""
+    sold = sorted(set(chain.from_iterable(row.memory_gb for row in rows)))
+    largest = max(sold, default=_MOST_MEMORY) if rows[0].kind == "unified" else _TERABYTE - 1
+    # A box that is sold in one size has that.
+    is_fixed = rows[0].kind == "unified" and rows[0].vendor.startswith("NVIDIA") and len(sold) == 1
+    is_server = rows[0].kind == "system"
+    disks = [
+        size
+        for size in part.sizes_gb
+        if size > largest and (size in _DISKS or is_fixed) and not is_server
+    ]
+    for size in disks:
+        said = f"took {size:g} GB as the disk: no {rows[0].name} has so much memory"
+        computer.findings.append(Finding("info", said))
+    return replace(part, sizes_gb=tuple(size for size in part.sizes_gb if size not in disks))
 
 
 def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> float | None:
@@ -257,13 +317,16 @@ def _of_size(
     """Those of the rows that have the GPU cores and the memory which were said, as far as any
     has."""
     if wanted_gb is None:  # "RTX 3080" is the card called just that, not the later "RTX 3080 12 GB"
+        found = [row for row in found if not row.rare] or found
         found = [row for row in found if typed.read(row.name).memory_gb is None] or found
     if part.cores is not None:
         found = [row for row in found if row.compute_units == part.cores] or found
     return (
         found
         if wanted_gb is None
-        else [row for row in found if wanted_gb in row.memory_gb] or found
+        else [row for row in found if wanted_gb in row.memory_gb]
+        or [row for row in found if wanted_gb / _MODDED in row.memory_gb]
+        or found
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from localllm.device import usable
 from localllm.device.described import Computer, with_host
-from localllm.device.typed import TypedRam
-from localllm.device.types import GIB, Device, Figure, Memory
+from localllm.device.ram import StatedRam
+from localllm.device.types import GIB, Device, Figure, Finding, Memory
 from localllm.errors import UsageError
 from localllm.memory.account import keeping
 
@@ -29,7 +29,7 @@ def with_memory(
                 f"{device.name.split(' ')[0]} "
                 "64GB"
             )
-        device = replace(with_host(device, Computer([], ram=TypedRam(ram_gb))), simulated=True)
+        device = replace(with_host(device, Computer([], ram=StatedRam(ram_gb))), simulated=True)
     if vram_headroom_gb is not None:
         device = _keeping_of_cards(device, vram_headroom_gb)
     if headroom_gb is not None:
@@ -80,6 +80,10 @@ def overridden(
     """`device` planned as if it had this much usable memory (GiB) or this bandwidth; unchanged
     without either."""
     check_overrides(memory_gb, bandwidth_gbps)
+    if device.accelerator == "cpu" and (memory_gb, bandwidth_gbps) != (None, None):
+        said = f"planned with this machine's processor, of {device.n_cpu_cores} cores"
+        told = Finding("info", said, "--device NAME")
+        device = replace(device, findings=(*device.findings, told))
     if memory_gb is not None:
         size = int(memory_gb * GIB)
         if device.kind == "discrete":
@@ -93,7 +97,10 @@ def overridden(
         figure = Figure(bandwidth_gbps, "given", "--bandwidth")
         # Another memory is another machine: what this one's processor was timed at says nothing of
         # it.
-        device = replace(device, bandwidth_gbps=figure, simulated=True, matrix_rates=())
+        left = tuple(finding for finding in device.findings if "assumed" not in finding.message)
+        device = replace(
+            device, bandwidth_gbps=figure, simulated=True, matrix_rates=(), findings=left
+        )
     return device
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import GIB, Accelerator, Basis, DeviceKind, Figure
 
 # The words a driver, a shop or a person adds or leaves out around the same part number.
@@ -23,8 +25,8 @@ class DeviceRow:
     """One row of devices.toml: a chip bin, a card or a memory configuration, with the page its
     figures come from.
 
-    `memory_gb` lists the sizes sold, in GiB as the maker counts; bandwidth in decimal GB/s; compute
-    in dense TFLOP/s.
+    `memory_gb` lists the sizes sold, in GiB as the maker counts; bandwidth in decimal GB/s, where it
+    is the maker's choice as `memory` on two channels gives it; compute in dense TFLOP/s.
     """
 
     name: str
@@ -34,6 +36,7 @@ class DeviceRow:
     accelerator: Accelerator
     source: str
     memory_gb: tuple[float, ...] = ()
+    memory: tuple[str, ...] = ()
     bandwidth_gbps: float | None = None
     bandwidth_basis: Basis = "datasheet"
     compute_units: int = 0
@@ -49,14 +52,14 @@ class DeviceRow:
     note: str = ""
     cores: int = 0
     vectors: str = ""
+    rare: bool = False
 
-    @property
-    def bandwidth(self) -> Figure | None:
-        """Peak memory bandwidth (decimal GB/s) with its source, or None where nobody publishes
-        it."""
-        if self.bandwidth_gbps is None:
-            return None
-        return Figure(self.bandwidth_gbps, self.bandwidth_basis, self.source)
+    def bandwidth(self, ram: StatedRam = NO_RAM) -> Figure:
+        """Peak memory bandwidth (decimal GB/s) with its source: the maker's figure, else of the
+        memory that was said, else of what goes there."""
+        if self.memory and (ram.kind or ram.rate or self.bandwidth_gbps is None):
+            return ram.bandwidth(self.memory, 2)
+        return Figure(self.bandwidth_gbps or 0.0, self.bandwidth_basis, self.source)
 
 
 _HEAD = "[[device]]\n"
@@ -86,7 +89,7 @@ def _row(entry: dict[str, Any]) -> DeviceRow:
         key: float(value) if key.endswith(("_gbps", "_tflops")) else value
         for key, value in entry.items()
     }
-    for key in ("memory_gb", "names", "cpu", "pci"):
+    for key in ("memory_gb", "memory", "names", "cpu", "pci"):
         fields[key] = tuple(entry.get(key, ()))
     return DeviceRow(**fields)
 
@@ -226,6 +229,34 @@ def by_pci(
     full, short = f"{vendor}:{device}:{revision}".lower(), f"{vendor}:{device}".lower()
     found = [row for row in rows() if full in row.pci or short in row.pci]
     return nearest_memory(found, memory_bytes) or (found[0] if len(found) == 1 else None)
+
+
+def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
+    """The bandwidth of a card that nobody knows: the least of what its maker's cards of the
+    nearest size have ("" = nobody knows which), of its generation where that is known ("8.6" is
+    one with "8.9")."""
+    cards = [row for row in rows() if row.kind == "discrete" and vendor in (row.vendor, "")]
+    generation = architecture.rpartition(".")[0] + "." if "." in architecture else architecture[:-1]
+    own = [row for row in cards if generation and row.compute_capability.startswith(generation)]
+
+    def off(row: DeviceRow) -> float:
+        return min(abs(math.log(gb * GIB / memory_bytes)) for gb in row.memory_gb)
+
+    nearest = min(map(off, own or cards))
+    alike = [row for row in own or cards if off(row) <= nearest + _NEAR]
+    found = sorted(row.bandwidth().value for row in alike)
+    said = f"cards of such a size have {found[0]:g} to {found[-1]:g} GB/s"
+    return Figure(found[0], "assumed", said)
+
+
+def slowest(found: Iterable[DeviceRow]) -> Figure:
+    """The least bandwidth of these rows, for a machine that is like them and none of them."""
+    row = min(found, key=lambda row: row.bandwidth().value)
+    return replace(row.bandwidth(), basis="assumed", source=f"what the slowest has: {row.name}")
+
+
+# Two sizes are one where a driver shows so much (e to this power) less of one.
+_NEAR = 0.1
 
 
 def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]:

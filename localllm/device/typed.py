@@ -12,61 +12,24 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from localllm.device.types import Figure
+from localllm.device.ram import NO_RAM, StatedRam
 from localllm.errors import UsageError
-
-# Two channels of the memory most such computers have, where nothing else was said: JEDEC's
-# DDR4-3200 and DDR5-4800.
-_USUAL_RATES = {
-    "ddr3": 1600,
-    "ddr4": 3200,
-    "ddr5": 4800,
-    "lpddr4x": 4267,
-    "lpddr5": 6400,
-    "lpddr5x": 7500,
-}
-_USUAL_RAM = "ddr4"
-_CHANNEL_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TypedRam:
-    """System memory as typed: GiB (None: its kind alone was said), its kind ("ddr5", "" = not
-    said), its MT/s and channels (0 = not said)."""
-
-    size_gb: float | None
-    kind: str = ""
-    rate: int = 0
-    channels: int = 0
-
-    @property
-    def bandwidth(self) -> Figure:
-        """GB/s, of two channels unless more were said."""
-        kind, channels = self.kind or _USUAL_RAM, self.channels or 2
-        rate = self.rate or _USUAL_RATES.get(kind, _USUAL_RATES[_USUAL_RAM])
-        source = f"{'two' if channels == 2 else channels} channels of {kind.upper()}-{rate}"
-        return Figure(
-            rate * channels * _CHANNEL_BYTES / 1000, "given" if self.rate else "assumed", source
-        )
-
-
-# Where nothing was said of system memory.
-NO_RAM = TypedRam(None)
 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
     """One part of a typed name: its words, how many of it, the sizes of memory it says (GB) and
-    which of them is called the card's own, GPU cores, the system memory that is said with it, and
-    its `text`, sizes left out."""
+    which of them is called the card's own, GPU cores, the system memory that is said with it, its
+    `text`, sizes left out, and the `rest` of the words, that name nothing."""
 
     words: tuple[str, ...]
     sizes_gb: tuple[float, ...] = ()
     own_gb: float | None = None
     cores: int | None = None
     count: int = 1
-    ram: TypedRam | None = None
+    ram: StatedRam | None = None
     text: str = ""
+    rest: tuple[str, ...] = ()
 
     @property
     def memory_gb(self) -> float | None:
@@ -92,7 +55,7 @@ def split(name: str) -> list[str]:
 
 # Commas inside parentheses join nothing, nor do those of a table's own names ("7840U,8840U").
 _JOINED = re.compile(
-    r"\s*\+\s*|(?<=[0-9]{4})\s*/\s*(?=[0-9]{4})|\s*,\s+(?![^(]*\))|\s(?:and|with|&|plus)\s+(?!max-?q)(?=\S*[0-9])",
+    r"\s*\+\s*|(?<=[0-9]{4})\s*/\s*(?=[0-9]{4})|\s*,\s+(?![^(]*\))|\s+(?=(?:[1-9]|1[0-6])\s?[x×*]\s?(?:[rg]tx\s?|rx\s?|[a-z]{0,2})[0-9]{2,4})|(?<!\bx)\s(?:and|with|&|plus)\s+(?!max-?q)(?=\S*[0-9])",
     re.I,
 )
 
@@ -127,11 +90,43 @@ _BEHIND = re.compile(
 )
 
 
+# Lines of laptops, and what stands between such a name and a part's.
+_LAPTOP_LINES = (
+    "legion", "thinkpad", "ideapad", "yoga", "zenbook", "vivobook", "zephyrus", "scar", "tuf gaming",
+    "omen", "victus", "elitebook", "probook", "zbook(?! ultra)", "spectre", "envy", "pavilion", "xps",
+    "inspiron", "latitude", "alienware", "blade", "swift", "predator", "helios", "katana", "stealth",
+    "framework(?= 1[236])", "surface", "gram", "matebook", "galaxy book", "omnibook", "aero",
+)  # fmt: skip
+_LAPTOP_MODEL = (
+    r"(?:[\s-]+(?:pro|slim|air|studio|carbon|extreme|plus|flip|gen|laptop|book|"
+    r"(?!(?:i[3579]|[mz][1-9])\b)[a-z]{0,2}[0-9]{1,2}[a-z]?)\b(?!\s*(?:gb|tb)))*"
+)
+# How one thing is written in several ways, in the order in which they are made one.
+_SAID_OTHERWISE = [
+    (re.compile(pattern), instead)
+    for pattern, instead in (
+        (r"\((?:tm|r|c)\)|™|®|\bup to\b|\b(?:nvlink(?:ed)?|sli)\b", " "),
+        (r"\b(?:unified memory|vram)\b", " vram "),
+        (r"\b(rtx|gtx|rx)(?=[0-9]{1,3}\s*gb)", r"\1 "),
+        (r"\b[0-9.]+\s*[gt]b\s*(?:of\s+)?(?:ssd|nvme|storage|disk|hdd|emmc)\b", " "),
+        (r"\bgaming x\b", "gaming"),
+        # memory and disk: "16/256", "16gb/1tb"
+        (
+            r"\b([0-9]{1,3})(?:\s*gb)?\s*/\s*(?:(?:128|256|512|1024|2048)(?:\s*gb)?|[1-8]\s*tb)\b",
+            r"\1gb",
+        ),
+        (
+            rf"\b(?:lenovo |asus |dell |hp |acer |msi |razer )?(?:{'|'.join(_LAPTOP_LINES)})\b"
+            rf"{_LAPTOP_MODEL}",
+            " laptop ",
+        ),
+    )
+]
+
+
 def read(part: str) -> Typed:
     """One part taken apart."""
-    text = re.sub(r"\((?:tm|r|c)\)|™|®|\bup to\b", " ", part.lower().strip())
-    text = re.sub(r"\b(?:unified memory|vram)\b", " vram ", text)
-    text = re.sub(r"\b(rtx|gtx|rx)(?=[0-9]{1,3}\s*gb)", r"\1 ", text)
+    text = _rewritten(part.lower().strip(), _SAID_OTHERWISE)
     whole = re.sub(rf"(?<![\w.]){_SIZE}", " ", text)
     count, text = _counted(text)
     ram, text = _ram(text)
@@ -151,6 +146,12 @@ def read(part: str) -> Typed:
         if size is not None and not 0 < size < 1e6:
             raise UsageError(f"{part!r} asks for {size:g} GB of memory")
     return Typed(words(text, several=count > 1), sizes, own, cores, count, ram, whole)
+
+
+def _rewritten(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, instead in rules:
+        text = pattern.sub(instead, text)
+    return text
 
 
 def _gigabytes(number: str, unit: str) -> float:
@@ -178,7 +179,7 @@ def _counted(text: str) -> tuple[int, str]:
     return (int(found[1]), _without(found).strip()) if found else (1, text)
 
 
-def _ram(text: str) -> tuple[TypedRam | None, str]:
+def _ram(text: str) -> tuple[StatedRam | None, str]:
     channels = 0
     found = _CHANNELS.search(text)
     if found:
@@ -188,7 +189,7 @@ def _ram(text: str) -> tuple[TypedRam | None, str]:
         return (replace(NO_RAM, channels=channels) if channels else None), text
     said = found.groupdict()
     size = _gigabytes(said["number"], said["unit"]) if said.get("number") else None
-    return TypedRam(size, said.get("kind") or "", int(said.get("rate") or 0), channels), _without(
+    return StatedRam(size, said.get("kind") or "", int(said.get("rate") or 0), channels), _without(
         found
     )
 
@@ -207,18 +208,40 @@ def _cores(text: str) -> tuple[int | None, float | None, str]:
     return (gpu[-1] if gpu else None), None, rest
 
 
-# What stands around a Mac's chip: its body, screen and year.
+# What stands around a Mac's chip: its body, the inches of one that has a screen, and the year.
+_INCHES = r"(?:\.[0-9])?(?:[\s-]*(?:inch|in|\"))?(?=\s|$)"
 _MAC = (
-    r"\b(?:mac\s?book(?:\s?(?:pro|air))?|mac\s?(?:studio|mini|pro)|imac(?:\s?pro)?|mbp|mba|mac|mini|studio)\b"
-    r"(?:[\s,]*(?:1[1-9]|2[0-9])(?:\.[0-9])?(?:[\s-]*(?:inch|in|\"))?(?=\s|$))?"
+    rf"\b(?:mac\s?book\s?air|mba)\b(?:[\s,]*1[135]{_INCHES})?"
+    rf"|\b(?:mac\s?book(?:\s?pro)?|mbp)\b(?:[\s,]*1[2-7]{_INCHES})?"
+    rf"|\bimac(?:\s?pro)?\b(?:[\s,]*2[147]{_INCHES})?"
+    r"|\bmac\s?(?:studio|mini|pro)\b|\b(?:mac|mini|studio)\b"
 )
 _WHEN = r"\b(?:(?:early|mid|late|jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)\w*\s+)?20[12][0-9]\b|\b1[1-9][\s-]*(?:inch|in)\b"
-_SUFFIXED = re.compile(
-    r"\b([0-9]{3,4}|[a-z][0-9]{4})[\s-]*(ti|super|xtx|xt|gre|ada)(?:[\s-]*(super|ada))?\b|\b([2-9][0-9]{3})(d)\b"
-)
-_LAPTOP = r"\bmax[\s-]?q\s*/\s*mobile\b|\b(?:mobile|notebook|laptop)(?:\s+gpu)?\b"
-# NVIDIA calls no part "Max-Q" since its 30 series: what people still call so is the laptop's.
-_MAX_Q_MEANS_LAPTOP = re.compile(r"\b[345]0[5-9]0\b")
+# What drivers, shops and PCI lists write otherwise, in the order in which it is made one.
+_SPELLED_OTHERWISE = [
+    (re.compile(pattern), instead)
+    for pattern, instead in (
+        (r"[^a-z0-9.]+", " "),
+        (r"\bdgx (?=[abh][0-9])", " "),
+        (r"\bsxm[0-9]\b", "sxm"),
+        (r"\b(rtx|gtx|rx|arc)(?=[0-9]|[abw][0-9])", r"\1 "),
+        (r"\b(m[1-9])(pro|max|ultra)\b", r"\1 \2"),
+        (
+            r"\b([0-9]{3,4}|[a-z][0-9]{4})[\s-]*(ti|super|xtx|xt|gre|ada)(?:[\s-]*(super|ada))?\b",
+            r"\1 \2 \3",
+        ),
+        (r"\b([2-9][0-9]{3})(d)\b|\b(a[0-9]{4})(ada)\b", r"\1\3 \2\4"),
+        (r"\b([2-5]0[5-9]0)m\b", r"\1 laptop"),
+        (
+            r"\b(dgx|jetson|strix|iphone|orin|agx)(spark|orin|halo|point|17|nano|nx|agx|thor)",
+            r"\1 \2",
+        ),
+        (r"\b(orin)(nano|nx)", r"\1 \2"),
+        # NVIDIA calls no part "Max-Q" since its 30 series: what people still call so is the laptop's.
+        (r"\b([345]0[5-9]0\b.*)\bmaxq\b", r"\1laptop"),
+    )
+]
+_LAPTOP = re.compile(r"\bmax[\s-]?q\s*/\s*mobile\b|\b(?:mobile|notebook|laptop)(?:\s+gpu)?\b")
 
 # Words that neither name a part nor tell two apart: makers, and what shops and drivers put around a
 # number.
@@ -234,69 +257,52 @@ IGNORED = {
 SUFFIXES = {
     "ti", "super", "xt", "xtx", "gre", "d", "v2", "laptop", "maxq", "max", "pro", "plus", "ultra",
     "ada", "server", "orin",
-    "xavier", "agx", "nx", "nano", "thor", "pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl", "quadro",
+    "xavier", "agx", "nx", "nano", "thor", "pcie", "sxm", "nvl", "quadro",
     "lite", "le",
     "hbm2", "hbm3", "mig", "gddr5", "gddr6", "gddr6x", "mini", "go", "extreme", "elite",
     "blackwell", "turing",
     "ampere", "titan", "ipad", "iphone", "raspberry",
 }  # fmt: skip
 # The same chip on another board or with more memory: the size tells which.
-FORMS = {"pcie", "sxm", "sxm2", "sxm4", "sxm5", "nvl"}
+FORMS = {"pcie", "sxm", "nvl"}
 # What makers of boards and shops say of a card directly behind its number.
-_DECORATIONS = {
+DECORATIONS = {
     "oc", "fe", "lhr", "gaming", "trio", "windforce", "eagle", "ventus", "suprim", "tuf", "rog",
     "strix", "aorus", "ftw3", "dual",
     "card", "cards", "desktop", "pc", "rig", "build", "workstation", "workstations", "nitro",
-    "pulse", "box", "hybrid", "new", "used",
+    "pulse", "box", "hybrid", "new", "used", "my", "modded",
 }  # fmt: skip
 
 
 def words(text: str, *, several: bool = False) -> tuple[str, ...]:
     """Comparable words: "rtx5090" and "RTX-5090" become rtx 5090, "m4max" m4 max, "max+" max;
     `several`: a plural may stand."""
-    text = text.lower()
-    text = re.sub(_LAPTOP, " laptop ", text)
-    text = re.sub(r"\bmax[\s-]?q\b", " maxq ", text)
+    text = re.sub(r"\bmax[\s-]?q\b", " maxq ", _LAPTOP.sub(" laptop ", text.lower()))
     if several:
         text = re.sub(r"\b([0-9]{4}|[ahvp][0-9]{2,3}|mi[0-9]{2,3})s\b", r"\1", text)
     if re.search(r"\bm[1-9]\b|\bm[1-9](?:pro|max|ultra)\b", text):
         text = re.sub(_WHEN, " ", re.sub(_MAC, " ", text))
-    text = re.sub(r"[^a-z0-9.]+", " ", text)
-    text = re.sub(r"\bdgx (?=[abh][0-9])", " ", text)
-    text = re.sub(r"\b(rtx|gtx|rx|arc)(?=[0-9]|[abw][0-9])", r"\1 ", text)
-    text = re.sub(r"\b(m[1-9])(pro|max|ultra)\b", r"\1 \2", text)
-    text = _SUFFIXED.sub(lambda m: " ".join(group for group in m.groups() if group), text)
-    text = re.sub(r"\b(a[0-9]{4})ada\b", r"\1 ada", text)
-    text = re.sub(r"\b([2-5]0[5-9]0)m\b", r"\1 laptop", text)
-    text = re.sub(
-        r"\b(dgx|jetson|strix|iphone|orin|agx)(spark|orin|halo|point|17|nano|nx|agx|thor)",
-        r"\1 "
-        r"\2",
-        text,
-    )
-    text = re.sub(r"\b(orin)(nano|nx)", r"\1 \2", text)
-    if _MAX_Q_MEANS_LAPTOP.search(text):
-        text = re.sub(r"\bmaxq\b", "laptop", text)
+    text = _rewritten(text, _SPELLED_OTHERWISE)
     found = [word for word in text.split() if word not in IGNORED]
     return tuple(dict.fromkeys(found)) if "laptop" in found else tuple(found)
 
 
-def bare(found: Sequence[str], known: frozenset[str]) -> tuple[str, ...]:
-    """`found` without what makers of boards and shops add: words that no part is called by and that
-    hold no digit. One directly behind the number stays, unless it is known to be such a word: it
-    may be a suffix of a part that we do not know."""
-    kept: list[str] = []
-    for i, word in enumerate(found):
-        has_digit = any(c.isdigit() for c in word)
-        after_number = i > 0 and any(c.isdigit() for c in found[i - 1])
-        if (
-            has_digit
-            or (word in known and len(word) > 1)
-            or word in SUFFIXES
-            or (after_number and word not in _DECORATIONS)
-        ):
-            kept.append(word)
-    return tuple(word for word in kept if word not in _DECORATIONS or word in known)
+# A word behind a number that nobody knows may make another part of it, if it is as short as those
+# are that makers use.
+_LONGEST_SUFFIX = 4
+
+
+def is_number(word: str) -> bool:
+    """A word that could be a part's number: three digits or more."""
+    return sum(c.isdigit() for c in word) >= 3
+
+
+def is_apart(before: Sequence[str], after: Sequence[str]) -> bool:
+    """False where the word before a part's name, or after it, could make it another part."""
+    last, following = "".join(before[-1:]), "".join(after[:1])
+    is_short = following.isalpha() and len(following) <= _LONGEST_SUFFIX
+    makes_another = following in SUFFIXES or (is_short and following not in DECORATIONS)
+    return not makes_another and last not in SUFFIXES - {"laptop"}
 
 
 def without_number(typed: Typed) -> Typed | None:

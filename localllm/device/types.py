@@ -88,7 +88,7 @@ class Device:
     accelerator: Accelerator
     family: str
     memory: Memory
-    bandwidth_gbps: Figure | None
+    bandwidth_gbps: Figure
     host: Memory | None = None
     host_bandwidth_gbps: Figure | None = None
     fp16_tflops: Figure | None = None

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from localllm import json_store
 from localllm.errors import DownloadError
-from localllm.library import app_folders, hf_cache, hub, names, store, transfer
+from localllm.formatting import byte_size
+from localllm.library import app_folders, digests, hf_cache, hub, names, store, transfer
 from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import Listing, Patience, RepoFile
 from localllm.library.targets import PullTarget
@@ -46,7 +47,7 @@ def bring(
     folder = hf_cache.repo_folder(cache, listing.repo)
     files = [*selection.files, *([selection.projector] if selection.projector else [])]
     meter = DownloadMeter(selection.total_bytes, say)
-    missing = [f for f in files if not _is_there(folder, listing, f)]
+    missing = [f for f in files if not _is_there(folder, listing, f, meter)]
     _check_space(cache, folder, missing, reserve_bytes, listing.repo)
     if missing:
         address = hub.endpoint()
@@ -83,13 +84,13 @@ def _check_format(config: Path, repo: str) -> None:
         )
 
 
-def _is_there(folder: Path, listing: Listing, file: RepoFile) -> bool:
+def _is_there(folder: Path, listing: Listing, file: RepoFile, meter: DownloadMeter) -> bool:
+    """True for a file of the published content: one that was written to since that was seen last is
+    read."""
     pointer = folder / "snapshots" / listing.commit / file.name
     try:
-        return pointer.stat().st_size == file.size_bytes and hf_cache.digest_of(pointer) in (
-            file.digest,
-            "",
-        )
+        named = hf_cache.digest_of(pointer) in (file.digest, "")
+        return named and _has_its_content(pointer, file, meter)
     except OSError:
         return False
 
@@ -108,12 +109,15 @@ def _check_space(
             )
     if not need:
         return
-    existing = next(p for p in (cache, *cache.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise transfer.disk_trouble(e, cache / repo) from e
+    free = shutil.disk_usage(cache).free
     if need + reserve_bytes > free:
         raise DownloadError(
-            f"{repo} needs {need / 1e9:.2f} GB more, and the disk of {cache} has {free / 1e9:.2f} "
-            "GB free",
+            f"{repo} needs {byte_size(need)} more, beside {byte_size(reserve_bytes)} that are kept "
+            f"for everything else, and the disk of {cache} has {byte_size(free)} free",
             hint="make room (`localllm models du`, `localllm models prune`), set HF_HOME to a "
             "bigger disk, or take a smaller quant",
         )
@@ -138,7 +142,7 @@ def _bring_file(
     try:
         blob.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder, file.digest):
-            if blob.exists() and not _keeps_its_name(blob, file, meter):
+            if blob.exists() and not _has_its_content(blob, file, meter):
                 _demote(blob)
             if not blob.exists():
                 _fetch(client, blob, listing, file, meter, patience, check)
@@ -147,11 +151,13 @@ def _bring_file(
         raise transfer.disk_trouble(e, blob) from e
 
 
-def _keeps_its_name(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
-    """True if a blob we did not bring has the content its name promises (others check lengths
-    only)."""
+def _has_its_content(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
+    """True if a file has the content that was published: other programs check lengths only, and
+    disks fail. Raises OSError."""
     if blob.stat().st_size != file.size_bytes:
         return False
+    if digests.is_known(blob, file.digest):
+        return True
     have = 0
 
     def count(n: int) -> None:
@@ -159,7 +165,10 @@ def _keeps_its_name(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
         have += n
         meter.report("verifying", file.name, have, file.digest)
 
-    return store.digest_file(blob, file.digest, count) == file.digest
+    is_whole = store.digest_file(blob, file.digest, count) == file.digest
+    if is_whole:
+        digests.remember(blob, file.digest)
+    return is_whole
 
 
 def _demote(blob: Path) -> None:
@@ -196,6 +205,7 @@ def _fetch(
     with partial.open("rb+") as f:
         os.fsync(f.fileno())
     os.replace(partial, blob)
+    digests.remember(blob, file.digest)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class ModelDigest:
                     key = _key(file)
                     digest = store.digest_file(file, "0" * _SHA256_DIGITS)
                     if key == _key(file):  # it was not written to meanwhile
-                        _remember(key, digest)
+                        remember(file, digest)
                 except OSError:
                     continue
 
@@ -102,7 +102,14 @@ def _remembered() -> dict[str, str]:
     return {k: v for k, v in json_store.read(kept_in()).items() if isinstance(v, str)}
 
 
-def _remember(key: str, digest: str) -> None:
+def is_known(file: Path, digest: str) -> bool:
+    """Whether `file` had this hash when it was last read, and was not written to since. Raises
+    OSError."""
+    return _remembered().get(_key(file)) == digest
+
+
+def remember(file: Path, digest: str) -> None:
+    """Remember the hash of `file` as it is. Raises OSError."""
     with _lock:
-        kept = {**_remembered(), key: digest}
+        kept = {**_remembered(), _key(file): digest}
         json_store.write(kept_in(), dict(list(kept.items())[-_MOST_REMEMBERED:]))

@@ -40,6 +40,9 @@ _FORBIDDEN_HINT = (
     "the hub's settings of the token or of the repository say so: see "
     "huggingface.co/settings/tokens"
 )
+LEGAL_HINT = (
+    "the hub may not give it out (451, for legal reasons): ask its makers, or take another model"
+)
 _FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 LATER_HINT = "run the same command again: it goes on where it stopped"
 
@@ -316,7 +319,8 @@ def _of_status(status: int, response: Any, host: str, repo: str) -> DownloadErro
         )
     if status in (408, 425) or status >= 500:
         return HubUnreachableError(f"{host} answered {status} about {repo}", hint="try again later")
-    return DownloadError(f"{host} answered {status} about {repo}")
+    hint = LEGAL_HINT if status == 451 else f"see what {endpoint()}/{repo} says of it"
+    return DownloadError(f"{host} answered {status} about {repo}", hint=hint)
 
 
 def forbidden(host: str, what: str, response: Any) -> DownloadError:
@@ -336,13 +340,10 @@ def _proxy() -> str:
     """The proxy that the hub is asked through, without its password, for people."""
     from urllib.request import getproxies
 
-    known = getproxies()
-    address = known.get(urlsplit(endpoint()).scheme) or known.get("all") or ""
-    return (
-        f"the proxy {address.rpartition('@')[2].rpartition('/')[2]} (HTTPS_PROXY)"
-        if address
-        else ("the proxy")
-    )
+    known, scheme = getproxies(), urlsplit(endpoint()).scheme
+    name = scheme if known.get(scheme) else "all"
+    address = known.get(name, "").rpartition("@")[2].rpartition("/")[2]
+    return f"the proxy {address} ({name.upper()}_PROXY)" if address else "the proxy"
 
 
 def _page_instead(host: str) -> HubUnreachableError:

@@ -71,6 +71,12 @@ def check_quant(model: Model, asked: str) -> None:
         )
 
 
+def check_said(*references: str) -> None:
+    """Raises UsageError where a reference is empty: an unset variable of a script, most likely."""
+    if any(not reference.strip() for reference in references):
+        raise UsageError("a model's name is empty", hint=_REFERENCE_HINT)
+
+
 def is_first_part(name: str) -> bool:
     """False for a later part of a split GGUF."""
     split = split_of(name)

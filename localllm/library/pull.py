@@ -64,6 +64,7 @@ def pull(
     reads wrong), DownloadError (hub, network, disk space, content).
     """
     say = on_progress or (lambda _: None)
+    names.check_said(ref)
     names.check_readable(ref)
     if offline or hub.is_offline():
         return _without_network(ref, catalog)
@@ -216,7 +217,8 @@ def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
         return resolve(ref, catalog=catalog, offline=True)
     except ModelNotFoundError as e:
         raise DownloadError(
-            f"{e.message}, and offline mode forbids fetching it", hint="leave --offline out"
+            f"{e.message}, and offline mode forbids fetching it",
+            hint="unset HF_HUB_OFFLINE" if hub.is_offline() else "leave --offline out",
         ) from e
 
 

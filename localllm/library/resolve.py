@@ -42,9 +42,10 @@ def resolve(
     it). Raises ModelNotFoundError saying what is near and how to fetch it, ModelFileError for a
     path that is no model, UsageError for a malformed reference.
     """
-    if ref is None or not ref.strip():
+    if ref is None:
         return _best_at_hand()
     ref = ref.strip()
+    names.check_said(ref)
     packaged = store.packaged() if ref.lower() in _STARTER_NAMES else []
     found = packaged[0] if packaged else by_path(ref)
     if found is None:

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import DownloadError
-from localllm.library.hub import LATER_HINT, TOKEN_HINT, Patience, RepoFile, forbidden, retry_after
+from localllm.library.hub import (
+    LATER_HINT,
+    LEGAL_HINT,
+    TOKEN_HINT,
+    Patience,
+    RepoFile,
+    forbidden,
+    retry_after,
+)
 from localllm.library.redirects import RedirectRule
 from localllm.library.store import new_digest
 
@@ -257,10 +265,8 @@ class Fetch:
             raise forbidden(str(host), self._file.name, response)
         if status in (401, 403):
             raise DownloadError(f"{host} refuses {self._file.name} ({status})", hint=TOKEN_HINT)
-        raise DownloadError(
-            f"{host} answered {status} for {self._file.name}",
-            hint="the repository may have changed: try again",
-        )
+        hint = LEGAL_HINT if status == 451 else "the repository may have changed: try again"
+        raise DownloadError(f"{host} answered {status} for {self._file.name}", hint=hint)
 
 
 def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) -> httpx.Client:

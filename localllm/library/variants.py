@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -68,7 +69,8 @@ class Selection:
 
 
 def selections(listing: Listing) -> list[Selection]:
-    """Every whole variant of a repository, smallest first. Left out are splits of which a part is
+    """Every whole variant of a repository, those in its folders last, else smallest first. Left
+    out are splits of which a part is
     missing, files without a byte, and what is no model (projectors, adapters, drafters …)."""
     found = []
     for name in [n for n, kind in _kinds(listing).items() if kind in kinds.MODELS]:
@@ -82,7 +84,7 @@ def selections(listing: Listing) -> list[Selection]:
     folder_model = _mlx(listing)
     if folder_model is not None and not found:
         found.append(folder_model)
-    return sorted(found, key=lambda s: s.weights_bytes)
+    return sorted(found, key=lambda s: (s.files[0].name.count("/"), s.weights_bytes))
 
 
 def _kinds(listing: Listing) -> dict[str, Kind]:
@@ -161,8 +163,15 @@ def pick(
     if file:
         raise DownloadError(f"{listing.repo} has no model file {file}", hint=_what_there_is(there))
     if len(there) > 1 and choose is not None and described is not None:
-        return _chosen(there, listing, described(), choose)
-    return _usual(there, lambda s: (s.quant, s.weights_bytes), sensible_bytes())
+        chosen = _chosen(there, listing, described(), choose)
+    else:
+        chosen = _usual(there, lambda s: (s.quant, s.weights_bytes), sensible_bytes())
+    others = [s.files[0].name for s in there if s.quant == chosen.quant and s is not chosen]
+    others += [f"{name} (not a name to keep a file under)" for name in listing.left_out]
+    if others:
+        said = f"took {chosen.files[0].name} of {listing.repo}, and not {', '.join(others[:4])}"
+        logging.getLogger(__name__).warning(said)
+    return chosen
 
 
 def _holding(there: Sequence[Selection], file: str) -> Selection | None:

@@ -83,10 +83,7 @@ def _with_shorter_contexts(
 def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[LoadPlan]:
     """`loads` with those that one card holds moved, in turn, to the fastest card of `device` that
     still has room: each was planned as if it were alone, so all of them for the same."""
-    rates = {
-        card.number: card.bandwidth_gbps.value if card.bandwidth_gbps else 0.0
-        for card in device.cards
-    }
+    rates = {card.number: card.bandwidth_gbps.value for card in device.cards}
     left = {card.number: card.memory.limit_bytes for card in device.cards}
     placed = []
     for load in loads:

@@ -77,13 +77,16 @@ def _numbers(text: str) -> Iterator[tuple[str, int]]:
             yield name, int(value[0])
 
 
+_HIGH = ("memory.high",)
+
+
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
     """A group of processes whose memory may be limited. The page cache charged to it is reclaimed
     before anything is ended: `max - current` under-estimates what is free after a model was read
     twice.
 
-    Files: kernel.org, cgroup-v2 (memory.max) and cgroup-v1 memory (memory.limit_in_bytes).
+    Files: kernel.org, cgroup-v2 (memory.max, memory.high) and cgroup-v1 memory (memory.limit_in_bytes).
     """
 
     folder: str
@@ -98,25 +101,23 @@ class ControlGroup:
         )
 
     @property
-    def limit_file(self) -> str:
-        return f"{self.folder}/{self._names[0]}"
+    def files(self) -> tuple[str, ...]:
+        """What has to be read of it: what is used, of that the caches, and its limits: beyond
+        memory.high nothing is ended, but everything is held up."""
+        names = self._names[1], "memory.stat", self._names[0], *(() if self.is_v1 else _HIGH)
+        return tuple(f"{self.folder}/{name}" for name in names)
 
-    @property
-    def files(self) -> tuple[str, str, str]:
-        """What has to be read of it: its limit, what is used, and of that the caches."""
-        return self.limit_file, f"{self.folder}/{self._names[1]}", f"{self.folder}/memory.stat"
-
-    def limit_bytes(self, read: ReadText) -> int | None:
-        """Its limit; None where it has none."""
-        limit = _number(read(self.limit_file))
-        return limit if 0 < limit < _UNLIMITED else None
+    def limit(self, read: ReadText) -> tuple[int, str] | None:
+        """Its smallest limit in bytes, and the file that says it; None where it has none."""
+        said = [(_number(read(file)), file) for file in self.files[2:]]
+        return min((one for one in said if 0 < one[0] < _UNLIMITED), default=None)
 
     def free_bytes(self, read: ReadText) -> int | None:
         """What is left of its limit, caches apart; None where it has none."""
-        limit = self.limit_bytes(read)
-        if limit is None:
+        limited = self.limit(read)
+        if limited is None:
             return None
-        _, used_file, stat_file = self.files
+        limit, (used_file, stat_file, *_) = limited[0], self.files
         used = _number(read(used_file))
         stat = dict(_numbers(read(stat_file)))
         prefix = "total_" if self.is_v1 else ""  # v1: with the groups below
@@ -153,7 +154,7 @@ class LinuxMemory:
     def __init__(self, read: ReadText = read_text) -> None:
         self._read = read
         groups = control_groups(read(OWN_GROUPS))
-        self._groups = [group for group in groups if group.limit_bytes(read) is not None]
+        self._groups = [group for group in groups if group.limit(read) is not None]
 
     def machine(self) -> MemInfo | None:
         """The whole machine's; None where it does not say."""
@@ -163,9 +164,8 @@ class LinuxMemory:
         """The smallest limit below the machine's own memory, and the file that says it; None where
         nothing limits us."""
         machine = self.machine()
-        limits = [(group.limit_bytes(self._read), group.limit_file) for group in self._groups]
-        known = [(limit, file) for limit, file in limits if limit is not None]
-        smallest = min(known, default=None)
+        limits = (group.limit(self._read) for group in self._groups)
+        smallest = min((limit for limit in limits if limit is not None), default=None)
         return (
             None
             if machine is None or smallest is None or smallest[0] >= machine.total_bytes

@@ -33,10 +33,8 @@ from localllm_catalog import quants
 from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
+# Of system memory beside a card, of which nothing is said.
 ASSUMED_BANDWIDTH_GBPS = 20.0
-# What a memory that nobody knows is made for: two channels of DDR4-3200 behind cores with AVX2, of
-# DDR3-1600 behind older ones.
-_USUAL_NOMINAL_GBPS, _OLD_NOMINAL_GBPS = 51.2, 25.6
 # What a processor reads of its memory's nominal rate: of an EPYC 9554's 461 GB/s a 14B in Q4_K_M
 # takes 28.7 tokens/s and in Q8_0 19.2 (https://ahelpme.com/?p=6685), 260 and 299 GB/s. And what one
 # of its cores takes of that at most: a 7B in Q4_0 and Q4_K on one thread 15.5 and 17.7 GB/s
@@ -135,7 +133,7 @@ def hardware_of(device: Device, backend: str) -> Hardware:
         efficiency.REFERENCE_GHZ if device.accelerator == "cpu" else efficiency.clock_ghz(name)
     )
     keys, (bandwidth_gbps, basis) = efficiency.device_keys(device, backend), bandwidth_of(device)
-    if device.accelerator == "cpu" and basis in ("datasheet", "derived", "given"):
+    if device.accelerator == "cpu" and basis not in ("measured", "reported"):
         cores_gbps = CPU_CORE_GBPS * (device.n_cpu_cores or math.inf)
         bandwidth_gbps = min(CPU_NOMINAL_SHARE * bandwidth_gbps, cores_gbps)
     plain_tflops, _ = efficiency.nominal_tflops(device)
@@ -165,14 +163,7 @@ def stored_on(device: Device) -> Hardware:
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:
-    """(GB/s, basis) of the accelerator's memory; assumed where nothing is known, of a processor by
-    its vectors and cores."""
-    if device.bandwidth_gbps is None:
-        if device.accelerator != "cpu" or not device.n_cpu_cores:
-            return ASSUMED_BANDWIDTH_GBPS, "assumed"
-        is_old = device.cpu_vectors in ("SSE", "AVX")
-        nominal_gbps = _OLD_NOMINAL_GBPS if is_old else _USUAL_NOMINAL_GBPS
-        return min(CPU_NOMINAL_SHARE * nominal_gbps, CPU_CORE_GBPS * device.n_cpu_cores), "assumed"
+    """(GB/s, basis) of the accelerator's memory."""
     return device.bandwidth_gbps.value, device.bandwidth_gbps.basis
 
 

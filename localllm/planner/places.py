@@ -205,10 +205,7 @@ def weights_of_cards(
 ) -> tuple[tuple[Device, float], ...]:
     """The cards of `device` with the share (0..1) that each has of the weights on them; of cards
     that are all alike, and where none is known apart, one for all."""
-    kinds = {
-        (card.match or card.name, card.bandwidth_gbps and card.bandwidth_gbps.value)
-        for card in device.cards
-    }
+    kinds = {(card.match or card.name, card.bandwidth_gbps.value) for card in device.cards}
     if len(kinds) < 2:
         return ((device, 1.0),)
     found, n = parts(model, variant), len(model.layers)

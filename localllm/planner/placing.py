@@ -108,7 +108,7 @@ def _goals(device: Device, held_bytes: int, beside_bytes: int) -> tuple[int, ...
     besides: the fastest cards are filled first; cards of one speed, or none to spare, share by what
     they may hold."""
     limits = memory.cards_limits(device)
-    rates = [card.bandwidth_gbps.value if card.bandwidth_gbps else 0.0 for card in device.cards]
+    rates = [card.bandwidth_gbps.value for card in device.cards]
     if len(set(rates)) < 2:
         return limits
     goals, left = [0] * len(limits), held_bytes
@@ -138,7 +138,7 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
         kind = (
             card.match or card.name,
             card.memory.total_bytes,
-            card.bandwidth_gbps and card.bandwidth_gbps.value,
+            card.bandwidth_gbps.value,
         )
         alike.setdefault(kind, []).append(card)
     groups = list(alike.values())
@@ -146,9 +146,7 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
         taken = itertools.product(*([group[:n] for n in range(len(group) + 1)] for group in groups))
         found = [list(itertools.chain.from_iterable(parts)) for parts in taken]
     else:
-        fastest = sorted(
-            device.cards, key=lambda c: -(c.bandwidth_gbps.value if c.bandwidth_gbps else 0.0)
-        )
+        fastest = sorted(device.cards, key=lambda card: -card.bandwidth_gbps.value)
         found = [[group[0]] for group in groups] + [fastest[:n] for n in range(2, len(fastest) + 1)]
     some = (chosen for chosen in found if 0 < len(chosen) < len(device.cards))
     numbers = {tuple(sorted(card.number for card in chosen)) for chosen in some}

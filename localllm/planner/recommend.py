@@ -264,6 +264,13 @@ def _draft_sentence(device: Device, plan: Plan, models: Sequence[Model]) -> str 
     return f"with --draft {name}: about {gain:.1f}× as fast ({assumed}), {gb(extra)} more"
 
 
+def beyond_training(model: Model, workload: Workload) -> str:
+    """What is wrong with a context longer than `model` was trained for; "" of any other."""
+    if not model.native_context or workload.context <= model.native_context:
+        return ""
+    return f"trained for {model.native_context:,} tokens, {workload.context:,} asked"
+
+
 def _best_of(
     device: Device, model: Model, workload: Workload, need: Need, overrides: Overrides
 ) -> Plan | Rejected | None:
@@ -274,9 +281,9 @@ def _best_of(
     unsuited = needs.unsuited(model, workload)
     if unsuited is not None:
         return Rejected(model, smallest, unsuited, "purpose")
-    if workload.context and model.native_context and workload.context > model.native_context:
-        reason = f"trained for {model.native_context:,} tokens, {workload.context:,} asked"
-        return Rejected(model, smallest, reason, "context")
+    untrained = beyond_training(model, workload)
+    if untrained:
+        return Rejected(model, smallest, untrained, "context")
     fitting: list[Plan] = []
     fast: list[Plan] = []
     for group in _by_class(model, _small_enough(device, model, variants)):
@@ -344,6 +351,9 @@ def variants_of(
         replace(p, max_ctx=max_context(device, p), why=why.of_variant(p, device, need))
         for p in plans
     ]
+    untrained = beyond_training(model, workload)
+    if untrained:
+        plans = [replace(p, fits="no", why=untrained) for p in plans]
     return sorted(plans, key=lambda p: (p.variant.file_bytes, p.variant.format, p.variant.quant))
 
 
@@ -374,8 +384,8 @@ def reaching(
     need = needs.need_of(workload)
     found: dict[str, tuple[Device, Plan]] = {}
     nearest: tuple[Device, Plan] | None = None
-    for device in sorted(devices, key=lambda d: (_bandwidth(d), d.room_bytes, d.name)):
-        if device.bandwidth_gbps is None or device.match in found:
+    for device in sorted(devices, key=lambda d: (d.bandwidth_gbps.value, d.room_bytes, d.name)):
+        if device.match in found:
             continue
         plans = [
             plan_for(device, model, variant, workload, overrides=overrides)
@@ -390,7 +400,3 @@ def reaching(
             if nearest is None or best.decode_tok_s.value > nearest[1].decode_tok_s.value:
                 nearest = device, best
     return Reach(tuple(found.values()), nearest)
-
-
-def _bandwidth(device: Device) -> float:
-    return device.bandwidth_gbps.value if device.bandwidth_gbps else 0.0

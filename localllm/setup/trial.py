@@ -251,7 +251,6 @@ def examine(
 def report(test: SelfTest) -> list[str]:
     device, build = test.device, test.build
     figure = device.bandwidth_gbps
-    bandwidth = f"{figure.value:g} GB/s ({figure.basis})" if figure else "unknown"
     lines = [
         f"localllm {__version__} self-test, {datetime.date.today().isoformat()}",
         f"result: {'passed' if not test.failures else f'{len(test.failures)} failure(s)'}",
@@ -261,7 +260,7 @@ def report(test: SelfTest) -> list[str]:
         f"{platform.python_version()}",
         f"memory       {device.memory.limit_bytes / 1e9:.1f} GB usable of "
         f"{device.memory.total_bytes / 1e9:.1f}",
-        f"bandwidth    {bandwidth}",
+        f"bandwidth    {figure.value:g} GB/s ({figure.basis})",
         f"llama.cpp    llama-cpp-python {build.version or 'unknown'}, tested on: "
         f"{test.backend or 'nothing'}",
     ]

@@ -33,6 +33,16 @@ def test_config_says_where_each_value_comes_from(monkeypatch: pytest.MonkeyPatch
     assert re.search(r"^context +automatic +default ", table, re.MULTILINE)
 
 
+def test_config_set_writes_through_a_link(tmp_path: Path) -> None:
+    target = tmp_path / "dotfiles.toml"
+    target.write_text("# mine\ncontext = 8192\n")
+    config_file().unlink(missing_ok=True)
+    config_file().symlink_to(target)
+    assert CliRunner().invoke(app, ["config", "set", "context", "4096"]).exit_code == 0
+    assert config_file().is_symlink()
+    assert target.read_text() == "# mine\ncontext = 4096\n"
+
+
 def config_file() -> Path:
     return paths.private_dir(paths.config_dir()) / "config.toml"
 

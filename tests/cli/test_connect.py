@@ -148,6 +148,19 @@ def test_writing_keeps_what_was_there_and_a_backup(tmp_path: Path) -> None:
     assert file.path.stat().st_mode & 0o077 == 0
 
 
+def test_a_link_is_written_through_and_its_backup_is_beside_the_target(tmp_path: Path) -> None:
+    (file,) = RECIPES["zed"](TARGET, tmp_path).files
+    target = tmp_path / "dotfiles" / "zed.json"
+    target.parent.mkdir()
+    target.write_text('{"theme": "One"}')
+    file.path.parent.mkdir(parents=True, exist_ok=True)
+    file.path.symlink_to(target)
+    command.write_file(file)
+    assert file.path.is_symlink()
+    assert json.loads(target.read_text())["theme"] == "One"
+    assert len(list(target.parent.glob("*.bak"))) == 1
+
+
 def test_a_list_keeps_the_entries_of_others(tmp_path: Path) -> None:
     (file,) = RECIPES["vscode"](TARGET, tmp_path).files
     file.path.parent.mkdir(parents=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -221,9 +220,8 @@ def test_doctor_runs_here_and_its_json_lists_every_check(
     }
 
 
-def test_an_unknown_bandwidth_is_a_finding_of_doctor() -> None:
-    unknown = replace(identify(recordings.load("cpu_only_vm")), bandwidth_gbps=None)
-    first = judge(unknown, HealthFacts())[0]
+def test_an_assumed_bandwidth_is_a_finding_of_doctor() -> None:
+    first = judge(identify(recordings.load("cpu_only_vm")), HealthFacts())[0]
     assert (first.status, first.fix) == ("warning", "localllm device --measure")
 
 

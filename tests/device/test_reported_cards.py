@@ -153,20 +153,21 @@ def test_a_slice_of_unknown_size_is_never_the_whole_card(outputs: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    ("gpu", "gib"),
+    ("gpu", "gib", "gbps"),
     [
-        (card("NVIDIA A100-SXM4-40GB", 40, mig=1, slices=[20 * GIB, 5 * GIB]), 20),
-        (card("GRID P40-24Q", 24), 24),
-        (card("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.75), 9.75),
-        (card("NVIDIA A40-12Q", 12), 12),
+        (card("NVIDIA A100-SXM4-40GB", 40, mig=1, slices=[20 * GIB, 5 * GIB]), 20, 780.0),
+        (card("GRID P40-24Q", 24), 24, 288.4),
+        (card("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.75), 9.75, 248.5),
+        (card("NVIDIA A40-12Q", 12), 12, 174.0),
     ],
 )
-def test_a_slice_of_known_size_has_that_and_no_cards_bandwidth(
-    gpu: dict[str, object], gib: float
+def test_a_slice_of_known_size_has_that_and_its_share_of_bandwidth(
+    gpu: dict[str, object], gib: float, gbps: float
 ) -> None:
     device = linux(nvml=nvidia(gpu))
     assert device.memory.total_bytes == pytest.approx(gib * GIB, rel=1e-6)
-    assert (device.match, device.bandwidth_gbps) == ("", None)
+    assert (device.match, device.bandwidth_gbps.basis) == ("", "assumed")
+    assert device.bandwidth_gbps.value == gbps
 
 
 def test_a_desktop_card_that_tells_no_memory_is_still_known() -> None:
@@ -260,7 +261,8 @@ def test_an_arc_that_no_id_names_is_asked_of_vulkan() -> None:
     vulkan = VULKAN.format(id="e2ff", name="Intel(R) Arc(tm) B580 Graphics (BMG G21)")
     assert linux(drm(0, "0x8086", "0xe2ff", uevent=slot), vulkaninfo=vulkan).match == "Arc B580"
     own = linux(drm(0, "0x8086", "0x5696", uevent=slot, lmem_total_bytes=str(6 * GIB)))
-    assert (own.kind, own.memory.total_bytes, own.bandwidth_gbps) == ("discrete", 6 * GIB, None)
+    assert (own.kind, own.memory.total_bytes) == ("discrete", 6 * GIB)
+    assert (own.bandwidth_gbps.value, own.bandwidth_gbps.basis) == (186, "assumed")
 
 
 def test_intel_graphics_of_a_processor_are_no_card() -> None:
@@ -282,7 +284,81 @@ def test_arc_graphics_of_a_processor_are_known_by_their_ids(pci: str, row: str) 
     assert row in device.match
 
 
+# --- cards that nobody lists ----------------------------------------------------------------------
+
+
+def test_an_unknown_card_has_its_clocks_bandwidth_else_that_of_cards_like_it() -> None:
+    files = amd(0, "0x7fff", 32, 31, board_info="")
+    guessed = linux(files)
+    assert (guessed.bandwidth_gbps.value, guessed.bandwidth_gbps.basis) == (512, "assumed")
+    assert "--bandwidth GBPS" in said(guessed)
+    node = "/sys/class/kfd/kfd/topology/nodes/1"
+    kfd = {
+        f"{node}/properties": f"simd_count 144\ngfx_target_version 100300\ndevice_id {0x7FFF}\n",
+        f"{node}/mem_banks/0/properties": "heap_type 1\nwidth 256\nmem_clk_max 1000\n",
+    }
+    told = linux(files | kfd)
+    assert (told.bandwidth_gbps.value, told.bandwidth_gbps.basis) == (512, "derived")
+    large = nvidia(
+        card("NVIDIA GB999", 251, cc_major=10, cc_minor=3),
+        card("NVIDIA RTX PRO 2000 Blackwell", 15.9, cc_major=12, cc_minor=0),
+    )
+    both = linux(nvml=large)
+    assert both.cards[0].bandwidth_gbps.value > both.cards[1].bandwidth_gbps.value
+    assert both.bandwidth_gbps.basis == "assumed"
+
+
+def test_what_drives_a_card_is_what_builds_have_code_for() -> None:
+    polaris = linux(amd(0, "0x67df", 8, 31, revision="0xe7"))
+    assert polaris.accelerator == "vulkan"
+    old = linux(nvml=nvidia(card("Tesla K99", 11, cc_major=3, cc_minor=7)))
+    assert old.accelerator == "vulkan"
+    assert "CUDA's builds have no code of 3.7" in said(old)
+    beside = nvidia(
+        card("NVIDIA GeForce RTX 3090", 24, cc_major=8, cc_minor=6),
+        card("NVIDIA GeForce GT 710", 2, cc_major=3, cc_minor=5),
+    )
+    device = linux(nvml=beside)
+    assert (device.name, device.accelerator) == ("NVIDIA GeForce RTX 3090", "cuda")
+    assert "GT 710 is here too" in said(device)
+
+
+def test_boards_and_apples_computers_are_called_by_their_names() -> None:
+    cores = "".join(
+        f"processor\t: {i}\nCPU implementer\t: 0x41\nCPU part\t: 0xd0b\n\n" for i in range(4)
+    )
+    model = "/proc/device-tree/model"
+    pi = linux({"/proc/cpuinfo": cores, model: "Raspberry Pi 5 Model B Rev 1.0\0"})
+    assert (pi.name, pi.match) == ("Raspberry Pi 5 Model B Rev 1.0", "Raspberry Pi 5")
+    assert pi.bandwidth_gbps.value == pytest.approx(17.1)
+    asahi = linux({"/proc/cpuinfo": cores, model: "Apple MacBook Air (M1, 2020)"})
+    assert (asahi.name, asahi.bandwidth_gbps.value) == ("Apple MacBook Air (M1, 2020)", 68)
+    s390x = "vendor_id       : IBM/S390\n# processors    : 4\n\nprocessor 0: version = FF\n"
+    assert linux({"/proc/cpuinfo": s390x}).n_cpu_cores == 4
+
+
+def test_memory_high_holds_a_group_up_before_memory_max_ends_it() -> None:
+    root = "/sys/fs/cgroup"
+    limits = {f"{root}/memory.max": str(32 * GIB), f"{root}/memory.high": str(8 * GIB)}
+    device = linux(limits | {f"{root}/memory.current": str(GIB)})
+    assert device.memory.total_bytes == 8 * GIB
+    assert "memory.high" in device.memory.source
+
+
 # --- Windows --------------------------------------------------------------------------------------
+
+
+def test_two_identical_cards_on_windows_are_two() -> None:
+    key = r"HKEY_LOCAL_MACHINE\SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
+    shown = "".join(
+        f"{key}\\{i:04}\n    DriverDesc    REG_SZ    AMD Radeon RX 7900 XTX\n"
+        "    HardwareInformation.qwMemorySize    REG_QWORD    0x5ff000000\n"
+        "    MatchingDeviceId    REG_SZ    PCI\\VEN_1002&DEV_744C\n"
+        for i in range(2)
+    )
+    outputs = {"memory-status": f"ullTotalPhys: {64 * GIB}\nullAvailPhys: {60 * GIB}\n"}
+    device = identify(Readings("windows", "AMD64", {}, outputs | {"display-class": shown}))
+    assert device.n_gpus == 2
 
 
 def windows(processor: str, *adapters: str) -> Device:
@@ -307,7 +383,7 @@ def windows(processor: str, *adapters: str) -> Device:
         ("Intel(R) Core(TM) Ultra 5 238V", "Intel(R) Arc(TM) 130V GPU (16GB)", "Lunar Lake", 136.5),
         ("Intel(R) Core(TM) Ultra 7 258V", "Intel(R) Arc(TM) 140V GPU (16GB)", "Lunar Lake", 136.5),
         # llmfit#676
-        ("Intel(R) Core(TM) Ultra 9 285H", "Intel(R) Arc(TM) 140T GPU (16GB)", "Arrow Lake", None),
+        ("Intel(R) Core(TM) Ultra 9 285H", "Intel(R) Arc(TM) 140T GPU (16GB)", "Arrow Lake", 102.4),
         ("Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R) Oryon(TM) CPU", "Qualcomm(R) "
                                                                                   "Adreno(TM) "
                                                                                   "X2-90 "
@@ -315,15 +391,13 @@ def windows(processor: str, *adapters: str) -> Device:
          "X2E-96-100", 228.0),
         ("Snapdragon(R) X Elite - X1E78100 - Qualcomm(R) Oryon(TM) CPU", "Qualcomm(R) Adreno(TM) "
                                                                          "X1-85 "
-                                                                         "GPU", "X1E-80/78", None),
+                                                                         "GPU", "X1E-80/78", 135.168),
     ],
 )  # fmt: skip
-def test_what_windows_prints_is_known(
-    processor: str, adapter: str, row: str, gbps: float | None
-) -> None:
+def test_what_windows_prints_is_known(processor: str, adapter: str, row: str, gbps: float) -> None:
     device = windows(processor, adapter)
     assert row in device.match
-    assert (device.bandwidth_gbps.value if device.bandwidth_gbps else None) == gbps
+    assert device.bandwidth_gbps.value == gbps
 
 
 # --- Macs -----------------------------------------------------------------------------------------

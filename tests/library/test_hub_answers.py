@@ -136,6 +136,19 @@ def test_a_page_in_the_hubs_place_is_called_one(
     assert len(waits) == patience.listing_failures - 1, "it may pass"
 
 
+def test_the_reason_and_the_variable_are_named(
+    hub: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(REPO, {"x-Q8_0.gguf": b"GGUF"})
+    monkeypatch.setenv("HF_HUB_CACHE", "/proc/nope")
+    with pytest.raises(DownloadError, match="can't be written"):
+        pull(REPO, patience=patience)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DownloadError) as e:
+        pull(REPO, patience=patience)
+    assert e.value.hint == "unset HF_HUB_OFFLINE"
+
+
 def test_a_proxy_that_does_not_answer_is_named_without_its_password(
     hub: Hub, patience: Patience, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +159,7 @@ def test_a_proxy_that_does_not_answer_is_named_without_its_password(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(HubUnreachableError) as e:
         pull(REPO, patience=patience)
-    assert "the proxy 127.0.0.1:9" in e.value.hint
+    assert "the proxy 127.0.0.1:9 (HTTP_PROXY)" in e.value.hint
     assert "secret" not in e.value.hint + e.value.message
 
 

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from library.hub import Hub, Schedule, git_sha1, sha256
+from localllm.cli.all_commands import app
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library import store
 from localllm.library.catalog import load_catalog
@@ -65,6 +67,39 @@ def test_the_usual_variant_is_fetched_verified_and_seen_by_huggingface_hub(
 def test_every_way_to_name_a_variant(hub: Hub, patience: Patience, ref: str) -> None:
     repo = hub.add(REPO, files("Q4_K_M", "Q8_0"))
     assert pull(ref, patience=patience).path.read_bytes() == repo.files["Tiny-1B-Q8_0.gguf"]
+
+
+def test_a_blob_that_was_damaged_since_is_fetched_again(
+    hub: Hub, cache: Path, patience: Patience
+) -> None:
+    repo = hub.add(REPO, files("Q4_K_M"))
+    local = pull(REPO, patience=patience)
+    with local.path.resolve().open("r+b") as blob:
+        blob.seek(1000)
+        blob.write(b"????")
+    said = CliRunner().invoke(app, ["models", "verify", REPO])
+    assert said.exit_code == 4
+    assert f"`localllm pull {REPO}:Q4_K_M` fetches it again" in said.stdout
+    assert pull(REPO, patience=patience).path.read_bytes() == repo.files["Tiny-1B-Q4_K_M.gguf"]
+    hub.seen.clear()
+    pull(REPO, patience=patience)
+    assert not hub.contents()
+
+
+def test_an_empty_name_is_wrong_usage(hub: Hub) -> None:
+    for command in (["pull", ""], ["models", "info", ""], ["serve", " "]):
+        said = CliRunner().invoke(app, command)
+        assert (type(said.exception), said.stdout) == (UsageError, ""), command
+
+
+def test_what_was_not_taken_of_a_repository_is_said(
+    hub: Hub, patience: Patience, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = {"old/Tiny-1B-Q4_K_M.gguf": content(7, 1000), "why?-Q4_K_M.gguf": content(8)}
+    repo = hub.add(REPO, files("Q4_K_M") | old)
+    assert pull(REPO, patience=patience).path.read_bytes() == repo.files["Tiny-1B-Q4_K_M.gguf"]
+    assert "old/Tiny-1B-Q4_K_M.gguf" in caplog.text
+    assert "why?-Q4_K_M.gguf (not a name to keep a file under)" in caplog.text
 
 
 def test_the_second_pull_fetches_no_content(hub: Hub, patience: Patience) -> None:
@@ -228,7 +263,8 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_the_first_byte(
     hub.add(REPO, files("Q4_K_M"))
     with pytest.raises(DownloadError) as e:
         pull(REPO, patience=patience, reserve_bytes=10**16)
-    assert "GB free" in e.value.message
+    assert "10000000.0 GB that are kept for everything else" in e.value.message
+    assert " free" in e.value.message
     assert not hub.contents()
 
 

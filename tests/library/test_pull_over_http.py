@@ -67,7 +67,7 @@ def test_no_path_is_pulled_or_removed(hub: Hub, http: httpx.Client, tmp_path: Pa
 def test_another_applications_model_stays(hub: Hub, http: httpx.Client, smollm2: Path) -> None:
     reply = http.request("DELETE", "/api/delete", json={"model": "smollm2-135m"})
     assert reply.status_code == 400
-    assert "belongs to" in reply.json()["error"]
+    assert "is the starter model" in reply.json()["error"]
     assert smollm2.exists()
 
 

@@ -45,7 +45,9 @@ def no_starter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_named_and_nothing_installed_is_the_starter(smollm2: Path) -> None:
     assert starter.path() == smollm2
-    for ref in (None, "", "smollm2-135m-instruct", "smollm2-135m", "starter"):
+    with pytest.raises(UsageError, match="empty"):
+        resolve("  ")
+    for ref in (None, "smollm2-135m-instruct", "smollm2-135m", "starter"):
         local = resolve(ref)
         assert (local.name, local.path, local.origin) == (
             "smollm2-135m-instruct",

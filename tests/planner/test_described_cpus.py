@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from localllm.device import table
+from localllm.device import cpus, table
 from localllm.device.named import resolve
 from localllm.device.overrides import overridden
 from localllm.device.types import Figure, MatrixRates, TypeRates
@@ -72,8 +72,9 @@ def test_what_another_processor_was_timed_at_says_nothing_of_a_described_one() -
 def test_a_memory_that_nobody_knows_goes_by_the_cores_and_their_vectors(
     vectors: str, cores: int, gbps: float
 ) -> None:
+    figure = cpus.usual_bandwidth("", vectors)
     device = replace(
-        resolve("EPYC 9554 192GB"), bandwidth_gbps=None, n_cpu_cores=cores, cpu_vectors=vectors
+        resolve("EPYC 9554 192GB"), bandwidth_gbps=figure, n_cpu_cores=cores, cpu_vectors=vectors
     )
     said = speed.decode(device, *file_of("phi-4", "Q4_K_M"))
     assert said.basis == f"assumed {gbps:.0f} GB/s"

@@ -56,8 +56,6 @@ def faster(name: str, seed: str) -> list[Device]:
     """The device with memory of from half to twice its rate, and with up to 30 % more."""
     draw = random.Random(f"{name} {seed} faster")
     device, rate = resolve(name), draw.uniform(0.5, 2)
-    if device.bandwidth_gbps is None:
-        return []
     return [
         replace(
             device,

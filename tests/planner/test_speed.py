@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from localllm.device import table
 from localllm.device.named import resolve
 from localllm.device.types import Device, Figure, MatrixRates, Memory, TypeRates
 from localllm.planner import decode_cost, drafting, efficiency, kv_sizes, recommend, speed
@@ -198,7 +199,12 @@ def test_an_unknown_part_is_predicted_from_its_generation_and_says_so() -> None:
 
 
 def test_nothing_known_is_a_wide_range_not_a_refusal() -> None:
-    nothing = replace(resolve("RTX 4090"), name="?", match="", bandwidth_gbps=None)
+    nothing = replace(
+        resolve("RTX 4090"),
+        name="?",
+        match="",
+        bandwidth_gbps=table.of_like_cards("", "", 24 << 30),
+    )
     m = model("qwen3-8b")
     found = speed.decode(nothing, m, variant(m, "Q4_K_M"))
     assert "assumed" in found.basis

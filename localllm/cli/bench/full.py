@@ -117,7 +117,7 @@ class Sweep:
                 device, plan.model, plan.variant, plan.settings, depth=middle
             ).value,
             "achieved_gbps": achieved,
-            "bandwidth_share": achieved / bandwidth_gbps if bandwidth_gbps else None,
+            "bandwidth_share": achieved / bandwidth_gbps,
         }
 
     async def _streams(self, engine: WorkerClient) -> None:

@@ -161,8 +161,7 @@ class LocalModelService:
         if key in self._devices:
             return self._devices[key]
         found = machine_of(key[0] or None, request.memory_gb or None, self.catalog)
-        known = found[0].bandwidth_gbps
-        if known is None or not known.busy:  # a speed of a busy moment is measured again
+        if not found[0].bandwidth_gbps.busy:  # a speed of a busy moment is measured again
             self._devices[key] = found
         return found
 
@@ -187,10 +186,8 @@ def _workload(request: PlanRequest) -> Workload:
 
 def _described(device: Device) -> str:
     known = device.bandwidth_gbps
-    beside = (
-        " beside other load, and to be measured again" if known is not None and known.busy else ""
-    )
-    bandwidth = f", {known.value:,.0f} GB/s ({known.basis}{beside})" if known else ""
+    beside = " beside other load, and to be measured again" if known.busy else ""
+    bandwidth = f", {known.value:,.0f} GB/s ({known.basis}{beside})"
     simulated = " (simulated)" if device.simulated else ""
     return f"{device.name}{simulated}: {device.memory.limit_bytes / 1e9:.1f} GB usable{bandwidth}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from localllm.cli.commands.shared import CpuMoe, GpuLayers, Power, Split, installed_names
+from localllm.errors import UsageError
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -92,7 +94,6 @@ def chat(
     from contextlib import ExitStack
 
     from localllm.cli.chat import engines
-    from localllm.errors import UsageError
     from localllm_tui.control.attachments import check_room
 
     # Everything that can be wrong with what was typed is said before a model is loaded.
@@ -303,16 +304,13 @@ def _say_how_to_go_on(session: Session) -> None:
 
 def _terminals() -> bool:
     """Whether a person is at both ends (the screen is drawn on stderr too)."""
-    import sys
 
     return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def _question(prompt: str | None, attached: bool) -> str:
     """The question from the command line and what is piped in, which goes first."""
-    import sys
 
-    from localllm.errors import UsageError
     from localllm.plain_output import is_text
 
     if prompt is not None and not is_text(prompt):

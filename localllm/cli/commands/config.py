@@ -3,11 +3,13 @@ config.toml says."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from localllm.cli.commands.shared import Json, print_json, table
+from localllm.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,12 +115,10 @@ def unset(
 @app.command(short_help="Open config.toml in your editor, and check it afterwards.")
 def edit() -> None:
     """Open config.toml in $VISUAL or $EDITOR, and say what is wrong with it afterwards."""
-    import os
     import shlex
     import shutil
     import subprocess
 
-    from localllm.errors import UsageError
     from localllm.settings import Settings, config_path
 
     editor = (
@@ -145,7 +145,6 @@ def edit() -> None:
 def _named(name: str) -> Setting:
     import difflib
 
-    from localllm.errors import UsageError
     from localllm.settings import TABLE
 
     known = {s.name: s for s in TABLE}
@@ -174,7 +173,6 @@ def _write(document: TOMLDocument) -> Path:
     import tomlkit
 
     from localllm import paths
-    from localllm.errors import UsageError
     from localllm.settings import config_path
 
     path = config_path()
@@ -190,7 +188,6 @@ def _write(document: TOMLDocument) -> Path:
 
 def _print_origin(setting: Setting, said: str) -> None:
     """`said`, and what stands above config.toml for that setting."""
-    import os
 
     print(said)
     if os.environ.get(setting.env):

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.shared import Json, print_json
+from localllm.errors import UsageError
 
 if TYPE_CHECKING:
     from localllm.device.health import HealthCheck
@@ -57,7 +59,6 @@ def doctor(
         return
     if kv:
         measure_kv(kv)
-    import sys
     from dataclasses import asdict
 
     from localllm.device.detect import from_readings
@@ -103,7 +104,6 @@ def write_recording(file: Path, readings: Readings, machine: str, checks: list[s
     written."""
     from localllm import __version__
     from localllm.device.recording import recorded
-    from localllm.errors import UsageError
 
     try:
         file.write_text(
@@ -131,7 +131,6 @@ def _other_engines() -> dict[str, str]:
 def measure_kv(reference: str) -> None:
     """Compare KV types on that model, in a process of its own, and keep what was found."""
     import json
-    import sys
 
     from localllm import paths
     from localllm.engine.host import kv_evidence
@@ -188,11 +187,9 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
 
 
 def _examine(file: Path, *, as_json: bool) -> None:
-    import sys
 
     from localllm.device import in_use
     from localllm.device.detect import hardware
-    from localllm.errors import UsageError
     from localllm.library import starter
     from localllm.setup import trial
     from localllm.setup.builds import SetupError

@@ -3,6 +3,7 @@ adopt."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,10 @@ import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
 from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, table
+from localllm.errors import UsageError
 from localllm.formatting import byte_size
+from localllm.library import store
+from localllm.library.resolve import find
 from localllm.plain_output import raw_write
 
 if TYPE_CHECKING:
@@ -33,9 +37,6 @@ def models(context: typer.Context) -> None:
 @app.command("list", short_help="Every model on this disk, whoever put it there.")
 def list_models(as_json: Json = False) -> None:
     """Every model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
-    import sys
-
-    from localllm.library import store
 
     found = store.scan()
     if as_json:
@@ -89,10 +90,6 @@ def rm(
     as_json: Json = False,
 ) -> None:
     """Remove models from the hub's cache. What other apps hold is theirs to remove."""
-    import sys
-
-    from localllm.library import store
-    from localllm.library.resolve import find
 
     chosen: list[LocalModel] = []
     for ref in refs:
@@ -114,7 +111,6 @@ def rm(
 def _only_one(ref: str, found: list[LocalModel]) -> LocalModel:
     """The one model to remove: of several, only ours count, and a choice is never made for the
     user."""
-    from localllm.errors import UsageError
 
     ours = [m for m in found if m.origin == "hf-cache"] or found
     if len(ours) > 1:
@@ -132,8 +128,6 @@ def _handle(model: LocalModel) -> str:
 @app.command()
 def du(as_json: Json = False) -> None:
     """Disk space by who holds it; shared files count once."""
-
-    from localllm.library import store
 
     usage = store.du()
     total = sum(u.size_bytes for u in usage)
@@ -155,10 +149,6 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read models and compare their hashes with the published ones. Exit code 4 if any is bad."""
-    import sys
-
-    from localllm.library import store
-    from localllm.library.resolve import find
 
     wanted = list(chain.from_iterable(map(find, refs))) if refs else store.scan()
     results = []
@@ -190,7 +180,11 @@ def _verdict(checked: Any) -> str:
         return f"ok     {name}: hash as published"
     if checked.result == "whole":
         return f"whole  {name}: no published hash is known here; its files are as long as they say"
-    return f"BAD    {name}: {checked.detail}\n       {checked.model.path}"
+    model = checked.model
+    mend = f"`localllm pull {_handle(model)}` fetches it again"
+    if model.origin != "hf-cache":
+        mend = "fetch it again with the program that brought it"
+    return f"BAD    {name}: {checked.detail}\n       {model.path}\n       {mend}"
 
 
 @app.command(short_help="Remove unfinished downloads and unused files.")
@@ -203,9 +197,6 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Remove unfinished downloads and files that no model uses from the hub's cache."""
-    import sys
-
-    from localllm.library import store
 
     waste = store.waste()
     total = sum(w.size_bytes for w in waste)
@@ -243,10 +234,6 @@ def adopt(
 ) -> None:
     """Use models where they lie, without copying. Without FOLDER: what other apps hold (nothing
     needs to be done)."""
-    import sys
-
-    from localllm.errors import UsageError
-    from localllm.library import store
 
     if forget:
         if folder is None:

@@ -3,6 +3,7 @@ stdout."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +45,6 @@ def pull(
 ) -> None:
     """Download a model: picks the variant, checks the disk, resumes after any interruption,
     verifies hashes."""
-    import sys
 
     from localllm.cli.commands.models_view import as_row
     from localllm.cli.commands.shared import print_json
@@ -177,7 +177,6 @@ class ProgressLine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         import shutil
-        import sys
 
         self._write = write
         self._tty = sys.stderr.isatty() if tty is None else tty

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split
+from localllm.errors import UsageError
 from localllm.load.candidates import device_named, installed_names, of_quant, overrides_for
 from localllm.load.plan_inputs import check_offload, offload_options
 
@@ -167,7 +168,6 @@ def recommend(
     """
     from localllm.cli.recommend import answers, measured_view, page
     from localllm.device.overrides import with_memory
-    from localllm.errors import UsageError
     from localllm.library.catalog import load_catalog
     from localllm.library.describe import describe
     from localllm.settings import Settings
@@ -394,7 +394,6 @@ def _installed(
 
 def _checked_purpose(name: str) -> str:
     """The purpose under its one name. Raises UsageError."""
-    from localllm.errors import UsageError
 
     name = "coding" if name == "code" else name
     if name not in _PURPOSES:
@@ -412,7 +411,6 @@ def _workload(purpose: str, context: int, parallel: int, min_speed: float) -> Wo
 
 def _picture(names: list[str] | None, *, plot: bool) -> str | None:
     """The one FILE of --plot. Raises UsageError for names that no option reads."""
-    from localllm.errors import UsageError
 
     if names and not plot:
         hint = "localllm recommend --plot roofline.svg, or --compare NAME NAME"

@@ -3,6 +3,7 @@ for that process alone."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -70,7 +71,6 @@ def run(
     long as the agent runs. Nothing of the agent's own configuration is changed: its settings are
     variables, arguments and files of a folder that is removed afterwards.
     """
-    import shutil
     import tempfile
 
     from localllm.cli.chat import engines
@@ -187,7 +187,6 @@ def _leaving_interrupts() -> Iterator[None]:
 
 def _check_sandbox(folder: Path) -> None:
     """Raises UsageError where there is none, or where it would let everything be written."""
-    import shutil
 
     from localllm.errors import UsageError
 
@@ -206,7 +205,6 @@ def sandboxed(command: Sequence[str], folder: Path, home: Path) -> list[str]:
     """`command` in bubblewrap or sandbox-exec: it reads what its user may but keys and passwords,
     and writes below `folder` and `home` alone."""
     import json
-    import shutil
 
     hidden = [place for place in (Path.home() / name for name in _SECRETS) if place.exists()]
     bwrap = shutil.which("bwrap")

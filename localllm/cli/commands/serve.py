@@ -134,6 +134,7 @@ def serve(
     from localllm.cli.serve.pool import check_pool, serve_pool
     from localllm.cli.serve.run import serve_until_stopped
     from localllm.cli.serve.running import published
+    from localllm.library import names
     from localllm.settings import Settings
 
     flags = {
@@ -165,6 +166,7 @@ def serve(
         "pool": pool or None,
         "workers": workers or None,
     }
+    names.check_said(*(models or []), *(also or []))
     settings = Settings(flags)
     secured = server_settings(settings, new_key=new_key)
     check_pool(settings, [*(models or []), *(also or []), *(alias or [])])

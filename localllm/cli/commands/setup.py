@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm.errors import UsageError
+
 if TYPE_CHECKING:
     from localllm.device.types import Device
     from localllm.setup.host import BuildHost
@@ -71,7 +73,6 @@ def setup(
     list its device and compute ten tokens as the processor does, else it is taken back. Another
     release (--engine) is taken back, too, where it is more than 3 % slower than what runs.
     """
-    from localllm.errors import UsageError
     from localllm.setup import builds
     from localllm.setup.recipes import BACKENDS
 
@@ -129,7 +130,6 @@ def _wanted(
 
 
 def _check_release(engine: str, backend: str) -> None:
-    from localllm.errors import UsageError
     from localllm.setup.steps import MLX
 
     if not re.fullmatch(r"\d+(\.\d+){1,3}", engine):

@@ -102,10 +102,9 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
         name = min(max(len(d.name) for d, _ in found.found), width() - 42)
         lines.append(f"  {'machine':{name}} {'GB/s':>6} {'quant':12} {'memory':>9} {'tok/s':>9}")
         for device, plan in found.found[:_REACH_SHOWN]:
-            gbps = device.bandwidth_gbps.value if device.bandwidth_gbps else 0.0
             lines.append(
                 "  "
-                f"{clip(device.name, name):{name}} {gbps:>6,.0f} {clip(marked(plan, NOTHING), 12):12} "
+                f"{clip(device.name, name):{name}} {device.bandwidth_gbps.value:>6,.0f} {clip(marked(plan, NOTHING), 12):12} "
                 f"{gb(plan.memory.total_bytes):>9} {speed(plan.decode_tok_s):>9}"
             )
         if len(found.found) > _REACH_SHOWN:

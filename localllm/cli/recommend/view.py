@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from localllm_backends.declaration import Declaration
     from localllm_catalog.types import Model
 
+# What says a figure that is assumed, or a processor that is this machine's.
+ASSUMED_FIXES = ("--bandwidth GBPS", "localllm device --measure", "--device NAME")
 # What a row takes beside the model's name, and with the bar; a name shorter than this costs the bar
 # its place.
 _ROW_COLUMNS = 43
@@ -32,7 +34,7 @@ _MOST_LINES = 25
 def heading(device: Device, what: str) -> list[str]:
     """What is shown, and what the machine offers with how that is known."""
     known = device.bandwidth_gbps
-    bandwidth = f"{known.value:,.0f} GB/s ({known.basis})" if known else "bandwidth unknown"
+    bandwidth = f"{known.value:,.0f} GB/s ({known.basis})"
     memory = device.memory
     free = ""
     if memory.available_bytes < device.room_bytes:
@@ -51,6 +53,11 @@ def heading(device: Device, what: str) -> list[str]:
             f"{what} on {device.name}{' (simulated)' if device.simulated else ''}", further="  "
         ),
         *wrapped(usable, further="  "),
+        *chain.from_iterable(
+            wrapped(f"{finding.message}; else: {finding.fix}", further="  ")
+            for finding in device.findings
+            if finding.fix in ASSUMED_FIXES
+        ),
         *chain.from_iterable(wrapped(account, further="  ") for account in device.accounts),
     ]
 
@@ -263,6 +270,10 @@ def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
     return list(chain.from_iterable(wrapped(line, further="  ") for line in shown))
 
 
+def _is_beyond_training(plan: Plan) -> bool:
+    return 0 < plan.model.native_context < plan.settings.n_ctx
+
+
 def model_table(
     model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = NOTHING
 ) -> list[str]:
@@ -303,6 +314,7 @@ def model_table(
             else ()
         ),
         *wrapped("speeds from " + first.decode_tok_s.basis, further="  "),
+        *(wrapped(first.why, further="  ") if _is_beyond_training(first) else ()),
         *_caches(plans),
         *wrapped(model.shape_warning, further="  "),
         *_marks(plans, installed),

@@ -3,6 +3,7 @@ end when told to."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -38,7 +39,6 @@ async def serve_until_stopped(
     loading ended in where nothing else could be served, or all files that were named are
     damaged."""
     import asyncio
-    import sys
 
     from localllm.cli.serve.api_keys import key_path
     from localllm.cli.serve.decode_speed import DecodeSpeedWatch
@@ -122,7 +122,6 @@ def _seeing(model: ServedModel) -> str:
 
 def _complain(model: ServedModel) -> None:
     """Say, also to the quiet, why `model` could not be loaded and what helps."""
-    import sys
 
     print(f"error: {model.name} could not be loaded: {model.worker.failure}", file=sys.stderr)
     if model.worker.failure_hint:
@@ -132,7 +131,6 @@ def _complain(model: ServedModel) -> None:
 def _offer_others(router: ModelRouter) -> None:
     """None of the models named could be loaded: say, also to the quiet, what the server still is
     good for."""
-    import sys
 
     failed = {model.name for model in router.named()}
     others = [model.name for model in router.list() if model.name not in failed]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from localllm.device.types import Device, Figure, Readings
+from dataclasses import replace
+from importlib import import_module
+
+from localllm.device.types import Device, Figure, Finding, Readings
 
 
 def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
@@ -12,14 +15,11 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     Raises DeviceUnreadableError when the system did not even say how much memory there is.
     """
     # Of three systems only the one that is needed is read.
-    if readings.system == "linux":
-        from localllm.device.machines import linux
-
-        return linux.identify(readings, ram_bandwidth)
-    if readings.system == "macos":
-        from localllm.device.machines import macos
-
-        return macos.identify(readings, ram_bandwidth)
-    from localllm.device.machines import windows
-
-    return windows.identify(readings, ram_bandwidth)
+    machine = import_module(f"{__name__}.{readings.system}")
+    device: Device = machine.identify(readings, ram_bandwidth)
+    figure = device.bandwidth_gbps
+    if figure.basis != "assumed" or device.kind == "discrete":
+        return device
+    message = f"memory bandwidth is not known here yet: assumed {figure.value:g} GB/s, as of "
+    said = Finding("info", message + figure.source, "localllm device --measure")
+    return replace(device, findings=(*device.findings, said))

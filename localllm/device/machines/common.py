@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from localllm.device import cards, table, usable
+from localllm.device import cards, cpus, table, usable
+from localllm.device.accelerators import KINDS, driver
 from localllm.device.parsers.gpus import NvidiaGpu, environment, nvml, smi, visible
 from localllm.device.parsers.sticks import Ram
 from localllm.device.table import DeviceRow
@@ -15,15 +18,55 @@ from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Mem
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One discrete GPU as we understand it: memory in bytes, bandwidth in GB/s, its row if the
-    table knows it."""
+    """One discrete GPU as we understand it: memory in bytes, bandwidth in GB/s, what drives it, its
+    row if the table knows it, and what there is to say of it."""
 
     name: str
     memory: Memory
-    bandwidth: Figure | None
+    bandwidth: Figure
+    accelerator: Accelerator
     row: DeviceRow | None
     compute_capability: str = ""
     compute_units: int = 0
+    findings: tuple[Finding, ...] = ()
+
+
+# What drives the cards of a maker, as far as its builds have code of them.
+_OWN_KIND: dict[str, Accelerator] = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "vulkan"}
+
+
+def card_of(
+    maker: str,
+    name: str,
+    memory: Memory,
+    row: DeviceRow | None,
+    *,
+    architecture: str = "",
+    units: int = 0,
+    told: Figure | None = None,
+) -> Card:
+    """A card of a `maker`. Its bandwidth is the table's figure, or what its clock and width come to
+    (`told`) where that is another by a tenth or the table has none, else what cards like it
+    have."""
+    known = row or DeviceRow("", maker, "", "discrete", _OWN_KIND[maker], "")
+    architecture = architecture or known.compute_capability
+    figure, findings = known.bandwidth(), []
+    if row is None:
+        figure = told or table.of_like_cards(maker, architecture, memory.total_bytes)
+    elif told is not None and abs(told.value - figure.value) > 0.1 * figure.value:
+        took = f"the table says {figure.value:g} GB/s, its clocks say {told.value:g}"
+        findings.append(Finding("warning", f"{name}: {took}; took its clocks"))
+        figure = told
+    if figure.basis == "assumed":
+        said = f"{name}: its bandwidth is assumed, {figure.value:g} GB/s; {figure.source}"
+        findings.append(Finding("warning", said, "--bandwidth GBPS"))
+    drives = driver(known.accelerator, architecture) if row is None else row.accelerator
+    if row is None and drives != known.accelerator:
+        label = KINDS[known.accelerator].label
+        said = f"{label}'s builds have no code of {architecture} ({name}) any more"
+        findings.append(Finding("info", said, f"localllm setup --backend {drives}"))
+    units = units or known.compute_units
+    return Card(name, memory, figure, drives, row, architecture, units, tuple(findings))
 
 
 # Programs read 60 to 90 % of what memory modules are made for; less than half means that one of the
@@ -47,17 +90,34 @@ def ram_disagrees(measured: Figure | None, told: Figure | None) -> list[Finding]
     return [Finding("info", said, "localllm device --measure while nothing else runs")]
 
 
-def modules_bandwidth(modules: Ram | None, source: str, cpu: str) -> Figure | None:
-    """Without a measurement: the fitted memory modules, as `source` lists them, else the
-    processor's row; None in most virtual machines."""
-    if modules is not None:
-        told = (
-            f"{source}: {modules.modules} module(s), {modules.bus_bits} bit at "
-            f"{modules.megatransfers_s} MT/s"
-        )
-        return Figure(round(modules.bandwidth_gbps, 1), "derived", told)
+def modules_bandwidth(modules: Ram | None, source: str) -> Figure | None:
+    """What the fitted memory modules come to, as `source` lists them; None in most virtual
+    machines."""
+    if modules is None:
+        return None
+    told = (
+        f"{source}: {modules.modules} module(s), {modules.bus_bits} bit at "
+        f"{modules.megatransfers_s} MT/s"
+    )
+    return Figure(round(modules.bandwidth_gbps, 1), "derived", told)
+
+
+def ram_bandwidth(measured: Figure | None, told: Figure | None, cpu: str, vectors: str) -> Figure:
+    """The system memory's: as measured, else as its modules are made (`told`), else as goes with
+    the processor."""
     row = table.by_cpu(cpu)
-    return row.bandwidth if row else None
+    return measured or told or (row.bandwidth() if row else cpus.usual_bandwidth(cpu, vectors))
+
+
+def shared_bandwidth(row: DeviceRow | None, told: Figure | None, base: Device) -> Figure:
+    """Of graphics in a processor: soldered memory is the table's; socketed memory is whatever is
+    fitted, so the modules go first. What the processor's cores measured is a floor."""
+    known = row.bandwidth() if row else base.bandwidth_gbps
+    if told is None or (row is not None and "Halo" in row.family):
+        told = known
+    if told.basis == "assumed" and base.bandwidth_gbps.value > told.value:
+        return base.bandwidth_gbps
+    return told
 
 
 def with_findings(device: Device, findings: Sequence[Finding]) -> Device:
@@ -89,31 +149,30 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Card | None, list[Finding]]:
     """A discrete NVIDIA card; None when neither the driver nor the table says how much memory it
     has."""
     is_slice = gpu.is_mig or _is_slice(gpu.name)
-    row = (
-        None
-        if is_slice
-        else table.by_gpu_name(gpu.name, gpu.total_bytes, gpu.derived_bandwidth_gbps)
-    )
+    derived = None if is_slice else gpu.derived_bandwidth_gbps
+    row = None if is_slice else table.by_gpu_name(gpu.name, gpu.total_bytes, derived)
     memory, findings = _nvidia_memory(gpu, row, is_slice=is_slice)
     if memory is None:
         return None, findings
-    bandwidth, warned = _nvidia_bandwidth(gpu, row, is_slice=is_slice)
-    findings += warned
+    told = _share_of_whole(gpu.name, memory.total_bytes) if is_slice else None
+    if derived:
+        told = Figure(round(derived, 1), "derived", "2 × max memory clock × bus width (NVML)")
     limit, default = gpu.power_limit_w, gpu.default_power_limit_w
     if limit and default and limit < 0.8 * default:
-        findings.append(
-            Finding(
-                "info",
-                f"{gpu.name} is limited to {limit:.0f} W of {default:.0f} W: prompts "
-                "are "
-                "read "
-                "slower",
-            )
-        )
-    capability = gpu.compute_capability or (row.compute_capability if row else "")
-    return Card(
-        gpu.name, memory, bandwidth, row, capability, row.compute_units if row else 0
-    ), findings
+        said = f"{gpu.name} is limited to {limit:.0f} W of {default:.0f} W: prompts are read slower"
+        findings.append(Finding("info", said))
+    card = card_of("NVIDIA", gpu.name, memory, row, architecture=gpu.compute_capability, told=told)
+    return card, findings
+
+
+def _share_of_whole(name: str, memory_bytes: int) -> Figure | None:
+    """What a slice has of its card's bandwidth: as much as of its memory."""
+    whole = table.by_gpu_name(re.sub(r" MIG .*|-[0-9]{1,3}[QCAB]$", "", name))
+    if whole is None:
+        return None
+    share = min(1.0, memory_bytes / (whole.memory_gb[0] * GIB))
+    said = f"a slice has of {whole.name}'s bandwidth what it has of its memory, unless others read"
+    return Figure(round(share * whole.bandwidth().value, 1), "assumed", said)
 
 
 def _nvidia_memory(
@@ -145,13 +204,13 @@ def _nvidia_memory(
     ]
 
 
-def beside_nvidia(names: Sequence[str]) -> Finding:
-    """Cards of other makers beside those that are used: one engine runs a model, with the devices
-    it has kernels for."""
+def left_idle(names: Sequence[str], accelerator: Accelerator = "cuda") -> Finding:
+    """Cards beside those that are used: one engine runs a model, with the devices it has kernels
+    for."""
     what = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} here too"
     return Finding(
         "info",
-        f"{what}: CUDA leaves it idle, a Vulkan build would use all cards",
+        f"{what}: {KINDS[accelerator].label} leaves it idle, a Vulkan build would use all cards",
         "localllm setup --backend vulkan",
     )
 
@@ -161,71 +220,48 @@ def _is_slice(name: str) -> bool:
     return " MIG " in name or re.search(r"\bGRID\b|\bvGPU\b|-[0-9]{1,3}[QCAB]$", name) is not None
 
 
-def _nvidia_bandwidth(
-    gpu: NvidiaGpu, row: DeviceRow | None, *, is_slice: bool
-) -> tuple[Figure | None, list[Finding]]:
-    """The table's figure; the driver's clock × width for unknown names, and where the two differ by
-    over a tenth."""
-    if is_slice:
-        return None, [
-            Finding(
-                "info",
-                "a MIG slice has its own memory but shares bandwidth: speed is not estimated",
-            )
-        ]
-    derived = gpu.derived_bandwidth_gbps
-    told = (
-        Figure(round(derived, 1), "derived", "2 × max memory clock × bus width (NVML)")
-        if derived
-        else None
-    )
-    known = row.bandwidth if row else None
-    if known and told and abs(told.value - known.value) > 0.1 * known.value:
-        message = (
-            f"{gpu.name}: the table says {known.value:g} GB/s, its clocks say "
-            f"{told.value:g}; "
-            "took its clocks"
-        )
-        return told, [Finding("warning", message)]
-    if known is None and told is None:
-        return None, [
-            Finding(
-                "info",
-                f"{gpu.name} is not in the table: its bandwidth is unknown, give --bandwidth",
-            )
-        ]
-    return known or told, []
-
-
-def one_machine(found: Sequence[Card], accelerator: Accelerator, base: Device) -> Device:
+def one_machine(found: Sequence[Card], base: Device) -> Device:
     """Discrete cards as one Device, in the order of their PCI addresses, beside the memory of the
-    system that is `base`."""
-    if len(found) > 1:
+    system that is `base`. One build drives them: what it has no code of is left idle."""
+    rooms: Counter[Accelerator] = Counter()
+    for card in found:
+        rooms[card.accelerator] += card.memory.total_bytes
+    accelerator = max(rooms, key=lambda kind: rooms[kind])
+    used = [card for card in found if card.accelerator == accelerator]
+    idle = [card.name for card in found if card.accelerator != accelerator]
+    findings = [*chain.from_iterable(card.findings for card in found)]
+    if idle:
+        findings.append(left_idle(idle, accelerator))
+    if len(used) > 1:
         told = (
-            f"{len(found)} GPUs: a model that one of them holds runs on the fastest that does; "
+            f"{len(used)} GPUs: a model that one of them holds runs on the fastest that does; "
             "larger ones are divided by layers"
         )
-        base = with_findings(base, [Finding("info", told)])
-    host, bandwidth = base.memory, base.bandwidth_gbps
+        findings.append(Finding("info", told))
     base = replace(
         base,
         kind="discrete",
         accelerator=accelerator,
-        host=host,
-        host_bandwidth_gbps=bandwidth,
+        host=base.memory,
+        host_bandwidth_gbps=base.bandwidth_gbps,
         cards=(),
+        findings=(*base.findings, *findings),
     )
-    return cards.together(cards.numbered([_with_card(base, card) for card in found]))
+    return cards.together(cards.numbered([_with_card(base, card) for card in used]))
 
 
 def _with_card(base: Device, card: Card) -> Device:
-    """`base` with this one card."""
+    """`base` with this one card, which is no slower than the system's memory only for want of
+    knowledge."""
+    figure, system = card.bandwidth, base.bandwidth_gbps
+    if figure.basis == "assumed" and system.value > figure.value:
+        figure = replace(figure, value=system.value, source="no less than the system's memory")
     return replace(
         base,
         name=card.name,
         family=card.row.family if card.row else base.accelerator,
         memory=card.memory,
-        bandwidth_gbps=card.bandwidth,
+        bandwidth_gbps=figure,
         **(table.facts(card.row) | {"compute_units": card.compute_units}),
         compute_capability=card.compute_capability,
     )

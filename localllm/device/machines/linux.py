@@ -8,7 +8,7 @@ from dataclasses import replace
 from localllm.device import table
 from localllm.device.machines.common import (
     Card,
-    beside_nvidia,
+    left_idle,
     nvidia_card,
     nvidia_gpus,
     one_machine,
@@ -42,7 +42,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         if card is not None:
             cards.append(card)
     if cards:
-        return one_machine(cards, "cuda", with_findings(system.base, _others(readings)))
+        return one_machine(cards, with_findings(system.base, _others(readings)))
     if not gpus and not hidden:
         board = readings.file("/proc/device-tree/model")
         if "NVIDIA" in board:
@@ -51,7 +51,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
             )
         if _has_nvidia_gpu(readings):
             system = noted(system, [_no_nvidia_driver(readings)])
-    return identify_amd(readings, system) or identify_intel(readings, system) or _cpu_only(system)
+    return identify_amd(readings, system) or identify_intel(readings, system) or _processor(system)
 
 
 # -- NVIDIA with one pool: GB10, N1X, Jetson -------------------------------------------------------
@@ -133,14 +133,6 @@ def _one_pool(
     """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML
     or CUDA say."""
     findings = []
-    bandwidth = row.bandwidth if row else None
-    if bandwidth is None:
-        findings.append(
-            Finding(
-                "warning",
-                f"{gpu.name} shares the system's memory and is not in the table: bandwidth unknown",
-            )
-        )
     if row is not None and row.family == "Jetson":
         findings.append(
             Finding(
@@ -163,11 +155,18 @@ def _one_pool(
         accelerator="cuda",
         memory=memory,
         family=row.family if row else "cuda",
-        bandwidth_gbps=bandwidth,
+        bandwidth_gbps=row.bandwidth() if row else _unknown_pool(gpu.compute_capability),
         **table.facts(row),
         compute_capability=gpu.compute_capability or (row.compute_capability if row else ""),
         findings=(*system.base.findings, *findings),
     )
+
+
+def _unknown_pool(capability: str) -> Figure:
+    """What a part that shares the system's memory and is in no table has: as others do, of its
+    capability if there are any."""
+    pools = [row for row in table.rows() if row.family in _ONE_POOL_FAMILIES]
+    return table.slowest([row for row in pools if row.compute_capability == capability] or pools)
 
 
 def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
@@ -207,7 +206,7 @@ def _no_nvidia_driver(readings: Readings) -> Finding:
 
 def _others(readings: Readings) -> list[Finding]:
     names = [card.name for card in (*amd_cards(readings, amd_gpus(readings)), *arcs(readings))]
-    return [beside_nvidia(names)] if names else []
+    return [left_idle(names)] if names else []
 
 
 def _has_nvidia_gpu(readings: Readings) -> bool:
@@ -219,11 +218,6 @@ def _has_nvidia_gpu(readings: Readings) -> bool:
     return any((number or _DISPLAY) >> 16 == _DISPLAY >> 16 for number in classes)
 
 
-def _cpu_only(system: LinuxSystem) -> Device:
+def _processor(system: LinuxSystem) -> Device:
     row = table.by_cpu(system.cpu.name)
-    if system.base.bandwidth_gbps is None:
-        hint = "memory bandwidth is not known here yet"
-        if system.cpu.hypervisor:
-            hint += " (a virtual machine hides its memory)"
-        system = noted(system, [Finding("info", hint, "localllm device --measure")])
-    return replace(system.base, match=row.name if row else "")
+    return replace(system.base, match=row.name if row else system.base.match)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device import table, usable
-from localllm.device.machines.common import Card, one_machine
-from localllm.device.machines.linux_system import LinuxSystem, apu_bandwidth, noted
+from localllm.device.machines.common import Card, card_of, one_machine, shared_bandwidth
+from localllm.device.machines.linux_system import LinuxSystem, noted
 from localllm.device.parsers.gpus import AmdGpu, amd_gpus, environment, marketing_name, visible
 from localllm.device.table import DeviceRow
-from localllm.device.types import GIB, Accelerator, Device, Finding, Readings
+from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Readings
 
 
 def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
@@ -24,8 +24,10 @@ def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
     if not gpus:
         return None
     system = noted(system, _permission_findings(readings))
-    cards = amd_cards(readings, gpus)
-    return one_machine(cards, "rocm", system.base) if cards else _amd_apu(readings, system, gpus)
+    found = amd_cards(readings, gpus)
+    if not found:
+        return _amd_apu(readings, system, gpus)
+    return one_machine(found, system.base)
 
 
 def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Card]:
@@ -54,7 +56,7 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
         accelerator=accelerator,
         family=row.family if row else "APU",
         memory=memory,
-        bandwidth_gbps=apu_bandwidth(system, row),
+        bandwidth_gbps=shared_bandwidth(row, system.told_bandwidth, system.base),
         **facts,
         compute_capability=gpu.gfx,
         findings=(*system.base.findings, *_gtt_findings(gpu, system, row)),
@@ -86,7 +88,10 @@ def _amd_card(readings: Readings, gpu: AmdGpu) -> Card:
         gpu.vram_total_bytes, gpu.vram_used_bytes, 0, "amdgpu mem_info_vram_total/used"
     )
     shown = row.name if row is not None and name.startswith("AMD GPU ") else name
-    return Card(shown, memory, row.bandwidth if row else None, row, gpu.gfx, gpu.compute_units)
+    told = gpu.bandwidth_gbps and Figure(gpu.bandwidth_gbps, "derived", "amdgpu's clock and width")
+    return card_of(
+        "AMD", shown, memory, row, architecture=gpu.gfx, units=gpu.compute_units, told=told or None
+    )
 
 
 def _gtt_findings(gpu: AmdGpu, system: LinuxSystem, row: DeviceRow | None) -> list[Finding]:

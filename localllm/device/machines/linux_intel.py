@@ -7,12 +7,12 @@ import re
 from dataclasses import replace
 
 from localllm.device import table, usable
-from localllm.device.machines.common import Card, one_machine, with_findings
-from localllm.device.machines.linux_system import LinuxSystem, apu_bandwidth
+from localllm.device.machines.common import Card, card_of, one_machine, shared_bandwidth
+from localllm.device.machines.linux_system import LinuxSystem, noted
 from localllm.device.parsers import hexadecimal, integer
 from localllm.device.parsers.gpus import DRM_CARDS, environment, pci_folders, visible, vulkaninfo
 from localllm.device.table import DeviceRow
-from localllm.device.types import GIB, Device, Finding, Memory, Readings
+from localllm.device.types import GIB, Device, Finding, Readings
 
 _INTEL_VENDOR = 0x8086
 
@@ -21,14 +21,10 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
     """Intel's Arc: discrete cards, and the integrated ones the table knows."""
     cards = arcs(readings)
     left = visible(environment(readings).get("GGML_VK_VISIBLE_DEVICES"), [""] * len(cards))
-    cards = [cards[i] for i in left]
-    if cards:
-        told = (
-            f"{cards[0].name}: memory in use can't be read without root, so all of it counts "
-            "as "
-            "free"
-        )
-        return one_machine(cards, "vulkan", with_findings(system.base, [Finding("info", told)]))
+    if left:
+        told = "memory in use on it can't be read without root, so all of it counts as free"
+        system = noted(system, [Finding("info", f"{cards[left[0]].name}: {told}")])
+        return one_machine([cards[i] for i in left], system.base)
     named = [table.by_gpu_name(gpu.name) for gpu in vulkaninfo(readings.output("vulkaninfo"))]
     listed = [
         _by_pci(readings, folder) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
@@ -51,7 +47,7 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
         kind="unified",
         accelerator="vulkan",
         family=integrated.family,
-        bandwidth_gbps=apu_bandwidth(system, integrated),
+        bandwidth_gbps=shared_bandwidth(integrated, system.told_bandwidth, system.base),
         compute_units=integrated.compute_units,
         match=integrated.name,
         findings=(*system.base.findings, note),
@@ -86,16 +82,13 @@ def _arc(readings: Readings, folder: str, names: list[str]) -> Card | None:
     if row is None and names and (total or _on_own_bus(readings, folder)):
         name = names.pop(0)
         row = table.by_gpu_name(name, total or None)
-    if row is None:
-        return Card(name, _arc_memory(total), None, None) if total else None
-    if row.kind != "discrete":
+    if (row is None and not total) or (row is not None and row.kind != "discrete"):
         return None
-    memory = (
-        _arc_memory(total)
-        if total
-        else replace(_arc_memory(int(row.memory_gb[0] * GIB)), basis="datasheet")
-    )
-    return Card(name, memory, row.bandwidth, row, "", row.compute_units)
+    memory = usable.vram(total, 0, 0, "lmem_total_bytes")
+    if row is not None and not total:
+        size = int(row.memory_gb[0] * GIB)
+        memory = replace(usable.vram(size, 0, 0, "the table"), basis="datasheet")
+    return card_of("Intel", name, memory, row)
 
 
 def _on_own_bus(readings: Readings, folder: str) -> bool:
@@ -103,7 +96,3 @@ def _on_own_bus(readings: Readings, folder: str) -> bool:
         r"PCI_SLOT_NAME=\S*?([0-9a-f]{2}):[0-9a-f]{2}\.", readings.file(f"{folder}/uevent"), re.I
     )
     return slot is not None and slot.group(1) != "00"
-
-
-def _arc_memory(total_bytes: int) -> Memory:
-    return usable.vram(total_bytes, 0, 0, "lmem_total_bytes, or the table")

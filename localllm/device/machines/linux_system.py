@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from localllm.device import cpus
+from localllm.device.machines import common
 from localllm.device.machines.common import modules_bandwidth, ram_disagrees, with_findings
 from localllm.device.parsers import linux
 from localllm.device.table import DeviceRow
@@ -68,22 +69,44 @@ def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem
             )
         )
     modules = linux.udev_memory(readings.file("/run/udev/data/+dmi:id"), cpus.channels(cpu.name))
-    told = modules_bandwidth(modules, "udev", cpu.name)
+    told = modules_bandwidth(modules, "udev")
+    board = "" if "model name" in readings.file("/proc/cpuinfo") else _board(readings)
+    row = _board_row(board)
+    known = told or (row.bandwidth() if row else None)
+    bandwidth = common.ram_bandwidth(ram_bandwidth, known, cpu.name, cpu.vectors)
     findings += ram_disagrees(ram_bandwidth, told)
     base = Device(
-        name=cpu.name or f"Linux {readings.architecture}",
+        name=board or cpu.name or f"Linux {readings.architecture}",
         kind="system",
         accelerator="cpu",
         family="CPU",
         memory=pool,
-        bandwidth_gbps=ram_bandwidth or told,
+        bandwidth_gbps=bandwidth,
         os="Linux (WSL2)" if linux.is_wsl(readings) else "Linux",
         cpu=cpu.name,
         n_cpu_cores=cpu.cores,
         cpu_vectors=cpu.vectors,
+        match=row.name if row else "",
         findings=tuple(findings),
     )
     return LinuxSystem(memory, machine, cpu, told, base)
+
+
+def _board(readings: Readings) -> str:
+    """A board or Apple's computer, by the name in its device tree ("Raspberry Pi 5 Model B Rev 1.0",
+    "Apple MacBook Air (M1, 2020)")."""
+    return readings.file("/proc/device-tree/model")[:80]
+
+
+def _board_row(board: str) -> DeviceRow | None:
+    """The row of that name, of several the slowest: its memory is the processor's too."""
+    if not board:
+        return None
+    from localllm.device import lookup, typed  # names of all rows: on boards alone
+
+    named = typed.read(board)
+    rows = lookup.find(named)[0] or lookup.run_of(named)[0]
+    return min(rows, key=lambda row: row.bandwidth().value, default=None)
 
 
 def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tuple[Memory, bool]:
@@ -103,15 +126,3 @@ def system_pool(memory: LinuxMemory, huge_free_bytes: int | None = None) -> tupl
 def noted(system: LinuxSystem, findings: list[Finding]) -> LinuxSystem:
     """`system` with what else there is to say of it."""
     return replace(system, base=with_findings(system.base, findings))
-
-
-def apu_bandwidth(system: LinuxSystem, row: DeviceRow | None) -> Figure | None:
-    """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go
-    first.
-
-    What the CPU's cores measured is a floor of what the GPU gets: only where nothing else is known.
-    """
-    known = row.bandwidth if row else None
-    if row is not None and "Halo" in row.family:
-        return known
-    return system.told_bandwidth or known or system.base.bandwidth_gbps

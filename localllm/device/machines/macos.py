@@ -3,7 +3,7 @@ asked."""
 
 from __future__ import annotations
 
-from localllm.device import table, usable
+from localllm.device import cpus, table, usable
 from localllm.device.parsers import macos
 from localllm.device.types import Device, DeviceUnreadableError, Figure, Finding, Readings
 from localllm.memory.account import shared_pool
@@ -42,11 +42,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     )
     findings += _limit_findings(mac, memory.basis == "assumed", working_set)
     if row is None:
-        findings.append(
-            Finding(
-                "warning", f"{chip} with {cores} GPU cores is not in the table: bandwidth unknown"
-            )
-        )
+        findings.append(Finding("warning", f"{chip} with {cores} GPU cores is not in the table"))
     elif cores is None:
         findings.append(
             Finding("warning", f"the number of GPU cores could not be read: took {row.name}")
@@ -57,13 +53,21 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         accelerator="metal",
         family=row.family if row else " ".join(chip.split()[:2]),
         memory=memory,
-        bandwidth_gbps=row.bandwidth if row else None,
+        bandwidth_gbps=row.bandwidth() if row else _of_unlisted(chip),
         **(table.facts(row) | {"compute_units": cores or 0}),
         os="macOS",
         cpu=chip,
         n_cpu_cores=mac.cpu_cores,
         findings=tuple(findings),
     )
+
+
+def _of_unlisted(chip: str) -> Figure:
+    """The bandwidth of a chip, or a bin of one, that is not in the table: of its other bins, else
+    of its tier ("Pro", "Max") in other generations."""
+    macs = [row for row in table.rows() if row.vendor == "Apple"]
+    tier = [row for row in macs if row.chip.split()[2:] == chip.split()[2:]]
+    return table.slowest([row for row in macs if row.chip == chip] or tier or macs)
 
 
 def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings) -> str:
@@ -137,7 +141,7 @@ def _without_gpu(
         memory=shared_pool(
             total, total // 2 if available is None else available, "hw.memsize, vm_stat"
         ),
-        bandwidth_gbps=bandwidth,
+        bandwidth_gbps=bandwidth or cpus.usual_bandwidth(mac.chip, ""),
         os="macOS",
         cpu=mac.chip,
         n_cpu_cores=mac.cpu_cores,

@@ -3,17 +3,21 @@ registry, else the CPU."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from localllm.device import cpus, table, usable
+from localllm.device.machines import common
 from localllm.device.machines.common import (
     Card,
-    beside_nvidia,
+    card_of,
+    left_idle,
     modules_bandwidth,
     nvidia_card,
     nvidia_gpus,
     one_machine,
     ram_disagrees,
+    shared_bandwidth,
     with_findings,
 )
 from localllm.device.parsers import integer, windows
@@ -43,14 +47,14 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     total, available = status
     cpu = windows.processor(readings.output("processor"))
     modules = windows.physical_memory(readings.output("physical-memory"), cpus.channels(cpu))
-    told = modules_bandwidth(modules, "Win32_PhysicalMemory", cpu)
+    told = modules_bandwidth(modules, "Win32_PhysicalMemory")
     base = Device(
         name=cpu or "Windows PC",
         kind="system",
         accelerator="cpu",
         family="CPU",
         memory=shared_pool(total, available, "GlobalMemoryStatusEx"),
-        bandwidth_gbps=ram_bandwidth or told,
+        bandwidth_gbps=common.ram_bandwidth(ram_bandwidth, told, cpu, ""),
         os="Windows",
         cpu=cpu,
         n_cpu_cores=max(integer(readings.output("cores")) or 0, 0),
@@ -63,7 +67,7 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         cards, findings = _nvidia_cards(gpus, adapters)
         base = with_findings(base, findings)
         if cards:
-            return one_machine(cards, "cuda", base)
+            return one_machine(cards, base)
     elif not hidden and any(adapter.vendor == "10de" for adapter in adapters):
         fix = "install the NVIDIA driver, then check with nvidia-smi"
         finding = Finding(
@@ -91,7 +95,7 @@ def _nvidia_cards(
         findings += said
         cards += [card] if card else []
     others = [card.name for card in _cards(adapters)]
-    return cards, [*findings, beside_nvidia(others)] if cards and others else findings
+    return cards, [*findings, left_idle(others)] if cards and others else findings
 
 
 def _processor(base: Device) -> Device:
@@ -116,21 +120,31 @@ def _emulation(readings: Readings) -> tuple[Finding, ...]:
     return ()
 
 
+# The makers whose cards are looked for in the registry; NVIDIA's driver tells of its own.
+_MAKERS = {"1002": "AMD", "8086": "Intel"}
+
+
 def _cards(adapters: list[windows.Adapter]) -> list[Card]:
-    """Known discrete cards that are not NVIDIA's."""
+    """Discrete cards that are not NVIDIA's: what the table has, and what has so much memory of its
+    own as no graphics in a processor."""
     cards = []
     for adapter in adapters:
         row = table.by_gpu_name(adapter.name, adapter.memory_bytes or None)
-        if row is None or row.kind != "discrete" or adapter.vendor == "10de":
+        maker = _MAKERS.get(adapter.vendor) or (row.vendor if row else "")
+        is_card = row.kind == "discrete" if row else _is_unknown_card(adapter)
+        if not is_card or maker not in _MAKERS.values():
             continue
-        size = adapter.memory_bytes or int(row.memory_gb[0] * GIB)
+        size = adapter.memory_bytes or int(row.memory_gb[0] * GIB if row else 0)
         memory = usable.vram(size, 0, 0, "registry HardwareInformation.qwMemorySize")
-        cards.append(
-            Card(
-                adapter.name, memory, row.bandwidth, row, row.compute_capability, row.compute_units
-            )
-        )
+        cards.append(replace(card_of(maker, adapter.name, memory, row), accelerator="vulkan"))
     return cards
+
+
+def _is_unknown_card(adapter: windows.Adapter) -> bool:
+    """By a card's series in its name, and more memory than graphics in a processor of such names
+    ("RX Vega 11") are given."""
+    series = re.search(r"\b(?:RX|(?:WX?|V|MI|[AB])[0-9]{2})", adapter.name)
+    return series is not None and adapter.memory_bytes >= 3 * GIB
 
 
 def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
@@ -140,7 +154,7 @@ def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
     note = Finding(
         "info", "memory in use on this card can't be read here: all of it counts as free"
     )
-    return one_machine(cards, "vulkan", with_findings(base, [note]))
+    return one_machine(cards, with_findings(base, [note]))
 
 
 def _integrated(
@@ -165,17 +179,11 @@ def _integrated(
             accelerator="vulkan",
             family=row.family,
             memory=_with_half_of_the_rest(base.memory, adapter.memory_bytes, available_bytes),
-            bandwidth_gbps=_shared_bandwidth(row, told, base),
+            bandwidth_gbps=shared_bandwidth(row, told, base),
             **table.facts(row),
             compute_capability=row.compute_capability,
         )
     return None
-
-
-def _shared_bandwidth(row: DeviceRow, told: Figure | None, base: Device) -> Figure | None:
-    """Soldered memory is the table's; socketed memory is whatever is fitted, so the sticks go
-    first."""
-    return row.bandwidth if "Halo" in row.family else told or row.bandwidth or base.bandwidth_gbps
 
 
 def _is_integrated(row: DeviceRow) -> bool:

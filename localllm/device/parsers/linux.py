@@ -12,12 +12,11 @@ from localllm.device.types import Readings
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """The processor's name, cores this process may use (0 = unknown), whether a hypervisor is under
-    us, and the widest vectors ("" = unknown)."""
+    """The processor's name, cores this process may use (0 = unknown), whether it is Apple's, and
+    the widest vectors ("" = unknown)."""
 
     name: str
     cores: int
-    hypervisor: bool
     apple: bool = False
     vectors: str = ""
 
@@ -51,8 +50,9 @@ def cpuinfo(text: str) -> CpuInfo:
     flags = next((p["flags"].split() for p in processors if "flags" in p), [])
     return CpuInfo(
         name=" + ".join(kinds[:3]),
-        cores=len(physical) or sum("processor" in p for p in processors),
-        hypervisor="hypervisor" in flags,
+        cores=len(physical)
+        or sum("processor" in p for p in processors)
+        or max(integer(key_values(text).get("# processors")) or 0, 0),  # s390x
         apple=any(implementer == "0x61" for implementer, _ in parts),
         vectors=next((name for flag, name in _VECTORS.items() if flag in flags), ""),
     )

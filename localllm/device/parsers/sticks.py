@@ -53,7 +53,10 @@ def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
         not 100 <= s.megatransfers_s <= 20_000 or not 0 < s.data_bits <= 512 for s in sticks
     ):
         return None
+    sockets = {_place(stick.place.upper()).socket for stick in sticks}
     bits = _bus_bits(sticks, channels)
+    if channels:  # firmware gives a 32-bit channel of soldered memory the width of a module's
+        bits = min(bits, channels * _CHANNEL_BITS * len(sockets))
     return Ram(min(s.megatransfers_s for s in sticks), bits, len(sticks))
 
 
@@ -69,8 +72,7 @@ def _bus_bits(sticks: Sequence[Stick], channels: int) -> int:
     ):
         return _placed_bits(places)
     sockets = Counter(place.socket for place in places)
-    filled = [min(n, channels) if channels else _usual_channels(n) for n in sockets.values()]
-    return _CHANNEL_BITS * sum(filled)
+    return _CHANNEL_BITS * sum(n if channels else _usual_channels(n) for n in sockets.values())
 
 
 def _placed_bits(places: Sequence[_Place]) -> int:

@@ -28,8 +28,8 @@ def adapters(text: str) -> list[Adapter]:
     """`reg query` of the display class: DriverDesc, HardwareInformation.qwMemorySize and
     MatchingDeviceId per subkey.
 
-    Not Win32_VideoController.AdapterRAM, a uint32 that stops at 4 GB. Keys of removed cards stay in
-    the registry, so identical entries are kept once.
+    Not Win32_VideoController.AdapterRAM, a uint32 that stops at 4 GB. Two identical entries are two
+    cards; a removed card's may be among them, as its key stays.
     """
     found: list[Adapter] = []
     for block in re.split(r"(?m)^HKEY_LOCAL_MACHINE", text):
@@ -44,9 +44,7 @@ def adapters(text: str) -> list[Adapter]:
             continue
         memory = _registry_number(values.get("HardwareInformation.qwMemorySize"))
         pci = re.search(r"ven_([0-9a-f]{4})", values.get("MatchingDeviceId", "").lower())
-        adapter = Adapter(name[:120], memory, pci.group(1) if pci else "")
-        if adapter not in found:
-            found.append(adapter)
+        found.append(Adapter(name[:120], memory, pci.group(1) if pci else ""))
     return found
 
 

@@ -77,43 +77,44 @@ def _has_driver() -> bool:
     return False
 
 
+# What is asked of each GPU, by our names: NVML's function, and what is taken of its answer.
+_ASKED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "name": ("nvmlDeviceGetName", text),
+    "uuid": ("nvmlDeviceGetUUID", text),
+    "pci": ("nvmlDeviceGetPciInfo", lambda info: text(info.busId)),
+    "mig": ("nvmlDeviceGetMigMode", lambda modes: int(modes[0])),
+    "capability": ("nvmlDeviceGetCudaComputeCapability", tuple),
+    "bus_bits": ("nvmlDeviceGetMemoryBusWidth", int),
+    "addressing": ("nvmlDeviceGetAddressingMode", int),
+    "power_limit_mw": ("nvmlDeviceGetEnforcedPowerLimit", int),
+    "default_power_limit_mw": ("nvmlDeviceGetPowerManagementDefaultLimit", int),
+}
+
+
 def _gpu(api: Any, index: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-
-    def ask(key: str, call: Callable[[], Any]) -> None:
-        # AttributeError: a driver or nvidia-ml-py too old for the call.
-        with contextlib.suppress(api.NVMLError, AttributeError, ValueError):
-            value = call()
-            found[key] = text(value) if isinstance(value, bytes) else value
-
+    # AttributeError: a driver or nvidia-ml-py too old for the call.
+    refused = (api.NVMLError, AttributeError, ValueError)
     try:
         handle = api.nvmlDeviceGetHandleByIndex(index)
     except api.NVMLError:  # lost or excluded: the others still count
         return found
-    ask("name", lambda: api.nvmlDeviceGetName(handle))
+    for key, (name, taken) in _ASKED.items():
+        with contextlib.suppress(*refused):
+            found[key] = taken(getattr(api, name)(handle))
+    with contextlib.suppress(*refused):
+        found["cc_major"], found["cc_minor"] = found.pop("capability", ())
+    with contextlib.suppress(*refused):
+        found["max_memory_mhz"] = api.nvmlDeviceGetMaxClockInfo(handle, api.NVML_CLOCK_MEM)
     memory = None
-    with contextlib.suppress(api.NVMLError, AttributeError):
+    with contextlib.suppress(*refused):
         memory = api.nvmlDeviceGetMemoryInfo(handle, version=api.nvmlMemory_v2)
         found["reserved"] = memory.reserved
     with contextlib.suppress(api.NVMLError):
         memory = memory or api.nvmlDeviceGetMemoryInfo(handle)
-    if memory is not None:
         found |= {"total": memory.total, "used": memory.used, "free": memory.free}
-    capability = None
-    with contextlib.suppress(api.NVMLError):
-        capability = api.nvmlDeviceGetCudaComputeCapability(handle)
-    if capability is not None:
-        found["cc_major"], found["cc_minor"] = capability
-    ask("uuid", lambda: api.nvmlDeviceGetUUID(handle))
-    ask("pci", lambda: api.nvmlDeviceGetPciInfo(handle).busId)
-    ask("mig", lambda: int(api.nvmlDeviceGetMigMode(handle)[0]))
     if found.get("mig"):
         found["slices"] = _slices(api, handle)
-    ask("bus_bits", lambda: api.nvmlDeviceGetMemoryBusWidth(handle))
-    ask("max_memory_mhz", lambda: api.nvmlDeviceGetMaxClockInfo(handle, api.NVML_CLOCK_MEM))
-    ask("addressing", lambda: int(api.nvmlDeviceGetAddressingMode(handle)))
-    ask("power_limit_mw", lambda: api.nvmlDeviceGetEnforcedPowerLimit(handle))
-    ask("default_power_limit_mw", lambda: api.nvmlDeviceGetPowerManagementDefaultLimit(handle))
     return found
 
 

@@ -37,6 +37,7 @@ _FILES = (
 )  # fmt: skip
 _PATTERNS = (
     "/sys/class/kfd/kfd/topology/nodes/*/properties",
+    "/sys/class/kfd/kfd/topology/nodes/*/mem_banks/0/properties",
     "/sys/devices/system/cpu/cpu0/cache/index*/size",
 )
 _CARD_FILES = (

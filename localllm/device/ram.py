@@ -1,0 +1,62 @@
+"""System memory by its kind: what its channels give, of what was said or what a part is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localllm.device.types import Basis, Figure
+
+# Where a kind was said and no speed: JEDEC's usual ones.
+_USUAL_RATES = {"ddr3": 1600, "ddr4": 3200, "ddr5": 4800, "lpddr4x": 4267, "lpddr5": 6400}
+_USUAL_RATES["lpddr5x"] = 7500
+_CHANNEL_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StatedRam:
+    """System memory as said: GiB (None: its kind alone was said), its kind ("ddr5", "" = not said),
+    its MT/s and channels of 64 bits (0 = not said)."""
+
+    size_gb: float | None
+    kind: str = ""
+    rate: int = 0
+    channels: int = 0
+
+    def with_more(self, more: StatedRam) -> StatedRam:
+        """What was said of one memory in two places."""
+        return StatedRam(
+            self.size_gb or more.size_gb,
+            more.kind or self.kind,
+            more.rate or self.rate,
+            more.channels or self.channels,
+        )
+
+    def bandwidth(self, kinds: Sequence[str], channels: int, *, known: bool = True) -> Figure:
+        """Peak GB/s of this memory on a part of so many `channels` that takes these `kinds`
+        ("DDR5-5600", the usual first). Derived where a `known` part leaves no choice; else assumed,
+        with what the other kinds would give."""
+        rest = f"{self.kind}-{_USUAL_RATES.get(self.kind, _OLDEST_RATE)}"
+        begins = f"{self.kind}-" if self.kind else ""
+        usual = next((kind for kind in kinds if kind.lower().startswith(begins)), rest)
+        kind, _, made_for = usual.rpartition("-")
+        rate, n = self.rate or int(made_for), self.channels or channels
+        others = [] if self.kind or self.rate else list(kinds[1:])
+        said = f"{_COUNTED.get(n, f'{n} channels')} of {kind.upper()}-{rate}"
+        for other in others:
+            said += f"; {_gbps(int(other.rpartition('-')[2]), n):g} GB/s if it is {other}"
+        sure = known and not others and usual in kinds
+        basis: Basis = "given" if self.rate else "derived" if sure else "assumed"
+        return Figure(_gbps(rate, n), basis, said)
+
+
+_COUNTED = {1: "one channel", 2: "two channels"}
+_OLDEST_RATE = 800
+
+
+def _gbps(rate: int, channels: int) -> float:
+    return round(rate * channels * _CHANNEL_BYTES / 1000, 3)
+
+
+# Where nothing was said of system memory.
+NO_RAM = StatedRam(None)
