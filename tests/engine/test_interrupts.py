@@ -21,7 +21,7 @@ from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import Chunk, InterruptedStepError, LoadSpec, Placement
 from localllm_backends.llamacpp import backend_type as llamacpp
 from models import tiny_gguf
-from support.requests import request_for
+from support.requests import events_of, request_for
 from support.scripted_backend import ScriptedBackend, ScriptedResult
 
 
@@ -182,10 +182,10 @@ def test_a_worker_does_not_read_on_for_somebody_who_left(smollm2: Path) -> None:
         )
         try:
             engine = await supervisor.engine()
-            first = engine.submit(request_for("a", words(128, 1), 1, GREEDY))
+            first = events_of(engine, request_for("a", words(128, 1), 1, GREEDY))
             assert [e async for e in first]
             before = await engine.snapshot()
-            stream = engine.submit(request_for("b", words(1500, 2), 1, GREEDY))
+            stream = events_of(engine, request_for("b", words(1500, 2), 1, GREEDY))
             async for event in stream:
                 if isinstance(event, Queued):
                     break

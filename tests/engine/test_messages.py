@@ -51,6 +51,7 @@ GENERATION = Generation(
     LoopLimits(9, 3, 4),
     -1,
     "anna",
+    "of-three",
     "salt",
 )
 REQUEST = Request(

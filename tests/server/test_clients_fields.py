@@ -272,7 +272,10 @@ def effect(
             for k, v in plain.items()
             if k not in (field, "id", "created_at", "completed_at", "reasoning")
         }
-    return reply, (reply.status_code, said, kept, [replace(r, id="") for r in engine.requests])
+    asked = [
+        replace(r, id="", generation=replace(r.generation, choices_of="")) for r in engine.requests
+    ]
+    return reply, (reply.status_code, said, kept, asked)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[:3]))

@@ -157,6 +157,9 @@ class EveryOther:
     def __init__(self) -> None:
         self.n = 0
 
+    def copy(self) -> EveryOther:
+        return EveryOther()
+
     def _ok(self, n: int, token: int) -> bool:
         letter = chr(max(token - 3, 0))
         return letter == "X" if n % 3 == 2 else letter.isascii() and letter.isalpha()
