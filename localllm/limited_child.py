@@ -34,6 +34,8 @@ _LOOK_S = 0.02
 _RESERVED_BYTES = 160 * 2**20
 # So many answers are kept, each no longer than this.
 _REMEMBERED, _REMEMBERED_CHARS = 64, 2**15
+# A pipe holds so much at least.
+_PIPE_BYTES = 2**16
 Take = Callable[[Any, str], None]
 
 
@@ -170,7 +172,7 @@ class _Process:
         while self._worker is None:
             self._worker = self._ready(self._heard(wanted))
         self._asked += 1
-        self._send([self._asked, question])
+        n_bytes = self._send([self._asked, question])
         ended = True
         reply: dict[str, Any] = {"of": 0}
         try:
@@ -180,6 +182,8 @@ class _Process:
         finally:
             if ended:
                 self._end_worker()
+            if ended and n_bytes > _PIPE_BYTES:
+                self.close()  # who reads the rest of the question ends as well
         if "ended" in reply:
             timed = reply["ended"] == getattr(signal, "SIGPROF", None)
             raise _over_time(self._limits) if timed else _over_memory(self._limits)
@@ -220,9 +224,11 @@ class _Process:
                 self._lines.put(line)
         self._lines.put(b"")
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Any) -> int:
+        """How many bytes that are."""
         with suppress(OSError, ValueError):  # it has ended, as its output says
-            _write(cast("BinaryIO", self._process.stdin), message)
+            return _write(cast("BinaryIO", self._process.stdin), message)
+        return 0
 
     def _heard(
         self, wanted: Callable[[], bool], limits: ChildLimits | None = None
@@ -312,9 +318,10 @@ def serve(make: Callable[[Any], Callable[[Any], Any]]) -> None:
         _write(sink, said)
 
 
-def _write(sink: BinaryIO, message: Any) -> None:
-    sink.write(json.dumps(message).encode() + b"\n")
+def _write(sink: BinaryIO, message: Any) -> int:
+    n_bytes = sink.write(json.dumps(message).encode() + b"\n")
     sink.flush()
+    return n_bytes
 
 
 def _bound_time(cpu_s: float) -> None:
