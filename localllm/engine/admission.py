@@ -178,7 +178,7 @@ class Admission:
         now."""
         kv = self.jobs.pool.kv
         if job.reading is not None and job.reading is not state:
-            kv.release(job.reading)
+            kv.reads.release(job.reading)
             job.reading = None
         if state is None or kv.in_memory(state):
             return True

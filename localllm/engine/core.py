@@ -260,7 +260,7 @@ class Engine:
         elif self._images is not None and self._images.waiting:
             self._images.encoder.wait(WAIT_S)
         elif self._admission.awaits_disk:
-            self.pool.kv.wait_for_reading(WAIT_S)
+            self.pool.kv.reads.wait(WAIT_S)
 
     @property
     def _takes_grace(self) -> bool:

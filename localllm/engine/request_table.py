@@ -119,7 +119,7 @@ class RequestTable:
         if job.compilation is not None:
             job.compilation.left = True
         if job.reading is not None:
-            self.pool.kv.release(job.reading)
+            self.pool.kv.reads.release(job.reading)
             job.reading = None
         job.leave()
         sequence, job.sequence = job.sequence, None

@@ -34,7 +34,7 @@ def engine_on(
     # real size would.
     engine.pool.kv.speed = PrefillCost(1e-3)
     assert engine.pool.kv.disk is not None
-    engine.pool.kv.disk.read_bytes_s = 20_000.0
+    engine.pool.kv.disk.reads.learn(20_000, 1.0)
     return engine
 
 

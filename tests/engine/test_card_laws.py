@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Generation, Request, Text
 from support.emulated_device import DeviceClock, EmulatedDevice, Speeds
+from support.emulated_disk import EmulatedReads
 
 GAP_S = 0.02
 PROMPT, NEWCOMER, ANSWER = 71, 3000, 100
@@ -23,27 +26,30 @@ WARM = Speeds(first_use_s=0.0)
 class Card:
     """An engine on an emulated card, and when each request's tokens came."""
 
-    def __init__(self, speeds: Speeds) -> None:
+    def __init__(self, speeds: Speeds, **settings: Any) -> None:
         rows = np.random.default_rng(1).normal(size=(8, 300)).astype(np.float32)
         self.device = EmulatedDevice(rows, speeds, n_seq_max=40, clock=DeviceClock())
-        settings = EngineSettings(headroom_bytes=0, gap_s=GAP_S)
-        self.engine = Engine(self.device, settings, clock=self.device.clock.now)
+        wanted = EngineSettings(headroom_bytes=0, gap_s=GAP_S, **settings)
+        self.engine = Engine(self.device, wanted, clock=self.device.clock.now)
         self.came_s: dict[str, list[float]] = {}
         self._asked = 0
 
-    def ask(self, n_prompt: int, n_tokens: int) -> str:
+    def ask(self, n_prompt: int, n_tokens: int, *, cached: bool = False) -> str:
         """Submit a request; its name."""
         self._asked += 1
         name = f"r{self._asked}"
         prompt = [3 + self._asked] * n_prompt
-        generation = Generation(GREEDY, n_tokens, ignore_eos=True, cache_prompt=False)
+        generation = Generation(GREEDY, n_tokens, ignore_eos=True, cache_prompt=cached)
         self.engine.submit(Request(name, prompt, generation), prompt)
         self.came_s[name] = []
         return name
 
     def until(self, done: Callable[[], bool]) -> None:
         while self.engine.has_work and not done():
-            self._note(self.engine.step(self._note))
+            if self.engine.can_step:
+                self._note(self.engine.step(self._note))
+            else:
+                self.engine.idle()
 
     def _note(self, events: list[Event]) -> None:
         for event in events:
@@ -54,10 +60,10 @@ class Card:
     def now(self) -> float:
         return self.device.clock.now()
 
-    def first_token_s(self, n_prompt: int) -> float:
+    def first_token_s(self, n_prompt: int, *, cached: bool = False) -> float:
         """How long a request that comes now waits for its first token."""
         began = self.now
-        name = self.ask(n_prompt, 2)
+        name = self.ask(n_prompt, 2, cached=cached)
         self.until(lambda: bool(self.came_s[name]))
         return self.came_s[name][0] - began
 
@@ -130,3 +136,33 @@ def test_who_comes_during_the_first_steps_waits_for_one_of_them() -> None:
         assert card.device.steps == before + 1, "one at a time"
         waits.append(card.first_token_s(20))
     assert max(waits) <= 2 * speeds.first_use_s + speeds.step_s(20)
+
+
+# Llama 3.1 8B in f16: 32 layers of 8 heads of 128, K and V.
+KV_TOKEN_BYTES = 131_072
+
+
+@pytest.mark.parametrize("disk_bytes_s", [1e9, 3e9, 7e9])
+def test_after_a_restart_a_prompt_is_read_or_computed_whichever_is_quicker(
+    tmp_path: Path, disk_bytes_s: float
+) -> None:
+    """What a step costs was measured behind "ready", and the first pieces say how fast the disk
+    is."""
+    speeds = Speeds(first_use_s=0.0, kv_token_bytes=KV_TOKEN_BYTES, bytes_s=3.35e12)
+    settings = {"disk_dir": str(tmp_path), "disk_bytes": 10**9}
+    before = Card(speeds, **settings)
+    compute_s = before.first_token_s(NEWCOMER, cached=True)
+    before.until(lambda: False)
+    before.engine.close()
+
+    card = Card(speeds, **settings)
+    tier = card.engine.pool.kv.disk
+    assert tier is not None
+    # an emulated token's KV is one byte
+    tier.reads = EmulatedReads(tier, card.device.clock, disk_bytes_s / KV_TOKEN_BYTES)
+    while card.engine.idle():
+        pass
+    read_s = NEWCOMER * KV_TOKEN_BYTES / disk_bytes_s
+    after_s = card.first_token_s(NEWCOMER, cached=True)
+    assert after_s <= 1.15 * min(read_s, compute_s) + speeds.step_s(1)
+    card.engine.close()

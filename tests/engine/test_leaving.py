@@ -73,7 +73,7 @@ def test_at_most_the_last_line_is_resident_in_every_start(
             backend = ScriptedBackend(n_ctx=4096, n_batch=64, **SHAPES[shape])  # type: ignore[arg-type]
             engine = Engine(backend, EngineSettings(disk_dir=folder, disk_bytes=10**9))
             assert engine.pool.kv.disk is not None
-            engine.pool.kv.disk.read_bytes_s = read_mb_s * 1e6
+            engine.pool.kv.disk.reads.learn(round(read_mb_s * 1e6), 1.0)
             engine.pool.kv.speed = PrefillCost(1e-3)
             for head, tail in requests:
                 key += 1
@@ -99,7 +99,7 @@ def test_a_real_model_is_as_empty_after_a_restart_as_before(
         backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=2048, n_seq_max=6, n_batch=256))
         engine = Engine(backend, EngineSettings(disk_dir=str(tmp_path), disk_bytes=10**9))
         assert engine.pool.kv.disk is not None
-        engine.pool.kv.disk.read_bytes_s = 100e6
+        engine.pool.kv.disk.reads.learn(100_000_000, 1.0)
         for i, first in enumerate(firsts):
             ask(engine, str(i), line(first, 3 * begun + i))
         assert engine.pool.n_idle == 1

@@ -22,6 +22,7 @@ from localllm.engine.cache.kv_file import Readable, ReadAhead
 from localllm.engine.cache.tree import PrefixCache, as_tokens
 from localllm.engine.core import Engine
 from localllm.engine.messages import Request
+from support.emulated_device import EmulatedDevice
 from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
@@ -215,12 +216,46 @@ def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> No
         DiskBlock(None, 0, 8, 100, path=tmp_path / str(i), tier=tier, written=True)
         for i in range(9)
     ]
-    reads = ReadAhead(lambda block: memoryview(disk(path_of(block)).read()), ahead_bytes=250)
+    reads = ReadAhead(lambda block, _: memoryview(disk(path_of(block)).read()), ahead_bytes=250)
     assert [reads.want(b, due=False) for b in blocks[:4]] == [True, True, False, False]
     assert reads.want(blocks[4], due=True), "what is needed next is always read"
     assert reads.wanted_bytes == 300
     disk.let.set()
     reads.close()
+
+
+def test_several_threads_read_a_file_where_a_device_computes(tmp_path: Path) -> None:
+    """One reads and checks it slower than a card computes what it holds."""
+    engine = Engine(
+        EmulatedDevice(np.zeros((1, 300), dtype=np.float32)),
+        EngineSettings(disk_dir=str(tmp_path), disk_bytes=10**9, headroom_bytes=0),
+    )
+    tier = engine.pool.kv.disk
+    assert tier is not None
+    data = np.random.default_rng(1).bytes(15 * 2**19)
+    tokens = as_tokens(np.arange(32, dtype=np.int32))
+    block = tier.make_block(tokens, data, 0)
+    tier.write(block, tokens, block.file_time_ns)
+    tier.flush()
+    block.data = None
+    together = threading.Barrier(8, timeout=60)
+    opened: list[Path] = []
+
+    def open_file(path: Path) -> Readable:
+        opened.append(path)
+        if len(opened) > 1:  # its head is read first
+            together.wait()
+        return path.open("rb", buffering=0)
+
+    tier.open_file = open_file
+    assert bytes(tier.load(block) or b"") == data
+    assert len(opened) == 9
+    tier.open_file = lambda path: path.open("rb", buffering=0)
+    damaged = bytearray(block.path.read_bytes())
+    damaged[-2 * 2**20] ^= 1
+    block.path.write_bytes(damaged)
+    assert tier.load(block) is None
+    engine.close()
 
 
 OPERATIONS = st.lists(
@@ -237,7 +272,7 @@ def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_r
     blocks = [
         DiskBlock(None, 0, 8, 100 + i, path=Path(str(i)), tier=tier, written=True) for i in range(5)
     ]
-    reads = ReadAhead(lambda block: memoryview(str(path_of(block)).encode()), ahead_bytes=220)
+    reads = ReadAhead(lambda block, _: memoryview(str(path_of(block)).encode()), ahead_bytes=220)
     users = [0] * 5
     for what, i in operations:
         block = blocks[i]

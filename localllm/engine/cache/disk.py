@@ -16,7 +16,6 @@ because of that is in memory only; it is written when it leaves that, if the day
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import shutil
@@ -25,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -42,6 +42,7 @@ from localllm.engine.cache.eviction import (
 from localllm.engine.cache.folder import Survey, WriteBudget, folder_names, put_label, remove_stale
 from localllm.engine.cache.kv_file import (
     KvEntry,
+    Progress,
     Readable,
     ReadAhead,
     read_data,
@@ -125,7 +126,8 @@ class DiskTier:
     wrote them;
     `model` is whose they are, for people.
     `free_bytes` of the disk are left to others;
-    `daily_bytes` may be written in a day, by all models together (0: no limit)."""
+    `daily_bytes` may be written in a day, by all models together (0: no limit);
+    `n_readers` threads read a file."""
 
     directory: Path
     identity: str
@@ -133,7 +135,7 @@ class DiskTier:
     free_bytes: int = tunables.DISK_FREE_BYTES
     daily_bytes: int = 0
     model: str = ""
-    read_bytes_s: float = tunables.READ_FIRST_GUESS_BYTES_S
+    n_readers: int = 1
     written_bytes: int = 0
     read_blocks: int = 0
     bad_blocks: int = 0
@@ -157,7 +159,7 @@ class DiskTier:
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
         self.open_file: Callable[[Path], Readable] = lambda path: path.open("rb", buffering=0)
-        self.reads = ReadAhead(lambda block: self.load(block, self.reads.rest))
+        self.reads = ReadAhead(self.load)
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
         """Enter the directory's blocks into `cache`, and states into `states` (without their data),
@@ -258,45 +260,22 @@ class DiskTier:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def worth_reading(self, block: Block, compute_s: float) -> bool:
-        """True when the file is read in less than the `compute_s` that the tokens wanted of it
-        take (0: not known), both as measured here."""
-        if block.data is not None or self.reads.ready(block):
-            return True
-        under_way_s = self.reads.under_way_s
-        if under_way_s > tunables.READ_STUCK_S or not compute_s:
-            return under_way_s <= tunables.READ_STUCK_S
-        # What has taken so long already is expected to take as long again.
-        late_s = under_way_s if under_way_s > tunables.READ_LATE_S else 0.0
-        return max(block.size_bytes / self.read_bytes_s, late_s) < compute_s
-
-    @property
-    def read_speed(self) -> tuple[float, int]:
-        """Bytes/s as measured, and how often the time doubled since which the read under way is
-        late."""
-        return self.read_bytes_s, max(
-            0, math.frexp(self.reads.under_way_s / tunables.READ_LATE_S)[1]
-        )
-
     def load(
-        self, block: Block, rest: Callable[[float], object] = lambda _: None
+        self, block: Block, progress: Progress = lambda _n_bytes, _took_s: None
     ) -> memoryview | None:
         """The data of a block that is only on disk; the file is checked whole, and removed if it is
-        not right. `rest` is called after each piece with the seconds it took."""
+        not right. `progress` is told of each piece."""
         assert isinstance(block, DiskBlock)
-        started = time.monotonic()
         data = None
         with contextlib.suppress(OSError):
-            with self.open_file(block.path) as f:
-                data = read_data(f, self.identity, rest)
+            open_it = partial(self.open_file, block.path)
+            data = read_data(open_it, self.identity, progress, self.n_readers)
             if data is None:
                 block.path.unlink(missing_ok=True)
         if data is None:
             self.bad_blocks += 1
             return None
         self.read_blocks += 1
-        seconds = max(time.monotonic() - started, 1e-6)
-        self.read_bytes_s += tunables.READ_SMOOTHING * (len(data) / seconds - self.read_bytes_s)
         return data
 
     # --- when to write ----------------------------------------------------------------------------
@@ -487,6 +466,7 @@ def tier_of(backend: Backend, wanted: EngineSettings) -> DiskTier | None:
         wanted.disk_free_bytes,
         wanted.disk_daily_bytes,
         wanted.model_name,
+        tunables.READERS_BESIDE_DEVICE if backend.capabilities.kv_on_device else 1,
     )
     remove_stale(disk.directory, kind)
     return disk

@@ -68,13 +68,9 @@ class Restoration:
     def awaits(self) -> bool:
         """Is the next part still being read? One that takes too long is given up here."""
         while not self.done and self.computes_to is None:
-            late = [block for block in self._next_blocks() if not self.kv.in_memory(block)]
-            if not late:
+            if all(map(self.kv.in_memory, self._next_blocks())):
                 return False
-            left = sum(part.n_tokens for part in self._parts)
-            if self.plan.state is not None:
-                left = self.plan.saved
-            if all(self.kv.should_load(block, left) for block in late):
+            if self.kv.worth_reading(self._coming(), self._saved_by_reading):
                 # What somebody else had read may be gone again.
                 self._look_ahead()
                 return True
@@ -90,17 +86,28 @@ class Restoration:
             *([state.parts[0].block] if last and state is not None else []),
         ]
 
+    def _coming(self) -> list[Block]:
+        """What is still to be imported, in its order."""
+        state = [] if self.plan.state is None else [self.plan.state.parts[0].block]
+        return [part.block for part in reversed(self._parts)] + state
+
+    @property
+    def _saved_by_reading(self) -> int:
+        """Tokens that are computed where the disk is given up: of what can be taken apart those
+        that are not in memory, else all of the prefix."""
+        if not self.plan.divisible:
+            return self.plan.saved
+        return sum(p.n_tokens for p in self._parts if not self.kv.in_memory(p.block))
+
     def _look_ahead(self) -> None:
         """Have what comes next read, as far ahead as may be; or end where nothing does."""
         if not self._parts:
             self.close()
             return
-        coming = [part.block for part in reversed(self._parts)]
-        if self.plan.state is not None:
-            coming.append(self.plan.state.parts[0].block)
+        coming = self._coming()
         for block in [b for b in self._wanted if b not in coming]:
             self._wanted.remove(block)
-            self.kv.release(block)
+            self.kv.reads.release(block)
         due = self._next_blocks()
         for block in coming:
             if block in self._wanted or self.kv.in_memory(block):
@@ -185,7 +192,7 @@ class Restoration:
         if not self.done:
             self.done = True
             for block in self._wanted:
-                self.kv.release(block)
+                self.kv.reads.release(block)
             self._wanted = []
             self._unlock(self.plan)
 

@@ -24,6 +24,7 @@ from localllm.engine.cache.eviction import (
     Space,
     state_interval,
 )
+from localllm.engine.cache.kv_file import ReadAhead
 from localllm.engine.cache.matching import RestorePlan, longest_state, plan_restore
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.step_costs import PrefillCost
@@ -58,6 +59,7 @@ class KvStore(OtherPlaces):
         self.lost_blocks = 0
         self.closing = False  # nothing can stay in the context
         self._patience_s = 0.0
+        self._no_reads = ReadAhead(lambda _block, _progress: None)
         if disk is not None:
             disk.open(self.cache, self.states)
 
@@ -74,7 +76,7 @@ class KvStore(OtherPlaces):
 
     def plan(self, prompt: Tokens, *, at_once: bool = False) -> RestorePlan:
         """What to take of what is held of `prompt`; `at_once`: without waiting for any file."""
-        should_load = self.at_hand if at_once else self.should_load
+        should_load = (lambda block, _: self.in_memory(block)) if at_once else self.should_load
         return plan_restore(
             self.cache, prompt[: image_boundary(prompt, len(prompt) - 1)], should_load, self.states
         )
@@ -82,8 +84,7 @@ class KvStore(OtherPlaces):
     def version(self) -> Hashable:
         """All that a plan depends on besides its prompt: what is held, what of it is in memory, and
         speeds."""
-        speed = None if self.disk is None else self.disk.read_speed
-        return self.budget.changes, self.budget.held_bytes, self.speed.token_s, speed
+        return self.budget.changes, self.budget.held_bytes, self.speed.token_s, self.reads.pace
 
     def longest_state(self, prefix: Tokens) -> tuple[int, Block] | None:
         """The longest beginning of `prefix` whose state is held and worth reading, and that
@@ -94,36 +95,28 @@ class KvStore(OtherPlaces):
             else None
         )
 
+    @property
+    def reads(self) -> ReadAhead:
+        """Who reads what is only on disk: nobody where there is none."""
+        return self._no_reads if self.disk is None else self.disk.reads
+
     def should_load(self, block: Block, n_tokens: int) -> bool:
         """Is having this block quicker than computing so many tokens, as far as is known now?"""
-        return (
-            block.data is not None
-            or self.disk is None
-            or self.disk.worth_reading(block, n_tokens * self.speed.token_s)
-        )
+        return self.worth_reading([block], n_tokens)
 
-    def at_hand(self, block: Block, n_tokens: int) -> bool:
-        """As `should_load`, where no file is waited for however many tokens that costs."""
-        return self.in_memory(block)
+    def worth_reading(self, blocks: Iterable[Block], n_tokens: int) -> bool:
+        """Are those of `blocks` read that are not in memory before so many tokens are computed?"""
+        late = [block for block in blocks if not self.in_memory(block)]
+        return not late or self.reads.is_worth(late, n_tokens * self.speed.token_s)
 
     def in_memory(self, block: Block) -> bool:
-        """Does reading it wait for no file?"""
-        return block.data is not None or self.disk is None or self.disk.reads.ready(block)
+        """Does having it wait for no file?"""
+        return block.data is not None or self.reads.ready(block)
 
     def prefetch(self, block: Block, *, due: bool) -> bool:
         """Have a block read that is only on disk, soon or (`due`) next. False where enough is being
-        read already; else it must be released."""
-        return block.data is not None or self.disk is None or self.disk.reads.want(block, due=due)
-
-    def release(self, block: Block) -> None:
-        """A block that was prefetched is wanted no more."""
-        if self.disk is not None:
-            self.disk.reads.release(block)
-
-    def wait_for_reading(self, seconds: float) -> None:
-        """Wait until something was read, at most so long."""
-        if self.disk is not None:
-            self.disk.reads.wait(seconds)
+        read already; else it must be released by its `reads`."""
+        return block.data is not None or self.reads.want(block, due=due)
 
     # --- other places than memory (OtherPlaces) ---------------------------------------------------
 
