@@ -79,7 +79,6 @@ __all__ = [
     "ImagePixels",
     "ImageRun",
     "InterruptedStepError",
-    "KvComparison",
     "KvFidelity",
     "KvType",
     "LoadError",
@@ -181,19 +180,6 @@ class PrefillSlices(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop, and free what it took. What was appended stays."""
-
-
-class KvComparison(ABC):
-    """A comparison of KV types under way: `run` until it returns the result, then `close`."""
-
-    @abstractmethod
-    def run(self) -> tuple[KvFidelity, ...] | None:
-        """Compute one piece; None while there is more of it, then one result for each pair.
-        BackendFailure ends it."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free what it took."""
 
 
 class Backend(ABC):
@@ -361,8 +347,10 @@ class Backend(ABC):
         """Compute short steps (decode) with no more than `most` threads from the next one on. More
         than it was loaded with are as many as that."""
 
-    def compare_kv(self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]) -> KvComparison:
-        """Begin comparing caches of each pair of types (K, V) with one of f16 over `tokens`, in
+    def compare_kv(
+        self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
+    ) -> tuple[KvFidelity, ...]:
+        """How far a cache of each pair of types (K, V) leads from one of f16 over `tokens`, in
         memory of its own. A pair this model can't have is left out. BackendFailure
         (OutOfMemoryError) if there is nothing to compare with."""
         raise BackendFailure("this backend can't compare KV types")

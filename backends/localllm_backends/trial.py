@@ -101,15 +101,8 @@ def turn(backend: Backend) -> dict[str, Any]:
 
 
 def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> dict[str, Any]:
-    comparison = backend.compare_kv(
-        [(k, v) for k, v in pairs], backend.tokenize(text, special=False)
-    )
-    try:
-        found = comparison.run()
-        while found is None:
-            found = comparison.run()
-    finally:
-        comparison.close()
+    tokens = backend.tokenize(text, special=False)
+    found = backend.compare_kv([(k, v) for k, v in pairs], tokens)
     info = backend.info
     model = info.metadata.get("general.name", "") or info.description
     said = [asdict(fidelity) for fidelity in found]

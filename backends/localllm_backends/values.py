@@ -102,8 +102,6 @@ class Capabilities:
     `first_uses`: the first step of a size takes much longer than those behind it: kernels are
     loaded, and buffers and graphs made.
     `threaded`: steps are computed by threads on the processor (`Backend.use_threads`).
-    `compares_kv`: it can say what its KV types cost in precision, on its own weights
-    (`Backend.compare_kv`).
     `interruptible`: a step can be ended from another thread (`Backend.interrupt`).
     `vision`: images can be part of a prompt (`Backend.tokenize_images`). `whole_images`: the tokens
     of one see each other, so that all of them must go into one step.
@@ -126,7 +124,6 @@ class Capabilities:
     vision: bool = False
     whole_images: bool = False
     threaded: bool = False
-    compares_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from localllm.engine.cache.disk import tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
 from localllm.engine.host.contention import ThreadThrottle, of_this_process
-from localllm.engine.host.kv_evidence import KvEvidence
 from localllm.engine.host.metrics import DecodeSpeedTracker, Metrics
 from localllm.engine.messages import Event, Failure, Request
 from localllm.engine.outputs import OutputProcessor
@@ -79,13 +78,13 @@ class Engine:
         self.pool = SequencePool(self.backend, kv)
         self.metrics = Metrics(self.clock())
         self.guard = guard_of(self.available, wanted.headroom_bytes)
-        kept, others = wanted.kv_evidence_dir, of_this_process()
+        others = of_this_process()
         drafting = DraftContext(
             self.backend,
             self.draft_backend,
             wanted.draft,
             self.clock,
-            Path(kept) / "drafting" if kept is not None else None,
+            Path(wanted.drafting_dir) if wanted.drafting_dir is not None else None,
         )
         able, n_batch = self.backend.capabilities, self.backend.info.n_batch
         self._sizer = ChunkSizer(n_batch, on_device=able.kv_on_device, gap_s=wanted.gap_s)
@@ -113,7 +112,6 @@ class Engine:
         self._images = image_steps(self.backend, wanted.disk_dir if wanted.disk_bytes > 0 else None)
         self._admission = Admission(self.backend, self.jobs, self._memory)
         self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
-        self._kv_evidence = KvEvidence(self.backend, self.settings.kv_evidence_dir)
         self.pace = DecodeSpeedTracker(others)
         computing = [
             b
@@ -245,10 +243,6 @@ class Engine:
             self.pool.tick(busy=False)
             or self.backend.idle_work(self.guard.free_bytes)
             or self.speculator.tick(busy=False, rested_s=rested_s)
-            or (
-                self.metrics.requests > 0
-                and self._kv_evidence.tick(rested_s, self.guard.free_bytes)
-            )
         )
         return self._housekeeping
 
@@ -368,7 +362,6 @@ class Engine:
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
         self.prefill.close()
-        self._kv_evidence.close()
         if self._compiler is not None:
             self._compiler.close()
         if self._images is not None:
@@ -476,7 +469,6 @@ class Engine:
             **self.metrics.snapshot(self.clock()),
             **self.speculator.snapshot(),
             **self.guard.snapshot(),
-            **self._kv_evidence.snapshot(),
             "waiting": len(self.jobs.waiting),
             "running": len(self.jobs.running),
             **self.pool.snapshot(),

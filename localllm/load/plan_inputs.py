@@ -166,7 +166,7 @@ def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
 def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     """What KV types were measured to cost on these very files."""
     from localllm import paths
-    from localllm.engine.host import kv_evidence
+    from localllm.load import kv_evidence
     from localllm.planner.quality import KvPrecision
     from localllm_backends.llamacpp.weights import fingerprint
 

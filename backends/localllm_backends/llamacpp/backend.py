@@ -15,6 +15,7 @@ from localllm_backends.contract import (
     CannotRewindError,
     Chunk,
     InterruptedStepError,
+    KvFidelity,
     LoadSpec,
     MemoryReport,
     ModelInfo,
@@ -42,7 +43,7 @@ from localllm_backends.llamacpp.kv_blocks import (
     States,
     span,
 )
-from localllm_backends.llamacpp.kv_fidelity import KvTypeComparison
+from localllm_backends.llamacpp.kv_fidelity import compared
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabilities, model_info
 from localllm_backends.llamacpp.native import BufferSizes, has_gpu, log
 from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, bytes_for
@@ -319,11 +320,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def compare_kv(
         self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
-    ) -> KvTypeComparison:
-        """Begin reading `tokens` with KV of each pair of types and with f16, in contexts of their
-        own."""
+    ) -> tuple[KvFidelity, ...]:
+        """`tokens` read with KV of each pair of types and with f16, in contexts of their own."""
         self._check_owner()
-        return KvTypeComparison(self._llama, self._model, self._spec, pairs, tokens)
+        return compared(self._llama, self._model, self._spec, pairs, tokens)
 
     # --- KV in and out ----------------------------------------------------------------------------
 

@@ -1,13 +1,11 @@
 """What KV types cost in precision on the loaded weights: the same text read with each and with f16,
-row by row.
-
-Small contexts over the same weights, a few tokens at a time, so that whoever asks can stop between
-two pieces.
+row by row, in small contexts over the same weights, a few tokens at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
@@ -15,14 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import (
-    BackendFailure,
-    KvComparison,
-    KvFidelity,
-    KvType,
-    LoadError,
-    LoadSpec,
-)
+from localllm_backends.contract import BackendFailure, KvFidelity, KvType, LoadError, LoadSpec
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.native import GGML_TYPES
@@ -58,84 +49,68 @@ class _Pair:
         )
 
 
-class KvTypeComparison(KvComparison):
-    """Pairs of KV types against f16 over `tokens`."""
-
-    def __init__(
-        self,
-        llama: Any,
-        model: Any,
-        spec: LoadSpec,
-        pairs: Sequence[tuple[str, str]],
-        tokens: Sequence[int],
-    ) -> None:
-        unknown = next(
-            (kind for kind in chain.from_iterable(pairs) if kind not in GGML_TYPES), None
+def compared(
+    llama: Any,
+    model: Any,
+    spec: LoadSpec,
+    pairs: Sequence[tuple[str, str]],
+    tokens: Sequence[int],
+) -> tuple[KvFidelity, ...]:
+    """Pairs of KV types against f16 over `tokens`; one that this model can't have is left out.
+    BackendFailure for a type that llama.cpp does not know, and where a text can't be read."""
+    unknown = next((kind for kind in chain.from_iterable(pairs) if kind not in GGML_TYPES), None)
+    if unknown is not None:
+        raise BackendFailure(
+            f"unknown KV cache type {unknown!r}: llama.cpp knows {', '.join(GGML_TYPES)}"
         )
-        if unknown is not None:
-            raise BackendFailure(
-                f"unknown KV cache type {unknown!r}: llama.cpp knows {', '.join(GGML_TYPES)}"
-            )
-        self._llama, self._model, self._tokens, self._at = llama, model, list(tokens), 0
-        self._batch = Batch(llama, PIECE_TOKENS)
+    small = replace(
+        spec,
+        n_ctx=len(tokens),
+        n_batch=PIECE_TOKENS,
+        n_outputs=PIECE_TOKENS,
+        n_rewind=0,
+        mtp=False,
+        drafter="",
+    )
+    reader = _PieceReader(llama, model)
+    with ExitStack() as opened:
+        exact = opened.enter_context(_context(llama, model, small, "f16", "f16"))
+        found: list[_Pair] = []
+        for k, v in pairs:
+            try:
+                context = opened.enter_context(_context(llama, model, small, k, v))
+            except LoadError:  # no rows of whole blocks, or no kernel
+                continue
+            found.append(_Pair(k, v, context))
+        for at in range(0, len(tokens), PIECE_TOKENS):
+            piece = list(tokens[at : at + PIECE_TOKENS])
+            rows = reader.log_probabilities(exact, at, piece)
+            for pair in found:
+                pair.add(rows, reader.log_probabilities(pair.context, at, piece))
+    return tuple(pair.result(len(tokens)) for pair in found)
+
+
+@contextmanager
+def _context(llama: Any, model: Any, spec: LoadSpec, k: str, v: str) -> Iterator[Any]:
+    typed = replace(spec, kv_type_k=cast("KvType", k), kv_type_v=cast("KvType", v))
+    context = new_context(model, typed, n_seq_max=1)
+    try:
+        yield context
+    finally:
+        llama.llama_free(context)
+
+
+class _PieceReader:
+    """Reads pieces of a text in any context over one model."""
+
+    def __init__(self, llama: Any, model: Any) -> None:
+        self._llama, self._batch = llama, Batch(llama, PIECE_TOKENS)
         self._n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
-        self._spec = replace(
-            spec,
-            n_ctx=len(self._tokens),
-            n_batch=PIECE_TOKENS,
-            n_outputs=PIECE_TOKENS,
-            n_rewind=0,
-            mtp=False,
-            drafter="",
-        )
-        # The next piece as f16 has it, and the pair that reads it next.
-        self._rows: Rows | None = None
-        self._next = 0
-        self._exact = self._context("f16", "f16")
-        self._pairs: list[_Pair] = []
-        try:
-            for k, v in pairs:
-                try:
-                    self._pairs.append(_Pair(k, v, self._context(k, v)))
-                except LoadError:  # no rows of whole blocks, or no kernel
-                    continue
-        except BackendFailure:
-            self.close()
-            raise
 
-    def run(self) -> tuple[KvFidelity, ...] | None:
-        """Read the next piece in one context; one result for each pair once the text is read in
-        all, else None."""
-        piece = self._tokens[self._at : self._at + PIECE_TOKENS]
-        if self._rows is None:
-            self._rows = self._log_probabilities(self._exact, piece)
-            self._next = 0
-        else:
-            pair = self._pairs[self._next]
-            pair.add(self._rows, self._log_probabilities(pair.context, piece))
-            self._next += 1
-        if self._next < len(self._pairs):
-            return None
-        self._rows = None
-        self._at += len(piece)
-        if self._at < len(self._tokens):
-            return None
-        return tuple(pair.result(self._at) for pair in self._pairs)
-
-    def close(self) -> None:
-        while self._pairs:
-            self._llama.llama_free(self._pairs.pop().context)
-        if self._exact is not None:
-            self._llama.llama_free(self._exact)
-            self._exact = None
-
-    def _context(self, k: str, v: str) -> Any:
-        spec = replace(self._spec, kv_type_k=cast("KvType", k), kv_type_v=cast("KvType", v))
-        return new_context(self._model, spec, n_seq_max=1)
-
-    def _log_probabilities(self, context: Any, piece: list[int]) -> Rows:
+    def log_probabilities(self, context: Any, at: int, piece: list[int]) -> Rows:
+        """Of each token behind those of `piece`, which stands at `at`: [tokens, vocabulary]."""
         self._batch.clear()
-        self._batch.add(0, self._at, piece, len(piece))
+        self._batch.add(0, at, piece, len(piece))
         code = self._llama.llama_decode(context, self._batch.native)
         if code:
             raise BackendFailure(

@@ -140,7 +140,6 @@ def capabilities(
         states=states,
         kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
         threaded=True,
-        compares_kv=True,
         interruptible=not recurrent,  # half a step is taken back from attention, never from a state
         drafts=drafts,
         draft_kind=draft_kind,

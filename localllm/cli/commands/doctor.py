@@ -133,9 +133,9 @@ def measure_kv(reference: str) -> None:
     import json
 
     from localllm import paths
-    from localllm.engine.host import kv_evidence
     from localllm.errors import BackendError
     from localllm.library.resolve import resolve
+    from localllm.load import kv_evidence
     from localllm.setup import trial
     from localllm_backends import registry
     from localllm_backends.contract import KvFidelity
@@ -157,7 +157,7 @@ def measure_kv(reference: str) -> None:
 def kv_checks(folder: Path) -> list[HealthCheck]:
     """What KV types were measured to cost on the models that were used here."""
     from localllm.device.health import HealthCheck
-    from localllm.engine.host import kv_evidence
+    from localllm.load import kv_evidence
     from localllm.planner.quality import KvPrecision, passes
 
     checks = []

@@ -188,7 +188,7 @@ def test_one_that_lost_is_remembered_by_the_next_process_and_by_no_other_build(
         """Tokens drafted in the answers of a new process."""
         backend = Guessing("two cores", 0.0)
         backend.info = replace(backend.info, kv_meaning=meaning)
-        settings = EngineSettings(draft="mtp", kv_evidence_dir=str(tmp_path))
+        settings = EngineSettings(draft="mtp", drafting_dir=str(tmp_path))
         engine = Engine(backend, settings, clock=lambda: backend.now)
         settle(engine)
         for i in range(answers):
@@ -200,6 +200,6 @@ def test_one_that_lost_is_remembered_by_the_next_process_and_by_no_other_build(
     assert drafted("this build", answers=12) > 0
     assert drafted("this build") == 0
     assert drafted("another build") > 0
-    for file in (tmp_path / "drafting").iterdir():
+    for file in tmp_path.iterdir():
         file.write_text('{"right": 3, "seen": "many"')
     assert drafted("this build") > 0

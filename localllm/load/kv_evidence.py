@@ -1,0 +1,75 @@
+"""What quantised KV costs in precision on a model, measured by `localllm doctor --kv` once per model
+and build, and kept: plans go by it.
+
+Users of 4-bit caches saw tool arguments break that an 8-bit cache left whole, on some models and
+not on others: whether a type will do can be measured, so it is not guessed. A text like an agent's
+(instructions, calls, code, figures) is read with the type and with f16, and the logits are compared
+row by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from localllm import json_store
+from localllm_backends.contract import KvFidelity
+
+PAIRS = (("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"))
+TEXT = """You are a careful coding agent. Use the tools to read before you write, and answer in one sentence.
+User: The totals in report.pyx are wrong since Tuesday: invoice 20417 shows 1,308.50 instead of 13,085.00. Find out why.
+{"name": "search", "arguments": {"pattern": "def total\\\\(", "path": "src/report.pyx", "max_results": 20}}
+src/report.pyx:41: def total(rows: list[Row], *, rate: float = 0.19) -> Decimal:
+{"name": "read_file", "arguments": {"path": "src/report.pyx", "start_line": 38, "end_line": 52}}
+def total(rows: list[Row], *, rate: float = 0.19) -> Decimal:
+    amount = Decimal(0)
+    for row in rows:
+        if row.kind == "refund":
+            amount -= row.net * (1 + Decimal(rate))
+        else:
+            amount += row.net * (1 + Decimal(rate)) / 10
+    return amount.quantize(Decimal("0.01"))
+The division by ten in line 45 is what makes every invoice too small; refunds are left whole, so they look too large.
+{"name": "edit", "arguments": {"path": "src/report.pyx", "old": "(1 + Decimal(rate)) / 10", "new": "(1 + Decimal(rate))"}}
+{"ok": true, "changed_lines": [45], "sha256": "9f2c61d0a47b"}
+{"name": "run", "arguments": {"command": "pytest -q tests/test_report.pyx", "timeout_s": 120}}
+.......                                                                  [100%]
+7 passed in 0.84s
+The total divided every line by ten; I removed that, and the seven tests of the report pass. Invoice 20417 is 13,085.00 again.
+"""
+
+
+def file_for(folder: Path, fingerprint: str) -> Path:
+    """Where the figures of the model with that fingerprint are kept."""
+    return folder / f"{fingerprint.partition('-')[0]}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a file says: the model's name, the pairs that were measured, and those that its engine
+    can't have."""
+
+    model: str = ""
+    found: tuple[KvFidelity, ...] = ()
+    without: tuple[tuple[str, str], ...] = ()
+
+
+def read(file: Path, meaning: str | None = None) -> Kept:
+    """What is kept in `file`; nothing from a damaged or missing one, or one of another build than
+    `meaning`."""
+    body = json_store.read(file)
+    if meaning is not None and body.get("build") != meaning:
+        return Kept()
+    try:
+        found = [json_store.record(KvFidelity, entry) for entry in body["found"]]
+        without = tuple((str(k), str(v)) for k, v in body.get("without", ()))
+        return Kept(
+            str(body.get("model", "")), tuple(pair for pair in found if pair is not None), without
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Kept()
+
+
+def keep(file: Path, meaning: str, kept: Kept) -> None:
+    """Write what was measured by the build `meaning`, where the disk takes it."""
+    json_store.keep(file, {"build": meaning, **asdict(kept)})
