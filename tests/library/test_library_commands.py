@@ -221,6 +221,8 @@ def test_verify_finds_a_flipped_bit_and_says_so_with_its_exit_code(published: Hu
     assert result.stdout.startswith("BAD ")
     (row,) = run_json("models", "verify")["models"]
     assert row["result"] == "bad"
+    assert row["fix"]
+    assert row["fix"] in result.stdout
     # The remedy is to pull again: the bad blob is noticed and replaced.
     path.unlink()
     run("pull", REPO)

@@ -166,7 +166,10 @@ def verify(
         if not as_json and not (quiet and results[-1].result != "bad"):
             print(_verdict(results[-1]), flush=True)
     if as_json:
-        rows = [{**as_row(r.model), "result": r.result, "detail": r.detail} for r in results]
+        rows = [
+            {**as_row(r.model), "result": r.result, "detail": r.detail, "fix": _fix(r)}
+            for r in results
+        ]
         print_json({"models": rows})
     if any(r.result == "bad" for r in results):
         from localllm.errors import ModelFileError
@@ -180,11 +183,16 @@ def _verdict(checked: Any) -> str:
         return f"ok     {name}: hash as published"
     if checked.result == "whole":
         return f"whole  {name}: no published hash is known here; its files are as long as they say"
-    model = checked.model
-    mend = f"`localllm pull {_handle(model)}` fetches it again"
-    if model.origin != "hf-cache":
-        mend = "fetch it again with the program that brought it"
-    return f"BAD    {name}: {checked.detail}\n       {model.path}\n       {mend}"
+    return f"BAD    {name}: {checked.detail}\n       {checked.model.path}\n       {_fix(checked)}"
+
+
+def _fix(checked: Any) -> str:
+    """What mends a bad model; "" of one that is not."""
+    if checked.result != "bad":
+        return ""
+    if checked.model.origin != "hf-cache":
+        return "fetch it again with the program that brought it"
+    return f"`localllm pull {_handle(checked.model)}` fetches it again"
 
 
 @app.command(short_help="Remove unfinished downloads and unused files.")
