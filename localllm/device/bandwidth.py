@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.device.kept import FigureFile, MeasuredFigure, ProcessorTimes
+from localllm.device.kept import FigureFile, Measurement, ProcessorTimes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,37 +24,11 @@ _CACHE_MULTIPLE, _SMALLEST_BYTES, _SHARE_OF_AVAILABLE = 4, 256 * MIB, 0.05
 SHELF = FigureFile("bandwidth.json", sane=(0.5, 4000.0))
 
 
-@dataclass(frozen=True, slots=True)
-class BandwidthMeasurement(MeasuredFigure):
-    """Best rates (decimal GB/s) of copying (bytes read + bytes written) and of reading, with
-    `threads` threads.
-    `others_share`: of the processor's time, what other programs had meanwhile."""
-
-    copy_gbps: float
-    read_gbps: float
-    threads: int
-    array_bytes: int
-    date: str
-    others_share: float = 0.0
-
-    @property
-    def value(self) -> float:
-        """GB/s that a model's weights stream at: the better of the two, as both are floors of what
-        the memory gives."""
-        return round(max(self.copy_gbps, self.read_gbps), 1)
-
-    @property
-    def how(self) -> str:
-        return (
-            f"copy and read in memory, {self.threads} thread(s), {self.array_bytes // MIB} MiB "
-            "arrays"
-        )
-
-
 def rates(
     *, threads: int = 0, available_bytes: int = 0, cache_bytes: int = 0, seconds: float = 1.0
-) -> BandwidthMeasurement:
-    """Time copying and reading for about `seconds`; threads 0 = every core this process may use.
+) -> Measurement:
+    """GB/s that a model's weights stream at: the better of copying and reading, as both are floors of
+    what the memory gives, timed for about `seconds`; threads 0 = every core this process may use.
 
     Copying counts the bytes read and written (not the hidden read for ownership); reading takes the
     maximum of both arrays, the access pattern of generating a token (a vectorised reduction: BLAS
@@ -66,7 +39,8 @@ def rates(
 
     import numpy as np
 
-    threads = threads or len(_affinity())
+    has_affinity = hasattr(os, "sched_getaffinity")
+    threads = threads or (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
     size = array_bytes(available_bytes, cache_bytes)
     per_thread = max(size // 2 // threads // 8, 1024)
     with ThreadPoolExecutor(threads) as pool:
@@ -96,10 +70,9 @@ def rates(
                 best[kernel] = min(seen, sweep(kernel))
         others = before.others_share(ProcessorTimes.now())
     moved = 2 * 8 * per_thread * threads
-    rates = {kernel: moved / taken / 1e9 for kernel, taken in best.items()}
-    return BandwidthMeasurement(
-        rates[copy], rates[read], threads, moved, time.strftime("%Y-%m-%d"), others
-    )
+    how = f"copy and read in memory, {threads} thread(s), {moved // MIB} MiB arrays"
+    gbps = round(moved / min(best.values()) / 1e9, 1)
+    return Measurement(gbps, how, time.strftime("%Y-%m-%d"), others)
 
 
 def array_bytes(available_bytes: int, cache_bytes: int) -> int:
@@ -109,9 +82,3 @@ def array_bytes(available_bytes: int, cache_bytes: int) -> int:
     if available_bytes:
         wanted = min(wanted, max(int(available_bytes * _SHARE_OF_AVAILABLE), 16 * MIB))
     return wanted
-
-
-def _affinity() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))

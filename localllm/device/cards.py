@@ -4,7 +4,7 @@ of them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -58,27 +58,27 @@ def with_released_bytes(device: Device, n_bytes: int) -> Device:
     taken = device.memory.others_bytes
     if device.kind != "discrete" or n_bytes <= 0 or taken <= 0:
         return device
-    each = tuple(
-        replace(
-            card, memory=with_released(card.memory, n_bytes * card.memory.others_bytes // taken)
-        )
-        for card in device.cards
+    return with_each(
+        device, lambda memory: with_released(memory, n_bytes * memory.others_bytes // taken)
     )
-    whole = _sum([card.memory for card in each]) if each else with_released(device.memory, n_bytes)
-    return replace(device, memory=whole, cards=each)
 
 
 def with_share(device: Device, share: float) -> Device:
     """`device` when of what a plan may take of it now only `share` (0 to 1) could be had, of each
     card alike."""
 
-    def less(one: Device) -> Memory:
-        return replace(one.memory, limit_bytes=int(share * one.room_bytes))
+    def less(memory: Memory) -> Memory:
+        room = memory.loadable_bytes if device.kind == "discrete" else memory.limit_bytes
+        return replace(memory, limit_bytes=int(share * room))
 
-    each = tuple(replace(card, memory=less(card)) for card in device.cards)
-    return replace(
-        device, memory=_sum([card.memory for card in each]) if each else less(device), cards=each
-    )
+    return with_each(device, less)
+
+
+def with_each(device: Device, changed: Callable[[Memory], Memory]) -> Device:
+    """`device` with the memory of each of its cards, or its one, `changed`."""
+    each = tuple(replace(card, memory=changed(card.memory)) for card in device.cards)
+    memory = _sum([card.memory for card in each]) if each else changed(device.memory)
+    return replace(device, memory=memory, cards=each)
 
 
 def _joined(cards: Sequence[Device]) -> str:
@@ -88,16 +88,15 @@ def _joined(cards: Sequence[Device]) -> str:
     )
 
 
+# What of several cards' memory adds up.
+_ADD_UP = (
+    "total_bytes", "limit_bytes", "available_bytes", "system_bytes", "others_bytes",
+    "carve_out_bytes",
+)  # fmt: skip
+
+
 def _sum(memories: Sequence[Memory]) -> Memory:
-    names = (
-        "total_bytes",
-        "limit_bytes",
-        "available_bytes",
-        "system_bytes",
-        "others_bytes",
-        "carve_out_bytes",
-    )
-    sums = {name: sum(map(attrgetter(name), memories)) for name in names}
+    sums = {name: sum(map(attrgetter(name), memories)) for name in _ADD_UP}
     return replace(memories[0], **sums)
 
 

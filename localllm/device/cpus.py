@@ -43,7 +43,7 @@ _OLD_MEMORY = ("DDR3-1600",)
 # What stands between a brand and a number: tiers, and what a shop adds.
 _BETWEEN = {
     "intel", "amd", "core", "ryzen", "threadripper", "epyc", "xeon", "ultra", "ai", "pro", "hx",
-    "gold", "silver", "platinum",
+    "gold", "silver", "platinum", "naples", "rome", "milan", "genoa", "turin",
     "e5", "e7", "w", "w3", "w5", "w7", "w9", "i3", "i5", "i7", "i9", "3", "5", "7", "9", "cpu",
     "processor",
 }  # fmt: skip

@@ -35,6 +35,7 @@ class Computer:
 
     parts: list[tuple[tuple[DeviceRow, ...], Typed]]
     cpu: Processor | None = None
+    sockets: int = 1
     ram: StatedRam = NO_RAM
     findings: list[Finding] = field(default_factory=list)
 

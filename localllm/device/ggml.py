@@ -169,18 +169,11 @@ def differences(device: Device, build: GgmlBuild) -> list[Finding]:
 
 def _unused(device: Device, build: GgmlBuild) -> Finding:
     compiled = [name for name in build.features if accelerators.called(name)]
+    why = "knows the processor only"
     if compiled:
-        why = (
-            f"the installed llama.cpp was compiled for {', '.join(compiled)} and finds no "
-            "device: "
-            "look at the driver"
-        )
-        return Finding("error", f"{device.name} would sit idle: {why}", "localllm setup")
-    return Finding(
-        "error",
-        f"{device.name} would sit idle: the installed llama.cpp knows the processor only",
-        "localllm setup",
-    )
+        why = f"was compiled for {', '.join(compiled)} and finds no device: look at the driver"
+    told = f"{device.name} would sit idle: the installed llama.cpp {why}"
+    return Finding("error", told, "localllm setup")
 
 
 def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:

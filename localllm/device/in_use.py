@@ -8,7 +8,6 @@ without any accelerator's library needs no question.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from pathlib import Path
 from localllm import json_store, paths
 from localllm.device import cards, ggml, table, usable
 from localllm.device.accelerators import HIDING_VARIABLES, compiled_in
+from localllm.device.probes.health import llama_cpp_folder
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0
@@ -64,11 +64,8 @@ def identity() -> str | None:
 
 
 def _folder() -> Path | None:
-    spec = importlib.util.find_spec("llama_cpp")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    override = os.environ.get("LLAMA_CPP_LIB_PATH")
-    return Path(override) if override else Path(next(iter(spec.submodule_search_locations))) / "lib"
+    override, installed = os.environ.get("LLAMA_CPP_LIB_PATH"), llama_cpp_folder()
+    return Path(override) if override and installed else installed
 
 
 def _libraries(folder: Path) -> list[tuple[str, int, int]]:
@@ -202,40 +199,32 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     """A GPU that no probe knows, but the build will use: its memory is what ggml says. Bandwidth is
     the system memory's where it shares that one, else unknown."""
     kind = build.accelerators[0]
-    gpus = [gpu for gpu in build.gpus if gpu.accelerator == kind]
-    shared = all(gpu.type == "igpu" for gpu in gpus)
-    total = sum(gpu.memory_total_bytes for gpu in gpus)
-    free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
-    told_by = f"llama.cpp ({gpus[0].backend})"
-    memory = usable.vram(total, total - free, 0, told_by)
-    # what the system keeps is in its own account, and this is all that the driver lets a program
-    # have of it
-    if shared:
-        memory = replace(
-            memory, system_bytes=0, available_bytes=min(free, machine.memory.available_bytes)
-        )
+    gpus = sorted((gpu for gpu in build.gpus if gpu.accelerator == kind), key=lambda gpu: gpu.id)
     told = (
         f"{gpus[0].description} is known from the installed llama.cpp alone: what it can do is "
         "estimated roughly"
     )
-    alone = replace(
+    findings = (*machine.findings, Finding("info", told))
+    machine = replace(machine, accelerator=kind, family=kind, match="", findings=findings)
+    if any(gpu.type != "igpu" for gpu in gpus):
+        host, bandwidth = machine.memory, machine.bandwidth_gbps
+        one = replace(machine, kind="discrete", host=host, host_bandwidth_gbps=bandwidth)
+        return cards.together(cards.numbered([_card(one, gpu) for gpu in gpus]))
+    total = sum(gpu.memory_total_bytes for gpu in gpus)
+    free = sum(min(gpu.memory_free_bytes, gpu.memory_total_bytes) for gpu in gpus)
+    # what the system keeps is in its own account, and this is all that the driver lets a program
+    # have of it
+    memory = replace(
+        usable.vram(total, total - free, 0, f"llama.cpp ({gpus[0].backend})"),
+        system_bytes=0,
+        available_bytes=min(free, machine.memory.available_bytes),
+    )
+    return replace(
         machine,
         name=gpus[0].description or gpus[0].name,
         kind="unified",
-        accelerator=kind,
-        family=kind,
         memory=memory,
-        match="",
         n_gpus=len(gpus),
-        findings=(*machine.findings, Finding("info", told)),
-    )
-    if shared:
-        return alone
-    host, bandwidth = machine.memory, machine.bandwidth_gbps
-    alone = replace(alone, kind="discrete", host=host, host_bandwidth_gbps=bandwidth)
-    one = replace(alone, n_gpus=1)
-    return cards.together(
-        cards.numbered([_card(one, gpu) for gpu in sorted(gpus, key=lambda gpu: gpu.id)])
     )
 
 

@@ -4,7 +4,6 @@ machine was meanwhile."""
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +19,15 @@ BUSY_SHARE = 0.15
 _MOST_TRIES = 5
 
 
-class MeasuredFigure(ABC):
-    """What was measured on `date`. `others_share`: of the processor's time, what other programs had
-    meanwhile."""
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured on `date`, in the unit of its shelf, and by what (`how`). `others_share`: of
+    the processor's time, what other programs had meanwhile."""
 
+    value: float
+    how: str
     date: str
-    others_share: float
-
-    @property
-    @abstractmethod
-    def value(self) -> float:
-        """The figure, in the unit of its shelf."""
-
-    @property
-    @abstractmethod
-    def how(self) -> str:
-        """By what it was found."""
+    others_share: float = 0.0
 
     @property
     def busy(self) -> bool:
@@ -96,7 +88,7 @@ class FigureFile:
     def reliable(self, folder: Path, machine: str) -> Figure | None:
         """The figure kept for `machine` that later ones won't better: what plans count on, which
         must not go by the load."""
-        return None if self.due(folder, machine) else self.cached(folder, machine)
+        return self.reliable_of(folder, machine).get("")
 
     def reliable_of(self, folder: Path, start: str) -> dict[str, Figure]:
         """The `reliable` figures of every machine whose name begins so, by the rest of the name."""
@@ -110,14 +102,13 @@ class FigureFile:
     def due(self, folder: Path, machine: str) -> bool:
         """True where `machine` has no figure, or one of a busy moment that was not tried often
         enough to better."""
-        entry = json_store.read(folder / self.file_name).get(machine)
-        return self._figure(entry) is None or 0 < _tries(entry) < _MOST_TRIES
+        return self.reliable(folder, machine) is None
 
-    def keep(self, folder: Path, machine: str, taken: MeasuredFigure) -> Figure:
+    def keep(self, folder: Path, machine: str, taken: Measurement) -> Figure:
         """Remember what was `taken` for `machine`, and return it: see `keep_all`."""
         return self.keep_all(folder, {machine: taken})[machine]
 
-    def keep_all(self, folder: Path, taken: Mapping[str, MeasuredFigure]) -> dict[str, Figure]:
+    def keep_all(self, folder: Path, taken: Mapping[str, Measurement]) -> dict[str, Figure]:
         """Remember what was `taken` for each machine, and return it; a cache that can't be written
         is no error (it is measured again). A figure of a busy moment gives way to a higher one
         alone, and is never put in place of a higher one: no machine is faster than it is."""
@@ -128,7 +119,7 @@ class FigureFile:
         json_store.keep(folder / self.file_name, known)
         return figures
 
-    def _better(self, known: dict[str, Any], machine: str, taken: MeasuredFigure) -> Figure:
+    def _better(self, known: dict[str, Any], machine: str, taken: Measurement) -> Figure:
         """What counts for `machine` from now on, `known` brought up to it."""
         kept, tries, figure = (
             self._figure(known.get(machine)),

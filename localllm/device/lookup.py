@@ -20,10 +20,7 @@ _NICKNAMES = {
     "gmktec evo x2": "ryzen ai max+ 395", "evo x2": "ryzen ai max+ 395",
     "radeon 8060s": "ryzen ai max+ 395",
     "8060s": "ryzen ai max+ 395", "radeon 8050s": "ryzen ai max 390",
-    "gorgon halo": "ryzen ai max+ pro 495",
-    "strix point": "ryzen ai 9 hx 370", "krackan point": "ryzen ai 7 350",
-    "lunar lake": "core ultra 200v",
-    "panther lake": "core ultra x7", "dgx spark": "dgx spark founders edition",
+    "dgx spark": "dgx spark founders edition",
     "spark": "dgx spark founders edition", "gb10": "dgx spark founders edition",
     "project digits": "dgx spark founders edition", "rtx spark": "rtx spark n1x",
     "h100": "h100 sxm5",
@@ -43,6 +40,9 @@ _NICKNAMES = {
     "hp z2 mini g1a": "ryzen ai max+ 395", "steamdeck": "steam deck",
     "steam deck lcd": "steam deck",
     "zgx nano": "hp zgx nano g1n", "zbook ultra g1a": "ryzen ai max+ 395", "flow z13": "ryzen ai max+ 395",
+    "beelink gtr9 pro": "ryzen ai max+ 395", "ms s1 max": "ryzen ai max+ 395",
+    "rog ally": "ryzen z1 extreme", "rog ally x": "ryzen z1 extreme",
+    "legion go": "ryzen z1 extreme",
     "gx10": "asus ascent gx10", "rpi 5": "raspberry pi 5",
 }  # fmt: skip
 
@@ -65,6 +65,9 @@ def _aliases(row: DeviceRow) -> list[str]:
     bare = re.sub(r"\([^)]*\)", " ", row.name)
     aliases = [row.name.replace("(", " ").replace(")", " "), bare, *row.names]
     aliases += row.cpu if row.bandwidth_gbps else ()
+    if row.kind == "unified":  # "(Strix Point)", "(Phoenix/Hawk Point)"
+        inside = re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+(?=[)/])", row.name)
+        aliases += inside
     for alias in map(str.strip, bare.split("/")):
         either = re.fullmatch(r"(.*\s)(\S+),(\w+)", alias)
         aliases += [either[1] + either[2], either[1] + either[3]] if either else [alias]
@@ -73,6 +76,8 @@ def _aliases(row: DeviceRow) -> list[str]:
     return aliases
 
 
+# Words of parts' names that tell nothing of a part they stand beside.
+SAY_NOTHING = {"laptop", *typed.DECORATIONS, *map(str, range(10))}
 # Makers of cards that are words of machines too.
 MAKERS = {"acer", "asus", "dell", "gigabyte", "hp", "lenovo", "msi"}
 
@@ -122,13 +127,32 @@ def run_of(part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
     spans = sorted(combinations(range(len(words) + 1), 2), key=lambda span: span[0] - span[1])
     for start, end in spans[1:]:
         run, rest = words[start:end], words[:start] + words[end:]
-        known = set() if any(map(typed.is_number, rest)) else _known() - MAKERS - {"laptop"}
-        if not typed.is_apart(words[:start], words[end:]) or not known.isdisjoint(rest):
+        beside = {*words[start - 1 : start], *words[end : end + 1]}
+        known = set() if any(map(typed.is_number, rest)) else _known() - MAKERS - SAY_NOTHING
+        if not typed.is_apart(words[:start], words[end:]) or not known.isdisjoint(beside):
             continue
         rows, found = _found(replace(part, words=run))
         if rows and not ("laptop" in rest and rows[0].kind == "discrete"):
             return rows, replace(found, rest=rest)
     return (), part
+
+
+# Behind these words stands a card's number, and no machine's.
+_CARDS = re.compile(
+    r"\b(?:geforce|radeon|tesla|instinct|quadro|titan|arc|[rg]tx|rx)\s+(?=([a-z0-9]+))"
+)
+
+
+def is_machine(part: Typed) -> bool:
+    """Whether words that name no part can be a machine's own name: letters and then a number
+    ("p620", "dl380"), or a number behind a word that no part has ("supermicro 4028gr")."""
+    words = part.words
+    if not set(_CARDS.findall(part.text)).isdisjoint(words):
+        return False
+    own = [re.fullmatch(r"[a-z]+[0-9]+[a-z]*", word) is not None for word in words]
+    before = [word.isalpha() and word not in _known() for word in ("0", *words)]
+    numbers = [i for i, word in enumerate(words) if typed.is_number(word)]
+    return any(own) or (bool(numbers) and all(own[i] or before[i] for i in numbers))
 
 
 def called(name: str) -> DeviceRow | None:

@@ -59,6 +59,12 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
         if memory_gb is not None and bandwidth_gbps is not None:
             return by_figures(name, memory_gb, bandwidth_gbps)
         raise
+    if computer.sockets > 1:
+        told = f"{computer.sockets} sockets: one of them is planned with"
+        if not computer.parts and bandwidth_gbps is None:
+            why = f"{told}, as each reads its own memory fastest"
+            raise UsageError(why, hint="name one, or say what all read: --bandwidth GBPS")
+        computer.findings.append(Finding("warning", told))
     if not computer.parts:
         return without_card(computer, memory_gb, bandwidth_gbps)
     devices = []
@@ -66,10 +72,6 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
         part = _without_disk(rows, whole, computer)
         own = _own_size(rows, part, computer)
         chosen, gb, findings = _choose(rows, part, own, memory_gb)
-        others = [size for size in part.sizes_gb if chosen.kind == "discrete" and size != own]
-        for size in others:
-            said = f"took {size:g} GB as the computer's memory: no {chosen.name} has so much"
-            findings.append(Finding("info", said))
         one = simulate(
             chosen,
             gb,
@@ -120,14 +122,19 @@ def _add_part(computer: Computer, text: str, part: Typed) -> None:
     rows, found = lookup.find(part)
     if not rows:
         rows, found = _processor_or_run(computer, text, part)
-    if any(map(typed.is_number, found.rest)):
+    # "framework desktop 395": what the row is called is read
+    called = set(chain.from_iterable(typed.words(row.name) for row in rows[:1]))
+    found = replace(found, rest=tuple(word for word in found.rest if word not in called))
+    if any(map(typed.is_number, found.rest)) and found.rest != part.words:
         more = replace(found, words=found.rest, rest=(), count=1)
         if rows and rows[0].kind == "discrete":
             more = replace(more, sizes_gb=(), own_gb=None, ram=None)
         _add_part(computer, text, more)
     else:
         computer.findings += _unread(found.rest)
-    if rows:
+    # "ryzen 7 7840hs, radeon 780m" is said twice
+    is_known = rows in [known for known, _ in computer.parts] and computer.cpu is not None
+    if rows and not (is_known and rows[0].kind == "unified"):
         computer.parts.append((rows, found))
     alone = len(computer.parts) == n_parts
     computer.add_ram(_system_size(part, computer) if alone else None, part.ram)
@@ -159,20 +166,28 @@ def _processor_or_run(
     if named is None and frozenset(part.words) <= _ANY_COMPUTER and (part.sizes_gb or part.ram):
         named = (USUAL_PROCESSOR, ())
     if named is None:
-        rows, found = lookup.run_of(part)
-        system = None if rows else lookup.line(part.words)
-        if system is not None:
-            rows = (system,)
-        if not rows:
-            raise _not_found(text, part)
-        return rows, found
+        return _run_or_line(text, part)
     computer.cpu, rest = named
-    if part.count > 1 and computer.cpu is not USUAL_PROCESSOR:
-        told = f"{part.count} sockets: planned as one, whose cores and memory channels it reads"
-        computer.findings.append(Finding("warning", told))
+    computer.sockets = 1 if computer.cpu is USUAL_PROCESSOR else part.count
     graphics = table.by_cpu(computer.cpu.name)
     rows = (graphics,) if graphics is not None and graphics.kind == "unified" else ()
     return rows, replace(part, words=(), rest=rest, count=1)
+
+
+def _run_or_line(text: str, part: Typed) -> tuple[tuple[DeviceRow, ...], Typed]:
+    """The rows that a run of the words names, or a line of processors by its memory; none of a
+    machine's own name. Raises DeviceNotFoundError."""
+    whole = table.by_cpu(" ".join(part.words))
+    if whole is not None:
+        said = set(typed.words(" ".join((whole.name, *whole.cpu))))
+        return (whole,), replace(part, rest=tuple(w for w in part.words if w not in said))
+    rows, found = lookup.run_of(part)
+    system = None if rows else lookup.line(part.words)
+    if system is not None:
+        rows = (system,)
+    if not rows and not lookup.is_machine(part):
+        raise _not_found(text, part)
+    return rows, found if rows else replace(part, words=(), rest=part.words)
 
 
 # Words for a computer that say nothing of it.
@@ -217,6 +232,8 @@ def _not_found(text: str, part: Typed) -> DeviceNotFoundError:
     )
 
 
+# GB that no computer with a card has less of.
+_LEAST_RAM = 4
 # What is sold again with twice the memory: 4090 with 48 GB, 2080 Ti with 22.
 _MODDED = 2
 
@@ -247,27 +264,27 @@ def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) ->
 
 def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> float | None:
     """The size that is the part's own; what else was said is the computer's memory, as is of a card
-    what none is sold with."""
-    if part.own_gb is not None:
-        if part.sizes_gb:
-            computer.add_ram(part.sizes_gb[0], None)
-        return part.own_gb
+    what none is sold with. Of several cards it may be what they have together ("4x 3090 96gb")."""
     if rows[0].kind != "discrete":
         return part.memory_gb or computer.ram.size_gb
-    own = _sold_size(rows, part)
+    sold = {*chain.from_iterable((*row.memory_gb, *row.resold_gb) for row in rows)}
+    own = part.own_gb or _sold_size(sold, part)
     for size in part.sizes_gb:
         if size != own:
             computer.add_ram(size, None)
-    return own
+            said = f"took {size:g} GB as the computer's memory: no {rows[0].name} has so much"
+            computer.findings.append(Finding("info", said))
+    is_sum = own is not None and own not in sold and own / part.count in sold
+    return own / part.count if own is not None and is_sum else own
 
 
-def _sold_size(rows: Sequence[DeviceRow], part: Typed) -> float | None:
-    """The size that was said of those which a card is sold with, or is after somebody soldered more
-    memory on it."""
-    sold = set(chain.from_iterable(row.memory_gb for row in rows))
+def _sold_size(sold: set[float], part: Typed) -> float | None:
+    """The size that was said of those which a card is sold with, several have together, or one has
+    after somebody soldered more memory on it."""
     modded = set() if "laptop" in part.words else {_MODDED * size for size in sold}
     fitting = [size for size in part.sizes_gb if size in sold]
-    fitting += [size for size in part.sizes_gb if size in modded or not sold]
+    fitting += [size for size in part.sizes_gb if size / part.count in sold]
+    fitting += [size for size in part.sizes_gb if size in modded or size < _LEAST_RAM or not sold]
     return fitting[0] if fitting else None
 
 
@@ -315,19 +332,18 @@ def _of_size(
     found: Sequence[DeviceRow], part: Typed, wanted_gb: float | None
 ) -> Sequence[DeviceRow]:
     """Those of the rows that have the GPU cores and the memory which were said, as far as any
-    has."""
-    if wanted_gb is None:  # "RTX 3080" is the card called just that, not the later "RTX 3080 12 GB"
-        found = [row for row in found if not row.rare] or found
-        found = [row for row in found if typed.read(row.name).memory_gb is None] or found
-    if part.cores is not None:
-        found = [row for row in found if row.compute_units == part.cores] or found
-    return (
-        found
-        if wanted_gb is None
-        else [row for row in found if wanted_gb in row.memory_gb]
-        or [row for row in found if wanted_gb / _MODDED in row.memory_gb]
-        or found
-    )
+    has; where no size was, "RTX 3080" is the card called just that, not "RTX 3080 12 GB"."""
+    is_sized = wanted_gb is not None
+    sizes = ((2, wanted_gb), (1, (wanted_gb or 0.0) / _MODDED))
+
+    def fit(row: DeviceRow) -> tuple[float, ...]:
+        plain = typed.read(row.name).memory_gb is None
+        size = max((rank for rank, gb in sizes if gb in row.memory_gb), default=0)
+        is_bin = row.compute_units == part.cores
+        return (is_sized or not row.rare, is_sized or plain, is_bin, size)
+
+    best = max(map(fit, found))
+    return [row for row in found if fit(row) == best]
 
 
 def everything() -> list[Device]:

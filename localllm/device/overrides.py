@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.device import usable
+from localllm.device import cards, usable
 from localllm.device.described import Computer, with_host
 from localllm.device.ram import StatedRam
 from localllm.device.types import GIB, Device, Figure, Finding, Memory
@@ -70,8 +70,7 @@ def _keeping_of_cards(device: Device, headroom_gb: float) -> Device:
             memory, limit_bytes=left, available_bytes=now, system_bytes=part, others_bytes=others
         )
 
-    each = tuple(replace(card, memory=kept(card.memory)) for card in device.cards)
-    return replace(device, memory=kept(whole), cards=each)
+    return cards.with_each(device, kept)
 
 
 def overridden(

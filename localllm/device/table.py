@@ -25,7 +25,7 @@ class DeviceRow:
     """One row of devices.toml: a chip bin, a card or a memory configuration, with the page its
     figures come from.
 
-    `memory_gb` lists the sizes sold, in GiB as the maker counts; bandwidth in decimal GB/s, where it
+    `memory_gb` lists the sizes sold, in GiB as the maker counts (`resold_gb`: with more soldered on); bandwidth in decimal GB/s, where it
     is the maker's choice as `memory` on two channels gives it; compute in dense TFLOP/s.
     """
 
@@ -36,6 +36,7 @@ class DeviceRow:
     accelerator: Accelerator
     source: str
     memory_gb: tuple[float, ...] = ()
+    resold_gb: tuple[float, ...] = ()
     memory: tuple[str, ...] = ()
     bandwidth_gbps: float | None = None
     bandwidth_basis: Basis = "datasheet"
@@ -89,7 +90,7 @@ def _row(entry: dict[str, Any]) -> DeviceRow:
         key: float(value) if key.endswith(("_gbps", "_tflops")) else value
         for key, value in entry.items()
     }
-    for key in ("memory_gb", "memory", "names", "cpu", "pci"):
+    for key in ("memory_gb", "resold_gb", "memory", "names", "cpu", "pci"):
         fields[key] = tuple(entry.get(key, ()))
     return DeviceRow(**fields)
 
@@ -217,7 +218,7 @@ def by_cpu(cpu: str) -> DeviceRow | None:
 def _cpu_part(part: str, wanted: str) -> bool:
     # Windows leaves the dashes out: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R)
     # Oryon(TM) CPU".
-    spellings = {part.lower(), part.lower().replace("-", "")}
+    spellings = {part.lower().replace("-", between) for between in ("-", "", " ")}
     return any(re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted) for known in spellings)
 
 

@@ -42,27 +42,45 @@ class Typed:
 def split(name: str) -> list[str]:
     """The parts that a name joins: with a plus or a comma, or with "and" where another machine or a
     size of memory follows."""
-    text = re.sub(r"\bmax\s?\+(?=\s*(?:pro\s*)?[34][0-9]{2})|\bmax\+", "max ", name, flags=re.I)
+    text = re.sub(r"(?<=gb )\([1-8]\s?[x×]\s?[0-9]{1,3}(?:\s?gb)?\)", " ", name, flags=re.I)
+    text = _STICKS.sub(lambda found: f"{int(found[1]) * int(found[2])}gb", text)
+    text = re.sub(r"\bmax\s?\+(?=\s*(?:pro\s*)?[34][0-9]{2})|\bmax\+", "max ", text, flags=re.I)
+    text = re.sub(r"\bpro\+(?=\s)", "pro ", text, flags=re.I)
     text = re.sub(r"(?<=[0-9])\+(?=\s|$)(?!\s*\S)", " ", text)
     parts: list[str] = []
     for part in filter(None, map(str.strip, _JOINED.split(text))):
         # "Mac Studio with M2 Ultra": what has no number is no part of its own.
         if parts and not re.search(r"[0-9]|\btitan|\bvii\b", parts[-1], re.I):
-            part = f"{parts.pop()} {part}"
+            is_counted = re.match(_MANY, part, re.I) is not None
+            part = f"{part} {parts.pop()}" if is_counted else f"{parts.pop()} {part}"
         parts.append(part)
     return parts
 
 
+# How many of something, and the brands that may stand between that and its number.
+_MANY = r"(?:(?:[1-9]|1[0-6])\s?[x×*]|(?:dual|two|triple|three|quad|four)\b)\s?"
+_BRANDS = (
+    r"(?:(?:nvidia|amd|intel|tesla|quadro|geforce|radeon|instinct|rtx|gtx|rx|arc|pro|ai|xeon|epyc|"
+    r"gold|silver|platinum)\s?)*"
+)
 # Commas inside parentheses join nothing, nor do those of a table's own names ("7840U,8840U").
 _JOINED = re.compile(
-    r"\s*\+\s*|(?<=[0-9]{4})\s*/\s*(?=[0-9]{4})|\s*,\s+(?![^(]*\))|\s+(?=(?:[1-9]|1[0-6])\s?[x×*]\s?(?:[rg]tx\s?|rx\s?|[a-z]{0,2})[0-9]{2,4})|(?<!\bx)\s(?:and|with|&|plus)\s+(?!max-?q)(?=\S*[0-9])",
+    r"\s*\+\s*|\s*,\s+(?![^(]*\))"
+    r"|(?:(?<=[0-9]{4})|(?<=[0-9] ti)|(?<=[0-9]ti)|(?<=super)|(?<=xt)|(?<=xtx))\s*/\s*(?=[0-9]{4})"
+    rf"|\s+(?={_MANY}(?:{_BRANDS}[a-z]{{0,2}}[0-9]{{1,4}}|titan)(?![0-9]|\s?(?:gb|ch)))"
+    r"|(?<!\bx)\s(?:and|with|&|plus)\s+(?:an?\s+|another\s+)?(?!max-?q)"
+    rf"(?={_BRANDS}\S*[0-9])",
     re.I,
 )
+# Modules of memory: "2x48gb"; behind a size in parentheses they say it again.
+_STICKS = re.compile(r"\b([1-9]|1[0-6])\s?[x×*]\s?([0-9]{1,3})\s?gb\b", re.I)
+
 
 # "24g" and "24gb"; a number of four digits with a "G" is a part's (Ryzen 7 5750G).
 _SIZE = r"(?P<number>[0-9]{1,3}(?:\.[0-9]+)?|[0-9]{4,5}(?=\s*(?:gb|gib|tb|mib)))\s*(?P<unit>gb|gib|g|tb|mib)\b"
 _KIND = r"(?P<kind>lpddr[3-5]x?|ddr[2-5])"
-_RATE = r"(?:[\s-]*(?P<rate>[0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*g))"
+# A card's number may stand behind a kind of memory.
+_RATE = r"(?:[\s-]*(?P<rate>(?![2-5]0[5-9]0\b)[0-9]{4,5})(?:\s*(?:mhz|mt/s))?(?!\s*(?:g|xt|gre)))"
 _RAM = [
     re.compile(rf"{_SIZE}\s*(?:of\s+)?{_KIND}{_RATE}?(?:\s+ram)?"),
     re.compile(rf"{_KIND}{_RATE}?\s+{_SIZE}(?:\s+ram)?"),
@@ -86,13 +104,14 @@ _BEFORE = re.compile(
     r"(?=[a-z0-9])(?!channel)"
 )
 _BEHIND = re.compile(
-    r"(?:\s[x×*]\s*|(?<=[0-9a-z])[×*]\s*|(?<=[0-9]{2})x|(?<=[a-z]\s)x)([1-9]|1[0-6])\s*$"
+    r"(?:\s[x×*]\s*|(?<=[0-9a-z])[×*]\s*|(?<=[0-9]{2})x|(?<=[a-z]\s)x)([1-9]|1[0-6])"
+    r"(?=\s*$|\s+(?:[0-9]+\s?[gt]b|l?p?ddr))"
 )
 
 
 # Lines of laptops, and what stands between such a name and a part's.
 _LAPTOP_LINES = (
-    "legion", "thinkpad", "ideapad", "yoga", "zenbook", "vivobook", "zephyrus", "scar", "tuf gaming",
+    "legion(?! go)", "thinkpad", "ideapad", "yoga", "zenbook", "vivobook", "zephyrus", "scar", "tuf gaming",
     "omen", "victus", "elitebook", "probook", "zbook(?! ultra)", "spectre", "envy", "pavilion", "xps",
     "inspiron", "latitude", "alienware", "blade", "swift", "predator", "helios", "katana", "stealth",
     "framework(?= 1[236])", "surface", "gram", "matebook", "galaxy book", "omnibook", "aero",
@@ -110,6 +129,20 @@ _SAID_OTHERWISE = [
         (r"\b(rtx|gtx|rx)(?=[0-9]{1,3}\s*gb)", r"\1 "),
         (r"\b[0-9.]+\s*[gt]b\s*(?:of\s+)?(?:ssd|nvme|storage|disk|hdd|emmc)\b", " "),
         (r"\bgaming x\b", "gaming"),
+        (r"(?:\b(?:early|mid|late)\s+)?(?<![\w-])20[12][0-9]\b(?!\s?[gmt]b)", " "),
+        (r"^((?:nvidia |geforce )*[rg]tx\s?(?:16[56]0|20[678]0|40[78]0))s\b", r"\1 super"),
+        (r"\b(40[78]0\s?ti)\s?s\b", r"\1 super"),
+        (r"\b(?:xeon )?w-(?=2[12][0-9]{2}\b)", "xeon "),
+        # what it draws and costs
+        (r"@?\s*\b[0-9.]+\s*(?:k?w|watts?|tops)\b|[$€]\s?[0-9.,]+k?\b", " "),
+        (r"(?<=[a-z])(?=[0-9]{2,3}gb\b)", " "),
+        (r"\b(hx|ultra)(?=[0-9]{3}[a-z]{0,2}\b)", r"\1 "),
+        # lines of desktops and servers with bare numbers, which cards have too
+        (
+            r"\b(precision|optiplex|elitedesk|prodesk|thinkcentre|supermicro|esprimo|celsius|vostro)"
+            r"[\s-]+(?=[0-9]{3,4}[a-z]{0,2}\b(?!\s?(?:gb|tb)))",
+            r"\1",
+        ),
         # memory and disk: "16/256", "16gb/1tb"
         (
             r"\b([0-9]{1,3})(?:\s*gb)?\s*/\s*(?:(?:128|256|512|1024|2048)(?:\s*gb)?|[1-8]\s*tb)\b",
@@ -224,7 +257,7 @@ _SPELLED_OTHERWISE = [
         (r"[^a-z0-9.]+", " "),
         (r"\bdgx (?=[abh][0-9])", " "),
         (r"\bsxm[0-9]\b", "sxm"),
-        (r"\b(rtx|gtx|rx|arc)(?=[0-9]|[abw][0-9])", r"\1 "),
+        (r"\b(rtx|gtx|rx|arc|vega)(?=[0-9]|[abw][0-9])", r"\1 "),
         (r"\b(m[1-9])(pro|max|ultra)\b", r"\1 \2"),
         (
             r"\b([0-9]{3,4}|[a-z][0-9]{4})[\s-]*(ti|super|xtx|xt|gre|ada)(?:[\s-]*(super|ada))?\b",
@@ -270,7 +303,7 @@ DECORATIONS = {
     "oc", "fe", "lhr", "gaming", "trio", "windforce", "eagle", "ventus", "suprim", "tuf", "rog",
     "strix", "aorus", "ftw3", "dual",
     "card", "cards", "desktop", "pc", "rig", "build", "workstation", "workstations", "nitro",
-    "pulse", "box", "hybrid", "new", "used", "my", "modded",
+    "pulse", "box", "hybrid", "new", "used", "my", "modded", "egpu", "aio",
 }  # fmt: skip
 
 

@@ -129,14 +129,12 @@ def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
     return Memory(installed, limit, min(now, limit), "reported", source, keep, others, carve_out)
 
 
-def carve_out_alone(gpu: AmdGpu, ram: Memory) -> Memory:
-    """What of `apu` ROCm has: the carve-out, beside which none of the RAM is used …"""
-    free = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
-    return _carve_out(gpu.vram_total_bytes, free, ram, "amdgpu VRAM, as ROCm has it")
-
-
-def gtt_alone(gpu: AmdGpu, ram: Memory) -> Memory:
-    """… or the GTT where that is larger, and nothing of the carve-out."""
+def rocm_alone(gpu: AmdGpu, ram: Memory) -> Memory:
+    """What of `apu` ROCm has: the carve-out, beside which none of the RAM is used, or the GTT where
+    that is larger, and nothing of the carve-out."""
+    if gpu.vram_total_bytes >= gpu.gtt_total_bytes:
+        free = max(gpu.vram_total_bytes - gpu.vram_used_bytes, 0)
+        return _carve_out(gpu.vram_total_bytes, free, ram, "amdgpu VRAM, as ROCm has it")
     limit = min(gpu.gtt_total_bytes, ram.limit_bytes)
     now = max(0, min(gpu.gtt_total_bytes - gpu.gtt_used_bytes, ram.available_bytes, limit))
     return Memory(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from localllm.device.detect import detect
+from localllm.device.kept import Measurement
 from localllm.device.probes import matrix_rate
-from localllm.device.probes.matrix_rate import RateMeasurement
 from localllm.load.load_plan import load_plan_named
 from localllm.settings import Settings
 from models import sparse_gguf, tiny_gguf
@@ -19,11 +19,11 @@ from models import sparse_gguf, tiny_gguf
 SHAPE = sparse_gguf.Shape("wide", "llama", 16, 2048, 8192, 16, 16, 128, tiny_gguf.VOCAB)
 
 
-def timed(prompt_tflops: float, token_tflops: float) -> dict[str, RateMeasurement]:
+def timed(prompt_tflops: float, token_tflops: float) -> dict[str, Measurement]:
     return {
-        "prompt_flops_s": RateMeasurement("Q4_K", prompt_tflops, 2, "2026-11-24"),
-        "experts_flops_s": RateMeasurement("Q4_K", prompt_tflops, 2, "2026-11-24"),
-        "token_flops_s": RateMeasurement("Q4_K", token_tflops, 2, "2026-11-24"),
+        "prompt_flops_s": Measurement(prompt_tflops, "Q4_K", "2026-11-24"),
+        "experts_flops_s": Measurement(prompt_tflops, "Q4_K", "2026-11-24"),
+        "token_flops_s": Measurement(token_tflops, "Q4_K", "2026-11-24"),
     }
 
 
@@ -33,10 +33,14 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("LOCALLLM_CACHE_DIR", str(tmp_path / "cache"))
     made: list[str] = []
 
-    def measure(types: Sequence[str]) -> dict[str, dict[str, dict[str, RateMeasurement]]]:
+    def measure(types: Sequence[str]) -> matrix_rate.Measurements:
         made.extend(types)
+        layouts = {"stored": timed(0.51, 0.095), "laid_out": timed(0.291, 0.116)}
         return {
-            name: {"stored": timed(0.51, 0.095), "laid_out": timed(0.291, 0.116)} for name in types
+            (name, layout, kind): figure
+            for name in types
+            for layout, rates in layouts.items()
+            for kind, figure in rates.items()
         }
 
     monkeypatch.setattr(matrix_rate, "measure", measure)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from localllm.device import bandwidth, in_use, kept
 from localllm.device.detect import detect, from_readings, measures_ram, with_matrix_rates
+from localllm.device.kept import Measurement
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.parsers import gpus as parsers
@@ -70,8 +71,7 @@ def test_this_machine_has_memory_and_says_how_it_knows() -> None:
 
 def test_measuring_is_sane_and_its_figure_carries_basis_and_date() -> None:
     measured = bandwidth.rates(available_bytes=1 << 30, seconds=0.1)
-    assert 0.5 < measured.copy_gbps < 4000
-    assert 0.5 < measured.read_gbps < 4000
+    assert 0.5 < measured.value < 4000
     assert measured.figure.basis == "measured"
     assert re.search(r"\d{4}-\d{2}-\d{2}", measured.figure.source)
 
@@ -140,13 +140,11 @@ def test_only_types_that_nobody_has_timed_are_timed(
     asked: list[list[str]] = []
     others = [0.0]
 
-    def measure(types: Sequence[str]) -> matrix_rate.RateMeasurements:
+    def measure(types: Sequence[str]) -> matrix_rate.Measurements:
         asked.append(list(types))
-        rates = {
-            kind: matrix_rate.RateMeasurement("any", 0.1, 2, "2026-11-25", others[0])
-            for kind in ("prompt_flops_s", "experts_flops_s", "token_flops_s")
-        }
-        return {name: {"stored": rates} for name in types}
+        kinds = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
+        figure = Measurement(0.1, "any", "2026-11-25", others[0])
+        return {(name, "stored", kind): figure for name in types for kind in kinds}
 
     monkeypatch.setattr(matrix_rate, "measure", measure)
     for types in (["Q4_K", "Q8_0"], ["Q4_K", "Q6_K"], ["Q6_K"]):
@@ -184,8 +182,8 @@ def test_a_damaged_cache_is_no_measurement_and_is_replaced(own_cache: Path, cont
     assert bandwidth.SHELF.cached(own_cache, "m") == _taken(42.0).figure
 
 
-def _taken(gbps: float, others: float = 0.0) -> bandwidth.BandwidthMeasurement:
-    return bandwidth.BandwidthMeasurement(gbps / 2, gbps, 2, 512 * MIB, "2026-11-23", others)
+def _taken(gbps: float, others: float = 0.0) -> Measurement:
+    return Measurement(gbps, "arrays of 512 MiB", "2026-11-23", others)
 
 
 def test_a_measurement_says_how_busy_the_machine_was_with_other_things() -> None:

@@ -95,7 +95,7 @@ def one_pool(row: DeviceRow, gib: float) -> Readings:
 
 # Graphics of each architecture, where a row has no ids.
 GFX = {"gfx1103": "15bf", "gfx1150": "150e", "gfx1151": "1586", "gfx1152": "1114", "gfx1035": "1681",
-       "gfx90c": "1638"}  # fmt: skip
+       "gfx90c": "1638", "gfx902": "15d8"}  # fmt: skip
 
 
 def system(row: DeviceRow) -> Readings:
@@ -140,3 +140,29 @@ def test_a_machine_is_one_by_name_and_by_what_it_prints(vendor: str) -> None:
             said
         )
         assert typed.room_bytes == pytest.approx(detected.room_bytes, rel=0.05, abs=IDLE), said
+
+
+@pytest.mark.parametrize("device", ["0x164e", "0x13c0"])
+def test_a_desktop_processors_small_graphics_are_none(device: str) -> None:
+    """Two compute units that drive a screen: by name and by detection it is the processor."""
+    files = drm(vendor="0x1002", device=device, mem_info_vram_total=GIB // 2)
+    files |= drm(mem_info_gtt_total=30 * GIB)
+    files["/proc/cpuinfo"] = processor("AMD Ryzen 5 7600X 6-Core Processor")
+    typed, detected = resolve("ryzen 5 7600x 64gb"), identify(linux(files))
+    assert (typed.kind, typed.accelerator) == (detected.kind, detected.accelerator)
+    assert typed.bandwidth_gbps.value == detected.bandwidth_gbps.value
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Ryzen 5 3400G", "Ryzen 5 PRO 6650U", "Ryzen 7 PRO 6850U", "Ryzen Z2", "Ryzen Z2 Extreme"],
+)
+def test_processors_with_graphics_are_one_by_name_and_by_what_they_print(name: str) -> None:
+    row = table.by_cpu(f"AMD {name} with Radeon Graphics")
+    assert row is not None
+    files = drm(vendor="0x1002", device=f"0x{GFX[row.compute_capability]}")
+    files |= drm(mem_info_vram_total=GIB // 2, mem_info_gtt_total=30 * GIB)
+    files["/proc/cpuinfo"] = processor(f"AMD {name} with Radeon Graphics")
+    typed, detected = resolve(f"{name} 64gb"), identify(linux(files))
+    assert (typed.accelerator, typed.match) == (detected.accelerator, detected.match)
+    assert typed.bandwidth_gbps.value == detected.bandwidth_gbps.value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from localllm.device import cards, cpus, table, usable
@@ -14,22 +14,6 @@ from localllm.device.parsers.gpus import NvidiaGpu, environment, nvml, smi, visi
 from localllm.device.parsers.sticks import Ram
 from localllm.device.table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Memory, Readings
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """One discrete GPU as we understand it: memory in bytes, bandwidth in GB/s, what drives it, its
-    row if the table knows it, and what there is to say of it."""
-
-    name: str
-    memory: Memory
-    bandwidth: Figure
-    accelerator: Accelerator
-    row: DeviceRow | None
-    compute_capability: str = ""
-    compute_units: int = 0
-    findings: tuple[Finding, ...] = ()
-
 
 # What drives the cards of a maker, as far as its builds have code of them.
 _OWN_KIND: dict[str, Accelerator] = {"NVIDIA": "cuda", "AMD": "rocm", "Intel": "vulkan"}
@@ -44,8 +28,8 @@ def card_of(
     architecture: str = "",
     units: int = 0,
     told: Figure | None = None,
-) -> Card:
-    """A card of a `maker`. Its bandwidth is the table's figure, or what its clock and width come to
+) -> Device:
+    """A card of a `maker`, by itself. Its bandwidth is the table's figure, or what its clock and width come to
     (`told`) where that is another by a tenth or the table has none, else what cards like it
     have."""
     known = row or DeviceRow("", maker, "", "discrete", _OWN_KIND[maker], "")
@@ -65,8 +49,17 @@ def card_of(
         label = KINDS[known.accelerator].label
         said = f"{label}'s builds have no code of {architecture} ({name}) any more"
         findings.append(Finding("info", said, f"localllm setup --backend {drives}"))
-    units = units or known.compute_units
-    return Card(name, memory, figure, drives, row, architecture, units, tuple(findings))
+    return Device(
+        name=name,
+        kind="discrete",
+        accelerator=drives,
+        family=known.family or drives,
+        memory=memory,
+        bandwidth_gbps=figure,
+        **(table.facts(row) | {"compute_units": units or known.compute_units}),
+        compute_capability=architecture,
+        findings=tuple(findings),
+    )
 
 
 # Programs read 60 to 90 % of what memory modules are made for; less than half means that one of the
@@ -143,12 +136,14 @@ def nvidia_gpus(readings: Readings) -> tuple[list[NvidiaGpu], list[Finding]]:
 # Families whose cards are cut into slices (MIG, vGPU): one that does not say its size may be a
 # slice of any.
 _SLICED = "workstation/datacenter"
+# A MIG device or a vGPU by its name: "A100-SXM4-40GB MIG 3g.20gb", "GRID P40-24Q".
+_SLICE = re.compile(r" MIG |\bGRID\b|\bvGPU\b|-[0-9]{1,3}[QCAB]$")
 
 
-def nvidia_card(gpu: NvidiaGpu) -> tuple[Card | None, list[Finding]]:
+def nvidia_card(gpu: NvidiaGpu) -> tuple[Device | None, list[Finding]]:
     """A discrete NVIDIA card; None when neither the driver nor the table says how much memory it
     has."""
-    is_slice = gpu.is_mig or _is_slice(gpu.name)
+    is_slice = gpu.is_mig or _SLICE.search(gpu.name) is not None
     derived = None if is_slice else gpu.derived_bandwidth_gbps
     row = None if is_slice else table.by_gpu_name(gpu.name, gpu.total_bytes, derived)
     memory, findings = _nvidia_memory(gpu, row, is_slice=is_slice)
@@ -163,6 +158,27 @@ def nvidia_card(gpu: NvidiaGpu) -> tuple[Card | None, list[Finding]]:
         findings.append(Finding("info", said))
     card = card_of("NVIDIA", gpu.name, memory, row, architecture=gpu.compute_capability, told=told)
     return card, findings
+
+
+def nvidia_cards(gpus: Sequence[NvidiaGpu]) -> tuple[list[Device], list[Finding]]:
+    """The NVIDIA cards that can be planned with, and what there is to say of the others."""
+    told = [nvidia_card(gpu) for gpu in gpus]
+    findings = chain.from_iterable(said for _, said in told)
+    return [card for card, _ in told if card is not None], list(findings)
+
+
+def no_driver(fix: str) -> Finding:
+    what = "an NVIDIA GPU is in this machine but its driver does not answer: it is not used"
+    return Finding("error", what, fix)
+
+
+def as_processor(base: Device) -> Device:
+    """A machine without an accelerator, with the row of its processor if the table has it."""
+    row = table.by_cpu(base.cpu)
+    if row is None:
+        return base
+    family = row.family if row.accelerator == base.accelerator else base.family
+    return replace(base, match=row.name, family=family)
 
 
 def _share_of_whole(name: str, memory_bytes: int) -> Figure | None:
@@ -215,12 +231,7 @@ def left_idle(names: Sequence[str], accelerator: Accelerator = "cuda") -> Findin
     )
 
 
-def _is_slice(name: str) -> bool:
-    """A MIG device or a vGPU by its name: "A100-SXM4-40GB MIG 3g.20gb", "GRID P40-24Q"."""
-    return " MIG " in name or re.search(r"\bGRID\b|\bvGPU\b|-[0-9]{1,3}[QCAB]$", name) is not None
-
-
-def one_machine(found: Sequence[Card], base: Device) -> Device:
+def one_machine(found: Sequence[Device], base: Device) -> Device:
     """Discrete cards as one Device, in the order of their PCI addresses, beside the memory of the
     system that is `base`. One build drives them: what it has no code of is left idle."""
     rooms: Counter[Accelerator] = Counter()
@@ -238,30 +249,21 @@ def one_machine(found: Sequence[Card], base: Device) -> Device:
             "larger ones are divided by layers"
         )
         findings.append(Finding("info", told))
-    base = replace(
-        base,
-        kind="discrete",
-        accelerator=accelerator,
-        host=base.memory,
-        host_bandwidth_gbps=base.bandwidth_gbps,
-        cards=(),
-        findings=(*base.findings, *findings),
-    )
-    return cards.together(cards.numbered([_with_card(base, card) for card in used]))
+    base = with_findings(base, findings)
+    return cards.together(cards.numbered([_beside(base, card) for card in used]))
 
 
-def _with_card(base: Device, card: Card) -> Device:
-    """`base` with this one card, which is no slower than the system's memory only for want of
+def _beside(base: Device, card: Device) -> Device:
+    """A card in the computer `base`; it is no slower than the system's memory only for want of
     knowledge."""
-    figure, system = card.bandwidth, base.bandwidth_gbps
+    figure, system = card.bandwidth_gbps, base.bandwidth_gbps
     if figure.basis == "assumed" and system.value > figure.value:
         figure = replace(figure, value=system.value, source="no less than the system's memory")
+    around = {name: getattr(base, name) for name in _OF_COMPUTER}
     return replace(
-        base,
-        name=card.name,
-        family=card.row.family if card.row else base.accelerator,
-        memory=card.memory,
-        bandwidth_gbps=figure,
-        **(table.facts(card.row) | {"compute_units": card.compute_units}),
-        compute_capability=card.compute_capability,
+        card, bandwidth_gbps=figure, host=base.memory, host_bandwidth_gbps=system, **around
     )
+
+
+# What a Device says of the computer around its accelerator.
+_OF_COMPUTER = ("os", "cpu", "n_cpu_cores", "cpu_vectors", "findings")

@@ -3,13 +3,15 @@ Intel, CPU only."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from localllm.device import table
 from localllm.device.machines.common import (
-    Card,
+    as_processor,
     left_idle,
-    nvidia_card,
+    no_driver,
+    nvidia_cards,
     nvidia_gpus,
     one_machine,
     with_findings,
@@ -32,15 +34,12 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     system = read_system(readings, ram_bandwidth)
     gpus, hidden = nvidia_gpus(readings)
     system = noted(system, hidden)
-    cards: list[Card] = []
     for gpu in gpus:
         row = _one_pool_row(readings, gpu, system)
         if row is not None or _looks_integrated(readings, gpu, system):
             return _one_pool(readings, system, gpu, row)
-        card, findings = nvidia_card(gpu)
-        system = noted(system, findings)
-        if card is not None:
-            cards.append(card)
+    cards, findings = nvidia_cards(gpus)
+    system = noted(system, findings)
     if cards:
         return one_machine(cards, with_findings(system.base, _others(readings)))
     if not gpus and not hidden:
@@ -50,8 +49,9 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
                 readings, system, NvidiaGpu(name=board), _jetson_row(readings, board, system)
             )
         if _has_nvidia_gpu(readings):
-            system = noted(system, [_no_nvidia_driver(readings)])
-    return identify_amd(readings, system) or identify_intel(readings, system) or _processor(system)
+            system = noted(system, [no_driver(_driver_fix(readings))])
+    found = identify_amd(readings, system) or identify_intel(readings, system)
+    return found or as_processor(system.base)
 
 
 # -- NVIDIA with one pool: GB10, N1X, Jetson -------------------------------------------------------
@@ -66,14 +66,10 @@ def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> De
     row = table.by_gpu_name(gpu.name)
     if row is None or row.family not in _ONE_POOL_FAMILIES:
         return None
+    board = readings.file("/proc/device-tree/model") or gpu.name
     if row.family == "Jetson":
-        return (
-            _jetson_row(readings, readings.file("/proc/device-tree/model") or gpu.name, system)
-            or row
-        )
-    if row.family == "GB10":
-        return _gb10_row(readings) or row
-    return row
+        return _jetson_row(readings, board, system) or row
+    return (_gb10_row(readings) if row.family == "GB10" else None) or row
 
 
 def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> bool:
@@ -92,13 +88,8 @@ def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -
 
 def _gb10_row(readings: Readings) -> DeviceRow | None:
     """The GB10 box by its DMI product name; they differ in name only."""
-    words = set(
-        readings.file("/sys/class/dmi/id/product_name")
-        .lower()
-        .replace("_", " ")
-        .replace("-", " ")
-        .split()
-    )
+    product = readings.file("/sys/class/dmi/id/product_name").lower()
+    words = set(re.split(r"[\s_-]+", product))
     boxes = [row for row in table.rows() if row.family == "GB10"]
     best = max(boxes, key=lambda row: len(words & set(row.name.lower().split())))
     return best if words & set(best.name.lower().split()) else None
@@ -181,23 +172,18 @@ def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
     return ""
 
 
-def _no_nvidia_driver(readings: Readings) -> Finding:
-    fix = (
-        "sudo ubuntu-drivers install  (or your distribution's NVIDIA driver), then reboot; "
-        "check "
-        "with nvidia-smi"
-    )
+def _driver_fix(readings: Readings) -> str:
+    """What makes an NVIDIA GPU's driver answer here."""
     if linux.is_wsl(readings):
-        fix = (
+        return (
             "install the NVIDIA driver in Windows (not in WSL); check with "
             "/usr/lib/wsl/lib/nvidia-smi"
         )
-    elif "/.dockerenv" in readings.files:
-        fix = "start the container with --gpus all (needs nvidia-container-toolkit on the host)"
-    return Finding(
-        "error",
-        "an NVIDIA GPU is in this machine but its driver does not answer: it is not used",
-        fix,
+    if "/.dockerenv" in readings.files:
+        return "start the container with --gpus all (needs nvidia-container-toolkit on the host)"
+    return (
+        "sudo ubuntu-drivers install  (or your distribution's NVIDIA driver), then reboot; check "
+        "with nvidia-smi"
     )
 
 
@@ -216,8 +202,3 @@ def _has_nvidia_gpu(readings: Readings) -> bool:
     ]
     classes = [hexadecimal(readings.file(f"{folder}/class")) for folder in folders]
     return any((number or _DISPLAY) >> 16 == _DISPLAY >> 16 for number in classes)
-
-
-def _processor(system: LinuxSystem) -> Device:
-    row = table.by_cpu(system.cpu.name)
-    return replace(system.base, match=row.name if row else system.base.match)

@@ -5,32 +5,39 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device import table, usable
-from localllm.device.machines.common import Card, card_of, one_machine, shared_bandwidth
+from localllm.device.machines.common import card_of, one_machine, shared_bandwidth
 from localllm.device.machines.linux_system import LinuxSystem, noted
 from localllm.device.parsers.gpus import AmdGpu, amd_gpus, environment, marketing_name, visible
 from localllm.device.table import DeviceRow
 from localllm.device.types import GIB, Accelerator, Device, Figure, Finding, Readings
 
+# Graphics of two compute units (Raphael and what came after it, Mendocino): the cores beside them
+# compute as much.
+_FOR_SCREENS = ("gfx1036", "gfx1037")
+
 
 def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
     """The machine by its cards, else by its integrated GPU; None without either."""
-    gpus = amd_gpus(readings)
+    gpus = [gpu for gpu in amd_gpus(readings) if gpu.gfx not in _FOR_SCREENS]
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         said = environment(readings).get(name)
         left = visible(said, [""] * len(gpus))
         if len(left) < len(gpus):
-            told = Finding("info", f"{name}={said} leaves {len(left)} of {len(gpus)} AMD GPUs")
-            system, gpus = noted(system, [told]), [gpus[i] for i in left]
+            told = f"{name}={said} leaves {len(left)} of {len(gpus)} AMD GPUs"
+            system, gpus = noted(system, [Finding("info", told)]), [gpus[i] for i in left]
     if not gpus:
         return None
-    system = noted(system, _permission_findings(readings))
+    if readings.output("render-access") == "denied":
+        told = "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd"
+        fix = "sudo usermod -aG render,video $USER, then log in again"
+        system = noted(system, [Finding("error", told, fix)])
     found = amd_cards(readings, gpus)
     if not found:
         return _amd_apu(readings, system, gpus)
     return one_machine(found, system.base)
 
 
-def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Card]:
+def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Device]:
     """Those of the GPUs that have memory of their own."""
     return [_amd_card(readings, gpu) for gpu in gpus if not gpu.integrated and gpu.vram_total_bytes]
 
@@ -41,12 +48,7 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
     memory = usable.apu(gpu, system.base.memory.total_bytes, system.memory.available_bytes() or 0)
     accelerator: Accelerator = "rocm" if row is not None and row.accelerator == "rocm" else "vulkan"
     if accelerator == "rocm":
-        larger = (
-            usable.carve_out_alone
-            if gpu.vram_total_bytes >= gpu.gtt_total_bytes
-            else usable.gtt_alone
-        )
-        memory = larger(gpu, system.base.memory)
+        memory = usable.rocm_alone(gpu, system.base.memory)
     facts = table.facts(row)
     facts["compute_units"] = gpu.compute_units or facts["compute_units"]
     return replace(
@@ -79,7 +81,7 @@ def _amd_name(readings: Readings, gpu: AmdGpu, row: DeviceRow | None) -> str:
     return gpu.name or listed or (row.name if row else f"AMD GPU 1002:{gpu.device_id:04x}")
 
 
-def _amd_card(readings: Readings, gpu: AmdGpu) -> Card:
+def _amd_card(readings: Readings, gpu: AmdGpu) -> Device:
     name = _amd_name(readings, gpu, None)
     row = table.by_gpu_name(name, gpu.vram_total_bytes) or table.by_pci(
         "1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}", gpu.vram_total_bytes
@@ -120,16 +122,3 @@ def _gtt_findings(gpu: AmdGpu, system: LinuxSystem, row: DeviceRow | None) -> li
             )
         )
     return found
-
-
-def _permission_findings(readings: Readings) -> list[Finding]:
-    if readings.output("render-access") != "denied":
-        return []
-    fix = "sudo usermod -aG render,video $USER, then log in again"
-    return [
-        Finding(
-            "error",
-            "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd",
-            fix,
-        )
-    ]

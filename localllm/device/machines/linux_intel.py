@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 from localllm.device import table, usable
-from localllm.device.machines.common import Card, card_of, one_machine, shared_bandwidth
+from localllm.device.machines.common import card_of, one_machine, shared_bandwidth
 from localllm.device.machines.linux_system import LinuxSystem, noted
 from localllm.device.parsers import hexadecimal, integer
 from localllm.device.parsers.gpus import DRM_CARDS, environment, pci_folders, visible, vulkaninfo
@@ -25,7 +25,7 @@ def identify_intel(readings: Readings, system: LinuxSystem) -> Device | None:
         told = "memory in use on it can't be read without root, so all of it counts as free"
         system = noted(system, [Finding("info", f"{cards[left[0]].name}: {told}")])
         return one_machine([cards[i] for i in left], system.base)
-    named = [table.by_gpu_name(gpu.name) for gpu in vulkaninfo(readings.output("vulkaninfo"))]
+    named = [table.by_gpu_name(name) for name, _, _ in vulkaninfo(readings.output("vulkaninfo"))]
     listed = [
         _by_pci(readings, folder) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
     ]
@@ -62,17 +62,17 @@ def _device_id(readings: Readings, folder: str) -> str:
     return f"{hexadecimal(readings.file(f'{folder}/device')) or 0:04x}"
 
 
-def arcs(readings: Readings) -> list[Card]:
+def arcs(readings: Readings) -> list[Device]:
     """Intel's discrete cards, as i915 or the table says their memory."""
     shown = vulkaninfo(readings.output("vulkaninfo"))
-    names = [gpu.name for gpu in shown if gpu.vendor_id == _INTEL_VENDOR and gpu.kind == "discrete"]
+    names = [name for name, *which in shown if which == ["discrete", _INTEL_VENDOR]]
     cards = [
         _arc(readings, folder, names) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
     ]
     return [card for card in cards if card is not None]
 
 
-def _arc(readings: Readings, folder: str, names: list[str]) -> Card | None:
+def _arc(readings: Readings, folder: str, names: list[str]) -> Device | None:
     """A card by its PCI id, else, where it is on a bus of its own, by the next of the `names` that
     the Vulkan driver has for cards; None where it is none, or nobody says how much memory it
     has."""

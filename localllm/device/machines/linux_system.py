@@ -70,7 +70,10 @@ def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem
         )
     modules = linux.udev_memory(readings.file("/run/udev/data/+dmi:id"), cpus.channels(cpu.name))
     told = modules_bandwidth(modules, "udev")
-    board = "" if "model name" in readings.file("/proc/cpuinfo") else _board(readings)
+    # A board, or Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook Air (M1, 2020)".
+    board = readings.file("/proc/device-tree/model")[:80]
+    if "model name" in readings.file("/proc/cpuinfo"):
+        board = ""
     row = _board_row(board)
     known = told or (row.bandwidth() if row else None)
     bandwidth = common.ram_bandwidth(ram_bandwidth, known, cpu.name, cpu.vectors)
@@ -90,12 +93,6 @@ def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem
         findings=tuple(findings),
     )
     return LinuxSystem(memory, machine, cpu, told, base)
-
-
-def _board(readings: Readings) -> str:
-    """A board or Apple's computer, by the name in its device tree ("Raspberry Pi 5 Model B Rev 1.0",
-    "Apple MacBook Air (M1, 2020)")."""
-    return readings.file("/proc/device-tree/model")[:80]
 
 
 def _board_row(board: str) -> DeviceRow | None:

@@ -22,7 +22,9 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     displayed, _ = macos.displays(readings.output("system_profiler"))
     chip = mac.chip if mac.chip.startswith("Apple ") else displayed
     cores = macos.gpu_cores(readings.output("ioreg"), readings.output("system_profiler"))
-    had = macos.memory(mac.memory_bytes, readings.output("sysctl"), readings.output("vm_stat"))
+    free, to_be_had = macos.memory(
+        mac.memory_bytes, readings.output("sysctl"), readings.output("vm_stat")
+    )
     if mac.translated:
         findings.append(
             Finding(
@@ -33,13 +35,11 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
         )
     why = _why_no_gpu(mac, chip, cores, readings)
     if why:
-        return _without_gpu(mac, had.to_be_had_bytes, ram_bandwidth, why, findings)
+        return _without_gpu(mac, to_be_had, ram_bandwidth, why, findings)
 
     row = table.by_chip(chip, cores, mac.memory_bytes)
     working_set = macos.metal_working_set(readings.output("metal"))
-    memory = usable.mac(
-        mac.memory_bytes, working_set, mac.wired_limit_mb, had.free_bytes, had.to_be_had_bytes
-    )
+    memory = usable.mac(mac.memory_bytes, working_set, mac.wired_limit_mb, free, to_be_had)
     findings += _limit_findings(mac, memory.basis == "assumed", working_set)
     if row is None:
         findings.append(Finding("warning", f"{chip} with {cores} GPU cores is not in the table"))

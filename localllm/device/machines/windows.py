@@ -9,11 +9,12 @@ from dataclasses import replace
 from localllm.device import cpus, table, usable
 from localllm.device.machines import common
 from localllm.device.machines.common import (
-    Card,
+    as_processor,
     card_of,
     left_idle,
     modules_bandwidth,
-    nvidia_card,
+    no_driver,
+    nvidia_cards,
     nvidia_gpus,
     one_machine,
     ram_disagrees,
@@ -21,8 +22,6 @@ from localllm.device.machines.common import (
     with_findings,
 )
 from localllm.device.parsers import integer, windows
-from localllm.device.parsers.gpus import NvidiaGpu
-from localllm.device.table import DeviceRow
 from localllm.device.types import (
     GIB,
     Device,
@@ -64,67 +63,34 @@ def identify(readings: Readings, ram_bandwidth: Figure | None = None) -> Device:
     base = with_findings(base, hidden)
     adapters = windows.adapters(readings.output("display-class"))
     if gpus:
-        cards, findings = _nvidia_cards(gpus, adapters)
+        cards, findings = nvidia_cards(gpus)
         base = with_findings(base, findings)
+        others = [card.name for card in _cards(adapters)]
         if cards:
-            return one_machine(cards, base)
+            return one_machine(cards, with_findings(base, [left_idle(others)]) if others else base)
     elif not hidden and any(adapter.vendor == "10de" for adapter in adapters):
         fix = "install the NVIDIA driver, then check with nvidia-smi"
-        finding = Finding(
-            "error",
-            "an NVIDIA GPU is in this machine but its driver does not answer: not used",
-            fix,
-        )
-        base = with_findings(base, [finding])
+        base = with_findings(base, [no_driver(fix)])
     return (
         _integrated(adapters, base, available, told)
         or _discrete(adapters, base)
-        or _processor(base)
-    )
-
-
-def _nvidia_cards(
-    gpus: list[NvidiaGpu], adapters: list[windows.Adapter]
-) -> tuple[list[Card], list[Finding]]:
-    """The NVIDIA cards that can be planned with, and what there is to say of them and of others'
-    beside them."""
-    cards: list[Card] = []
-    findings: list[Finding] = []
-    for gpu in gpus:
-        card, said = nvidia_card(gpu)
-        findings += said
-        cards += [card] if card else []
-    others = [card.name for card in _cards(adapters)]
-    return cards, [*findings, left_idle(others)] if cards and others else findings
-
-
-def _processor(base: Device) -> Device:
-    row = table.by_cpu(base.cpu)
-    return (
-        replace(base, match=row.name, family=row.family)
-        if row is not None and row.accelerator == "cpu"
-        else base
+        or as_processor(base)
     )
 
 
 def _emulation(readings: Readings) -> tuple[Finding, ...]:
-    if (
-        readings.output("native-architecture").strip().upper() == "ARM64"
-        and readings.architecture.upper() == "AMD64"
-    ):
-        return (
-            Finding(
-                "warning", "an x64 Python runs emulated on this ARM PC", "install the ARM64 Python"
-            ),
-        )
-    return ()
+    native = readings.output("native-architecture").strip().upper()
+    if (native, readings.architecture.upper()) != ("ARM64", "AMD64"):
+        return ()
+    told = "an x64 Python runs emulated on this ARM PC"
+    return (Finding("warning", told, "install the ARM64 Python"),)
 
 
 # The makers whose cards are looked for in the registry; NVIDIA's driver tells of its own.
 _MAKERS = {"1002": "AMD", "8086": "Intel"}
 
 
-def _cards(adapters: list[windows.Adapter]) -> list[Card]:
+def _cards(adapters: list[windows.Adapter]) -> list[Device]:
     """Discrete cards that are not NVIDIA's: what the table has, and what has so much memory of its
     own as no graphics in a processor."""
     cards = []
@@ -136,7 +102,9 @@ def _cards(adapters: list[windows.Adapter]) -> list[Card]:
             continue
         size = adapter.memory_bytes or int(row.memory_gb[0] * GIB if row else 0)
         memory = usable.vram(size, 0, 0, "registry HardwareInformation.qwMemorySize")
-        cards.append(replace(card_of(maker, adapter.name, memory, row), accelerator="vulkan"))
+        card = card_of(maker, adapter.name, memory, row)
+        family = row.family if row else "vulkan"
+        cards.append(replace(card, accelerator="vulkan", family=family))
     return cards
 
 
@@ -149,12 +117,8 @@ def _is_unknown_card(adapter: windows.Adapter) -> bool:
 
 def _discrete(adapters: list[windows.Adapter], base: Device) -> Device | None:
     cards = _cards(adapters)
-    if not cards:
-        return None
-    note = Finding(
-        "info", "memory in use on this card can't be read here: all of it counts as free"
-    )
-    return one_machine(cards, with_findings(base, [note]))
+    told = "memory in use on this card can't be read here: all of it counts as free"
+    return one_machine(cards, with_findings(base, [Finding("info", told)])) if cards else None
 
 
 def _integrated(
@@ -169,7 +133,7 @@ def _integrated(
     if any(row is not None and row.kind == "discrete" for _, row in found):
         return None
     for adapter, row in found:
-        if row is None or not _is_integrated(row):
+        if row is None or row.kind != "unified" or row.vendor not in ("AMD", "Intel"):
             continue
         row = by_cpu if by_cpu is not None and by_cpu.kind == "unified" else row
         return replace(
@@ -184,10 +148,6 @@ def _integrated(
             compute_capability=row.compute_capability,
         )
     return None
-
-
-def _is_integrated(row: DeviceRow) -> bool:
-    return row.kind == "unified" and row.vendor in ("AMD", "Intel")
 
 
 def _with_half_of_the_rest(ram: Memory, dedicated_bytes: int, available_bytes: int) -> Memory:

@@ -3,7 +3,9 @@ value, or None, never an exception."""
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 # Longer than any real figure; a number beyond this is garbage (and int() of a million digits is
 # slow).
@@ -26,6 +28,14 @@ def decimal(text: str | None) -> float | None:
     """The leading decimal number of `text` ("1792.5 GB/s" → 1792.5), or None."""
     found = re.match(r"\s*(-?[0-9]+(?:\.[0-9]+)?)", text or "")
     return float(found.group(1)) if found and len(found.group(1)) <= _MAX_DIGITS else None
+
+
+def from_json(text: str) -> Any:
+    """What a program printed as JSON; None for anything else."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def key_values(text: str, separator: str = ":") -> dict[str, str]:

@@ -4,13 +4,12 @@ PCI identity, compute units."""
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localllm.device.parsers import decimal, hexadecimal, integer, key_values
+from localllm.device.parsers import decimal, from_json, hexadecimal, integer, key_values
 from localllm.device.types import Readings
 
 AMD_VENDOR = 0x1002
@@ -221,15 +220,10 @@ class NvidiaGpu:
 def nvml(text: str) -> list[NvidiaGpu]:
     """The NVML probe's JSON: one object per GPU, each field a value or absent where the call
     raised."""
-    try:
-        listed = json.loads(text) if text.strip() else []
-    except (ValueError, RecursionError):
-        return []
-    if not isinstance(listed, list):
-        return []
+    listed = from_json(text)
     return [
         _from_nvml(entry)
-        for entry in listed
+        for entry in (listed if isinstance(listed, list) else ())
         if isinstance(entry, dict) and isinstance(entry.get("name"), str)
     ]
 
@@ -286,8 +280,7 @@ def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
 
 def environment(readings: Readings) -> dict[str, str]:
     """The variables that choose GPUs, as the probe noted them."""
-    lines = (line.partition("=") for line in readings.output("environment").splitlines())
-    return {name.strip(): value.strip() for name, sign, value in lines if sign}
+    return key_values(readings.output("environment"), "=")
 
 
 def visible(said: str | None, uuids: Sequence[str]) -> list[int]:
@@ -370,32 +363,19 @@ def _mib(text: str | None) -> int | None:
     return None if number is None or number < 0 else number * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class VulkanGpu:
-    """A Vulkan device: name, "integrated" or "discrete", PCI vendor id."""
-
-    name: str
-    kind: str
-    vendor_id: int
+_VULKAN_KINDS = {
+    "PHYSICAL_DEVICE_TYPE_INTEGRATED_GPU": "integrated",
+    "PHYSICAL_DEVICE_TYPE_DISCRETE_GPU": "discrete",
+}
 
 
-def vulkaninfo(text: str) -> list[VulkanGpu]:
-    """GPUs of `vulkaninfo --summary`; software renderers (llvmpipe, PHYSICAL_DEVICE_TYPE_CPU) are
-    left out."""
+def vulkaninfo(text: str) -> list[tuple[str, str, int]]:
+    """GPUs of `vulkaninfo --summary`: name, "integrated" or "discrete", and the PCI vendor id (0 =
+    unknown); software renderers (llvmpipe, PHYSICAL_DEVICE_TYPE_CPU) are left out."""
     found = []
     for block in re.split(r"(?m)^GPU[0-9]+:", text)[1:]:
         values = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*(.*?)\s*$", block))
-        kind = {
-            "PHYSICAL_DEVICE_TYPE_INTEGRATED_GPU": "integrated",
-            "PHYSICAL_DEVICE_TYPE_DISCRETE_GPU": "discrete",
-        }
-        vendor = re.fullmatch(r"0x([0-9a-fA-F]{1,8})", values.get("vendorID", ""))
-        if values.get("deviceName") and values.get("deviceType") in kind:
-            found.append(
-                VulkanGpu(
-                    values["deviceName"][:120],
-                    kind[values["deviceType"]],
-                    int(vendor.group(1), 16) if vendor else 0,
-                )
-            )
+        name, kind = values.get("deviceName"), _VULKAN_KINDS.get(values.get("deviceType", ""))
+        if name and kind:
+            found.append((name[:120], kind, hexadecimal(values.get("vendorID")) or 0))
     return found

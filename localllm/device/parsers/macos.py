@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from localllm.device.parsers import integer, key_values
+from localllm.device.parsers import from_json, integer, key_values
 from localllm.memory.macos import available_bytes
 
 
@@ -53,10 +51,7 @@ def gpu_cores(ioreg: str, system_profiler: str = "") -> int | None:
 
 def displays(system_profiler: str) -> tuple[str, int | None]:
     """Chip name and GPU cores from `system_profiler SPDisplaysDataType -json`."""
-    try:
-        data: Any = json.loads(system_profiler)
-    except (ValueError, RecursionError):
-        return "", None
+    data = from_json(system_profiler)
     entries = data.get("SPDisplaysDataType") if isinstance(data, dict) else None
     for entry in entries if isinstance(entries, list) else []:
         cores = integer(str(entry.get("sppci_cores", ""))) if isinstance(entry, dict) else None
@@ -70,15 +65,6 @@ def metal_working_set(text: str) -> int | None:
     bytes")."""
     found = re.search(r"recommendedMaxWorkingSetSize = ([0-9]{1,15}) bytes", text)
     return int(found[1]) or None if found else None
-
-
-@dataclass(frozen=True, slots=True)
-class MacMemory:
-    """Bytes on a Mac: `free` without swapping (free, inactive, speculative and purgeable pages),
-    and all that is `to_be_had`, with what macOS compresses for others; None where it is unknown."""
-
-    free_bytes: int | None
-    to_be_had_bytes: int | None
 
 
 _FREE = ("free", "inactive", "speculative", "purgeable")
@@ -102,12 +88,14 @@ def vm_stat(text: str, kinds: tuple[str, ...] = _FREE) -> int | None:
     )
 
 
-def memory(total_bytes: int, sysctl: str, pages: str) -> MacMemory:
-    """What of `total_bytes` can be had: by kern.memorystatus_level, else by the `pages` of vm_stat
-    that it is counted from."""
+def memory(total_bytes: int, sysctl: str, pages: str) -> tuple[int | None, int | None]:
+    """Bytes of `total_bytes` that are free without swapping (free, inactive, speculative and
+    purgeable pages), and all that can be had, with what macOS compresses for others: by
+    kern.memorystatus_level, else by the `pages` of vm_stat that it is counted from; None where it
+    is unknown."""
     level = integer(key_values(sysctl).get("kern.memorystatus_level"))
     to_be_had = available_bytes(total_bytes, level)
     counted = vm_stat(pages, _TO_BE_HAD)
     if to_be_had is None and counted is not None:
         to_be_had = min(counted, total_bytes)
-    return MacMemory(vm_stat(pages), to_be_had)
+    return vm_stat(pages), to_be_had

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 _CHANNEL_BITS = 64
 # A memory controller that firmware names apart ("Controller0-ChannelA": Intel since Alder Lake) is
-# 64 bits wide, whether its channels are one of DDR4, two of 32 bits (DDR5) or four of 16 (LPDDR).
-_CONTROLLER_BITS = 64
+# one such channel wide, whether it has one of DDR4, two of 32 bits (DDR5) or four of 16 (LPDDR).
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,6 @@ class Stick:
     data_bits: int = _CHANNEL_BITS
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    socket: str
-    controller: str
-    channel: str
-
-
 def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
     """The memory that `sticks` are; None of none, or where one has a speed or width that no memory
     has. The slowest speed counts.
@@ -53,7 +45,7 @@ def ram_of(sticks: Sequence[Stick], channels: int = 0) -> Ram | None:
         not 100 <= s.megatransfers_s <= 20_000 or not 0 < s.data_bits <= 512 for s in sticks
     ):
         return None
-    sockets = {_place(stick.place.upper()).socket for stick in sticks}
+    sockets = {_place(stick)[0] for stick in sticks}
     bits = _bus_bits(sticks, channels)
     if channels:  # firmware gives a 32-bit channel of soldered memory the width of a module's
         bits = min(bits, channels * _CHANNEL_BITS * len(sockets))
@@ -65,24 +57,18 @@ def _bus_bits(sticks: Sequence[Stick], channels: int) -> int:
         return sum(
             stick.data_bits for stick in sticks
         )  # soldered: each record is a piece of a channel, and none shares one
-    places = [_place(stick.place.upper()) for stick in sticks]
+    places = [_place(stick) for stick in sticks]
     # One place for all is none that firmware knows: two sticks can't sit in one.
-    if len({stick.place for stick in sticks}) == len(sticks) and all(
-        place.channel for place in places
-    ):
+    if len({stick.place for stick in sticks}) == len(sticks) and all(p[2] for p in places):
         return _placed_bits(places)
-    sockets = Counter(place.socket for place in places)
+    sockets = Counter(socket for socket, _, _ in places)
     return _CHANNEL_BITS * sum(n if channels else _usual_channels(n) for n in sockets.values())
 
 
-def _placed_bits(places: Sequence[_Place]) -> int:
+def _placed_bits(places: Sequence[tuple[str, str, str]]) -> int:
     """The bits of the channels that are filled, of each controller no more than it has."""
-    controllers = Counter((place.socket, place.controller) for place in set(places))
-    widths = {place: n * _CHANNEL_BITS for place, n in controllers.items()}
-    return sum(
-        min(bits, _CONTROLLER_BITS) if controller else bits
-        for (_, controller), bits in widths.items()
-    )
+    filled = Counter((socket, controller) for socket, controller, _ in set(places))
+    return _CHANNEL_BITS * sum(1 if controller else n for (_, controller), n in filled.items())
 
 
 def _usual_channels(n_sticks: int) -> int:
@@ -93,15 +79,16 @@ def _usual_channels(n_sticks: int) -> int:
     return max(2, 1 << (n_sticks // 2).bit_length() - 1)
 
 
-def _place(text: str) -> _Place:
+def _place(stick: Stick) -> tuple[str, str, str]:
+    """Socket, controller and channel as far as firmware says them."""
+    text = stick.place.upper()
     socket = re.search(r"\b(?:P|PROC|CPU|NODE)[ _-]*([0-9])(?![0-9])", text)
     controller = re.search(r"\b(?:CONTROLLER|MC)[ _-]?([0-9])", text)
     channel = re.search(r"CHANNEL[ _-]?([A-P0-9]+)|DIMM[ _-]?([A-P])(?:[ _-]?[0-9]+)?\b", text)
-    # Dell's servers: A1 to A12 are the slots of the first processor.
-    board = re.search(r"(?:^|\s)([A-H])[0-9]{1,2}$", text) if channel is None else None
-    found = socket or board
-    return _Place(
-        found[1] if found else "",
+    if socket is None and channel is None:  # Dell's servers: A1 to A12 are the first processor's
+        socket = re.search(r"(?:^|\s)([A-H])[0-9]{1,2}$", text)
+    return (
+        socket[1] if socket else "",
         controller[1] if controller else "",
         (channel[1] or channel[2]) if channel else "",
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from localllm.device.parsers import integer, key_values
+from localllm.device.parsers import from_json, integer, key_values
 from localllm.device.parsers.sticks import Ram, Stick, ram_of
 
 
@@ -77,10 +75,7 @@ def memory_status(text: str) -> tuple[int, int] | None:
 def physical_memory(text: str, channels: int = 0) -> Ram | None:
     """`Get-CimInstance Win32_PhysicalMemory | Select … | ConvertTo-Json`: one object per stick, or
     one alone. `channels`: as ram_of."""
-    try:
-        data: Any = json.loads(text) if text.strip() else None
-    except (ValueError, RecursionError):
-        return None
+    data = from_json(text)
     sticks = []
     for stick in data if isinstance(data, list) else [data]:
         if isinstance(stick, dict):

@@ -36,19 +36,23 @@ def read(cache: Path, data: Path) -> HealthFacts:
     )
 
 
-def llama_cpp_build() -> BuildFacts | None:
-    """The installed llama_cpp package by its files, without importing (and so loading) it; None if
+def llama_cpp_folder() -> Path | None:
+    """Where the installed llama_cpp package has its libraries, without importing it; None if it is
     not installed."""
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or not spec.submodule_search_locations:
         return None
-    folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
-    try:
-        libraries = sorted(
-            path.name for path in folder.iterdir() if re.search(r"\.(so|dylib|dll)", path.name)
-        )
-    except OSError:
-        libraries = []
+    return Path(next(iter(spec.submodule_search_locations))) / "lib"
+
+
+def llama_cpp_build() -> BuildFacts | None:
+    """The installed llama_cpp package by its files, without importing (and so loading) it; None if
+    not installed."""
+    folder = llama_cpp_folder()
+    if folder is None:
+        return None
+    names = [path.name for path in folder.glob("*")]
+    libraries = sorted(name for name in names if re.search(r"\.(so|dylib|dll)", name))
     cuda = next((folder / name for name in libraries if "ggml-cuda" in name), None)
     return BuildFacts(
         version=version("llama-cpp-python") or "",

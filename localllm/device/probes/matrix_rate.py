@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from localllm.device.kept import FigureFile, MeasuredFigure, ProcessorTimes
+from localllm.device.kept import FigureFile, Measurement, ProcessorTimes
 from localllm.device.types import Figure, MatrixRates, TypeRates
 
 PROGRAM = "localllm_backends.llamacpp.matrix_rate"
@@ -37,34 +37,10 @@ TYPES = (
 _SHELF = FigureFile("matrix_rate.json", sane=(1e-4, 1000.0))
 _KINDS = ("prompt_flops_s", "experts_flops_s", "token_flops_s")
 _LAYOUTS = ("stored", "laid_out")
-T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class RateMeasurement(MeasuredFigure):
-    """TFLOP/s of one product of matrices of a `type` with `threads` threads. `others_share`: of the
-    processor's time, what other programs had meanwhile."""
-
-    type: str
-    tflops: float
-    threads: int
-    date: str
-    others_share: float = 0.0
-
-    @property
-    def value(self) -> float:
-        return round(self.tflops, 4)
-
-    @property
-    def how(self) -> str:
-        return (
-            f"the installed llama.cpp's product of {self.type} matrices, {self.threads} thread(s)"
-        )
-
-
-# Of each type, of each layout ("stored", and "laid_out" where there is one), of each kind of
-# product.
-Measurements = Mapping[str, Mapping[str, Mapping[str, RateMeasurement]]]
+# Of each type, layout ("stored", and "laid_out" where there is one) and kind of product.
+Measurements = Mapping[tuple[str, str, str], Measurement]
 
 
 def measure(types: Sequence[str]) -> Measurements | None:
@@ -87,11 +63,11 @@ def measure(types: Sequence[str]) -> Measurements | None:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
         return None
     others, date = before.others_share(ProcessorTimes.now(child_s=cpu_s)), time.strftime("%Y-%m-%d")
-    taken: dict[str, dict[str, dict[str, RateMeasurement]]] = {}
-    for (name, layout, kind), flops_s in found.items():
-        figure = RateMeasurement(name, flops_s / 1e12, threads, date, others)
-        taken.setdefault(name, {}).setdefault(layout, {})[kind] = figure
-    return taken
+    how = f"the installed llama.cpp's product of {{}} matrices, {threads} thread(s)"
+    return {
+        place: Measurement(round(rate / 1e12, 4), how.format(place[0]), date, others)
+        for place, rate in found.items()
+    }
 
 
 def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
@@ -101,19 +77,14 @@ def due(folder: Path, machine: str, types: Sequence[str]) -> list[str]:
 
 
 def keep(folder: Path, machine: str, taken: Measurements) -> None:
-    _SHELF.keep_all(
-        folder, {_key(machine, *place): measurement for place, measurement in _flat(taken)}
-    )
+    _SHELF.keep_all(folder, {_key(machine, *place): rate for place, rate in taken.items()})
 
 
-def _flat(
-    rates: Mapping[str, Mapping[str, Mapping[str, T]]],
-) -> Iterator[tuple[tuple[str, str, str], T]]:
-    """Each rate with its type, layout and kind."""
+def _flat(rates: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Any]]:
+    """Each rate that the program printed with its type, layout and kind."""
     for name, layouts in rates.items():
-        for layout, kinds in layouts.items():
-            for kind in _KINDS:
-                yield (name, layout, kind), kinds[kind]
+        for layout, kind in product(layouts, _KINDS):
+            yield (name, layout, kind), layouts[layout][kind]
 
 
 def reliable(folder: Path, machine: str) -> tuple[TypeRates, ...]:

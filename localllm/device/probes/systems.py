@@ -174,8 +174,11 @@ _STICKS = (
 
 def windows_outputs() -> dict[str, str]:
     """Everything a Windows machine is identified from, no administrator needed."""
+    memory = SystemMemory()
     found = {
-        "memory-status": _memory_status(),
+        "memory-status": (
+            f"ullTotalPhys: {memory.total_bytes}\nullAvailPhys: {memory.available_bytes()}\n"
+        ),
         "display-class": run("reg", "query", _DISPLAY_CLASS, "/s"),
         "processor": run("reg", "query", _PROCESSOR, "/v", "ProcessorNameString"),
         "cores": str(os.cpu_count() or ""),
@@ -189,11 +192,6 @@ def physical_memory() -> dict[str, str]:
     """The memory sticks through CIM, as JSON (half a second: not part of `outputs`)."""
     text = run("powershell", "-NoProfile", "-NonInteractive", "-Command", _STICKS, timeout_s=20.0)
     return {"physical-memory": text} if text else {}
-
-
-def _memory_status() -> str:
-    memory = SystemMemory()
-    return f"ullTotalPhys: {memory.total_bytes}\nullAvailPhys: {memory.available_bytes()}\n"
 
 
 def read(*, slow: bool = False) -> Readings:
