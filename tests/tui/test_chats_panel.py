@@ -58,24 +58,6 @@ def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history:
     drive(play)
 
 
-def test_a_conversation_unfolds_into_its_branches(drive: Any, history: History) -> None:
-    session = _said(history, "first", "one", "second", "two")
-    session.ask("another second", instead=session.turns[2])
-
-    async def play(d: Driver) -> None:
-        await _panel(d)
-        await d.press("right")
-        await d.pilot.pause()
-        shown = d.screen()
-        assert "1/2 second" in shown
-        assert "2/2 another second" in shown
-        await d.press("down", "down", "enter")
-        await d.until(lambda: "second" in _shown(d))
-        assert _shown(d) == ["first", "one", "second", "two"]
-
-    drive(play)
-
-
 def test_words_are_found_in_the_conversation_on_screen_alone(drive: Any, history: History) -> None:
     _said(history, "elsewhere", "a needle too")
     session = _said(

@@ -8,19 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from localllm.cli.chat.own_server import background_server
-from localllm.device.probes.power import PowerUse
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.meter import PACES, AnswerMeter
 from localllm_tui.control.physics import (
     PANEL_WIDTH,
     AnswerSpeed,
     ModelPhysics,
     panel_lines,
-    sparkline,
 )
 from localllm_tui.control.stream_events import (
     AnswerDone,
@@ -28,7 +23,6 @@ from localllm_tui.control.stream_events import (
     AnswerUsage,
 )
 from localllm_tui.widgets.figures import GlassPanel
-from support.examples import examples
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
@@ -167,21 +161,8 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
     drive(play, size=size)
 
 
-class Meter:
-    """Says two joules a token; nothing before it is left."""
-
-    def __init__(self) -> None:
-        self.use: PowerUse | None = None
-
-    def __enter__(self) -> Meter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.use = PowerUse(202.0, 5.0, "a meter")
-
-
 @pytest.mark.parametrize("says", [True, False])
-def test_the_panel_tells_of_energy_and_pace_where_they_are_known(
+def test_the_panel_tells_of_a_pace_that_was_set(
     drive: Any, server: ScriptedServer, says: bool
 ) -> None:
     server.models = [{**MODELS[0], "physics": {**PHYSICS, "power": 0.6}}] if says else MODELS
@@ -193,10 +174,9 @@ def test_the_panel_tells_of_energy_and_pace_where_they_are_known(
         await d.press("f3")
         await d.ask("how much?")
         await d.until(lambda: "THIS ANSWER" in d.screen() and "planned" in d.screen())
-        assert ("2.00 J a token, 40 W" in d.screen()) is says
         assert ("paced to      60% of the time" in d.screen()) is says
 
-    drive(play, size=(120, 40), energy=Meter if says else None)
+    drive(play, size=(120, 40))
 
 
 def test_the_status_line_fits_itself_whenever_its_room_changes(
@@ -245,31 +225,6 @@ def test_while_a_model_is_loaded_no_other_figures_are_shown() -> None:
     text = "\n".join(panel_lines(known(), AnswerSpeed(live=3.0), loading="loading big 40%"))
     assert text.startswith("Still loading big 40%")
     assert "READS" not in text
-
-
-@settings(max_examples=examples(60))
-@given(st.lists(st.floats(0.0, 20.0), max_size=400))
-def test_the_pace_is_what_came_however_long_it_took(gaps_s: list[float]) -> None:
-    """A row of columns that fits, and whose parts hold every token but those of the part that goes
-    on."""
-    now_s = [0.0]
-    meter = AnswerMeter(lambda: now_s[0])
-    times_s = []
-    for gap_s in gaps_s:
-        now_s[0] += gap_s
-        meter.delta()
-        times_s.append(now_s[0])
-    paces = meter.paces
-    assert len(paces) < PACES
-    assert len(sparkline(paces, 36)) in (0, len(paces))
-    if len(paces) > 0:
-        part_s = next(
-            0.25 * 2**n for n in range(40) if (times_s[-1] - times_s[0]) / (0.25 * 2**n) < PACES
-        )
-        counted = sum(p * part_s for p in paces)
-        assert counted == pytest.approx(
-            sum((t - times_s[0]) < len(paces) * part_s for t in times_s)
-        )
 
 
 def test_before_the_first_token_no_time_is_told_as_if_it_were_over() -> None:

@@ -138,7 +138,7 @@ def test_code_has_its_number_and_a_click_copies_it(drive: Any, server: Any) -> N
     drive(play, copy=lambda text: bool(copied.append(text)) or True)
 
 
-def test_a_diff_stands_on_tints_and_of_a_fold_only_its_summary_is_shown() -> None:
+def test_a_diff_stands_on_tints_and_a_fold_is_shown_without_its_tags() -> None:
     theme = BUILTIN_THEMES["textual-dark"].to_color_system().generate()
     look = palette({**theme, **readable_tokens(theme)})
     grounds = {look.get_style(f"code.Generic.{kind}").bgcolor for kind in ("Inserted", "Deleted")}
@@ -153,7 +153,7 @@ def test_a_diff_stands_on_tints_and_of_a_fold_only_its_summary_is_shown() -> Non
         "<details>\n<summary>How it works</summary>\n\nIt **does**.\n\n</details>\n\n<b>kept</b>\n"
     ).at(60)
     said = [row.text.plain for row in rows if row.text.plain.strip()]
-    assert said == ["▸ How it works", "<b>kept</b>"]
+    assert said == ["How it works", "It does.", "<b>kept</b>"]
 
 
 @pytest.mark.parametrize("cells", [0, 5, 12, 20, 30, 200])

@@ -13,7 +13,6 @@ from textual.widgets import OptionList
 from localllm.errors import DownloadError
 from localllm_tui.control.interfaces import InstalledModel
 from localllm_tui.control.model_list import Pulls, compare, disk_line
-from localllm_tui.control.session import Session
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
@@ -67,18 +66,13 @@ def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> N
     drive(play, model_service=it, size=size)
 
 
-def test_why_compare_and_another_machine(drive: Any) -> None:
+def test_why_and_another_machine(drive: Any) -> None:
     it = service()
 
     async def play(d: Driver) -> None:
         await opened(d)
         await d.press("w")
         await d.until(lambda: "the arithmetic of big:Q4" in d.screen())
-        await d.press("escape", "space", "down", "space", "c")
-        await d.until(lambda: "side by side" in d.screen())
-        assert "BIG Q4" in d.screen()
-        assert "MID Q4" in d.screen()
-        assert "SMALL Q4" not in d.screen()
         await d.press("escape", "m", *"rtx", "enter")
         await d.until(lambda: it.requests[-1].machine == "rtx")
         await d.until(lambda: "rtx" in d.screen())
@@ -308,25 +302,6 @@ def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> N
             it.go_on.release()
 
     drive(play, model_service=it, size=(100, 30))
-
-
-def test_a_number_alone_opens_a_recent_conversation_and_a_message_may_begin_with_one(
-    drive: Any, history: Any
-) -> None:
-    for text in ("rivers", "mountains"):
-        Session(history, "scripted").ask(text)
-
-    async def play(d: Driver) -> None:
-        assert "1. mountains" in d.screen()
-        await d.press("2", *" and more")
-        assert d.app.page.composer.text == "2 and more"
-        await d.press("ctrl+u", "2")
-        await d.until(lambda: [t.content for t in d.app.chat.session.turns] == ["rivers"])
-        assert d.app.page.composer.text == ""
-        await d.press("1")  # something is said here: a number is text
-        assert d.app.page.composer.text == "1"
-
-    drive(play)
 
 
 def test_the_order_can_be_changed_and_what_answers_here_is_first(drive: Any) -> None:

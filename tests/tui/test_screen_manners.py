@@ -64,23 +64,6 @@ def test_a_theme_that_is_gone_and_a_file_that_is_broken_are_no_trouble(
         drive(play)
 
 
-def test_a_picture_is_saved_where_there_are_no_downloads(
-    drive: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
-
-    async def play(d: Driver) -> None:
-        (picture,) = (c for c in d.app.get_system_commands(d.app.screen) if c.title == "Screenshot")
-        picture.callback()
-        await d.until(lambda: bool(list(here.glob("*.svg"))))
-
-    drive(play)
-    assert len(list(here.glob("*.svg"))) == 1
-
-
 def test_toasts_leave_the_input_free(drive: Any, server: ScriptedServer) -> None:
     server.answer("ok")
 

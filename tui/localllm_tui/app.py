@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 from textual.app import SystemCommand
@@ -128,32 +127,11 @@ class ChatApp(LookApp[None]):
         await self.chat.leave()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """The command palette: the chat's own commands, and of Textual's those that work here."""
+        """The command palette: the chat's own commands, and the themes."""
         for command in commands.COMMANDS:
             if command.palette:
                 run = partial(self.call_later, commands.run_and_report, self.chat, command.name, "")
                 yield SystemCommand(command.palette, command.help, run)
         yield SystemCommand(
             "Theme", "change the colours; remembered for next time", self.action_change_theme
-        )
-        # The picture is taken once the palette is gone.
-        yield SystemCommand(
-            "Screenshot",
-            "save this screen as an SVG picture",
-            partial(self.set_timer, 0.1, self._save_picture),
-        )
-
-    def _save_picture(self) -> None:
-        name = time.strftime("localllm-%Y-%m-%d-%H%M%S.svg")
-        for folder in (Path.home() / "Downloads", Path.cwd(), self.chat.history.path.parent):
-            try:
-                if folder.is_dir():
-                    self.notify(
-                        f"saved {self.save_screenshot(name, str(folder))}", timeout=6, markup=False
-                    )
-                    return
-            except OSError:
-                continue
-        self.notify(
-            "neither Downloads nor this folder takes the picture", severity="error", markup=False
         )

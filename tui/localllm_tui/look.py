@@ -22,14 +22,13 @@ class LookApp(App[T]):
 
     CSS = (
         """
-    VerticalScroll, OptionList, Tree, TextArea, GlassPanel { scrollbar-size-vertical: 1; }
+    VerticalScroll, OptionList, TextArea, GlassPanel { scrollbar-size-vertical: 1; }
     Input { border: round $foreground 40%; background: transparent; }
     Input:focus { border: round $accent-text; }
     Input.-textual-compact { border: none; height: 1; padding: 0; }
     Input > .input--placeholder { color: $hint; }
-    OptionList > .option-list--option-highlighted, Tree > .tree--cursor { text-style: bold; }
-    OptionList:ansi > .option-list--option-highlighted, Tree:ansi > .tree--cursor { background: $accent; color: ansi_black; }
-    Tree > .tree--guides, Tree > .tree--guides-hover, Tree > .tree--guides-selected { color: $hint; }
+    OptionList > .option-list--option-highlighted { text-style: bold; }
+    OptionList:ansi > .option-list--option-highlighted { background: $accent; color: ansi_black; }
     """
         + NO_COLOR_CSS
     )

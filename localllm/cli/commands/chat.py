@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from localllm.conversation.history import ConversationSummary, History
     from localllm_tui.control.chat_options import ChatOptions
     from localllm_tui.control.client import ChatClient
-    from localllm_tui.control.interfaces import ChatEngine, EnergyMeter
+    from localllm_tui.control.interfaces import ChatEngine
     from localllm_tui.control.session import Session
     from localllm_tui.control.terminal import TerminalQuestion
 
@@ -246,15 +246,13 @@ def _ask_once(client: ChatClient, name: str, asked: _Asked, session: Session | N
 def _with_helpers(
     stack: ExitStack, opening: ChatOptions, engine: ChatEngine, wanted: Wanted
 ) -> ChatOptions:
-    """What the screen may call, which ends with `stack`: engines, plans, tools and a meter of
-    energy."""
+    """What the screen may call, which ends with `stack`: engines, plans and tools."""
     from dataclasses import replace
 
     from localllm.cli.chat import engines
     from localllm.cli.chat.config import take_keys, tool_hosts
     from localllm.cli.chat.planning import PlanningProcess
     from localllm.settings import Settings
-    from localllm_tui.control.interfaces import is_here
 
     take_keys()
     desk = PlanningProcess(offline=bool(Settings().value("offline")))
@@ -265,7 +263,6 @@ def _with_helpers(
         model_service=desk,
         first_run=not engine.where and engines.only_the_starter(opening.model),
         tools=tool_hosts(),
-        energy=_energy_meter if is_here(engine) else None,
     )
 
 
@@ -275,12 +272,6 @@ def _in_lines(opening: ChatOptions, how: _How) -> None:
     else:
         from localllm_tui.line_chat import talk
     _say_how_to_go_on(talk(opening))
-
-
-def _energy_meter() -> EnergyMeter:
-    from localllm.device.probes.power import PowerMeter
-
-    return PowerMeter()
 
 
 def _on_screen(opening: ChatOptions, background: TerminalQuestion) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control.interfaces import EnergyMeter, EnergyUse
 from localllm_tui.control.meter import AnswerMeter, load_of_each_core
 from localllm_tui.control.physics import AnswerSpeed
 from localllm_tui.control.session import PendingAnswer
@@ -71,7 +69,6 @@ class AnswerStream:
         self._known_tokens = keep.session.used_tokens if keep is not None else 0
         self._cache_miss = ""
         self.timings: AnswerTimings | None = None
-        self.energy: EnergyUse | None = None
         self.load = 0.0
         self._tools: list[dict[str, Any]] = []
         self._unsaved: Callable[[], object] | None = None
@@ -79,13 +76,12 @@ class AnswerStream:
     def speed(self, used_before: int) -> AnswerSpeed:
         """Its speed: the server's timings once it is complete, until then the rate at which tokens
         arrive."""
-        meter, used = self.meter, self.energy
-        joules, watts = (used.joules, used.watts) if used is not None else (None, None)
+        meter = self.meter
         usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
         speed = AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
         if self.timings is not None and meter.usage is not None:
             speed = AnswerSpeed(meter.usage, self.timings, self._cache_miss)
-        return replace(speed, paces=meter.paces, joules=joules, watts=watts, load=self.load)
+        return replace(speed, load=self.load)
 
     @property
     def text(self) -> str:
@@ -104,20 +100,6 @@ class AnswerStream:
             raise
         finally:
             self.close()
-
-    @asynccontextmanager
-    async def measured(self, meter: EnergyMeter | None) -> AsyncIterator[None]:
-        """Measure its energy meanwhile, where there is a meter. In threads: some sources are
-        programs."""
-        if meter is None:
-            yield
-            return
-        await asyncio.to_thread(meter.__enter__)
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(meter.__exit__, None, None, None)
-            self.energy = meter.use
 
     def save_if_due(self) -> None:
         """Write what is unsaved; for a timer, since a stream may stall."""

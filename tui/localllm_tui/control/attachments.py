@@ -171,11 +171,6 @@ def in_markdown(name: str, url: str) -> str:
     return f"![{re.sub(r'[^-_.0-9A-Za-z ]', '_', name)}]({url})"
 
 
-def urls_in(markdown: str) -> list[str]:
-    """The data: URLs of the images in a question's text."""
-    return [found.group(2) for found in _MARKED.finditer(markdown)]
-
-
 def as_sent(
     messages: Sequence[Mapping[str, Any]], *, items: bool = False
 ) -> list[Mapping[str, Any]]:

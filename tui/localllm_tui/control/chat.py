@@ -238,14 +238,8 @@ class ChatController:
     ) -> None:
         """Stream one answer; however it ends, the face shows how."""
         error: LocalLLMError | None = None
-        meter = (
-            self.options.energy()
-            if self.options.energy is not None and self.face.wants_energy
-            else None
-        )
         try:
-            async with stream.measured(meter):
-                await stream.run(self._events(keep), shown)
+            await stream.run(self._events(keep), shown)
         except LocalLLMError as e:
             error = e
         except asyncio.CancelledError:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from localllm.conversation.history import History
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.interfaces import EnergyMeter, EngineFactory, ModelService, ToolHost
+from localllm_tui.control.interfaces import EngineFactory, ModelService, ToolHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +19,8 @@ class ChatOptions:
     `engine_factory` makes an engine of the chat's own, for when a server goes away;
     `model_service` knows what else could be run;
     `first_run`: the model is the bundled starter, and no other is installed;
-    `tools` are programs that offer tools, off until they are asked for;
-    `energy` makes what measures joules where the model runs here. The history and the client stay
-    the caller's to close.
+    `tools` are programs that offer tools, off until they are asked for. The history and the client
+    stay the caller's to close.
     """
 
     client: ChatClient
@@ -36,4 +34,3 @@ class ChatOptions:
     model_service: ModelService | None = None
     first_run: bool = False
     tools: tuple[ToolHost, ...] = ()
-    energy: Callable[[], EnergyMeter] | None = None

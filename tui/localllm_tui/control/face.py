@@ -18,14 +18,9 @@ class Face(Protocol):
 
     `full_screen`: figures of the model are shown, and what is typed stays in the input until its
     question is stored.
-    `wants_energy`: the panel that shows an answer's joules is open.
     """
 
     full_screen: bool
-
-    @property
-    def wants_energy(self) -> bool:
-        return False
 
     async def show_note(self, text: str, *, markdown: bool = False) -> None:
         """Show what is no part of the conversation."""

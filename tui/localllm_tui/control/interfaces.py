@@ -27,28 +27,6 @@ WAITS_S = (0, 1, 2, 5, 10, 30, 60)
 MACHINES = ("M4 Pro 24GB", "M4 Max 128GB", "RTX 4090", "RTX 5090", "Strix Halo 128GB", "DGX Spark")
 
 
-class EnergyUse(Protocol):
-    """What was used of energy: by all that the source counts, other programs too."""
-
-    @property
-    def joules(self) -> float: ...
-
-    @property
-    def watts(self) -> float: ...
-
-
-class EnergyMeter(Protocol):
-    """Measures while it is entered, from any thread; then `use` says what, or None where nothing on
-    this machine does."""
-
-    @property
-    def use(self) -> EnergyUse | None: ...
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, kind: None, error: None, trace: None, /) -> object: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """What models to plan for: `machine` "" is this one, `memory_gb` 0 all it has, `longest_wait_s`

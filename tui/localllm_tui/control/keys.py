@@ -239,9 +239,6 @@ KEYS = (
     Key(MODELS, "m", "M", "machine", "another machine, by its name",
     hints={KeyContext.MODELS: "machine"}),
     Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={KeyContext.MODELS: "why"}),
-    Key(MODELS, "space", "Space", "mark", "mark a plan to compare it"),
-    Key(MODELS, "c", "C", "compare", "the marked plans side by side",
-    hints={KeyContext.MODELS: "compare"}),
     Key(
         MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
         hints={KeyContext.MODELS: "disk", KeyContext.ON_DISK: "plans"},
@@ -274,7 +271,6 @@ KEYS = (
     Key(PICKER, "enter", "Enter",
     hints={KeyContext.CHOOSING: "opens", KeyContext.FINDING: "goes there"}),
     Key(PICKER, "up", "↑↓, Up, Down", hints={KeyContext.FINDING: "the one before, after"}),
-    Key(PICKER, "right", "Right, Left", hints={KeyContext.CHOOSING: "unfolds"}),
     Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True,
     hints={KeyContext.CHOOSING: "removes"}),
     Key(PICKER, "escape", "Esc", "close",

@@ -42,11 +42,6 @@ def load_of_each_core() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
-# A pace has at most this many parts, and begins with parts of this length.
-PACES = 36
-_PACE_S = 0.25
-
-
 class AnswerMeter:
     """Counts one answer. While it streams a delta counts as a token; the server's usage replaces
     the count."""
@@ -57,7 +52,6 @@ class AnswerMeter:
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._deltas = 0
-        self._paces, self._pace_s = [0], _PACE_S  # deltas in each part of the time since the first
         # when the first progress came, and the tokens it told
         self._reading: tuple[float, int] | None = None
         self.prompt_tokens = 0
@@ -69,20 +63,6 @@ class AnswerMeter:
         if self._first_s is None:
             self._first_s = self._last_s
         self._deltas += 1
-        since_first_s = self._last_s - self._first_s
-        while since_first_s >= PACES * self._pace_s:
-            pairs = [*self._paces, 0][: 2 * ((len(self._paces) + 1) // 2)]
-            self._paces = [sum(pairs[n : n + 2]) for n in range(0, len(pairs), 2)]
-            self._pace_s *= 2
-        part = int(since_first_s / self._pace_s)
-        self._paces += [0] * (part + 1 - len(self._paces))
-        self._paces[part] += 1
-
-    @property
-    def paces(self) -> tuple[float, ...]:
-        """Tokens per second as they arrived, in equal parts of the time since the first; the part
-        that goes on is not told."""
-        return tuple(n / self._pace_s for n in self._paces[:-1])
 
     def reading(self, done: int, total: int) -> str:
         """How far the prompt is read, in words: tokens, and after a moment the rate, how long it

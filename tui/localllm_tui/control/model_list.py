@@ -251,28 +251,6 @@ def plan_details(
     return [elide(line, width) for line in lines]
 
 
-def compare(choices: Sequence[PlanChoice]) -> list[tuple[str, ...]]:
-    """Rows of a table, a column for each plan; the first row is its head."""
-    plans = [c.plan for c in choices]
-    speeds = [p["decode_tok_s"] for p in plans]
-    return [
-        ("", *(c.title for c in choices)),
-        ("memory", *(byte_size(p["memory"]["total_bytes"]) for p in plans)),
-        (
-            "download",
-            *(
-                "installed" if c.installed else byte_size(c.plan["variant"]["bytes"])
-                for c in choices
-            ),
-        ),
-        ("context", *(f"{context_words(p['n_ctx'])} {p['kv_type']}" for p in plans)),
-        ("tokens/s", *(f"{_rate(s['low'])} to {_rate(s['high'])}" for s in speeds)),
-        ("first token", *(span(p["ttft_s"]["value"]) for p in plans)),
-        ("wait", *(span(c.wait_s) for c in choices)),
-        ("quality, points", *(_points(p) for p in plans)),
-    ]
-
-
 def disk_head(width: int) -> str:
     name = _disk_name(width)
     return f"  {'model':{name}} {'quant':10} {'size':>8}  kept by"

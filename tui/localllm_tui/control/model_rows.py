@@ -4,7 +4,7 @@ disk."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from localllm.formatting import byte_size
 from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList
@@ -29,8 +29,7 @@ class ModelRow:
 
 @dataclass(slots=True)
 class ModelRows:
-    """`planned` and `disk` are None while not known; `current` is the model that answers now,
-    `marked` are refs to compare."""
+    """`planned` and `disk` are None while not known; `current` is the model that answers now."""
 
     pulls: Pulls
     current: str = ""
@@ -38,7 +37,6 @@ class ModelRows:
     disk: Sequence[InstalledModel] | None = None
     shows_disk: bool = False
     order: str = "best"
-    marked: set[str] = field(default_factory=set)
 
     @property
     def of_files(self) -> bool:
@@ -105,7 +103,7 @@ class ModelRows:
         return next((m for m in self.disk or () if m.name == self.current), None)
 
     def _mark(self, choice: PlanChoice) -> str:
-        """`▸` answers now, `●` is installed, `↓` on its way; `+`: marked to be compared."""
+        """`▸` answers now, `●` is installed, `↓` on its way."""
         pull, sign = self.pulls.of(choice.ref), " "
         if self._in_use(choice):
             sign = "▸"
@@ -113,7 +111,7 @@ class ModelRows:
             sign = "●"
         elif pull is not None and not pull.ended:
             sign = "↓"
-        return sign + ("+" if choice.ref in self.marked else " ")
+        return f"{sign} "
 
     def summary(self) -> str:
         if self.planned is None or self.shows_disk:

@@ -102,19 +102,14 @@ class AnswerSpeed:
     """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as
     they arrive, None: measured).
 
-    `coming`: it is still streaming. For a stopped answer the server sends no timings. `paces`:
-    tokens per second as they arrived, in equal parts of the answer's time. `joules` were used for
-    it, its prompt included, at so many `watts`. `load`: threads that wanted a core each as it
-    ended, its own among them (0: not known)."""
+    `coming`: it is still streaming. For a stopped answer the server sends no timings. `load`:
+    threads that wanted a core each as it ended, its own among them (0: not known)."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
     cache_miss: str = ""
     live: float | None = None
     coming: bool = False
-    paces: tuple[float, ...] = ()
-    joules: float | None = None
-    watts: float | None = None
     load: float = 0.0
 
     @property
@@ -167,18 +162,6 @@ def bars(values: Sequence[float], cells: int) -> list[str]:
     ]
 
 
-_LEVELS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float], cells: int) -> str:
-    """The last `cells` of `values` as a row of columns: the greatest is full, and none is
-    invisible."""
-    most = max(values, default=0.0)
-    if most <= 0:
-        return ""
-    return "".join(_LEVELS[min(7, max(0, round(8 * v / most) - 1))] for v in values[-cells:])
-
-
 PANEL_WIDTH = 38
 _BAR = 12
 
@@ -216,7 +199,6 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
         "" if speed.live is None else ", as it arrives" if speed.coming else (", as it arrived")
     )
     rate, plan = speed.tok_s, physics.decode
-    came = sparkline(speed.paces, PANEL_WIDTH - 2)
     now = (
         f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s"
         if rate is not None
@@ -224,12 +206,10 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     )
     return [
         f"THIS ANSWER{as_it_came}",
-        *([f"  {came}"] if came else []),
         now,
         f"  planned  {plan.value:>8.1f}  ({plan.low:.0f} to {plan.high:.0f})",
         *_why_not_as_planned(physics, speed),
         *([f"  paced to {physics.power:>8.0%} of the time"] if physics.power < 1 else []),
-        *_energy(speed),
     ]
 
 
@@ -247,14 +227,6 @@ def _why_not_as_planned(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     if physics.bandwidth_basis == "assumed":
         return ["  the plan assumes a bandwidth:", "  `localllm device --measure` finds it"]
     return []
-
-
-def _energy(speed: AnswerSpeed) -> list[str]:
-    if speed.joules is None or speed.watts is None or not speed.usage.completion:
-        return []
-    return [
-        f"  energy   {speed.joules / speed.usage.completion:>8.2f} J a token, {speed.watts:.0f} W"
-    ]
 
 
 def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:

@@ -26,7 +26,7 @@ def welcome(
         lines.append(greeting)
     if not earlier:
         return "\n\n".join([*lines, "Ask anything. F1 shows what else there is."])
-    lines.append("Earlier conversations (a number alone opens one, `/list` finds any):")
+    lines.append("Earlier conversations (`/continue` opens the first, `/list` finds any):")
     now = time.time()
     lines.append(
         "\n".join(

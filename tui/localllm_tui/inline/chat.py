@@ -54,7 +54,7 @@ class InlineAnswer(AnswerDisplay):
         self._page, self._look = page, look
         # kept: what is written is not laid out again
         self._width = max(20, min(PROSE_COLUMNS, page.columns - 1))
-        self._rows = MarkdownRows(folds=False)  # what is in the scrollback stays as it is
+        self._rows = MarkdownRows()
         self._written = 0
 
     def feed(self, text: str = "", reasoning: str = "") -> None:

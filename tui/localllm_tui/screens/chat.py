@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -52,8 +51,6 @@ from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import ChatNote, ErrorNote, FirstRunPage, QuestionView
 
 STATUS_EVERY_S = 0.2
-# A number with nothing after it for so long is a key, and not the beginning of a message.
-NUMBER_KEY_S = 0.6
 # Of an answer that took so long one may look elsewhere meanwhile.
 LONG_S = 10.0
 
@@ -152,21 +149,6 @@ class ChatScreen(Screen[None]):
             self._drafts.save(self._draft_of, text)
         self._counter.soon()
         self._frames.show_state()
-        if self._recent_named(text):
-            self.set_timer(NUMBER_KEY_S, partial(self._open_recent, text))
-
-    def _recent_named(self, text: str) -> str:
-        """The conversation that a number alone opens, in an empty one; "" where there is none."""
-        nth = int(text) if len(text) == 1 and text in "123" else 0
-        recent = self._window.recent
-        return recent[nth - 1].id if 0 < nth <= len(recent) and not self.chat.session.turns else ""
-
-    async def _open_recent(self, typed: str) -> None:
-        """Open it unless more was typed since: a message may begin with a number."""
-        conv_id = self._recent_named(typed)
-        if self.composer.text == typed and conv_id and not self.app.screen.is_modal:
-            self.composer.clear()
-            await self.chat.reporting(command_actions.resume(self.chat, conv_id))
 
     async def on_question_submitted(self, event: QuestionSubmitted) -> None:
         text = event.text.strip()
@@ -304,10 +286,6 @@ class ChatScreen(Screen[None]):
             first_run.pulls.start(choice.ref)
 
     # -- what the chat asks of its face (control.face.Face) ----------------------------------------
-
-    @property
-    def wants_energy(self) -> bool:
-        return self.query_one(GlassPanel).wanted
 
     async def _mount_note(self, note: ChatNote | ErrorNote) -> None:
         await self.transcript.mount(note)

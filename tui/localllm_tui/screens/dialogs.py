@@ -3,12 +3,11 @@ answers side by side, an approval."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, VerticalScroll
@@ -68,16 +67,6 @@ class Dialog(ModalScreen[T], Generic[T]):
 class TextDialog(Dialog[None]):
     DEFAULT_CSS = "TextDialog > VerticalScroll { max-width: 116; }"
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
-
-
-def in_columns(rows: Sequence[Sequence[str]]) -> Table:
-    """Rows of a table, the first of them its head."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for row in rows:
-        table.add_row(
-            *(Text(printable(cell), style="bold" if row is rows[0] else "") for cell in row)
-        )
-    return table
 
 
 class HelpScreen(Dialog[None]):

@@ -39,7 +39,6 @@ from localllm_tui.control.interfaces import (
 from localllm_tui.control.keys import MODELS, KeyContext, hints
 from localllm_tui.control.model_list import (
     Pulls,
-    compare,
     context_words,
     disk_details,
     plan_details,
@@ -47,7 +46,7 @@ from localllm_tui.control.model_list import (
 from localllm_tui.control.model_rows import ModelRows
 from localllm_tui.control.terminal import printable
 from localllm_tui.screens.background import start
-from localllm_tui.screens.dialogs import TextDialog, in_columns
+from localllm_tui.screens.dialogs import TextDialog
 from localllm_tui.widgets.graphemes import WholeInput
 from localllm_tui.widgets.slider import Slider
 
@@ -403,19 +402,6 @@ class ModelsScreen(ModalScreen[str | None]):
             )
         except LocalLLMError as e:
             self.notify(e.message, severity="warning", markup=False)
-
-    def action_mark(self) -> None:
-        if self._choice is not None:
-            self.rows.marked ^= {self._choice.ref}
-            self._list()
-
-    async def action_compare(self) -> None:
-        """The marked plans side by side; without marks, the first three."""
-        marked = [o for o in self.rows.choices if o.ref in self.rows.marked] or [
-            *self.rows.choices[:3]
-        ]
-        if marked and not self.rows.shows_disk:
-            await self.app.push_screen(TextDialog("side by side", in_columns(compare(marked))))
 
     def action_sort(self) -> None:
         """List by the next order: best, speed, memory."""

@@ -1,11 +1,10 @@
-"""The panel of conversations: their trees, and the words found in them; what is chosen is opened at
-that turn."""
+"""The panel of conversations, and the words found in them; what is chosen is opened at that turn."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,8 +13,8 @@ from rich.text import Text as RichText
 from textual import events
 from textual.binding import BindingType
 from textual.widget import Widget
-from textual.widgets import Input, Static, Tree
-from textual.widgets.tree import TreeNode
+from textual.widgets import Input, Static
+from textual.widgets.option_list import Option
 
 from localllm.conversation.history import ConversationSummary, History, StoredMessage
 from localllm.conversation.history_search import Hit
@@ -55,14 +54,13 @@ class ConversationPicker(Picker[TurnPlace | None]):
 
     def __init__(self, history: History, query: str = "", *, only: str | None = None) -> None:
         self.history, self.only = history, only
-        self._tree: Tree[TurnPlace | None] = Tree("")
-        self._tree.show_root, self._tree.guide_depth = False, 2
+        self._places: list[TurnPlace] = []  # what the rows stand for
         self._removing: TurnPlace | None = None
         about, looks_in, self.key_context = "conversations", "titles and texts", KeyContext.CHOOSING
         if only is not None:
             self.key_context = KeyContext.FINDING
             about, looks_in = "find in this conversation", "all that was said here, on every branch"
-        super().__init__(about, self._tree, query, f"search {looks_in}")
+        super().__init__(about, query, f"search {looks_in}")
 
     def below(self) -> list[Widget]:
         return [Static("", id="preview", markup=False)]
@@ -78,25 +76,12 @@ class ConversationPicker(Picker[TurnPlace | None]):
     def on_resize(self, event: events.Resize) -> None:
         self.set_class(event.size.height < LEAST_PREVIEW_LINES, "-low")
 
-    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[TurnPlace | None]) -> None:
+    def on_option_list_option_highlighted(self) -> None:
         self._removing = None
-        self._preview(event.node.data)
+        self._preview(self._highlighted())
 
-    def on_tree_node_selected(self, event: Tree.NodeSelected[TurnPlace | None]) -> None:
-        if event.node.data is not None:
-            self.dismiss(event.node.data)
-
-    def pick(self) -> None:
-        if self._highlighted() is not None:
-            self.dismiss(self._highlighted())
-
-    def moves(self) -> dict[str, Callable[[], object]]:
-        moves, box = super().moves(), self.query_one(Input)
-        if box.cursor_position == len(box.value):
-            moves["right"] = self._unfold
-        if not box.value:
-            moves["left"] = self._fold
-        return moves
+    def choose(self, name: str) -> None:
+        self.dismiss(self._places[int(name)])
 
     def action_remove(self) -> None:
         """Remove the highlighted conversation; asks by wanting the key twice."""
@@ -119,95 +104,54 @@ class ConversationPicker(Picker[TurnPlace | None]):
                 self.fill(self.query_one(Input).value)
 
     def _highlighted(self) -> TurnPlace | None:
-        node = self._tree.cursor_node
-        return node.data if node is not None else None
+        at = self.options.highlighted
+        return self._places[at] if at is not None else None
 
     # -- what is listed ----------------------------------------------------------------------------
 
     def fill(self, query: str) -> None:
         self._removing = None
-        self._tree.clear()
-        self._preview(None)
+        rows: list[tuple[RichText, TurnPlace]] = []
         try:
-            said = (
-                self._fill_all(query) if self.only is None else self._fill_turns(query, self.only)
-            )
+            if self.only is None:
+                rows, said = self._conversations(query)
+            else:
+                rows, said = self._turns(query, self.only)
         except LocalLLMError as e:
             said = e.message
+        self._places = [place for _, place in rows]
+        self.options.set_options([Option(line, id=str(n)) for n, (line, _) in enumerate(rows)])
+        self.options.highlighted = 0 if rows else None
+        self._preview(self._highlighted())
         self.found(said)
-        if self._tree.root.children:
-            self._tree.move_cursor_to_line(0)
 
-    def _fill_all(self, query: str) -> str:
+    def _conversations(self, query: str) -> tuple[list[tuple[RichText, TurnPlace]], str]:
         found = self.history.list(query.strip() or None, limit=LISTED)
         hits: dict[str, list[Hit]] = defaultdict(list)
         for hit in self.history.search(query) if query.strip() else ():
             hits[hit.conversation_id].append(hit)
+        rows = []
         for summary in found:
-            node = self._tree.root.add(
-                _line(summary, self.width), TurnPlace(summary.id), allow_expand=True
-            )
+            rows.append((_line(summary, self.width), TurnPlace(summary.id)))
             for hit in hits[summary.id][:HITS_SHOWN]:
-                node.add_leaf(
-                    _hit(hit, self.width - 4), TurnPlace(summary.id, hit.message_id, query)
-                )
-            if hits[summary.id]:
-                node.expand()
-        if not found:
-            return "nothing found" if query else "no conversations yet"
-        return how_many(len(found), "conversation")
+                line = RichText("  ").append_text(_hit(hit, self.width - 2))
+                rows.append((line, TurnPlace(summary.id, hit.message_id, query)))
+        nothing = "nothing found" if query else "no conversations yet"
+        return rows, how_many(len(found), "conversation") if found else nothing
 
-    def _fill_turns(self, query: str, conv_id: str) -> str:
+    def _turns(self, query: str, conv_id: str) -> tuple[list[tuple[RichText, TurnPlace]], str]:
         if not query.strip():
-            self._add_turns(self._tree.root, conv_id)
-            return "type what to find, or choose a turn"
+            asked = [t for t in self.history.tree(conv_id)[0] if t.role == "user"]
+            lines = [(_turn(t, self.width), TurnPlace(conv_id, t.id)) for t in asked]
+            return lines, "type what to find, or choose a question"
         hits = [
             h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id
         ]
-        for hit in hits[:LISTED]:
-            self._tree.root.add_leaf(
-                _hit(hit, self.width), TurnPlace(conv_id, hit.message_id, query)
-            )
-        return how_many(len(hits), "turn") if hits else "nothing found"
-
-    def on_tree_node_expanded(self, event: Tree.NodeExpanded[TurnPlace | None]) -> None:
-        node = event.node
-        if node.data is not None and not node.data.turn_id and not node.children:
-            try:
-                self._add_turns(node, node.data.conversation_id)
-            except LocalLLMError as e:
-                self.found(e.message)
-
-    def _unfold(self) -> None:
-        if self._tree.cursor_node is not None and self._tree.cursor_node.allow_expand:
-            self._tree.cursor_node.expand()
-
-    def _fold(self) -> None:
-        node = self._tree.cursor_node
-        if node is None:
-            return
-        if not node.is_expanded and node.parent is not None and node.parent is not self._tree.root:
-            self._tree.move_cursor(node.parent)
-            node = node.parent
-        node.collapse()
-
-    def _add_turns(self, node: TreeNode[TurnPlace | None], conv_id: str) -> None:
-        """The questions of a conversation below `node`; what has versions has a branch for each."""
-        turns = [t for t in self.history.tree(conv_id)[0] if t.role != "system"]
-        after: dict[int, list[StoredMessage]] = defaultdict(list)
-        for turn in turns:
-            after[turn.parent_id].append(turn)
-        todo = [(node, 0)]
-        while todo:
-            below, turn_id = todo.pop()
-            while len(after[turn_id]) == 1:
-                (turn,) = after[turn_id]
-                if turn.role == "user":
-                    below.add_leaf(_turn(turn, self.width - 4), TurnPlace(conv_id, turn.id))
-                turn_id = turn.id
-            for n, turn in enumerate(after[turn_id], 1):
-                label = _turn(turn, self.width - 8, f"{n}/{len(after[turn_id])} ")
-                todo.append((below.add(label, TurnPlace(conv_id, turn.id), expand=True), turn.id))
+        rows = [
+            (_hit(hit, self.width), TurnPlace(conv_id, hit.message_id, query))
+            for hit in hits[:LISTED]
+        ]
+        return rows, how_many(len(hits), "turn") if hits else "nothing found"
 
     def _preview(self, place: TurnPlace | None) -> None:
         """The highlighted conversation's end, or the highlighted turn."""
@@ -267,6 +211,5 @@ def _hit(hit: Hit, width: int) -> RichText:
     return line
 
 
-def _turn(turn: StoredMessage, width: int, version: str = "") -> RichText:
-    who = "" if turn.role == "user" else "Answer: "
-    return RichText(elide(version + who + " ".join(printable(typed_in(turn)[:400]).split()), width))
+def _turn(turn: StoredMessage, width: int) -> RichText:
+    return RichText(elide(" ".join(printable(typed_in(turn)[:400]).split()), width))

@@ -4,7 +4,6 @@ before."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -19,7 +18,7 @@ from textual.containers import Vertical
 from textual.fuzzy import Matcher
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
-from textual.widgets import Input, OptionList, Static, Tree
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.conversation.history import History
@@ -39,7 +38,7 @@ T = TypeVar("T")
 
 
 class Picker(ModalScreen[T], Generic[T]):
-    """A search, what it finds in `listed`, and a line of words under it. Dismisses with what is
+    """A search, what it finds in `options`, and a line of words under it. Dismisses with what is
     picked, or None."""
 
     DEFAULT_CSS = """
@@ -48,25 +47,21 @@ class Picker(ModalScreen[T], Generic[T]):
         width: 90%; max-width: 100; height: 70%;
         border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
-    Picker OptionList, Picker Tree { height: 1fr; border: none; background: transparent; }
+    Picker OptionList { height: 1fr; border: none; background: transparent; }
     """
+    BINDINGS: ClassVar[list[BindingType]] = bindings_of(FILES)
     key_context: KeyContext = KeyContext.FILING
 
     def __init__(
         self,
         about: str,
-        listed: OptionList | Tree[T],
         query: str = "",
         placeholder: str = "",
         waiting: str = "",
     ) -> None:
         super().__init__()
-        self._about, self._list, self._placeholder, self._waiting = (
-            about,
-            listed,
-            placeholder,
-            waiting,
-        )
+        self._about, self._placeholder, self._waiting = about, placeholder, waiting
+        self.options = OptionList()
         self.query_text = query
 
     def compose(self) -> ComposeResult:
@@ -74,7 +69,7 @@ class Picker(ModalScreen[T], Generic[T]):
             box.border_title = title(self._about)
             box.border_subtitle = fitted(hints(self.key_context), self.width)
             yield WholeInput(self.query_text, placeholder=self._placeholder, select_on_focus=False)
-            yield self._list
+            yield self.options
             yield from self.below()
             yield Static(self._waiting, id="found", markup=False)
 
@@ -98,29 +93,33 @@ class Picker(ModalScreen[T], Generic[T]):
         """List what this finds."""
         raise NotImplementedError
 
-    def pick(self) -> None:
-        """Dismiss with what is highlighted."""
+    def choose(self, name: str) -> None:
+        """Dismiss with what the option of this id stands for."""
         raise NotImplementedError
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.choose(str(event.option.id))
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self.fill(event.value)
 
     def on_input_submitted(self, _: Input.Submitted) -> None:
-        self.pick()
+        option = self.options.highlighted_option
+        if option is not None:
+            self.choose(str(option.id))
 
-    def moves(self) -> dict[str, Callable[[], object]]:
-        """What keys do in the list while the search has the focus."""
-        listed = self._list
-        return {
+    def on_key(self, event: events.Key) -> None:
+        """Move in the list while the search has the focus."""
+        listed = self.options
+        moves = {
             "up": listed.action_cursor_up,
             "down": listed.action_cursor_down,
             "pageup": listed.action_page_up,
             "pagedown": listed.action_page_down,
+            "ctrl+r": listed.action_cursor_down,
         }
-
-    def on_key(self, event: events.Key) -> None:
-        move = self.moves().get(event.key)
-        if move is not None and not self._list.has_focus:
+        move = moves.get(event.key)
+        if move is not None and not listed.has_focus:
             event.stop()
             event.prevent_default()
             move()
@@ -129,37 +128,12 @@ class Picker(ModalScreen[T], Generic[T]):
         self.dismiss(None)
 
 
-class ListPicker(Picker[T], Generic[T]):
-    """Picks one of a flat list of options: `choose` makes something of its id."""
-
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(FILES)
-
-    def __init__(
-        self, about: str, query: str = "", placeholder: str = "", waiting: str = ""
-    ) -> None:
-        self.options = OptionList()
-        super().__init__(about, self.options, query, placeholder, waiting)
-
-    def choose(self, name: str) -> None:
-        raise NotImplementedError
-
-    def pick(self) -> None:
-        if self.options.highlighted is not None:
-            self.choose(str(self.options.get_option_at_index(self.options.highlighted).id))
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.choose(str(event.option.id))
-
-    def moves(self) -> dict[str, Callable[[], object]]:
-        return {**super().moves(), "ctrl+r": self.options.action_cursor_down}
-
-
 SHOWN = 50
 # Scoring is slow; the shorter name is most often meant.
 SCORED = 1_000
 
 
-class FilePicker(ListPicker[Path | None]):
+class FilePicker(Picker[Path | None]):
     """Dismisses with the file below `folder` that was chosen, or None."""
 
     def __init__(self, chat: ChatController, folder: Path) -> None:
@@ -247,7 +221,7 @@ def _has_letters(name: str, query: str) -> bool:
 _LISTED = 200
 
 
-class AskedPicker(ListPicker[str | None]):
+class AskedPicker(Picker[str | None]):
     """Dismisses with a question as it was typed, or None."""
 
     key_context = KeyContext.ASKED

@@ -32,8 +32,6 @@ class TurnWindow:
         self._chat, self._transcript = chat, transcript
         self._first = 0
         self.last: int | None = None
-        # the conversations that an empty one offers
-        self.recent: Sequence[ConversationSummary] = ()
 
     @property
     def _turns(self) -> list[StoredMessage]:
@@ -93,11 +91,11 @@ class TurnWindow:
     def _welcome(self) -> list[Widget]:
         chat, engine = self._chat, self._chat.client.engine
         elsewhere = engine.where if engine is not None and not is_here(engine) else ""
-        self.recent = ()
+        recent: Sequence[ConversationSummary] = ()
         with suppress(LocalLLMError):
-            self.recent = chat.history.list(limit=EARLIER_SHOWN)
+            recent = chat.history.list(limit=EARLIER_SHOWN)
         note = ChatNote(
-            wording.welcome(chat.model, chat.options.greeting, self.recent, elsewhere),
+            wording.welcome(chat.model, chat.options.greeting, recent, elsewhere),
             markdown=True,
         )
         return [note] if chat.first_run is None else [note, FirstRunPage(chat.first_run.lines())]

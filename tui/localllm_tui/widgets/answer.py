@@ -30,7 +30,6 @@ from localllm_tui.widgets.transcript import Transcript, TurnView
 DRAW_EVERY_S = 1 / 15
 DRAW_SHARE = 0.1
 DRAW_AT_LEAST_EVERY_S = 1.0
-# As what an answer folds itself (widgets/markdown.py).
 FOLDED: dict[str, Any] = {"collapsed": True, "collapsed_symbol": "▸", "expanded_symbol": "▾"}
 
 
@@ -130,12 +129,11 @@ class AnswerView(TurnView):
         line.update(note)
 
     def toggle_thinking(self) -> bool:
-        """Fold or unfold the thinking, else what the answer folds itself (<details>); False when
-        there is neither."""
+        """Fold or unfold the thinking; False when there is none."""
         if self._thought.source:
             fold = self._thinking
             fold.collapsed = not fold.collapsed
-        return bool(self._thought.source) or self._answer.toggle_folds()
+        return bool(self._thought.source)
 
     def _draw(self, *, last: bool = False) -> None:
         if not self.is_attached or (not last and not self._may_draw()):

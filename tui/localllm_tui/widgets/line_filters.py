@@ -68,7 +68,6 @@ TextArea:nocolor .text-area--cursor { text-style: reverse; }
 TextArea:nocolor .text-area--selection { text-style: reverse; }
 Input:nocolor > .input--cursor { text-style: reverse; }
 OptionList:nocolor > .option-list--option-highlighted { background: $foreground; color: $background; }
-Tree:nocolor > .tree--cursor { background: $foreground; color: $background; }
 Slider:nocolor:focus { background: $foreground; color: $background; }
 Screen:nocolor .screen--selection { text-style: reverse; }
 """

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
@@ -35,12 +35,9 @@ _LISTS = ("bullet_list", "ordered_list")
 _MARKS = {"strong": "bold", "em": "italic", "s": "strike", "link": "link"}
 _ADDRESSES = {"image": "src", "link": "href"}
 _FOLD = re.compile(
-    r"<(/?)details\b[^<>]{0,80}>(?:\s*<summary>(.*?)</summary>)?", re.IGNORECASE | re.DOTALL
+    r"</?details\b[^<>]{0,80}>|<summary>(.*?)</summary>\s*", re.IGNORECASE | re.DOTALL
 )
-_TAG = re.compile(r"<[^<>]{0,200}>")
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
-# Of <details>: how many there were, and those that are not ended.
-_Folds: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +61,12 @@ class _Piece:
     line: int
     number: int | None = None
     fences: int = 0  # code blocks of the text up to here, this piece's included
-    folds: _Folds = (0, ())  # so too
 
 
 class MarkdownRows:
-    """A text that grows by `add`, laid out as rows. `plain`: it is no Markdown; `folds`: what
-    <details> hold shows when asked for."""
+    """A text that grows by `add`, laid out as rows. `plain`: it is no Markdown."""
 
-    def __init__(self, text: str = "", *, plain: bool = False, folds: bool = True) -> None:
+    def __init__(self, text: str = "", *, plain: bool = False) -> None:
         self.source = text
         # from the beginning of its last block on: only that may become another one
         self._tail = text
@@ -85,29 +80,12 @@ class MarkdownRows:
         self._links: dict[str, Any] = {}
         self._links_came = False
         self._fences = 0  # before the tail
-        self._folds: _Folds = (0, ())  # so too
-        self._unfolded: set[int] | None = set() if folds else None
-        self._n_folds = 0
 
     def at(self, width: int) -> list[MarkdownRow]:
         if width != self._width:
             self._width = width
             self._relayout()
         return self._rows
-
-    @property
-    def folds(self) -> range:
-        """The numbers of what <details> folds, as laid out."""
-        return range(1, self._n_folds + 1)
-
-    @property
-    def unfolded(self) -> set[int]:
-        return self._unfolded or set()
-
-    def fold(self, numbers: Iterable[int], *, away: bool) -> None:
-        """Show what these <details> hold, or put it `away`."""
-        self._unfolded = self.unfolded - set(numbers) if away else self.unfolded | set(numbers)
-        self._relayout()
 
     def add(self, new: str) -> None:
         self.source += new
@@ -124,7 +102,7 @@ class MarkdownRows:
 
     def _relayout(self) -> None:
         self._rows, self.finished, self._tail, self._number = [], 0, self.source, None
-        self._fences, self._folds = 0, (0, ())
+        self._fences = 0
         self._lay_out()
         self._links_came = False
 
@@ -140,9 +118,8 @@ class MarkdownRows:
             if n == begun and n:
                 self.finished, self._number = len(self._rows), piece.number
                 self._tail = "".join(lines[piece.line :])
-                self._fences, self._folds = pieces[n - 1].fences, pieces[n - 1].folds
+                self._fences = pieces[n - 1].fences
             self._rows += piece.rows
-        self._n_folds = pieces[-1].folds[0] if pieces else self._folds[0]
 
     def _lines(self, lines: Sequence[str]) -> Iterator[_Piece]:
         for n, line in enumerate(lines):
@@ -155,46 +132,29 @@ class MarkdownRows:
         self._links_came |= len(links) > len(self._links)
         self._links = links
         above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
-        fences, folds = self._fences, self._folds
+        fences = self._fences
         for n, node in enumerate(nodes):
-            hidden = self._unfolded is not None and not self._unfolded.issuperset(folds[1])
             if node.type in _LISTS:
-                pieces = [
-                    *self._items(node, self._number if n == 0 else None, fences, folds, hidden)
-                ]
+                pieces = [*self._items(node, self._number if n == 0 else None, fences)]
             else:
-                pieces = [self._block_piece(node, fences, folds, hidden)]
+                fences = _number_fences(node, fences)
+                pieces = [_Piece([*_block(node, self._width)], _line(node), fences=fences)]
             if above and pieces and pieces[0].rows and pieces[0].number is None:
                 pieces[0] = replace(pieces[0], rows=[MarkdownRow(Text("")), *pieces[0].rows])
             for piece in pieces:
-                fences, folds = piece.fences, piece.folds
+                fences = piece.fences
                 above = above or bool(piece.rows)
                 yield piece
 
-    def _items(
-        self, node: SyntaxTreeNode, begun: int | None, fences: int, folds: _Folds, hidden: bool
-    ) -> Iterator[_Piece]:
+    def _items(self, node: SyntaxTreeNode, begun: int | None, fences: int) -> Iterator[_Piece]:
         """A piece for each item of a list; `begun`: the number of its first, where the list began
         before the tail."""
         for k, item in enumerate(node.children):
             fences = _number_fences(item, fences)
             number = (_first(node) if begun is None else begun) + k
-            rows = [] if hidden else [*_item(node, item, number, self._width)]
+            rows = [*_item(node, item, number, self._width)]
             later = k > 0 or begun is not None
-            yield _Piece(rows, _line(item), number if later else None, fences, folds)
-
-    def _block_piece(
-        self, node: SyntaxTreeNode, fences: int, folds: _Folds, hidden: bool
-    ) -> _Piece:
-        fences = _number_fences(node, fences)
-        if node.type == "html_block":
-            html = _Details(folds, self._unfolded)
-            lines = html.lines(node.content)
-            return _Piece(
-                [*_wrapped_all(lines, self._width)], _line(node), fences=fences, folds=html.folds
-            )
-        rows = [] if hidden else [*_block(node, self._width)]
-        return _Piece(rows, _line(node), fences=fences, folds=folds)
+            yield _Piece(rows, _line(item), number if later else None, fences)
 
 
 def _number_fences(node: SyntaxTreeNode, before: int) -> int:
@@ -245,50 +205,22 @@ def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
 
 
 def _html(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
-    """In a list or a quote nothing is folded."""
-    yield from _wrapped_all(_Details((0, ()), None).lines(node.content), width)
+    """As it was written, but the tags of <details>, whose summaries are bold."""
+    at, said = 0, Text()
+    for tag in _FOLD.finditer(node.content):
+        said.append(node.content[at : tag.start()])
+        if tag[1]:
+            said.append(f"{' '.join(tag[1].split())}\n", "bold")
+        at = tag.end()
+    said.append(node.content[at:])
+    said.rstrip()
+    yield from _wrapped(said, width) if said else ()
 
 
 def _formula(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     said = as_unicode(node.content) if node.content else ""
     rows = _wrapped(Text(said or node.markup), max(1, width - 4 * bool(said)))
     yield from _led(rows, Text("    "), Text("    ")) if said else rows
-
-
-class _Details:
-    """HTML as it was written, with the summaries of <details> instead of its tags: a click folds
-    what it holds. Behind `folds`, which go on with what is read; only the `unfolded` are shown
-    (None: all)."""
-
-    def __init__(self, folds: _Folds, unfolded: Container[int] | None) -> None:
-        self.folds, self._unfolded = folds, unfolded
-
-    def lines(self, said: str) -> Iterator[Text]:
-        at = 0
-        for tag in _FOLD.finditer(said):
-            yield from self._shown(said[at : tag.start()].strip())
-            at = tag.end()
-            count, inside = self.folds
-            if tag[1]:
-                self.folds = count, inside[:-1]
-            else:
-                yield from self._shown(self._summary(tag[2] or "", count + 1))
-                self.folds = count + 1, (*inside, count + 1)
-        yield from self._shown(said[at:].strip() if at else said.rstrip("\n"))
-
-    def _shown(self, line: str | Text) -> Iterator[Text]:
-        """The line, unless it is empty or folded."""
-        unfolded = self._unfolded
-        if line and (unfolded is None or all(number in unfolded for number in self.folds[1])):
-            yield Text(line) if isinstance(line, str) else line
-
-    def _summary(self, html: str, number: int) -> Text:
-        summary = " ".join(_TAG.sub("", html).split()) or "Details"
-        folded = self._unfolded is not None and number not in self._unfolded
-        line = Text(f"{'▸' if folded else '▾'} {summary}", "bold")
-        if self._unfolded is not None:
-            line.stylize(Style(meta={"@click": ("fold", (number,))}))
-        return line
 
 
 def _stacked(
@@ -421,11 +353,6 @@ def _wrapped(text: Text, width: int, fill: str = "") -> Iterator[MarkdownRow]:
     for line in text.split("\n", allow_blank=True) if "\n" in text.plain else [text]:
         for n, piece in enumerate(line.wrap(_CONSOLE, max(1, width))):
             yield MarkdownRow(piece, soft=n > 0, fill=fill)
-
-
-def _wrapped_all(lines: Iterable[Text], width: int) -> Iterator[MarkdownRow]:
-    for line in lines:
-        yield from _wrapped(line, width)
 
 
 def _inline(node: SyntaxTreeNode, style: str = "") -> Text:

@@ -4,7 +4,6 @@ lays out its last block."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -53,8 +52,6 @@ class GrowingText(Widget):
         """Mark what was searched for, most of all in the row `now`; returns the rows that have
         it."""
         if (searched, now) != (self._searched, self._found_now):
-            if searched is not None:
-                self.fold(self.rows.folds, away=False)
             self._searched, self._found_now = searched, now
             self._strips.clear()
             self.refresh()
@@ -64,22 +61,6 @@ class GrowingText(Widget):
             for y, row in enumerate(rows)
             if searched is not None and searched.search(row.text.plain)
         ]
-
-    def fold(self, numbers: Sequence[int], *, away: bool) -> None:
-        """Show what these <details> hold, or put it `away`."""
-        if numbers:
-            self.rows.fold(numbers, away=away)
-            self._changed(0)
-
-    def toggle_folds(self) -> bool:
-        """Show what all <details> hold, or put it away; False where there is none."""
-        folds = self.rows.folds
-        self.fold(folds, away=self.rows.unfolded.issuperset(folds))
-        return bool(folds)
-
-    def action_fold(self, number: int) -> None:
-        """A click on a summary: show what it holds, or put it away."""
-        self.fold([number], away=number in self.rows.unfolded)
 
     def end(self) -> None:
         if self.rows.end():

@@ -10,11 +10,10 @@ from textual.containers import Vertical
 from textual.widgets import Static
 
 from localllm.conversation.history import StoredMessage
-from localllm_tui.control.attachments import files_of, typed_in, urls_in
+from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.messages import MoreTurnsWanted
-from localllm_tui.widgets import thumbnails
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.text import GrowingText
 from localllm_tui.widgets.transcript import TurnView
@@ -32,7 +31,6 @@ class QuestionView(TurnView):
         """A stored question: what was typed, and the names of the files. `left_out`: it failed, and
         is not sent on."""
         view = cls(typed_in(turn), list(turn.meta.get("attached", ())), left_out=left_out)
-        view.pictures = urls_in(files_of(turn)[0])
         view.turn_id, view.place = turn.id, place
         return view
 
@@ -43,7 +41,6 @@ class QuestionView(TurnView):
         self._said = text
         self.left_out = left_out
         self.attached = attached or []
-        self.pictures: list[str] = []
 
     @property
     def text(self) -> str:
@@ -55,8 +52,6 @@ class QuestionView(TurnView):
             yield Static(
                 "attached: " + one_line(", ".join(self.attached)), classes="files", markup=False
             )
-        if self.pictures and thumbnails.possible():
-            yield thumbnails.Thumbnails(self.pictures)
         if self.text:
             yield GrowingText(printable(self.text), plain=True)
         if self.left_out:

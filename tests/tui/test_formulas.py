@@ -1,5 +1,4 @@
-"""LaTeX as Unicode where it is a formula, and never a price or code; what <details> hold, folded
-until it is asked for."""
+"""LaTeX as Unicode where it is a formula, and never a price or code."""
 
 from __future__ import annotations
 
@@ -10,12 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.formulas import as_unicode
 from localllm_tui.widgets.markdown import MarkdownRows
-from localllm_tui.widgets.text import GrowingText
-from tui.conftest import Driver
-from tui.scripted_sse import Finish, Say, ScriptedServer
 
 
 def shown(said: str, width: int = 70, **how: Any) -> str:
@@ -76,49 +71,3 @@ def test_no_formula_reads_a_file_or_talks_to_the_terminal(caplog: pytest.LogCapt
         assert "root" not in as_unicode(r"\input{/etc/passwd} \include{/etc/passwd}")
         assert as_unicode(r"\alpha") == "α"
     assert not [record for record in caplog.records if record.name.startswith("pylatexenc")]
-
-
-FOLDED = (
-    "before\n\n<details>\n<summary>More <b>here</b></summary>\n\ninside\n\n```py\nx = 1\n```\n\n"
-    "<details><summary>Deeper</summary>\ndeep\n</details>\n\n</details>\n\nafter\n\n<details>\n\nbare\n</details>\n"
-)
-
-
-def test_what_details_hold_is_folded_away() -> None:
-    rows = MarkdownRows(FOLDED)
-    seen = [row.text.plain for row in rows.at(40) if row.text.plain]
-    assert seen == ["before", "▸ More here", "after", "▸ Details"]
-    assert list(rows.folds) == [1, 2, 3]
-    rows.fold([1], away=False)
-    assert [row.text.plain.strip() for row in rows.at(40) if row.text.plain] == [
-        "before", "▾ More here", "inside", "[1] py", "x = 1", "▸ Deeper", "after", "▸ Details",
-    ]  # fmt: skip
-    rows.add("\n- end\n")
-    assert rows.at(40)[-1].text.plain == "• end"
-    assert "deep" in shown(FOLDED, folds=False), "in the scrollback nothing can be unfolded later"
-
-
-def test_a_click_and_a_key_unfold_and_copies_are_of_the_source(
-    drive: Any, server: ScriptedServer
-) -> None:
-    said = f"{FOLDED}\n\nand $x^2$"
-    server.play(Say([said]), Finish())
-
-    async def play(d: Driver) -> None:
-        await d.ask("fold it")
-        assert "▸ More here" in d.screen()
-        assert "x²" in d.screen()
-        assert "inside" not in d.screen()
-        await d.press("ctrl+t")
-        await d.until(lambda: "inside" in d.screen() and "deep" in d.screen())
-        await d.press("ctrl+t")
-        await d.until(lambda: "inside" not in d.screen())
-        answer = d.app.screen.query_one(AnswerView)
-        text = answer.query(GrowingText).last()
-        line = next(y for y in range(text.size.height) if "More here" in text.render_line(y).text)
-        await d.pilot.click(text, offset=(3, line))
-        await d.until(lambda: "inside" in d.screen())
-        assert "deep" not in d.screen()
-        assert answer.text == said
-
-    drive(play)
