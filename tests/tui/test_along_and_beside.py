@@ -1,12 +1,11 @@
-"""What goes with a question beyond a file (a command's output, a folder, a kept prompt), another
-model's answer, and HTML."""
+"""What goes with a question beyond a file (a command's output, a folder), and another
+model's answer."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from localllm.conversation.history import History
 from localllm.errors import UsageError
 from localllm_tui.control import commands, shell
 from localllm_tui.control.attachments import MOST_OF_A_FOLDER, files_and_folders, read_folder
-from localllm_tui.control.import_export import to_html
-from localllm_tui.control.session import Session
 from localllm_tui.screens.dialogs import Approval, CompareScreen
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
@@ -101,7 +98,6 @@ def test_escape_ends_a_command(drive: Any) -> None:
 def test_what_begins_with_a_mark_and_is_no_command_is_a_question() -> None:
     assert [commands.parse(text) for text in ("! dear", "!!ls", "!", "!?", "a !ls")] == [None] * 5
     assert commands.parse("!ls -l | wc") == ("run", "ls -l | wc")
-    assert commands.parse("/save-prompt a b") == ("save-prompt", "a b")
     assert commands.question("!!ls") == "!ls"
 
 
@@ -162,37 +158,6 @@ def test_a_folder_that_is_too_much_is_refused(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
-def test_prompts_are_kept_and_written(drive: Any, server: ScriptedServer, history: History) -> None:
-    server.answer("ok")
-
-    async def play(d: Driver) -> None:
-        await d.send("/prompt")
-        await d.until(lambda: "no prompt is kept" in d.screen())
-        await d.send("/save-prompt review Look for bugs\nand say where")
-        await d.until(lambda: "/prompt review writes it" in d.screen())
-        await d.send("/prompt review in main.py")
-        await d.until(
-            lambda: d.app.page.composer.text == "Look for bugs\nand say where\n\nin main.py"
-        )
-        await d.press("ctrl+c")
-        await d.ask("an ordinary question")
-        await d.send("/save-prompt plain")
-        await d.send("/prompt plain")
-        await d.until(lambda: d.app.page.composer.text == "an ordinary question")
-        await d.press("ctrl+c")
-        await d.send("/prompt reviw")
-        await d.until(lambda: "did you mean review?" in d.screen())
-        for bad in ("../evil x", "a/b x", ".x y"):
-            await d.send(f"/save-prompt {bad}")
-        await d.until(lambda: d.screen().count("is no name for a prompt") >= 2)
-
-    drive(play)
-    assert sorted(p.name for p in (history.path.parent / "prompts").iterdir()) == [
-        "plain.md",
-        "review.md",
-    ]
-
-
 def test_another_models_answer_stands_beside_the_first(
     drive: Any, server: ScriptedServer, history: History
 ) -> None:
@@ -228,59 +193,3 @@ def test_another_models_answer_stands_beside_the_first(
         m.meta["model"] for m in history.tree(history.list()[0].id)[0] if m.role == "assistant"
     ]
     assert models == asked
-
-
-class Tags(HTMLParser):
-    """The tags and addresses of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [
-            value or "" for name, value in attrs if name in ("src", "href") or name.startswith("on")
-        ]
-
-
-EVIL = (
-    "<script>alert(1)</script> <img src=x onerror=alert(1)> [a](javascript:alert(1)) "
-    "![p](data:text/html,x) </section></body> {title} %s"
-)
-
-
-def test_html_holds_everything_and_runs_nothing(history: History) -> None:
-    session = Session(history, f"<b>model</b>{EVIL}", system=EVIL)
-    session.ask(f"**what?** {EVIL}")
-    for n, text in enumerate(
-        (
-            f"one {EVIL}\n\n```html\n{EVIL}\n```",
-            "| a | b |\n|---|---|\n| 1 | 2 |\n\n![x](data:image/png;base64,AAAA)",
-        )
-    ):
-        answer = session.answer()
-        answer.add(text, EVIL if n else "")
-        answer.finish({"finish_reason": "stop"})
-    session.rename(f"title {EVIL}")
-    page = to_html(session)
-    found = Tags(page)
-    assert not {"script", "iframe", "link", "object", "form", "b"} & set(found.tags)
-    assert found.addresses == ["data:image/png;base64,AAAA"]
-    assert "default-src 'none'" in page
-    assert {"table", "details", "pre", "strong"} <= set(found.tags)
-    assert found.tags.count("section") == page.count("</section>") == 3
-
-
-def test_save_writes_html(drive: Any, server: ScriptedServer, tmp_path: Path) -> None:
-    server.answer("*yes*")
-
-    async def play(d: Driver) -> None:
-        await d.ask("so?")
-        await d.send(f"/save {tmp_path / 'chat.html'}")
-        await d.until(lambda: (tmp_path / "chat.html").exists() and "saved to" in d.screen())
-
-    drive(play)
-    assert "<em>yes</em>" in (tmp_path / "chat.html").read_text()

@@ -168,7 +168,6 @@ def test_every_command_is_explained_under_one_name() -> None:
             assert commands.parse(f"/{name} x") == (command.name, "x")
     assert [c.name for c in commands.matching("/s")] == [
         "save",
-        "save-prompt",
         "system",
         "sampling",
     ]

@@ -121,49 +121,6 @@ def test_an_export_of_chatgpt_keeps_its_branches(history: History, tmp_path: Pat
     assert sorted(m.content for m in history.tree(conv)[0]) == ["and?", "that", "this", "what?"]
 
 
-def test_an_export_of_open_webui_keeps_its_branches(history: History, tmp_path: Path) -> None:
-    messages = {
-        "1": {
-            "id": "1",
-            "parentId": None,
-            "childrenIds": ["2", "3"],
-            "role": "user",
-            "content": "what?",
-        },
-        "2": {
-            "id": "2",
-            "parentId": "1",
-            "childrenIds": [],
-            "role": "assistant",
-            "content": "this",
-            "model": "x",
-        },
-        "3": {
-            "id": "3",
-            "parentId": "1",
-            "childrenIds": [],
-            "role": "assistant",
-            "content": "that",
-            "model": "x",
-        },
-    }
-    file = tmp_path / "chat.json"
-    file.write_text(
-        json.dumps(
-            [
-                {
-                    "id": "c",
-                    "chat": {"title": "T", "history": {"messages": messages, "currentId": "2"}},
-                }
-            ]
-        )
-    )
-    (conv,) = import_export.store(history, import_export.read(file), "m")
-    assert [m.content for m in history.messages(conv)] == ["what?", "this"]
-    assert len(history.tree(conv)[0]) == 3
-    assert history.get(conv).model == "x"
-
-
 def test_a_list_of_messages_is_a_conversation(history: History, tmp_path: Path) -> None:
     file = tmp_path / "m.json"
     said = [

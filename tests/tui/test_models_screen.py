@@ -12,7 +12,7 @@ from textual.widgets import OptionList
 
 from localllm.errors import DownloadError
 from localllm_tui.control.interfaces import InstalledModel
-from localllm_tui.control.model_list import Pulls, compare, disk_line
+from localllm_tui.control.model_list import Pulls, disk_line, plan_line
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
@@ -257,12 +257,9 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
     theirs = replace(THEIRS, name="n" * 60, owner="a Python package")
     for width in (75, 115):
         assert disk_line(theirs, width, in_use=False).endswith("a Python package")
-    (points,) = [
-        row
-        for row in compare([choice("a", 1, quality={"points": -0.4, "basis": "ours"})])
-        if row[0].startswith("quality")
-    ]
-    assert points[1] == "0"
+    plan = choice("a", 1, quality={"points": -0.4, "basis": "ours"})
+    assert " 0 " in plan_line(plan, 100)
+    assert "-0" not in plan_line(plan, 100)
 
 
 def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> None:

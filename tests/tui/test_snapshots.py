@@ -203,9 +203,7 @@ def _check_look(d: Driver, look: str) -> None:
         assert dim == [], f"can't be read: {''.join(dim)}"
         return
     focused = d.app.focused
-    lists = [
-        w.region for w in d.app.screen.query("OptionList") if w.region.height and w.display
-    ]
+    lists = [w.region for w in d.app.screen.query("OptionList") if w.region.height and w.display]
     for where in (
         [focused.region, *lists] if focused is not None and focused.region.height else lists
     ):

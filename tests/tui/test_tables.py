@@ -162,7 +162,7 @@ def test_every_key_of_the_table_has_something_to_do(drive: Any) -> None:
 
 
 def test_help_has_every_key_and_command_that_says_something(drive: Any) -> None:
-    entries = {(e.how, e.what) for section in help_sections() for e in section.entries}
+    entries = {entry for _, section in help_sections() for entry in section}
     assert {(k.label, k.help) for k in KEYS if k.help} <= entries
     assert {(c.usage, c.help) for c in COMMANDS} <= entries
 

@@ -13,14 +13,13 @@ from textual.binding import BindingType
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, TextArea
 
+from localllm import json_store
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control import commands
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import APP, remapped
-from localllm_tui.control.local_state import Preferences
 from localllm_tui.control.terminal import (
     NOTICE_SEEN,
-    KeyboardTerminal,
     copy_with_tool,
     notice,
     on_signals,
@@ -56,7 +55,7 @@ class ChatApp(LookApp[None]):
         self._fitting = self.fitting_theme(light=light)
         self.page = ChatScreen(options, copy, typed)
         self.chat = self.page.chat
-        self._preferences = Preferences(options.history.path.parent)
+        self._preferences = options.history.path.with_name("chat.json")
         self._interrupted_s = float("-inf")
         self._told_elsewhere = False
 
@@ -67,10 +66,10 @@ class ChatApp(LookApp[None]):
         self.set_keymap(remapped())
         on_signals(self.chat.leave, self._woken)
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
-        chosen = self._preferences.get("theme")
+        chosen = json_store.read(self._preferences).get("theme")
         self.theme = chosen if chosen in self.available_themes else self._fitting
         self.theme_changed_signal.subscribe(
-            self, lambda theme: self._preferences.set("theme", theme.name)
+            self, lambda theme: json_store.keep(self._preferences, {"theme": theme.name})
         )
         # the command starts with gc disabled: what a start allocates stays
         self.page.call_after_refresh(gc.enable)
@@ -78,7 +77,7 @@ class ChatApp(LookApp[None]):
     def _woken(self) -> None:
         """After a SIGSTOP, which no program hears of: a shell had the terminal meanwhile. Begin
         with it anew."""
-        if self._driver is not None and not KeyboardTerminal().gone:
+        if self._driver is not None:
             self._driver.suspend_application_mode()
             self._driver.resume_application_mode()
             self.call_later(self.refresh, layout=True)

@@ -24,8 +24,7 @@ from localllm_tui.control.attachments import (
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.formatting import how_many, title_of
-from localllm_tui.control.import_export import to_html, to_json, to_markdown
-from localllm_tui.control.prompts import Prompts
+from localllm_tui.control.import_export import to_json, to_markdown
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line
 
@@ -168,15 +167,12 @@ async def save(chat: ChatController, name: str, mode: str = "x") -> None:
     path = Path(name).expanduser()
     try:
         with path.open(mode, encoding="utf-8") as f:
-            f.write(_WRITERS.get(path.suffix.lower(), to_markdown)(chat.session))
+            f.write((to_json if path.suffix.lower() == ".json" else to_markdown)(chat.session))
     except FileExistsError:
         raise UsageError(f"{path} exists already", hint=f"/save! {name} overwrites it") from None
     except OSError as e:
         raise UsageError(f"{path} can't be written: {e.strerror or e}") from e
     await chat.face.show_note(f"saved to {path}")
-
-
-_WRITERS = {".json": to_json, ".html": to_html, ".htm": to_html}
 
 
 async def title(chat: ChatController, text: str) -> None:
@@ -309,39 +305,6 @@ async def run_shell(chat: ChatController, command: str) -> None:
         fenced(f"$ {one_line(command)}", said).partition("\n")[2], markdown=True
     )
     await attach_text(chat, f"$ {one_line(command)}", said)
-
-
-async def save_prompt(chat: ChatController, what: str) -> None:
-    """Keep a prompt: "NAME TEXT", or the last question as NAME."""
-    name, _, text = what.partition(" ")
-    if not name:
-        raise UsageError(
-            "/save-prompt needs a name",
-            hint="for example /save-prompt review Look for bugs in this",
-        )
-    _prompts(chat).save(name, text.strip() or typed_in(chat.session.last_question))
-    await chat.face.show_note(f"kept: /prompt {name} writes it")
-
-
-async def use_prompt(chat: ChatController, what: str) -> None:
-    """Write a prompt into the input, and what follows its name below it; without a name, list
-    them."""
-    name, _, more = what.partition(" ")
-    if name:
-        await chat.face.write(
-            "\n\n".join(part for part in (_prompts(chat).text(name), more.strip()) if part)
-        )
-        return
-    names = _prompts(chat).names()
-    await chat.face.show_note(
-        "prompts: " + ", ".join(names)
-        if names
-        else "no prompt is kept; /save-prompt NAME TEXT keeps one"
-    )
-
-
-def _prompts(chat: ChatController) -> Prompts:
-    return Prompts(chat.history.path.parent / "prompts")
 
 
 async def set_sampling(chat: ChatController, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -123,12 +123,12 @@ COMMANDS = (
     ),
     Command(
         "save", actions.save,
-        "write the conversation to a file: Markdown, HTML or JSON (/save! overwrites)",
-        "FILE.md|.html|.json", insist=partial(actions.save, mode="w")
+        "write the conversation to a file: Markdown or JSON (/save! overwrites)",
+        "FILE.md|.json", insist=partial(actions.save, mode="w")
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
     Command("import", actions.import_from,
-    "read conversations from a JSON file: ours, ChatGPT's, Open WebUI's", "FILE"),
+    "read conversations from a JSON file: ours, ChatGPT's, a list of messages", "FILE"),
     Command("attach", actions.attach,
     "send a file or a folder along with the next question (- takes back)", "FILE"),
     Command(
@@ -136,9 +136,6 @@ COMMANDS = (
         "send what a command prints along with the next question; !COMMAND does too", "COMMAND",
         screen="beside:run_beside",
     ),
-    Command("prompt", actions.use_prompt, "write a prompt that was kept, or list them", "[NAME]"),
-    Command("save-prompt", actions.save_prompt,
-    "keep a prompt under a name: the text, or the last question", "NAME [TEXT]"),
     Command(
         "asked", None, "search what was asked before, in any conversation, and ask it again",
         "[WORDS]", "Earlier questions",
@@ -279,18 +276,8 @@ def suggestion(name: str) -> str:
     return f"did you mean /{close[0]}?" if close else "/help lists the commands"
 
 
-@dataclass(frozen=True, slots=True)
-class HelpEntry:
-    """A key or command (`how`) and `what` it does."""
-
-    how: str
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class HelpSection:
-    title: str
-    entries: tuple[HelpEntry, ...]
+# A title, and keys or commands with what each does.
+HelpSection: TypeAlias = tuple[str, Sequence[tuple[str, str]]]
 
 
 def help_sections() -> tuple[HelpSection, ...]:
@@ -305,22 +292,19 @@ def help_sections() -> tuple[HelpSection, ...]:
 
 def command_section(*, plain: bool = False) -> HelpSection:
     """The slash commands; `plain`: those that work without a screen."""
-    return HelpSection(
-        "Commands", tuple(HelpEntry(c.usage, c.help) for c in COMMANDS if c.plain or not plain)
-    )
+    return "Commands", [(c.usage, c.help) for c in COMMANDS if c.plain or not plain]
 
 
 def _key_section(title: str, *owners: str) -> HelpSection:
-    keys: list[HelpEntry] = []
+    keys: list[tuple[str, str]] = []
     for owner in owners:
-        keys += [HelpEntry(k.label_now, k.help) for k in KEYS if k.owner == owner and k.help]
+        keys += [(k.label_now, k.help) for k in KEYS if k.owner == owner and k.help]
     if CHAT in owners:
-        keys += [HelpEntry(c.label_now, c.help) for c in COMMANDS if c.label_now]
-    return HelpSection(title, tuple(keys))
+        keys += [(c.label_now, c.help) for c in COMMANDS if c.label_now]
+    return title, keys
 
 
 def section_text(section: HelpSection) -> str:
-    width = max(len(e.how) for e in section.entries)
-    return "\n".join(
-        [section.title, *(f"  {e.how.ljust(width)}  {e.what}" for e in section.entries)]
-    )
+    title, entries = section
+    width = max(len(how) for how, _ in entries)
+    return "\n".join([title, *(f"  {how.ljust(width)}  {what}" for how, what in entries)])

@@ -1,14 +1,13 @@
-"""Conversations as files: Markdown and JSON out; our JSON, exports of ChatGPT and Open WebUI, and
-lists of messages in."""
+"""Conversations as files: Markdown and JSON out; our JSON, exports of ChatGPT and lists of messages
+in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import UsageError
@@ -95,68 +94,8 @@ def _folded(title: str, parts: list[str]) -> str:
     return "\n\n".join([f"<details><summary>{title}</summary>", *parts, "</details>"])
 
 
-# Nothing of a conversation is run or fetched by whoever opens the file.
-_HTML = """<!doctype html>
-<html><head><meta charset="utf-8"><title>{title}</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ max-width: 48rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.55 system-ui, sans-serif; }}
-section {{ border-left: 3px solid #8888; padding-left: 1rem; margin: 1.5rem 0; }}
-section.user {{ border-color: #48f; }}
-h2 {{ font-size: 1rem; }}
-pre, code {{ background: #8882; border-radius: 4px; }}
-pre {{ padding: .6rem; overflow-x: auto; }}
-table {{ border-collapse: collapse; }} td, th {{ border: 1px solid #8888; padding: .2rem .5rem; }}
-img {{ max-width: 100%; }} summary {{ cursor: pointer; opacity: .8; }}
-</style></head><body>
-<h1>{title}</h1>
-{turns}
-</body></html>
-"""
-
-
-def to_html(session: Session) -> str:
-    """The branch that is shown as one page that needs nothing else; the other versions of each turn
-    are folded."""
-    from markdown_it import MarkdownIt  # who saves no page needs no parser
-
-    markdown = MarkdownIt("gfm-like", {"html": False})
-
-    def body(turn: StoredMessage) -> str:
-        thought = (turn.reasoning or "").strip()
-        folded = (
-            f"<details><summary>thinking</summary>{markdown.render(thought)}</details>"
-            if thought
-            else ""
-        )
-        return folded + str(markdown.render(turn.content))
-
-    def section(kind: str, who: str, inside: str) -> str:
-        return f'<section class="{kind}"><h2>{escape(who)}</h2>{inside}</section>'
-
-    turns = [section("system", "System", markdown.render(session.system))] if session.system else []
-    for turn in session.turns:
-        versions = session.tree.versions(turn)
-        others = "".join(
-            f"<details><summary>version {n} of {len(versions)}</summary>{body(other)}</details>"
-            for n, other in enumerate(versions, 1)
-            if other.id != turn.id
-        )
-        turns.append(section(turn.role, _who(session, turn), body(turn) + others))
-    return _HTML.format(title=escape(session.title or "Conversation"), turns="\n".join(turns))
-
-
 _ROLES = ("system", "user", "assistant")
-_KNOWN = (
-    "known are the JSON of /save, conversations.json of ChatGPT, the export of Open WebUI, "
-    "and "
-    "a "
-    "list of messages"
-)
-
-# Role, text, meta and time of a node.
-_Turn: TypeAlias = tuple[str, str, dict[str, Any], float]
+_KNOWN = "known are the JSON of /save, conversations.json of ChatGPT, and a list of messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +145,12 @@ def store(history: History, conversations: Iterable[ImportedConversation], model
 
 def _conversations(found: Any) -> Iterable[ImportedConversation]:
     if isinstance(found, Mapping):
-        reader = next((read for known, read in _FORMATS if known(found)), None)
-        if reader is not None:
-            yield reader(found)
+        if found.get("format") == FORMAT:
+            yield _ours(found)
+        elif "mapping" in found:
+            yield _chatgpt(found)
+        elif isinstance(found.get("messages"), list):
+            yield _messages(found)
     elif isinstance(found, list) and found:
         if all(isinstance(m, Mapping) and "role" in m and "content" in m for m in found):
             yield _messages({"messages": found})
@@ -258,98 +200,47 @@ def _messages(found: Mapping[str, Any]) -> ImportedConversation:
 
 
 def _chatgpt(found: Mapping[str, Any]) -> ImportedConversation:
-    """`mapping` is a tree of nodes, many of them empty or for tools; `current_node` is its head."""
-    title, head = str(found.get("title") or ""), str(found.get("current_node") or "")
-    return _tree(title, found["mapping"], head, _chatgpt_turn, "parent", "children")
-
-
-def _chatgpt_turn(node: Mapping[str, Any]) -> _Turn | None:
-    message = node.get("message") or {}
-    about, content = message.get("metadata") or {}, message.get("content") or {}
-    if not message or about.get("is_visually_hidden_from_conversation"):
-        return None
-    text = _text(content.get("parts") if "parts" in content else content.get("text"))
-    return _turn(
-        message["author"]["role"], text, about.get("model_slug"), message.get("create_time")
-    )
-
-
-def _open_webui(found: Mapping[str, Any]) -> ImportedConversation:
-    """`history.messages` is a tree by id; `currentId` is its head."""
-    chat, past = found["chat"], found["chat"]["history"]
-    title = str(chat.get("title") or found.get("title") or "")
-    return _tree(
-        title,
-        past["messages"],
-        str(past.get("currentId") or ""),
-        _open_webui_turn,
-        "parentId",
-        "childrenIds",
-    )
-
-
-def _open_webui_turn(node: Mapping[str, Any]) -> _Turn | None:
-    return _turn(node["role"], _text(node.get("content")), node.get("model"), node.get("timestamp"))
-
-
-def _turn(role: str, text: str, model: Any, created_s: Any) -> _Turn | None:
-    if role not in _ROLES or not text.strip():
-        return None
-    return (
-        role,
-        text,
-        {"model": model} if model and role == "assistant" else {},
-        float(created_s or 0.0),
-    )
-
-
-# What a format is recognised by, and its reader; the first that fits is taken.
-_FORMATS: tuple[
-    tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], ImportedConversation]],
-    ...,
-] = (
-    (lambda found: found.get("format") == FORMAT, _ours),
-    (lambda found: "mapping" in found, _chatgpt),
-    (lambda found: "chat" in found, _open_webui),
-    (lambda found: isinstance(found.get("messages"), list), _messages),
-)
-
-
-def _tree(
-    title: str,
-    nodes: Mapping[str, Any],
-    head: str,
-    turn: Callable[[Mapping[str, Any]], _Turn | None],
-    parent_key: str,
-    children_key: str,
-) -> ImportedConversation:
-    """A tree of nodes as turns; the children of nodes that are no turns move up to the parent."""
+    """`mapping` is a tree of nodes, many of them empty or for tools, whose children move up to their
+    parent; `current_node` is its head."""
+    nodes = found["mapping"]
     turns: list[StoredMessage] = []
     place: dict[str, int] = {}
-    roots = [n for n, node in nodes.items() if node.get(parent_key) not in nodes]
+    roots = [n for n, node in nodes.items() if node.get("parent") not in nodes]
     todo, seen = [(n, 0) for n in reversed(roots)], set()
     while todo:
         name, parent = todo.pop()
         if name in seen:
             continue
         seen.add(name)
-        read = turn(nodes[name])
-        if read is not None:
-            role, text, meta, created_s = read
-            turns.append(
-                StoredMessage(len(turns) + 1, role, text, None, meta, True, created_s, parent)
-            )
-            parent = parent if role == "system" else turns[-1].id
+        turn = _chatgpt_turn(nodes[name], len(turns) + 1, parent)
+        if turn is not None:
+            turns.append(turn)
+            parent = parent if turn.role == "system" else turn.id
         place[name] = parent
-        todo += [
-            (child, parent)
-            for child in reversed(nodes[name].get(children_key) or ())
-            if child in nodes
-        ]
+        children = reversed(nodes[name].get("children") or ())
+        todo += [(child, parent) for child in children if child in nodes]
     models = [str(t.meta["model"]) for t in turns if "model" in t.meta]
     return ImportedConversation(
-        title or _title(turns), models[-1] if models else "", tuple(turns), place.get(head, 0)
+        str(found.get("title") or "") or _title(turns),
+        models[-1] if models else "",
+        tuple(turns),
+        place.get(str(found.get("current_node") or ""), 0),
     )
+
+
+def _chatgpt_turn(node: Mapping[str, Any], turn_id: int, parent: int) -> StoredMessage | None:
+    message = node.get("message") or {}
+    about, content = message.get("metadata") or {}, message.get("content") or {}
+    if not message or about.get("is_visually_hidden_from_conversation"):
+        return None
+    role = message["author"]["role"]
+    text = _text(content.get("parts") if "parts" in content else content.get("text"))
+    if role not in _ROLES or not text.strip():
+        return None
+    model = about.get("model_slug")
+    meta = {"model": model} if model and role == "assistant" else {}
+    created_s = float(message.get("create_time") or 0.0)
+    return StoredMessage(turn_id, role, text, None, meta, True, created_s, parent)
 
 
 def _role(role: Any) -> str:

@@ -1,5 +1,4 @@
-"""What the chat keeps beside the conversations: drafts of unsent messages, one per window, and
-preferences."""
+"""Drafts of unsent messages, which the chat keeps beside the conversations, one per window."""
 
 from __future__ import annotations
 
@@ -9,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
-from localllm import json_store, paths
+from localllm import paths
 
 if sys.platform == "win32":
     import msvcrt
@@ -77,20 +75,12 @@ class Drafts:
     def _write(self, file: Path) -> None:
         with self._lock:
             text = self._unwritten.pop(file)
-        try:
-            if not text.strip():
+        with suppress(OSError):
+            if text.strip():
+                paths.private_dir(self.folder)
+                paths.write_private(file, text)
+            else:
                 file.unlink(missing_ok=True)
-                return
-            paths.private_dir(self.folder)
-            new = file.with_suffix(f".{os.getpid()}.new")
-            # Written beside and renamed, so that a reader or a kill never meets half a draft.
-            with open(
-                os.open(new, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8"
-            ) as f:
-                f.write(text)
-            os.replace(new, file)
-        except OSError:
-            pass
 
     def close(self) -> None:
         """Write what is left, and free this window's place."""
@@ -132,21 +122,3 @@ class Drafts:
             os.close(held)
             return None
         return held
-
-
-_FILE = "chat.json"
-
-
-class Preferences:
-    """Names and values in `folder`. A file that can't be read counts as empty, and a disk that
-    refuses is ignored."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / _FILE
-
-    def get(self, name: str) -> Any:
-        """What was set last; None where nothing was."""
-        return json_store.read(self._file).get(name)
-
-    def set(self, name: str, value: Any) -> None:
-        json_store.keep(self._file, {**json_store.read(self._file), name: value})

@@ -37,20 +37,14 @@ _CLIPBOARD_TOOLS = (
 )
 
 
-class KeyboardTerminal:
-    """The terminal on standard input, if it is one."""
-
-    def __init__(self) -> None:
-        try:
-            fd = sys.__stdin__.fileno() if sys.__stdin__ is not None else -1
-        except (OSError, ValueError):
-            fd = -1
-        self._fd = fd if fd >= 0 and os.isatty(fd) else None
-
-    @property
-    def gone(self) -> bool:
-        """True once it was closed. Reading from it then ends at once, and no signal need come."""
-        return self._fd is not None and not os.isatty(self._fd)
+def keyboard() -> int | None:
+    """The descriptor of standard input, if that is a terminal. Once it was closed `isatty` of it is
+    false: reading from it then ends at once, and no signal need come."""
+    try:
+        fd = sys.__stdin__.fileno() if sys.__stdin__ is not None else -1
+    except (OSError, ValueError):
+        return None
+    return fd if fd >= 0 and os.isatty(fd) else None
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,7 @@ conversation its helpers draw."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ from localllm_tui.control.keys import CHAT
 from localllm_tui.control.local_state import Drafts
 from localllm_tui.control.meter import TokenCosts
 from localllm_tui.control.session import PendingAnswer
-from localllm_tui.control.terminal import DeferredGc, KeyboardTerminal
+from localllm_tui.control.terminal import DeferredGc, keyboard
 from localllm_tui.control.wording import note_under
 from localllm_tui.messages import (
     CopyWanted,
@@ -78,7 +79,7 @@ class ChatScreen(Screen[None]):
         self._choices = Choices(self, chat, self._found)
         self._drafts = Drafts(options.history.path.parent / "drafts")
         self._copy_with_tool = copy
-        self._terminal = KeyboardTerminal()
+        self._keyboard = keyboard()
         self._typed_before = typed
         self._draft: str | None = None  # what was in the input when an edit began
         self._draft_of: str | None = None  # the conversation that what is typed is the draft of
@@ -120,7 +121,7 @@ class ChatScreen(Screen[None]):
             self._frames.show_head()
             self._show_first_run()
         self._frames.show_if_scrolled()
-        if self._terminal.gone and not chat.left:
+        if self._keyboard is not None and not os.isatty(self._keyboard) and not chat.left:
             await chat.leave()
         elif chat.streaming is not None:
             self._frames.show_numbers()

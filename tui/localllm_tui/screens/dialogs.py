@@ -24,7 +24,6 @@ from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics,
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.widgets.figures import LEAST_COLUMNS, GlassPanel, glass_text
-from localllm_tui.widgets.line_filters import title
 from localllm_tui.widgets.line_filters import title as frame_title
 from localllm_tui.widgets.text import GrowingText
 
@@ -81,14 +80,13 @@ class HelpScreen(Dialog[None]):
 
 
 def _key_table(section: HelpSection) -> Table:
-    table = Table(
-        box=None, padding=(0, 2, 0, 0), show_header=False, expand=True, title=section.title
-    )
+    title, entries = section
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, expand=True, title=title)
     table.title_justify, table.title_style = "left", "bold"
     table.add_column(ratio=1, overflow="fold")
     table.add_column(ratio=2, overflow="fold")
-    for entry in section.entries:
-        table.add_row(entry.how, entry.what)
+    for how, what in entries:
+        table.add_row(how, what)
     return table
 
 
@@ -188,7 +186,7 @@ class CompareScreen(ModalScreen[None]):
         turn, column = self._versions[n], self.query_one(where, VerticalScroll)
         tokens = turn.meta.get("completion_tokens")
         said = f"{one_line(str(turn.meta.get('model') or ''))} · {n + 1} of {len(self._versions)}"
-        column.border_title = title(
+        column.border_title = frame_title(
             said + (f" · {tokens:,} tokens" if isinstance(tokens, int) else "")
         )
         await column.remove_children()
