@@ -16,7 +16,7 @@ from localllm.conversation.history import History
 from localllm.errors import UsageError
 from localllm_tui.control import commands, shell
 from localllm_tui.control.attachments import MOST_OF_A_FOLDER, files_and_folders, read_folder
-from localllm_tui.screens.dialogs import Approval, CompareScreen
+from localllm_tui.screens.dialogs import Approval
 from tui.conftest import Driver
 from tui.scripted_sse import ScriptedServer
 from tui.test_images import PIXEL
@@ -167,25 +167,15 @@ def test_another_models_answer_stands_beside_the_first(
 
     async def play(d: Driver) -> None:
         await d.ask("which?")
-        await d.send("/compare")
-        await d.until(lambda: "nothing to compare yet" in d.screen())
         await d.send("/retry nosuch")
         await d.until(lambda: "has no model 'nosuch'" in d.screen())
         names = [m.name for m in await d.app.chat.client.models()]
         other = next((name for name in names if name != "scripted"), names[0])
         await d.ask(f"/retry {other}")
         assert d.app.chat.model == "scripted"  # this once
-        await d.send("/compare")
-        await d.until(lambda: isinstance(d.app.screen, CompareScreen))
-        await d.until(lambda: "the first answer" in d.screen() and "the other answer" in d.screen())
-        row = next(line for line in d.screen().splitlines() if "the other answer" in line)
-        assert "the first answer" in row
-        await d.press("escape")
+        await d.until(lambda: "◂ 2/2 ▸" in d.screen() and "the other answer" in d.screen())
         await d.ask("/retry")
-        await d.send("/compare")
-        await d.until(lambda: "the third" in d.screen() and "the other answer" in d.screen())
-        await d.press("right")
-        await d.until(lambda: "the third" in d.screen() and "the first answer" in d.screen())
+        await d.until(lambda: "◂ 3/3 ▸" in d.screen() and "the third" in d.screen())
 
     drive(play, size=(120, 40))
     asked = [r["model"] for r in server.requests]

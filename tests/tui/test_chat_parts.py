@@ -166,7 +166,7 @@ def test_every_command_is_explained_under_one_name() -> None:
         )
         for name in (command.name, *command.aliases):
             assert commands.parse(f"/{name} x") == (command.name, "x")
-    assert [c.name for c in commands.matching("/s")] == [
+    assert [c.name for c in commands.offered("/s")[:3]] == [
         "save",
         "system",
         "sampling",

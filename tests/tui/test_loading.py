@@ -106,35 +106,19 @@ def test_what_waits_can_be_stopped(drive: Any) -> None:
     drive(play, engine=Engine())
 
 
-def test_it_says_that_it_is_attached_and_goes_on_with_an_engine_of_its_own(
+def test_it_says_that_it_is_attached_and_how_to_go_on_without_the_server(
     drive: Any, server: ScriptedServer
 ) -> None:
-    with ScriptedServer() as own:
-        own.answer("still here")
-        made: list[Engine] = []
+    async def play(d: Driver) -> None:
+        assert d.screen().splitlines()[0].strip() == "attached to nas:11535"
+        server.__exit__()
+        await d.send("q")
+        await d.until(lambda: "chat --continue" in " ".join(d.screen().split()))
+        assert "the connection to the server broke" in d.screen()
 
-        def make(model: str) -> Engine:
-            made.append(Engine(own.base_url))
-            made[0].now = EngineProgress()
-            return made[0]
-
-        async def play(d: Driver) -> None:
-            assert d.screen().splitlines()[0].strip() == "attached to nas:11535"
-            server.__exit__()
-            await d.send("q")
-            await d.until(lambda: "/own" in d.screen())
-            assert "the connection to the server broke" in d.screen()
-            await d.send("/own")
-            await d.until(lambda: bool(made))
-            assert "attached" not in d.screen().splitlines()[0]
-            await d.send("/retry")
-            await d.until(lambda: "still here" in d.screen())
-            await d.send("/own")
-            await d.until(lambda: "an engine of its own already" in d.screen())
-
-        engine = Engine(where="nas:11535")
-        engine.now = EngineProgress()
-        drive(play, engine=engine, engine_factory=make)
+    engine = Engine(where="nas:11535")
+    engine.now = EngineProgress()
+    drive(play, engine=engine)
 
 
 def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_path: Path) -> None:

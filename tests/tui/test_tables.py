@@ -20,7 +20,6 @@ from localllm_tui.control.keys import (
     APP,
     APPROVAL,
     CHAT,
-    COMPARE,
     COMPOSER,
     FILES,
     GLASS,
@@ -34,7 +33,7 @@ from localllm_tui.control.keys import (
     hints,
 )
 from localllm_tui.screens.chat import ChatScreen
-from localllm_tui.screens.dialogs import Approval, CompareScreen, GlassScreen, HelpScreen
+from localllm_tui.screens.dialogs import Approval, GlassScreen, HelpScreen
 from localllm_tui.screens.models import ModelsScreen
 from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.screens.picking import FilePicker
@@ -56,7 +55,6 @@ OWNERS: dict[str, type[App[None]] | type[Widget] | type[ConversationPicker]] = {
     MODELS: ModelsScreen,
     SLIDER: Slider,
     APPROVAL: Approval,
-    COMPARE: CompareScreen,
 }
 
 

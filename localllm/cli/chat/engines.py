@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from localllm.cli.serve.running import Running
-    from localllm_tui.control.interfaces import ChatEngine, EngineFactory, EngineProgress
+    from localllm_tui.control.interfaces import ChatEngine, EngineProgress
 
 
 # What runs on this machine answers within milliseconds; what is elsewhere may be asleep.
@@ -100,15 +100,6 @@ def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: b
         if attached is not None:
             return attached
     return _own(stack, replace(wanted, model=model), at_hand=wanted.model is None, at_once=at_once)
-
-
-def maker(stack: ExitStack, wanted: Wanted) -> EngineFactory:
-    """Makes engines of the chat's own, which end with `stack`."""
-
-    def make(model: str) -> ChatEngine:
-        return _own(stack, replace(wanted, model=model), at_hand=True, at_once=True)
-
-    return make
 
 
 def _own(stack: ExitStack, wanted: Wanted, *, at_hand: bool, at_once: bool) -> ChatEngine:

@@ -221,7 +221,7 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         _in_lines(opening, asked.how)
         return
     assert background is not None
-    _on_screen(_with_helpers(stack, opening, engine, asked.wanted), background)
+    _on_screen(_with_helpers(stack, opening, engine), background)
 
 
 def _ask_once(client: ChatClient, name: str, asked: _Asked, session: Session | None) -> None:
@@ -243,9 +243,7 @@ def _ask_once(client: ChatClient, name: str, asked: _Asked, session: Session | N
     )
 
 
-def _with_helpers(
-    stack: ExitStack, opening: ChatOptions, engine: ChatEngine, wanted: Wanted
-) -> ChatOptions:
+def _with_helpers(stack: ExitStack, opening: ChatOptions, engine: ChatEngine) -> ChatOptions:
     """What the screen may call, which ends with `stack`: engines, plans and tools."""
     from dataclasses import replace
 
@@ -259,7 +257,6 @@ def _with_helpers(
     stack.callback(desk.close)
     return replace(
         opening,
-        engine_factory=engines.maker(stack, wanted),
         model_service=desk,
         first_run=not engine.where and engines.only_the_starter(opening.model),
         tools=tool_hosts(),

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -78,34 +79,24 @@ def read_folder(folder: Path) -> tuple[list[tuple[str, str]], int]:
             f"{folder} has {len(names):,} files, and at most {MOST_OF_A_FOLDER} can go along",
             hint="attach a folder within it",
         )
-    texts, size, left_out = [], 0, 0
+    size = sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
+    if size > MAX_BYTES:
+        raise UsageError(
+            f"{folder} has more than {MAX_BYTES:,} bytes of files",
+            hint="attach a folder within it",
+        )
+    texts = []
     for name in names:
-        try:
-            size += (folder / name).stat().st_size
-            if size > MAX_BYTES:
-                raise UsageError(
-                    f"the files below {folder} have more than {MAX_BYTES:,} bytes",
-                    hint="attach a folder within it",
-                )
+        with suppress(UsageError):
             text = read_text(folder / name)[1]
-        except OSError:
-            left_out += 1
-            continue
-        except UsageError:
-            if size > MAX_BYTES:
-                raise
-            left_out += 1
-            continue
-        if is_image(text):
-            left_out += 1
-        else:
-            texts.append((f"{folder.name}/{name}", text))
+            if not is_image(text):
+                texts.append((f"{folder.name}/{name}", text))
     if not texts:
         raise UsageError(
             f"{folder} has no text files",
             hint="what git ignores, hidden files and binaries are left out",
         )
-    return texts, left_out
+    return texts, len(names) - len(texts)
 
 
 def _text_of_pdf(name: str, data: bytes) -> str:

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Literal
 
 from localllm.conversation.history import StoredMessage
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import LocalLLMError
 from localllm_tui.control import titles, wording
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream, UnsavedAnswers
 from localllm_tui.control.chat_options import ChatOptions
-from localllm_tui.control.client import ChatClient, ListedModel
+from localllm_tui.control.client import ListedModel
 from localllm_tui.control.face import Face
 from localllm_tui.control.interfaces import (
     PlanList,
@@ -396,25 +396,6 @@ class ChatController:
                     partial(self.trouble, progress.error, wording.NOT_LOADED), "trouble"
                 )
         self.face.changed()
-
-    async def use_own_engine(self) -> None:
-        """Load the model in this chat, instead of asking the server. Raises LocalLLMError."""
-        engine, factory = self.client.engine, self.options.engine_factory
-        if factory is None or (
-            engine is not None and not engine.where and not engine.progress().down
-        ):
-            raise UsageError("this chat has an engine of its own already")
-        await self.stop_answer()
-        own = factory(self.model)
-        await self.client.aclose()
-        self.client = ChatClient.of(own, self.client.sampling)
-        self.model = self.session.model = own.model
-        self.n_ctx = self.physics = None
-        self.begin()
-        self.face.changed()
-        await self.face.show_note(
-            f"loading {own.model} in this chat: what is asked meanwhile waits for it"
-        )
 
     # -- what a timer does -------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from localllm.conversation.history import History
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.interfaces import EngineFactory, ModelService, ToolHost
+from localllm_tui.control.interfaces import ModelService, ToolHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,6 @@ class ChatOptions:
     `resume` is a conversation's id to open at the start;
     `attached` are files for the first question (name, text);
     `greeting` is shown at the top of an empty conversation;
-    `engine_factory` makes an engine of the chat's own, for when a server goes away;
     `model_service` knows what else could be run;
     `first_run`: the model is the bundled starter, and no other is installed;
     `tools` are programs that offer tools, off until they are asked for. The history and the client
@@ -30,7 +29,6 @@ class ChatOptions:
     system: str | None = None
     attached: tuple[tuple[str, str], ...] = ()
     greeting: str = ""
-    engine_factory: EngineFactory | None = None
     model_service: ModelService | None = None
     first_run: bool = False
     tools: tuple[ToolHost, ...] = ()

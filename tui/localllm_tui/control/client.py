@@ -40,8 +40,8 @@ _NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
 # Comments of our server, as they are shown.
 _SAID = {"loading": "loading the model", "queued, 0 ahead": "starting"}
 _START_AGAIN = (
-    "start it again with `localllm serve`, or type /own to load the model in this chat; what was "
-    "said is kept"
+    "start it again with `localllm serve` and /retry, or leave: `localllm chat --continue` loads the "
+    "model in the chat; what was said is kept"
 )
 # A slow machine may read a long prompt for minutes: only connecting has a limit, the user can stop
 # the rest.

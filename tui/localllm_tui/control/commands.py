@@ -92,10 +92,6 @@ COMMANDS = (
     "answer the last question again, by another model if one is named", "[MODEL]",
     "Retry the last answer",
         ("regenerate",)),
-    Command(
-        "compare", None, "see the versions of the last answer side by side", "", "Compare answers",
-        screen="dialogs:open_compare", plain=False,
-    ),
     Command("more", actions.continue_answer, "go on with an answer that was stopped or cut",
     palette="Go on with the answer"),
     Command(
@@ -163,11 +159,6 @@ COMMANDS = (
         "models", None, "what would fit this machine, what is on its disk; pull, use and remove",
         "",
         "Models", screen="models:open_models", plain=False, keys="f4", label="F4",
-    ),
-    Command(
-        "own", lambda chat, _: chat.use_own_engine(),
-        "load the model in this chat, when the server it is attached to went away", "",
-        "Load the model in this chat", plain=False,
     ),
     Command(
         "glass", None, "show or hide what a token costs and where the time went", "",
@@ -255,20 +246,13 @@ def question(text: str) -> str:
     return text[1:] if text.startswith(("//", "!!")) else text
 
 
-def matching(prefix: str) -> list[Command]:
-    """The commands a half-typed "/pre" can become."""
-    if not prefix.startswith("/") or not re.fullmatch(r"/[a-z-]*", prefix):
-        return []
-    return [c for c in COMMANDS if c.name.startswith(prefix[1:])]
-
-
 def offered(typed: str) -> list[Command]:
     """The commands to offer for a half-typed one: those that begin so, then those with it anywhere
     in their names."""
-    first = matching(typed)
     if not re.fullmatch(r"/[a-z-]*", typed):
         return []
-    return [*first, *(c for c in COMMANDS if c not in first and typed[1:] in c.name)]
+    found = [c for c in COMMANDS if typed[1:] in c.name]
+    return sorted(found, key=lambda c: not c.name.startswith(typed[1:]))
 
 
 def suggestion(name: str) -> str:

@@ -182,10 +182,6 @@ def is_here(engine: ChatEngine) -> bool:
     return bool(engine.unix_socket) or host in ("localhost", "::1") or host.startswith("127.")
 
 
-# Makes an engine of the chat's own with a model, for a chat whose server went away.
-EngineFactory = Callable[[str], ChatEngine]
-
-
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A tool as a program offers it; `schema` is the JSON Schema of its arguments, `host` whose it

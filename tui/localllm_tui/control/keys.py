@@ -26,7 +26,6 @@ class KeyContext(Enum):
     FILING = "filing"
     ASKED = "asked"
     COMMANDS = "commands"
-    COMPARING = "comparing"
     MODELS = "models"
     ON_DISK = "on disk"
     APPROVING = "approving"
@@ -126,7 +125,7 @@ def remapped() -> Mapping[str, str]:
     return _remapped
 
 
-APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL, COMPARE = (
+APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL = (
     "app",
     "chat",
     "composer",
@@ -138,7 +137,6 @@ APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL,
     "models",
     "slider",
     "approval",
-    "compare",
 )
 
 KEYS = (
@@ -259,9 +257,6 @@ KEYS = (
     Key(SLIDER, "home", "Home", "first"),
     Key(SLIDER, "end", "End", "last"),
     Key(GLASS, "escape,q,f3,enter", "Esc", "close"),
-    Key(COMPARE, "left", "←→", "other(-1)", hints={KeyContext.COMPARING: "another version"}),
-    Key(COMPARE, "right", "Right", "other(1)"),
-    Key(COMPARE, "escape,q", "Esc", "close", hints={KeyContext.COMPARING: "closes"}),
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={KeyContext.HELP: "closes"}),
     Key(FILES, "enter", "Enter",
     hints={KeyContext.FILING: "sends it along", KeyContext.ASKED: "brings it back"}),

@@ -17,10 +17,8 @@ from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, UsageError
 from localllm.formatting import byte_size
 from localllm_tui.control.attachments import (
-    MAX_BYTES_PER_TOKEN,
-    data_url,
-    fenced,
-    is_pdf,
+    check_room,
+    is_image,
     read_folder,
     read_text,
     with_files,
@@ -279,58 +277,27 @@ class FileCost:
 
     @classmethod
     async def of(cls, client: ChatClient, model: str, path: Path, n_ctx: int | None) -> FileCost:
-        """Counted by the server; a file that can't fit whatever the tokenizer is not even read."""
-        if path.is_dir():
-            return await cls._of_folder(client, model, path, n_ctx)
+        """Counted by the server, unless it can't fit whatever the tokenizer."""
         try:
-            size = path.stat().st_size
-            with path.open("rb") as f:
-                head = f.read(16)
-            picture = bool(data_url(head))
-            if (
-                n_ctx is not None
-                and size > n_ctx * MAX_BYTES_PER_TOKEN
-                and not picture
-                and not is_pdf(head)
-            ):
-                return cls(refused=f"too long: {byte_size(size)}")
-            name, text = await asyncio.to_thread(read_text, path)
+            if path.is_dir():
+                files, _ = await asyncio.to_thread(read_folder, path)
+            else:
+                files = [await asyncio.to_thread(read_text, path)]
+            check_room(files, n_ctx)
+        except ContextLengthError:
+            size = sum(len(text.encode()) for _, text in files)
+            return cls(refused=f"too long: {byte_size(size)}")
         except UsageError as e:
-            return cls(
-                refused=e.message.removeprefix(f"{path.name} is ")
-                .removeprefix("a ")
-                .split(",")[0]
-                .split(" (")[0]
-            )
-        except OSError as e:
-            return cls(refused=e.strerror or str(e))
-        tokens, why_not = await client.counted(
-            model, [{"role": "user", "content": fenced(name, text)}]
-        )
-        if picture and why_not:
+            said = e.message
+            for begun in (f"{path.name} is ", f"{path} has ", f"{path} ", "a "):
+                said = said.removeprefix(begun)
+            return cls(refused=said.split(",")[0].split(" (")[0])
+        asked = [{"role": "user", "content": with_files("", files)}]
+        tokens, why_not = await client.counted(model, asked)
+        if why_not and is_image(files[0][1]):
             return cls(refused=why_not.rpartition(": ")[2])
-        return cls._counted(tokens, n_ctx)
-
-    @classmethod
-    def _counted(cls, tokens: int | None, n_ctx: int | None) -> FileCost:
         too_long = tokens is not None and n_ctx is not None and tokens >= n_ctx
         return cls(tokens, f"too long: {tokens:,} tokens" if too_long else "")
-
-    @classmethod
-    async def _of_folder(
-        cls, client: ChatClient, model: str, path: Path, n_ctx: int | None
-    ) -> FileCost:
-        try:
-            files, _ = await asyncio.to_thread(read_folder, path)
-        except UsageError as e:
-            return cls(refused=e.message.partition(" has ")[2] or "too long")
-        size = sum(len(text.encode()) for _, text in files)
-        if n_ctx is not None and size > n_ctx * MAX_BYTES_PER_TOKEN:
-            return cls(refused=f"too long: {byte_size(size)}")
-        tokens, _ = await client.counted(
-            model, [{"role": "user", "content": with_files("", files)}]
-        )
-        return cls._counted(tokens, n_ctx)
 
     @property
     def words(self) -> str:

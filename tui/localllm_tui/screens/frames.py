@@ -177,7 +177,7 @@ def footer(
         return fitted(hints(context) + (" · sent when this answer ends" if queued else ""), width)
     if context is KeyContext.SELECTING:
         return fitted(hints(context, without="turn.version-back" if one_version else ""), width)
-    if commands.matching(typed):
+    if commands.offered(typed):
         return fitted(hints(KeyContext.COMMANDS), width)
     return fitted(hints(context) + (" · F1 help" if context is KeyContext.WRITING else ""), width)
 

@@ -17,7 +17,7 @@ from textual.widgets import TextArea
 from localllm_tui.bindings import bindings_of, caught_by
 from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.characters import after, before
-from localllm_tui.control.commands import Command, matching, parse
+from localllm_tui.control.commands import Command, parse
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import (
     FilesDropped,
@@ -159,19 +159,9 @@ class Composer(KeysInOrder, TextArea):
         return True
 
     def _complete(self) -> bool:
-        if self._chosen is not None and (self.menu.highlighted or not matching(self.text)):
-            self.replace_text(f"/{self._chosen.name}" + (" " if self._chosen.argument else ""))
-            return True
-        found = matching(self.text)
-        # a complete name is extended to the longer one
-        found = [c for c in found if self.text != f"/{c.name}"] or found
-        if found:
-            common = found[0].name
-            for command in found[1:]:
-                while not command.name.startswith(common):
-                    common = common[:-1]
-            whole = len(found) == 1
-            self.replace_text(f"/{common}" + (" " if whole and found[0].argument else ""))
+        chosen = self._chosen
+        if chosen is not None:
+            self.replace_text(f"/{chosen.name}" + (" " if chosen.argument else ""))
         return True  # else Tab would move the focus
 
     def _browse(self, step: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
-from textual import events
 from textual.binding import BindingType
 from textual.message import Message
 from textual.widgets import Static
@@ -84,15 +83,9 @@ class Slider(Static, Generic[T]):
     def on_resize(self) -> None:
         self._draw()
 
-    def on_click(self, event: events.Click) -> None:
+    def on_click(self) -> None:
         self.focus()
-        if not self.scale:
-            self.action_next()
-            return
-        track = self._track()
-        x = event.x - _LABEL
-        if 0 <= x < track:
-            self._to(round(x / max(1, track - 1) * (len(self.values) - 1)))
+        self.action_next()
 
     def _track(self) -> int:
         said = max(len(self.words(v)) for v in self.values)
