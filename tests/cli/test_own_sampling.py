@@ -17,13 +17,13 @@ import httpx
 import pytest
 
 from localllm import paths
-from localllm.cli.chat.own_server import background_server
 from localllm.cli.serve.served_models import own_sampling
 from localllm.engine.messages import Sampling
 from localllm.library.catalog import load_catalog
 from localllm.load.load_plan import load_plan_named
 from localllm.settings import Settings
 from models.tiny_gguf import write_llama
+from support.own_server import background_server
 
 ASKED = {"prompt": "hello", "n_predict": 12, "ignore_eos": True, "cache_prompt": False}
 

@@ -15,7 +15,6 @@ import numpy as np
 import openai
 import pytest
 
-from localllm.cli.chat.own_server import background_server
 from localllm.cli.serve.model_router import router_for
 from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor
@@ -26,6 +25,7 @@ from localllm.server.models.router import ServedModel
 from localllm.settings import Settings
 from models.tiny_bert import CTX, E, write_bert
 from support.http_server import Running, running_server
+from support.own_server import background_server
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from localllm.cli.chat.own_server import background_server
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.stream_events import (
     AnswerDone,
 )
+from support.own_server import background_server
 
 ASKED = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Count to five."}]
 STOPPED = [*ASKED, {"role": "assistant", "content": "One, two,"}]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from localllm.cli.chat.own_server import background_server
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.physics import (
     PANEL_WIDTH,
@@ -23,6 +22,7 @@ from localllm_tui.control.stream_events import (
     AnswerUsage,
 )
 from localllm_tui.widgets.figures import GlassPanel
+from support.own_server import background_server
 from tui.conftest import Driver
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 

@@ -367,6 +367,38 @@ def test_plain_takes_a_paste_as_one_question_however_long(
     until(lambda: "localllm chat --continue goes on with it" in said(w))
 
 
+def test_in_plain_the_key_that_sleeps_is_no_letter(
+    server: ScriptedServer, window: Callable[..., Window]
+) -> None:
+    """The terminal of a test has no shell to go back to: it only must not be written."""
+    server.answer("fine")
+    w = window("--plain")
+    until(lambda: w.row() == ">")
+    w.type("half\x1a")
+    w.type(" a question\r")
+    until(lambda: "fine" in said(w))
+    assert server.requests[0]["messages"][-1]["content"] == "half a question"
+
+
+def test_plain_goes_on_below_the_last_turn_and_cuts_its_lists_to_the_line(
+    server: ScriptedServer, window: Callable[..., Window]
+) -> None:
+    with History() as history:
+        conv = history.create("rivers", "scripted")
+        history.append(conv, "user", "which river?")
+        meta = {"finish_reason": "stop"}
+        history.append(conv, "assistant", "words that lead to the Danube " * 8, meta=meta)
+    w = window("--plain", "--continue")
+    until(lambda: "rivers: 2 turns" in said(w) and w.row() == ">")
+    assert said(w).count("Danube") == 8
+    w.type("/find danube\r")
+    until(lambda: "number, or Enter" in said(w))
+    listed = [line for line in w.lines() if line.startswith("  1  ")]
+    assert [cell_len(line.rstrip()) <= 80 for line in listed] == [True]
+    below = w.lines()[w.lines().index(listed[0]) + 1]
+    assert below.startswith("number, or Enter")
+
+
 def test_an_error_is_said_and_the_chat_goes_on(
     server: ScriptedServer, window: Callable[..., Window]
 ) -> None:

@@ -190,3 +190,19 @@ def test_the_head_line_names_the_conversation_and_its_version(drive: Any, server
         assert "why is the sky blue?" in d.screen().splitlines()[0]
 
     drive(play)
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_a_fact_in_the_head_line_stands_whole_or_not_at_all(
+    drive: Any, server: Any, columns: int
+) -> None:
+    server.models = [{"id": "scripted", "object": "model", "sampling": {"temperature": 0.7}}]
+    server.answer("one")
+
+    async def play(d: Driver) -> None:
+        await d.ask("why is the sky blue, and the sea?")
+        head = d.screen().splitlines()[0]
+        assert ("balanced (temperature 0.7)" in head) is (columns == 120)
+        assert ("balanced" in head) is (columns == 120)
+
+    drive(play, size=(columns, 30))

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.cli.chat.own_server import background_server
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
 from localllm_tui.control.chat_options import ChatOptions
@@ -21,6 +20,7 @@ from localllm_tui.control.stream_events import (
     AnswerDone,
     StreamEvent,
 )
+from support.own_server import background_server
 from tui.conftest import Driver
 
 CONTEXT = 1024

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from textual.widgets import OptionList
+from textual.widgets import OptionList, Static
 
 from localllm.errors import DownloadError
 from localllm_tui.control.interfaces import InstalledModel
-from localllm_tui.control.model_list import Pulls, disk_line, plan_line
+from localllm_tui.control.model_list import Pulls, disk_head, disk_line, plan_line
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
@@ -240,7 +240,8 @@ def test_the_model_that_answers_is_first_though_no_plan_has_its_file(drive: Any)
             "MID",
             "SMALL",
         ]
-        assert "the starter" in rows[0]
+        head = str(screen.query_one("#columns", Static).content)
+        assert rows[0].index(" GB") + 3 == head.index("memory") + len("memory")
 
     drive(play, model_service=it)
 
@@ -257,6 +258,8 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
     theirs = replace(THEIRS, name="n" * 60, owner="a Python package")
     for width in (75, 115):
         assert disk_line(theirs, width, in_use=False).endswith("a Python package")
+    assert disk_head(35).endswith("size")
+    assert disk_line(theirs, 35, in_use=False).endswith(" GB")
     plan = choice("a", 1, quality={"points": -0.4, "basis": "ours"})
     assert " 0 " in plan_line(plan, 100)
     assert "-0" not in plan_line(plan, 100)

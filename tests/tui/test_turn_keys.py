@@ -185,9 +185,9 @@ def test_turns_and_their_code_are_copied(drive: Any, conversation: str) -> None:
     copied: list[str] = []
 
     async def play(d: Driver) -> None:
-        await d.press("f2", "1", "2", "3", "up", "c", "up", "1")
-        await d.pilot.pause()
-        assert "2 code blocks, not 3" in " ".join(d.screen().split())
+        await d.press("f2", "1", "2", "3")
+        await d.until(lambda: "2 code blocks, not 3" in " ".join(d.screen().split()))
+        await d.press("up", "c", "up", "1")
 
     drive(
         play,

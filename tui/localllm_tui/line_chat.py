@@ -23,9 +23,10 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.face import Face
-from localllm_tui.control.formatting import how_many
+from localllm_tui.control.formatting import elide, how_many
 from localllm_tui.control.session import PendingAnswer, Session
-from localllm_tui.control.terminal import copy_with_tool, printable
+from localllm_tui.control.terminal import copy_with_tool, one_line, printable
+from localllm_tui.control.wording import note_under
 
 FOUND_SHOWN = 20
 
@@ -46,12 +47,15 @@ class LineFace(Face):
 
     def show(self, text: str) -> None:
         """Print a part of the conversation."""
-        print(text)
+        lines = WrappedLines(_columns(sys.stdout))
+        print(lines.add(text) + lines.end())
 
     async def pick(self, rows: Sequence[str]) -> int | None:
         """Let the user pick one of these; None for none of them."""
+        columns = _columns(sys.stderr)
         for n, row in enumerate(rows, 1):
-            self.note(f"{n:>3}  {row}")
+            line = f"{n:>3}  {one_line(row)}"
+            self.note(elide(line, columns) if columns else line)
         try:
             picked = input("number, or Enter for none: ").strip()
         except EOFError:
@@ -91,10 +95,9 @@ class LineFace(Face):
     ) -> None:
         assert isinstance(shown, _Page)
         shown.end()
-        if stream.reason == "stopped" and error is None:
-            self.note("(stopped; /more goes on)")
-        for note in _notes(stream):
-            self.note(note)
+        said = how_it_ended(stream, error)
+        if said:
+            self.note(f"({said})")
 
     async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
         """List what was found; a number on the next line opens it: a conversation, or one turn of
@@ -158,14 +161,11 @@ class LineFace(Face):
         return True
 
 
-def _notes(stream: AnswerStream) -> list[str]:
-    """What is out of the ordinary about a whole answer."""
-    notes = ["note: the answer was cut at the token limit"] if stream.reason == "length" else []
-    if stream.meter.left_out:
-        notes.append(
-            f"note: the {stream.meter.left_out} oldest messages were left out to fit the context"
-        )
-    return notes
+def how_it_ended(stream: AnswerStream, error: LocalLLMError | None) -> str:
+    """What is out of the ordinary about an answer that has ended; "" where nothing is."""
+    if stream.turn is not None:
+        return note_under(stream.turn)
+    return "" if error is not None else "no answer: /retry asks again"
 
 
 def ask_once(
@@ -185,8 +185,13 @@ def ask_once(
                 await stream.run(client.stream(model, messages), page)
             finally:
                 page.end()
-        for note in _notes(stream):
-            print(note, file=sys.stderr)
+        if stream.reason == "length":
+            print("note: the answer was cut at the token limit", file=sys.stderr)
+        n = stream.meter.left_out
+        if n:
+            print(
+                f"note: the {n} oldest messages were left out to fit the context", file=sys.stderr
+            )
 
     asyncio.run(run())
 
@@ -199,6 +204,7 @@ def talk(options: ChatOptions) -> Session:
         file=sys.stderr,
     )
     chat = LineFace(options).chat
+    asyncio.run(chat.face.show_session(0, None))
     read = _reader()
     while not chat.left:
         try:
@@ -226,8 +232,13 @@ def _reader() -> Callable[[], str]:
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")  # not every terminal answers
     from prompt_toolkit import PromptSession
 
-    session: PromptSession[str] = PromptSession("> ")
+    session: PromptSession[str] = PromptSession("> ", enable_suspend=True)
     return lambda: str(session.prompt())
+
+
+def _columns(out: TextIO) -> int:
+    """Cells of a line on a terminal; 0 elsewhere."""
+    return shutil.get_terminal_size().columns if out.isatty() else 0
 
 
 class WrappedLines:
@@ -281,7 +292,7 @@ class _Page(AnswerDisplay):
         self._write = raw_write(out)
         self._said = ""
         self._ends_line = True
-        self._lines = WrappedLines(shutil.get_terminal_size().columns if out.isatty() else 0)
+        self._lines = WrappedLines(_columns(out))
 
     def feed(self, text: str = "", reasoning: str = "") -> None:
         if reasoning:

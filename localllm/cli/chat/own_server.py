@@ -201,16 +201,6 @@ def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
         engine.stop()
 
 
-@contextmanager
-def background_server(
-    model: str | None, context: int | None = None, placed: Mapping[str, str | None] | None = None
-) -> Iterator[tuple[str, str]]:
-    """A server of one's own with a loaded model, for as long as the block runs: yields (base_url,
-    model name)."""
-    with loaded(OwnEngine(model, context, placed)) as engine:
-        yield engine.base_url, engine.model
-
-
 _PATIENCE_S = 1.0
 
 

@@ -81,7 +81,7 @@ class AnswerStream:
         speed = AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
         if self.timings is not None and meter.usage is not None:
             speed = AnswerSpeed(meter.usage, self.timings, self._cache_miss)
-        return replace(speed, load=self.load)
+        return replace(speed, load=self.load if self.closed else load_of_each_core())
 
     @property
     def text(self) -> str:

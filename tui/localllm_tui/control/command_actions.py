@@ -295,7 +295,7 @@ async def run_shell(chat: ChatController, command: str) -> None:
     if not command:
         raise UsageError("/run needs a command", hint="for example !git diff")
     if not chat.runs_commands and not await chat.face.approve(
-        "a command is to run on this machine", command
+        "a command is to run here; the next ones are not asked about", command
     ):
         await chat.face.show_note(f"not run: {one_line(command)}")
         return

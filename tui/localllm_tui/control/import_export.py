@@ -219,10 +219,9 @@ def _chatgpt(found: Mapping[str, Any]) -> ImportedConversation:
         place[name] = parent
         children = reversed(nodes[name].get("children") or ())
         todo += [(child, parent) for child in children if child in nodes]
-    models = [str(t.meta["model"]) for t in turns if "model" in t.meta]
     return ImportedConversation(
         str(found.get("title") or "") or _title(turns),
-        models[-1] if models else "",
+        next((str(t.meta["model"]) for t in reversed(turns) if "model" in t.meta), ""),
         tuple(turns),
         place.get(str(found.get("current_node") or ""), 0),
     )

@@ -149,7 +149,7 @@ class Pulls:
 
 
 _MOST_NAME = 34
-_OWNER = len("a folder of yours")
+_OWNER, _LEAST_WITH_OWNER = len("a folder of yours"), 60
 _FITS = {"yes": "fits", "tight": "tight", "split": "split", "no": "too large"}
 
 
@@ -193,10 +193,22 @@ def catalog_head(width: int) -> str:
 
 def plan_line(choice: PlanChoice, width: int, mark: str = "  ") -> str:
     """One plan behind two cells of `mark`."""
-    name = _name_cells(width)
-    shown = elide(one_line(choice.plan["name"]), name)
-    cells = [column.cell(column.value(choice)) for column in _shown(width)]
-    return f"{mark}{shown}{' ' * (name - cell_len(shown))} {' '.join(cells)}"
+    values = [column.value(choice) for column in _shown(width)]
+    return _catalog_line(f"{mark}{one_line(choice.plan['name'])}", values, width)
+
+
+def used_line(model: InstalledModel, width: int) -> str:
+    """The file that answers, in the columns of the plans."""
+    known = {"quant": model.quant, "memory": byte_size(model.size_bytes)}
+    values = [known.get(column.head, "") for column in _shown(width)]
+    return _catalog_line(f"▸ {one_line(model.name)}", values, width)
+
+
+def _catalog_line(name: str, values: Sequence[str], width: int) -> str:
+    cells = _name_cells(width) + 2
+    shown = elide(name, cells)
+    columns = [column.cell(value) for column, value in zip(_shown(width), values, strict=True)]
+    return f"{shown}{' ' * (cells - cell_len(shown))} {' '.join(columns)}"
 
 
 def _shown(width: int) -> list[Column]:
@@ -233,27 +245,29 @@ def plan_details(
 ) -> list[str]:
     """What a plan comes to; `accounts` say what of the memory is left for a model."""
     plan, memory = choice.plan, choice.plan["memory"]
+    if pull is not None:
+        step = pull.words()
+    elif choice.installed:
+        step = "installed: Enter uses it here"
+    else:
+        step = f"Enter pulls {byte_size(plan['variant']['bytes'])}: {choice.ref}"
+    used, limit = byte_size(memory["total_bytes"]), byte_size(memory["limit_bytes"])
     lines = [
-        f"{choice.title}: {_FITS.get(plan['fits'], plan['fits'])}, "
-        f"{byte_size(memory['total_bytes'])} of "
-        f"{byte_size(memory['limit_bytes'])} with {plan['n_ctx']:,} tokens of {plan['kv_type']} "
-        "context",
+        f"{plan['name']}: {_FITS.get(plan['fits'], plan['fits'])}, {used} of {limit} with "
+        f"{plan['n_ctx']:,} tokens ({plan['kv_type']})",
         *textwrap.wrap(printable(plan["why"]), max(20, width)),
         f"quality {_points(plan)}: {plan['quality']['basis']}",
+        step,
         *accounts[:1],
     ]
-    if pull is not None:
-        lines.append(pull.words())
-    elif choice.installed:
-        lines.append("installed: Enter uses it here")
-    else:
-        lines.append(f"Enter pulls {byte_size(plan['variant']['bytes'])}: {choice.ref}")
     return [elide(line, width) for line in lines]
 
 
 def disk_head(width: int) -> str:
     name = _disk_name(width)
-    return f"  {'model':{name}} {'quant':10} {'size':>8}  kept by"
+    return f"  {'model':{name}} {'quant':10} {'size':>8}" + (
+        "  kept by" if _has_owner(width) else ""
+    )
 
 
 def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
@@ -262,9 +276,9 @@ def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
     shown = elide(one_line(model.name), name)
     line = (
         f"{'▸' if in_use else ' '} {shown}{' ' * (name - cell_len(shown))} "
-        f"{elide(model.quant, 10):10}"
+        f"{elide(model.quant, 10):10} {byte_size(model.size_bytes):>8}"
     )
-    return elide(f"{line} {byte_size(model.size_bytes):>8}  {model.owner}", width)
+    return elide(f"{line}  {model.owner}", width) if _has_owner(width) else line
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
@@ -274,8 +288,14 @@ def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
     return [*itertools.chain.from_iterable(wrapped)]
 
 
+def _has_owner(width: int) -> bool:
+    """Whether a line has room for who keeps a model, which the details say too."""
+    return width >= _LEAST_WITH_OWNER
+
+
 def _disk_name(width: int) -> int:
-    return min(_MOST_NAME, max(10, width - 2 - 1 - 10 - 1 - 8 - 2 - _OWNER))
+    owner = 2 + _OWNER if _has_owner(width) else 0
+    return min(_MOST_NAME, max(10, width - 2 - 1 - 10 - 1 - 8 - owner))
 
 
 def _rate(tok_s: float) -> str:
@@ -351,6 +371,6 @@ class FirstRun:
         pull = self.pulls.of(choice.ref)
         if pull is None:
             speed = choice.plan["decode_tok_s"]
-            rate = f"{speed['low']:.0f} to {speed['high']:.0f} tokens/s"
+            rate = f"{speed['low']:.0f} to {speed['high']:.0f} tok/s"
             return f"{choice.title}: {byte_size(choice.plan['variant']['bytes'])}, {rate}"
         return f"{choice.plan['name']} is here: {key} uses it" if pull.done else pull.words()

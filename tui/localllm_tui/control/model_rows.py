@@ -15,6 +15,7 @@ from localllm_tui.control.model_list import (
     disk_head,
     disk_line,
     plan_line,
+    used_line,
 )
 
 
@@ -92,7 +93,7 @@ class ModelRows:
             ModelRow(o.ref, plan_line(o, width, self._mark(o)), o in late) for o in self.ordered
         ]
         used = self._used_file
-        return rows if used is None else [self._file_row(used, width), *rows]
+        return rows if used is None else [ModelRow(used.path, used_line(used, width)), *rows]
 
     @property
     def _used_file(self) -> InstalledModel | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,10 +24,16 @@ from localllm_tui.control.attachments import files_and_folders, typed_in
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.session import PendingAnswer, Session
-from localllm_tui.control.terminal import copy_with_tool, one_line, printable, reflows_lines
+from localllm_tui.control.terminal import (
+    copy_with_tool,
+    on_signals,
+    one_line,
+    printable,
+    reflows_lines,
+)
 from localllm_tui.control.wording import note_under
 from localllm_tui.inline.page import InlinePage, Offer
-from localllm_tui.line_chat import LineFace
+from localllm_tui.line_chat import LineFace, how_it_ended
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
 
@@ -175,10 +180,7 @@ class InlineFace(LineFace):
         self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
     ) -> None:
         assert isinstance(shown, InlineAnswer)
-        if stream.turn is not None:
-            shown.end(note_under(stream.turn))
-        else:
-            shown.end("" if error is not None else "no answer: /retry asks again")
+        shown.end(how_it_ended(stream, error))
 
     def submit_queued(self, text: str) -> None:
         if self.page.buffer.text.strip() == text:
@@ -342,12 +344,8 @@ class InlineFace(LineFace):
     def _on_signals(self) -> None:
         """SIGHUP and SIGTERM leave; a sleep (SIGTSTP, SIGSTOP) gives the terminal back and takes it
         again."""
+        on_signals(self.chat.leave, lambda: None)
         loop = asyncio.get_running_loop()
-        for name in ("SIGHUP", "SIGTERM"):
-            with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(
-                    getattr(signal, name), lambda: self._start(self.chat.leave())
-                )
         loop.call_soon(self.page.keep_terminal_over_sleep)  # once the terminal is as it is kept
 
 

@@ -93,7 +93,7 @@ class GlassScreen(Dialog[None]):
     """Asks `read` for the figures again and again while it is open."""
 
     DEFAULT_CSS = f"""
-    GlassScreen > VerticalScroll {{ width: {PANEL_WIDTH + 8}; max-width: 100%; max-height: 100%; padding: 0 2; }}
+    GlassScreen > VerticalScroll {{ width: {PANEL_WIDTH + 8}; max-width: 100%; max-height: 100%; }}
     GlassScreen Static {{ text-wrap: nowrap; }}
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(GLASS)

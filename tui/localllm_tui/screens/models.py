@@ -53,6 +53,8 @@ from localllm_tui.widgets.slider import Slider
 _LOOK_S = 0.2
 # A line of the details for so many of the screen's: the list is what it is for.
 _ROWS_PER_DETAIL, _MOST_DETAILS = 6, 6
+# Columns of a screen that has two settings in a line.
+_LEAST_BESIDE = 64
 
 
 class ModelsScreen(ModalScreen[str | None]):
@@ -62,7 +64,7 @@ class ModelsScreen(ModalScreen[str | None]):
     DEFAULT_CSS = """
     ModelsScreen { background: $background; }
     ModelsScreen > Vertical { padding: 0 2; }
-    ModelsScreen #machine { height: 1; text-style: bold; text-wrap: nowrap; text-overflow: ellipsis; }
+    ModelsScreen #machine { height: auto; max-height: 2; text-style: bold; }
     ModelsScreen .sliders { height: 1; }
     ModelsScreen .sliders > Slider { margin-right: 2; }
     ModelsScreen #columns { height: 1; color: $hint; text-wrap: nowrap; margin-top: 1; }
@@ -71,6 +73,7 @@ class ModelsScreen(ModalScreen[str | None]):
     }
     ModelsScreen OptionList > .option-list--option { padding: 0; }
     ModelsScreen OptionList:focus { border: none; }
+    ModelsScreen.-narrow .sliders { layout: vertical; height: 2; }
     ModelsScreen.-disk Slider { display: none; }
     ModelsScreen.-disk .sliders { display: none; }
     ModelsScreen #details { height: auto; max-height: 7; border-top: solid $panel; }
@@ -169,6 +172,7 @@ class ModelsScreen(ModalScreen[str | None]):
         start(self, self._look_at_disk, "disk")  # known long before it is planned
 
     def on_resize(self, event: events.Resize) -> None:
+        self.set_class(event.size.width < _LEAST_BESIDE, "-narrow")
         self.call_after_refresh(self._list)
 
     # -- planning ----------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self.set_class(self.rows.shows_disk, "-disk")
         at, was = listed.highlighted, self._highlighted_key()
         self._write("#columns", self.rows.head(self._columns))
-        self._write("#machine", elide(self.rows.summary(), self._columns))
+        self._write("#machine", in_lines(self.rows.summary(), self._columns))
         rows = self.rows.rows(self._columns, self.query_one("#filter", Input).value.lower().split())
         listed.set_options(
             [

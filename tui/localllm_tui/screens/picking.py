@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.cells import cell_len
-from rich.text import Text
 from rich.text import Text as RichText
 from textual import events
 from textual.app import ComposeResult
@@ -138,7 +137,9 @@ class FilePicker(Picker[Path | None]):
 
     def __init__(self, chat: ChatController, folder: Path) -> None:
         super().__init__(
-            f"a file below {folder}", placeholder="part of its name", waiting="reading the folder…"
+            f"a file below {folder.name or folder}",
+            placeholder="part of its name",
+            waiting="reading the folder…",
         )
         self._chat, self._folder = chat, folder
         self._names: list[str] = []
@@ -164,9 +165,7 @@ class FilePicker(Picker[Path | None]):
         self.options.set_options([Option(self._line(name), id=name) for name in names[:SHOWN]])
         if names:
             self.options.highlighted = 0
-        self.found(
-            f"{len(names):,} file{'' if len(names) == 1 else 's'}" if names else "no such file"
-        )
+        self.found(how_many(len(names), "file") if names else "no such file")
         self._count_shown()
 
     def _found(self, query: str) -> list[str]:
@@ -206,10 +205,9 @@ class FilePicker(Picker[Path | None]):
                 self.options.replace_option_prompt(name, self._line(name))
 
     def _line(self, name: str) -> RichText:
-        width = max(30, min(100, self.app.size.width * 9 // 10) - 8)
         cost = self._costs.get(name, FileCost()).words
-        shown = elide(one_line(name), width - len(cost) - 2)
-        return RichText(shown + " " * max(2, width - len(cost) - cell_len(shown)) + cost)
+        shown = elide(one_line(name), self.width - len(cost) - 2)
+        return RichText(shown + " " * max(2, self.width - len(cost) - cell_len(shown)) + cost)
 
 
 def _has_letters(name: str, query: str) -> bool:
@@ -237,10 +235,7 @@ class AskedPicker(Picker[str | None]):
 
     def fill(self, query: str) -> None:
         self._questions = [*self._history.asked(query, limit=_LISTED)]
-        width = max(20, self.app.size.width * 9 // 10 - 6)
-        lines = [
-            Text(elide(one_line(question), width), no_wrap=True) for question in self._questions
-        ]
+        lines = [RichText(elide(one_line(q), self.width)) for q in self._questions]
         self.options.set_options([Option(line, id=str(n)) for n, line in enumerate(lines)])
         self.options.highlighted = 0 if self._questions else None
         self.found(

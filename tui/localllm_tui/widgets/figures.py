@@ -70,7 +70,8 @@ class HeadLine(Static):
         room = width - 4 - (cell_len(title) + len(_HEAD_GAP) if title else 0)
         room -= (len(prompt[:_LEAST_SYSTEM_CELLS]) + len(_HEAD_GAP)) if prompt else 0
         shown_parts = [printable(part) for part in parts if part]
-        while len(shown_parts) > 1 and cell_len(_HEAD_GAP.join(shown_parts)) > room:
+        least = 1 if busy else 0
+        while len(shown_parts) > least and cell_len(_HEAD_GAP.join(shown_parts)) > room:
             shown_parts.pop()  # whole: half a fact is none
         said = elide(_HEAD_GAP.join(shown_parts), max(8, room))
         line = _HEAD_GAP.join(part for part in (said, prompt) if part)
