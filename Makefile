@@ -42,7 +42,8 @@ profile: $(VENV)/.dev ## where the time of an engine's step goes, on an emulated
 	$(BIN)/python -m benchmarks step --profile $(or $(CASE),2.5/8/defaults)
 
 snapshots: $(VENV)/.dev ## draw the pictures of the chat's screens anew (look at the difference before you commit it)
-	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/tui/test_snapshots.py $(ARGS)
+	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q -m "" tests/tui/test_snapshots.py -k every_screen $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m tui.pictures
 
 screen: $(VENV)/.dev ## open the chat on scripted data (ARGS=/models: another screen)
 	@PYTHONPATH=tests $(BIN)/python -m tui.open_screen $(ARGS)

@@ -34,11 +34,13 @@ from localllm_tui.control.session import Session
 from localllm_tui.screens.dialogs import Approval, HelpScreen
 from localllm_tui.screens.models import ModelsScreen
 from localllm_tui.screens.picker import ConversationPicker
+from localllm_tui.screens.picking import AskedPicker, FilePicker
 from localllm_tui.widgets.contrast import READABLE, contrast
 from tui.conftest import Driver
+from tui.pictures import PICTURES, pictures
 from tui.scripted_models import ScriptedModelService, choice
-from tui.scripted_sse import ScriptedServer
-from tui.test_glass import PHYSICS
+from tui.scripted_sse import Finish, Say, ScriptedServer
+from tui.test_glass import PHYSICS, TIMINGS
 from tui.test_tools import Host, asks
 
 FOLDER = Path(__file__).parent / "snapshots"
@@ -121,7 +123,8 @@ def picture(d: Driver) -> tuple[str, str]:
         r"26 Nov 2026, 10:00\1",
         "\n".join(t.rstrip() for t in texts),
     )
-    return text, "\n".join(look.rstrip(ground) for look in looks) + f"\n{legend}"
+    styles = "\n".join(look.rstrip(ground) for look in looks)
+    return text, f"{styles}\n{legend}\nground = {ground}"
 
 
 def _hex(colour: Any) -> str:
@@ -137,31 +140,37 @@ async def hold(d: Driver, name: str, look: str) -> None:
     d.app.page.composer.cursor_blink = False
     # A line drawn in the dark half of a blink is kept under the same key as one without blinking.
     d.app.page.composer.notify_style_update()
-    file = FOLDER / f"{name}-{d.app.size.width}x{d.app.size.height}.txt"
+    size = f"{d.app.size.width}x{d.app.size.height}"
+    file, light = FOLDER / f"{name}-{size}.txt", FOLDER / f"{name}-{size}-light.txt"
     if os.environ.get("UPDATE_SNAPSHOTS"):
+        now, before = picture(d), ("", "")
+        while now != before:
+            for _ in range(20):
+                await d.pilot.pause()
+            now, before = picture(d), now
+        FOLDER.mkdir(exist_ok=True)
         if look == "dark":
-            now, before = picture(d), ("", "")
-            while now != before:
-                for _ in range(20):
-                    await d.pilot.pause()
-                now, before = picture(d), now
-            FOLDER.mkdir(exist_ok=True)
             file.write_text("\n\n".join(now) + "\n", encoding="utf-8")
+        if look == "light":
+            light.write_text(f"{now[1]}\n", encoding="utf-8")
         return
     kept = file.read_text(encoding="utf-8")
-    exactly = textual.__version__ == DRAWN_WITH and look == "dark"
+    exactly = textual.__version__ == DRAWN_WITH
+    kept_light = light.read_text(encoding="utf-8") if look == "light" else ""
 
     def same() -> bool:
         text, styles = picture(d)
-        if exactly:
+        if exactly and look == "dark":
             return kept == f"{text}\n\n{styles}\n"
+        if exactly and look == "light" and kept_light != f"{styles}\n":
+            return False
         return _without_scrollbars(kept).startswith(_without_scrollbars(text))
 
     with suppress(TimeoutError):
         await d.until(same)
     if not same():
         pytest.fail(
-            f"{file.name} looks otherwise: UPDATE_SNAPSHOTS=1 draws it "
+            f"{file.name} looks otherwise in {look}: UPDATE_SNAPSHOTS=1 draws it "
             f"anew\n{picture(d)[0]}\n--- "
             f"not\n{kept}"
         )
@@ -231,6 +240,7 @@ def test_every_screen_looks_as_it_did(
     history: History,
     connections: list[sqlite3.Connection],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     size: tuple[int, int],
     look: str,
 ) -> None:
@@ -250,6 +260,11 @@ def test_every_screen_looks_as_it_did(
             )
         ],
     )
+    files = tmp_path / "project"
+    files.mkdir()
+    for name in ("notes.txt", "plan.md", "report.md"):
+        (files / name).write_text(f"What {name} holds.")
+    monkeypatch.chdir(files)
     talk = conversation(history)
     with history.transaction() as db:
         db.execute("UPDATE conversations SET updated_s = ?", (time.time() - 3 * 3600,))
@@ -265,7 +280,10 @@ def test_every_screen_looks_as_it_did(
         )
         await d.press("down", "down")
         await hold(d, "models", look)
-        await d.press("d")
+        await d.press("w")
+        await d.until(lambda: "the arithmetic of" in d.screen())
+        await hold(d, "why", look)
+        await d.press("escape", "d")
         await d.until(lambda: "takes 1.0 of" in d.screen())
         await hold(d, "disk", look)
         await d.press("escape", "f1")
@@ -284,20 +302,45 @@ def test_every_screen_looks_as_it_did(
         await d.press("enter")
         await d.until(lambda: "N next" in d.screen())
         await hold(d, "found", look)
-        await d.press("escape", "f3")
-        await hold(d, "glass", look)
+        await d.press("escape")
+        await d.send("/new")
+        await d.ask("How fast is this machine?")
+        await d.send("/continue")
+        await d.until(lambda: d.app.chat.session.id == talk)
         await d.press("f3")
+        await hold(d, "glass", look)
+        await d.press("f3", "ctrl+r")
+        await d.until(lambda: isinstance(d.app.screen, AskedPicker))
+        await hold(d, "asked", look)
+        await d.press("escape", "@")
+        await d.until(lambda: isinstance(d.app.screen, FilePicker) and "3 files" in d.screen())
+        await d.until(lambda: d.screen().count(" tokens") >= 3)
+        await d.until(lambda: " in all" in str(d.app.page.composer.border_title))
+        await hold(d, "files", look)
+        await d.press("escape", "ctrl+u")
+        await d.send("/model nosuch")
+        await d.until(lambda: "has no model" in d.screen())
+        await hold(d, "error", look)
         await d.send("/tools on")
         await d.send("what time is it?")
         await d.until(lambda: isinstance(d.app.screen, Approval))
         await hold(d, "approval", look)
         await d.press("n")
         await d.until(lambda: not d.app.chat.answering)
-        assert len(server.requests) == 2
+        assert len(server.requests) == 3
 
     with ScriptedServer(models=MODELS) as server:
+        server.count = lambda text: len(text.split())
+        server.play(Say(["Quick ", "enough."]), Finish(usage=(950, 101, 750), timings=TIMINGS))
         server.play(*asks())
         server.answer("ok")
         drive(
             play, tools=(Host(),), model_service=service, first_run=True, size=size, server_=server
         )
+
+
+def test_the_pictures_of_the_docs_are_those_screens() -> None:
+    drawn = pictures()
+    assert {*PICTURES.glob("*.svg")} == drawn.keys(), "python -m tui.pictures draws them anew"
+    for path, svg in drawn.items():
+        assert path.read_text(encoding="utf-8") == svg, f"{path.name}: draw it anew"
