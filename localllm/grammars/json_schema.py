@@ -133,10 +133,10 @@ def _of_no_place(text: str) -> Any:
     return schema
 
 
-def _loosely_checked(schema: Schema) -> GrammarCheck:
+def _loosely_checked(schema: Any) -> GrammarCheck:
     """What llguidance says of it within another one, as those of tools are."""
-    if isinstance(schema, bool):
-        return GrammarCheck("")
+    if not isinstance(schema, dict):
+        return GrammarCheck("" if isinstance(schema, bool) else "this is no schema")
     return check_schema(json.dumps({"$ref": "x", **documents({"x": schema}), **LENIENT}))
 
 

@@ -49,6 +49,9 @@ def as_taken(node: Any, refused: set[str]) -> Any:
     for word, value in _SAYS_NOTHING:
         if out.get(word) is value:
             del out[word]
+    if "oneOf" in out:
+        # With it llguidance looks for itself, behind references too, what tells them apart.
+        out.setdefault("discriminator", {"propertyName": ""})
     passed_over = [word for word in _PASSED_OVER if word in out]
     for word in (*passed_over, *_not_as_written(out)):
         refused.add(word)

@@ -193,6 +193,35 @@ def test_references_lead_where_the_author_means(schema: dict[str, Any]) -> None:
     ]
 
 
+def test_alternatives_that_are_told_apart_by_a_tag_are_held_where_they_are_referred_to() -> None:
+    """As pydantic's unions write them, whose objects are open."""
+
+    def tagged(tag: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {"k": {"const": tag}}, "required": ["k"]}
+
+    named = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}]}
+    matcher = of_schema({**named, "$defs": {"a": tagged("a"), "b": tagged("b")}})
+    wanted = {'{"k": "a"}': True, '{"k": "b", "n": 1}': True, "null": True, '{"k": "c"}': False}
+    assert {text: allows(matcher, text) for text in wanted} == wanted
+    with pytest.raises(UnsupportedError, match="oneOf"):
+        of_schema({**named, "$defs": {"a": tagged("a"), "b": tagged("a")}})
+
+
+NO_SCHEMAS: tuple[Any, ...] = (None, 3, "text", [{"type": "string"}])
+
+
+@pytest.mark.parametrize("nothing", NO_SCHEMAS, ids=str)
+def test_what_is_no_schema_costs_the_others_nothing(nothing: Any) -> None:
+    whole = {"type": "object", "properties": {"hard": nothing, "n": {"enum": [1]}}}
+    kept, words = loosened(whole)
+    assert words == ("schema",)
+    assert allows(of_schema(kept), '{"n": 1}')
+    assert not allows(of_schema(kept), '{"n": 2}')
+    for word in ("items", "additionalProperties", "anyOf", "allOf", "$defs", "properties"):
+        assert isinstance(loosened({word: nothing})[1], tuple)
+        assert isinstance(loosened({"properties": {"a": {word: nothing}}})[1], tuple)
+
+
 @pytest.mark.parametrize(
     ("word", "schema"),
     [
