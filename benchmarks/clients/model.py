@@ -111,7 +111,7 @@ class ScriptedModel(ScriptedEngine):
             else self.vocabulary.tokenize(request.prompt)
         )
         room, most = self.info.n_ctx - len(tokens), request.generation.max_tokens
-        if room <= 0 or (most is not None and most > room):
+        if room <= 0:
             self.requests.pop()
             async for event in super().submit(request):  # which says that it does not fit
                 yield event
@@ -121,7 +121,9 @@ class ScriptedModel(ScriptedEngine):
         self.running += 1
         done = False
         try:
-            async for event in self._answer(request, tokens, room if most is None else most):
+            async for event in self._answer(
+                request, tokens, room if most is None else min(most, room)
+            ):
                 done = isinstance(event, Finish | Failure)
                 yield event
         finally:
