@@ -128,6 +128,13 @@ TABLE: tuple[Setting, ...] = (
         "auto",
         "drafting: auto, off, ngram, mtp (own heads), a trained drafter, or a draft MODEL",
     ),
+    Setting(
+        "lora",
+        str,
+        (),
+        "LoRA adapters laid over the model: FILE, or FILE:SCALE",
+        many=True,
+    ),
     Setting("backend", str, "auto", "engine to run with", _engines),
     Setting(
         "build",
@@ -311,7 +318,8 @@ class Settings:
     """The table, resolved for one run."""
 
     def __init__(self, flags: dict[str, Any] | None = None) -> None:
-        given = {k: v for k, v in (flags or {}).items() if v is not None}
+        # A flag that may be repeated and was not said is an empty list.
+        given = {k: v for k, v in (flags or {}).items() if v not in (None, [])}
         unknown = set(given) - set(_BY_NAME)
         if unknown:
             raise UsageError(f"unknown settings: {', '.join(sorted(unknown))}")

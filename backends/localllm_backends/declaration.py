@@ -30,6 +30,7 @@ class Declaration:
     `lays_out`: weights can be laid out anew for the processor.
     `spare_sequence`: one is kept beside those served.
     `draft_heads`: it runs the model's own (MTP), which published files carry.
+    `adapters`: a LoRA adapter of it is a "file" or a "folder" ("": it takes none).
     `projectors`: it reads images by a projector's file.
     `snapshots`: recurrent states are kept for drafting.
     `tensor_parallel`: machines can share each layer.
@@ -55,6 +56,7 @@ class Declaration:
     lays_out: bool = False
     spare_sequence: bool = False
     draft_heads: bool = False
+    adapters: Literal["", "file", "folder"] = ""
     projectors: bool = False
     snapshots: bool = False
     tensor_parallel: bool = False

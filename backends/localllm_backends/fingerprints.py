@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from localllm_backends.values import LoraAdapter
 
 
 def add_samples(digest: Any, path: Path) -> None:
@@ -21,3 +25,16 @@ def add_samples(digest: Any, path: Path) -> None:
             digest.update(f.read(2**16))
         f.seek(max(0, size - 2**20))
         digest.update(f.read(2**20))
+
+
+def under_adapters(mark: str, adapters: Iterable[LoraAdapter]) -> str:
+    """The identity (hex, 32 digits) of weights called `mark` with adapters over them: all that is
+    in their files and their scales, whatever the files are called."""
+    for adapter in adapters:
+        digest = hashlib.sha256(f"{mark} {float(adapter.scale)!r}".encode())
+        path = Path(adapter.path)
+        for file in sorted(path.glob("adapter*.*")) if path.is_dir() else [path]:
+            with file.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
+        mark = digest.hexdigest()[:32]
+    return mark

@@ -25,6 +25,16 @@ KV_FALLBACK, DRAFTER_LEFT_OUT = LOAD_NOTES = ("localllm.kv_fallback", "localllm.
 
 
 @dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter over a model's weights: its file or folder, what its effect is multiplied by,
+    and the bytes of its tensors (0: not known)."""
+
+    path: str
+    scale: float = 1.0
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSpec:
     """What to load and how much memory to give it; 0 and None mean "the backend's own default".
 
@@ -41,6 +51,8 @@ class LoadSpec:
     so).
     `projector` is the file of the image projector beside the model ("": images are not wanted;
     LoadError where it is of no use to this model).
+    `adapters` are added to the weights wherever those are read (LoadError where one is not for this
+    model).
     `wired`: weights may be wired down in memory that a GPU shares with everything else.
     `looks_ahead`: a step may be begun before it is asked for.
     """
@@ -60,6 +72,7 @@ class LoadSpec:
     drafter_optional: bool = False
     placement: Placement = field(default_factory=Placement)
     projector: str = ""
+    adapters: tuple[LoraAdapter, ...] = ()
     wired: bool = True
     looks_ahead: bool = True
 
@@ -74,7 +87,8 @@ class LoadSpec:
         placed: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in sent.items()
         }
-        return cls(**{**data, "placement": Placement(**placed)})
+        adapters = (LoraAdapter(**adapter) for adapter in data.get("adapters", ()))
+        return cls(**{**data, "placement": Placement(**placed), "adapters": tuple(adapters)})
 
 
 @dataclass(frozen=True, slots=True)

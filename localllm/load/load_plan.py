@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from localllm.errors import DoesNotFitError
+from localllm.errors import DoesNotFitError, UnsupportedError
+from localllm.load.adapters import adapter_named, planned_with
 from localllm.load.companions import (
     ChosenDrafter,
     ImageProjector,
@@ -123,6 +124,10 @@ def make_load_plan(
     use = _pooled_use(opened.header)
     if use is not None:
         return _pooled_plan(local, settings, use)
+    adapters = tuple(
+        adapter_named(named, opened, backend.declaration) for named in settings.value("lora")
+    )
+    opened = replace(opened, model=planned_with(opened.model, adapters))
     projector = projector_beside(local, backend, settings)
     drafter = chosen_drafter(opened, settings)
     inputs = plan_inputs(opened, catalog, settings, purpose, drafter)
@@ -137,7 +142,7 @@ def make_load_plan(
     # What other machines take of it is not known here.
     takes = 0 if settings.value("workers") else room.takes(plan)
     share = MemoryShare(takes + projector.need_bytes if takes else 0, of)
-    options = worker_options(local, plan, settings, drafter, projector, share)
+    options = worker_options(local, plan, settings, drafter, projector, adapters, share)
     load = LoadPlan(local.name, local, options, plan, projector=projector)
     return (
         load
@@ -291,6 +296,12 @@ def _pooled_use(header: GgufHeader | None) -> Literal["embeds", "ranks"] | None:
 def _pooled_plan(
     local: LocalModel, settings: Settings, use: Literal["embeds", "ranks"]
 ) -> LoadPlan:
+    if settings.value("lora"):
+        raise UnsupportedError(
+            f"{local.name} makes {'scores' if use == 'ranks' else 'embeddings'}, and adapters are "
+            "for models that make text",
+            hint="set `lora` in the table of the model that it is for",
+        )
     planned_bytes = _Room(local, None, None).takes(None) + _EMBEDDING_BUFFERS_BYTES
     options, embedding = pooled_options(local, settings, planned_bytes)
     return LoadPlan(local.name, local, options, None, embedding, ranks=use == "ranks")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from localllm.load.companions import ChosenDrafter, ImageProjector
     from localllm.planner.types import Plan, RunSettings
     from localllm.settings import Settings
-    from localllm_backends.contract import KvType, LoadSpec
+    from localllm_backends.contract import KvType, LoadSpec, LoraAdapter
 
 # A context that nobody planned or chose, where other machines take layers too.
 _UNPLANNED_CONTEXT = 8192
@@ -121,12 +121,13 @@ def worker_options(
     settings: Settings,
     drafter: ChosenDrafter,
     projector: ImageProjector,
+    adapters: tuple[LoraAdapter, ...],
     share: MemoryShare,
 ) -> WorkerOptions:
     """What runs `plan`, or the files alone where there is none, with what is loaded beside them."""
     from localllm.engine.worker.client import WorkerOptions
 
-    spec = spec_of(str(local.path), plan, settings)
+    spec = replace(spec_of(str(local.path), plan, settings), adapters=adapters)
     if drafter.companion is not None and plan is None:
         spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
     if projector.file is not None:

@@ -84,7 +84,13 @@ def streamed(model: Model, variant: Variant) -> Streamed:
     weights = variant.weights_bytes or variant.file_bytes
     if variant.is_folder:
         expert_bits, bits = (float(b) for b in shapes.mlx_parts(variant.quant))
-        return _pack(dense * bits, chosen * expert_bits, pool * expert_bits, dense, chosen)
+        return _pack(
+            dense * bits + 8 * variant.adapter_bytes,
+            chosen * expert_bits,
+            pool * expert_bits,
+            dense,
+            chosen,
+        )
     lookup = known.embedding_params + model.lookup_params
     stored = dense + pool + lookup
     average = 8 * weights / max(1, stored)

@@ -44,7 +44,7 @@ WORDS: Mapping[Kind, tuple[str, str]] = {
     ),
     "adapter": (
         "an adapter (LoRA)",
-        "name its base model's file, or merge the two with llama.cpp's llama-export-lora",
+        "name its base model's file, and this one with --lora",
     ),
     "imatrix": ("an importance matrix", "it serves quantising alone: name the model's own file"),
     "vocabulary": (

@@ -112,6 +112,7 @@ class Variant:
     `input_bytes`: the tables in front of them, of which a token reads a row;
     `output_bytes`: what turns the last layer's answer into logits, also where it is one of those
     tables (all three read from a header, or empty).
+    `adapter_bytes`: of what is laid over them, in all of these sums.
     """
 
     format: Format
@@ -129,6 +130,7 @@ class Variant:
     layer_bytes: tuple[tuple[int, int], ...] = ()
     input_bytes: int = 0
     output_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def is_folder(self) -> bool:

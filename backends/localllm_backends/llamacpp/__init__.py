@@ -28,6 +28,7 @@ class LlamaCppType(BackendType):
         lays_out=True,
         spare_sequence=True,
         draft_heads=True,
+        adapters="file",
         projectors=True,
         snapshots=True,
     )

@@ -23,6 +23,7 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
+from localllm_backends.fingerprints import under_adapters
 from localllm_backends.following import with_heads, without_heads
 from localllm_backends.llamacpp import huge_weights
 from localllm_backends.llamacpp.batch import (
@@ -438,7 +439,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def memory(self) -> MemoryReport:
         """What llama.cpp said it allocated for the context (and the draft heads'), and the weights'
         own bytes."""
-        weights = int(self._llama.llama_model_size(self._model))
+        weights = int(self._llama.llama_model_size(self._model)) + self._sizes.adapter_bytes
         if self._heads is not None:
             weights += self._heads.weights_bytes
         return self._sizes.report(weights, self._projector_bytes)
@@ -457,7 +458,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def _model_info(self, path: Path, n_batch: int) -> ModelInfo:
         # What is stored with the heads' KV is of no use without them.
-        mark = fingerprint(path)
+        mark = under_adapters(fingerprint(path), self._spec.adapters)
         if self._spec.drafter:
             mark += f"-{fingerprint(Path(self._spec.drafter))[:12]}"
         elif self._heads is not None:

@@ -8,14 +8,16 @@ devices'. Which tensors go elsewhere all the same it is told by patterns over th
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
+from localllm_backends.contract import LoadError, LoadSpec, LoraAdapter, OutOfMemoryError
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import (
     GGML_TYPES,
@@ -207,7 +209,9 @@ def new_context(
     params.op_offload = spec.n_gpu_layers != 0
     if at_node is not None:
         params.cb_eval = at_node
-    return made_context(model, params)
+    context = made_context(model, params)
+    _lay_over(context, spec)
+    return context
 
 
 def made_context(model: Any, params: Any) -> Any:
@@ -222,3 +226,41 @@ def made_context(model: Any, params: Any) -> Any:
             )
         raise LoadError(f"llama.cpp can't make a context of {params.n_ctx} tokens: {why}")
     return context
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter(LoraAdapter):
+    """One that is in memory: `pointer` is its llama_adapter_lora, which is freed with the model."""
+
+    pointer: Any = None
+
+
+def with_adapters(model: Any, spec: LoadSpec) -> LoadSpec:
+    """`spec` with its adapters loaded beside `model`, before any context of it is made: each
+    reserves a graph with room for them. LoadError."""
+    log.mark()
+    loaded = []
+    for adapter in spec.adapters:
+        pointer = start_native().llama_adapter_lora_init(model, os.fsencode(adapter.path))
+        if not pointer:
+            name, why = Path(adapter.path).name, cause("llama.cpp gave no reason")
+            raise LoadError(f"{name!r} is no adapter for this model: {why}")
+        loaded.append(LoadedAdapter(adapter.path, adapter.scale, adapter.n_bytes, pointer))
+    return replace(spec, adapters=tuple(loaded))
+
+
+def _lay_over(context: Any, spec: LoadSpec) -> None:
+    """Have `context` compute with the adapters that are loaded."""
+    llama = start_native()
+    loaded = [adapter for adapter in spec.adapters if isinstance(adapter, LoadedAdapter)]
+    pointers = llama.llama_adapter_lora_p_ctypes * len(loaded)
+    scales = ctypes.c_float * len(loaded)
+    llama.llama_set_adapters_lora(
+        context,
+        pointers(*(adapter.pointer for adapter in loaded)),
+        len(loaded),
+        scales(*(adapter.scale for adapter in loaded)),
+    )

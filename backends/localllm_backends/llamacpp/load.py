@@ -12,7 +12,7 @@ from typing import Any
 from localllm_backends.contract import DRAFTER_LEFT_OUT, KV_FALLBACK, LoadError, LoadSpec
 from localllm_backends.llamacpp import companion, kv_probe, mtp, rpc, vision
 from localllm_backends.llamacpp.backend import LlamaCppBackend
-from localllm_backends.llamacpp.context import new_context, served_context
+from localllm_backends.llamacpp.context import new_context, served_context, with_adapters
 from localllm_backends.llamacpp.devices import check_kv
 from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.native import GGML_TYPES, BufferSizes, log, start_native
@@ -33,6 +33,8 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
     with ExitStack() as freed:
         freed.callback(llama.llama_model_free, model)
+        spec = with_adapters(model, spec)
+        sizes = sizes.plus(log.buffer_sizes())
         spec, note = kv_probe.choose(model, spec)
         check_kv(llama, model, spec, served_context(model, spec))
         n_seq_max = spec.n_seq_max + _n_spare(llama, model, spec)
@@ -88,7 +90,9 @@ def _open_heads(
         return mtp.MtpHeads(llama, model, context, second), log.buffer_sizes()
     if not spec.drafter:
         return None, BufferSizes()
-    heads, weights = companion.open_drafter(llama, model, context, spec, n_seq_max)
+    heads, weights = companion.open_drafter(
+        llama, model, context, replace(spec, adapters=()), n_seq_max
+    )
     return heads, weights.plus(log.buffer_sizes())
 
 

@@ -21,7 +21,9 @@ from localllm_backends.values import MemoryReport
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 _MIB = 2**20
-_BUFFER = re.compile(r"(\S+)\s+(KV|RS|compute|output|model)\s+buffer size\s*=\s*([0-9.]+)\s*MiB")
+_BUFFER = re.compile(
+    r"(\S+)\s+(KV|RS|compute|output|model|LoRA)\s+buffer size\s*=\s*([0-9.]+)\s*MiB"
+)
 _ERROR_LEVEL = 4
 _CONTINUATION_LEVEL = 5
 
@@ -38,6 +40,7 @@ class BufferSizes:
     compute_bytes: int = 0
     output_bytes: int = 0
     model_bytes: int = 0
+    adapter_bytes: int = 0
     places: Counter[str] = field(default_factory=Counter)
 
     def report(self, weights_bytes: int, projector_bytes: int) -> MemoryReport:
@@ -115,6 +118,7 @@ class NativeLog:
             "compute": "compute_bytes",
             "output": "output_bytes",
             "model": "model_bytes",
+            "LoRA": "adapter_bytes",
         }
         for _, line in self.lines:
             match = _BUFFER.search(line)

@@ -54,6 +54,7 @@ class MlxType(BackendType):
         kernels="mlx",
         buffers="grown",
         kv_quants="groups",
+        adapters="folder",
         snapshots=True,
         tensor_parallel=True,
         # mlx/backend/metal/scaled_dot_product_attention.cpp, `use_fallback`: heads of 192 and 256

@@ -25,6 +25,7 @@ from localllm_backends.contract import (
     SequenceId,
     StepError,
 )
+from localllm_backends.fingerprints import under_adapters
 from localllm_backends.following import with_heads, without_heads
 from localllm_backends.mlx import backend_type, memory
 from localllm_backends.mlx.attention import LineAttention
@@ -418,11 +419,12 @@ def _model_info(loaded: Loaded) -> ModelInfo:
 
     asked = spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
     quantised = config.get("quantization")
+    mark = under_adapters(fingerprint(loaded.folder), spec.adapters)
     return ModelInfo(
         architecture=str(config.get("model_type", "")),
         description=loaded.folder.name,
         # What is stored with the heads' KV is of no use without them.
-        fingerprint=fingerprint(loaded.folder) + ("-mtp" if loaded.heads is not None else ""),
+        fingerprint=mark + ("-mtp" if loaded.heads is not None else ""),
         n_vocab=loaded.shapes.n_vocab,
         n_ctx=loaded.n_ctx,
         n_ctx_train=loaded.n_ctx_train,

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import get_total_parameters, load_model
+from mlx_lm.utils import get_total_parameters, load_adapters, load_model
 
 from localllm_backends.contract import (
     BackendFailure,
@@ -79,6 +79,15 @@ def check_spec(spec: LoadSpec) -> None:
                 spec.drafter and not spec.drafter_optional,
                 "trained drafters (EAGLE-3, DFlash) run on llama.cpp only, beside a GGUF file",
             ),
+            (
+                len(spec.adapters) > 1,
+                "mlx-lm lays one adapter over a model: fuse the first with `mlx_lm.fuse`",
+            ),
+            (
+                spec.adapters and spec.placement.workers,
+                "mlx-lm shares no adapted model between machines: run it on one, or fuse the "
+                "adapter with `mlx_lm.fuse`",
+            ),
         ]
     )
     if reason:
@@ -102,6 +111,24 @@ def read_model(folder: Path) -> tuple[Any, dict[str, Any]]:
         return model, config
     except Exception as e:
         raise LoadError(f"mlx-lm can't load {folder.name!r}: {_short(e)}") from e
+
+
+def lay_over(model: Any, spec: LoadSpec) -> None:
+    """Leave `model`, its weights not read yet, with adapted layers, as mlx-lm makes them. LoadError
+    for an adapter that is another model's."""
+    for adapter in spec.adapters:
+        try:
+            load_adapters(model, adapter.path)
+        except Exception as e:
+            # What does not fit stands below a line that names the folder.
+            why, name = str(e).rpartition("tensors:\n")[2], Path(adapter.path).name
+            raise LoadError(
+                f"{name!r} is no adapter for this model: {_short(ValueError(why))}"
+            ) from e
+        for layer in model.modules():
+            if "lora_a" in layer:
+                layer.scale *= adapter.scale
+    model.eval()
 
 
 def half_precision(chip: str, family: str) -> bool:
@@ -219,7 +246,9 @@ def _read(
     model, config = read_model(folder)
     n_params = int(get_total_parameters(model))
     as_computed_fastest(model, config)
+    lay_over(model, spec)
     weights_bytes = sum(p.stat().st_size for p in weight_files(folder))
+    weights_bytes += sum(adapter.n_bytes for adapter in spec.adapters)
     if group is not None:
         shard(model, config, group)
         weights_bytes = sum(int(a.nbytes) for _, a in tree_flatten(model.parameters()))

@@ -170,7 +170,9 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
         predicted_memory_bytes=record.predicted_memory_bytes,
     )
     try:
-        measurements.keep(record)
+        # What an adapter costs besides its bytes is not the model's own.
+        if not plan.variant.adapter_bytes:
+            measurements.keep(record)
     except OSError as e:
         print(
             f"the planner does not learn from this: {measurements.path()} can't be written: "

@@ -25,12 +25,12 @@ _TAGS = (":latest",)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for on the command line: `placed` is where the model is to lie, `own` insists
-    on an engine of the chat's own."""
+    """What was asked for on the command line: `placed` is where the model is to lie and what is
+    laid over it, `own` insists on an engine of the chat's own."""
 
     model: str | None = None
     context: int | None = None
-    placed: Mapping[str, str | None] = field(default_factory=dict)
+    placed: Mapping[str, object] = field(default_factory=dict)
     url: str | None = None
     api_key: str | None = None
     own: bool = False
@@ -76,7 +76,7 @@ def checked(wanted: Wanted) -> Wanted:
     if wanted.url is not None and wanted.loads_otherwise:
         raise UsageError(
             "how a model is loaded was decided by the server at --url",
-            hint="leave out --context, --gpu-layers, --cpu-moe, --split and --power",
+            hint="leave out --context, --lora, --gpu-layers, --cpu-moe, --split and --power",
         )
     return wanted
 

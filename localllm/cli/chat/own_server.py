@@ -41,7 +41,7 @@ class OwnEngine:
         self,
         model: str | None,
         context: int | None = None,
-        placed: Mapping[str, str | None] | None = None,
+        placed: Mapping[str, object] | None = None,
     ) -> None:
         from localllm.cli.serve.presets import load_presets
         from localllm.cli.serve.served_models import ServedModels

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
-from localllm.cli.commands.shared import Json, Power, print_json
+from localllm.cli.commands.shared import Json, Lora, Power, print_json
 
 if TYPE_CHECKING:
     pass
@@ -25,6 +25,7 @@ def bench(
     context: Annotated[
         int | None, typer.Option(help="Context in tokens (default: what fits).")
     ] = None,
+    lora: Lora = None,
     power: Power = None,
     against: Annotated[
         list[str] | None,
@@ -103,7 +104,7 @@ def bench(
     from localllm.load.load_plan import load_plan_named
     from localllm.settings import Settings
 
-    load = load_plan_named(model, Settings({"context": context, "power": power}))
+    load = load_plan_named(model, Settings({"context": context, "lora": lora, "power": power}))
     print(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …", file=sys.stderr)
     figures = asyncio.run(measure(load, drafting=speculation))
     if full:

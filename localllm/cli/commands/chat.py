@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from localllm.cli.commands.shared import CpuMoe, GpuLayers, Power, Split, installed_names
+from localllm.cli.commands.shared import CpuMoe, GpuLayers, Lora, Power, Split, installed_names
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def chat(
     context: Annotated[
         int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")
     ] = None,
+    lora: Lora = None,
     gpu_layers: GpuLayers = None,
     cpu_moe: CpuMoe = None,
     split: Split = None,
@@ -110,8 +111,14 @@ def chat(
     }
     try:
         with ExitStack() as stack:
-            placed = {"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split, "power": power}
-            wanted = engines.checked(engines.Wanted(model, context, placed, url, api_key, own))
+            loading = {
+                "lora": lora,
+                "gpu_layers": gpu_layers,
+                "cpu_moe": cpu_moe,
+                "split": split,
+                "power": power,
+            }
+            wanted = engines.checked(engines.Wanted(model, context, loading, url, api_key, own))
             _run(
                 stack,
                 _Asked(

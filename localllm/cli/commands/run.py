@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.shared import installed_names
+from localllm.cli.commands.shared import Lora, installed_names
 
 if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe
@@ -51,6 +51,7 @@ def run(
     context: Annotated[
         int | None, typer.Option(min=1, help="Context in tokens (default: what fits).")
     ] = None,
+    lora: Lora = None,
     url: Annotated[
         str | None, typer.Option("--url", metavar="URL", help="Use the server at this address.")
     ] = None,
@@ -96,7 +97,7 @@ def run(
     if sandbox:
         _check_sandbox(folder)
     with ExitStack() as stack:
-        wanted = engines.checked(engines.Wanted(model, context, {}, url, api_key))
+        wanted = engines.checked(engines.Wanted(model, context, {"lora": lora}, url, api_key))
         engine = engines.engine_for(stack, wanted, None, at_once=False)
         if engine.unix_socket:
             raise UsageError(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from localllm.cli.commands.shared import CpuMoe, GpuLayers, Power, Split, installed_names
+from localllm.cli.commands.shared import CpuMoe, GpuLayers, Lora, Power, Split, installed_names
 
 
 def serve(
@@ -72,6 +72,7 @@ def serve(
     draft: Annotated[
         str | None, typer.Option(help="Drafting: auto, off, ngram, mtp or a MODEL.")
     ] = None,
+    lora: Lora = None,
     backend: Annotated[str | None, typer.Option(help="Engine: auto, llamacpp or mlx.")] = None,
     gpu_layers: GpuLayers = None,
     cpu_moe: CpuMoe = None,
@@ -149,22 +150,22 @@ def serve(
         "split": split,
         "power": power,
         "draft": draft,
+        "lora": lora,
         "backend": backend,
         "parallel": parallel,
         "images": images,
         "allow_pull": allow_pull,
         "offline": offline,
         "only": only,
-        "allow_host": allow_host or None,
-        "allow_origin": allow_origin or None,
+        "allow_host": allow_host,
+        "allow_origin": allow_origin,
         "tls_cert": tls_cert,
         "tls_key": tls_key,
         "allow_image_hosts": list(
             chain.from_iterable(sent.split(",") for sent in allow_image_hosts or [])
-        )
-        or None,
-        "pool": pool or None,
-        "workers": workers or None,
+        ),
+        "pool": pool,
+        "workers": workers,
     }
     names.check_said(*(models or []), *(also or []))
     settings = Settings(flags)

@@ -31,6 +31,10 @@ Power = Annotated[
         metavar="N%", help="Compute in N % of the time and rest in between: less heat and noise."
     ),
 ]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE[:SCALE]", help="Lay a LoRA adapter over it (repeatable)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

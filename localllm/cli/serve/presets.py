@@ -23,7 +23,7 @@ from localllm.settings import Setting, Value, checked, setting
 
 # Settings that one model may have otherwise than the rest: how it is loaded.
 LOADING = (
-    "context", "kv_type", "draft", "backend", "gpu_layers", "cpu_moe", "split", "parallel",
+    "context", "kv_type", "draft", "lora", "backend", "gpu_layers", "cpu_moe", "split", "parallel",
     "threads", "cache_ram_gb", "power",
 )  # fmt: skip
 # What a request gets that does not say it, in the words and ranges of a request.

@@ -67,7 +67,9 @@ REFUSED: Mapping[str, Refused] = {
         ("bad_words", "allowed_token_ids"),
         Refused("not implemented; ban tokens by `logit_bias`", (None, [])),
     ),
-    "lora": Refused("adapters are not loaded per request", (None, [])),
+    "lora": Refused(
+        "adapters are loaded with a model: name one whose preset has `lora`", (None, [])
+    ),
     "grammar_lazy": Refused(
         "send `tools`: a call is held to its schema from where it begins", (None, False)
     ),
