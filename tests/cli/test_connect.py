@@ -18,7 +18,14 @@ import pytest
 
 from benchmarks.clients.agents import AGENTS
 from localllm.cli.commands import connect as command
-from localllm.cli.editors.recipes import RECIPES, ClientTarget, ConfigFile, Probe, assignment
+from localllm.cli.editors.recipes import (
+    RECIPES,
+    ClientTarget,
+    ConfigFile,
+    Probe,
+    assignment,
+    recipe_named,
+)
 from localllm.cli.serve.api_keys import kept_key, key_path
 from localllm.engine.messages import Failure, Request
 from localllm.errors import LocalLLMError, NotFoundError, ServerUnreachableError, UsageError
@@ -257,7 +264,14 @@ def test_a_context_that_a_program_s_own_prompt_does_not_fit_is_warned_of(
 
     assert "--context" in warned(4096)
     assert "65536 is the largest" in warned(4096, 65_536)
+    assert "--context 40000 (40000 is the largest" in warned(4096, 40_000)
+    assert "another agent or model" in warned(4096, 8192)
     assert warned(65_536) == ""
+
+
+@pytest.mark.parametrize("name", ["claude-code", "Claude-Code", "codex-cli", "mini-swe-agent"])
+def test_a_program_s_own_name_finds_its_recipe(name: str, tmp_path: Path) -> None:
+    assert recipe_named(name)(TARGET, tmp_path).name.lower().replace(" ", "-") == name.lower()
 
 
 def test_the_versions_that_recipes_were_checked_with_are_those_that_are_run(tmp_path: Path) -> None:

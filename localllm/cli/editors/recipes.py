@@ -208,7 +208,10 @@ def _room_warning(entry: Mapping[str, Any], target: ClientTarget) -> str:
     prompt = int(entry.get("own_prompt_tokens", 0))
     if not prompt or target.n_ctx >= prompt + target.answer_tokens:
         return ""
-    wanted = f"serve with --context {2 * prompt} or more"
+    most = target.max_context or 2 * prompt
+    wanted = f"serve with --context {min(2 * prompt, most)}"
+    if most < prompt + target.answer_tokens:
+        wanted = "take another agent or model: no --context that fits there holds it"
     if target.max_context:
         wanted += f" ({target.max_context} is the largest that fits there)"
     return (
@@ -223,8 +226,9 @@ def _variables(entry: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
 
 
 def recipe_named(name: str) -> Callable[[ClientTarget, Path], ClientRecipe]:
-    """The recipe of that name. Raises NotFoundError, with the nearest one."""
-    found = RECIPES.get(name.lower())
+    """The recipe of that name, or of the program's own. Raises NotFoundError, with the nearest
+    one."""
+    found = RECIPES.get(name.lower()) or _BY_PROGRAM.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), RECIPES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else None
@@ -232,9 +236,10 @@ def recipe_named(name: str) -> Callable[[ClientTarget, Path], ClientRecipe]:
     return found
 
 
+_ENTRIES = tomllib.loads(Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8"))
 RECIPES: Mapping[str, Callable[[ClientTarget, Path], ClientRecipe]] = {
-    name: partial(_recipe, entry)
-    for name, entry in tomllib.loads(
-        Path(__file__).with_name("recipes.toml").read_text(encoding="utf-8")
-    ).items()
+    name: partial(_recipe, entry) for name, entry in _ENTRIES.items()
+}
+_BY_PROGRAM = {
+    entry["name"].lower().replace(" ", "-"): RECIPES[name] for name, entry in _ENTRIES.items()
 }
