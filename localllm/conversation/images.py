@@ -37,8 +37,7 @@ _REMOTE = "images are not fetched from addresses: send the image itself, as a da
 class AttachedImage:
     """An image of a message, whose text has `mark` in its place: its `file` in base64, or the
     `problem` why there is none.
-    `asked`: it stands in the turn that is to be answered. `detail`: how closely it is to be looked
-    at, if the client said.
+    `asked`: it stands in the turn that is to be answered.
     `address`: where it could be fetched, if anybody may."""
 
     mark: str
@@ -46,7 +45,6 @@ class AttachedImage:
     where: str
     asked: bool
     problem: str = ""
-    detail: str = ""
     address: str = ""
 
     def fetched(self, data: bytes) -> AttachedImage:
@@ -68,20 +66,18 @@ class PreparedMessages:
 def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedImage:
     """The image in a part of a message, in any dialect's form."""
     found: Any = part.get("image_url", part.get("source", part.get("image", part.get("url"))))
-    detail = part.get("detail")
     if isinstance(found, Mapping):
-        detail = found.get("detail", detail)
         if found.get("type") == "base64" or "data" in found:
             return of_file(found.get("data"), where, asked=asked)
         found = found.get("url")
-    return of_file(found, where, asked=asked, detail=detail if isinstance(detail, str) else "")
+    return of_file(found, where, asked=asked)
 
 
-def of_file(file: Any, where: str, *, asked: bool, detail: str = "") -> AttachedImage:
+def of_file(file: Any, where: str, *, asked: bool) -> AttachedImage:
     """The image that is `file`: base64, or a data URL of it."""
     data, problem = _without_scheme(file)
     address = file if problem == _REMOTE and _ADDRESS.match(file) else ""
-    return AttachedImage(_mark(data or where), data, where, asked, problem, detail, address)
+    return AttachedImage(_mark(data or where), data, where, asked, problem, address)
 
 
 def _mark(name: str) -> str:
@@ -116,8 +112,6 @@ def prepare_images(messages: Sequence[Mapping[str, Any]], *, vision: bool) -> Pr
         for image in plain.pop("images", ()):
             if vision and not image.problem:
                 prepared.files[image.mark] = image.file
-                if image.detail in ("low", "high"):
-                    prepared.ignored.append("messages.image_url.detail")
                 continue
             if image.asked and vision:
                 raise RequestError(f"{image.where}: {image.problem}", param=image.where)

@@ -27,6 +27,8 @@ _BINARY_PARTS = {
     "input_file": "files",
     "document": "documents",
     "video_url": "video",
+    # Anybody else's but the model's own.
+    **dict.fromkeys(_THOUGHT_PARTS, "thinking"),
 }
 
 _ONE_OF = {"images": "image", "files": "file", "documents": "document"}
@@ -83,7 +85,7 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
     sent = message.get("content")
     if role == "tool" and isinstance(sent, Mapping):  # what a tool returned, as it is
         sent = json.dumps(sent, ensure_ascii=False)
-    parts, thoughts = _split_reasoning(sent)
+    parts, thoughts = _split_reasoning(sent) if role == "assistant" else (sent, [])
     found = Attachments()
     texts = [
         flatten(parts, f"{where}.content", omitted, found),

@@ -245,8 +245,7 @@ OPAQUE = {
 # They say nothing about the answer: ids and marks that a client sends back, what a cache may do.
 SAYS_NOTHING = {
     "id", "call_id", "tool_call_id", "tool_use_id", "status", "index", "signature", "data", "type",
-    "cache_control", "annotations", "logprobs", "include_obfuscation", "display_number", "detail",
-    "media_type", "stream",
+    "cache_control", "annotations", "logprobs", "display_number", "media_type",
     # the name of a schema, which OpenAI requires
     "response_format.name", "response_format.json_schema.name", "text.format.name",
     "output_config.format.name", "output_format.name",
@@ -256,10 +255,8 @@ SAYS_NOTHING = {
     "strict",
     # every level of a summary is the whole reasoning
     "summary", "generate_summary",
-    # named as messages.audio and messages.video
-    "input_audio", "video_url",
-    # of no model here
-    "content.thinking", "tool_calls.custom", "content.detail",
+    # named as messages.audio, messages.video and messages.thinking
+    "input_audio", "video_url", "content.thinking",
 }  # fmt: skip
 TEMPLATE = (
     "{{ tools | tojson if tools else '' }}{% for m in messages %}[{{ m.role }} {{ m.name }} "

@@ -224,7 +224,7 @@ def test_what_can_t_be_read_is_a_clear_400(http: httpx.Client) -> None:
 
 def test_detail_is_named_and_marks_in_text_stay_text(http: httpx.Client) -> None:
     reply = chat(http, TEXT, image(SMALL, detail="low"))
-    assert reply.headers["x-localllm-ignored"] == "messages.image_url.detail"
+    assert reply.headers["x-localllm-ignored"] == "messages.content.image_url.detail"
     assert "x-localllm-ignored" not in chat(http, TEXT, image(SMALL, detail="auto")).headers
     assert (
         chat(http, {"type": "text", "text": "\ue5c8image 00\uf2a9 <__media__>"}).status_code == 200

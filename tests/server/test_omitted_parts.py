@@ -40,6 +40,10 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
+def user_text(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 HISTORIES: dict[str, tuple[str, dict[str, Any]]] = {
     "an earlier turn": (
@@ -136,3 +140,16 @@ def test_reasoning_in_parts_is_reasoning(
     reply = http.post("/v1/chat/completions", json={"messages": [user("a"), said, user("b")]})
     assert reply.status_code == 200, reply.text
     assert "<assistant>(so so)no<user>b" in str(engine.requests[-1].prompt)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_thinking_is_the_model_s_alone(http: httpx.Client, path: str) -> None:
+    """In a user's turn it is neither read nor silently lost."""
+    sent = user({"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Why?"})
+    more = {"max_tokens": 9, "stream": False}
+    earlier = http.post(path, json={"messages": [sent, user_text("go on")], **more})
+    assert earlier.status_code == 200, earlier.text
+    assert "messages.thinking" in earlier.headers["x-localllm-ignored"]
+    asked = http.post(path, json={"messages": [sent], **more})
+    assert asked.status_code == 400
+    assert "thinking" in asked.text

@@ -229,11 +229,14 @@ def _sent_path(error: Any, body: Any) -> list[str]:
 
 # --- what several dialects have in their messages and tools ---------------------------------------
 
+# How closely an image is to be looked at: it is read as it is.
+_DETAIL = Unused((None, "auto", "original"))
 PART = shape(
     "type", "text", "refusal", "thinking", "signature", "data", "input_audio", "video_url",
     "file_data", "file_url", "file_id", "filename", "cache_control", "annotations", "logprobs",
-    "image", "detail", "url",
-    image_url=shape("url", "detail"),
+    "image", "url",
+    detail=_DETAIL,
+    image_url=shape("url", detail=_DETAIL),
     file=shape("file_data", "file_id", "filename", "file_url"),
 )  # fmt: skip
 _CALL = shape("name", "arguments", "index")
@@ -260,4 +263,4 @@ _NAMED = shape("type", "name", "namespace", function=shape("name"), custom=shape
 CHOICE = shape("mode", **_NAMED, tools=_NAMED, allowed_tools=shape("mode", tools=_NAMED))
 _DESCRIBED = shape("name", "schema", "strict", description=Unused((None, "")))
 FORM = shape("type", **_DESCRIBED, json_schema=_DESCRIBED)
-STREAMED = shape("include_usage", "include_obfuscation", continuous_usage_stats=Unused())
+STREAMED = shape("include_usage", include_obfuscation=Unused(), continuous_usage_stats=Unused())

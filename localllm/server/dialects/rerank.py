@@ -5,19 +5,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import RequestBody
-from localllm.server.dialects.known import read
-from localllm.server.dialects.openapi import body_of
-from localllm.server.http.asgi import answer_headers
-from localllm.server.http.json_body import read_json
-from localllm.server.http.streaming import unless_left
-from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.dialects.route import mount_whole
+from localllm.server.dialects.vectors import model_for
+from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server
 
 _MOST_DOCUMENTS = 2048
@@ -56,51 +52,21 @@ class RerankFields(RequestBody):
 def routes(server: Server) -> APIRouter:
     router = APIRouter(tags=["Reranking"])
 
-    async def rerank(request: Request) -> Response:
-        """Rank documents by how well they answer a query."""
-        fields, ignored = read(RerankFields, await read_json(request, server.settings))
+    async def rerank(fields: RerankFields) -> Any:
         documents = fields.read_documents()
-        model = ranker_for(server.models, fields.model)
+        model = model_for(server.models, fields.model, ranks=True)
+        with server.serving(model):
+            engine = await model.engine()
+            if not isinstance(engine, EmbeddingEngine):
+                raise UnsupportedError(f"{model.name} does not rank", param="model")
+            scores, tokens = await engine.rank(
+                fields.query, documents, truncate=bool(fields.truncate)
+            )
+        return _body(fields, model, documents, scores, tokens)
 
-        async def work() -> Response:
-            with server.serving(model):
-                engine = await model.engine()
-                if not isinstance(engine, EmbeddingEngine):
-                    raise UnsupportedError(f"{model.name} does not rank", param="model")
-                scores, tokens = await engine.rank(
-                    fields.query, documents, truncate=bool(fields.truncate)
-                )
-            body = _body(fields, model, documents, scores, tokens)
-            return JSONResponse(body, headers=answer_headers(ignored))
-
-        return await unless_left(request, work())
-
-    described = body_of(RerankFields, "results")
-    router.add_api_route(
-        "/v1/rerank", rerank, methods=["POST"], response_model=None, openapi_extra=described
-    )
-    for path in _ALIASES:
-        router.add_api_route(
-            path, rerank, methods=["POST"], response_model=None, include_in_schema=False
-        )
+    about = "Rank documents by how well they answer a query"
+    mount_whole(router, server, "/v1/rerank", RerankFields, rerank, about, ("results",), _ALIASES)
     return router
-
-
-def ranker_for(models: ModelRouter, name: str | None) -> ServedModel:
-    """The reranker of that name; without a name the first. Raises UnsupportedError for a model that
-    is none."""
-    ranking = [m for m in models.list() if m.facts.ranks]
-    model = ranking[0] if ranking and not name else models.resolve(name)
-    if model.facts.ranks:
-        return model
-    raise UnsupportedError(
-        f"{model.name} does not rank texts",
-        hint=f"name a reranker: {', '.join(m.name for m in ranking)}"
-        if ranking
-        else "fetch a reranker (bge-reranker, Qwen3-Reranker …) and name it, or rank by the "
-        "distance of embeddings",
-        param="model",
-    )
 
 
 def _body(

@@ -20,6 +20,7 @@ from localllm.server.dialects.openapi import body_of
 from localllm.server.http.accounts import admins_only, caller
 from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json, worked
+from localllm.server.http.streaming import unless_left
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Dialect, Server, TranslatedRequest
 
@@ -67,17 +68,32 @@ def mount_answer(
     router: APIRouter, route: Route[Any, Any], endpoint: Endpoint, *, streams: str = ""
 ) -> None:
     """Serve `route` and its aliases by `endpoint`."""
-    post(
-        router,
-        route.path,
-        endpoint,
-        route.about,
-        body_of(route.fields, *route.keys, streams=streams),
-    )
-    for alias in route.aliases:
-        router.add_api_route(
-            alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False
-        )
+    described = body_of(route.fields, *route.keys, streams=streams)
+    post(router, route.path, endpoint, route.about, described, route.aliases)
+
+
+def mount_whole(
+    router: APIRouter,
+    server: Server,
+    path: str,
+    kind: type[Fields],
+    answer: Callable[[Fields], Awaitable[Any]],
+    about: str,
+    keys: tuple[str, ...],
+    aliases: tuple[str, ...] = (),
+) -> None:
+    """Serve `path`, which reads a body of `kind` and answers with the JSON that `answer` makes of
+    it, unless the client leaves."""
+
+    async def answer_whole(request: Request) -> Response:
+        fields, ignored = read(kind, await read_json(request, server.settings))
+
+        async def work() -> Response:
+            return JSONResponse(await answer(fields), headers=answer_headers(ignored))
+
+        return await unless_left(request, work())
+
+    post(router, path, answer_whole, about, body_of(kind, *keys), aliases)
 
 
 def mount_prompt(
@@ -172,9 +188,10 @@ def post(
     endpoint: Endpoint,
     about: str,
     described: dict[str, Any] | None = None,
+    aliases: tuple[str, ...] = (),
 ) -> None:
-    """Serve `path` by `endpoint`; `described`: its body in the OpenAPI document (see
-    `openapi.body_of`)."""
+    """Serve `path` and its `aliases` by `endpoint`; `described`: its body in the OpenAPI document
+    (see `openapi.body_of`)."""
     router.add_api_route(
         path,
         endpoint,
@@ -184,3 +201,7 @@ def post(
         description=about,
         openapi_extra=described,
     )
+    for alias in aliases:
+        router.add_api_route(
+            alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False
+        )

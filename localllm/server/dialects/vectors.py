@@ -41,20 +41,25 @@ class EmbeddingRequest:
     keep_s: float | None = None
 
 
-def model_for(models: ModelRouter, name: str | None) -> ServedModel:
-    """The embedding model of that name; without a name the first. Raises UnsupportedError for one
-    that generates text."""
-    embedding = [m for m in models.list() if m.facts.embeds]
-    model = embedding[0] if embedding and not name else models.resolve(name)
-    if model.facts.embeds:
+def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> ServedModel:
+    """The embedding model (or the one that `ranks`) of that name; without a name the first. Raises
+    UnsupportedError for a model of another kind."""
+
+    def is_able(model: ServedModel) -> bool:
+        return model.facts.ranks if ranks else model.facts.embeds
+
+    able = [m for m in models.list() if is_able(m)]
+    model = able[0] if able and not name else models.resolve(name)
+    if is_able(model):
         return model
-    served = ", ".join(m.name for m in embedding)
+    lacks = "does not rank texts" if ranks else "makes no embeddings"
+    does = "ranks" if model.facts.ranks else "embeds" if model.facts.embeds else "generates text"
+    kind = "a reranker" if ranks else "an embedding model"
     raise UnsupportedError(
-        f"{model.name} {'ranks' if model.facts.ranks else 'generates text'}; it makes no "
-        "embeddings",
-        hint=f"name an embedding model: {served}"
-        if served
-        else "serve an embedding model beside it: `localllm serve MODEL --also EMBEDDING_MODEL`",
+        f"{model.name} {does}; it {lacks}",
+        hint=f"name {kind}: {', '.join(m.name for m in able)}"
+        if able
+        else f"serve {kind} beside it: `localllm serve MODEL --also OTHER_MODEL`",
         param="model",
     )
 

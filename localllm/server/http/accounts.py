@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Generic, TypeVar
 
 from localllm.errors import AuthError, LocalLLMError
@@ -274,30 +274,9 @@ class Accounts:
         """The usage that `account` may see, as CSV."""
         out = io.StringIO()
         rows = csv.writer(out, lineterminator="\n")
-        rows.writerow(
-            (
-                "key",
-                "requests",
-                "refused",
-                "prompt_tokens",
-                "cached_tokens",
-                "completion_tokens",
-                "running",
-            )
-        )
+        rows.writerow(["key", *(f.name for f in fields(KeyUsage)), "running"])
         for a in self.visible_to(account):
-            u = a.used
-            rows.writerow(
-                (
-                    a.name,
-                    u.requests,
-                    u.refused,
-                    u.prompt_tokens,
-                    u.cached_tokens,
-                    u.completion_tokens,
-                    a.active,
-                )
-            )
+            rows.writerow([a.name, *astuple(a.used), a.active])
         return out.getvalue()
 
 

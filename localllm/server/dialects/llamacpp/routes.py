@@ -10,22 +10,18 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi import APIRouter
+from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 
 from localllm.conversation.tools import format_for, has_unknown_notation
 from localllm.errors import BusyError, RequestError
 from localllm.server.dialects.fields import RequestBody
-from localllm.server.dialects.known import read
 from localllm.server.dialects.llamacpp import completion
 from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
-from localllm.server.dialects.openapi import body_of
-from localllm.server.dialects.route import Route, mount
+from localllm.server.dialects.route import Route, mount, mount_whole
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.http.accounts import admins_only, caller
-from localllm.server.http.asgi import ignored_header
-from localllm.server.http.json_body import read_json
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
@@ -203,27 +199,19 @@ def routes(server: Server) -> APIRouter:
 
 
 def _vocabulary(router: APIRouter, server: Server) -> None:
-    @router.post("/tokenize", response_model=None, openapi_extra=body_of(TokenizeFields, "tokens"))
-    async def tokenize(request: Request) -> Response:
-        """Token ids of a text."""
-        fields, ignored = read(TokenizeFields, await read_json(request, server.settings))
+    async def tokenize(fields: TokenizeFields) -> Any:
         model = server.models.resolve(fields.model)
         with model.lease():
             engine = await model.engine()
             tokens = await engine.tokenize(
                 fields.content, special=fields.parse_special, add_bos=fields.add_special
             )
-            listed: list[Any] = tokens
-            if fields.with_pieces:
-                listed = [{"id": t, "piece": _piece(await engine.detokenize([t]))} for t in tokens]
-        return JSONResponse({"tokens": listed}, headers=ignored_header(ignored))
+            if not fields.with_pieces:
+                return {"tokens": tokens}
+            pieces = [{"id": t, "piece": _piece(await engine.detokenize([t]))} for t in tokens]
+            return {"tokens": pieces}
 
-    @router.post(
-        "/detokenize", response_model=None, openapi_extra=body_of(DetokenizeFields, "content")
-    )
-    async def detokenize(request: Request) -> Response:
-        """Text of token ids."""
-        fields, ignored = read(DetokenizeFields, await read_json(request, server.settings))
+    async def detokenize(fields: DetokenizeFields) -> Any:
         model = server.models.resolve(fields.model)
         with model.lease():
             engine = await model.engine()
@@ -231,8 +219,13 @@ def _vocabulary(router: APIRouter, server: Server) -> None:
             if bad is not None:
                 raise RequestError(f"token {bad} is outside the vocabulary", param="tokens")
             text = await engine.detokenize(fields.tokens)
-        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        return JSONResponse({"content": text}, headers=ignored_header(ignored))
+        return {"content": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")}
+
+    mount_whole(
+        router, server, "/tokenize", TokenizeFields, tokenize, "Token ids of a text", ("tokens",)
+    )
+    about = "Text of token ids"
+    mount_whole(router, server, "/detokenize", DetokenizeFields, detokenize, about, ("content",))
 
 
 def _piece(text: str) -> str | list[int]:
@@ -243,29 +236,29 @@ def _piece(text: str) -> str | list[int]:
 def _managing(router: APIRouter, server: Server) -> None:
     under_way: set[asyncio.Task[Any]] = set()
 
-    @router.post("/models/load", response_model=None, openapi_extra=body_of(ModelFields, "success"))
-    async def load(request: Request) -> Response:
-        """Begin to load a model; `status` in the lists says how it goes. An error, if it can't be
-        here at all."""
+    async def load(fields: ModelFields) -> Any:
         admins_only("loading a model")
-        fields, ignored = read(ModelFields, await read_json(request, server.settings))
         model = await server.models.find(fields.model)
         task = asyncio.create_task(model.engine())
         under_way.add(task)
         task.add_done_callback(under_way.discard)
         # How it ended is in the model's status; the next request reports it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return JSONResponse({"success": True}, headers=ignored_header(ignored))
+        return {"success": True}
 
-    @router.post(
-        "/models/unload", response_model=None, openapi_extra=body_of(ModelFields, "success")
-    )
-    async def unload(request: Request) -> Response:
-        """Give a model's memory back. A 503 while it answers requests."""
+    async def unload(fields: ModelFields) -> Any:
         admins_only("unloading a model")
-        fields, ignored = read(ModelFields, await read_json(request, server.settings))
-        await server.models.resolve(fields.model).worker.unload()
-        return JSONResponse({"success": True}, headers=ignored_header(ignored))
+        # It ends what it began, whoever left.
+        await asyncio.shield(server.models.resolve(fields.model).worker.unload())
+        return {"success": True}
+
+    about = (
+        "Begin to load a model; `status` in the lists says how it goes. An error, if it can't be "
+        "here at all."
+    )
+    mount_whole(router, server, "/models/load", ModelFields, load, about, ("success",))
+    about = "Give a model's memory back. A 503 while it answers requests."
+    mount_whole(router, server, "/models/unload", ModelFields, unload, about, ("success",))
 
     @router.get("/slots")
     async def list_slots(

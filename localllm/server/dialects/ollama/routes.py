@@ -30,12 +30,12 @@ from localllm.server.dialects.ollama.requests import (
     OllamaPull,
 )
 from localllm.server.dialects.openapi import body_of
-from localllm.server.dialects.route import PreloadRequest, Route, mount, post
+from localllm.server.dialects.route import PreloadRequest, Route, mount, mount_whole, post
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import text_job
 from localllm.server.http.accounts import admins_only
-from localllm.server.http.asgi import answer_headers, ignored_header
+from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json
 from localllm.server.http.streaming import Outbox, StreamResponse, unless_gone
 from localllm.server.models.router import ServedModel
@@ -325,11 +325,10 @@ def _about_models(router: APIRouter, server: Server) -> None:
         loaded = [m for m in server.models.list() if m.loaded]
         return {"models": [model_list.running(m, server.models.idle_s) for m in loaded]}
 
-    async def show(request: Request) -> Response:
-        fields, ignored = read(OllamaManaged, await read_json(request, server.settings))
+    async def show(fields: OllamaManaged) -> Any:
         model = await server.models.find(fields.wanted())
         template = (model.info.chat_template or "") if model.info else ""
-        body = await asyncio.to_thread(model_list.show, model, template)
-        return JSONResponse(body, headers=ignored_header(ignored))
+        return await asyncio.to_thread(model_list.show, model, template)
 
-    post(router, "/api/show", show, "One model's facts", body_of(OllamaManaged, "capabilities"))
+    keys = ("capabilities",)
+    mount_whole(router, server, "/api/show", OllamaManaged, show, "One model's facts", keys)

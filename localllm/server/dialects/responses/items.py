@@ -200,7 +200,7 @@ class ResponsesFields(ReasonedFields):
             "nothing is summarised here; send truncation: auto", (None, [])
         ),
         "prompt_cache_key": Unused(),
-        "stream_options": {"include_obfuscation": None},
+        "stream_options": {"include_obfuscation": Unused()},
         **dict.fromkeys(("client_metadata", "max_tool_calls")),
     }
     input: str | list[Any] | None = None

@@ -7,19 +7,17 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from localllm.conversation.messages import normalise
 from localllm.engine.messages import Generation
 from localllm.errors import RequestError, UnsupportedError, WorkerDiedError
 from localllm.server.dialects.fields import RequestBody
-from localllm.server.dialects.known import Refused, Shape, read
-from localllm.server.dialects.openapi import body_of
-from localllm.server.dialects.route import post
+from localllm.server.dialects.known import Refused, Shape
+from localllm.server.dialects.route import mount_whole
 from localllm.server.dialects.systemone.forks import BEGUN, CannotDecideError, Forks, Spent
 from localllm.server.dialects.systemone.questions import (
     Content,
@@ -35,9 +33,6 @@ from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.accounts import admins_only, caller, salt_of
-from localllm.server.http.asgi import answer_headers
-from localllm.server.http.json_body import read_json
-from localllm.server.http.streaming import unless_left
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server
 
@@ -90,64 +85,40 @@ class FitFields(RequestBody):
 def routes(server: Server) -> APIRouter:
     router = APIRouter(tags=["Decisions"])
 
-    async def decide(request: Request) -> Response:
-        fields, ignored = read(SystemOneFields, await read_json(request, server.settings))
+    async def decide(fields: SystemOneFields) -> Any:
         model = await _model(server, fields)
+        with server.serving(model):
+            scores, spent, fingerprint = await _scores(server, model, fields, fields.orders)
+        t = fields.temperature or saved_temperature(fingerprint)
+        answers = {name: q.answer(softmax(scores[name], t)) for name, q in fields.questions.items()}
+        return {"model": model.name, "answers": answers, "temperature": t, "usage": spent.body()}
 
-        async def work() -> Response:
-            with server.serving(model):
-                scores, spent, fingerprint = await _scores(server, model, fields, fields.orders)
-            t = fields.temperature or saved_temperature(fingerprint)
-            answers = {
-                name: q.answer(softmax(scores[name], t)) for name, q in fields.questions.items()
-            }
-            body = {
-                "model": model.name,
-                "answers": answers,
-                "temperature": t,
-                "usage": spent.body(),
-            }
-            return JSONResponse(body, headers=answer_headers(ignored))
-
-        return await unless_left(request, work())
-
-    async def fit(request: Request) -> Response:
-        fields, ignored = read(FitFields, await read_json(request, server.settings))
+    async def fit(fields: FitFields) -> Any:
         admins_only("fitting a model's temperature")
         right = [_right(i, example) for i, example in enumerate(fields.examples)]
         model = await _model(server, fields)
-
-        async def work() -> Response:
-            examples: list[tuple[Sequence[float], int]] = []
-            spent = Spent()
-            with server.serving(model):
-                for example, options in zip(fields.examples, right, strict=True):
-                    scores, cost, fingerprint = await _scores(server, model, example, fields.orders)
-                    spent.add(cost)
-                    examples += ((scores[name], option) for name, option in options.items())
-            t = await asyncio.to_thread(fit_temperature, examples)
-            save_temperature(fingerprint, t, len(examples))
-            losses = {"before": loss(examples, 1.0), "after": loss(examples, t)}
-            found = {
-                "model": model.name,
-                "temperature": t,
-                "examples": len(examples),
-                "loss_nats": losses,
-            }
-            return JSONResponse({**found, "usage": spent.body()}, headers=answer_headers(ignored))
-
-        return await unless_left(request, work())
+        examples: list[tuple[Sequence[float], int]] = []
+        spent = Spent()
+        with server.serving(model):
+            for example, options in zip(fields.examples, right, strict=True):
+                scores, cost, fingerprint = await _scores(server, model, example, fields.orders)
+                spent.add(cost)
+                examples += ((scores[name], option) for name, option in options.items())
+        t = await asyncio.to_thread(fit_temperature, examples)
+        save_temperature(fingerprint, t, len(examples))
+        losses = {"before": loss(examples, 1.0), "after": loss(examples, t)}
+        found = {"temperature": t, "examples": len(examples), "loss_nats": losses}
+        return {"model": model.name, **found, "usage": spent.body()}
 
     about = (
         "Answer typed questions (choice, score, noul) about a state by the model's probabilities, "
         "without writing text"
     )
-    described = body_of(SystemOneFields, "model", "answers", "usage")
-    post(router, "/v1/systemone", decide, about, described)
+    keys = ("model", "answers", "usage")
+    mount_whole(router, server, "/v1/systemone", SystemOneFields, decide, about, keys)
     about = "Fit the temperature of a model's decisions to answers that are right, and keep it"
-    post(
-        router, "/v1/systemone/fit", fit, about, body_of(FitFields, "model", "temperature", "usage")
-    )
+    keys = ("model", "temperature", "usage")
+    mount_whole(router, server, "/v1/systemone/fit", FitFields, fit, about, keys)
     return router
 
 
