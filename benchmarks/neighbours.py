@@ -1,13 +1,17 @@
 """What others on one server can learn of you and cost you: a guessed prompt's first token, and
 yours beside heavy bodies.
 
-python -m benchmarks.neighbours [--only guess|heavy] [--rounds 20] [--model FILE]
+python -m benchmarks.neighbours [--only guess|heavy|gates] [--rounds 20] [--model FILE]
 
 guess   A key asks a prompt; another key asks the same one, and one that nobody asked: their first
         tokens must take as long.
         What the key itself waits for it again shows what there would be to see.
 heavy   A small chat's first token, alone and while ten bodies of many MB are read at once, for each
         kind. Bar: twice as long.
+gates   The same beside one request of each kind that wants much (tests/support/heavy_requests.py),
+        and beside eight schemas that take long to compile. Bars: a small chat's first token twice
+        as long as alone, and 0.5 s at most; a small schema's 1 s; /health 0.1 s; a template's own
+        answer 2 s. "a small schema" beside "alone" is what a schema costs.
 """
 
 from __future__ import annotations
@@ -18,8 +22,11 @@ import json
 import os
 import statistics
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -30,10 +37,14 @@ from benchmarks.rounds import interleave, report
 from localllm.bench.ratio import RoundComparison
 from localllm.bench.scenarios import unique, user
 from localllm.bench.stream import BenchTarget, free_port
+from tests.models.first_layers import write_first_layers
+from tests.support.heavy_requests import KINDS, TEMPLATE, chat
 
 _KEYS = {"anna": "anna-anna-anna-anna-anna", "bob": "bob-bob-bob-bob-bob-bob"}
 _GUESSED_WORDS = 40
 _BODIES = 10
+# The model whose template is hostile.
+_SECOND = "templates"
 
 
 def _chat(content: object, **fields: object) -> bytes:
@@ -141,12 +152,80 @@ def heavy(server: BenchTarget, rounds: int) -> RoundComparison:
     return table
 
 
+def gates(server: BenchTarget, rounds: int) -> list[RoundComparison]:
+    """What others wait for beside each heavy request, the longest of each round, and how long that
+    takes itself."""
+    first = RoundComparison("first token of a small chat", "s", "less")
+    formed = RoundComparison("first token of a small schema", "s", "less")
+    health = RoundComparison("/health", "s", "less")
+    taken = RoundComparison("the heavy request's own answer", "s", "less")
+    target = BenchTarget("anna", server.url, key=_KEYS["anna"])
+    names = count()
+
+    def small(schema: object = None) -> float:
+        fields = {} if schema is None else {"json_schema": schema}
+        asked = {"messages": user("hi"), "max_tokens": 4, "temperature": 0}
+        return target.stream({**asked, **fields}).ttft_s
+
+    def new_schema() -> dict[str, object]:
+        property_name = f"b{next(names)}"
+        return {"type": "object", "properties": {property_name: {"type": "string"}}}
+
+    def post(body: object) -> float:
+        headers = {"authorization": f"Bearer {_KEYS['bob']}"}
+        begun = time.perf_counter()
+        httpx.post(
+            f"{server.url}/chat/completions",
+            json=body,
+            headers=headers,
+            timeout=300,
+            trust_env=False,
+        )
+        return time.perf_counter() - begun
+
+    def looked() -> float:
+        begun = time.perf_counter()
+        httpx.get(f"{server.root}/health", trust_env=False)
+        return time.perf_counter() - begun
+
+    def alone() -> None:
+        for _ in range(5):
+            first.add("alone", small())
+            formed.add("alone, known", small({"type": "object"}))
+            formed.add("alone", small(new_schema()))
+            health.add("alone", looked())
+
+    def beside(kind: str, bodies: Sequence[object]) -> None:
+        waits: dict[str, list[float]] = {"chat": [0.0], "schema": [0.0], "health": [0.0]}
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            asked = [pool.submit(post, body) for body in bodies]
+            while not all(one.done() for one in asked):
+                waits["health"].append(looked())
+                waits["chat"].append(small())
+                waits["schema"].append(small(new_schema()))
+            taken.add(kind, max(one.result() for one in asked))
+        for table, name in ((first, "chat"), (formed, "schema"), (health, "health")):
+            table.add(kind, max(waits[name]))
+
+    slow = [chat(json_schema={"type": "integer", "multipleOf": 9_973 - 2 * i}) for i in range(8)]
+    # A template that is slow is so for its own model's requests.
+    kinds = {
+        name: [kind.make(2**kind.usual) | ({"model": _SECOND} if "template" in name else {})]
+        for name, kind in KINDS.items()
+        if not kind.sees
+    }
+    kinds["eight slow schemas"] = slow
+    small({"type": "object"})
+    interleave(rounds, alone, *(partial(beside, kind, bodies) for kind, bodies in kinds.items()))
+    return [first, formed, health, taken]
+
+
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["guess", "heavy"])
+    parser.add_argument("--only", choices=["guess", "heavy", "gates"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--model", type=Path, default=None)
     arguments = parser.parse_args()
@@ -158,16 +237,21 @@ def main() -> None:
         )
         os.environ.update({f"KEY_{name}": key for name, key in _KEYS.items()})
         port = free_port()
-        command = serve_command(
-            str(arguments.model or smollm2()), port, "--context", "8192", "--quiet"
-        )
+        model, second = arguments.model or smollm2(), []
+        if arguments.only == "gates":
+            path = home / f"{_SECOND}.gguf"
+            second = [str(write_first_layers(smollm2(), path, 3, template=TEMPLATE))]
+        command = serve_command(model, port, *second, "--context", "8192", "--quiet")
         server = Server("localllm", command, port, key=_KEYS["anna"])
         server.start()
         try:
-            if arguments.only != "heavy":
+            few = max(1, arguments.rounds // 10)
+            if arguments.only in (None, "guess"):
                 report([guess(server.target, arguments.rounds)], "guessed")
-            if arguments.only != "guess":
-                report([heavy(server.target, max(1, arguments.rounds // 10))], "alone")
+            if arguments.only in (None, "heavy"):
+                report([heavy(server.target, few)], "alone")
+            if arguments.only == "gates":
+                report(gates(server.target, few), "alone")
         finally:
             server.stop()
 

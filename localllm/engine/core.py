@@ -397,13 +397,17 @@ class Engine:
 
     def _prompt_only_tokens(self) -> int:
         """Prefill tokens of a step in which nobody decodes: more where one request is all there is,
-        and can be interrupted."""
-        only = len(self.jobs.waiting) + len(self.jobs.running) == 1
+        and can be interrupted. Where nobody shares, as many whatever they cost: who asks again is
+        told the same, to the last bit."""
+        jobs = [*self.jobs.waiting.values(), *self.jobs.running.values()]
         # A rest is as long as its step asks for.
         undisturbed = (
-            only and self.backend.capabilities.interruptible and self.settings.power >= 1.0
+            len(jobs) == 1
+            and self.backend.capabilities.interruptible
+            and self.settings.power >= 1.0
         )
-        return self._sizer.prompt_tokens(SINGLE_STEP_S if undisturbed else PROMPT_STEP_S)
+        step_s = SINGLE_STEP_S if undisturbed else PROMPT_STEP_S
+        return self._sizer.prompt_tokens(step_s if any(job.shares for job in jobs) else 0.0)
 
     def _plan_image(
         self, images: ImageSteps, ready: list[RunningRequest], prompt_only: int

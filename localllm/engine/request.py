@@ -149,6 +149,13 @@ class RunningRequest:
         return n - self.n_kv == 1 and n > self.n_prompt and not self.draft
 
     @property
+    def drafts(self) -> bool:
+        """May guesses stand in its steps? They change how many rows a step has, and so the last
+        bits of what is told: not where somebody wants the same again."""
+        is_exact = self.request.generation.logprobs is not None and not self.shares
+        return self.request.draft != "off" and not is_exact
+
+    @property
     def running(self) -> bool:
         """True once all of its prefix that can be had is there."""
         return self.state == "running"

@@ -107,3 +107,32 @@ def test_real_weights_say_the_same_in_a_crowd_as_alone(few_layers: Path) -> None
                 f"{question}: diverged at {at} where the choice was clear ({gaps[at]:.3f})"
             )
     engine.close()
+
+
+class Jumping:
+    """A clock by which each step took another time than the last."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self._now_s = random.Random(seed), 0.0
+
+    def __call__(self) -> float:
+        self._now_s += self._rng.choice([1e-5, 1e-3, 0.1, 3.0])
+        return self._now_s
+
+
+def test_one_who_shares_nothing_is_told_the_same_bits_alone(few_layers: Path) -> None:
+    """Whatever steps cost, and whoever was there before."""
+    prompt = [(i * 7919) % 40_000 + 50 for i in range(300)] * 2
+    said = []
+    for seed in range(3):
+        backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=2048))
+        engine = Engine(backend, clock=Jumping(seed))
+        run(engine, *(request_for(str(i), prompt[i:][:70], 9, GREEDY) for i in range(2 * seed)))
+        for key in ("once", "again"):
+            request = request_for(
+                key, prompt, 24, GREEDY, ignore_eos=True, logprobs=5, cache_prompt=False
+            )
+            outcome = run(engine, request)
+            said.append([(one.logprob, one.top) for one in outcome.logprobs[key]])
+        engine.close()
+    assert all(one == said[0] for one in said)

@@ -44,24 +44,33 @@ class Header:
             self.at += _SIZES[kind]
 
 
-def write_first_layers(source: Path, target: Path, n_layers: int) -> Path:
+def write_first_layers(
+    source: Path, target: Path, n_layers: int, template: str | None = None
+) -> Path:
     """Write `source` with only its first `n_layers` blocks to `target`; its metadata stay as they
-    are, byte for byte."""
+    are, byte for byte, but for its chat template where another is given."""
     data = memoryview(source.read_bytes())
     header = Header(data)
     header.at = 8
     n_tensors, n_fields = header.number("Q"), header.number("Q")
-    begin, alignment, blocks = header.at, 32, 0
+    begin, alignment, blocks, place = header.at, 32, 0, slice(0)
     for _ in range(n_fields):
         name, kind = header.string(), header.number("I")
         if name == b"general.alignment":
             (alignment,) = struct.unpack_from("<I", data, header.at)
         if name.endswith(b".block_count"):
             blocks = header.at
+        at = header.at
         header.skip(kind)
+        if name == b"tokenizer.chat_template":
+            place = slice(at - begin, header.at - begin)
     fields = bytearray(data[begin : header.at])
     assert blocks, "a model says how many blocks it has"
-    struct.pack_into("<I", fields, blocks - begin, n_layers)
+    (n_blocks,) = struct.unpack_from("<I", fields, blocks - begin)
+    struct.pack_into("<I", fields, blocks - begin, min(n_layers, n_blocks))
+    if template is not None:
+        text = template.encode()
+        fields[place] = struct.pack("<Q", len(text)) + text
 
     # (where its data begins, all that is said of it but that)
     tensors: list[tuple[int, bytes]] = []

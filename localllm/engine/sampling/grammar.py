@@ -177,9 +177,11 @@ _LIMITS = (ChildLimits(0.05, 32 * 2**20), ChildLimits(1.0, 96 * 2**20, nice=10))
 
 def trials(compiler: GrammarCompiler) -> Stages:
     """Where a grammar is tried before `compiler` is given it."""
-    module = "localllm.grammars.trial"
     return Stages(
-        [LimitedChild(module, most, lambda: compiler.vocabulary.outline()) for most in _LIMITS]
+        [
+            LimitedChild("localllm.grammars.trial", most, lambda: compiler.vocabulary.outline())
+            for most in _LIMITS
+        ]
     )
 
 

@@ -250,7 +250,7 @@ class Speculator:
             job.max_tokens - job.n_generated - 1,
             self.backend.info.n_ctx - len(job.tokens) - 1,
         )
-        if job.request.draft == "off" or most < 1:
+        if not job.drafts or most < 1:
             return _Proposal("", [], DraftCandidate(()))
         tokens, match = state.lookup.propose(most)
         constraint = job.sampler.constraint

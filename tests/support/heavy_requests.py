@@ -1,0 +1,182 @@
+"""Requests that want much of the machine, by generator: what is large in one, and how large, 2**k.
+
+`KINDS` has each with the k of every run and the largest one. All go to a model whose chat template
+is `TEMPLATE`, but those with pictures, which go to one that sees.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Body = dict[str, Any]
+
+# What a hostile template could hold. Which of it is done, how often and to what size is said by the
+# conversation: one file has all of them.
+_HOSTILE = {
+    "power": "{% set x = 3 ** n %}",
+    "text": "{% set x = 'é' * n * n %}",
+    "join": "{% set x = (['a'] * n) | join('b' * n) %}",
+    "lists": "{% set l = [] %}{% for i in range(n) %}{% set _ = l.append([n] * n) %}{% endfor %}",
+    "loops": "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}",
+    "width": "{% set x = ('%' ~ n ~ '.' ~ n ~ 'f') | format(1.5) %}",
+    "said": "{% for i in range(n) %}{{ 'a' * n }}{% endfor %}",
+}
+TEMPLATE = (
+    "{% set asked = messages[0].content.split(' ') %}{% set n = asked[-1] | int %}"
+    + "".join(
+        f"{{% if asked[0] == 'do-{name}' %}}{do}{{% endif %}}" for name, do in _HOSTILE.items()
+    )
+    + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+def chat(content: object = "hi", **fields: Any) -> Body:
+    """A small request."""
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
+
+
+def _schema(schema: Any) -> Body:
+    form = {"name": "x", "schema": schema}
+    return chat(response_format={"type": "json_schema", "json_schema": form})
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+def _ref(i: int) -> dict[str, str]:
+    return {"$ref": f"#/$defs/d{i}"}
+
+
+def _arrays(n: int) -> Body:
+    schema: Any = {"type": "integer"}
+    for _ in range(n):
+        schema = {"type": "array", "items": schema}
+    return _schema(schema)
+
+
+def _choices(n: int) -> Body:
+    schema: Any = {"type": "integer"}
+    for depth in range(n.bit_length()):
+        schema = {"anyOf": [schema, _object({f"k{depth}": schema})]}
+    return _schema(schema)
+
+
+def _chain(n: int) -> Body:
+    """Each definition names the next one twice."""
+    links = {f"d{i}": _object({"l": _ref(i + 1), "r": _ref(i + 1)}) for i in range(n)}
+    return _schema({"$defs": {**links, f"d{n}": {"type": "integer"}}, **_ref(0)})
+
+
+def _ring(n: int) -> Body:
+    """Each definition leads to all others, one after another, and so to itself."""
+    links = {
+        f"d{i}": {"anyOf": [_object({"next": _ref((i + 1) % n)}), _ref((i + 2) % n), {"const": i}]}
+        for i in range(n)
+    }
+    return _schema({"$defs": links, **_ref(0)})
+
+
+def _patterns(n: int) -> Body:
+    named = {f"^p{i}[a-z]*$": {"type": "string", "pattern": f"^(a|b){{{i}}}$"} for i in range(n)}
+    return _schema({"type": "object", "patternProperties": named})
+
+
+def _enums(n: int) -> Body:
+    side = math.isqrt(n)
+    named = {f"p{i}": {"enum": [f"value {i} {j}" for j in range(side)]} for i in range(side)}
+    return _schema({"type": "object", "properties": named})
+
+
+def _rules(n: int) -> str:
+    """Each names the next one twice; a word of many meanings."""
+    return (
+        "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(n)) + f'\nr{n}: "a" | "aa"'
+    )
+
+
+def _gbnf(n: int) -> Body:
+    return chat(grammar="root ::= r0\n" + _rules(n).replace(": ", " ::= "))
+
+
+def _tools(n: int) -> Body:
+    schema = _object({f"p{i}": {"enum": [f"e{i}{j}" for j in range(8)]} for i in range(n // 8)})
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{i}", "parameters": schema}}
+        for i in range(n)
+    ]
+    return chat(tools=tools, tool_choice="required")
+
+
+def _messages(n: int) -> Body:
+    roles = ["user", "assistant"]
+    said = [{"role": roles[i % 2], "content": "a"} for i in range(n + 1)]
+    return {**chat(), "messages": said}
+
+
+def _png(side: int) -> bytes:
+    """A picture of one colour: a small file, whatever its size."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        end = struct.pack(">I", zlib.crc32(name + data))
+        return struct.pack(">I", len(data)) + name + data + end
+
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(side * (3 * side + 1)), 1)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def _picture(n: int) -> Body:
+    url = "data:image/png;base64," + base64.b64encode(_png(n)).decode()
+    return chat([{"type": "image_url", "image_url": {"url": url}}])
+
+
+def _hostile(name: str) -> Callable[[int], Body]:
+    return lambda n: chat(f"do-{name} {n}")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A request of size 2**k: `make` is given that size. `usual`, `largest`: the k of every run,
+    and the last one."""
+
+    make: Callable[[int], Body]
+    usual: int
+    largest: int
+    sees: bool = False
+
+
+KINDS = {
+    "arrays in arrays": Kind(_arrays, 6, 10),
+    "anyOf in anyOf": Kind(_choices, 9, 13),
+    "a chain of refs": Kind(_chain, 9, 13),
+    "a ring of refs": Kind(_ring, 9, 13),
+    "patternProperties": Kind(_patterns, 7, 12),
+    "enums of properties": Kind(_enums, 14, 18),
+    "alternatives": Kind(
+        lambda n: chat(regex="|".join(f"w{i}[a-z]*x{i}" for i in range(n))), 11, 13
+    ),
+    "counted repeats": Kind(lambda n: chat(regex=f"(a|b)*a(a|b){{{n}}}"), 12, 20),
+    "nested repeats": Kind(lambda n: chat(regex="(" * n + "a" + "{1,99})" * n), 4, 12),
+    "lark": Kind(lambda n: chat(grammar="%llguidance {}\nstart: r0\n" + _rules(n)), 9, 13),
+    "gbnf": Kind(_gbnf, 6, 13),
+    "tools": Kind(_tools, 9, 9),
+    "stop strings": Kind(
+        lambda n: chat(stop=["ab" * (n // 2 - 1) + f"{i}" for i in range(32)], max_tokens=64),
+        10,
+        11,
+    ),
+    "logit_bias": Kind(lambda n: chat(logit_bias={str(i): -1 for i in range(n)}, n=4), 12, 12),
+    "messages": Kind(_messages, 14, 15),
+    "one letter": Kind(lambda n: chat("a" * n), 22, 24),
+    "letters of four bytes": Kind(lambda n: chat("\U000e0001" * n), 20, 21),
+    "a picture": Kind(_picture, 11, 15, sees=True),
+    **{f"template: {name}": Kind(_hostile(name), 14, 20) for name in _HOSTILE},
+}
