@@ -15,12 +15,13 @@ import pytest
 
 from localllm.server.models.router import ServedModel
 from server.rows import Row, as_said
+from server.rows_completions import COMPLETIONS
 from server.rows_openai import OPENAI
 from server.rows_others import OTHERS
 from support.http_server import running_server
 from support.scripted_engine import BOS, ScriptedEngine
 
-ROWS = [*OPENAI, *OTHERS]
+ROWS = [*OPENAI, *COMPLETIONS, *OTHERS]
 
 
 def test_the_table_is_long_enough_and_has_no_twins() -> None:

@@ -16,13 +16,14 @@ import pytest
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.proxy.upstreams import PATHS, Upstream, Upstreams
 from server.rows import Row, as_said
+from server.rows_completions import COMPLETIONS
 from server.rows_openai import OPENAI
 from server.rows_others import OTHERS
 from support.http_server import Running, running_server
 from support.scripted_engine import BOS, Gate, ScriptedEngine
 from support.until import until
 
-ROWS = [row for row in (*OPENAI, *OTHERS) if row.path in PATHS]
+ROWS = [row for row in (*OPENAI, *COMPLETIONS, *OTHERS) if row.path in PATHS]
 EVERY = ("openai", "responses", "anthropic", "ollama")
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
