@@ -3,16 +3,19 @@ installed."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import itertools
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from localllm_catalog import catalog
 from support.examples import NEW, examples
 
 # What a busy machine makes slow is not wrong: no example is judged by its time. The same examples
@@ -29,6 +32,23 @@ settings.load_profile("ours")
 # As the worker runs (localllm/engine/worker/client.py): read by OpenMP when llama.cpp is first
 # loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# Every client that httpx makes reads the 140 certificates that certifi trusts, which takes 25 ms;
+# thousands are made here, of whom hardly one speaks TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+# The shipped models never change: reading them takes 0.2 s, which every second command does, and
+# what is known of a model is remembered by its identity.
+read_catalog = catalog.load
+shipped_catalog = functools.cache(read_catalog)
+
+
+def load_catalog(user_dir: Path | None = None, cache: Path | None = None) -> catalog.Catalog:
+    has_own = user_dir.exists() if user_dir is not None else cache is not None
+    return read_catalog(user_dir, cache) if has_own else shipped_catalog()
+
+
+catalog.load = load_catalog
 
 # Nothing that is imported and collected is garbage: no sweep looks for it meanwhile.
 gc.disable()

@@ -99,7 +99,9 @@ def backend(
             "states": lambda: ScriptedBackend(n_ctx=N_CTX, rewind="none", states=True),
         }[shape]()
     else:
-        path = write(tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf")
+        path = tmp_path_factory.getbasetemp() / f"{request.param}.gguf"
+        if not path.exists():
+            write(path)
         _, _, setting = request.param.partition("+")
         made = llamacpp.load(
             LoadSpec(str(path), n_ctx=N_CTX, n_seq_max=4, n_batch=32, **SETTINGS[setting])

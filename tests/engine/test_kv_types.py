@@ -109,20 +109,15 @@ def exact(smollm2: Path) -> Logits:
     return said_with(smollm2, "f16")
 
 
-@pytest.fixture(scope="module")
-def noise(smollm2: Path, exact: Logits) -> tuple[float, float, float]:
-    """What f16 differs from itself by on this device."""
-    return differences(exact, said_with(smollm2, "f16", piece=4))
-
-
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_quantised_logits_stay_near_f16(
-    smollm2: Path, exact: Logits, noise: tuple[float, float, float], kind: KvType
-) -> None:
+def test_quantised_logits_stay_near_f16(smollm2: Path, exact: Logits, kind: KvType) -> None:
     found = differences(exact, said_with(smollm2, kind))
     assert found[0] > 0
-    for value, bound, own in zip(found, BOUNDS[kind], noise, strict=True):
-        assert value < bound + 3 * own
+    if any(value >= bound for value, bound in zip(found, BOUNDS[kind], strict=True)):
+        # What f16 differs from itself by on this device, which takes long to find out.
+        noise = differences(exact, said_with(smollm2, "f16", piece=4))
+        for value, bound, own in zip(found, BOUNDS[kind], noise, strict=True):
+            assert value < bound + 3 * own
 
 
 @pytest.mark.parametrize("pair", [("q8_0", "q4_0"), ("q8_0", "f16"), ("f16", "q8_0")])

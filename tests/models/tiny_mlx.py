@@ -23,7 +23,8 @@ def write_tokenizer(folder: Path) -> None:
     tokens at the end."""
     from localllm_backends.mlx.vocabulary import byte_of_char
 
-    chars = sorted(byte_of_char(), key=lambda c: byte_of_char()[c])
+    bytes_by_char = byte_of_char()
+    chars = sorted(bytes_by_char, key=bytes_by_char.__getitem__)
     vocab = {c: i for i, c in enumerate(chars)}
     merges = []
     for pair in ("t h", "th e", "Ġ the", "a n", "i n", "Ġ a", "e r", "Ġ w"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -13,7 +14,7 @@ from localllm.device.named import resolve
 from localllm.planner import drafting, explain, kv_sizes, memory, picks, recommend
 from localllm.planner.plan import plan_for
 from localllm.planner.starting_settings import Overrides
-from localllm.planner.types import DraftChoice, Plan, RunSettings, Workload
+from localllm.planner.types import DraftChoice, Plan, Recommendation, RunSettings, Workload
 from localllm_backends import registry
 from localllm_backends.contract import KvType
 from localllm_catalog import catalog
@@ -32,6 +33,11 @@ def plan(machine: str, model_id: str, quant: str, *, fmt: str, **fixed: str) -> 
         kv_type=fixed.get("kv_type", ""), draft=draft, draft_model=CATALOG.by_id.get(draft)
     )
     return plan_for(resolve(machine), model, variant, Workload(), overrides=overrides)
+
+
+@cache
+def all_that_fits(machine: str, purpose: Purpose) -> Recommendation:
+    return recommend.recommend(resolve(machine), CATALOG.models, Workload(purpose), limit=0)
 
 
 # --- memory by MLX's rules ------------------------------------------------------------------------
@@ -96,10 +102,8 @@ def test_a_plan_names_kv_types_in_the_words_the_backends_take() -> None:
     words = set(get_args(KvType))
     for machine in MACS:
         for purpose in PURPOSES:
-            answer = recommend.recommend(
-                resolve(machine), CATALOG.models, Workload(purpose), limit=0
-            )
-            assert {p.settings.kv_type for p in answer.plans} <= words
+            plans = all_that_fits(machine, purpose).plans
+            assert {p.settings.kv_type for p in plans} <= words
 
 
 # --- which engine ---------------------------------------------------------------------------------
@@ -107,7 +111,7 @@ def test_a_plan_names_kv_types_in_the_words_the_backends_take() -> None:
 
 @pytest.mark.parametrize("machine", MACS)
 def test_a_mac_is_offered_both_and_told_which_is_faster_and_why(machine: str) -> None:
-    answer = recommend.recommend(resolve(machine), CATALOG.models, Workload(), limit=0)
+    answer = all_that_fits(machine, "chat")
     assert {p.variant.format for p in answer.plans} == {"gguf", "mlx"}
     said = [r for p in answer.plans for r in p.reasons if "of the bandwidth" in r]
     assert said

@@ -40,19 +40,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_they_spell_the_answer(name: str, size: int) -> None:
-    script, more = CASES[name]
-    pieces = [script[i : i + size] for i in range(0, len(script), size)]
-    engine = ScriptedEngine(pieces, chat_template=TEMPLATE)
-    body = {"messages": HI, "logprobs": True, "top_logprobs": 2, **more}
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[tuple[ScriptedEngine, httpx.Client]]:
+    engine = ScriptedEngine(chat_template=TEMPLATE)
     with (
         running_server({"m": engine}) as server,
-        httpx.Client(base_url=server.url, trust_env=False) as http,
+        httpx.Client(base_url=server.url, trust_env=False) as client,
     ):
-        choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
-        stream = http.post("/v1/chat/completions", json={**body, "stream": True}).text
+        yield engine, client
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_they_spell_the_answer(
+    scripted: tuple[ScriptedEngine, httpx.Client], name: str, size: int
+) -> None:
+    engine, http = scripted
+    script, more = CASES[name]
+    engine.script = [script[i : i + size] for i in range(0, len(script), size)]
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 2, **more}
+    choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+    stream = http.post("/v1/chat/completions", json={**body, "stream": True}).text
     said = choice["message"]["content"]
     entries = choice["logprobs"]["content"]
     assert "".join(e["token"] for e in entries) == said
@@ -123,10 +131,10 @@ def test_a_fill_in_ends_with_a_choice_and_its_usage() -> None:
 
 
 @pytest.fixture(scope="module")
-def http(smollm2: Path) -> Iterator[httpx.Client]:
-    host = Supervisor(WorkerOptions(LoadSpec(path=str(smollm2), n_ctx=1024, n_seq_max=1)))
+def http(few_layers: Path) -> Iterator[httpx.Client]:
+    host = Supervisor(WorkerOptions(LoadSpec(path=str(few_layers), n_ctx=1024, n_seq_max=1)))
     with (
-        running_server({"smollm2": host}) as server,
+        running_server({"few-layers": host}) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
         yield client
@@ -214,14 +222,6 @@ def test_tokens_of_a_stop_that_is_left_out_have_none(http: httpx.Client) -> None
             if spelled
             else True
         )
-
-
-def test_a_stop_that_spells_a_control_token_matches(http: httpx.Client) -> None:
-    turn = "<|im_start|>user\nSay hi.<|im_end|>\n"
-    for stop in ("<|im_start|>", "<|im_start|>assistant", "im_start|>ass"):
-        body = {"prompt": turn, "temperature": 0, "max_tokens": 12, "stop": [stop]}
-        choice = http.post("/v1/completions", json=body).json()["choices"][0]
-        assert (choice["text"], choice["finish_reason"]) == ("", "stop"), stop
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,15 @@ def test_a_form_goes_on_behind_the_beginning_that_was_given(client: openai.OpenA
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_a_stop_that_spells_a_control_token_matches(client: openai.OpenAI) -> None:
+    turn = "<|im_start|>user\nSay hi.<|im_end|>\n"
+    for stop in ("<|im_start|>", "<|im_start|>assistant", "im_start|>ass"):
+        choice = client.completions.create(
+            model="smollm2", prompt=turn, temperature=0, max_tokens=12, stop=[stop]
+        ).choices[0]
+        assert (choice.text, choice.finish_reason) == ("", "stop"), stop
+
+
 def test_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI) -> None:
     content = _ask(client, max_tokens=4, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert len(content) == 4
@@ -203,7 +212,7 @@ def _fits(name: str, arguments: str) -> bool:
     return set(given) == {"city", "days"} and isinstance(given["city"], str) and given["days"] >= 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str
 )

@@ -42,6 +42,8 @@ def branches(function: ast.AST) -> int:
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
     """Every function with its qualified name, methods and inner ones included."""
     for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.expr):
+            continue  # holds no function with a name
         named = isinstance(child, Function | ast.ClassDef)
         if isinstance(child, Function):
             yield prefix + child.name, child
@@ -114,12 +116,11 @@ def measure(trees: dict[str, ast.Module]) -> Measures:
             measures.maximum(
                 "statements_of_a_function", statements(function) - 1, f"{path}::{name}"
             )
-        for node in ast.walk(tree):
-            measures.add("nested_comprehensions", is_nested(node))
-            measures.add("walrus", isinstance(node, ast.NamedExpr))
-            is_definition = isinstance(node, Function | ast.ClassDef)
-            measures.add("riddle_functions", is_definition and node.name.strip("_") in riddle_names)
-            measures.add(
-                "riddle_values", sum(name.strip("_") in riddle_names for name in named_values(node))
-            )
+        nodes = list(ast.walk(tree))
+        measures.add("nested_comprehensions", sum(map(is_nested, nodes)))
+        measures.add("walrus", sum(isinstance(node, ast.NamedExpr) for node in nodes))
+        defined = [node.name for node in nodes if isinstance(node, Function | ast.ClassDef)]
+        named = [name for node in nodes for name in named_values(node)]
+        measures.add("riddle_functions", sum(name.strip("_") in riddle_names for name in defined))
+        measures.add("riddle_values", sum(name.strip("_") in riddle_names for name in named))
     return measures

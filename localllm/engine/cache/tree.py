@@ -105,7 +105,7 @@ def as_tokens(tokens: Seq[int] | Tokens) -> Tokens:
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
     n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
+    different = (a[:n] != b[:n]).nonzero()[0]
     return int(different[0]) if different.size else n
 
 
