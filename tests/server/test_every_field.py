@@ -392,7 +392,7 @@ def test_an_unknown_field_is_named_wherever_it_stands(http: httpx.Client, path: 
             inner = made
             for key in place:
                 inner = inner[key]
-            inner["zzz"] = 1
+            inner |= {"zzz": 1, "": {"without": "a name"}}
             reply = http.post(path, json=made)
             if reply.status_code == 400:
                 assert http.post(path, json=body).status_code == 400, (spot, reply.text)

@@ -114,7 +114,7 @@ def unused(sent: Any, known: Shape | None, path: str = "") -> Iterator[str]:
         return
     for name, value in sent.items():
         where = f"{path}.{name}" if path else name
-        fate = known.get(name, _UNKNOWN)
+        fate = _UNKNOWN if name == READS else known.get(name, _UNKNOWN)
         if isinstance(fate, Refused):
             if value not in fate.off:
                 raise UnsupportedError(f"{where} is not supported: {fate.reason}", param=where)
