@@ -186,6 +186,9 @@ _DEARER, _CHEAPER, _MOST_DEARER = 0.05, 0.15, 2.0
 _DRIFT, _FIXED_TOKENS = 0.05, 64
 # Before steps of two sizes were seen, about this part of the first is taken to be fixed.
 _FIXED = 0.3
+# The curve bends: on a device as much of the time of a step beside streams may be beyond what the
+# line says, and is thought to be before any was made.
+_MOST_BENT = 0.25
 
 
 class PrefillCost:
@@ -238,6 +241,8 @@ class ChunkSizer(PrefillCost):
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_STEPS)
         # streams in the last step; about how many tokens of prompts such steps had lately
         self._streams = self._reach = 0
+        # on a device the part of such a step's time that is beyond the line
+        self._bent = _MOST_BENT if on_device else 0.0
         # steps that nobody waited for: how many, their tokens, what ordering them took
         self._unread = (0, 0, 0.0)
 
@@ -262,7 +267,8 @@ class ChunkSizer(PrefillCost):
             step_s, tile = plain_s + max(plain_s, self._gap_s), _DEVICE_TILE
         if not self.token_s or not step_s:
             return min(self._n_batch, 2 * _MIN_CHUNK)
-        tokens = min(self.tokens_in(step_s - self._depth_s) - streams, 2 * self._reach)
+        tokens = self.tokens_in((1 - self._bent) * step_s - self._depth_s)
+        tokens = min(tokens - streams, 2 * self._reach)
         tokens -= tokens % tile if tokens > _TILE else 0
         return max(_MIN_CHUNK, min(self._n_batch, tokens))
 
@@ -301,4 +307,7 @@ class ChunkSizer(PrefillCost):
             if waited and seconds > 0.0:
                 depth_s = self._depth_s if decoded else 0.0
                 self.learn(tokens, max(seconds - depth_s, seconds / 2), steps)
+                if decoded and self._on_device:
+                    thought_s = self.seconds(tokens, steps) + steps * depth_s
+                    self._bent = min(max(1 - thought_s / seconds, 0.0), _MOST_BENT)
             self._reach = max(self._reach // 2 if decoded else self._reach, prefilled)
