@@ -226,7 +226,7 @@ def _scaled() -> Iterator[None]:
         "PIECE_TOKENS": tunables.PIECE_TOKENS // SCALE, "MIN_TOKENS": 1, "EXPORT_FIRST_TOKENS": 8,
         "WRITE_PAUSE_S": 0.0,
         "WRITE_PATIENCE_S": 0.0, "WRITE_REST_S": 0.0,
-        "WRITE_WAIT_SHARE": 1e9, "WRITE_WAIT_S": 1e6, "READ_LATE_S": 1e6, "READ_SMOOTHING": 0.0,
+        "WRITE_WAIT_SHARE": 1e9, "WRITE_WAIT_S": 1e6, "READ_LATE_S": 1e6, "READ_SPEED_DECAY": 1.0,
     }  # fmt: skip
     before = {name: getattr(tunables, name) for name in scaled}
     try:
@@ -262,7 +262,7 @@ def our_hits(
         kv = engine.pool.kv
         kv.budget.clock = lambda: now_ns
         if kv.disk is not None:
-            kv.disk.read_bytes_s = 1e15
+            kv.disk.reads.learn(10**15, 1.0)
         hits = 0.0
         for i, line in enumerate(lines):
             now_ns = int(line.at_s * 1e9)

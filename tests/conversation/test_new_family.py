@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,9 +77,7 @@ def test_its_calls_are_held_and_read(percent: ToolFormat) -> None:
     ((opening, start),) = triggers_of(percent, TEMPLATE, TOOLS).items()
     seen = set()
     for seed in range(15):
-        ((name, arguments),) = read(
-            percent, [opening + start.lead + walk(start.grammar, random.Random(seed))]
-        )
+        ((name, arguments),) = read(percent, [opening + start.lead + walk(start.grammar, seed)])
         check(name, arguments)
         seen.add(name)
     assert seen == {"get_weather", "stop"}
