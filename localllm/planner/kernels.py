@@ -228,11 +228,11 @@ def layout(
     if stored is None or usual is None:
         return "auto"
     need = needs.need_of(workload)
-    new_tokens = need.prompt_tokens - need.cached_tokens
 
     def work(flops_s: tuple[float, float]) -> float:
         prompt, token = flops_s
-        return new_tokens / prompt + _ANSWER_TOKENS / token
+        # Held so once for a whole session, whose first prompt nothing of is cached.
+        return need.prompt_tokens / prompt + _ANSWER_TOKENS / token
 
     return "stored" if work(stored) < work(usual) else "auto"
 

@@ -19,7 +19,7 @@ class Need:
     `ttft_good_s` likewise for the wait before an answer to `prompt_tokens`, of which
     `cached_tokens` were seen before; with nothing cached, nobody waits longer than `ttft_longest_s`
     for it. A model that thinks is assumed to think `thinking_tokens` first, which feels good within
-    `thinking_good_s`.
+    `thinking_good_s`. What is begun with `context` grows to `grown_context` (0: not beyond it).
     """
 
     context: int
@@ -32,18 +32,23 @@ class Need:
     ttft_longest_s: float
     thinking_tokens: int
     thinking_good_s: float
+    grown_context: int = 0
 
 
 # People read 4-6 words a second: 6-8 tokens/s keeps up, 20 feels fluent; an agent's output is not
 # read but waited for; a completion is useful within about half a second. Thinking: assumed, what
 # makers' demonstrations and users' logs show runs from 100 tokens to many thousands. The longest
-# waits: where people are seen to give up, an agent's client to time out.
+# waits: where people are seen to give up, an agent's client to time out. Of a conversation the
+# cache holds all but the last question, of a text that is written all but what is behind the cursor:
+# assumed 256 tokens, which are read anew each turn.
 NEEDS: dict[Purpose, Need] = {
-    "chat": Need(16384, 2048, 0, 5.0, 20.0, 4.0, "chat", 60.0, 600, 15.0),
-    "coding": Need(65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0),
-    "autocomplete": Need(8192, 2048, 1024, 30.0, 100.0, 0.5, "autocomplete", 10.0, 0, 1.0),
+    "chat": Need(16384, 2048, 1792, 5.0, 20.0, 4.0, "chat", 60.0, 600, 15.0),
+    "coding": Need(
+        65536, 16384, 14336, 10.0, 40.0, 8.0, "a coding agent", 300.0, 400, 12.0, 131072
+    ),
+    "autocomplete": Need(8192, 2048, 1792, 30.0, 100.0, 0.5, "autocomplete", 10.0, 0, 1.0),
     "long": Need(131072, 65536, 0, 4.0, 15.0, 60.0, "long documents", 1200.0, 800, 30.0),
-    "reasoning": Need(32768, 2048, 0, 10.0, 40.0, 6.0, "reasoning", 120.0, 2000, 60.0),
+    "reasoning": Need(32768, 2048, 1792, 10.0, 40.0, 6.0, "reasoning", 120.0, 2000, 60.0),
     "embedding": Need(8192, 2048, 0, 1.0, 1.0, 2.0, "embeddings", 60.0, 0, 2.0),
 }
 
@@ -165,6 +170,17 @@ def score(plan: Plan, need: Need) -> float:
     if plan.variant.is_estimate:
         points -= _ESTIMATE_COST * abs(points)
     return round(points, 4)
+
+
+def has_room(plan: Plan, need: Need) -> bool:
+    """True where the plan's context can grow to what the purpose comes to in a long session."""
+    most = min(need.grown_context, plan.model.native_context or need.grown_context)
+    more_bytes = max(0, most - plan.settings.n_ctx) * plan.kv_bytes_per_1k / 1024
+    held = plan.memory
+    growth = 1 + more_bytes / held.total_bytes
+    taken_bytes = held.cards_bytes or (held.total_bytes,)
+    limits_bytes = held.cards_limit_bytes or (held.limit_bytes,)
+    return all(n * growth <= most for n, most in zip(taken_bytes, limits_bytes, strict=False))
 
 
 def too_long(plan: Plan, need: Need) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost
@@ -73,14 +73,41 @@ def is_version_of(one: Model, other: Model) -> bool:
     return all(max(pair) <= _SAME_SIZE * min(pair) for pair in sizes)
 
 
+def no_less_than_older(plans: Sequence[Plan]) -> list[Plan]:
+    """`plans`, each with at least the score of the older models that it replaces: one index more or
+    less of the same maker's same shape is its noise, and nobody runs the older."""
+    found = []
+    for plan in plans:
+        replaced = [p.score for p in plans if _replaces(plan, p)]
+        found.append(replace(plan, score=max([plan.score, *replaced])))
+    return found
+
+
+def _replaces(new: Plan, old: Plan) -> bool:
+    """True where `new` is a later model of the same line, shape and way to answer, known as
+    well."""
+
+    def shape(model: Model) -> tuple[object, ...]:
+        thinks = model.reasoning_kind != "none"
+        return line_of(model.family), model.params_total, model.params_active, thinks
+
+    return (
+        new.model.release_date > old.model.release_date
+        and shape(new.model) == shape(old.model)
+        and _doubts(new) <= _doubts(old)
+    )
+
+
 def matches(one: Plan, other: Plan, *, exactly: bool = False) -> bool:
     """True if `one` is no worse than `other` in anything that is shown, and better in something.
 
     What nobody has rated is no match for what somebody has, what its maker alone has none for what
-    others have, and a constructed file none for a listed one. `exactly`: a difference within what
+    others have, a constructed file none for a listed one, and an older model none for the one that
+    replaces it. `exactly`: a difference within what
     the ranges swallow counts too.
     """
-    if any(mine and not theirs for mine, theirs in zip(_doubts(one), _doubts(other), strict=True)):
+    doubts = zip(_doubts(one), _doubts(other), strict=True)
+    if any(mine and not theirs for mine, theirs in doubts) or _replaces(other, one):
         return False
     share, points = (0.0, 0.0) if exactly else (_SAME_SHARE, _SAME_POINTS)
     mine, theirs = _costs(one), _costs(other)

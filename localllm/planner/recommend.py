@@ -121,7 +121,9 @@ def recommend(
             best.append(outcome)
         elif outcome is not None:
             rejected.append(outcome)
-    best.sort(key=lambda p: (not _is_sound(p.model, p.variant), -p.score, p.model.id))
+    best = picks.no_less_than_older(best)
+    best.sort(key=lambda p: (p.model.release_date, p.model.id), reverse=True)
+    best.sort(key=lambda p: (not _is_sound(p.model, p.variant), -p.score))
     best = _sure_first(best)
     shown, left = picks.choose(best, limit)
     rejected += [_not_shown(device, one, workload, overrides) for one in left]
@@ -135,13 +137,14 @@ def recommend(
 
 def _sure_first(ranked: list[Plan]) -> list[Plan]:
     """`ranked`, but with the first one in front that somebody has rated, whose files are listed and
-    lose little to their format: that others than its maker rated, if there is any."""
+    lose little to their format: that others than its maker rated, if there is any. One of no points
+    is no answer, whatever is known of it: then the rank alone decides."""
 
     def doubts(plan: Plan) -> tuple[bool, ...]:
         poor = not _is_sound(plan.model, plan.variant)
         return poor or not plan.is_rated or plan.variant.is_estimate, plan.makers_own
 
-    sure = min(ranked, key=doubts, default=None)
+    sure = min((p for p in ranked if p.quality >= 0), key=doubts, default=None)
     if sure is None or doubts(sure)[0]:
         return ranked
     return [sure, *(p for p in ranked if p is not sure)]
@@ -322,7 +325,8 @@ def _by_class(model: Model, variants: Sequence[Variant]) -> list[list[Variant]]:
 def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
     """Of one model's plans that are fast enough, the best by score, which the model ranks by, and
     the one to run: of those near it the one that loses least to its format and keeps the purpose's
-    good speed, else the best. Four bits and more, which lose little, go before fewer."""
+    good speed, else the best. Four bits and more, which lose little, go before fewer; and what
+    leaves an agent's context room to grow before what does not."""
     best = max(plans, key=lambda p: (p.score, -why.all_memory(p), p.variant.quant))
     near = [
         p for p in plans if p.score >= best.score - _NEAR_POINTS and p.fits in ("yes", best.fits)
@@ -330,6 +334,7 @@ def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
     near = [
         p for p in near if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS
     ] or near
+    near = [p for p in near if needs.has_room(p, need)] or near
     kept = [p for p in near if p.decode_tok_s.value >= need.good_tok_s]
     return best, max(
         kept or near,

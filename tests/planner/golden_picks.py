@@ -1,10 +1,11 @@
-"""The first pick on 25 machines for four purposes, each judged: `golden_picks.txt`.
+"""The first pick on 41 machines for four purposes, each judged: `golden_picks.txt`.
 
 `python tests/planner/golden_picks.py` writes it anew: a pick that moved loses its reason, and has
 to be judged again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from localllm.device.named import resolve
@@ -15,24 +16,40 @@ from localllm_catalog import catalog
 FILE = Path(__file__).with_name("golden_picks.txt")
 MACHINES = (
     "Core i7-13700K 32GB",
+    "N100 16GB",
+    "Snapdragon X Elite 32GB",
+    "EPYC 7702 256GB",
     "EPYC 9654 768GB",
     "Jetson Orin Nano 8GB",
     "M1 8GB",
     "M2 16GB",
+    "M4 16GB",
+    "M3 Pro 36GB",
     "M4 Pro 48GB",
+    "M2 Ultra 192GB",
     "M4 Max 128GB",
     "M5 Max 128GB",
     "M3 Ultra 512GB",
+    "GTX 1650",
     "GTX 1080 Ti",
+    "Tesla P40",
     "RTX 3060 12GB",
     "RTX 4060",
+    "RTX 3080",
+    "RTX 5060 Ti 16GB",
     "RTX 4070 Ti SUPER",
     "RTX 3090",
     "2x RTX 3090",
     "RTX 4090",
     "RTX 5090",
+    "RTX 5090 + RTX 3090",
+    "A100 80GB",
     "RTX PRO 6000",
     "H100",
+    "Radeon 780M 32GB",
+    "Ryzen AI 9 HX 370 64GB",
+    "RX 580",
+    "RX 6800 XT",
     "Radeon RX 7900 XTX",
     "Radeon RX 9070 XT",
     "Arc B580",
@@ -47,10 +64,14 @@ WORKLOADS = {
     "long documents": Workload("long"),
 }
 NOT_JUDGED = "not judged yet"
+NOTHING = "nothing"
 
 
-def picked(plan: Plan) -> str:
-    """Model, files (~ where nobody lists them) and engine."""
+def picked(plans: Sequence[Plan]) -> str:
+    """Model, files (~ where nobody lists them) and engine of the first."""
+    if not plans:
+        return NOTHING
+    plan = plans[0]
     made = "~" if plan.variant.is_estimate else ""
     kv = "" if plan.settings.kv_type == "f16" else f" {plan.settings.kv_type} KV"
     return (
@@ -85,7 +106,7 @@ def table() -> str:
         device = resolve(machine)
         lines += ["", machine]
         for purpose, workload in WORKLOADS.items():
-            pick = picked(recommend(device, models, workload).plans[0])
+            pick = picked(recommend(device, models, workload).plans)
             was, reason = known.get((machine, purpose), ("", ""))
             lines.append(f"  {purpose}: {pick} | {reason if was == pick else NOT_JUDGED}")
     return "\n".join(lines) + "\n"

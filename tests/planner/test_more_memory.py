@@ -135,16 +135,16 @@ def test_another_card_is_never_worse(name: str) -> None:
         holds([resolve(name), resolve(f"2x {name}")], purpose)
 
 
-def test_a_processor_nobody_knows_is_not_given_a_smaller_model_for_a_faster_memory() -> None:
-    """A 1B at 22 GB/s, and a 0.6B at 45."""
-    sizes = []
+def test_a_processor_nobody_knows_is_not_given_a_worse_model_for_a_faster_memory() -> None:
+    """It was a 1B at 22 GB/s, and a 0.6B at 45. (By points, not by size: at 90 GB/s an 8B of this
+    year goes before a 24B of the last, which is as good and slower.)"""
+    points: list[float] = []
     for gbps in (15, 22, 45, 90):
         device = resolve("a computer of mine 7", memory_gb=16, bandwidth_gbps=gbps)
-        sizes.append(
-            recommend(device, CATALOG.models, Workload(), limit=1).plans[0].model.params_total
-        )
-    assert sizes == sorted(sizes)
-    assert sizes[-1] > 1e9
+        first = recommend(device, CATALOG.models, Workload(), limit=1).plans[0]
+        assert first.quality >= max(points, default=0.0) - NEAR_POINTS
+        assert first.model.params_total > 1e9
+        points.append(first.quality)
 
 
 def test_more_memory_of_any_device_never_makes_less_loadable() -> None:
