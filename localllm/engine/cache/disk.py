@@ -158,7 +158,8 @@ class DiskTier:
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
-        self.open_file: Callable[[Path], Readable] = lambda path: path.open("rb", buffering=0)
+        # Buffered, so that each read comes whole: a piece that came short would count as damaged.
+        self.open_file: Callable[[Path], Readable] = lambda path: path.open("rb")
         self.reads = ReadAhead(self.load)
 
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
