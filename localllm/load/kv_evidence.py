@@ -46,12 +46,10 @@ def file_for(folder: Path, fingerprint: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a file says: the model's name, the pairs that were measured, and those that its engine
-    can't have."""
+    """What a file says: the model's name, and the pairs that were measured."""
 
     model: str = ""
     found: tuple[KvFidelity, ...] = ()
-    without: tuple[tuple[str, str], ...] = ()
 
 
 def read(file: Path, meaning: str | None = None) -> Kept:
@@ -62,10 +60,8 @@ def read(file: Path, meaning: str | None = None) -> Kept:
         return Kept()
     try:
         found = [json_store.record(KvFidelity, entry) for entry in body["found"]]
-        without = tuple((str(k), str(v)) for k, v in body.get("without", ()))
-        return Kept(
-            str(body.get("model", "")), tuple(pair for pair in found if pair is not None), without
-        )
+        pairs = tuple(pair for pair in found if pair is not None)
+        return Kept(str(body.get("model", "")), pairs)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Kept()
 

@@ -149,9 +149,8 @@ def measure_kv(reference: str) -> None:
         raise BackendError(f"KV types can't be compared on {local.name}: {failure or 'no answer'}")
     answer = answers[-1]
     found = tuple(KvFidelity(**entry) for entry in answer["found"])
-    without = tuple(pair for pair in kv_evidence.PAIRS if pair not in {(f.k, f.v) for f in found})
     file = kv_evidence.file_for(paths.kv_evidence_dir(), answer["fingerprint"])
-    kv_evidence.keep(file, answer["meaning"], kv_evidence.Kept(answer["model"], found, without))
+    kv_evidence.keep(file, answer["meaning"], kv_evidence.Kept(answer["model"], found))
 
 
 def kv_checks(folder: Path) -> list[HealthCheck]:
