@@ -20,6 +20,7 @@ from localllm_backends.contract import (
     NoCellsError,
 )
 from localllm_backends.mlx import backend_type
+from models.tiny_mlx import Calls
 
 pytestmark = [
     pytest.mark.mlx,
@@ -49,18 +50,6 @@ def test_a_chunk_at_great_depth_is_computed_in_pieces(
 
 
 # --- one step ahead -------------------------------------------------------------------------------
-
-
-class Calls:
-    """Counts calls of the model."""
-
-    def __init__(self, backend: Any) -> None:
-        self.n, self._model = 0, backend.stepper.model
-        backend.stepper.model = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.n += 1
-        return self._model(*args, **kwargs)
 
 
 @pytest.mark.parametrize("shape", ["llama", "sliding", "hybrid", "recurrent"])

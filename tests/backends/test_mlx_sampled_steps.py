@@ -19,6 +19,7 @@ from localllm_backends import conformance
 from localllm_backends.contract import LoadSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
+from models.tiny_mlx import Calls
 from support.until import until
 
 pytestmark = [
@@ -37,18 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[shape]
 
     return written
-
-
-class Calls:
-    """Counts calls of the model."""
-
-    def __init__(self, backend: Any) -> None:
-        self.n, self._model = 0, backend.stepper.model
-        backend.stepper.model = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.n += 1
-        return self._model(*args, **kwargs)
 
 
 @pytest.fixture

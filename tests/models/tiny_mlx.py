@@ -321,3 +321,15 @@ SHAPES: dict[str, Callable[[Path], Path]] = {
     "mtp": write_mtp,
     "mtp-hybrid": lambda folder: write_mtp(folder, "qwen"),
 }
+
+
+class Calls:
+    """Counts the calls of a loaded backend's model."""
+
+    def __init__(self, backend: Any) -> None:
+        self.n, self._model = 0, backend.stepper.model
+        backend.stepper.model = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.n += 1
+        return self._model(*args, **kwargs)
