@@ -103,6 +103,7 @@ AGENTS = (
     ),
     _library("ollama.js", "ollama", "0.6.4", "ollama_chat.mjs", *_AI, run=_node),
     _library("@ai-sdk/openai", "@ai-sdk/openai", "4.0.118", "ai_openai.mjs", *_AI, run=_node),
+    _library("@ai-sdk/openai chat", "@ai-sdk/openai", "4.0.118", "ai_chat.mjs", *_AI, run=_node),
     _library(
         "@ai-sdk/openai-compatible",
         "@ai-sdk/openai-compatible",
