@@ -145,3 +145,21 @@ def test_the_last_of_a_disk_is_left_to_others(
     assert not [p for p in tmp_path.glob("*/*.kv") if p.stat().st_size == 0]
     assert tier.written_bytes == 4 * BLOCK_BYTES, "nothing is written to a disk that is full"
     tier.close()
+
+
+def test_what_could_not_be_written_is_not_tried_again_until_it_is_used_again(
+    tmp_path: Path,
+) -> None:
+    """An engine that closes asks again and again while anything may still be written."""
+    tier, cache, _ = open_tier(tmp_path, BLOCK_BYTES // 2)
+    line = as_tokens([1] * PIECE)
+    block = tier.make_block(line, bytes(BLOCK_BYTES), 0)
+    assert cache.insert(line, block, used=7)
+    assert tier.wants(block)
+    tier.write(block, line, 7)
+    tier.flush()
+    tier.sync([cache])
+    for used, wanted in ((7, False), (6, False), (8, True)):
+        block.touch(used)
+        assert tier.wants(block) == wanted
+    tier.close()

@@ -110,8 +110,8 @@ class DiskBlock(Block):
         self.data = data
 
     def touch(self, at: int) -> None:
-        """Its file is as recent as this."""
-        self.failed = False
+        """Its file is as recent as this: if it could not be written, it may be now."""
+        self.failed = self.failed and at <= self.used_ns
         self.used_ns = max(at, self.used_ns)
 
     def discard(self) -> None:
