@@ -57,11 +57,11 @@ class Admission:
             present = [*self.jobs.waiting.values(), *self.jobs.running.values()]
             self.jobs.shares.remain(job.sharer for job in present)
             self._in_vain &= self.jobs.waiting.keys()
-        if not self.jobs.waiting:
-            return
-        if self.jobs.running and self.jobs.metrics.steps == self._parked_at_step:
-            # Those that one was parked for go on first: joining them again at once would end in
-            # parking again.
+        # Those that one was parked for go on first: joining them again at once would end in parking
+        # again.
+        if not self.jobs.waiting or (
+            self.jobs.running and self.jobs.metrics.steps == self._parked_at_step
+        ):
             return
         most = self.memory.may_run()
         while self.jobs.waiting and (len(self.jobs.running) < most or self.jobs.shares.shared):
@@ -70,22 +70,23 @@ class Admission:
 
     def _admit_next(self, most: int) -> bool:
         """Let in the first in the order that can be, `most` together; False where none can."""
-        now, computed = self.jobs.clock(), self.jobs.computed
+        now, shares = self.jobs.clock(), self.jobs.shares
+        placed = {shares.party(job.sharer) for job in self.jobs.running.values()}
         ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
-        sources = {job.id: self._source(job, self.jobs.running.values()) for job in ready}
-        order = admission_order(
-            [
-                Want(j.id, len(j.tokens) - sources[j.id].length, 0, now - j.arrived_s, computed(j))
-                for j in ready
-            ]
-        )
+        sources, wants = {}, []
+        for job in ready:
+            source = sources[job.id] = self._source(job, self.jobs.running.values())
+            to_read = len(job.tokens) - source.length
+            computed = shares.computed_for(job.sharer, placed)
+            wants.append(Want(job.id, to_read, 0, now - job.arrived_s, computed))
+        order = admission_order(wants)
         if not order:
             return False
         first, *others = (self.jobs.waiting[key] for key in order)
         has_place = len(self.jobs.running) < most
         if has_place and self._try_admit(first, sources[first.id], now):
             return True
-        if self.jobs.shares.shared and self._preempt_for(first, most, now):
+        if shares.shared and self._preempt_for(first, most, now):
             return True
         return has_place and any(self._try_admit(job, sources[job.id], now) for job in others)
 
@@ -99,8 +100,7 @@ class Admission:
         )
         if waits or job.id in self._in_vain:
             return False
-        running = self.jobs.running
-        shares = self.jobs.shares
+        running, shares = self.jobs.running, self.jobs.shares
         while True:
             party = shares.preempted(job.sharer, (j.sharer for j in running.values()))
             if party is None:

@@ -57,14 +57,12 @@ class RequestTable:
             job.compilation is not None for job in self.waiting.values()
         )
 
-    def computed(self, job: RunningRequest) -> int | None:
-        """The tokens computed for its tenant (see Shares.computed_for)."""
-        return self.shares.computed_for(job.sharer)
-
     def want(self, job: RunningRequest, now_s: float) -> Want:
         """What a job asks of the next step."""
         prefill, decode = (job.until_checkpoint, 0) if job.prefilling else (0, 1 + len(job.draft))
-        return Want(job.id, prefill, decode, now_s - job.arrived_s, self.computed(job))
+        return Want(
+            job.id, prefill, decode, now_s - job.arrived_s, self.shares.computed_for(job.sharer)
+        )
 
     def overview(self) -> list[dict[str, Any]]:
         """Every job as plain values, without a word of its prompt: those that run in order of

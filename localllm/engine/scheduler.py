@@ -11,7 +11,7 @@ slices of time between the steps instead: prefill_slices.py.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -132,6 +132,8 @@ def _rank(want: Want) -> tuple[bool, int, float]:
 Sharer = tuple[str, ...]
 # How far below the others a newcomer begins, in tokens: a chat's prompt and its answer.
 CREDIT_TOKENS = 2048
+# More tokens than an engine computes.
+_BEFORE_ALL = 2**62
 
 
 @dataclass
@@ -177,9 +179,15 @@ class Shares:
         """True while more than one of them has requests."""
         return len(self._present) > 1
 
-    def computed_for(self, sharer: Sharer) -> int | None:
-        """What was computed for `sharer`; None while there is nobody to share with."""
-        return self.computed.get(self.party(sharer), 0) if self.shared else None
+    def computed_for(self, sharer: Sharer, placed: Collection[Sharer] | None = None) -> int | None:
+        """What was computed for `sharer`; None while there is nobody to share with. Who is not
+        among the parties that are `placed` comes before them, whatever it had."""
+        if not self.shared:
+            return None
+        party = self.party(sharer)
+        return self.computed.get(party, 0) - (
+            0 if placed is None or party in placed else _BEFORE_ALL
+        )
 
     def has_less(self, sharer: Sharer, other: Sharer) -> bool:
         """True where `sharer` has had less than `other`, and both are here."""

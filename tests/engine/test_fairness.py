@@ -135,6 +135,26 @@ def test_choices_of_one_request_leave_a_place(n_choices: int, n_steps: int) -> N
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("had", [0, CREDIT_TOKENS // 2, CREDIT_TOKENS])
+def test_who_has_had_much_still_has_a_place_beside_choices(had: int) -> None:
+    """Whoever has none comes before the next of somebody's many, whose turn it is by tokens."""
+    engine = scripted()
+    outcome = Outcome()
+    busy = asked("busy", "a question", "", CREDIT_TOKENS)
+    outcome.take(engine.submit(busy, prompt_tokens(engine, busy)))
+    for _ in range(had):
+        outcome.take(engine.step())
+    for i in range(16):
+        generation = Generation(sampling=GREEDY, max_tokens=400, ignore_eos=True, choices_of="one")
+        request = Request(f"choice {i}", LONG, generation)
+        outcome.take(engine.submit(request, prompt_tokens(engine, request)))
+    outcome.take(engine.step())
+    outcome.take(engine.cancel("busy"))
+    newcomer = asked("b", "a short question?", "", 1)
+    assert steps_to_first_token(engine, outcome, newcomer) <= 10
+    engine.check_integrity()
+
+
 def test_choices_get_no_more_than_their_tenant() -> None:
     """However many such requests one has, the other tenant has its half."""
     shares = Shares()
