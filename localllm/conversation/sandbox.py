@@ -113,9 +113,12 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         for piece in template.generate(_given(variables)):
             chars += len(piece)
             if chars > MAX_WRITTEN_CHARS:
-                raise TemplateRaisedError(f"it has over {MAX_WRITTEN_CHARS} characters")
+                raise FailedRenderingError(
+                    f"this conversation is written in over {MAX_WRITTEN_CHARS:,} characters, more "
+                    "than any context holds: send less of it"
+                )
             pieces.append(piece)
-    except MemoryError:
+    except (MemoryError, FailedRenderingError):
         raise
     except TemplateRaisedError as e:
         raise FailedRenderingError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.conversation.template import ChatTemplate
+from localllm.conversation.template import ChatTemplate, TemplateError
 from localllm.limited_child import ChildLimits, LimitedChild, OverLimitError
 
 if sys.platform != "linux":
@@ -65,3 +65,11 @@ def test_a_text_that_grows_by_each_message_is_no_fault() -> None:
     )
     messages = [{"role": "user", "content": "word " * 200}] * 1000
     assert len(ChatTemplate(source).render(messages)) == 1000 * 1000 + 4
+
+
+def test_a_conversation_beyond_any_context_is_no_fault_of_the_template() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(TemplateError) as refused:
+        template.render([{"role": "user", "content": "word " * 200_000}] * 10)
+    assert "template" not in str(refused.value)
+    assert "8,388,608 characters" in str(refused.value)
