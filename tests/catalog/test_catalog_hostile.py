@@ -244,6 +244,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the measure is Linux's")
 @pytest.mark.parametrize(
     "bomb",
     [pytest.param(name, marks=[pytest.mark.long] if i % 2 else []) for i, name in enumerate(BOMBS)],
@@ -251,21 +252,17 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 def test_the_largest_headers_that_fit_the_limits_stay_cheap(tmp_path: Path, bomb: str) -> None:
     path = tmp_path / "bomb.gguf"
     path.write_bytes(BOMBS[bomb]())
-    start = time.process_time()
-    try:
-        gguf.read(path)
-    except BadHeaderError:
-        pass
-    assert time.process_time() - start < CPU_S
-    tracemalloc.start()
-    try:
-        gguf.read(path)
-    except BadHeaderError:
-        pass
-    finally:
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 256_000_000
+    said = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("header_cost.py")), str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(gguf.__file__).parents[1])},
+        timeout=240,
+        check=True,
+    ).stdout
+    cpu_s, n_bytes = json.loads(said)
+    assert cpu_s < CPU_S
+    assert n_bytes < 256_000_000
 
 
 def test_layers_cannot_be_counted_by_one_reader_and_indexed_by_another(

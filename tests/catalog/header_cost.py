@@ -1,0 +1,27 @@
+"""What reading one header costs by the system's measure, in a process of its own: seconds of the
+processor, and bytes of memory beyond what the process had (Linux)."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from localllm_catalog import gguf
+from localllm_catalog.errors import BadHeaderError
+
+PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
+
+
+def peak_bytes() -> int:
+    (peak_kb,) = PEAK.findall(Path("/proc/self/status").read_text())
+    return int(peak_kb) * 1024
+
+
+before_bytes, started_s = peak_bytes(), time.process_time()
+with suppress(BadHeaderError):
+    gguf.read(sys.argv[1])
+print(json.dumps([time.process_time() - started_s, peak_bytes() - before_bytes]))
