@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from localllm.library import starter
+from localllm_backends import registry
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -20,7 +23,6 @@ def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
     what is broken may crash or hang. On an accelerator the tokens must be the processor's. `build`:
     the llama.cpp here, None where there is none."""
     from localllm.setup import trial
-    from localllm_backends import registry
 
     others = (d for d in registry.declarations() if trial.ENGINE not in d.formats)
     return [*_built(build), *(check for d in others for check in _other(d))]
@@ -28,9 +30,7 @@ def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
 
 def _built(build: GgmlBuild | None) -> list[HealthCheck]:
     from localllm.device.health import HealthCheck
-    from localllm.library import starter
     from localllm.setup import trial
-    from localllm_backends import registry
 
     name = f"{registry.running(trial.ENGINE).label} token"
     if build is None or build.failure:

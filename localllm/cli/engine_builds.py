@@ -8,6 +8,12 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from localllm import paths
+from localllm.device.accelerators import KINDS
+from localllm.errors import LocalLLMError, UsageError
+from localllm.library.catalog import load_catalog
+from localllm.settings import config_path, read_config
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,12 +36,10 @@ def activate(command: str | None) -> None:
     """Put the chosen build first on Python's path. The environment (LOCALLLM_BUILD) goes before
     config.toml's `build`, that before what `setup --use` chose. Raises BuildNotFoundError where one
     was named that is not there."""
-    from localllm import paths
 
     named = os.environ.get("LOCALLLM_BUILD") or _configured()
     if not named and not paths.builds_dir().is_dir():
         return
-    from localllm.errors import LocalLLMError
     from localllm.setup import builds
 
     try:
@@ -57,8 +61,6 @@ def activate(command: str | None) -> None:
 def _configured() -> str:
     """config.toml's `build`; "" where it says nothing, or can't be read (whoever needs the rest of
     it says so)."""
-    from localllm.errors import UsageError
-    from localllm.settings import config_path, read_config
 
     if not config_path().is_file():
         return ""
@@ -71,7 +73,6 @@ def _configured() -> str:
 def preferred(machine: Device) -> Preferred | None:
     """The machine's accelerator or the lighter one that drives the same GPU, by the seconds a turn
     of the yardstick would take; None where there is no such choice, or it can't be planned."""
-    from localllm.device.accelerators import KINDS
     from localllm.setup.steps import Preferred
 
     own, lighter = machine.accelerator, KINDS[machine.accelerator].lighter
@@ -95,7 +96,6 @@ def _turn_s(machine: Device, accelerator: Accelerator) -> float | None:
 
 
 def yardstick_plan(machine: Device) -> Plan | None:
-    from localllm.library.catalog import load_catalog
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
 
@@ -123,7 +123,6 @@ def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
 def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
     """What `plan`, made for `planned_for`, would reach on `machine`: the same one with its GPU in
     use. "" where that gives nothing more."""
-    from localllm.device.accelerators import KINDS
     from localllm.planner.plan import plan_for
     from localllm.planner.types import Workload
 

@@ -4,6 +4,7 @@ waiting until it answers."""
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
+from localllm import paths
+from localllm.cli.serve.running import running
 from localllm.errors import UsageError
 from localllm.plain_output import PlainOutput
+from localllm.settings import TABLE, Settings
 
 if TYPE_CHECKING:
     from localllm.service.types import Manager, Service
-    from localllm.settings import Settings
 
 # Where things lie: a server that looked elsewhere than the terminal does would have other models
 # and settings.
@@ -114,7 +117,6 @@ def service_of(
 
 def settings_of_this_terminal() -> list[str]:
     """Variables of this environment that are settings: a manager starts the server without them."""
-    from localllm.settings import TABLE
 
     return [setting.env for setting in TABLE if setting.env in os.environ]
 
@@ -137,7 +139,6 @@ def manager_named(name: str) -> Manager:
         from localllm.service.launchd import Launchd
 
         return Launchd(Path.home(), os.getuid() if hasattr(os, "getuid") else 0, _log())
-    from localllm import paths
     from localllm.service.windows import WindowsTasks
 
     user = "\\".join(filter(None, [os.environ.get("USERDOMAIN"), os.environ.get("USERNAME")]))
@@ -196,7 +197,6 @@ def wait_until_it_answers(addresses: ListenAddresses, settings: Settings) -> str
 def address_of(pid: int | None) -> str | None:
     """Where the server that is process `pid` answers, as it tells itself; None while it has not
     told."""
-    from localllm.cli.serve.running import running
 
     for server in running():
         if server.pid == pid:
@@ -209,7 +209,6 @@ def address_of(pid: int | None) -> str | None:
 def show_log(where: list[str] | Path, lines: int, follow: bool) -> None:
     """Print the last `lines` of a log, and with `follow` what comes after them. Raises
     ServiceError."""
-    import subprocess
     from collections import deque
 
     from localllm.service.types import ServiceError
@@ -278,8 +277,6 @@ def wait_for_workers(longest_s: float = _LONGEST_WRITE_S) -> int:
 
 
 def _log() -> Path:
-    from localllm import paths
-
     return paths.log_dir() / "serve.log"
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.errors import ModelNotFoundError, ServerUnreachableError, UsageError
+from localllm.cli.serve.api_keys import existing_key
+from localllm.cli.serve.running import Running, running
+from localllm.errors import LocalLLMError, ModelNotFoundError, ServerUnreachableError, UsageError
+from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from localllm.cli.serve.running import Running
     from localllm_tui.control.interfaces import ChatEngine, EngineProgress
 
 
@@ -96,7 +98,9 @@ def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: b
                 raise
             return at(wanted.url, None, wanted.api_key)
     if not wanted.own and not wanted.loads_otherwise:
-        attached = here(model or _configured(), wanted.api_key, lambda: _installed(model))
+        attached = here(
+            model or Settings().value("model"), wanted.api_key, lambda: _installed(model)
+        )
         if attached is not None:
             return attached
     return _own(stack, replace(wanted, model=model), at_hand=wanted.model is None, at_once=at_once)
@@ -119,16 +123,8 @@ def _own(stack: ExitStack, wanted: Wanted, *, at_hand: bool, at_once: bool) -> C
     return stack.enter_context(loaded(engine))
 
 
-def _configured() -> str | None:
-    from localllm.settings import Settings
-
-    found: str | None = Settings().value("model")
-    return found
-
-
 def _installed(model: str | None) -> str | None:
     """What `model` is called on this disk."""
-    from localllm.errors import LocalLLMError
     from localllm.library.resolve import resolve
 
     try:
@@ -169,7 +165,6 @@ def here(
     """A server of this user on this machine that has `model` or may load it; None where there is
     none. Without a name, one that has some model in memory. `installed` finds out what `model` is
     called on this disk."""
-    from localllm.cli.serve.running import running
 
     for server in running():
         try:
@@ -186,9 +181,6 @@ def here(
 
 
 def _key_of(server: Running, api_key: str | None) -> str | None:
-    from localllm.cli.serve.api_keys import existing_key
-    from localllm.settings import Settings
-
     if server.key == "none":
         return None
     return (
@@ -200,8 +192,6 @@ def _kept_for(base_url: str) -> str | None:
     """The key that this machine's own servers made up and keep: shown to no other."""
     from urllib.parse import urlsplit
 
-    from localllm.cli.serve.api_keys import existing_key
-    from localllm.cli.serve.running import running
     from localllm.server.http.settings import is_loopback
 
     asked = urlsplit(base_url)

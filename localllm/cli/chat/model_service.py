@@ -5,8 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from localllm.errors import LocalLLMError, ModelNotFoundError
+from localllm.library.catalog import load_catalog
+from localllm.load import candidates
+from localllm.settings import Settings
+from localllm_catalog.types import Purpose
 from localllm_tui.control.interfaces import (
     InstalledModel,
     PlanChoice,
@@ -49,7 +54,6 @@ class LocalModelService:
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
     def plan(self, request: PlanRequest) -> PlanList:
-        from localllm.load.candidates import installed_names
         from localllm.planner import decode_cost, needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
@@ -61,7 +65,7 @@ class LocalModelService:
         answer = planner.recommend(device, catalog.models, workload, overrides=overrides, limit=0)
         need = need_of(workload)
         waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
-        here = {} if request.machine else installed_names(answer.plans, catalog)
+        here = {} if request.machine else candidates.installed_names(answer.plans, catalog)
         choices = [
             PlanChoice(
                 plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), "")
@@ -92,14 +96,15 @@ class LocalModelService:
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         from localllm.library.describe import describe
-        from localllm.load.candidates import of_quant
         from localllm.planner import recommend as planner
         from localllm.planner.explain import explain
 
         device, overrides = self._device(request)
         model, quant = describe(ref, self.catalog)
         workload = _workload(request)
-        plans = of_quant(planner.variants_of(device, model, workload, overrides=overrides), quant)
+        plans = candidates.of_quant(
+            planner.variants_of(device, model, workload, overrides=overrides), quant
+        )
         return [*explain(plans[0], device, columns=columns)] if plans else []
 
     def on_disk(self) -> Sequence[InstalledModel]:
@@ -108,9 +113,7 @@ class LocalModelService:
         return [_on_disk(local) for local in store.scan()]
 
     def fit(self, model: InstalledModel) -> str:
-        from localllm.errors import LocalLLMError
         from localllm.load.load_plan import make_load_plan
-        from localllm.settings import Settings
 
         try:
             plan = make_load_plan(self._local(model), Settings(), "chat").plan
@@ -133,7 +136,6 @@ class LocalModelService:
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
         from localllm.library.pull import pull
-        from localllm.load.candidates import variant_choice
 
         def hear(p: DownloadProgress) -> None:
             told(
@@ -141,7 +143,11 @@ class LocalModelService:
             )
 
         return pull(
-            ref, on_progress=hear, choose=variant_choice(ref), offline=self._offline, mmproj=True
+            ref,
+            on_progress=hear,
+            choose=candidates.variant_choice(ref),
+            offline=self._offline,
+            mmproj=True,
         ).name
 
     # -- what is looked up once --------------------------------------------------------------------
@@ -149,24 +155,19 @@ class LocalModelService:
     @property
     def catalog(self) -> Catalog:
         if self._catalog is None:
-            from localllm.library.catalog import load_catalog
-
             self._catalog = load_catalog()
         return self._catalog
 
     def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
-        from localllm.load.candidates import machine_of
-
         key = (request.machine.strip(), request.memory_gb)
         if key in self._devices:
             return self._devices[key]
-        found = machine_of(key[0] or None, request.memory_gb or None, self.catalog)
+        found = candidates.machine_of(key[0] or None, request.memory_gb or None, self.catalog)
         if not found[0].bandwidth_gbps.busy:  # a speed of a busy moment is measured again
             self._devices[key] = found
         return found
 
     def _local(self, model: InstalledModel) -> LocalModel:
-        from localllm.errors import ModelNotFoundError
         from localllm.library import store
 
         for local in store.scan():
@@ -176,10 +177,7 @@ class LocalModelService:
 
 
 def _workload(request: PlanRequest) -> Workload:
-    from typing import cast
-
     from localllm.planner.types import Workload
-    from localllm_catalog.types import Purpose
 
     return Workload(cast("Purpose", request.purpose), request.context)
 

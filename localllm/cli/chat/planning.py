@@ -8,25 +8,21 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, Any
 
 from localllm.cli.chat.model_service import LocalModelService
 from localllm.errors import LocalLLMError
-from localllm_tui.control.interfaces import InstalledModel, PlanList, PlanRequest, PullProgress
+from localllm_tui.control.interfaces import InstalledModel, PlanList, PlanRequest
 
 
-class PlanningProcess:
-    """Implements ModelService: what plans runs in a child, from the first call to `close` or this
-    process's end. `offline`: nothing is fetched."""
+class PlanningProcess(LocalModelService):
+    """What plans runs in a child, from the first call to `close` or this process's end."""
 
     def __init__(self, *, offline: bool = False) -> None:
-        self._here = LocalModelService(offline=offline)
+        super().__init__(offline=offline)
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-
-    def check(self, request: PlanRequest) -> None:
-        self._here.check(request)
 
     def plan(self, request: PlanRequest) -> PlanList:
         return self._asked("plan", request)  # type: ignore[no-any-return]
@@ -39,15 +35,6 @@ class PlanningProcess:
 
     def fit(self, model: InstalledModel) -> str:
         return str(self._asked("fit", model))
-
-    def on_disk(self) -> Sequence[InstalledModel]:
-        return self._here.on_disk()
-
-    def remove(self, model: InstalledModel) -> int:
-        return self._here.remove(model)
-
-    def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
-        return self._here.pull(ref, told)
 
     def close(self) -> None:
         """End the child; a call starts another one."""

@@ -6,15 +6,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
 from localllm.cli.commands.shared import Json, Lora, Power, print_json
-
-if TYPE_CHECKING:
-    pass
+from localllm.formatting import gb
+from localllm.load import measurements
+from localllm.settings import Settings
 
 
 def bench(
@@ -102,7 +102,6 @@ def bench(
         return
     from localllm.cli.bench.measure import compare_and_keep, measure
     from localllm.load.load_plan import load_plan_named
-    from localllm.settings import Settings
 
     load = load_plan_named(model, Settings({"context": context, "lora": lora, "power": power}))
     print(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …", file=sys.stderr)
@@ -128,8 +127,6 @@ def bench(
 
 
 def _share(export: Path | None, take_in: Path | None) -> None:
-    from localllm.load import measurements
-
     if take_in is not None:
         found = measurements.take_in(take_in)
         machines = ", ".join(sorted({record.machine for record in found}))
@@ -143,7 +140,6 @@ def _share(export: Path | None, take_in: Path | None) -> None:
 def lines(figures: dict[str, Any]) -> list[str]:
     """What a person reads of what `--json` prints."""
     from localllm.cli.bench import compare, full, speculation
-    from localllm.formatting import gb
 
     decode, short, prefill, memory = (
         figures.get(f"predicted_{name}")

@@ -3,12 +3,17 @@ clearing them."""
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm import paths
 from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, table
+from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.formatting import byte_size
+from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.cli.cached_prefixes import ModelPrefixes
@@ -24,7 +29,6 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
     which models."""
     if context.invoked_subcommand is not None:
         return
-    from localllm import paths
     from localllm.cli.cached_prefixes import survey
 
     root = paths.prefixes_dir()
@@ -47,9 +51,7 @@ def clear(
 ) -> None:
     """Remove cached prefixes; a server may run. It keeps what it has in memory, and fills the disk
     again."""
-    import sys
 
-    from localllm import paths
     from localllm.cli.cached_prefixes import clear as remove
     from localllm.cli.cached_prefixes import survey
 
@@ -74,8 +76,6 @@ def clear(
             file=sys.stderr,
         )
     if cleared.n_left:
-        from localllm.errors import LocalLLMError
-
         raise LocalLLMError(
             f"{cleared.n_left} file(s) could not be removed",
             hint="another program may have them open, or they belong to another user: try again "
@@ -86,7 +86,6 @@ def clear(
 def _of(name: str, found: list[ModelPrefixes]) -> list[ModelPrefixes]:
     """The folders of one model: by its name, or by the folder's where that doesn't say whose it
     is."""
-    from localllm.errors import ModelNotFoundError
 
     chosen = [m for m in found if name.lower() in (_name(m).lower(), m.folder.name.lower())]
     if not chosen:
@@ -103,8 +102,6 @@ def _name(model: ModelPrefixes) -> str:
 
 
 def _limits() -> dict[str, int]:
-    from localllm.settings import Settings
-
     settings = Settings()
     return {
         key: int(settings.value(name) * 1e9)
@@ -175,6 +172,4 @@ def _lines(body: dict[str, Any], found: list[ModelPrefixes]) -> list[str]:
 
 
 def _when(used_s: float | None) -> str:
-    import time
-
     return "" if used_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))

@@ -3,10 +3,14 @@ the hub."""
 
 from __future__ import annotations
 
+import sys
 from itertools import chain
 from typing import Annotated
 
 import typer
+
+from localllm.errors import UsageError
+from localllm.library.catalog import OLD_DAYS, age_days, load_catalog, user_folder
 
 app = typer.Typer(help="Show how old the catalog is; update its listings.")
 
@@ -16,7 +20,6 @@ def catalog(context: typer.Context) -> None:
     """Show how old the catalog is; update its listings."""
     if context.invoked_subcommand is not None:
         return
-    from localllm.library.catalog import OLD_DAYS, age_days, load_catalog, user_folder
 
     models = load_catalog().models
     variants = list(chain.from_iterable(m.variants for m in models))
@@ -53,11 +56,8 @@ def update(
     A GGUF repository that no model of the catalog claims is read as a new model: shapes, template
     and sampling from the header of its smallest file.
     """
-    import sys
 
-    from localllm.errors import UsageError
     from localllm.library import catalog_update, hub
-    from localllm.library.catalog import load_catalog, user_folder
     from localllm.library.describe import describe
 
     if offline or hub.is_offline():

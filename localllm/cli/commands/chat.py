@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from localllm.cli.commands.shared import CpuMoe, GpuLayers, Lora, Power, Split, installed_names
-from localllm.errors import UsageError
+from localllm.cli.commands.shared import (
+    CpuMoe,
+    GpuLayers,
+    Lora,
+    Power,
+    Split,
+    at_a_terminal,
+    installed_names,
+)
+from localllm.errors import NotFoundError, UsageError
+from localllm.plain_output import is_text
+from localllm.settings import Settings
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
     from localllm.cli.chat.engines import Wanted
     from localllm.conversation.history import ConversationSummary, History
     from localllm_tui.control.chat_options import ChatOptions
@@ -92,7 +102,6 @@ def chat(
     the model is loaded here. Text piped in is read as part of the question. Conversations are kept
     on this machine; one answer on stdout is kept only with --continue.
     """
-    from contextlib import ExitStack
 
     from localllm.cli.chat import engines
     from localllm_tui.control.attachments import check_room
@@ -104,7 +113,10 @@ def chat(
         )
     attached = list(chain.from_iterable(_texts(path) for path in attach or ()))
     check_room(attached, context)
-    question = None if prompt is None and _terminals() else _question(prompt, bool(attached))
+    question = None if prompt is None and at_a_terminal() else _question(prompt, bool(attached))
+    how: _How = "inline" if inline else "screen"
+    if plain or os.environ.get("TERM") == "dumb":
+        how = "plain"
     drawn = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     sampling: dict[str, float | int | str] = {
         name: value for name, value in drawn.items() if value is not None
@@ -121,9 +133,7 @@ def chat(
             wanted = engines.checked(engines.Wanted(model, context, loading, url, api_key, own))
             _run(
                 stack,
-                _Asked(
-                    wanted, question, attached, _how(plain, inline), continue_, system, sampling
-                ),
+                _Asked(wanted, question, attached, how, continue_, system, sampling),
             )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -151,14 +161,6 @@ def _texts(path: Path) -> list[tuple[str, str]]:
 _How: TypeAlias = Literal["screen", "inline", "plain"]
 
 
-def _how(plain: bool, inline: bool) -> _How:
-    import os
-
-    return (
-        "plain" if plain or os.environ.get("TERM") == "dumb" else "inline" if inline else "screen"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What was typed, read: no `question` means a chat; `attached` are (name, text)."""
@@ -183,8 +185,6 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
         stack.callback(background.answer)
     from localllm.cli.chat import engines
     from localllm.conversation.history import History
-    from localllm.errors import NotFoundError
-    from localllm.settings import Settings
     from localllm_tui.control.chat_options import ChatOptions
     from localllm_tui.control.client import ChatClient
     from localllm_tui.control.session import Session
@@ -252,12 +252,10 @@ def _ask_once(client: ChatClient, name: str, asked: _Asked, session: Session | N
 
 def _with_helpers(stack: ExitStack, opening: ChatOptions, engine: ChatEngine) -> ChatOptions:
     """What the screen may call, which ends with `stack`: engines, plans and tools."""
-    from dataclasses import replace
 
     from localllm.cli.chat import engines
     from localllm.cli.chat.config import take_keys, tool_hosts
     from localllm.cli.chat.planning import PlanningProcess
-    from localllm.settings import Settings
 
     take_keys()
     desk = PlanningProcess(offline=bool(Settings().value("offline")))
@@ -297,16 +295,8 @@ def _say_how_to_go_on(session: Session) -> None:
         print(f"{one_line(session.title)}: localllm chat --continue goes on with it")
 
 
-def _terminals() -> bool:
-    """Whether a person is at both ends (the screen is drawn on stderr too)."""
-
-    return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
-
-
 def _question(prompt: str | None, attached: bool) -> str:
     """The question from the command line and what is piped in, which goes first."""
-
-    from localllm.plain_output import is_text
 
     if prompt is not None and not is_text(prompt):
         raise UsageError("the question holds bytes that are no UTF-8 text", hint="type it in UTF-8")

@@ -3,20 +3,34 @@ config.toml says."""
 
 from __future__ import annotations
 
+import difflib
 import os
+import shlex
+import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from localllm import paths
 from localllm.cli.commands.shared import Json, print_json, table
 from localllm.errors import UsageError
+from localllm.settings import (
+    TABLE,
+    Setting,
+    Settings,
+    checked,
+    config_path,
+    config_text,
+    read_config,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tomlkit import TOMLDocument
 
-    from localllm.settings import Setting
 
 _SECRET = frozenset({"api_key", "pool_key"})
 
@@ -36,13 +50,24 @@ def config(
 ) -> None:
     """Show the settings: value, where it comes from, and the names to change it by. Keys are never
     shown."""
-    import sys
-
-    from localllm.settings import config_path
 
     if context.invoked_subcommand is not None:
         return
-    rows = settings_now()
+    settings = Settings()
+    rows: list[dict[str, Any]] = [
+        {
+            "name": s.name,
+            "value": "(set)"
+            if s.name in _SECRET and settings.value(s.name) is not None
+            else settings.value(s.name),
+            "origin": settings[s.name].origin,
+            "default": s.default,
+            "environment": s.env,
+            "choices": list(s.allowed),
+            "help": s.help,
+        }
+        for s in TABLE
+    ]
     path = config_path()
     if as_json:
         print_json({"config_file": str(path), "settings": rows})
@@ -81,7 +106,6 @@ def set_(
     ],
 ) -> None:
     """Set NAME in config.toml. What stands there otherwise, comments too, stays as it is."""
-    from localllm.settings import checked
 
     setting = _named(name)
     parsed = checked(setting, value, "the command line")
@@ -115,11 +139,6 @@ def unset(
 @app.command(short_help="Open config.toml in your editor, and check it afterwards.")
 def edit() -> None:
     """Open config.toml in $VISUAL or $EDITOR, and say what is wrong with it afterwards."""
-    import shlex
-    import shutil
-    import subprocess
-
-    from localllm.settings import Settings, config_path
 
     editor = (
         os.environ.get("VISUAL")
@@ -143,10 +162,6 @@ def edit() -> None:
 
 
 def _named(name: str) -> Setting:
-    import difflib
-
-    from localllm.settings import TABLE
-
     known = {s.name: s for s in TABLE}
     asked = name.lower().replace("-", "_")
     if asked not in known:
@@ -161,8 +176,6 @@ def _document() -> TOMLDocument:
     that can't be read."""
     import tomlkit
 
-    from localllm.settings import config_path, config_text, read_config
-
     read_config()
     path = config_path()
     return tomlkit.parse(config_text(path)) if path.exists() else tomlkit.document()
@@ -171,9 +184,6 @@ def _document() -> TOMLDocument:
 def _write(document: TOMLDocument) -> Path:
     """It may hold a key."""
     import tomlkit
-
-    from localllm import paths
-    from localllm.settings import config_path
 
     path = config_path()
     try:
@@ -192,28 +202,6 @@ def _print_origin(setting: Setting, said: str) -> None:
     print(said)
     if os.environ.get(setting.env):
         print(f"{setting.env} in the environment is stronger")
-
-
-def settings_now() -> list[dict[str, Any]]:
-    """One entry per setting. Raises UsageError for a value that can't be read, naming where it
-    stands."""
-    from localllm.settings import TABLE, Settings
-
-    settings = Settings()
-    return [
-        {
-            "name": s.name,
-            "value": "(set)"
-            if s.name in _SECRET and settings.value(s.name) is not None
-            else settings.value(s.name),
-            "origin": settings[s.name].origin,
-            "default": s.default,
-            "environment": s.env,
-            "choices": list(s.allowed),
-            "help": s.help,
-        }
-        for s in TABLE
-    ]
 
 
 def _shown(value: Any) -> str:

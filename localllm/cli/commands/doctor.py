@@ -3,16 +3,22 @@ it."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm import __version__, paths
 from localllm.cli.commands.shared import Json, print_json
-from localllm.errors import UsageError
+from localllm.errors import BackendError, UsageError
+from localllm.library import starter
+from localllm.setup.builds import SetupError
+from localllm_backends import registry
 
 if TYPE_CHECKING:
     from localllm.device.health import HealthCheck
@@ -59,7 +65,6 @@ def doctor(
         return
     if kv:
         measure_kv(kv)
-    from dataclasses import asdict
 
     from localllm.device.detect import from_readings
     from localllm.device.probes.systems import read
@@ -81,9 +86,7 @@ def doctor(
 
 def _checks(found: Device) -> list[HealthCheck]:
     """Everything that is looked at, of the machine `found` and of this installation."""
-    from dataclasses import replace
 
-    from localllm import paths
     from localllm.cli.doctor_checks import token_checks
     from localllm.cli.own_name import name_checks
     from localllm.device import in_use
@@ -102,7 +105,6 @@ def _checks(found: Device) -> list[HealthCheck]:
 def write_recording(file: Path, readings: Readings, machine: str, checks: list[str]) -> None:
     """What the probes read, and what was found of it. Raises UsageError where it can't be
     written."""
-    from localllm import __version__
     from localllm.device.recording import recorded
 
     try:
@@ -118,7 +120,6 @@ def _other_engines() -> dict[str, str]:
     """Installed engines that are for some kinds of accelerator alone, with their version, by
     kind."""
     from localllm.device.probes.health import version
-    from localllm_backends import registry
 
     found: dict[str, str] = {}
     for engine in registry.declarations():
@@ -130,14 +131,10 @@ def _other_engines() -> dict[str, str]:
 
 def measure_kv(reference: str) -> None:
     """Compare KV types on that model, in a process of its own, and keep what was found."""
-    import json
 
-    from localllm import paths
-    from localllm.errors import BackendError
     from localllm.library.resolve import resolve
     from localllm.load import kv_evidence
     from localllm.setup import trial
-    from localllm_backends import registry
     from localllm_backends.contract import KvFidelity
 
     local = resolve(reference)
@@ -186,12 +183,9 @@ def kv_checks(folder: Path) -> list[HealthCheck]:
 
 
 def _examine(file: Path, *, as_json: bool) -> None:
-
     from localllm.device import in_use
     from localllm.device.detect import hardware
-    from localllm.library import starter
     from localllm.setup import trial
-    from localllm.setup.builds import SetupError
 
     if as_json:
         raise UsageError(

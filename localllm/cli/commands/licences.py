@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.shared import Json, print_json, table
+from localllm.library.catalog import load_catalog
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -41,7 +42,10 @@ def licences(
     A model's own terms hold: what the catalog says of them is a help to find them, not advice.
     """
     libraries = list(installed("localllm"))
-    known = catalog_models() if models else []
+    known = [
+        Terms(model.name, "", model.licence or "not known: see its page on the hub")
+        for model in (load_catalog().models if models else ())
+    ]
     if as_json:
         print_json(
             {"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}
@@ -99,13 +103,3 @@ def licence_of(distribution: metadata.Distribution) -> str:
         return ", ".join(classified)
     first = str(said.get("license") or "").strip().partition("\n")[0].strip()
     return first if first and first != "UNKNOWN" else _NOT_SAID
-
-
-def catalog_models() -> list[Terms]:
-    """The licence of each model of the catalog, as its publisher names it."""
-    from localllm.library.catalog import load_catalog
-
-    return [
-        Terms(model.name, "", model.licence or "not known: see its page on the hub")
-        for model in load_catalog().models
-    ]

@@ -13,9 +13,10 @@ import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
 from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, table
-from localllm.errors import UsageError
+from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.formatting import byte_size
-from localllm.library import store
+from localllm.library import names, store
+from localllm.library.catalog import load_catalog, open_model
 from localllm.library.resolve import find
 from localllm.plain_output import raw_write
 
@@ -59,9 +60,6 @@ def info(
 ) -> None:
     """What a model is and where its files are; for one of the catalog that is not here, its
     variants."""
-    from localllm.errors import ModelNotFoundError
-    from localllm.library import names
-    from localllm.library.catalog import load_catalog, open_model
     from localllm.library.resolve import resolve
 
     catalog = load_catalog()
@@ -172,8 +170,6 @@ def verify(
         ]
         print_json({"models": rows})
     if any(r.result == "bad" for r in results):
-        from localllm.errors import ModelFileError
-
         raise typer.Exit(ModelFileError.exit_code)
 
 

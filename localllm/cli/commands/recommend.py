@@ -3,15 +3,20 @@ arithmetic on request."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split
+from localllm.cli import engine_builds
+from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split, at_a_terminal
 from localllm.errors import UsageError
+from localllm.library.catalog import age_days, load_catalog, user_folder
+from localllm.load import candidates
 from localllm.load.candidates import device_named, installed_names, of_quant, overrides_for
 from localllm.load.plan_inputs import check_offload, offload_options
+from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,12 +173,10 @@ def recommend(
     """
     from localllm.cli.recommend import answers, measured_view, page
     from localllm.device.overrides import with_memory
-    from localllm.library.catalog import load_catalog
     from localllm.library.describe import describe
-    from localllm.settings import Settings
+    from localllm.planner.types import Workload
 
-    purpose = _checked_purpose(purpose)
-    workload = _workload(purpose, context, parallel, min_speed)
+    workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
     if link is not None:
         from localllm.cli.recommend import cluster
 
@@ -204,11 +207,11 @@ def recommend(
         cpu_moe,
         split,
     )
-    if not any(asks_one) and _on_a_terminal():
+    if not any(asks_one) and os.environ.get("TERM") != "dumb" and at_a_terminal():
         import gc
 
         gc.enable()  # a screen stays open
-        _open_screen(_purpose(purpose), context, device or "", memory or 0.0, offline=offline)
+        _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=offline)
         return
     file = _picture(names, plot=plot)
     if at and model is None:
@@ -264,7 +267,6 @@ class _PlanQuery:
     @property
     def models(self) -> Sequence[Model]:
         """Those that can be picked: where images are to be read, those that read them."""
-        from localllm.load import candidates
 
         return (
             candidates.image_readers(self.catalog.models)
@@ -284,7 +286,6 @@ class _PlanQuery:
 def _answer_for_model(question: _PlanQuery, model: Model, quant: str) -> None:
     """Every variant of one model, whether it fits or not."""
     from localllm.cli.recommend import answers
-    from localllm.load import candidates
     from localllm.planner import recommend as planner
 
     machine, workload, overrides, catalog = (
@@ -329,9 +330,7 @@ def _answer_side_by_side(question: _PlanQuery, names: Sequence[str], *, everythi
 
 def _answer_for_machine(question: _PlanQuery, *, everything: bool) -> None:
     """The plans worth running."""
-    from localllm.cli import engine_builds
     from localllm.cli.recommend import page, view
-    from localllm.library.catalog import age_days, user_folder
 
     machine, answer = question.machine, question.answer(everything)
     if question.as_json:
@@ -349,16 +348,6 @@ def _answer_for_machine(question: _PlanQuery, *, everything: bool) -> None:
         )
     )
     page.out(engine_builds.note(machine, answer.plans))
-
-
-def _on_a_terminal() -> bool:
-    """Whether a person is at both ends of a terminal that can show a screen."""
-    import os
-    import sys
-
-    return os.environ.get("TERM") != "dumb" and all(
-        s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr)
-    )
 
 
 def _open_screen(
@@ -392,23 +381,6 @@ def _installed(
     return frozenset() if device.simulated else frozenset(installed_names(plans, catalog))
 
 
-def _checked_purpose(name: str) -> str:
-    """The purpose under its one name. Raises UsageError."""
-
-    name = "coding" if name == "code" else name
-    if name not in _PURPOSES:
-        raise UsageError(
-            f"--for {name}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for"
-        )
-    return name
-
-
-def _workload(purpose: str, context: int, parallel: int, min_speed: float) -> Workload:
-    from localllm.planner.types import Workload
-
-    return Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
-
-
 def _picture(names: list[str] | None, *, plot: bool) -> str | None:
     """The one FILE of --plot. Raises UsageError for names that no option reads."""
 
@@ -421,8 +393,11 @@ def _picture(names: list[str] | None, *, plot: bool) -> str | None:
 
 
 def _purpose(name: str) -> Purpose:
-    from typing import cast
-
+    """Raises UsageError."""
+    if name not in (*_PURPOSES, "code"):
+        raise UsageError(
+            f"--for {name}: not a purpose", hint=f"one of: {', '.join(_PURPOSES)}", param="--for"
+        )
     # Agents are what coding plans are made for: their prompts, their cached prefixes, their
     # evidence.
-    return cast("Purpose", "coding" if name == "agents" else name)
+    return cast("Purpose", "coding" if name in ("agents", "code") else name)

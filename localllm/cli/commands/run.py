@@ -3,15 +3,25 @@ for that process alone."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from localllm import paths
 from localllm.cli.commands.shared import Lora, installed_names
+from localllm.errors import LocalLLMError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe
@@ -72,12 +82,10 @@ def run(
     long as the agent runs. Nothing of the agent's own configuration is changed: its settings are
     variables, arguments and files of a folder that is removed afterwards.
     """
-    import tempfile
 
     from localllm.cli.chat import engines
     from localllm.cli.commands.connect import target_of, warn
     from localllm.cli.editors.recipes import ClientTarget, recipe_named
-    from localllm.errors import NotFoundError, UsageError
 
     # Everything that can be wrong is said before a model is loaded.
     recipe_of = recipe_named(agent)
@@ -124,9 +132,6 @@ def run(
 
 def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
     """The recipe with those of its files that the program is told of, which are written."""
-    from dataclasses import replace
-
-    from localllm import paths
 
     assert recipe.run is not None
     told = [*recipe.run.command, *recipe.run.environment.values()]
@@ -141,9 +146,6 @@ def _written(recipe: ClientRecipe, home: Path) -> ClientRecipe:
 def _print_start(
     recipe: ClientRecipe, model: str, base_url: str, changed: Mapping[str, str], writes: Path | None
 ) -> None:
-    import shlex
-    import sys
-
     assert recipe.run is not None
     said = [f"{recipe.name} on {model} at {base_url}, for this process alone"]
     said += [f"  variables: {', '.join(changed)}"] if changed else []
@@ -158,38 +160,23 @@ def _print_start(
 
 def _started(command: Sequence[str], changed: Mapping[str, str], without: Sequence[str]) -> int:
     """Run it to its end; its exit code. Ctrl-C is the agent's."""
-    import os
-    import subprocess
-
-    from localllm.errors import LocalLLMError
 
     kept = {name: value for name, value in os.environ.items() if name not in without}
-    with _leaving_interrupts():
-        try:
-            code = subprocess.run(command, env={**kept, **changed}, check=False).returncode
-        except OSError as e:
-            raise LocalLLMError(
-                f"{command[0]} can't be started: {e.strerror}", hint="is it installed whole?"
-            ) from e
-    return code if code >= 0 else 128 - code
-
-
-@contextmanager
-def _leaving_interrupts() -> Iterator[None]:
-    import signal
-
     # a handler, not SIG_IGN, which the agent would inherit
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        yield
+        code = subprocess.run(command, env={**kept, **changed}, check=False).returncode
+    except OSError as e:
+        raise LocalLLMError(
+            f"{command[0]} can't be started: {e.strerror}", hint="is it installed whole?"
+        ) from e
     finally:
         signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code
 
 
 def _check_sandbox(folder: Path) -> None:
     """Raises UsageError where there is none, or where it would let everything be written."""
-
-    from localllm.errors import UsageError
 
     if not (shutil.which("bwrap") or shutil.which("sandbox-exec")):
         raise UsageError(
@@ -205,7 +192,6 @@ def _check_sandbox(folder: Path) -> None:
 def sandboxed(command: Sequence[str], folder: Path, home: Path) -> list[str]:
     """`command` in bubblewrap or sandbox-exec: it reads what its user may but keys and passwords,
     and writes below `folder` and `home` alone."""
-    import json
 
     hidden = [place for place in (Path.home() / name for name in _SECRETS) if place.exists()]
     bwrap = shutil.which("bwrap")

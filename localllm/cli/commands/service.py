@@ -3,13 +3,16 @@ Scheduler."""
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from localllm.cli.commands.shared import Json, print_json
 from localllm.errors import UsageError
+from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.service.types import Manager, State
@@ -58,7 +61,6 @@ def install(
         settings_of_this_terminal,
         wait_until_it_answers,
     )
-    from localllm.settings import Settings
 
     settings = Settings({"unix_socket": unix})
     kind = _manager(manager)
@@ -93,7 +95,6 @@ def install(
 def status(as_json: Json = False, manager: ManagerName = None) -> None:
     """Show whether it runs. Exits with 3 where it is not installed, with 6 where it is and does not
     run."""
-    from dataclasses import asdict
 
     from localllm.cli.service_unit import address_of
 
@@ -126,7 +127,6 @@ def restart(manager: ManagerName = None) -> None:
     """Start the server again, for example after an upgrade. Requests that come meanwhile wait
     (systemd)."""
     from localllm.cli.service_unit import listen_addresses, wait_until_it_answers
-    from localllm.settings import Settings
 
     kind = _manager(manager)
     if not kind.state().installed:
@@ -161,7 +161,6 @@ def run(
 ) -> None:
     """What a manager starts that sets no environment and keeps no log (Task Scheduler): `localllm
     serve` with both."""
-    import os
 
     from localllm.cli.commands.serve import serve
     from localllm.cli.service_unit import write_to

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+
+from localllm.errors import UsageError
+from localllm.plain_output import ascii_json, plain
 
 
 def installed_names(typed: str) -> list[str]:
@@ -43,7 +47,6 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows as lines with their columns below each other; those numbered in `right` end at the same
     place."""
-    from localllm.plain_output import plain
 
     rows = [tuple(map(plain, row)) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -57,17 +60,17 @@ def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     return "\n".join(lines)
 
 
-def print_json(body: Any) -> None:
-    from localllm.plain_output import ascii_json
+def at_a_terminal() -> bool:
+    """Whether a person is at both ends (screens are drawn on stderr too)."""
+    return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
 
+
+def print_json(body: Any) -> None:
     print(ascii_json(body))
 
 
 def confirmed(question: str) -> bool:
     """Ask on the terminal; without one, refuse with the flag that answers for the user."""
-    import sys
-
-    from localllm.errors import UsageError
 
     if not sys.stdin.isatty():
         raise UsageError("this removes files, and nobody is here to ask", hint="add --yes")

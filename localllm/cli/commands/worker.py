@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from localllm.errors import UsageError
+from localllm.errors import BackendMissingError, UsageError
 
 RECIPE = (
     "the protocol has no authentication and no encryption. Safer than an open port: leave it on "
@@ -44,7 +44,6 @@ def worker(
 
     Loopback only, unless --allow names who may come from elsewhere: the protocol has no
     authentication."""
-    from localllm.errors import BackendMissingError
     from localllm.server.http.settings import is_loopback
     from localllm_backends.llamacpp.rpc import library_path
 

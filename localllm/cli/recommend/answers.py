@@ -3,11 +3,15 @@ one model, the roofline."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.recommend import machines_view, page, view
+from localllm.errors import ModelNotFoundError, UsageError
+from localllm.library.catalog import load_catalog
 from localllm.load.candidates import device_named, overrides_for
 
 if TYPE_CHECKING:
@@ -19,8 +23,6 @@ if TYPE_CHECKING:
 
 def compare(names: list[str], workload: Workload, *, everything: bool, as_json: bool) -> None:
     """Named machines side by side, for one purpose."""
-    from localllm.errors import UsageError
-    from localllm.library.catalog import load_catalog
 
     if len(names) < 2:
         raise UsageError(
@@ -62,7 +64,6 @@ def side_by_side(
 
 def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
     """The machines of the table that run one model, in the quant asked for, at a speed."""
-    from dataclasses import replace
 
     from localllm.device.named import everything
     from localllm.library.names import same_quant
@@ -90,7 +91,6 @@ def show_model(
     explain: bool,
     as_json: bool,
 ) -> None:
-    from localllm.errors import ModelNotFoundError
     from localllm.planner.types import Recommendation
 
     if not plans:
@@ -111,8 +111,6 @@ def show_model(
 
 
 def plot_roofline(device: Device, plans: list[Plan], file: str | None) -> None:
-    import sys
-
     from localllm.planner import roofline
 
     picture = roofline.of(device, plans)

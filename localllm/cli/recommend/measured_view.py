@@ -44,19 +44,10 @@ def check(device: Device, catalog: Catalog, *, as_json: bool) -> list[str]:
     name = min(max(len(x.name) for x in results), width() - 51)
     lines.append(f"  {'model':{name}} {'quant':8} {'memory':>17} {'decode tok/s':>21}")
     for x in results:
-        lines.append(
-            "  "
-            f"{clip(x.name, name):{name}} {clip(x.quant, 8):8} {_pair(x.memory):>17} {_pair_rate(x.decode):>21}"
-        )
+        memory = "–" if x.memory is None else " / ".join(map(gb, x.memory))
+        predicted, measured = x.decode
+        speed = f"{rate(predicted)} / {rate(measured)} ({measured / predicted - 1:+.0%})"
+        lines.append(f"  {clip(x.name, name):{name}} {clip(x.quant, 8):8} {memory:>17} {speed:>21}")
         for cause in x.causes:
             lines += wrapped(cause, "      ", "      ")
     return lines
-
-
-def _pair(value: tuple[float, float] | None) -> str:
-    return "–" if value is None else f"{gb(value[0])} / {gb(value[1])}"
-
-
-def _pair_rate(value: tuple[float, float]) -> str:
-    predicted, measured = value
-    return f"{rate(predicted)} / {rate(measured)} ({measured / predicted - 1:+.0%})"

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from localllm.cli.recommend.page import BAR, bar, clip, speed, width, wrapped
 from localllm.formatting import gb, mb
+from localllm.library.catalog import OLD_DAYS
+from localllm.load.candidates import image_facts
 from localllm.memory.verdict import TIGHT_MEANS
 from localllm.plain_output import ascii_json
 from localllm.planner.needs import span
-from localllm.planner.types import backend_of
+from localllm.planner.types import Plan, Recommendation, backend_of
 from localllm_backends import registry
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
-    from localllm.planner.types import Plan, Recommendation
     from localllm_backends.declaration import Declaration
     from localllm_catalog.types import Model
 
@@ -154,7 +155,6 @@ def _one_line(text: str, first: str, further: str) -> list[str]:
 
 def _blocks(plans: Sequence[Plan], installed: Installed, *, short: bool = False) -> list[str]:
     """The head, and each plan's row with its reason under it, in a `short` list on one line."""
-    from localllm.load.candidates import image_facts
 
     head, rows = numbered_rows(plans, installed)
     lines = ["", head] if plans else []
@@ -201,8 +201,6 @@ def _refused(answer: Recommendation, *, everything: bool) -> list[str]:
 
 
 def _old(listings_days: int) -> list[str]:
-    from localllm.library.catalog import OLD_DAYS
-
     if listings_days <= OLD_DAYS:
         return []
     text = (
@@ -270,10 +268,6 @@ def _marks(plans: Sequence[Plan], installed: Installed) -> list[str]:
     return list(chain.from_iterable(wrapped(line, further="  ") for line in shown))
 
 
-def _is_beyond_training(plan: Plan) -> bool:
-    return 0 < plan.model.native_context < plan.settings.n_ctx
-
-
 def model_table(
     model: Model, plans: Sequence[Plan], device: Device, *, installed: Installed = NOTHING
 ) -> list[str]:
@@ -314,7 +308,11 @@ def model_table(
             else ()
         ),
         *wrapped("speeds from " + first.decode_tok_s.basis, further="  "),
-        *(wrapped(first.why, further="  ") if _is_beyond_training(first) else ()),
+        *(
+            wrapped(first.why, further="  ")
+            if 0 < model.native_context < first.settings.n_ctx
+            else ()
+        ),
         *_caches(plans),
         *wrapped(model.shape_warning, further="  "),
         *_marks(plans, installed),

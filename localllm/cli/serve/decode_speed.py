@@ -84,13 +84,11 @@ def load() -> dict[str, UsualSpeed]:
     found = {}
     for key, entry in json_store.read(path()).items():
         speed = json_store.record(UsualSpeed, entry)
-        if speed is not None and all(_is_seconds(value) for value in speed.steps.values()):
+        if speed is not None and all(
+            isinstance(s, float) and 0 < s < math.inf for s in speed.steps.values()
+        ):
             found[key] = speed
     return found
-
-
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and value > 0
 
 
 def compare(key: str, model: str, steps: Mapping[str, float]) -> str:

@@ -6,15 +6,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localllm.cli.serve.served_models import real_path
+from localllm.cli.serve.served_models import ServedModels, real_path
+from localllm.library.catalog import load_catalog
+from localllm.load.candidates import variant_choice
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from localllm.cli.serve.served_models import ServedModels
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
     from localllm.server.models.served import ServedModel, StoreProgress
@@ -107,7 +108,6 @@ class DiskModels:
 
     def _listed_as(self, local: LocalModel, taken: set[str]) -> ServedModel | None:
         """A model for the list, under a name nobody has; None where there is none left."""
-        from dataclasses import replace
 
         for name in (local.name, f"{local.name}:{local.quant}"):
             if name.lower() not in taken:
@@ -145,7 +145,6 @@ class LibraryStore:
 
     def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
         from localllm.library.pull import pull
-        from localllm.load.candidates import variant_choice
         from localllm.server.models.served import StoreProgress
 
         def hear(p: DownloadProgress) -> None:
@@ -165,7 +164,6 @@ def _ours(ref: str) -> str:
     """`ref` as the library knows it: Ollama's `qwen3:8b` is the catalog's qwen3-8b. Raises
     UsageError for a path."""
     from localllm.library import hub, names
-    from localllm.library.catalog import load_catalog
 
     names.parse(ref, hub_hosts=hub.hosts())
     ref = ref.removesuffix(":latest")
