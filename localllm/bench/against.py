@@ -9,6 +9,7 @@ import time
 from collections import Counter as Counted
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -92,26 +93,23 @@ def target_of(url: str, key: str = "", restart: str | None = None) -> BenchTarge
         f"{where}#{model}" if model else where, f"{parts.scheme}://{where}{path}", model, key
     )
     if restart is not None:
-        target.restart = _restarter(target, restart)
+        target.restart = partial(_restart, target, restart)
     listed = target.models()
     target.model = model or next(iter(listed), "")
     return target
 
 
-def _restarter(target: BenchTarget, command: str) -> Callable[[], None]:
-    def restart() -> None:
-        try:
-            subprocess.run(
-                shlex.split(command),
-                check=True,
-                timeout=_RESTART_S,
-                stdout=subprocess.DEVNULL,
-                stdin=subprocess.DEVNULL,
-            )
-        except (OSError, ValueError, subprocess.SubprocessError) as e:
-            raise BackendError(f"{target.name} could not be started again: {e}") from e
-
-    return restart
+def _restart(target: BenchTarget, command: str) -> None:
+    try:
+        subprocess.run(
+            shlex.split(command),
+            check=True,
+            timeout=_RESTART_S,
+            stdout=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
+        raise BackendError(f"{target.name} could not be started again: {e}") from e
 
 
 def chosen(text: str, means: Mapping[str, str] = MEANS) -> list[str]:

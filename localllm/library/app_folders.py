@@ -56,8 +56,8 @@ def lmstudio() -> list[Path]:
     homes += [Path.home() / ".lmstudio", Path.home() / ".cache" / "lm-studio"]
     found = []
     for home in homes:
-        downloads = _setting(home / "settings.json", "downloadsFolder")
-        if downloads:
+        downloads = json_store.read(home / "settings.json").get("downloadsFolder")
+        if downloads and isinstance(downloads, str):
             found.append(Path(downloads))
         found.append(home / "models")
     return _existing(found)
@@ -133,8 +133,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")[:65536].strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _setting(path: Path, key: str) -> str:
-    value = json_store.read(path).get(key, "")
-    return value if isinstance(value, str) else ""

@@ -279,7 +279,12 @@ def _explain(
     if isinstance(error, hub_errors.RepositoryNotFoundError) or status in (401, 404):
         return _not_found(host, repo, refusal)
     if isinstance(error, ValueError) and str(getattr(error, "doc", "")).lstrip().startswith("<"):
-        return _page_instead(host)
+        return HubUnreachableError(
+            f"a web page came instead of {host}'s answer: the network's login page (captive "
+            "portal), or a proxy's",
+            hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, check "
+            "that it is a hub",
+        )
     return (
         _no_answer(error, host, repo)
         if status is None
@@ -344,15 +349,6 @@ def _proxy() -> str:
     name = scheme if known.get(scheme) else "all"
     address = known.get(name, "").rpartition("@")[2].rpartition("/")[2]
     return f"the proxy {address} ({name.upper()}_PROXY)" if address else "the proxy"
-
-
-def _page_instead(host: str) -> HubUnreachableError:
-    return HubUnreachableError(
-        f"a web page came instead of {host}'s answer: the network's login page (captive portal), "
-        "or a proxy's",
-        hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, check "
-        "that it is a hub",
-    )
 
 
 def retry_after(sent: Any) -> float | None:

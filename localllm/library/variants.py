@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from localllm.errors import DownloadError, ModelFileError
 from localllm.library import hub, names, remote_header
@@ -16,9 +16,7 @@ from localllm.memory.system import SystemMemory
 from localllm_catalog import kinds
 from localllm_catalog.kinds import Kind
 from localllm_catalog.names import Format
-
-if TYPE_CHECKING:
-    from localllm_catalog.types import Model, Variant
+from localllm_catalog.types import Model, Variant
 
 _T = TypeVar("_T")
 Choose = Callable[["Model"], "Variant"]
@@ -57,7 +55,6 @@ class Selection:
 
     def variant(self, repo: str) -> Variant:
         """These files of `repo` in the catalog's terms."""
-        from localllm_catalog.types import Variant
 
         return Variant(self.format, self.quant, repo, self.names, self.weights_bytes)
 

@@ -78,34 +78,27 @@ class Manager(Protocol):
     @property
     def name(self) -> str:
         """As `--manager` names it."""
-        ...
 
     def files(self, service: Service) -> dict[Path, str]:
         """What `install` writes: each file and its text."""
-        ...
 
     def install(self, service: Service) -> list[Path]:
         """Write the files, start the service now and at each login; returns the files that changed.
         Raises ServiceError."""
-        ...
 
     def restart(self) -> None:
         """Stop it, waiting for it to write what it knows, and start it again. Raises
         ServiceError."""
-        ...
 
     def uninstall(self) -> list[Path]:
         """Stop it and take its files away; returns them. Nothing else is removed. Raises
         ServiceError."""
-        ...
 
     def state(self) -> State:
         """How it stands now. Raises ServiceError where the manager does not answer."""
-        ...
 
     def log_command(self, lines: int, follow: bool) -> list[str] | Path:
         """What shows the log: a program, or the file that holds it."""
-        ...
 
 
 _NOT_INSTALLED = 127
