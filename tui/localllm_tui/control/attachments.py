@@ -25,11 +25,6 @@ MAX_BYTES_PER_TOKEN = 8
 MAX_BYTES = 16_000_000
 
 
-def is_pdf(data: bytes) -> bool:
-    """Whether a file with this beginning is a PDF."""
-    return data.startswith(b"%PDF-")
-
-
 def read_text(path: Path) -> tuple[str, str]:
     """(name, text) of a UTF-8 file or a PDF, for which it may take seconds; of an image its data
     URL. Raises UsageError."""
@@ -48,7 +43,7 @@ def read_text(path: Path) -> tuple[str, str]:
     url = data_url(data)
     if url:
         return path.name, url
-    if is_pdf(data):
+    if data.startswith(b"%PDF-"):
         return path.name, _text_of_pdf(path.name, data)
     try:
         text = data.decode("utf-8-sig")
@@ -157,11 +152,6 @@ def is_image(text: str) -> bool:
     return text.startswith("data:image/")
 
 
-def in_markdown(name: str, url: str) -> str:
-    """An attached image in a question's text."""
-    return f"![{re.sub(r'[^-_.0-9A-Za-z ]', '_', name)}]({url})"
-
-
 def as_sent(
     messages: Sequence[Mapping[str, Any]], *, items: bool = False
 ) -> list[Mapping[str, Any]]:
@@ -224,7 +214,7 @@ def fenced(name: str, body: str) -> str:
     """A file's text as a named Markdown code block, its fence longer than any inside; an image as a
     Markdown image."""
     if is_image(body):
-        return in_markdown(name, body)
+        return f"![{re.sub(r'[^-_.0-9A-Za-z ]', '_', name)}]({body})"
     longest = max((len(run) for run in re.findall(r"`{3,}", body)), default=2)
     fence = "`" * (longest + 1)
     language = name.rpartition(".")[2] if "." in name else ""

@@ -20,7 +20,6 @@ from localllm_tui.control.face import Face
 from localllm_tui.control.interfaces import (
     PlanList,
     PlanRequest,
-    ToolSpec,
 )
 from localllm_tui.control.meter import UnsentMessage, check_fits
 from localllm_tui.control.model_list import FirstRun, Pulls
@@ -28,7 +27,6 @@ from localllm_tui.control.physics import AnswerSpeed, ModelPhysics
 from localllm_tui.control.session import PendingAnswer, Session
 from localllm_tui.control.stream_events import (
     StreamEvent,
-    ToolCall,
 )
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tools
@@ -223,15 +221,12 @@ class ChatController:
                 keep.model,
                 keep.messages,
                 self.tools,
-                self._approve_tool,
+                lambda call, spec: self.face.approve(*approval_texts(call, spec)),
                 compact=compact,
             )
         return self.client.stream(
             keep.model, keep.messages, compact=compact, continues=keep.continues
         )
-
-    async def _approve_tool(self, call: ToolCall, spec: ToolSpec) -> bool:
-        return await self.face.approve(*approval_texts(call, spec))
 
     async def _answer(
         self, keep: PendingAnswer, stream: AnswerStream, shown: AnswerDisplay
@@ -323,7 +318,10 @@ class ChatController:
             and not self.compacts
         ):
             self._warned_full = True
-            await self.face.show_note(wording.full_context(used, self.n_ctx))
+            await self.face.show_note(
+                f"The context is {used / self.n_ctx:.0%} full ({used:,} of {self.n_ctx:,} tokens): "
+                f"soon {wording.WILL_NOT_FIT}"
+            )
 
     # -- the conversation --------------------------------------------------------------------------
 
@@ -402,7 +400,11 @@ class ChatController:
     def tick(self) -> None:
         """Do what is due, a few times a second: save, report downloads and the engine, generate a
         title in a quiet moment."""
-        self._report_pulls()
+        for pull in self.pulls.newly_ended() if self.pulls is not None else ():
+            severity: Literal["error", "information"] = "error" if pull.error else "information"
+            self.face.notify(
+                pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False
+            )
         self._look_at_engine()
         self.unsaved.write_if_due()
         if self.streaming is not None:
@@ -426,14 +428,6 @@ class ChatController:
     def quiet_s(self) -> float:
         """For how long nothing was typed or answered."""
         return time.monotonic() - self._quiet_since_s
-
-    def _report_pulls(self) -> None:
-        """Notify when a download has ended."""
-        for pull in self.pulls.newly_ended() if self.pulls is not None else ():
-            severity: Literal["error", "information"] = "error" if pull.error else "information"
-            self.face.notify(
-                pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False
-            )
 
     async def leave(self) -> None:
         """End the chat: save the answer so far and stop downloads, which resume when asked for

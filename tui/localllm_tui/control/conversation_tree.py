@@ -86,10 +86,6 @@ class ConversationTree:
         """Whether any turn follows `turn`, on any branch."""
         return bool(self._after.get(turn.id))
 
-    def is_version(self, turn_id: int, parent_id: int) -> bool:
-        """Whether a turn is a version of what follows `parent_id`."""
-        return turn_id in self._after.get(parent_id, ())
-
     def parent(self, turn: StoredMessage) -> StoredMessage | None:
         return self._turns.get(turn.parent_id)
 

@@ -57,7 +57,8 @@ def to_markdown(session: Session) -> str:
         parts.append(_system(session.system))
     parts += _systems_after(session, 0)
     for turn in session.turns:
-        parts.append(f"## {_who(session, turn)}")
+        who = "You" if turn.role == "user" else turn.meta.get("model") or session.model
+        parts.append(f"## {who}")
         parts += _body(turn)
         versions = session.tree.versions(turn)
         for n, other in enumerate(versions, 1):
@@ -78,10 +79,6 @@ def _systems_after(session: Session, turn_id: int) -> Iterable[str]:
 
 def _system(text: str) -> str:
     return f"## System\n\n{text}" if text else "## System\n\n(removed)"
-
-
-def _who(session: Session, turn: StoredMessage) -> str:
-    return "You" if turn.role == "user" else str(turn.meta.get("model") or session.model)
 
 
 def _body(turn: StoredMessage) -> list[str]:

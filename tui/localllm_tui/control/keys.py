@@ -7,28 +7,15 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Literal, TypeAlias
 
 from localllm.errors import UsageError
 
-
-class KeyContext(Enum):
-    """What the user is doing, which decides the key hints."""
-
-    WRITING = "writing"
-    EDITING = "editing"
-    ANSWERING = "answering"
-    CHOOSING = "choosing"
-    FINDING = "finding"
-    SELECTING = "selecting"
-    FOUND = "found"
-    HELP = "help"
-    FILING = "filing"
-    ASKED = "asked"
-    COMMANDS = "commands"
-    MODELS = "models"
-    ON_DISK = "on disk"
-    APPROVING = "approving"
+# What the user is doing, which decides the key hints.
+KeyContext: TypeAlias = Literal[
+    "writing", "editing", "answering", "choosing", "finding", "selecting", "found", "help",
+    "filing", "asked", "commands", "models", "on disk", "approving",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +129,17 @@ APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL 
 KEYS = (
     Key(
         COMPOSER, "enter", "Enter", "send", "send", caught=True,
-        hints={KeyContext.WRITING: "sends", KeyContext.COMMANDS: "runs",
-        KeyContext.EDITING: "asks again, the old version is kept"},
+        hints={"writing": "sends", "commands": "runs",
+        "editing": "asks again, the old version is kept"},
     ),
     Key(
         COMPOSER, "ctrl+j,shift+enter,alt+enter,ctrl+enter", "Ctrl+J, Shift+Enter", "newline",
         "new line (Shift+Enter where the terminal tells it apart)",
-        hints={KeyContext.WRITING: "new line"},
+        hints={"writing": "new line"},
     ),
     Key(
         CHAT, "escape", "Esc", "stop", "stop the answer and keep its text",
-        hints={KeyContext.ANSWERING: "stops", KeyContext.EDITING: "leaves it"},
+        hints={"answering": "stops", "editing": "leaves it"},
     ),
     Key(
         APP, "ctrl+c", "Ctrl+C", "interrupt",
@@ -163,7 +150,7 @@ KEYS = (
     Key(APP, "ctrl+q", "Ctrl+Q", "quit", "quit; what was typed is kept for next time",
     priority=True),
     Key(COMPOSER, "up", "↑↓, Up, Down", "earlier", "in an empty input: earlier questions", caught=True,
-    hints={KeyContext.COMMANDS: "chooses"}),
+    hints={"commands": "chooses"}),
     Key(COMPOSER, "down", "Down", "later", caught=True),
     Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y",
     help="take back what was typed or pasted; bring it again"),
@@ -171,14 +158,14 @@ KEYS = (
     Key(COMPOSER, "pagedown", "PageDown", "scroll_transcript(1)"),
     Key(CHAT, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
     Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True,
-    hints={KeyContext.COMMANDS: "completes"}),
+    hints={"commands": "completes"}),
     Key(COMPOSER, "at", "@", "files", "at the beginning of a word: a file to send along",
     caught=True),
     Key(APP, "ctrl+p", "Ctrl+P", help="command palette, themes too"),
     Key(
         CHAT, "ctrl+up,f2", "F2, Ctrl+Up", "select",
         "select a turn, to change, retry, copy or remove it", priority=True,
-        hints={KeyContext.WRITING: "turns"},
+        hints={"writing": "turns"},
     ),
     Key(
         TURN, "up", "Up, Down", "select(-1)", "the turn before, the turn after"
@@ -186,90 +173,90 @@ KEYS = (
     Key(TURN, "down", "Down", "select(1)"),
     Key(
         TURN, "n", "N", "turn('found', 1)", "after Ctrl+F: the next hit; Shift+N: the one before",
-        hints={KeyContext.FOUND: "next"},
+        hints={"found": "next"},
     ),
-    Key(TURN, "N", "Shift+N", "turn('found', -1)", hints={KeyContext.FOUND: "the one before"}),
+    Key(TURN, "N", "Shift+N", "turn('found', -1)", hints={"found": "the one before"}),
     Key(
         TURN, "e,enter", "E", "turn('edit')", "change it, beside what there is",
-        hints={KeyContext.SELECTING: "edit"}
+        hints={"selecting": "edit"}
     ),
-    Key(TURN, "r", "R", "turn('again')", "another answer", hints={KeyContext.SELECTING: "again"}),
+    Key(TURN, "r", "R", "turn('again')", "another answer", hints={"selecting": "again"}),
     Key(TURN, "g", "G", "turn('more')", "go on with a stopped answer"),
     Key(TURN, "c", "C", "turn('copy')", "copy it",
-    hints={KeyContext.SELECTING: "copy", KeyContext.FOUND: "copy"}),
+    hints={"selecting": "copy", "found": "copy"}),
     Key(TURN, "1", "1 to 9", "turn('code', 1)", "copy its code block of that number"),
     *(Key(TURN, str(n), str(n), f"turn('code', {n})") for n in range(2, 10)),
     Key(
         TURN, "b", "B", "turn('branch')", "a conversation of its own up to here",
-        hints={KeyContext.SELECTING: "branch"}
+        hints={"selecting": "branch"}
     ),
     Key(
         TURN, "d,delete", "D", "turn('remove')", "twice: remove it, and what follows it",
-        hints={KeyContext.SELECTING: "delete"},
+        hints={"selecting": "delete"},
     ),
     Key(
         TURN, "left", "←→, Left, Right", "turn('version', -1)", "its other versions",
-        hints={KeyContext.SELECTING: "version"}
+        hints={"selecting": "version"}
     ),
     Key(TURN, "right", "Right", "turn('version', 1)"),
     Key(TURN, "t", "T", "turn('thinking')", "show or hide its thinking"),
     Key(TURN, "escape,q,i", "Esc", "unselect",
-    hints={KeyContext.SELECTING: "back", KeyContext.FOUND: "back"}),
+    hints={"selecting": "back", "found": "back"}),
     Key(CHAT, "f5", "F5, F6, F7", "pull(1)",
     "on the first run: pull one of the models named, then use it", priority=True),
     Key(CHAT, "f6", "F6", "pull(2)", priority=True),
     Key(CHAT, "f7", "F7", "pull(3)", priority=True),
     Key(CHAT, "f8", "F8", "measure", "on the first run: measure how fast this machine is",
     priority=True),
-    Key(APPROVAL, "y", "Y", "yes", hints={KeyContext.APPROVING: "runs it"}),
-    Key(APPROVAL, "n,escape,q", "N", "no", hints={KeyContext.APPROVING: "does not"}),
+    Key(APPROVAL, "y", "Y", "yes", hints={"approving": "runs it"}),
+    Key(APPROVAL, "n,escape,q", "N", "no", hints={"approving": "does not"}),
     Key(MODELS, "enter", "Enter",
-    hints={KeyContext.MODELS: "pulls, uses", KeyContext.ON_DISK: "uses"}),
+    hints={"models": "pulls, uses", "on disk": "uses"}),
     Key(
         MODELS, "left_square_bracket,left", "←→", "step('context', -1)",
         "a shorter, a longer context",
-        hints={KeyContext.MODELS: "context"},
+        hints={"models": "context"},
     ),
     Key(MODELS, "right_square_bracket,right", "Right", "step('context', 1)"),
     Key(MODELS, "p", "P", "next('purpose')", "the next purpose (Tab goes to every slider)"),
     Key(MODELS, "t", "T", "next('wait')", "how long one may wait for an answer"),
     Key(MODELS, "g", "G", "next('memory')", "plan as if there were so much memory"),
     Key(MODELS, "m", "M", "machine", "another machine, by its name",
-    hints={KeyContext.MODELS: "machine"}),
-    Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={KeyContext.MODELS: "why"}),
+    hints={"models": "machine"}),
+    Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={"models": "why"}),
     Key(
         MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
-        hints={KeyContext.MODELS: "disk", KeyContext.ON_DISK: "plans"},
+        hints={"models": "disk", "on disk": "plans"},
     ),
     Key(MODELS, "f,slash", "F", "filter", "only models with these words",
-    hints={KeyContext.MODELS: "filter"}),
+    hints={"models": "filter"}),
     Key(MODELS, "o", "O", "sort", "another order: best, speed, memory",
-    hints={KeyContext.MODELS: "sort"}),
+    hints={"models": "sort"}),
     Key(MODELS, "s", "S", "stop", "stop a download; pulling again goes on where it was"),
     Key(
         MODELS, "delete,ctrl+x", "Delete", "remove", "on this disk, twice: remove a model's files",
-        hints={KeyContext.ON_DISK: "removes"},
+        hints={"on disk": "removes"},
     ),
     Key(MODELS, "escape,q", "Esc", "close",
-    hints={KeyContext.MODELS: "back", KeyContext.ON_DISK: "back"}),
+    hints={"models": "back", "on disk": "back"}),
     Key(SLIDER, "left", "Left, Right", "move(-1)", "move a slider"),
     Key(SLIDER, "right", "Right", "move(1)"),
     Key(SLIDER, "home", "Home", "first"),
     Key(SLIDER, "end", "End", "last"),
     Key(GLASS, "escape,q,f3,enter", "Esc", "close"),
-    Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={KeyContext.HELP: "closes"}),
+    Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={"help": "closes"}),
     Key(FILES, "enter", "Enter",
-    hints={KeyContext.FILING: "sends it along", KeyContext.ASKED: "brings it back"}),
-    Key(FILES, "up", "↑↓, Up, Down", hints={KeyContext.ASKED: "newer, older"}),
+    hints={"filing": "sends it along", "asked": "brings it back"}),
+    Key(FILES, "up", "↑↓, Up, Down", hints={"asked": "newer, older"}),
     Key(FILES, "escape", "Esc", "close",
-    hints={KeyContext.FILING: "closes", KeyContext.ASKED: "closes"}),
+    hints={"filing": "closes", "asked": "closes"}),
     Key(PICKER, "enter", "Enter",
-    hints={KeyContext.CHOOSING: "opens", KeyContext.FINDING: "goes there"}),
-    Key(PICKER, "up", "↑↓, Up, Down", hints={KeyContext.FINDING: "the one before, after"}),
+    hints={"choosing": "opens", "finding": "goes there"}),
+    Key(PICKER, "up", "↑↓, Up, Down", hints={"finding": "the one before, after"}),
     Key(PICKER, "ctrl+x", "Ctrl+X", "remove", priority=True,
-    hints={KeyContext.CHOOSING: "removes"}),
+    hints={"choosing": "removes"}),
     Key(PICKER, "escape", "Esc", "close",
-    hints={KeyContext.CHOOSING: "closes", KeyContext.FINDING: "closes"}),
+    hints={"choosing": "closes", "finding": "closes"}),
 )  # fmt: skip
 
 

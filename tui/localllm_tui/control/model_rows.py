@@ -82,26 +82,18 @@ class ModelRows:
         found = self.disk or ()
         if not self.shows_disk:
             found = sorted(found, key=lambda m: m.name != self.current)
-        return [self._file_row(m, width) for m in found]
-
-    def _file_row(self, model: InstalledModel, width: int) -> ModelRow:
-        return ModelRow(model.path, disk_line(model, width, in_use=model.name == self.current))
+        return [ModelRow(m.path, disk_line(m, width, in_use=m.name == self.current)) for m in found]
 
     def _plan_rows(self, width: int) -> list[ModelRow]:
         late = self.planned.too_slow if self.planned is not None else ()
         rows = [
             ModelRow(o.ref, plan_line(o, width, self._mark(o)), o in late) for o in self.ordered
         ]
-        used = self._used_file
-        return rows if used is None else [ModelRow(used.path, used_line(used, width)), *rows]
-
-    @property
-    def _used_file(self) -> InstalledModel | None:
-        """The file of the model that answers, where no plan has it: another quant, a model that
-        others beat."""
-        if any(self._in_use(o) for o in self.ordered):
-            return None
-        return next((m for m in self.disk or () if m.name == self.current), None)
+        # another quant, or a model that others beat: no plan has it
+        used = next((m for m in self.disk or () if m.name == self.current), None)
+        if used is None or any(self._in_use(o) for o in self.ordered):
+            return rows
+        return [ModelRow(used.path, used_line(used, width)), *rows]
 
     def _mark(self, choice: PlanChoice) -> str:
         """`▸` answers now, `●` is installed, `↓` on its way."""

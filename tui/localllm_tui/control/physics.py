@@ -189,11 +189,6 @@ def panel_lines(
     return [line[:width] for line in lines]
 
 
-def _of_bandwidth(achieved: float, physics: ModelPhysics) -> str:
-    digits = 0 if achieved >= 10 else 1
-    return f"{achieved:.{digits}f} of {physics.bandwidth_gbps:,.{digits}f}"
-
-
 def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     as_it_came = (
         "" if speed.live is None else ", as it arrives" if speed.coming else (", as it arrived")
@@ -235,12 +230,13 @@ def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     limit = f"  roof     {physics.limit_tok_s(speed.depth):>8.1f} tok/s undrafted"
     if achieved is None or roof <= 0:
         return [f"BANDWIDTH {roof:,.0f} GB/s", limit]
+    digits = 0 if achieved >= 10 else 1
     # Drafts and caches may go beyond the roof.
     drawn = bar(
         min(round(achieved * 1e3), round(roof * 1e3)), max(1, round(roof * 1e3)), PANEL_WIDTH - 2
     )
     return [
-        f"BANDWIDTH {_of_bandwidth(achieved, physics)} GB/s: {achieved / roof:.0%}",
+        f"BANDWIDTH {achieved:.{digits}f} of {roof:,.{digits}f} GB/s: {achieved / roof:.0%}",
         f"  {drawn}",
         limit,
     ]

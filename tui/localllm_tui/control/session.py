@@ -314,7 +314,9 @@ class Session:
         """A new conversation with all turns up to `turn`; this one stays as it is."""
         upto = self._before(turn) | {turn.id}
         copy = Session(self.history, self.model, system=self.system, now=self.now)
-        copy.title = self._title_of_branch()
+        taken = {c.title for c in self.history.list(self.title, limit=1000)}
+        names = (f"{self.title} (branch{f' {n}' if n > 1 else ''})" for n in range(1, 1002))
+        copy.title = next(name for name in names if name not in taken)
         copy.tree.create(copy.title, self.model)
         copy.tree.add_all([*self.tree.systems[-1:], *(t for t in self.turns if t.id in upto)])
         if self.compacts:
@@ -326,11 +328,6 @@ class Session:
         is not on disk."""
         self.history.rename(self.id or "", title, titled=titled)
         self.title, self.titled = title, titled
-
-    def _title_of_branch(self) -> str:
-        taken = {c.title for c in self.history.list(self.title, limit=1000)}
-        names = (f"{self.title} (branch{f' {n}' if n > 1 else ''})" for n in range(1, 1002))
-        return next(name for name in names if name not in taken)
 
     @property
     def last_question(self) -> StoredMessage:

@@ -71,13 +71,10 @@ def next_steps(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
     return f"{said}/retry asks again, /edit changes the question, {drop}/new starts afresh."
 
 
-def full_context(used: int, n_ctx: int) -> str:
-    return (
-        f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): soon the "
-        "conversation will not fit. "
-        "/compact lets the oldest messages be left out then, /new starts another, /save keeps "
-        "this one as a file."
-    )
+WILL_NOT_FIT = (
+    "the conversation will not fit. /compact lets the oldest messages be left out then, /new "
+    "starts another, /save keeps this one as a file."
+)
 
 
 def _plain(text: str) -> str:

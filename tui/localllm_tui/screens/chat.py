@@ -73,7 +73,7 @@ class ChatScreen(Screen[None]):
         self.composer = Composer(SlashMenu())
         self._window = TurnWindow(chat, self.transcript)
         self._found = FoundTurns(chat, self.transcript, self._window)
-        self._counter = TokenCounter(self, self._count, self._show_all)
+        self._counter = TokenCounter(self, self._count, lambda: self._frames.show_all())
         self._frames = ChatFrames(self, chat, self._counter, self._window, self._found)
         self._selected = SelectedTurn(self, chat, self.transcript, self._found, self._frames)
         self._choices = Choices(self, chat, self._found)
@@ -109,9 +109,6 @@ class ChatScreen(Screen[None]):
     def on_resize(self, event: events.Resize) -> None:
         self._frames.columns = event.size.width
         self.query_one(GlassPanel).fold(narrow=event.size.width < LEAST_COLUMNS)
-        self._show_all()
-
-    def _show_all(self) -> None:
         self._frames.show_all()
 
     async def _tick(self) -> None:
@@ -203,7 +200,7 @@ class ChatScreen(Screen[None]):
 
     async def on_more_turns_wanted(self, event: MoreTurnsWanted) -> None:
         await (self._window.show_earlier() if event.step < 0 else self._window.show_later())
-        self._show_all()
+        self._frames.show_all()
 
     def action_select(self) -> None:
         if not self.transcript.views:
@@ -303,7 +300,7 @@ class ChatScreen(Screen[None]):
             self._counter.afresh()
         else:
             self._counter.soon()
-        self._show_all()
+        self._frames.show_all()
 
     async def show_session(self, at: int, before: str | None) -> None:
         self._drafts.save(before, self.composer.text if self._draft is None else self._draft)
@@ -345,7 +342,7 @@ class ChatScreen(Screen[None]):
             await self._window.ensure_shown(0)
             self._drafts.save(self._draft_of, "")
             self.composer.replace_text("")
-            await self.transcript.mount(QuestionView.of(turn, place=self.chat.session.place(turn)))
+            await self.transcript.mount(QuestionView(turn, place=self.chat.session.place(turn)))
             self.composer.earlier_questions.append(typed_in(turn))
         if turn.role == "user" and (edited or len(self.chat.session.turns) == 1):
             await self.transcript.query(ChatNote).remove()  # the welcome, or "no answer yet"

@@ -38,7 +38,7 @@ class Dialog(ModalScreen[T], Generic[T]):
     }
     Dialog Static { height: auto; }
     """
-    KEYS: ClassVar[KeyContext] = KeyContext.HELP
+    KEYS: ClassVar[KeyContext] = "help"
 
     def __init__(self, title: str, *contents: RenderableType) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Approval(Dialog[bool]):
     Approval > VerticalScroll { max-height: 70%; border: heavy $warning; border-title-color: $foreground; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(APPROVAL)
-    KEYS: ClassVar[KeyContext] = KeyContext.APPROVING
+    KEYS: ClassVar[KeyContext] = "approving"
 
     def __init__(self, about: str, *said: str) -> None:
         super().__init__(about, *map(printable, said))

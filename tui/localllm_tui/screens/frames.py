@@ -68,10 +68,10 @@ class ChatFrames:
     @property
     def _context(self) -> KeyContext:
         if self._transcript.selected is not None:
-            return KeyContext.SELECTING
+            return "selecting"
         if self._chat.answering:
-            return KeyContext.ANSWERING
-        return KeyContext.EDITING if self._chat.editing else KeyContext.WRITING
+            return "answering"
+        return "editing" if self._chat.editing else "writing"
 
     def show_state(self) -> None:
         """Update the input's frame: the state, and what the keys do now."""
@@ -105,7 +105,7 @@ class ChatFrames:
         found = self._found.words_at(selected.turn_id)
         if found:
             box.border_title = frame_title(found)
-            box.border_subtitle = fitted(hints(KeyContext.FOUND), self._screen.size.width - 8)
+            box.border_subtitle = fitted(hints("found"), self._screen.size.width - 8)
         if selected.turn_id == self.removing and self.removing in turns:
             follows = len(turns) - 1 - turns.index(self.removing)
             with_it = f" and the {follows} after it" if follows else ""
@@ -173,23 +173,23 @@ def footer(
     `queued`: a question waits for the answer to end. `one_version`: the turn that is selected has
     no other.
     """
-    if context is KeyContext.ANSWERING:
+    if context == "answering":
         return fitted(hints(context) + (" · sent when this answer ends" if queued else ""), width)
-    if context is KeyContext.SELECTING:
+    if context == "selecting":
         return fitted(hints(context, without="turn.version-back" if one_version else ""), width)
     if commands.offered(typed):
-        return fitted(hints(KeyContext.COMMANDS), width)
-    return fitted(hints(context) + (" · F1 help" if context is KeyContext.WRITING else ""), width)
+        return fitted(hints("commands"), width)
+    return fitted(hints(context) + (" · F1 help" if context == "writing" else ""), width)
 
 
 def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:
     """The line above the input: what is written there, with which files, and what sending it
     costs."""
-    if context is KeyContext.ANSWERING:
+    if context == "answering":
         return "answering"
-    if context is KeyContext.SELECTING:
+    if context == "selecting":
         return "a turn is selected"
-    said = "message" if context is KeyContext.WRITING else "changing what was said"
+    said = "message" if context == "writing" else "changing what was said"
     if attached:
         said += " " + elide(one_line(f"+ {', '.join(attached)}"), 50)
     return said + (f" · {costs}" if costs else "")

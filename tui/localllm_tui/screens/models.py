@@ -36,7 +36,7 @@ from localllm_tui.control.interfaces import (
     PlanList,
     PlanRequest,
 )
-from localllm_tui.control.keys import MODELS, KeyContext, hints
+from localllm_tui.control.keys import MODELS, hints
 from localllm_tui.control.model_list import (
     Pulls,
     context_words,
@@ -262,11 +262,7 @@ class ModelsScreen(ModalScreen[str | None]):
     def _show_keys(self) -> None:
         model = self._model
         without = "models.remove" if model is None or not model.ours else ""
-        said = (
-            hints(KeyContext.ON_DISK, without=without)
-            if self.rows.shows_disk
-            else hints(KeyContext.MODELS)
-        )
+        said = hints("on disk", without=without) if self.rows.shows_disk else hints("models")
         self._write("#keys", in_lines(said, self._columns))
 
     def _show_details(self) -> None:

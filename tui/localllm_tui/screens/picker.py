@@ -22,7 +22,7 @@ from localllm.errors import LocalLLMError
 from localllm_tui.bindings import bindings_of
 from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.formatting import ago, elide, how_many
-from localllm_tui.control.keys import PICKER, KeyContext
+from localllm_tui.control.keys import PICKER
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.screens.picking import Picker
 
@@ -56,9 +56,9 @@ class ConversationPicker(Picker[TurnPlace | None]):
         self.history, self.only = history, only
         self._places: list[TurnPlace] = []  # what the rows stand for
         self._removing: TurnPlace | None = None
-        about, looks_in, self.key_context = "conversations", "titles and texts", KeyContext.CHOOSING
+        about, looks_in, self.key_context = "conversations", "titles and texts", "choosing"
         if only is not None:
-            self.key_context = KeyContext.FINDING
+            self.key_context = "finding"
             about, looks_in = "find in this conversation", "all that was said here, on every branch"
         super().__init__(about, query, f"search {looks_in}")
 

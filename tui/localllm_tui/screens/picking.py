@@ -49,7 +49,7 @@ class Picker(ModalScreen[T], Generic[T]):
     Picker OptionList { height: 1fr; border: none; background: transparent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = bindings_of(FILES)
-    key_context: KeyContext = KeyContext.FILING
+    key_context: KeyContext = "filing"
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ _LISTED = 200
 class AskedPicker(Picker[str | None]):
     """Dismisses with a question as it was typed, or None."""
 
-    key_context = KeyContext.ASKED
+    key_context = "asked"
 
     def __init__(self, history: History, query: str) -> None:
         super().__init__("asked before", query, "words of it")

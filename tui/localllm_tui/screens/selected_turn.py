@@ -68,9 +68,9 @@ class SelectedTurn:
         """Select the version that took the turn's place, else go back to the input."""
         view: TurnView | None = None
         if what == "version":
-            tree = self._chat.session.tree
+            versions = {v.id for v in self._chat.session.tree.versions(turn)}
             view = next(
-                (v for v in self._transcript.views if tree.is_version(v.turn_id, turn.parent_id)),
+                (v for v in self._transcript.views if v.turn_id in versions),
                 None,
             )
         self._transcript.select(view)

@@ -291,9 +291,8 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     for n, line in enumerate(lines):
         cells = [_cell_rows(cell, room) for cell, room in zip(line, widths, strict=True)]
         for pieces in itertools.zip_longest(*cells, fillvalue=Text("")):
-            yield MarkdownRow(
-                _beside([_padded(*cell) for cell in zip(pieces, widths, right, strict=True)])
-            )
+            padded = (_padded(*cell) for cell in zip(pieces, widths, right, strict=True))
+            yield MarkdownRow(Text.assemble((" │ ", "rule")).join(padded))
         if n == 0:
             yield MarkdownRow(Text("─┼─".join("─" * room for room in widths), "rule"))
 
@@ -312,13 +311,6 @@ _LEAVES: dict[str, Callable[[SyntaxTreeNode, int], Iterator[MarkdownRow]]] = {
     "formula_block": _formula,
     "hr": lambda _, width: iter([MarkdownRow(Text("─" * width, "rule"))]),
 }  # fmt: skip
-
-
-def _beside(pieces: Sequence[Text]) -> Text:
-    line = Text()
-    for n, piece in enumerate(pieces):
-        line.append(" │ " if n else "", "rule").append_text(piece)
-    return line
 
 
 def _padded(piece: Text, room: int, right: bool) -> Text:
@@ -375,10 +367,6 @@ def _words(node: SyntaxTreeNode, text: Text) -> None:
         text.stylize(_link(str(node.attrs.get(_ADDRESSES[node.type], ""))), start)
 
 
-def _html_words(node: SyntaxTreeNode) -> tuple[str]:
-    return ("\n" if _BREAK.fullmatch(node.content) else node.content,)
-
-
 # What a part of a line says, and its style.
 _SAID: dict[str, Callable[[SyntaxTreeNode], tuple[str] | tuple[str, str]]] = {
     "text": lambda node: (re.sub(r"\s+", " ", node.content),),
@@ -386,7 +374,7 @@ _SAID: dict[str, Callable[[SyntaxTreeNode], tuple[str] | tuple[str, str]]] = {
     "formula": lambda node: (as_unicode(node.content) or node.markup,),
     "softbreak": lambda _: (" ",),
     "hardbreak": lambda _: ("\n",),
-    "html_inline": _html_words,
+    "html_inline": lambda node: ("\n" if _BREAK.fullmatch(node.content) else node.content,),
     "image": lambda node: (f"🖼  {node.content}".rstrip(),),
 }
 

@@ -24,23 +24,15 @@ class QuestionView(TurnView):
     QuestionView { border-left: heavy $accent-text; }
     """
 
-    @classmethod
-    def of(
-        cls, turn: StoredMessage, *, place: tuple[int, int] = (1, 1), left_out: bool = False
-    ) -> QuestionView:
+    def __init__(
+        self, turn: StoredMessage, *, place: tuple[int, int] = (1, 1), left_out: bool = False
+    ) -> None:
         """A stored question: what was typed, and the names of the files. `left_out`: it failed, and
         is not sent on."""
-        view = cls(typed_in(turn), list(turn.meta.get("attached", ())), left_out=left_out)
-        view.turn_id, view.place = turn.id, place
-        return view
-
-    def __init__(
-        self, text: str, attached: list[str] | None = None, *, left_out: bool = False
-    ) -> None:
-        super().__init__("You")
-        self._said = text
+        super().__init__("You", turn.id, place)
+        self._said = typed_in(turn)
         self.left_out = left_out
-        self.attached = attached or []
+        self.attached = turn.meta.get("attached", ())
 
     @property
     def text(self) -> str:
@@ -125,7 +117,7 @@ def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionVi
     place = session.place(turn)
     if turn.role == "assistant":
         return AnswerView.of(turn, session.model, place)
-    return QuestionView.of(
+    return QuestionView(
         turn, place=place, left_out=turn.id not in sent and turn is not session.turns[-1]
     )
 
