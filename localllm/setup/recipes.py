@@ -97,8 +97,7 @@ def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     compiled = (
         made
         for made in (recipe, *recipe.otherwise)
-        if made.backend == recipe.backend
-        and any("CMAKE_ARGS" in dict(step.environment) for step in made.steps)
+        if made.backend == recipe.backend and _compiles(made)
     )
     made = next(compiled, None)
     if made is None:
@@ -116,6 +115,10 @@ def with_rpc(recipe: BuildRecipe, host: BuildHost) -> BuildRecipe:
     because = "layers can lie on other machines"
     more = tuple(map(_plus_rpc, made.steps))
     return replace(made, name=f"{name}-rpc", title=title, steps=more, because=because, otherwise=())
+
+
+def _compiles(recipe: BuildRecipe) -> bool:
+    return any("CMAKE_ARGS" in dict(step.environment) for step in recipe.steps)
 
 
 def _plus_rpc(step: Step) -> Step:
