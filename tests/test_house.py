@@ -22,7 +22,7 @@ from support.house_measures import Function, functions, product
 
 ROOT = Path(__file__).parent.parent
 HEAVY = (
-    "textual", "llama_cpp", "mlx", "mlx_lm", "fastapi", "uvicorn", "numpy", "huggingface_hub",
+    "textual", "llama_cpp", "mlx", "mlx_lm", "starlette", "uvicorn", "numpy", "huggingface_hub",
     "httpx", "aiohttp", "pydantic",
     "jinja2", "psutil", "llguidance",
 )  # fmt: skip

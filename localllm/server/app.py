@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import cache, partial
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-import localllm
 from localllm.errors import LocalLLMError
 from localllm.server.dialects import openapi, rerank
 from localllm.server.dialects.anthropic import routes as anthropic
 from localllm.server.dialects.llamacpp import routes as llamacpp
 from localllm.server.dialects.ollama import routes as ollama
 from localllm.server.dialects.openai import routes as openai
+from localllm.server.dialects.paths import Paths, answer_of
 from localllm.server.dialects.responses import routes as responses
 from localllm.server.dialects.systemone import routes as systemone
 from localllm.server.http.accounts import caller
@@ -39,33 +41,38 @@ from localllm.server.serving import Server
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
-class CsvResponse(PlainTextResponse):
-    """text/csv, as a class so that the OpenAPI document says so."""
-
-    media_type = "text/csv"
-
-
 def create_app(
     models: ModelRouter,
     *,
     settings: ServerSettings | None = None,
     store: ModelStore | None = None,
     power: Callable[[], dict[str, float]] | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The ASGI application that serves `models`. `store`: where clients may pull models to and
     remove them from; `power`: figures of what the machine uses, by their names in /metrics: those
     that end in _total are counters."""
     settings = settings or ServerSettings()
-    app = FastAPI(
-        title="localllm",
-        version=localllm.__version__,
-        description="Language models on this machine, in the dialects editors speak.",
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
     server = Server(models, settings, store)
+    paths = [
+        path
+        for dialect in (openai, responses, rerank, systemone, anthropic, ollama, llamacpp)
+        for path in dialect.routes(server)
+    ]
+    paths += _own_paths(server, power)
+    document = cache(partial(openapi.document, paths))
+
+    async def described(request: Request) -> Response:
+        return JSONResponse(document())
+
+    about = Paths("server")
+    about.add("GET", "/openapi.json", described)
+    app = Starlette(
+        routes=[path.route() for path in (*paths, *about)],
+        exception_handlers={LocalLLMError: _ours, HTTPException: _http},
+    )
+    app.router.redirect_slashes = False
     app.state.server = server
+    app.state.document = document
     if models.upstreams is not None:
         # Imported late: it loads an HTTP client.
         from localllm.server.proxy.middleware import ProxyMiddleware
@@ -80,35 +87,32 @@ def create_app(
     app.add_middleware(EdgeMiddleware)
     # added last: runs first
     app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)
-    _errors(app)
-    for dialect in (openai, responses, rerank, systemone, anthropic, ollama, llamacpp):
-        app.include_router(dialect.routes(server))
+    return app
 
-    @app.get(
-        "/health",
-        tags=["server"],
-        responses={503: {"description": "the models are loading, or none could be"}},
-    )
-    @app.get("/v1/health", include_in_schema=False)
-    async def health() -> Response:
+
+def _own_paths(server: Server, power: Callable[[], dict[str, float]] | None) -> Paths:
+    paths = Paths("server")
+    loading = {"503": {"description": "the models are loading, or none could be"}}
+
+    @paths.answers("GET", "/health", "/v1/health", **answer_of(others=loading))
+    async def health(request: Request) -> Response:
         """Alive; answered without a key. 503 with `progress` while the models named at the start
         are loading (requests wait for them), as llama.cpp's server answers then."""
-        return _health(models)
+        return _health(server.models)
 
-    @app.get("/metrics", tags=["server"], response_class=PlainTextResponse)
-    async def prometheus() -> Response:
+    @paths.answers("GET", "/metrics", **answer_of("text/plain", "string"))
+    async def prometheus(request: Request) -> Response:
         """Counters in Prometheus' text format."""
         figures = await asyncio.to_thread(power) if power is not None and caller().admin else {}
         return Response(await render_metrics(server, figures), media_type=CONTENT_TYPE)
 
-    @app.get("/usage.csv", tags=["server"], response_class=CsvResponse)
-    async def usage() -> Response:
+    @paths.answers("GET", "/usage.csv", **answer_of("text/csv", "string"))
+    async def usage(request: Request) -> Response:
         """What each key with a name has used since the server started: all of them for the key
         without a name, its own for each other."""
-        return CsvResponse(server.accounts.table(caller()))
+        return Response(server.accounts.table(caller()), media_type="text/csv")
 
-    openapi.install(app)
-    return app
+    return paths
 
 
 def _health(models: ModelRouter) -> Response:
@@ -125,27 +129,23 @@ def _health(models: ModelRouter) -> Response:
     return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
-def _errors(app: FastAPI) -> None:
-    @app.exception_handler(LocalLLMError)
-    async def ours(request: Request, error: Exception) -> JSONResponse:
-        return error_response(request, internal(error))
+async def _ours(request: Request, error: Exception) -> Response:
+    return error_response(request, internal(error))
 
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        if status == 405:
-            methods = ", ".join(_methods(request))
-            wrong = MethodError(
-                "this path does not answer that method", hint=f"it answers {methods}"
-            )
-            refused = error_response(request, wrong)
-            refused.headers["allow"] = methods
-            return refused
-        if status == 404:
-            near = _path_meant(request)
-            hint = f"the path is {near}" if near else "GET /openapi.json lists them"
-            return error_response(request, RouteNotFoundError("no such path here", hint=hint))
-        return error_response(request, LocalLLMError("the request failed"))
+
+async def _http(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 405:
+        methods = ", ".join(_methods(request))
+        wrong = MethodError("this path does not answer that method", hint=f"it answers {methods}")
+        refused = error_response(request, wrong)
+        refused.headers["allow"] = methods
+        return refused
+    if status == 404:
+        near = _path_meant(request)
+        hint = f"the path is {near}" if near else "GET /openapi.json lists them"
+        return error_response(request, RouteNotFoundError("no such path here", hint=hint))
+    return error_response(request, LocalLLMError("the request failed"))
 
 
 def _methods(request: Request, path: str = "") -> list[str]:

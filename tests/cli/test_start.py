@@ -17,7 +17,7 @@ NOT_NEEDED = (
     "asyncio",
     "numpy",
     "textual",
-    "fastapi",
+    "starlette",
     "httpx",
     "llama_cpp",
     "concurrent.futures",

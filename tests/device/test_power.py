@@ -121,7 +121,7 @@ def test_where_nothing_says_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 def test_metrics_have_what_the_machine_says_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fastapi.testclient import TestClient
+    from starlette.testclient import TestClient
 
     from localllm.device.probes import power
     from localllm.server.app import create_app

@@ -284,7 +284,7 @@ def test_loading_the_command_loads_no_heavy_library() -> None:
     code = (
         "import sys, localllm.cli.commands.recommend, localllm.load.measurements;"
         "import localllm.cli.recommend.answers, localllm.cli.recommend.measured_view;"
-        "heavy = {'numpy', 'llama_cpp', 'fastapi', 'textual', 'httpx', 'huggingface_hub', 'mlx'} "
+        "heavy = {'numpy', 'llama_cpp', 'starlette', 'textual', 'httpx', 'huggingface_hub', 'mlx'} "
         "& set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -29,13 +29,13 @@ def test_every_field_is_documented() -> None:
 
 def test_every_path_is_documented() -> None:
     app = create_app(ModelRouter({"tiny": ScriptedEngine()}))
-    for path in app.openapi()["paths"]:
+    for path in app.state.document()["paths"]:
         short = path.partition("/{")[0].rsplit("/", 1)[-1]
         assert short in PAGE, path
 
 
 def test_every_body_is_described_by_the_fields_its_path_reads() -> None:
-    document = create_app(ModelRouter({"tiny": ScriptedEngine()})).openapi()
+    document = create_app(ModelRouter({"tiny": ScriptedEngine()})).state.document()
     for path, own in {
         "/v1/completions": "suffix",
         "/completion": "n_probs",

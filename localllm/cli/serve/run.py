@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import socket
 
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from localllm.cli.serve.installed_models import LibraryStore
     from localllm.server.http.asgi import App, Message, Receive, Scope, Send
@@ -161,7 +161,7 @@ async def _serve(
 
 def application(
     router: ModelRouter, settings: ServerSettings, store: LibraryStore | None = None
-) -> tuple[FastAPI, Callable[..., Awaitable[None]]]:
+) -> tuple[Starlette, Callable[..., Awaitable[None]]]:
     """The application and what serves it. Reading that code takes as long as a small model takes to
     load: this runs meanwhile."""
     import gc

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+
+import localllm
+from localllm.server.dialects.paths import Path
 
 _ERRORS = {
     "400": "the request can't be honoured; the message says why",
@@ -94,26 +97,36 @@ def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, 
 _BODIES: dict[str, type[BaseModel]] = {}
 
 
-def install(app: FastAPI) -> None:
-    """Make `app.openapi()` include the bodies that `body_of` names."""
+def document(paths: Iterable[Path]) -> dict[str, Any]:
+    """The OpenAPI document of those of `paths` that have a description, and of the bodies that
+    `body_of` named."""
+    described: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        if path.about:
+            shown = path.path.replace(":path}", "}")
+            described.setdefault(shown, {})[path.method.lower()] = _operation(shown, path)
+    _, definitions = models_json_schema(
+        [(m, "validation") for m in _BODIES.values()], ref_template="#/components/schemas/{model}"
+    )
+    about = "Language models on this machine, in the dialects editors speak."
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "localllm", "description": about, "version": localllm.__version__},
+        "paths": described,
+        "components": {"schemas": {**definitions["$defs"], **_ERROR_SCHEMAS}},
+    }
 
-    def document() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(
-                title=app.title, version=app.version, description=app.description, routes=app.routes
-            )
-            _, definitions = models_json_schema(
-                [(m, "validation") for m in _BODIES.values()],
-                ref_template="#/components/schemas/{model}",
-            )
-            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(definitions["$defs"], **_ERROR_SCHEMAS)
-            for path, operations in schema["paths"].items():
-                for operation in operations.values():
-                    # FastAPI's own: our bodies are checked by fields.read
-                    operation["responses"].pop("422", None)
-                    operation["responses"] |= _errors_of(path)
-            app.openapi_schema = schema
-        return app.openapi_schema
 
-    app.openapi = document  # type: ignore[method-assign]
+def _operation(shown: str, path: Path) -> dict[str, Any]:
+    inside = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", shown)
+    ]
+    return {
+        **path.described,
+        "tags": [path.tag],
+        "description": path.about,
+        "operationId": re.sub(r"\W+", "_", path.method.lower() + shown),
+        "parameters": [*inside, *path.described.get("parameters", ())],
+        "responses": {**_errors_of(shown), **path.described["responses"]},
+    }

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import mount_whole
 from localllm.server.dialects.vectors import model_for
 from localllm.server.models.router import ServedModel
@@ -49,8 +49,8 @@ class RerankFields(RequestBody):
         return [d if isinstance(d, str) else d.text for d in self.documents or self.texts or ()]
 
 
-def routes(server: Server) -> APIRouter:
-    router = APIRouter(tags=["Reranking"])
+def routes(server: Server) -> Paths:
+    paths = Paths("Reranking")
 
     async def rerank(fields: RerankFields) -> Any:
         documents = fields.read_documents()
@@ -65,8 +65,8 @@ def routes(server: Server) -> APIRouter:
         return _body(fields, model, documents, scores, tokens)
 
     about = "Rank documents by how well they answer a query"
-    mount_whole(router, server, "/v1/rerank", RerankFields, rerank, about, ("results",), _ALIASES)
-    return router
+    mount_whole(paths, server, "/v1/rerank", RerankFields, rerank, about, ("results",), _ALIASES)
+    return paths
 
 
 def _body(

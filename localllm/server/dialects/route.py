@@ -8,15 +8,16 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import read
 from localllm.server.dialects.openapi import body_of
+from localllm.server.dialects.paths import Endpoint, Paths
 from localllm.server.http.accounts import admins_only, caller
 from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json, worked
@@ -28,7 +29,6 @@ from localllm.server.serving import Dialect, Server, TranslatedRequest
 COUNT = "How many tokens the prompt has"
 Translated = TypeVar("Translated")
 Fields = TypeVar("Fields", bound=RequestBody)
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Route(Generic[Fields, Translated]):
     aliases: tuple[str, ...] = ()
 
 
-def mount(router: APIRouter, server: Server, *routes: Route[Any, Any]) -> None:
+def mount(paths: Paths, server: Server, *routes: Route[Any, Any]) -> None:
     for route in routes:
         mount_answer(
-            router,
+            paths,
             route,
             _answering(server, route),
             streams=route.dialect.media_type.partition(";")[0],
@@ -65,15 +65,15 @@ def mount(router: APIRouter, server: Server, *routes: Route[Any, Any]) -> None:
 
 
 def mount_answer(
-    router: APIRouter, route: Route[Any, Any], endpoint: Endpoint, *, streams: str = ""
+    paths: Paths, route: Route[Any, Any], endpoint: Endpoint, *, streams: str = ""
 ) -> None:
     """Serve `route` and its aliases by `endpoint`."""
     described = body_of(route.fields, *route.keys, streams=streams)
-    post(router, route.path, endpoint, route.about, described, route.aliases)
+    post(paths, route.path, endpoint, route.about, described, route.aliases)
 
 
 def mount_whole(
-    router: APIRouter,
+    paths: Paths,
     server: Server,
     path: str,
     kind: type[Fields],
@@ -93,11 +93,11 @@ def mount_whole(
 
         return await unless_left(request, work())
 
-    post(router, path, answer_whole, about, body_of(kind, *keys), aliases)
+    post(paths, path, answer_whole, about, body_of(kind, *keys), aliases)
 
 
 def mount_prompt(
-    router: APIRouter,
+    paths: Paths,
     server: Server,
     path: str,
     route: Route[Any, Any],
@@ -115,7 +115,7 @@ def mount_prompt(
         text, tokens, ignored = await server.prompt(translated, model)
         return JSONResponse(body(text, tokens), headers=answer_headers([*unknown, *ignored]))
 
-    post(router, path, prompt, about, body_of(route.fields, *body("", 0)))
+    post(paths, path, prompt, about, body_of(route.fields, *body("", 0)))
 
 
 def _answering(server: Server, route: Route[Any, Any]) -> Endpoint:
@@ -183,7 +183,7 @@ def event_number(sent: str | None, where: str) -> int:
 
 
 def post(
-    router: APIRouter,
+    paths: Paths,
     path: str,
     endpoint: Endpoint,
     about: str,
@@ -192,16 +192,6 @@ def post(
 ) -> None:
     """Serve `path` and its `aliases` by `endpoint`; `described`: its body in the OpenAPI document
     (see `openapi.body_of`)."""
-    router.add_api_route(
-        path,
-        endpoint,
-        methods=["POST"],
-        response_model=None,
-        name=about,
-        description=about,
-        openapi_extra=described,
-    )
+    paths.add("POST", path, endpoint, about, described)
     for alias in aliases:
-        router.add_api_route(
-            alias, endpoint, methods=["POST"], response_model=None, include_in_schema=False
-        )
+        paths.add("POST", alias, endpoint)

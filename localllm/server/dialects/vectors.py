@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.known import read
-from localllm.server.dialects.route import Endpoint, Route, mount_answer
+from localllm.server.dialects.paths import Endpoint, Paths
+from localllm.server.dialects.route import Route, mount_answer
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json
@@ -64,9 +65,9 @@ def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> 
     )
 
 
-def mount(router: APIRouter, server: Server, *routes: Route[Any, EmbeddingRequest]) -> None:
+def mount(paths: Paths, server: Server, *routes: Route[Any, EmbeddingRequest]) -> None:
     for route in routes:
-        mount_answer(router, route, _answering(server, route))
+        mount_answer(paths, route, _answering(server, route))
 
 
 def _answering(server: Server, route: Route[Any, EmbeddingRequest]) -> Endpoint:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fastapi import APIRouter
-
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.anthropic import messages
 from localllm.server.dialects.anthropic.messages import MessagesFields
+from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import COUNT, Route, mount, mount_prompt
 from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.job import (
@@ -202,15 +201,15 @@ MESSAGES = Route(
 )
 
 
-def routes(server: Server) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"])
-    mount(router, server, MESSAGES)
+def routes(server: Server) -> Paths:
+    paths = Paths("Anthropic")
+    mount(paths, server, MESSAGES)
     mount_prompt(
-        router,
+        paths,
         server,
         "/v1/messages/count_tokens",
         MESSAGES,
         COUNT,
         lambda _, n: {"input_tokens": n},
     )
-    return router
+    return paths

@@ -10,15 +10,16 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter
-from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from localllm.conversation.tools import format_for, has_unknown_notation
 from localllm.errors import BusyError, RequestError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.llamacpp import completion
 from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
+from localllm.server.dialects.paths import Paths, answer_of, query
 from localllm.server.dialects.route import Route, mount, mount_whole
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.http.accounts import admins_only, caller
@@ -179,26 +180,26 @@ INFILL = Route(
 )
 
 
-def routes(server: Server) -> APIRouter:
-    router = APIRouter(tags=["llama.cpp"])
-    mount(router, server, COMPLETION, INFILL)
-    _vocabulary(router, server)
+def routes(server: Server) -> Paths:
+    paths = Paths("llama.cpp")
+    mount(paths, server, COMPLETION, INFILL)
+    _vocabulary(paths, server)
 
-    @router.get("/props")
-    async def props(model: str | None = None) -> dict[str, Any]:
+    @paths.answers("GET", "/props", **query("model"))
+    async def props(request: Request) -> dict[str, Any]:
         """Facts of a model; never loads it."""
-        return facts(server.models.resolve(model))
+        return facts(server.models.resolve(request.query_params.get("model")))
 
-    @router.get("/models/sse", response_model=None, include_in_schema=False)
-    async def model_events() -> Response:
+    @paths.answers("GET", "/models/sse", listed=False)
+    async def model_events(request: Request) -> Response:
         """Zed's subscription to loading and unloading."""
         return StreamingResponse(changes(server.models), media_type="text/event-stream")
 
-    _managing(router, server)
-    return router
+    _managing(paths, server)
+    return paths
 
 
-def _vocabulary(router: APIRouter, server: Server) -> None:
+def _vocabulary(paths: Paths, server: Server) -> None:
     async def tokenize(fields: TokenizeFields) -> Any:
         model = server.models.resolve(fields.model)
         with model.lease():
@@ -222,10 +223,10 @@ def _vocabulary(router: APIRouter, server: Server) -> None:
         return {"content": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")}
 
     mount_whole(
-        router, server, "/tokenize", TokenizeFields, tokenize, "Token ids of a text", ("tokens",)
+        paths, server, "/tokenize", TokenizeFields, tokenize, "Token ids of a text", ("tokens",)
     )
     about = "Text of token ids"
-    mount_whole(router, server, "/detokenize", DetokenizeFields, detokenize, about, ("content",))
+    mount_whole(paths, server, "/detokenize", DetokenizeFields, detokenize, about, ("content",))
 
 
 def _piece(text: str) -> str | list[int]:
@@ -233,7 +234,7 @@ def _piece(text: str) -> str | list[int]:
     return list(text.encode("utf-8", "surrogateescape")) if _ESCAPES.search(text) else text
 
 
-def _managing(router: APIRouter, server: Server) -> None:
+def _managing(paths: Paths, server: Server) -> None:
     under_way: set[asyncio.Task[Any]] = set()
 
     async def load(fields: ModelFields) -> Any:
@@ -256,17 +257,16 @@ def _managing(router: APIRouter, server: Server) -> None:
         "Begin to load a model; `status` in the lists says how it goes. An error, if it can't be "
         "here at all."
     )
-    mount_whole(router, server, "/models/load", ModelFields, load, about, ("success",))
+    mount_whole(paths, server, "/models/load", ModelFields, load, about, ("success",))
     about = "Give a model's memory back. A 503 while it answers requests."
-    mount_whole(router, server, "/models/unload", ModelFields, unload, about, ("success",))
+    mount_whole(paths, server, "/models/unload", ModelFields, unload, about, ("success",))
 
-    @router.get("/slots")
-    async def list_slots(
-        model: str | None = None, fail_on_no_slot: str = ""
-    ) -> list[dict[str, Any]]:
+    @paths.answers("GET", "/slots", **answer_of(kind="array"), **query("model", "fail_on_no_slot"))
+    async def list_slots(request: Request) -> list[dict[str, Any]]:
         """The slots of a loaded model, without any prompt text; [] for one that is not loaded."""
-        found = await slots(server.models.resolve(model))
-        if fail_on_no_slot not in ("", "0", "false") and not any(
+        asked = request.query_params
+        found = await slots(server.models.resolve(asked.get("model")))
+        if asked.get("fail_on_no_slot", "") not in ("", "0", "false") and not any(
             not s["is_processing"] for s in found
         ):
             raise BusyError("no slot is free")

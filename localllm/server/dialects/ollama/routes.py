@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ModelNotFoundError, UnsupportedError
@@ -30,6 +30,7 @@ from localllm.server.dialects.ollama.requests import (
     OllamaPull,
 )
 from localllm.server.dialects.openapi import body_of
+from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import PreloadRequest, Route, mount, mount_whole, post
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
@@ -227,16 +228,16 @@ OLDER_EMBED = Route(
 )
 
 
-def routes(server: Server) -> APIRouter:
-    router = APIRouter(tags=["Ollama"])
-    mount(router, server, CHAT, GENERATE)
-    _about_models(router, server)
-    vectors.mount(router, server, EMBED, OLDER_EMBED)
-    _managing(router, server)
-    return router
+def routes(server: Server) -> Paths:
+    paths = Paths("Ollama")
+    mount(paths, server, CHAT, GENERATE)
+    _about_models(paths, server)
+    vectors.mount(paths, server, EMBED, OLDER_EMBED)
+    _managing(paths, server)
+    return paths
 
 
-def _managing(router: APIRouter, server: Server) -> None:
+def _managing(paths: Paths, server: Server) -> None:
     puller = ModelPuller()
 
     async def pull(request: Request) -> Response:
@@ -288,39 +289,31 @@ def _managing(router: APIRouter, server: Server) -> None:
 
     about = "Fetch a model, where --allow-pull lets clients do that"
     described = body_of(OllamaPull, "status", streams="application/x-ndjson")
-    post(router, "/api/pull", pull, about, described)
-    router.add_api_route(
-        "/api/delete",
-        delete,
-        methods=["DELETE"],
-        response_model=None,
-        description="Remove a model from this disk, where --allow-pull lets clients do that",
-        openapi_extra=body_of(OllamaManaged),
-    )
+    post(paths, "/api/pull", pull, about, described)
+    about = "Remove a model from this disk, where --allow-pull lets clients do that"
+    paths.add("DELETE", "/api/delete", delete, about, body_of(OllamaManaged))
     for path in _UNSUPPORTED:
-        router.add_api_route(
-            path, unsupported, methods=["POST"], response_model=None, include_in_schema=False
-        )
+        paths.add("POST", path, unsupported)
 
 
-def _about_models(router: APIRouter, server: Server) -> None:
-    @router.get("/", response_class=PlainTextResponse, include_in_schema=False)
-    async def root() -> str:
+def _about_models(paths: Paths, server: Server) -> None:
+    @paths.answers("GET", "/", listed=False)
+    async def root(request: Request) -> Response:
         """What Ollama's clients look for."""
-        return "Ollama is running"
+        return PlainTextResponse("Ollama is running")
 
-    @router.get("/api/version")
-    async def version() -> dict[str, str]:
+    @paths.answers("GET", "/api/version")
+    async def version(request: Request) -> dict[str, str]:
         """The release of Ollama whose API this is."""
         return {"version": VERSION}
 
-    @router.get("/api/tags")
-    async def tags() -> dict[str, Any]:
+    @paths.answers("GET", "/api/tags")
+    async def tags(request: Request) -> dict[str, Any]:
         """The models on offer."""
         return model_list.tags(server.models)
 
-    @router.get("/api/ps")
-    async def ps() -> dict[str, Any]:
+    @paths.answers("GET", "/api/ps")
+    async def ps(request: Request) -> dict[str, Any]:
         """The models that are loaded."""
         loaded = [m for m in server.models.list() if m.loaded]
         return {"models": [model_list.running(m, server.models.idle_s) for m in loaded]}
@@ -331,4 +324,4 @@ def _about_models(router: APIRouter, server: Server) -> None:
         return await asyncio.to_thread(model_list.show, model, template)
 
     keys = ("capabilities",)
-    mount_whole(router, server, "/api/show", OllamaManaged, show, "One model's facts", keys)
+    mount_whole(paths, server, "/api/show", OllamaManaged, show, "One model's facts", keys)

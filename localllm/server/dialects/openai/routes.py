@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
 from pydantic import Field
+from starlette.requests import Request
 
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
@@ -18,6 +18,7 @@ from localllm.server.dialects.known import read
 from localllm.server.dialects.openai import chat, completions
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
+from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import Route, mount, mount_prompt
 from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, Texts, cut, numbers
 from localllm.server.dialects.wire import EVENTS
@@ -285,20 +286,20 @@ EMBEDDINGS = Route(
 )
 
 
-def routes(server: Server) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+def routes(server: Server) -> Paths:
+    paths = Paths("OpenAI")
 
-    @router.get("/v1/models")
-    @router.get("/models", include_in_schema=False)
+    @paths.answers("GET", "/v1/models", "/models")
     async def list_models(request: Request) -> dict[str, Any]:
         """The models this server offers; in Anthropic's shape to its clients."""
         if speaks_anthropic(request.scope):
             return model_page(server.models, request.query_params)
         return openai_list(server.models)
 
-    @router.get("/v1/models/{model_id:path}")
-    async def get_model(request: Request, model_id: str) -> dict[str, Any]:
+    @paths.answers("GET", "/v1/models/{model_id:path}")
+    async def get_model(request: Request) -> dict[str, Any]:
         """One model."""
+        model_id = request.path_params["model_id"]
         if speaks_anthropic(request.scope):
             return model_entry(server.models.listed(model_id))
         elsewhere = server.models.upstreams
@@ -307,10 +308,10 @@ def routes(server: Server) -> APIRouter:
             return remote_entry(remote)
         return entry(server.models.listed(model_id))
 
-    mount(router, server, CHAT, COMPLETIONS, FILL_IN)
+    mount(paths, server, CHAT, COMPLETIONS, FILL_IN)
     # llama.cpp's path; its body is that of a chat.
     about = "The prompt that a conversation becomes"
-    mount_prompt(router, server, "/apply-template", CHAT, about, lambda text, _: {"prompt": text})
+    mount_prompt(paths, server, "/apply-template", CHAT, about, lambda text, _: {"prompt": text})
 
-    vectors.mount(router, server, EMBEDDINGS)
-    return router
+    vectors.mount(paths, server, EMBEDDINGS)
+    return paths

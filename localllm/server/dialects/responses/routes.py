@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from localllm.errors import UnsupportedError
 from localllm.server.dialects.known import read
+from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.responses import items
 from localllm.server.dialects.responses.events import ResponseEvents, replay
 from localllm.server.dialects.responses.items import (
@@ -27,8 +28,8 @@ from localllm.server.models.router import ServedModel
 from localllm.server.serving import Server, TranslatedRequest
 
 
-def routes(server: Server) -> APIRouter:
-    router = APIRouter(tags=["OpenAI responses"])
+def routes(server: Server) -> Paths:
+    paths = Paths("OpenAI responses")
     stores = PerCaller(ResponseStore)
     silence_s = server.settings.keepalive_s / 2
     create = Route(
@@ -40,53 +41,54 @@ def routes(server: Server) -> APIRouter:
         ("id", "output", "status"),
         aliases=("/responses",),
     )
-    mount(router, server, create)
+    mount(paths, server, create)
 
     def input_tokens(prompt: str, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    mount_prompt(router, server, "/v1/responses/input_tokens", create, COUNT, input_tokens)
+    mount_prompt(paths, server, "/v1/responses/input_tokens", create, COUNT, input_tokens)
 
-    _mount_stored(router, server, stores)
-    return router
+    _mount_stored(paths, server, stores)
+    return paths
 
 
-def _mount_stored(router: APIRouter, server: Server, stores: PerCaller[ResponseStore]) -> None:
-    @router.get("/v1/responses/{response_id}", response_model=None)
-    async def get(response_id: str, request: Request) -> dict[str, Any] | Response:
+def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]) -> None:
+    @paths.answers("GET", "/v1/responses/{response_id}")
+    async def get(request: Request) -> dict[str, Any] | Response:
         """A stored response; with `stream=true` the events of one that is kept, behind the number
         `starting_after`."""
-        asked = request.query_params
+        response_id, asked = request.path_params["response_id"], request.query_params
         return (
             stores.current().body(response_id)
             if asked.get("stream", "false").lower() in ("false", "0")
             else _joined(server, response_id, asked)
         )
 
-    @router.delete("/v1/responses/{response_id}")
-    async def delete(response_id: str) -> dict[str, Any]:
+    @paths.answers("DELETE", "/v1/responses/{response_id}")
+    async def delete(request: Request) -> dict[str, Any]:
         """Forget a stored response."""
+        response_id = request.path_params["response_id"]
         stores.current().drop(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    @router.get("/v1/responses/{response_id}/input_items")
-    async def list_input(response_id: str, request: Request) -> dict[str, Any]:
+    @paths.answers("GET", "/v1/responses/{response_id}/input_items")
+    async def list_input(request: Request) -> dict[str, Any]:
         """The items a stored response answers, the newest first unless asked otherwise."""
         wanted, _ = read(PageFields, request.query_params)
-        return page(stores.current().sent(response_id), wanted)
+        return page(stores.current().sent(request.path_params["response_id"]), wanted)
 
-    @router.post("/v1/responses/compact", response_model=None, include_in_schema=False)
-    async def compact() -> dict[str, Any]:
+    @paths.answers("POST", "/v1/responses/compact", listed=False)
+    async def compact(request: Request) -> dict[str, Any]:
         raise UnsupportedError(
             "responses.compact is not supported: a conversation is shortened by its oldest turns, "
             "not rewritten",
             hint="send the whole input with truncation auto",
         )
 
-    @router.post("/v1/responses/{response_id}/cancel", response_model=None)
-    async def cancel(response_id: str) -> dict[str, Any]:
+    @paths.answers("POST", "/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request) -> dict[str, Any]:
         """Refused: a stored response has ended, and a running one is cancelled by disconnecting."""
-        stores.current().body(response_id)
+        stores.current().body(request.path_params["response_id"])
         raise UnsupportedError(
             "only a background response can be cancelled, and there are none here",
             hint="close the connection: generation ends at once",

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from localllm.conversation.messages import normalise
@@ -17,6 +16,7 @@ from localllm.engine.messages import Generation
 from localllm.errors import RequestError, UnsupportedError, WorkerDiedError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import Refused, Shape
+from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import mount_whole
 from localllm.server.dialects.systemone.forks import BEGUN, CannotDecideError, Forks, Spent
 from localllm.server.dialects.systemone.questions import (
@@ -82,8 +82,8 @@ class FitFields(RequestBody):
     orders: Orders = Field(1, description=_ORDERS)
 
 
-def routes(server: Server) -> APIRouter:
-    router = APIRouter(tags=["Decisions"])
+def routes(server: Server) -> Paths:
+    paths = Paths("Decisions")
 
     async def decide(fields: SystemOneFields) -> Any:
         model = await _model(server, fields)
@@ -115,11 +115,11 @@ def routes(server: Server) -> APIRouter:
         "without writing text"
     )
     keys = ("model", "answers", "usage")
-    mount_whole(router, server, "/v1/systemone", SystemOneFields, decide, about, keys)
+    mount_whole(paths, server, "/v1/systemone", SystemOneFields, decide, about, keys)
     about = "Fit the temperature of a model's decisions to answers that are right, and keep it"
     keys = ("model", "temperature", "usage")
-    mount_whole(router, server, "/v1/systemone/fit", FitFields, fit, about, keys)
-    return router
+    mount_whole(paths, server, "/v1/systemone/fit", FitFields, fit, about, keys)
+    return paths
 
 
 async def _model(server: Server, fields: RequestBody) -> ServedModel:
