@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +20,7 @@ from localllm.server.dialects.anthropic import routes as anthropic
 from localllm.server.dialects.llamacpp import routes as llamacpp
 from localllm.server.dialects.ollama import routes as ollama
 from localllm.server.dialects.openai import routes as openai
-from localllm.server.dialects.paths import Paths, answer_of
+from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.responses import routes as responses
 from localllm.server.dialects.systemone import routes as systemone
 from localllm.server.http.accounts import caller
@@ -58,16 +59,10 @@ def create_app(
         for dialect in (openai, responses, rerank, systemone, anthropic, ollama, llamacpp)
         for path in dialect.routes(server)
     ]
-    paths += _own_paths(server, power)
     document = cache(partial(openapi.document, paths))
-
-    async def described(request: Request) -> Response:
-        return JSONResponse(document())
-
-    about = Paths("server")
-    about.add("GET", "/openapi.json", described)
+    paths += _own_paths(server, document, power)
     app = Starlette(
-        routes=[path.route() for path in (*paths, *about)],
+        routes=[path.route() for path in paths],
         exception_handlers={LocalLLMError: _ours, HTTPException: _http},
     )
     app.router.redirect_slashes = False
@@ -90,23 +85,31 @@ def create_app(
     return app
 
 
-def _own_paths(server: Server, power: Callable[[], dict[str, float]] | None) -> Paths:
+def _own_paths(
+    server: Server,
+    document: Callable[[], dict[str, Any]],
+    power: Callable[[], dict[str, float]] | None,
+) -> Paths:
     paths = Paths("server")
     loading = {"503": {"description": "the models are loading, or none could be"}}
 
-    @paths.answers("GET", "/health", "/v1/health", **answer_of(others=loading))
+    @paths.answers("GET", "/openapi.json", about="")
+    async def described(request: Request) -> dict[str, Any]:
+        return document()
+
+    @paths.answers("GET", "/health", "/v1/health", responses={**openapi.answer_of(), **loading})
     async def health(request: Request) -> Response:
         """Alive; answered without a key. 503 with `progress` while the models named at the start
         are loading (requests wait for them), as llama.cpp's server answers then."""
         return _health(server.models)
 
-    @paths.answers("GET", "/metrics", **answer_of("text/plain", "string"))
+    @paths.answers("GET", "/metrics", responses=openapi.answer_of("text/plain", "string"))
     async def prometheus(request: Request) -> Response:
         """Counters in Prometheus' text format."""
         figures = await asyncio.to_thread(power) if power is not None and caller().admin else {}
         return Response(await render_metrics(server, figures), media_type=CONTENT_TYPE)
 
-    @paths.answers("GET", "/usage.csv", **answer_of("text/csv", "string"))
+    @paths.answers("GET", "/usage.csv", responses=openapi.answer_of("text/csv", "string"))
     async def usage(request: Request) -> Response:
         """What each key with a name has used since the server started: all of them for the key
         without a name, its own for each other."""

@@ -97,6 +97,12 @@ def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, 
 _BODIES: dict[str, type[BaseModel]] = {}
 
 
+def answer_of(media_type: str = "application/json", kind: str = "object") -> dict[str, Any]:
+    """OpenAPI's `responses` of a route without a body: the JSON type of its answer."""
+    content = {media_type: {"schema": {"type": kind}}}
+    return {"200": {"description": "the answer", "content": content}}
+
+
 def document(paths: Iterable[Path]) -> dict[str, Any]:
     """The OpenAPI document of those of `paths` that have a description, and of the bodies that
     `body_of` named."""
@@ -128,5 +134,5 @@ def _operation(shown: str, path: Path) -> dict[str, Any]:
         "description": path.about,
         "operationId": re.sub(r"\W+", "_", path.method.lower() + shown),
         "parameters": [*inside, *path.described.get("parameters", ())],
-        "responses": {**_errors_of(shown), **path.described["responses"]},
+        "responses": {**_errors_of(shown), **path.described.get("responses", answer_of())},
     }

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from inspect import getdoc
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,28 +14,7 @@ from starlette.routing import Route
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Any]]
 
 
-def answer_of(
-    media_type: str = "application/json",
-    kind: str = "object",
-    others: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """What the OpenAPI document says of a path that reads no body: the JSON type of its answer, and
-    `others` by their status."""
-    content = {media_type: {"schema": {"type": kind}}}
-    return {"responses": {"200": {"description": "the answer", "content": content}, **others}}
-
-
-def query(*names: str) -> dict[str, Any]:
-    """What the OpenAPI document says of optional texts behind a path's question mark."""
-    return {
-        "parameters": [
-            {"name": name, "in": "query", "schema": {"type": "string"}} for name in names
-        ]
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(NamedTuple):
     """One path by one method. `about` is its description in the OpenAPI document, listed under
     `tag` with all that is `described` (its answer, its body, its parameters); without it the path
     is not listed."""
@@ -63,30 +40,19 @@ class Paths(list[Path]):
     """The paths of one dialect, listed under `tag`."""
 
     def __init__(self, tag: str) -> None:
-        super().__init__()
         self.tag = tag
 
-    def add(
-        self,
-        method: str,
-        path: str,
-        endpoint: Endpoint,
-        about: str = "",
-        described: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Have `endpoint` answer `path`."""
-        self.append(Path(method, path, endpoint, self.tag, about, described or answer_of()))
-
     def answers(
-        self, method: str, *paths: str, listed: bool = True, **described: Any
+        self, method: str, *paths: str, about: str | None = None, **described: Any
     ) -> Callable[[Endpoint], Endpoint]:
-        """A decorator: the function answers `paths`, of which the first is `listed` with the
-        function's docstring."""
+        """A decorator: the function answers `paths`. The first is listed with `about` ("": it is
+        not), else the function's docstring, and with what is `described`."""
 
         def added(endpoint: Endpoint) -> Endpoint:
+            says = getdoc(endpoint) or "" if about is None else about
             for path in paths:
-                about = getdoc(endpoint) if listed and path == paths[0] else ""
-                self.add(method, path, endpoint, about or "", {**answer_of(), **described})
+                listed = says if path == paths[0] else ""
+                self.append(Path(method, path, endpoint, self.tag, listed, described))
             return endpoint
 
         return added

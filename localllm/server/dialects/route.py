@@ -69,7 +69,8 @@ def mount_answer(
 ) -> None:
     """Serve `route` and its aliases by `endpoint`."""
     described = body_of(route.fields, *route.keys, streams=streams)
-    post(paths, route.path, endpoint, route.about, described, route.aliases)
+    add = paths.answers("POST", route.path, *route.aliases, about=route.about, **described)
+    add(endpoint)
 
 
 def mount_whole(
@@ -85,6 +86,7 @@ def mount_whole(
     """Serve `path`, which reads a body of `kind` and answers with the JSON that `answer` makes of
     it, unless the client leaves."""
 
+    @paths.answers("POST", path, *aliases, about=about, **body_of(kind, *keys))
     async def answer_whole(request: Request) -> Response:
         fields, ignored = read(kind, await read_json(request, server.settings))
 
@@ -92,8 +94,6 @@ def mount_whole(
             return JSONResponse(await answer(fields), headers=answer_headers(ignored))
 
         return await unless_left(request, work())
-
-    post(paths, path, answer_whole, about, body_of(kind, *keys), aliases)
 
 
 def mount_prompt(
@@ -107,6 +107,7 @@ def mount_prompt(
     """Serve `path`, which takes the body of `route` and answers `body(prompt, tokens)` instead of
     generating."""
 
+    @paths.answers("POST", path, about=about, **body_of(route.fields, *body("", 0)))
     async def prompt(request: Request) -> Response:
         fields, unknown = read(route.fields, await read_json(request, server.settings))
         model = await server.models.find(fields.model)
@@ -114,8 +115,6 @@ def mount_prompt(
         assert isinstance(translated, TranslatedRequest)
         text, tokens, ignored = await server.prompt(translated, model)
         return JSONResponse(body(text, tokens), headers=answer_headers([*unknown, *ignored]))
-
-    post(paths, path, prompt, about, body_of(route.fields, *body("", 0)))
 
 
 def _answering(server: Server, route: Route[Any, Any]) -> Endpoint:
@@ -180,18 +179,3 @@ def event_number(sent: str | None, where: str) -> int:
     if not (sent.isascii() and sent.isdigit() and len(sent) < 10):
         raise RequestError(f"{where} is the number of an event", param=where)
     return int(sent)
-
-
-def post(
-    paths: Paths,
-    path: str,
-    endpoint: Endpoint,
-    about: str,
-    described: dict[str, Any] | None = None,
-    aliases: tuple[str, ...] = (),
-) -> None:
-    """Serve `path` and its `aliases` by `endpoint`; `described`: its body in the OpenAPI document
-    (see `openapi.body_of`)."""
-    paths.add("POST", path, endpoint, about, described)
-    for alias in aliases:
-        paths.add("POST", alias, endpoint)

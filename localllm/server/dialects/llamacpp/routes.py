@@ -19,7 +19,8 @@ from localllm.errors import BusyError, RequestError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.llamacpp import completion
 from localllm.server.dialects.llamacpp.completion import InfillFields, LlamaCppFields
-from localllm.server.dialects.paths import Paths, answer_of, query
+from localllm.server.dialects.openapi import answer_of
+from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import Route, mount, mount_whole
 from localllm.server.dialects.wire import EVENTS
 from localllm.server.http.accounts import admins_only, caller
@@ -27,6 +28,11 @@ from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
 _LOOK_S, _KEEPALIVE_S = 0.5, 10.0
+# Query parameters as the OpenAPI document describes them.
+_MODEL, _NO_SLOT = (
+    {"name": name, "in": "query", "schema": {"type": "string"}}
+    for name in ("model", "fail_on_no_slot")
+)
 
 
 def facts(served: ServedModel) -> dict[str, Any]:
@@ -185,12 +191,12 @@ def routes(server: Server) -> Paths:
     mount(paths, server, COMPLETION, INFILL)
     _vocabulary(paths, server)
 
-    @paths.answers("GET", "/props", **query("model"))
+    @paths.answers("GET", "/props", parameters=[_MODEL])
     async def props(request: Request) -> dict[str, Any]:
         """Facts of a model; never loads it."""
         return facts(server.models.resolve(request.query_params.get("model")))
 
-    @paths.answers("GET", "/models/sse", listed=False)
+    @paths.answers("GET", "/models/sse", about="")
     async def model_events(request: Request) -> Response:
         """Zed's subscription to loading and unloading."""
         return StreamingResponse(changes(server.models), media_type="text/event-stream")
@@ -261,7 +267,9 @@ def _managing(paths: Paths, server: Server) -> None:
     about = "Give a model's memory back. A 503 while it answers requests."
     mount_whole(paths, server, "/models/unload", ModelFields, unload, about, ("success",))
 
-    @paths.answers("GET", "/slots", **answer_of(kind="array"), **query("model", "fail_on_no_slot"))
+    @paths.answers(
+        "GET", "/slots", parameters=[_MODEL, _NO_SLOT], responses=answer_of(kind="array")
+    )
     async def list_slots(request: Request) -> list[dict[str, Any]]:
         """The slots of a loaded model, without any prompt text; [] for one that is not loaded."""
         asked = request.query_params

@@ -31,7 +31,7 @@ from localllm.server.dialects.ollama.requests import (
 )
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import PreloadRequest, Route, mount, mount_whole, post
+from localllm.server.dialects.route import PreloadRequest, Route, mount, mount_whole
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import text_job
@@ -240,7 +240,11 @@ def routes(server: Server) -> Paths:
 def _managing(paths: Paths, server: Server) -> None:
     puller = ModelPuller()
 
+    described = body_of(OllamaPull, "status", streams="application/x-ndjson")
+
+    @paths.answers("POST", "/api/pull", **described)
     async def pull(request: Request) -> Response:
+        """Fetch a model, where --allow-pull lets clients do that"""
         admins_only("fetching a model")
         store = allowed(server.store)
         fields, ignored = read(OllamaPull, await read_json(request, server.settings))
@@ -268,7 +272,9 @@ def _managing(paths: Paths, server: Server) -> None:
             headers=headers,
         )
 
+    @paths.answers("DELETE", "/api/delete", **body_of(OllamaManaged))
     async def delete(request: Request) -> Response:
+        """Remove a model from this disk, where --allow-pull lets clients do that"""
         admins_only("removing a model")
         store = allowed(server.store)
         fields, ignored = read(OllamaManaged, await read_json(request, server.settings))
@@ -281,23 +287,16 @@ def _managing(paths: Paths, server: Server) -> None:
         await asyncio.to_thread(store.remove, name)
         return Response(headers=answer_headers(ignored))
 
+    @paths.answers("POST", *_UNSUPPORTED, about="")
     async def unsupported(request: Request) -> Response:
         raise UnsupportedError(
             "models are neither made nor published over HTTP: those of this disk are managed on "
             "the command line, `localllm models`"
         )
 
-    about = "Fetch a model, where --allow-pull lets clients do that"
-    described = body_of(OllamaPull, "status", streams="application/x-ndjson")
-    post(paths, "/api/pull", pull, about, described)
-    about = "Remove a model from this disk, where --allow-pull lets clients do that"
-    paths.add("DELETE", "/api/delete", delete, about, body_of(OllamaManaged))
-    for path in _UNSUPPORTED:
-        paths.add("POST", path, unsupported)
-
 
 def _about_models(paths: Paths, server: Server) -> None:
-    @paths.answers("GET", "/", listed=False)
+    @paths.answers("GET", "/", about="")
     async def root(request: Request) -> Response:
         """What Ollama's clients look for."""
         return PlainTextResponse("Ollama is running")

@@ -77,7 +77,7 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]
         wanted, _ = read(PageFields, request.query_params)
         return page(stores.current().sent(request.path_params["response_id"]), wanted)
 
-    @paths.answers("POST", "/v1/responses/compact", listed=False)
+    @paths.answers("POST", "/v1/responses/compact", about="")
     async def compact(request: Request) -> dict[str, Any]:
         raise UnsupportedError(
             "responses.compact is not supported: a conversation is shortened by its oldest turns, "
