@@ -59,6 +59,17 @@ def log_dir() -> Path:
     return _dir("LOCALLLM_LOG_DIR", "user_log_dir")
 
 
+def worker_log() -> Path | None:
+    """Where workers write what goes wrong; None on a full or read-only disk, where they run
+    without."""
+    try:
+        log = private_dir(log_dir()) / "worker.log"
+        log.touch()
+    except OSError:
+        return None
+    return log
+
+
 def private_dir(path: Path) -> Path:
     """Create `path` readable by its owner only, and return it."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -410,6 +410,10 @@ class BackendType(ABC):
     def available(self) -> str | None:
         """None if it can run here, else one sentence saying what is missing and how to get it."""
 
+    def read_code(self) -> None:
+        """Import what any load needs, before it is known what is loaded."""
+        return
+
     @abstractmethod
     def accepts(self, path: str) -> bool:
         """True if `path` is a Variant of this backend's format."""

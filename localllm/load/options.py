@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
+from localllm import paths
 from localllm.load.plan_inputs import offload_options
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from localllm.engine.worker.client import WorkerOptions
     from localllm.engine.worker.embedding import EmbeddingOptions
     from localllm.library.types import LocalModel
@@ -137,7 +136,7 @@ def worker_options(
         settings.value("backend"),
         _engine_settings(local, settings, drafter.mode, share),
         str(drafter.second.path) if drafter.second is not None else None,
-        _worker_log(),
+        paths.worker_log(),
         60.0 * settings.value("hang_min"),
     )
 
@@ -155,7 +154,7 @@ def pooled_options(
         settings.value("backend"),
         60.0 * settings.value("hang_min"),
     )
-    options = WorkerOptions(LoadSpec(path=path), backend, {}, None, _worker_log(), hang_s)
+    options = WorkerOptions(LoadSpec(path=path), backend, {}, None, paths.worker_log(), hang_s)
     embedding = EmbeddingOptions(
         path,
         backend,
@@ -169,25 +168,10 @@ def pooled_options(
     return options, embedding
 
 
-def _worker_log() -> Path | None:
-    """Where workers write what goes wrong; None on a full or read-only disk, where they run
-    without."""
-    from localllm import paths
-
-    try:
-        log = paths.private_dir(paths.log_dir()) / "worker.log"
-        log.touch()
-    except OSError:
-        return None
-    return log
-
-
 def _engine_settings(
     local: LocalModel, settings: Settings, draft: str, share: MemoryShare
 ) -> dict[str, object]:
     """Values of engine.EngineSettings that survive JSON."""
-    from localllm import paths
-
     return {
         "draft": draft,
         "cache_bytes": _cache_bytes(settings) // share.models,

@@ -42,6 +42,11 @@ class LlamaCppType(BackendType):
             )
         return None
 
+    def read_code(self) -> None:
+        import llama_cpp  # noqa: F401
+
+        import localllm_backends.llamacpp.load  # noqa: F401
+
     def accepts(self, path: str) -> bool:
         """True for a file that begins with GGUF's magic, or is named .gguf (a truncated one is ours
         to refuse)."""

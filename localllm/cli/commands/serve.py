@@ -135,7 +135,9 @@ def serve(
     from localllm.cli.serve.pool import check_pool, serve_pool
     from localllm.cli.serve.run import serve_until_stopped
     from localllm.cli.serve.running import published
+    from localllm.engine.worker.client import end_ahead, start_ahead
     from localllm.library import names
+    from localllm.paths import worker_log
     from localllm.settings import Settings
 
     flags = {
@@ -172,17 +174,24 @@ def serve(
     secured = server_settings(settings, new_key=new_key)
     check_pool(settings, [*(models or []), *(also or []), *(alias or [])])
     # The port is taken before anything loads: a minute of loading must not end in "address in use".
-    with listening(secured) as (socks, address), published(secured, port_of(socks)):
+    with (
+        listening(secured) as (socks, address),
+        published(secured, port_of(socks)),
+        asyncio.Runner() as runner,
+        suppress(asyncio.CancelledError),
+    ):
         if settings.value("pool"):
-            serving = serve_pool(settings, secured, socks, address, quiet=quiet)
-            with suppress(asyncio.CancelledError):
-                asyncio.run(serving)
+            runner.run(serve_pool(settings, secured, socks, address, quiet=quiet))
             return
-        router = router_of([*(models or []), *(also or [])], alias or (), settings)
-        idle_s = 60.0 * settings.value("idle_unload_min")
-        store = LibraryStore(settings.value("offline")) if settings.value("allow_pull") else None
-        serving = serve_until_stopped(
-            router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet
-        )
-        with suppress(asyncio.CancelledError):
-            asyncio.run(serving)
+        runner.run(start_ahead(worker_log()))
+        try:
+            router = router_of([*(models or []), *(also or [])], alias or (), settings)
+            idle_s = 60.0 * settings.value("idle_unload_min")
+            pulls = settings.value("allow_pull")
+            store = LibraryStore(settings.value("offline")) if pulls else None
+            serving = serve_until_stopped(
+                router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet
+            )
+            runner.run(serving)
+        finally:
+            runner.run(end_ahead())

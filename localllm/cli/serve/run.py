@@ -87,6 +87,7 @@ async def serve_until_stopped(
 async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     """Load what was named at the start, and say how that ended (a failure always). Raises only
     where nothing else is on offer, or what was named is damaged: that passes with no time."""
+    from localllm.engine.worker.client import end_ahead
     from localllm.errors import LocalLLMError, ModelFileError
 
     try:
@@ -95,6 +96,8 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
         wanted = router.named() if isinstance(e, ModelFileError) else router.list()
         if router.upstreams is None and all(model.worker.failure for model in wanted):
             raise
+    finally:
+        await end_ahead()
     for model in router.named():
         if model.loaded:
             report(

@@ -24,6 +24,30 @@ from localllm.engine.worker.supervisor import EngineClient as EngineClient
 from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadSpec, MemoryReport
 
+_COMMAND = (sys.executable, "-m", "localllm.engine.worker.worker")
+# Worker processes that wait to be told what they load, by their logs.
+_ahead: dict[Path | None, JsonProcess] = {}
+
+
+async def start_ahead(log_path: Path | None) -> None:
+    """Start a worker process before it is known what it loads: its own imports, which take as long
+    as planning does, are done meanwhile. The next load of a model that writes text takes it."""
+    _ahead[log_path] = await JsonProcess.spawn(_COMMAND, worker_environment(), log_path)
+
+
+async def end_ahead() -> None:
+    """End what was started ahead and nobody took."""
+    while _ahead:
+        await _ahead.popitem()[1].end()
+
+
+async def _spawned(log_path: Path | None) -> JsonProcess:
+    """A worker process, started ahead where there is one."""
+    process = _ahead.pop(log_path, None)
+    if process is not None and process.hears:
+        return process
+    return await JsonProcess.spawn(_COMMAND, worker_environment(), log_path)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
@@ -53,8 +77,8 @@ class WorkerOptions:
             if on_loading is not None and "loading" in message:
                 on_loading(message["loading"])
 
-        process, ready = await JsonProcess.start(
-            (sys.executable, "-m", "localllm.engine.worker.worker"),
+        process = await _spawned(self.log_path)
+        ready = await process.load(
             {
                 "spec": asdict(self.spec),
                 "backend": self.backend,
@@ -62,8 +86,6 @@ class WorkerOptions:
                 "draft_path": self.draft_path,
             },
             loads=Path(self.spec.path).name,
-            environment=worker_environment(),
-            log_path=self.log_path,
             on_progress=progress,
         )
         return WorkerClient(process, ready, self.spec.placement.workers)

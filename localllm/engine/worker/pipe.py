@@ -71,13 +71,19 @@ class JsonProcess(asyncio.SubprocessProtocol):
         log_path: Path | None = None,
         on_progress: Hear | None = None,
     ) -> tuple[JsonProcess, dict[str, Any]]:
-        """Run `command`, send it `order`, and wait for its {"ready": …}: the process and that
-        message.
+        """`spawn` `command` and have it `load`: the process, and its {"ready": …}."""
+        process = await cls.spawn(command, environment, log_path)
+        return process, await process.load(order, loads=loads, on_progress=on_progress)
 
-        Other messages before it go to `on_progress`; stderr is appended to `log_path`, or dropped.
-        Raises the LocalLLMError of its {"fatal": …}, or WorkerDiedError when it ends without a word
-        while it loads `loads`.
-        """
+    @classmethod
+    async def spawn(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+    ) -> JsonProcess:
+        """Run `command`, which reads its code until it is told what to `load`. Its stderr is
+        appended to `log_path`, or dropped."""
         log = log_path.open("ab") if log_path is not None else None
         try:
             _, process = await asyncio.get_running_loop().subprocess_exec(
@@ -91,25 +97,32 @@ class JsonProcess(asyncio.SubprocessProtocol):
         finally:
             if log is not None:
                 log.close()
+        return process
+
+    async def load(
+        self, order: Mapping[str, Any], *, loads: str, on_progress: Hear | None = None
+    ) -> dict[str, Any]:
+        """Send it `order`, and wait for its {"ready": …}; other messages before that go to
+        `on_progress`. Where that fails it is ended. Raises the LocalLLMError of its {"fatal": …},
+        or WorkerDiedError when it ends without a word while it loads `loads`."""
         if on_progress is not None:
-            process._on_progress = on_progress
+            self._on_progress = on_progress
         try:
-            process.send(order)
-            message = await process._first
+            self.send(order)
+            message = await self._first
             if message is None:
                 raise errors.WorkerDiedError(
                     f"the engine's process ended while loading {loads!r} "
-                    f"({exit_reason(process.returncode)})",
+                    f"({exit_reason(self.returncode)})",
                     hint="the file may be damaged or too large for this machine; see `localllm "
                     "doctor`",
                 )
             if "fatal" in message:
-                await process.wait()
+                await self.wait()
                 raise errors.by_code(**message["fatal"])
-            return process, message
+            return message
         except BaseException:
-            process.kill()
-            await process.wait()
+            await self.end()
             raise
 
     @property
@@ -186,12 +199,16 @@ class JsonProcess(asyncio.SubprocessProtocol):
         try:
             await asyncio.wait_for(self.wait(), STOP_GRACE_S)
         except TimeoutError:
-            self.kill()
-            await self.wait()
+            await self.end()
 
     def close_input(self) -> None:
         """Say nothing more: the end of its input is its order to close."""
         self._stdin.close()
+
+    async def end(self) -> None:
+        """Kill it, and wait until it has ended."""
+        self.kill()
+        await self.wait()
 
     def kill(self) -> None:
         assert self._process is not None

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from localllm.engine import EngineSettings
@@ -35,6 +36,7 @@ from localllm.engine.worker.supervisor import Pulse
 from localllm.errors import ContextLengthError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
 from localllm_backends.reading import estimated_tokens
+from localllm_backends.registry import names
 
 _PROGRESS_STEP = 0.02
 # characters; tokenising more takes some ten milliseconds
@@ -253,6 +255,16 @@ class Worker:
             self._pipe.send_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
 
 
+def read_code() -> None:
+    """Read the code of the engine that runs most files: this process may have been started before
+    it is known what it loads."""
+    from localllm.engine.worker import backends
+
+    usable = (backend for backend in map(backends.named, names()) if backend.available() is None)
+    for backend in islice(usable, 1):
+        backend.read_code()
+
+
 def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
     """Has it images, or more text than is read in some milliseconds?"""
     return bool(sent.get("images")) or len(sent.get(text) or "") > _LONG_TEXT
@@ -274,4 +286,6 @@ def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
 
 
 if __name__ == "__main__":
-    Worker(ChildPipe.of_this_process()).run()
+    own_pipe = ChildPipe.of_this_process()
+    read_code()
+    Worker(own_pipe).run()
