@@ -44,9 +44,9 @@ _COMMANDS = {
 }
 _COMPLETING = "_LOCALLLM_COMPLETE"  # set by the shell's completion
 
-# Commands that end before there is anything worth looking for among what they made; and the chat,
-# which looks once its screen is there (None: the chat, without its name).
-_LOOKS_LATER = ("recommend", "chat", None)
+# Commands that end before there is anything worth looking for among what they made; and those that
+# look once they are up, the server and the chat (None: the chat, without its name).
+_LOOKS_LATER = ("recommend", "serve", "chat", None)
 
 
 def _version(value: bool) -> None:

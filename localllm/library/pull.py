@@ -128,10 +128,10 @@ def pull_drafter(
     ).path
 
 
-def drafters_here(names_of: tuple[str, ...]) -> list[Path]:
-    """The drafters that the catalog names for the model of these names, as far as they are in the
+def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
+    """The drafters that `catalog` names for the model of these names, as far as they are in the
     hub's cache."""
-    model, cache = load_catalog().recognise(*names_of), app_folders.hub_cache()
+    model, cache = catalog.recognise(*names_of), app_folders.hub_cache()
     found = []
     for companion in model.companions if model is not None else ():
         snapshots = hf_cache.repo_folder(cache, companion.repo) / "snapshots"

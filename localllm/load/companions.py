@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from localllm.planner.types import CompanionDrafter
     from localllm.settings import Settings
     from localllm_backends.contract import BackendType
+    from localllm_catalog.catalog import Catalog
     from localllm_catalog.gguf import GgufHeader
 
 # Keys of headers whose model keeps a window or a state.
@@ -39,7 +40,7 @@ class ChosenDrafter:
     found: bool = False
 
 
-def chosen_drafter(opened: OpenedModel, settings: Settings) -> ChosenDrafter:
+def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) -> ChosenDrafter:
     """What the `draft` setting comes to for an opened model. Raises UnsupportedError for heads that
     the model does not have and a drafter of another model's, and as `library.resolve` for a second
     model."""
@@ -50,7 +51,7 @@ def chosen_drafter(opened: OpenedModel, settings: Settings) -> ChosenDrafter:
     if draft == "mtp":
         _check_draft_heads(opened)
     if draft == "auto":
-        return _at_hand(opened)
+        return _at_hand(opened, catalog)
     if draft in DRAFT_MODES:
         return ChosenDrafter(draft)
     named = companion_at(Path(draft))
@@ -111,7 +112,7 @@ def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
     )
 
 
-def _at_hand(opened: OpenedModel) -> ChosenDrafter:
+def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     """The smallest trained drafter beside the model, or fetched for it, that fits, else its own
     heads, where they take nothing else away: memory of windows and states is kept in pieces only
     without."""
@@ -123,7 +124,7 @@ def _at_hand(opened: OpenedModel) -> ChosenDrafter:
     ):
         return ChosenDrafter()
     files = [path for kind, path in local.companions if kind == "drafter"] or drafters_here(
-        (local.repo, local.name)
+        (local.repo, local.name), catalog
     )
     found = [companion for companion in map(companion_at, files) if companion is not None]
     fitting = [companion for companion in found if _why_unfit(companion, opened) is None]

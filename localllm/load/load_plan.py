@@ -129,7 +129,7 @@ def make_load_plan(
     )
     opened = replace(opened, model=planned_with(opened.model, adapters))
     projector = projector_beside(local, backend, settings)
-    drafter = chosen_drafter(opened, settings)
+    drafter = chosen_drafter(opened, catalog, settings)
     inputs = plan_inputs(opened, catalog, settings, purpose, drafter)
     if drafter.found and inputs is not None and not _drafting_pays(inputs):
         drafter, inputs = ChosenDrafter(), _undrafted(inputs)

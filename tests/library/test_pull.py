@@ -443,11 +443,11 @@ def test_a_drafter_of_the_catalog_is_brought_once_and_found_for_its_model(
     )
     companion = next(c for c in model.companions if c.kind == "dflash")
     repo = hub.add(companion.repo, {companion.file: content(3), "other.gguf": content(4, 90)})
-    assert drafters_here((model.id,)) == []
+    assert drafters_here((model.id,), load_catalog()) == []
     path = pull_drafter(companion, patience=patience)
     assert path.read_bytes() == repo.files[companion.file]
-    assert drafters_here((model.id,)) == [path]
-    assert drafters_here(("org/another",)) == []
+    assert drafters_here((model.id,), load_catalog()) == [path]
+    assert drafters_here(("org/another",), load_catalog()) == []
     hub.seen.clear()
     assert pull_drafter(companion, patience=patience) == path
     assert not hub.contents()

@@ -43,9 +43,10 @@ class LlamaCppType(BackendType):
         return None
 
     def read_code(self) -> None:
-        import llama_cpp  # noqa: F401
-
         import localllm_backends.llamacpp.load  # noqa: F401
+        from localllm_backends.llamacpp.weights import native_libraries
+
+        native_libraries()
 
     def accepts(self, path: str) -> bool:
         """True for a file that begins with GGUF's magic, or is named .gguf (a truncated one is ours

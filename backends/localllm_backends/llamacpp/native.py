@@ -121,7 +121,9 @@ class NativeLog:
             "LoRA": "adapter_bytes",
         }
         for _, line in self.lines:
-            match = _BUFFER.search(line)
+            # Most lines are of the header's entries: to search them all takes as long as a small
+            # model's weights.
+            match = _BUFFER.search(line) if "buffer size" in line else None
             if match:
                 name, n_bytes = names[match.group(2)], round(float(match.group(3)) * _MIB)
                 setattr(sizes, name, getattr(sizes, name) + n_bytes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,29 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def kv_meaning(llama: Any, spec: LoadSpec) -> str:
-    """What gives exported KV its meaning besides weights and KV types: the bindings, the native
-    libraries that compute it, flash attention (V is laid out in another way without) and
-    llama.cpp's rotation of quantised KV, which an environment variable turns off
-    (llama-kv-cache.cpp). KV read under another meaning gives garbage, unnoticed."""
-    loaded = Path(str(llama.llama_cpp._lib._name))
+@cache
+def native_libraries() -> str:
+    """What identifies the libraries that compute."""
+    import llama_cpp
+
+    loaded = Path(str(llama_cpp.llama_cpp._lib._name))
     libraries = [
         p
         for p in sorted(loaded.parent.glob("*"))
         if p.suffix in (".so", ".dylib", ".dll") and p.is_file()
     ]
-    native = " ".join(f"{p.name}:{fingerprint(p)}" for p in libraries or [loaded] if p.is_file())
+    return " ".join(f"{p.name}:{fingerprint(p)}" for p in libraries or [loaded] if p.is_file())
+
+
+def kv_meaning(llama: Any, spec: LoadSpec) -> str:
+    """What gives exported KV its meaning besides weights and KV types: the bindings, the native
+    libraries that compute it, flash attention (V is laid out in another way without) and
+    llama.cpp's rotation of quantised KV, which an environment variable turns off
+    (llama-kv-cache.cpp). KV read under another meaning gives garbage, unnoticed."""
     rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
     return (
-        f"llama-cpp-python {llama.__version__}; {native}; flash {spec.flash_attention}; no "
+        f"llama-cpp-python {llama.__version__}; {native_libraries()}; flash "
+        f"{spec.flash_attention}; no "
         f"rotation {rotation}"
     )
 

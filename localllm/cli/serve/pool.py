@@ -57,12 +57,14 @@ async def serve_pool(
     quiet: bool,
 ) -> None:
     """Serve the pool on `socks` until cancelled, and say on stderr where, unless `quiet`."""
+    import gc
     import sys
 
     from localllm.cli.serve.run import stop_when_terminated
     from localllm.server.http.run import serve_on
     from localllm.server.proxy.pool import create_pool_app
 
+    gc.enable()
     stop_when_terminated()
     app, front = create_pool_app(nodes(settings), secured, settings.value("pool_key"))
     if secured.generated_key:

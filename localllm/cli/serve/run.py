@@ -166,7 +166,7 @@ def application(
     router: ModelRouter, settings: ServerSettings, store: LibraryStore | None = None
 ) -> tuple[Starlette, Callable[..., Awaitable[None]]]:
     """The application and what serves it. Reading that code takes as long as a small model takes to
-    load: this runs meanwhile."""
+    load: this runs meanwhile. What is needed by the first request alone is begun behind it."""
     import gc
     import threading
 
@@ -177,10 +177,13 @@ def application(
         from localllm.conversation.template import warm_up
         from localllm.device.probes.power import power_figures
         from localllm.server.app import create_app
+        from localllm.server.dialects.openapi import build_bodies
         from localllm.server.http.run import serve_on
 
-        threading.Thread(target=warm_up, name="templates", daemon=True).start()
-        return create_app(router, settings=settings, store=store, power=power_figures), serve_on
+        app = create_app(router, settings=settings, store=store, power=power_figures)
+        for later in (warm_up, build_bodies):
+            threading.Thread(target=later, name="first uses", daemon=True).start()
+        return app, serve_on
     finally:
         gc.freeze()
         gc.enable()

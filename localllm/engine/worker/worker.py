@@ -258,8 +258,10 @@ class Worker:
 def read_code() -> None:
     """Read the code of the engine that runs most files: this process may have been started before
     it is known what it loads."""
+    from localllm.engine import speculation
     from localllm.engine.worker import backends
 
+    speculation.registered()
     usable = (backend for backend in map(backends.named, names()) if backend.available() is None)
     for backend in islice(usable, 1):
         backend.read_code()

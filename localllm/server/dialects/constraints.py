@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.known import Refused, Shape
+from localllm.server.dialects.known import BodyPart, Refused, Shape
 
 # ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or
 # ("loose_schema", source): a schema of which the rest holds where a part can't.
@@ -91,7 +91,7 @@ def of_response_format(response_format: Any) -> Constraint | None:
     )
 
 
-class StructuredFields(BaseModel):
+class StructuredFields(BodyPart):
     """vLLM's `structured_outputs`."""
 
     model_config = ConfigDict(protected_namespaces=())

@@ -17,7 +17,7 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, create_model
 
 from localllm.engine.messages import MAX_TOKENS, Generation, LoopLimits, Sampling
 from localllm.errors import RequestError
@@ -29,6 +29,7 @@ from localllm.server.dialects.constraints import (
     of_schema,
     only_one,
 )
+from localllm.server.dialects.known import BodyPart
 
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 TRUNCATION = (
@@ -45,7 +46,7 @@ StopText = Annotated[str, Field(max_length=1024)]
 PRIORITIES: Mapping[str, int] = {"priority": 1, "flex": -1, "batch": -1}
 
 
-class RequestBody(BaseModel):
+class RequestBody(BodyPart):
     """What every request body has."""
 
     model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
@@ -56,7 +57,7 @@ class RequestBody(BaseModel):
     stream: bool | None = Field(None, description="send the answer as server-sent events")
 
 
-class LoopFields(BaseModel):
+class LoopFields(BodyPart):
     """`repetition_detection`: ends an answer that repeats one pattern."""
 
     max_pattern_size: int = Field(0, ge=0, le=4096, description="tokens; 0 switches it off")
@@ -86,10 +87,11 @@ _DECLARED = get_type_hints(Sampling, include_extras=True)
 # `Sampling`.
 _OWN_JSON_FORM = ("logit_bias", "dry_sequence_breakers")
 if TYPE_CHECKING:
-    _SamplingNumbers = BaseModel
+    _SamplingNumbers = BodyPart
 else:
     _SamplingNumbers = create_model(
         "_SamplingNumbers",
+        __base__=BodyPart,
         **{
             name: _body_field(kind)
             for name, kind in _DECLARED.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from localllm.errors import RequestError, UnsupportedError
@@ -96,6 +96,13 @@ _COMMON: Shape = {
     "store": Unused(),
     "verbosity": Unused((None, "medium")),
 }
+
+
+class BodyPart(BaseModel):
+    """What a request's body is made of. It is built with its first use, or by
+    `openapi.build_bodies`: all of them take longer than a small model takes to load."""
+
+    model_config = ConfigDict(defer_build=True)
 
 
 def shape(*names: str, **inner: Any) -> dict[str, Any]:

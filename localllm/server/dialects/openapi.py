@@ -97,6 +97,13 @@ def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, 
 _BODIES: dict[str, type[BaseModel]] = {}
 
 
+def build_bodies() -> None:
+    """Have pydantic build what it validates bodies by, in the order of the dialects: behind all
+    that a server needs to be ready, before a first request would wait for it."""
+    for body in _BODIES.values():
+        body.model_rebuild()
+
+
 def answer_of(media_type: str = "application/json", kind: str = "object") -> dict[str, Any]:
     """OpenAPI's `responses` of a route without a body: the JSON type of its answer."""
     content = {media_type: {"schema": {"type": kind}}}

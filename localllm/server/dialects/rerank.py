@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.known import BodyPart
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import mount_whole
 from localllm.server.dialects.vectors import model_for
@@ -20,7 +21,7 @@ _MOST_DOCUMENTS = 2048
 _ALIASES = ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank")
 
 
-class _Document(BaseModel):
+class _Document(BodyPart):
     text: str
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from localllm.server.dialects.fields import (
     Budget,
@@ -15,7 +15,16 @@ from localllm.server.dialects.fields import (
     SamplingFields,
     first_limit,
 )
-from localllm.server.dialects.known import CHOICE, FORM, MESSAGE, TOOL, Shape, Unused, shape_of
+from localllm.server.dialects.known import (
+    CHOICE,
+    FORM,
+    MESSAGE,
+    TOOL,
+    BodyPart,
+    Shape,
+    Unused,
+    shape_of,
+)
 
 # Of the bodies that hold a conversation.
 ParseSpecial = Annotated[
@@ -27,7 +36,7 @@ ParseSpecial = Annotated[
 ]
 
 
-class ReasoningFields(BaseModel):
+class ReasoningFields(BodyPart):
     """`reasoning` of OpenAI's responses and of OpenRouter."""
 
     effort: Effort | None = None
@@ -44,7 +53,7 @@ class ReasoningFields(BaseModel):
     )
 
 
-class ThinkingSwitch(BaseModel):
+class ThinkingSwitch(BodyPart):
     """`thinking` of Anthropic, DeepSeek and GLM."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise
 from localllm.conversation.tools.prompt import checked, choice_of
@@ -15,7 +15,16 @@ from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import client_tool, is_client_tool
 from localllm.server.dialects.constraints import Constraint, of_schema, only_one
 from localllm.server.dialects.fields import Count, StopText, stop_texts
-from localllm.server.dialects.known import FORM, READS, REFUSED, Refused, Shape, Unused, shape
+from localllm.server.dialects.known import (
+    FORM,
+    READS,
+    REFUSED,
+    BodyPart,
+    Refused,
+    Shape,
+    Unused,
+    shape,
+)
 from localllm.server.dialects.thinking import ReasonedFields
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.prompt import ResponseOptions
@@ -45,7 +54,7 @@ def _server_side(kind: Any) -> bool:
     return kind in ("server_tool_use", "mcp_tool_use") or str(kind).endswith("_tool_result")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(BodyPart):
     """`output_config`."""
 
     shapes: ClassVar[Shape] = {"format": FORM}

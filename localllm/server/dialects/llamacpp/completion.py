@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from localllm.conversation.images import images_in_prompt
 from localllm.engine.messages import Generation, Timings, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import SamplingFields, first_limit
-from localllm.server.dialects.known import Shape, Unused
+from localllm.server.dialects.known import BodyPart, Shape, Unused
 from localllm.server.dialects.wire import logprob_entry, quote, timings_body
 from localllm.server.generation.job import (
     GenerationJob,
@@ -35,7 +35,7 @@ MARKER = "<__media__>"
 _STOP_TYPES = {"length": "limit", "repetition": "repetition"}
 
 
-class PicturedPrompt(BaseModel):
+class PicturedPrompt(BodyPart):
     """A prompt with images: each `<__media__>` stands for the next file, in base64."""
 
     prompt_string: str
@@ -75,7 +75,7 @@ class LlamaCppFields(SamplingFields):
         return self.n_probs or None
 
 
-class ExtraFile(BaseModel):
+class ExtraFile(BodyPart):
     """One entry of input_extra."""
 
     filename: str = Field("", max_length=4096)

@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise, unfinished
 from localllm.engine.messages import Sampling, Timings, TokenLogprob
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import TRUNCATION, Limit, first_limit
-from localllm.server.dialects.known import PART, STREAMED, Shape
+from localllm.server.dialects.known import PART, STREAMED, BodyPart, Shape
 from localllm.server.dialects.thinking import ReasonedFields
 from localllm.server.dialects.toolbox import INPUT, CustomInputReader, Toolbox
 from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
@@ -36,7 +36,7 @@ from localllm.server.serving import TranslatedRequest
 _NO_TOOLS = Toolbox()
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BodyPart):
     """`include_usage` sends one more chunk with the token counts."""
 
     shapes: ClassVar[Shape] = STREAMED

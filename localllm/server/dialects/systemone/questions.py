@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from localllm import json_store, paths
 from localllm.errors import LocalLLMError, RequestError
+from localllm.server.dialects.known import BodyPart
 
 MOST_OPTIONS = 255
 Content: TypeAlias = str | dict[str, Any] | list[Any]
@@ -35,7 +36,7 @@ def _option(name: str, about: Content | None) -> str:
     return f"{name}: {described}" if described else name
 
 
-class _Question(BaseModel):
+class _Question(BodyPart):
     """What every question has. `instructions` None: the criteria say it."""
 
     model_config = ConfigDict(extra="forbid")
@@ -125,7 +126,7 @@ class ScoreQuestion(_Question):
         return answer
 
 
-class NoulCriteria(BaseModel):
+class NoulCriteria(BodyPart):
     """What counts as yes, and what as no."""
 
     model_config = ConfigDict(extra="forbid")

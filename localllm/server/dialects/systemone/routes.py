@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from localllm.conversation.messages import normalise
 from localllm.engine.messages import Generation
 from localllm.errors import RequestError, UnsupportedError, WorkerDiedError
 from localllm.server.dialects.fields import RequestBody
-from localllm.server.dialects.known import Refused, Shape
+from localllm.server.dialects.known import BodyPart, Refused, Shape
 from localllm.server.dialects.paths import Paths
 from localllm.server.dialects.route import mount_whole
 from localllm.server.dialects.systemone.forks import BEGUN, CannotDecideError, Forks, Spent
@@ -65,7 +65,7 @@ class SystemOneFields(RequestBody):
     )
 
 
-class _Example(BaseModel):
+class _Example(BodyPart):
     """A state, questions about it, and the right answers by the questions' names."""
 
     model_config = ConfigDict(extra="forbid")
