@@ -21,7 +21,7 @@ from pathlib import Path
 from localllm import json_store, paths
 from localllm.device import cards, ggml, table, usable
 from localllm.device.accelerators import HIDING_VARIABLES, compiled_in
-from localllm.device.probes.health import llama_cpp_folder
+from localllm.device.probes import llama_cpp_folder
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0

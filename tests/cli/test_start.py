@@ -44,6 +44,35 @@ def test_recommend_reads_only_what_it_needs() -> None:
     assert collects  # whoever calls `run` gets the collector back
 
 
+def test_the_server_is_up_before_what_only_requests_need() -> None:
+    """Until it listens `serve` imports no client, no template engine, no numbers' library, and has
+    pydantic build no body: that is done behind "ready"."""
+    script = """
+import sys
+from localllm.server import app
+from localllm.server.dialects.openai.chat import ChatFields
+from localllm.server.http import run
+from localllm.server.models.router import ModelRouter
+app.create_app(ModelRouter([]))
+print(ChatFields.__pydantic_complete__, *sys.modules)
+"""
+    complete, *modules = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert complete == "False"
+    heavy = (
+        "fastapi",
+        "jinja2",
+        "numpy",
+        "llama_cpp",
+        "httpx",
+        "aiohttp",
+        "huggingface_hub",
+        "PIL",
+    )
+    assert [name for name in heavy if name in modules] == []
+
+
 def test_the_chats_first_paint_waits_for_no_other_screen() -> None:
     script = "import sys, localllm_tui.app; print(*sys.modules)"
     modules = subprocess.run(

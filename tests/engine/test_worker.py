@@ -13,10 +13,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, Text
-from localllm.engine.worker.client import WorkerClient, WorkerOptions
+from localllm.engine.worker.client import (
+    WorkerClient,
+    WorkerOptions,
+    end_ahead,
+    start_ahead,
+)
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import (
     BackendError,
@@ -219,6 +225,40 @@ def test_tokens_and_text_round_trip(few_layers: Path) -> None:
         assert await engine.detokenize(tokens) == "Grüße, 世界!"
 
     with_model(few_layers, use)
+
+
+def test_a_worker_started_ahead_is_the_one_that_loads(few_layers: Path) -> None:
+    """Its interpreter and imports take as long as planning: they are begun before."""
+
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children()}
+
+    async def main() -> None:
+        before = children()
+        await start_ahead(None)
+        [ahead] = children() - before
+        options = WorkerOptions(LoadSpec(str(few_layers), n_ctx=256))
+        first, second = await options.start(), await options.start()
+        assert first.pid == ahead
+        assert second.pid != ahead
+        await asyncio.gather(first.close(), second.close())
+        assert children() == before
+
+    asyncio.run(main())
+
+
+def test_a_worker_started_ahead_that_nobody_took_can_be_ended(few_layers: Path) -> None:
+    async def main() -> None:
+        before = {child.pid for child in psutil.Process().children()}
+        await start_ahead(None)
+        [ahead] = [c for c in psutil.Process().children() if c.pid not in before]
+        await end_ahead()
+        assert not ahead.is_running()
+        engine = await WorkerOptions(LoadSpec(str(few_layers), n_ctx=256)).start()
+        assert engine.pid != ahead.pid
+        await engine.close()
+
+    asyncio.run(main())
 
 
 def test_closing_gives_the_memory_back(few_layers: Path) -> None:

@@ -3,6 +3,7 @@ absent tool is an absent reading."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 from pathlib import Path
 
@@ -26,3 +27,12 @@ def read_text(path: str, limit_bytes: int = 1 << 20) -> str | None:
             return file.read(limit_bytes).decode("utf-8", "replace")
     except (OSError, ValueError):
         return None
+
+
+def llama_cpp_folder() -> Path | None:
+    """Where the installed llama_cpp package has its libraries, without importing it; None if it is
+    not installed."""
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))) / "lib"

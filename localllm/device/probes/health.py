@@ -4,7 +4,6 @@ leftover workers."""
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import mmap
 import os
 import re
@@ -13,7 +12,7 @@ import sys
 from pathlib import Path
 
 from localllm.device.health import BuildFacts, HealthFacts, WorkerProcess
-from localllm.device.probes import read_text, run
+from localllm.device.probes import llama_cpp_folder, read_text, run
 
 _WORKERS = {"localllm.engine.worker.worker", "localllm.engine.worker.embedding"}
 
@@ -34,15 +33,6 @@ def read(cache: Path, data: Path) -> HealthFacts:
         pmset=power or None,
         workers=workers(),
     )
-
-
-def llama_cpp_folder() -> Path | None:
-    """Where the installed llama_cpp package has its libraries, without importing it; None if it is
-    not installed."""
-    spec = importlib.util.find_spec("llama_cpp")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations))) / "lib"
 
 
 def llama_cpp_build() -> BuildFacts | None:

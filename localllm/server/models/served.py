@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from localllm.conversation.tools import has_unknown_notation, reasoning_markers
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import EngineClient, Host
 from localllm.server.models.worker import ModelMetadata, ModelWorker
@@ -99,6 +98,9 @@ class ServedModel:
             return ["embedding"]
         if self.facts.ranks:
             return ["rerank"]
+        # Imported late, as below: planning waits for none of it.
+        from localllm.conversation.tools import has_unknown_notation, reasoning_markers
+
         found = ["completion"]
         if self.info is None or not has_unknown_notation(self.info.chat_template or ""):
             found.append("tools")
@@ -115,6 +117,7 @@ class ServedModel:
         """The model's chat template, compiled once."""
         # Imported late: Jinja loads while the first model does.
         from localllm.conversation.template import ChatTemplate
+        from localllm.conversation.tools import has_unknown_notation
 
         source = info.chat_template or ""
         if source not in self._templates:
