@@ -45,7 +45,7 @@ from localllm_backends.contract import Backend, BackendType, Declaration, LoadSp
 from tests.support.emulated_device import EmulatedDevice, HostClock, Rows, Speeds
 
 _ROOT = Path(__file__).parent.parent
-_TEMPLATE = (
+CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -118,7 +118,7 @@ class EmulatedType(BackendType):
             clock=SleepingClock(),
             spell=pieces.__getitem__,
         )  # fmt: skip
-        device.info = replace(device.info, chat_template=_TEMPLATE)
+        device.info = replace(device.info, chat_template=CHATML)
         if made["profile"]:
             _profile.enable()
         return device
