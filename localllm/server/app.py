@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 from starlette.applications import Starlette
@@ -54,15 +55,12 @@ def create_app(
     that end in _total are counters."""
     settings = settings or ServerSettings()
     server = Server(models, settings, store)
-    paths = [
-        path
-        for dialect in (openai, responses, rerank, systemone, anthropic, ollama, llamacpp)
-        for path in dialect.routes(server)
-    ]
-    document = cache(partial(openapi.document, paths))
-    paths += _own_paths(server, document, power)
+    kinds = (openai, responses, rerank, systemone, anthropic, ollama, llamacpp)
+    dialects = [dialect.routes(server) for dialect in kinds]
+    document = cache(partial(openapi.document, dialects))
+    dialects.append(_own_paths(server, document, power))
     app = Starlette(
-        routes=[path.route() for path in paths],
+        routes=[*chain.from_iterable(dialects)],
         exception_handlers={LocalLLMError: _ours, HTTPException: _http},
     )
     app.router.redirect_slashes = False

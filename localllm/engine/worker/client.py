@@ -41,14 +41,6 @@ async def end_ahead() -> None:
         await _ahead.popitem()[1].end()
 
 
-async def _spawned(log_path: Path | None) -> JsonProcess:
-    """A worker process, started ahead where there is one."""
-    process = _ahead.pop(log_path, None)
-    if process is not None and process.hears:
-        return process
-    return await JsonProcess.spawn(_COMMAND, worker_environment(), log_path)
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """What a worker loads and how its engine is set. `engine` holds EngineSettings values that
@@ -77,7 +69,9 @@ class WorkerOptions:
             if on_loading is not None and "loading" in message:
                 on_loading(message["loading"])
 
-        process = await _spawned(self.log_path)
+        process = _ahead.pop(self.log_path, None)
+        if process is None or not process.hears:
+            process = await JsonProcess.spawn(_COMMAND, worker_environment(), self.log_path)
         ready = await process.load(
             {
                 "spec": asdict(self.spec),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import localllm
-from localllm.server.dialects.paths import Path
+from localllm.server.dialects.paths import Paths
 
 _ERRORS = {
     "400": "the request can't be honoured; the message says why",
@@ -110,14 +110,13 @@ def answer_of(media_type: str = "application/json", kind: str = "object") -> dic
     return {"200": {"description": "the answer", "content": content}}
 
 
-def document(paths: Iterable[Path]) -> dict[str, Any]:
-    """The OpenAPI document of those of `paths` that have a description, and of the bodies that
-    `body_of` named."""
+def document(dialects: Iterable[Paths]) -> dict[str, Any]:
+    """The OpenAPI document of what `dialects` list, and of the bodies that `body_of` named."""
     described: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        if path.about:
-            shown = path.path.replace(":path}", "}")
-            described.setdefault(shown, {})[path.method.lower()] = _operation(shown, path)
+    for paths in dialects:
+        for (path, method), said in paths.listed.items():
+            shown = path.replace(":path}", "}")
+            described.setdefault(shown, {})[method.lower()] = _operation(shown, method, said)
     _, definitions = models_json_schema(
         [(m, "validation") for m in _BODIES.values()], ref_template="#/components/schemas/{model}"
     )
@@ -130,16 +129,14 @@ def document(paths: Iterable[Path]) -> dict[str, Any]:
     }
 
 
-def _operation(shown: str, path: Path) -> dict[str, Any]:
+def _operation(path: str, method: str, said: Mapping[str, Any]) -> dict[str, Any]:
     inside = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", shown)
+        for name in re.findall(r"{(\w+)}", path)
     ]
     return {
-        **path.described,
-        "tags": [path.tag],
-        "description": path.about,
-        "operationId": re.sub(r"\W+", "_", path.method.lower() + shown),
-        "parameters": [*inside, *path.described.get("parameters", ())],
-        "responses": {**_errors_of(shown), **path.described.get("responses", answer_of())},
+        **said,
+        "operationId": re.sub(r"\W+", "_", method.lower() + path),
+        "parameters": [*inside, *said.get("parameters", ())],
+        "responses": {**_errors_of(path), **said.get("responses", answer_of())},
     }

@@ -7,11 +7,9 @@ import contextlib
 import json
 import re
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import Request
@@ -24,10 +22,6 @@ from localllm.server.http.settings import ServerSettings
 
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 _PIECE_BYTES = 2**18
-# Scanned in one go: a few milliseconds at most before another thread may run.
-_SLICE_BYTES = 2**16
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # Larger bodies are read in slices, so as not to block the event loop.
 _SMALL_BYTES = 2**17
 # What is made of them is validated in one go, so this bounds how long: 32 MiB could hold a hundred
@@ -102,37 +96,6 @@ def _unpacked(unpacker: zlib._Decompress, packed: bytes) -> Iterator[bytes]:
         piece = unpacker.decompress(packed, _PIECE_BYTES)
         packed = unpacker.unconsumed_tail
         yield piece
-
-
-def nests_deeper(body: bytes, levels: int, slice_bytes: int = _SLICE_BYTES) -> bool:
-    """Whether the JSON text `body` nests deeper than `levels` (for invalid JSON: up to its first
-    error, at least)."""
-    depth = 0
-    for brackets in _brackets(body, slice_bytes):
-        depths = array("i", accumulate(array("b", brackets), initial=depth))
-        if max(depths) > levels:
-            return True
-        depth = depths[-1]
-    return False
-
-
-def containers(body: bytes, slice_bytes: int = _SLICE_BYTES) -> int:
-    """How many lists and objects are in the JSON text `body`."""
-    return sum(brackets.count(b"\x01") for brackets in _brackets(body, slice_bytes))
-
-
-def _brackets(body: bytes, slice_bytes: int) -> Iterator[bytes]:
-    """The brackets outside strings, slice by slice: 1 opens, 255 (-1) closes."""
-    if b"\\" in body:
-        # Drop escapes. Runs of backslashes pair up from the left, as in JSON.
-        body = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    in_string = 0
-    for start in range(0, len(body), slice_bytes):
-        parts = body[start : start + slice_bytes].split(b'"')
-        brackets = b"".join(parts[in_string::2]).translate(_STEPS, _NO_BRACKETS)
-        in_string = (in_string + len(parts) - 1) % 2
-        if brackets:
-            yield brackets
 
 
 class BadJsonError(RequestError):
@@ -295,17 +258,24 @@ async def _send_body(send: Send, status: int, data: bytes, headers: Mapping[str,
 
 
 def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
-    """The JSON object in `body`; raises BadJsonError. Lone surrogates (editors cut text in
+    """The JSON object in a small `body`; raises BadJsonError. Lone surrogates (editors cut text in
     mid-character) become U+FFFD, so that the result can be encoded as UTF-8."""
-    brackets = body.count(b"[") + body.count(b"{")
-    if brackets > _MOST_CONTAINERS and containers(body) > _MOST_CONTAINERS:
-        raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")
-    if brackets > max_depth and nests_deeper(body, max_depth):
-        raise BadJsonError(f"the body nests deeper than {max_depth} levels")
     value = _object(lambda: json.loads(body, parse_constant=_refuse_constant))
+    if body.count(b"[") + body.count(b"{") > max_depth:
+        _check_depth(value, max_depth, max_depth)
     if _may_hold_surrogates(body):
         return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
     return value
+
+
+def _check_depth(value: Any, levels: int, max_depth: int) -> None:
+    """Raises BadJsonError where `value` nests deeper than `levels`."""
+    if not isinstance(value, dict | list):
+        return
+    if not levels:
+        raise BadJsonError(f"the body nests deeper than {max_depth} levels")
+    for inner in value.values() if isinstance(value, dict) else value:
+        _check_depth(inner, levels - 1, max_depth)
 
 
 def _object(read: Callable[[], Any]) -> dict[str, Any]:
