@@ -30,7 +30,6 @@ from localllm.server.http.errors import (
     RouteNotFoundError,
     envelope,
     headers_of,
-    internal,
 )
 from localllm.server.http.gate import EdgeMiddleware, SecurityGate
 from localllm.server.http.prometheus import CONTENT_TYPE
@@ -61,7 +60,7 @@ def create_app(
     dialects.append(_own_paths(server, document, power))
     app = Starlette(
         routes=[*chain.from_iterable(dialects)],
-        exception_handlers={LocalLLMError: _ours, HTTPException: _http},
+        exception_handlers={HTTPException: _http},
     )
     app.router.redirect_slashes = False
     app.state.server = server
@@ -130,23 +129,17 @@ def _health(models: ModelRouter) -> Response:
     return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
-async def _ours(request: Request, error: Exception) -> Response:
-    return error_response(request, internal(error))
-
-
 async def _http(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    if status == 405:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
         methods = ", ".join(_methods(request))
         wrong = MethodError("this path does not answer that method", hint=f"it answers {methods}")
         refused = error_response(request, wrong)
         refused.headers["allow"] = methods
         return refused
-    if status == 404:
-        near = _path_meant(request)
-        hint = f"the path is {near}" if near else "GET /openapi.json lists them"
-        return error_response(request, RouteNotFoundError("no such path here", hint=hint))
-    return error_response(request, LocalLLMError("the request failed"))
+    near = _path_meant(request)
+    hint = f"the path is {near}" if near else "GET /openapi.json lists them"
+    return error_response(request, RouteNotFoundError("no such path here", hint=hint))
 
 
 def _methods(request: Request, path: str = "") -> list[str]:

@@ -187,8 +187,9 @@ def serve(
         try:
             router = router_of([*(models or []), *(also or [])], alias or (), settings)
             idle_s = 60.0 * settings.value("idle_unload_min")
-            pulls = settings.value("allow_pull")
-            store = LibraryStore(settings.value("offline")) if pulls else None
+            store = (
+                LibraryStore(settings.value("offline")) if settings.value("allow_pull") else None
+            )
             serving = serve_until_stopped(
                 router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet
             )

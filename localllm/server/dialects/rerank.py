@@ -65,8 +65,16 @@ def routes(server: Server) -> Paths:
             )
         return _body(fields, model, documents, scores, tokens)
 
-    about = "Rank documents by how well they answer a query"
-    mount_whole(paths, server, "/v1/rerank", RerankFields, rerank, about, ("results",), _ALIASES)
+    mount_whole(
+        paths,
+        server,
+        "/v1/rerank",
+        RerankFields,
+        rerank,
+        "Rank documents by how well they answer a query",
+        ("results",),
+        _ALIASES,
+    )
     return paths
 
 

@@ -69,8 +69,7 @@ def mount_answer(
 ) -> None:
     """Serve `route` and its aliases by `endpoint`."""
     described = body_of(route.fields, *route.keys, streams=streams)
-    add = paths.answers("POST", route.path, *route.aliases, about=route.about, **described)
-    add(endpoint)
+    paths.answers("POST", route.path, *route.aliases, about=route.about, **described)(endpoint)
 
 
 def mount_whole(

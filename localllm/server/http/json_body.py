@@ -231,12 +231,10 @@ def _large(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:
                 break
             turns.give_turn()
         decoder = SlicedDecoder(turns, count, clean, _refuse_constant)
-        return JsonBody(raw, _object(lambda: decoder.decode(_text(raw))))
-
-
-def _text(raw: bytes) -> str:
-    """As `json.loads` reads bytes."""
-    return raw.decode(json.detect_encoding(raw), "surrogatepass")
+        return JsonBody(
+            raw,
+            _object(lambda: decoder.decode(raw.decode(json.detect_encoding(raw), "surrogatepass"))),
+        )
 
 
 async def send_json(

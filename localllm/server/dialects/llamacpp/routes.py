@@ -231,8 +231,15 @@ def _vocabulary(paths: Paths, server: Server) -> None:
     mount_whole(
         paths, server, "/tokenize", TokenizeFields, tokenize, "Token ids of a text", ("tokens",)
     )
-    about = "Text of token ids"
-    mount_whole(paths, server, "/detokenize", DetokenizeFields, detokenize, about, ("content",))
+    mount_whole(
+        paths,
+        server,
+        "/detokenize",
+        DetokenizeFields,
+        detokenize,
+        "Text of token ids",
+        ("content",),
+    )
 
 
 def _piece(text: str) -> str | list[int]:
@@ -259,13 +266,25 @@ def _managing(paths: Paths, server: Server) -> None:
         await asyncio.shield(server.models.resolve(fields.model).worker.unload())
         return {"success": True}
 
-    about = (
+    mount_whole(
+        paths,
+        server,
+        "/models/load",
+        ModelFields,
+        load,
         "Begin to load a model; `status` in the lists says how it goes. An error, if it can't be "
-        "here at all."
+        "here at all.",
+        ("success",),
     )
-    mount_whole(paths, server, "/models/load", ModelFields, load, about, ("success",))
-    about = "Give a model's memory back. A 503 while it answers requests."
-    mount_whole(paths, server, "/models/unload", ModelFields, unload, about, ("success",))
+    mount_whole(
+        paths,
+        server,
+        "/models/unload",
+        ModelFields,
+        unload,
+        "Give a model's memory back. A 503 while it answers requests.",
+        ("success",),
+    )
 
     @paths.answers(
         "GET", "/slots", parameters=[_MODEL, _NO_SLOT], responses=answer_of(kind="array")

@@ -240,9 +240,9 @@ def routes(server: Server) -> Paths:
 def _managing(paths: Paths, server: Server) -> None:
     puller = ModelPuller()
 
-    described = body_of(OllamaPull, "status", streams="application/x-ndjson")
-
-    @paths.answers("POST", "/api/pull", **described)
+    @paths.answers(
+        "POST", "/api/pull", **body_of(OllamaPull, "status", streams="application/x-ndjson")
+    )
     async def pull(request: Request) -> Response:
         """Fetch a model, where --allow-pull lets clients do that"""
         admins_only("fetching a model")
@@ -322,5 +322,6 @@ def _about_models(paths: Paths, server: Server) -> None:
         template = (model.info.chat_template or "") if model.info else ""
         return await asyncio.to_thread(model_list.show, model, template)
 
-    keys = ("capabilities",)
-    mount_whole(paths, server, "/api/show", OllamaManaged, show, "One model's facts", keys)
+    mount_whole(
+        paths, server, "/api/show", OllamaManaged, show, "One model's facts", ("capabilities",)
+    )

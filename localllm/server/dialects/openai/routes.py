@@ -310,8 +310,14 @@ def routes(server: Server) -> Paths:
 
     mount(paths, server, CHAT, COMPLETIONS, FILL_IN)
     # llama.cpp's path; its body is that of a chat.
-    about = "The prompt that a conversation becomes"
-    mount_prompt(paths, server, "/apply-template", CHAT, about, lambda text, _: {"prompt": text})
+    mount_prompt(
+        paths,
+        server,
+        "/apply-template",
+        CHAT,
+        "The prompt that a conversation becomes",
+        lambda text, _: {"prompt": text},
+    )
 
     vectors.mount(paths, server, EMBEDDINGS)
     return paths

@@ -110,15 +110,25 @@ def routes(server: Server) -> Paths:
         found = {"temperature": t, "examples": len(examples), "loss_nats": losses}
         return {"model": model.name, **found, "usage": spent.body()}
 
-    about = (
+    mount_whole(
+        paths,
+        server,
+        "/v1/systemone",
+        SystemOneFields,
+        decide,
         "Answer typed questions (choice, score, noul) about a state by the model's probabilities, "
-        "without writing text"
+        "without writing text",
+        ("model", "answers", "usage"),
     )
-    keys = ("model", "answers", "usage")
-    mount_whole(paths, server, "/v1/systemone", SystemOneFields, decide, about, keys)
-    about = "Fit the temperature of a model's decisions to answers that are right, and keep it"
-    keys = ("model", "temperature", "usage")
-    mount_whole(paths, server, "/v1/systemone/fit", FitFields, fit, about, keys)
+    mount_whole(
+        paths,
+        server,
+        "/v1/systemone/fit",
+        FitFields,
+        fit,
+        "Fit the temperature of a model's decisions to answers that are right, and keep it",
+        ("model", "temperature", "usage"),
+    )
     return paths
 
 
