@@ -7,6 +7,7 @@ What they declare is known without loading any engine.
 from __future__ import annotations
 
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from localllm_backends.declaration import Declaration
@@ -67,3 +68,10 @@ def of_kernels(kernels: str) -> Declaration:
 def running(file_format: str) -> Declaration:
     """The backend for files of a catalog's format; `NONE` if none runs them."""
     return next((d for d in declarations() if file_format in d.formats), NONE)
+
+
+def read_code() -> None:
+    """Import the engine that runs most files: the first that can run here."""
+    usable = (found for found in map(named, names()) if found and found.available() is None)
+    for backend in islice(usable, 1):
+        backend.read_code()

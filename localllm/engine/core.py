@@ -418,14 +418,15 @@ class Engine:
     def _slice(self) -> None:
         """What the backend's prefill policy does between the steps."""
         before = self.metrics.prefilled_tokens
-        now = self.prefill.advance(self.jobs.running.values(), self._slice_s, self.guard.free_bytes)
+        now = self.prefill.advance(
+            self.jobs.running.values(),
+            # How long others wait for their next step at most, in seconds.
+            lambda: self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else PROMPT_STEP_S,
+            self.guard.free_bytes,
+        )
         if now is not None:
             self.jobs.shares.charge(now[0].sharer, self.metrics.prefilled_tokens - before)
             self.jobs.progress(*now)
-
-    def _slice_s(self) -> float:
-        """How long others wait for their next step at most, in seconds."""
-        return self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else PROMPT_STEP_S
 
     # --- measuring --------------------------------------------------------------------------------
 

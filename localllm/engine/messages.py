@@ -319,22 +319,17 @@ def request_from_json(data: dict[str, Any]) -> Request:
     return request
 
 
-def event_to_json(event: Event) -> dict[str, Any]:
-    """An Event as plain JSON values, with its `kind`."""
-    return {"kind": event.kind, **asdict(event)}
-
-
 def event_text(event: Event) -> str:
-    """The JSON text of `event_to_json(event)`, in ASCII. Text without logprobs is written by hand:
+    """An Event and its `kind` as JSON text, in ASCII. Text without logprobs is written by hand:
     this runs once per token, between two steps of the model."""
     if type(event) is Text and not event.logprobs:
         tokens = ",".join([str(t) for t in event.tokens])
         return f'{{"kind":"text","id":{_quote(event.id)},"text":{_quote(event.text)},"tokens":[{tokens}]}}'
-    return json.dumps(event_to_json(event), separators=(",", ":"))
+    return json.dumps({"kind": event.kind, **asdict(event)}, separators=(",", ":"))
 
 
 def event_from_json(data: dict[str, Any]) -> Event:
-    """The inverse of `event_to_json`."""
+    """The inverse of `event_text`, of what json.loads makes of it."""
     if data["kind"] == "text" and not data.get("logprobs"):
         return Text(data["id"], data["text"], tuple(data["tokens"]))
     event: Event = _from_json(_EVENTS[data["kind"]], {k: v for k, v in data.items() if k != "kind"})

@@ -119,7 +119,9 @@ class SlicedPrefill:
     def _ahead(self, job: RunningRequest) -> bool:
         """Has its tenant had less than that of the prompt which is read in slices? Then it goes
         first."""
-        return self.job is not None and self.shares.has_less(job.sharer, self.job.sharer)
+        return self.job is not None and (self.shares.computed_for(job.sharer) or 0) < (
+            self.shares.computed_for(self.job.sharer) or 0
+        )
 
     def _run(self, seconds: float, running: Iterable[RunningRequest]) -> int:
         """Spend about `seconds` on it before a step; every second time not, if shorter prompts

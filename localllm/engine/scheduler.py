@@ -189,10 +189,6 @@ class Shares:
             0 if placed is None or party in placed else _BEFORE_ALL
         )
 
-    def has_less(self, sharer: Sharer, other: Sharer) -> bool:
-        """True where `sharer` has had less than `other`, and both are here."""
-        return (self.computed_for(sharer) or 0) < (self.computed_for(other) or 0)
-
     def preempted(self, for_: Sharer, running: Iterable[Sharer]) -> Sharer | None:
         """The party that gives one of its places among the `running` (one entry for each request)
         to a request of `for_`: the one with most, where it has at least two more. None: nobody has

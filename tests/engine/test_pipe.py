@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +25,13 @@ def _child(program: str) -> tuple[str, str, str]:
     return (sys.executable, "-c", program)
 
 
+async def _started(
+    command: Sequence[str], order: dict[str, Any], **more: Any
+) -> tuple[JsonProcess, dict[str, Any]]:
+    process = await JsonProcess.spawn(command)
+    return process, await process.load(order, **more)
+
+
 async def _ended(process: JsonProcess) -> list[dict[str, Any]]:
     """What it says until its end."""
     heard: list[dict[str, Any]] = []
@@ -37,7 +44,7 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
     """A line longer than a pipe's buffer arrives in many pieces, and many short ones in one."""
 
     async def talk() -> None:
-        process, ready = await JsonProcess.start(_child(_ECHO), {"n": 0}, loads="it")
+        process, ready = await _started(_child(_ECHO), {"n": 0}, loads="it")
         heard: list[dict[str, Any]] = []
         process.listen(heard.append, lambda: None)
         sent = [{"n": 0}] + [
@@ -62,7 +69,7 @@ def test_the_end_comes_once_after_the_last_message() -> None:
     )
 
     async def talk() -> None:
-        process, _ = await JsonProcess.start(_child(program), {"n": 0}, loads="it")
+        process, _ = await _started(_child(program), {"n": 0}, loads="it")
         order: list[str] = []
         process.listen(lambda message: order.append(str(message["n"])), lambda: order.append("end"))
         await process.wait()
@@ -79,7 +86,7 @@ def test_a_process_that_writes_nonsense_is_ended(nonsense: str) -> None:
     program = f"{says}; import time; time.sleep(600)"
 
     async def talk() -> None:
-        process, _ = await JsonProcess.start(_child(program), {}, loads="it")
+        process, _ = await _started(_child(program), {}, loads="it")
         assert await _ended(process) == []
         assert process.returncode is not None
         assert process.returncode < 0
@@ -93,7 +100,7 @@ def test_half_a_line_before_death_is_no_message() -> None:
     )
 
     async def talk() -> None:
-        process, _ = await JsonProcess.start(_child(program), {}, loads="it")
+        process, _ = await _started(_child(program), {}, loads="it")
         assert await _ended(process) == [{"n": 1}]
         assert process.returncode == -6
 
@@ -121,7 +128,7 @@ def test_a_process_that_never_gets_ready_says_why(
 ) -> None:
     async def talk() -> None:
         with pytest.raises(error, match=words):
-            await JsonProcess.start(_child(program), {}, loads="it")
+            await _started(_child(program), {}, loads="it")
 
     asyncio.run(talk())
 
@@ -138,9 +145,7 @@ def test_giving_up_while_it_loads_ends_the_process() -> None:
         program = (
             "import os, time; print('{\"pid\": %d}' % os.getpid(), flush=True); time.sleep(600)"
         )
-        start = asyncio.create_task(
-            JsonProcess.start(_child(program), {}, loads="it", on_progress=progress)
-        )
+        start = asyncio.create_task(_started(_child(program), {}, loads="it", on_progress=progress))
         await said.wait()
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -156,7 +161,7 @@ def test_what_is_said_before_anybody_listens_is_kept() -> None:
     program = 'print(\'{"ready": 1}\\n{"n": 1}\\n{"n": 2}\', flush=True)'
 
     async def talk() -> None:
-        process, _ = await JsonProcess.start(_child(program), {}, loads="it")
+        process, _ = await _started(_child(program), {}, loads="it")
         await process.wait()
         heard: list[Any] = []
         process.listen(heard.append, lambda: heard.append("end"))
@@ -199,7 +204,7 @@ def _loses_nothing(story: Callable[[], Awaitable[None]]) -> None:
 
 def test_each_question_gets_its_own_answer_in_any_order() -> None:
     async def story() -> None:
-        process, _ = await JsonProcess.start(_child(_LATE), {}, loads="it")
+        process, _ = await _started(_child(_LATE), {}, loads="it")
         heard: list[Any] = []
         process.listen(heard.append, lambda: heard.append("end"))
         answers = [asyncio.create_task(process.ask({"word": word})) for word in "abc"]
@@ -215,7 +220,7 @@ def test_each_question_gets_its_own_answer_in_any_order() -> None:
 
 def test_everybody_who_waits_when_it_dies_gets_one_error_that_says_how() -> None:
     async def story() -> None:
-        process, _ = await JsonProcess.start(_child(_MORTAL), {}, loads="it")
+        process, _ = await _started(_child(_MORTAL), {}, loads="it")
         waiting = [asyncio.create_task(process.ask({"op": "x"})) for _ in range(3)]
         waiting[1].cancel()
         ends = await asyncio.gather(*waiting, return_exceptions=True)
@@ -236,7 +241,7 @@ def test_a_question_that_can_not_be_sent_any_more_fails_once_and_for_all() -> No
     none."""
 
     async def story() -> None:
-        process, _ = await JsonProcess.start(_child(_DEAF), {}, loads="it")
+        process, _ = await _started(_child(_DEAF), {}, loads="it")
         process.close_input()
         with pytest.raises(errors.WorkerDiedError):
             await process.ask({"op": "x"})
@@ -249,14 +254,14 @@ def test_closing_ends_what_waits_and_a_process_that_goes_on_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def story() -> None:
-        polite, _ = await JsonProcess.start(_child(_DEAF), {}, loads="it")
+        polite, _ = await _started(_child(_DEAF), {}, loads="it")
         waiting = asyncio.create_task(polite.ask({"op": "x"}))
         await asyncio.sleep(0)
         await polite.close()
         assert polite.returncode == 0
         with pytest.raises(errors.WorkerDiedError, match="the model was unloaded"):
             await waiting
-        stubborn, _ = await JsonProcess.start(
+        stubborn, _ = await _started(
             _child(f"{_DEAF}; import time; time.sleep(600)"), {}, loads="it"
         )
         monkeypatch.setattr(pipe, "STOP_GRACE_S", 0.1)

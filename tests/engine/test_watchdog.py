@@ -133,10 +133,8 @@ class OddOptions:
     async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
         command = (sys.executable, "-m", "engine.odd_worker")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        process, ready = await JsonProcess.start(
-            command, {"what": self.what}, loads="odd", environment=environment
-        )
-        return WorkerClient(process, ready)
+        process = await JsonProcess.spawn(command, environment)
+        return WorkerClient(process, await process.load({"what": self.what}, loads="odd"))
 
 
 def story(what: str, hang_s: float = 1.5) -> tuple[Event, int, int]:

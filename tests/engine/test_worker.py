@@ -20,8 +20,6 @@ from localllm.engine.messages import Event, Failure, Finish, Request, Sampling, 
 from localllm.engine.worker.client import (
     WorkerClient,
     WorkerOptions,
-    end_ahead,
-    start_ahead,
 )
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import (
@@ -31,6 +29,8 @@ from localllm.errors import (
     ModelNotFoundError,
     WorkerDiedError,
 )
+from localllm.load.ahead import end_ahead, start_ahead
+from localllm.paths import worker_log
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
 from support.requests import events_of, request_for
@@ -235,9 +235,9 @@ def test_a_worker_started_ahead_is_the_one_that_loads(few_layers: Path) -> None:
 
     async def main() -> None:
         before = children()
-        await start_ahead(None)
+        await start_ahead()
         [ahead] = children() - before
-        options = WorkerOptions(LoadSpec(str(few_layers), n_ctx=256))
+        options = WorkerOptions(LoadSpec(str(few_layers), n_ctx=256), log_path=worker_log())
         first, second = await options.start(), await options.start()
         assert first.pid == ahead
         assert second.pid != ahead
@@ -250,7 +250,7 @@ def test_a_worker_started_ahead_is_the_one_that_loads(few_layers: Path) -> None:
 def test_a_worker_started_ahead_that_nobody_took_can_be_ended(few_layers: Path) -> None:
     async def main() -> None:
         before = {child.pid for child in psutil.Process().children()}
-        await start_ahead(None)
+        await start_ahead()
         [ahead] = [c for c in psutil.Process().children() if c.pid not in before]
         await end_ahead()
         assert not ahead.is_running()

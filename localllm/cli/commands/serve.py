@@ -135,9 +135,8 @@ def serve(
     from localllm.cli.serve.pool import check_pool, serve_pool
     from localllm.cli.serve.run import serve_until_stopped
     from localllm.cli.serve.running import published
-    from localllm.engine.worker.client import end_ahead, start_ahead
     from localllm.library import names
-    from localllm.paths import worker_log
+    from localllm.load.ahead import end_ahead, start_ahead
     from localllm.settings import Settings
 
     flags = {
@@ -183,7 +182,7 @@ def serve(
         if settings.value("pool"):
             runner.run(serve_pool(settings, secured, socks, address, quiet=quiet))
             return
-        runner.run(start_ahead(worker_log()))
+        runner.run(start_ahead())
         try:
             router = router_of([*(models or []), *(also or [])], alias or (), settings)
             idle_s = 60.0 * settings.value("idle_unload_min")

@@ -202,11 +202,11 @@ def dry_repetitions(
     if reach < allowed:
         return {}
     found = _longest_by_token(tokens, ends, allowed, reach)
-    return {t: longest for t, longest in found.items() if t >= 0 and not _breaks(text(t), breakers)}
-
-
-def _breaks(piece: bytes, breakers: Seq[bytes]) -> bool:
-    return any(breaker in piece for breaker in breakers)
+    return {
+        t: longest
+        for t, longest in found.items()
+        if t >= 0 and not any(breaker in text(t) for breaker in breakers)
+    }
 
 
 def _longest_by_token(

@@ -24,21 +24,9 @@ from localllm.engine.worker.supervisor import EngineClient as EngineClient
 from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadSpec, MemoryReport
 
-_COMMAND = (sys.executable, "-m", "localllm.engine.worker.worker")
-# Worker processes that wait to be told what they load, by their logs.
-_ahead: dict[Path | None, JsonProcess] = {}
-
-
-async def start_ahead(log_path: Path | None) -> None:
-    """Start a worker process before it is known what it loads: its own imports, which take as long
-    as planning does, are done meanwhile. The next load of a model that writes text takes it."""
-    _ahead[log_path] = await JsonProcess.spawn(_COMMAND, worker_environment(), log_path)
-
-
-async def end_ahead() -> None:
-    """End what was started ahead and nobody took."""
-    while _ahead:
-        await _ahead.popitem()[1].end()
+COMMAND = (sys.executable, "-m", "localllm.engine.worker.worker")
+# Worker processes that wait to be told what they load, by their logs (load/ahead.py).
+AHEAD: dict[Path | None, JsonProcess] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +43,12 @@ class WorkerOptions:
     hang_s: float = HANG_S
 
     def check_memory(self, available: Available | None = None) -> None:
-        planned_bytes, headroom_bytes = (
+        check_before_load(
+            Path(self.spec.path).name,
             self.engine.get("planned_bytes", 0),
             self.engine.get("headroom_bytes"),
+            available,
         )
-        check_before_load(Path(self.spec.path).name, planned_bytes, headroom_bytes, available)
 
     async def start(self, on_loading: Callable[[float], None] | None = None) -> WorkerClient:
         """Start the process and load the model; raises the LocalLLMError it names, or
@@ -69,9 +58,9 @@ class WorkerOptions:
             if on_loading is not None and "loading" in message:
                 on_loading(message["loading"])
 
-        process = _ahead.pop(self.log_path, None)
+        process = AHEAD.pop(self.log_path, None)
         if process is None or not process.hears:
-            process = await JsonProcess.spawn(_COMMAND, worker_environment(), self.log_path)
+            process = await JsonProcess.spawn(COMMAND, worker_environment(), self.log_path)
         ready = await process.load(
             {
                 "spec": asdict(self.spec),

@@ -24,8 +24,6 @@ from localllm_backends.contract import LoadError
 
 # What the host keeps to itself.
 _NOT_SENT = ("log_path", "planned_bytes", "headroom_bytes", "hang_s")
-_NO_TEXT = "an embedding model generates no text"
-_NO_TEXT_HINT = "send it to /v1/embeddings (a reranker: /v1/rerank), or name a chat model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,11 @@ class EmbeddingOptions:
     async def start(self, on_loading: Callable[[float], None] | None = None) -> EmbeddingEngine:
         """Start the process and load the model; raises the LocalLLMError it names, or
         WorkerDiedError. It does not say how far it is loaded."""
-        process, ready = await JsonProcess.start(
-            (sys.executable, "-m", "localllm.engine.worker.embedding"),
+        command = (sys.executable, "-m", "localllm.engine.worker.embedding")
+        process = await JsonProcess.spawn(command, worker_environment(), self.log_path)
+        ready = await process.load(
             {k: v for k, v in asdict(self).items() if k not in _NOT_SENT},
             loads=Path(self.path).name,
-            environment=worker_environment(),
-            log_path=self.log_path,
         )
         return EmbeddingEngine(process, ready)
 
@@ -97,7 +94,12 @@ class EmbeddingEngine(EngineClient):
         return value
 
     async def listen(self, request: Request, hear: Callable[[Event], None]) -> Failure:
-        return Failure(request.id, "unsupported_parameter", _NO_TEXT, _NO_TEXT_HINT)
+        return Failure(
+            request.id,
+            "unsupported_parameter",
+            "an embedding model generates no text",
+            "send it to /v1/embeddings (a reranker: /v1/rerank), or name a chat model",
+        )
 
     async def snapshot(self) -> dict[str, Any]:
         return {"requests": self.finished, "prompt_tokens": self._tokens}

@@ -61,21 +61,6 @@ class JsonProcess(asyncio.SubprocessProtocol):
         self._process: asyncio.SubprocessTransport | None = None
 
     @classmethod
-    async def start(
-        cls,
-        command: Sequence[str],
-        order: Mapping[str, Any],
-        *,
-        loads: str,
-        environment: Mapping[str, str] | None = None,
-        log_path: Path | None = None,
-        on_progress: Hear | None = None,
-    ) -> tuple[JsonProcess, dict[str, Any]]:
-        """`spawn` `command` and have it `load`: the process, and its {"ready": …}."""
-        process = await cls.spawn(command, environment, log_path)
-        return process, await process.load(order, loads=loads, on_progress=on_progress)
-
-    @classmethod
     async def spawn(
         cls,
         command: Sequence[str],
@@ -122,7 +107,8 @@ class JsonProcess(asyncio.SubprocessProtocol):
                 raise errors.by_code(**message["fatal"])
             return message
         except BaseException:
-            await self.end()
+            self.kill()
+            await self.wait()
             raise
 
     @property
@@ -199,16 +185,12 @@ class JsonProcess(asyncio.SubprocessProtocol):
         try:
             await asyncio.wait_for(self.wait(), STOP_GRACE_S)
         except TimeoutError:
-            await self.end()
+            self.kill()
+            await self.wait()
 
     def close_input(self) -> None:
         """Say nothing more: the end of its input is its order to close."""
         self._stdin.close()
-
-    async def end(self) -> None:
-        """Kill it, and wait until it has ended."""
-        self.kill()
-        await self.wait()
 
     def kill(self) -> None:
         assert self._process is not None

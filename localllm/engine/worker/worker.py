@@ -22,13 +22,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.engine.sampling.grammar import GrammarCompiler, trials
+from localllm.engine.speculation import registered
 from localllm.engine.tokens import Placed, Tokenizer
 from localllm.engine.vision import ImageReader
 from localllm.engine.worker.pipe import ChildPipe, Message, reason
@@ -36,7 +36,7 @@ from localllm.engine.worker.supervisor import Pulse
 from localllm.errors import ContextLengthError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
 from localllm_backends.reading import estimated_tokens
-from localllm_backends.registry import names
+from localllm_backends.registry import read_code
 
 _PROGRESS_STEP = 0.02
 # characters; tokenising more takes some ten milliseconds
@@ -255,18 +255,6 @@ class Worker:
             self._pipe.send_line(f'{{"ev":[{",".join([event_text(e) for e in events])}]}}\n')
 
 
-def read_code() -> None:
-    """Read the code of the engine that runs most files: this process may have been started before
-    it is known what it loads."""
-    from localllm.engine import speculation
-    from localllm.engine.worker import backends
-
-    speculation.registered()
-    usable = (backend for backend in map(backends.named, names()) if backend.available() is None)
-    for backend in islice(usable, 1):
-        backend.read_code()
-
-
 def _takes_long(sent: Mapping[str, Any], text: str) -> bool:
     """Has it images, or more text than is read in some milliseconds?"""
     return bool(sent.get("images")) or len(sent.get(text) or "") > _LONG_TEXT
@@ -289,5 +277,7 @@ def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
 
 if __name__ == "__main__":
     own_pipe = ChildPipe.of_this_process()
+    # It may have been started before it is known what it loads (load/ahead.py).
     read_code()
+    registered()
     Worker(own_pipe).run()

@@ -129,14 +129,14 @@ def document(dialects: Iterable[Paths]) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, method: str, said: Mapping[str, Any]) -> dict[str, Any]:
+def _operation(path: str, method: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     inside = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", path)
     ]
     return {
-        **said,
+        **facts,
         "operationId": re.sub(r"\W+", "_", method.lower() + path),
-        "parameters": [*inside, *said.get("parameters", ())],
-        "responses": {**_errors_of(path), **said.get("responses", answer_of())},
+        "parameters": [*inside, *facts.get("parameters", ())],
+        "responses": {**_errors_of(path), **facts.get("responses", answer_of())},
     }
