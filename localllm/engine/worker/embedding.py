@@ -48,13 +48,13 @@ class EmbeddingOptions:
     async def start(self, on_loading: Callable[[float], None] | None = None) -> EmbeddingEngine:
         """Start the process and load the model; raises the LocalLLMError it names, or
         WorkerDiedError. It does not say how far it is loaded."""
-        command = (sys.executable, "-m", "localllm.engine.worker.embedding")
-        process = await JsonProcess.spawn(command, worker_environment(), self.log_path)
-        ready = await process.load(
-            {k: v for k, v in asdict(self).items() if k not in _NOT_SENT},
-            loads=Path(self.path).name,
+        process = await JsonProcess.spawn(
+            (sys.executable, "-m", "localllm.engine.worker.embedding"),
+            worker_environment(),
+            self.log_path,
         )
-        return EmbeddingEngine(process, ready)
+        order = {k: v for k, v in asdict(self).items() if k not in _NOT_SENT}
+        return EmbeddingEngine(process, await process.load(order, loads=Path(self.path).name))
 
 
 class EmbeddingEngine(EngineClient):
