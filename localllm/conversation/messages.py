@@ -204,7 +204,10 @@ def _part_text(part: Any, where: str, omitted: list[str] | None, found: Attachme
         return _file(part, kind, where, omitted, found)
     if kind in _BINARY_PARTS:
         return _note_for_omitted(_BINARY_PARTS[kind], where, omitted)
-    raise UnsupportedError(f"{where}.type {_short(kind)} is not supported", param=where)
+    known = ", ".join((*_TEXT_PARTS, *_BINARY_PARTS))
+    raise UnsupportedError(
+        f"{where}.type {_short(kind)} is not supported; known: {known}", param=where
+    )
 
 
 def _file(

@@ -383,6 +383,41 @@ def test_every_value_is_honoured_refused_or_named(
     assert not swallowed
 
 
+_KINDS = ("type", "mode", "syntax")
+# The fields beside it say what a call is; many clients garble the word.
+_SAID_ELSEWHERE = ("tool_calls.type",)
+
+
+def _at(body: Any, place: tuple[str | int, ...]) -> Any:
+    for key in place:
+        body = body[key]
+    return body
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_unknown_kind_is_refused_with_the_known_or_named(http: httpx.Client, path: str) -> None:
+    """What a part, a tool, a choice, a form, a source says it is, at any depth."""
+    for body in BODIES[path][1]:
+        for place in leaves(body):
+            spot, kind = plain(place), _at(body, place)
+            if place[-1] not in _KINDS or spot.endswith(_SAID_ELSEWHERE):
+                continue
+            made = copy.deepcopy(body)
+            _at(made, place[:-1])[place[-1]] = "zzz"
+            reply = http.post(path, json=made)
+            named = reply.headers.get("x-localllm-ignored", "").split(",")
+            parts = spot.split(".")
+            # as a whole too: tools.zzz, or a tool by its name
+            whole = {f"{parts[0]}.{word}" for word in ("zzz", _at(body, place[:-1]).get("name"))}
+            if reply.status_code == 200:
+                assert {spot, *whole} & {*named}, spot
+            else:
+                assert reply.status_code == 400, (spot, reply.text)
+                refused = json.dumps(reply.json()["error"])
+                told = rf"\b{kind}s?\b|not among the tools|send functions"
+                assert re.search(told, refused), spot
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_an_unknown_field_is_named_wherever_it_stands(http: httpx.Client, path: str) -> None:
     for body in BODIES[path][1]:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.known import BodyPart, Refused, Shape
+from localllm.errors import RequestError
+from localllm.server.dialects.known import FORMS, BodyPart, Refused, Shape
 
 # ("json_schema" | "gbnf" | "regex", source), as `engine.messages.Request.grammar` takes it, or
 # ("loose_schema", source): a schema of which the rest holds where a part can't.
@@ -57,8 +57,7 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
 
 
 def of_response_format(response_format: Any) -> Constraint | None:
-    """The engine's constraint for OpenAI's `response_format`; raises RequestError or
-    UnsupportedError."""
+    """The engine's constraint for OpenAI's `response_format`; raises RequestError."""
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
@@ -84,10 +83,8 @@ def of_response_format(response_format: Any) -> Constraint | None:
             )
         said = wrapped if isinstance(wrapped, Mapping) else response_format
         return of_schema(schema, strict=said.get("strict") is not False)
-    raise UnsupportedError(
-        f"response_format.type {str(kind)[:40]!r} is not supported; known: text, json_object, "
-        "json_schema",
-        param="response_format",
+    raise RequestError(
+        f"a response format's type must be one of {', '.join(FORMS.known)}", param="response_format"
     )
 
 

@@ -3,8 +3,9 @@ is wrong with a value, in words of our own.
 
 A shape says which fields an object has, and under READS whether one of its `type` is read at all.
 Each field is honoured (None; what is inside is the client's own), or an object or a list of objects
-with a shape of its own, or `Refused` with its reason, or `Unused`: known, without effect, and named
-unless the value says what holds anyway. What no shape knows is named as well.
+with a shape of its own, or `Refused` with its reason, or `OneOf` a few words, or `Unused`:
+known, without effect, and named unless the value says what holds anyway. What no shape knows is
+named as well.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ class Unused:
     """A field without effect; `off`: values that ask for nothing else than what holds anyway."""
 
     off: tuple[Any, ...] = (None, False)
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A field that says what the object is: any but these is refused with them."""
+
+    known: tuple[str, ...]
 
 
 Shape: TypeAlias = Mapping[str, Any]
@@ -110,23 +118,28 @@ def shape(*names: str, **inner: Any) -> dict[str, Any]:
     return {**dict.fromkeys(names), **inner}
 
 
-def unused(sent: Any, known: Shape | None, path: str = "") -> Iterator[str]:
-    """The paths of what in `sent` has no effect. Raises UnsupportedError for what is refused."""
+def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> Iterator[str]:
+    """The paths of what in `sent` has no effect. Raises UnsupportedError for what is refused.
+    `spot`: the path with the places in lists."""
     if known is None:
         return
     if isinstance(sent, list):
-        for one in sent:
-            yield from unused(one, known, path)
+        for i, one in enumerate(sent):
+            yield from unused(one, known, path, f"{spot}[{i}]")
     if not isinstance(sent, Mapping) or (READS in known and not known[READS](sent.get("type"))):
         return
     for name, value in sent.items():
-        where = f"{path}.{name}" if path else name
+        where, place = (f"{above}.{name}" if above else name for above in (path, spot))
         fate = _UNKNOWN if name == READS else known.get(name, _UNKNOWN)
         if isinstance(fate, Refused):
             if value not in fate.off:
                 raise UnsupportedError(f"{where} is not supported: {fate.reason}", param=where)
+        elif isinstance(fate, OneOf):
+            if value is not None and value not in fate.known:
+                said = f"{place} {str(value)[:40]!r} is not supported"
+                raise UnsupportedError(f"{said}; known: {', '.join(fate.known)}", param=place)
         elif not isinstance(fate, Unused):
-            yield from unused(value, fate, where)
+            yield from unused(value, fate, where, place)
         elif value not in fate.off:
             yield where
 
@@ -257,7 +270,8 @@ MESSAGE = shape(
     refusal=Unused((None,)),
     audio=Unused((None,)),
 )  # fmt: skip
-_GRAMMAR = shape("type", "syntax", "definition", grammar=shape("syntax", "definition"))
+_SYNTAX = shape("definition", syntax=OneOf(("lark", "regex")))
+_GRAMMAR = shape(type=OneOf(("text", "grammar")), **_SYNTAX, grammar=_SYNTAX)
 TOOL: dict[str, Any] = shape(
     "type", "name", "description", "parameters", "strict", "cache_control",
     format=_GRAMMAR,
@@ -266,8 +280,14 @@ TOOL: dict[str, Any] = shape(
 )  # fmt: skip
 # A namespace holds tools.
 TOOL |= {"tools": TOOL, READS: (None, "function", "custom", "namespace").__contains__}
-_NAMED = shape("type", "name", "namespace", function=shape("name"), custom=shape("name"))
-CHOICE = shape("mode", **_NAMED, tools=_NAMED, allowed_tools=shape("mode", tools=_NAMED))
+_CALLED = ("function", "custom")
+_NAMED = shape(
+    "name", "namespace", type=OneOf(_CALLED), **dict.fromkeys(_CALLED, shape("name"))
+)  # fmt: skip
+_ALLOWED = shape(mode=OneOf(("auto", "required")), tools=_NAMED)
+CHOICE: dict[str, Any] = {**_NAMED, **_ALLOWED, "allowed_tools": _ALLOWED}
+CHOICE["type"] = OneOf((*_CALLED, "allowed_tools", "auto", "none", "required", "any"))
 _DESCRIBED = shape("name", "schema", "strict", description=Unused((None, "")))
-FORM = shape("type", **_DESCRIBED, json_schema=_DESCRIBED)
+FORMS = OneOf(("text", "json_object", "json_schema"))
+FORM = shape(type=FORMS, **_DESCRIBED, json_schema=_DESCRIBED)
 STREAMED = shape("include_usage", include_obfuscation=Unused(), continuous_usage_stats=Unused())

@@ -20,6 +20,7 @@ from localllm.server.dialects.known import (
     READS,
     REFUSED,
     BodyPart,
+    OneOf,
     Refused,
     Shape,
     Unused,
@@ -33,7 +34,10 @@ from localllm.server.generation.prompt import ResponseOptions
 _BLOCK: dict[str, Any] = shape(
     "type", "text", "cache_control", "id", "name", "input", "tool_use_id", "is_error", "thinking",
     "signature", "data", "tool_name", "title",
-    source=shape("type", "data", "media_type", "url", "file_id"),
+    source=shape(
+        "data", "media_type", "url", "file_id",
+        type=OneOf(("base64", "url", "file", "text", "content")),
+    ),
     citations=Unused((None, [], {"enabled": False})),
     context=Unused((None, "")),
 )  # fmt: skip
@@ -44,6 +48,7 @@ _TOOL = shape(
     "display_height_px", "display_number", "max_characters",
     **{READS: lambda kind: kind in (None, "custom") or is_client_tool(kind)},
 )  # fmt: skip
+_FORM = {**FORM, "type": OneOf(("json_schema",))}
 # Precedes the output of a failed tool: templates have no field for it.
 FAILED = "[the tool failed]"
 
@@ -57,7 +62,7 @@ def _server_side(kind: Any) -> bool:
 class OutputConfig(BodyPart):
     """`output_config`."""
 
-    shapes: ClassVar[Shape] = {"format": FORM}
+    shapes: ClassVar[Shape] = {"format": _FORM}
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: dict[str, Any] | None = None
 
@@ -71,7 +76,7 @@ class MessagesFields(ReasonedFields):
         "system": _BLOCK,
         "tools": _TOOL,
         "tool_choice": shape("type", "name", "disable_parallel_tool_use"),
-        "output_format": FORM,
+        "output_format": _FORM,
         "n": REFUSED["n"],
         "container": Refused("no container runs here"),
         "mcp_servers": Refused("not connected to from here", (None, [])),
@@ -229,11 +234,14 @@ def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _readable(block: Any, kind: Any, where: str) -> list[Any]:
     """The content parts for `block`; those that `normalise` knows are passed on."""
-    if kind in ("text", "image", "thinking", "redacted_thinking"):
+    if kind in _PASSED_ON:
         return [block]
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise UnsupportedError(f"{where}.type {str(kind)[:40]!r} is not supported", param=where)
+        known = ", ".join((*_PASSED_ON, *_READERS, "tool_use", "tool_result"))
+        raise UnsupportedError(
+            f"{where}.type {str(kind)[:40]!r} is not supported; known: {known}", param=where
+        )
     return read(block)
 
 
@@ -261,6 +269,7 @@ def _text(text: Any) -> list[Any]:
     return [{"type": "text", "text": text}]
 
 
+_PASSED_ON = ("text", "image", "thinking", "redacted_thinking")
 # Blocks that `normalise` does not know, by their types.
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
     "document": _document,

@@ -12,13 +12,14 @@ from pydantic import ConfigDict, Field
 
 from localllm.conversation.messages import normalise
 from localllm.engine.messages import Sampling
-from localllm.errors import NotFoundError, RequestError, UnsupportedError
+from localllm.errors import NotFoundError, RequestError
 from localllm.server.dialects.fields import TRUNCATION, Limit, RequestBody, first_limit
 from localllm.server.dialects.known import (
     FORM,
     PART,
     READS,
     REFUSED,
+    OneOf,
     Refused,
     Shape,
     Unused,
@@ -176,11 +177,10 @@ def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, A
 
 _ITEM = shape(
     "type", "role", "id", "status", "call_id", "name", "namespace", "arguments", "input",
-    content=PART, output=PART, summary=PART,
+    content=PART, output=PART, summary=shape("text", type=OneOf(("summary_text",))),
     encrypted_content=Unused((None, "")),
     **{READS: (None, *_ID_HEADS, "item_reference").__contains__},
 )  # fmt: skip
-_CHOICES = (None, "function", "custom", "allowed_tools", "auto", "none", "required")
 
 
 class ResponsesFields(ReasonedFields):
@@ -239,12 +239,7 @@ def chat_request(
         messages.insert(0, {"role": "system", "content": fields.instructions})
     if not any(m["role"] != "system" for m in messages):
         messages.append({"role": "user", "content": ""})  # Codex probes with an empty input
-    sent = fields.tool_choice
-    if isinstance(sent, dict) and sent.get("type") not in _CHOICES:
-        raise UnsupportedError(
-            f"tool_choice.type {str(sent.get('type'))[:40]!r} is not supported", param="tool_choice"
-        )
-    tools, choice = toolbox.chosen(sent)
+    tools, choice = toolbox.chosen(fields.tool_choice)
     options = ResponseOptions(
         tools=tools,
         choice=choice,
