@@ -83,6 +83,12 @@ def _library(
 
 
 _AI = ("ai@7.0.173", "zod@4.6.7")
+# What litellm's own extra `proxy` asks for besides a package that no index had.
+_PROXY = (
+    "uvicorn", "gunicorn", "uvloop", "fastapi", "starlette", "backoff", "rq", "orjson",
+    "apscheduler", "pyjwt", "python-multipart", "cryptography", "websockets", "rich",
+    "fastapi-sso", "boto3", "mcp", "semver", "expression", "soundfile",
+)  # fmt: skip
 # What the frameworks call through.
 _OPENAI = "openai==3.3.0"
 
@@ -129,7 +135,8 @@ AGENTS = (
         "langchain_ollama_agent.py",
         "langgraph==1.2.22",
     ),
-    _library("litellm", "litellm", "1.110.2", "litellm_chat.py"),
+    _library("litellm", "litellm", "1.110.2", "litellm_chat.py", *_PROXY),
+    _library("litellm proxy", "litellm", "1.110.2", "litellm_proxy.py", *_PROXY),
     _library("pydantic-ai", "pydantic-ai-slim", "2.38.0", "pydantic_ai_agent.py", _OPENAI),
     _library("openai-agents", "openai-agents", "0.24.0", "openai_agents.py"),
     _library(

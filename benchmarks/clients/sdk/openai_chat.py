@@ -3,9 +3,9 @@
 import json
 
 import openai
-from tools import MODEL, MOST_TURNS, TASK, URL, call, chat_tools
+from tools import KEY, MODEL, MOST_TURNS, TASK, URL, call, chat_tools
 
-client = openai.OpenAI(base_url=URL + "/v1", api_key="local", max_retries=0)
+client = openai.OpenAI(base_url=URL + "/v1", api_key=KEY, max_retries=0)
 messages = [{"role": "user", "content": TASK}]
 for _ in range(MOST_TURNS):
     with client.chat.completions.stream(

@@ -10,6 +10,7 @@ from typing import Any
 URL = os.environ["LOCALLLM_URL"]
 MODEL = os.environ["LOCALLLM_MODEL"]
 TASK = os.environ["LOCALLLM_TASK"]
+KEY = os.environ.get("LOCALLLM_KEY", "local")
 MOST_TURNS = 8
 
 
