@@ -78,6 +78,12 @@ class LocalLLMError(Exception):
     default_hint: ClassVar[str] = ""
     default_retry_after_s: ClassVar[float | None] = None
 
+    def __init_subclass__(cls, **facts: Any) -> None:
+        """The head of a kind's class says these of it."""
+        super().__init_subclass__()
+        for name, fact in facts.items():
+            setattr(cls, name, fact)
+
     def __init__(
         self,
         message: str,
@@ -108,53 +114,49 @@ class LocalLLMError(Exception):
         return {"error": body | ({"hint": self.hint} if self.hint else {})}
 
 
-class UsageError(LocalLLMError):
+class UsageError(
+    LocalLLMError, code="usage_error", type="invalid_request_error", http_status=400, exit_code=2
+):
     """The command line or a setting is wrong."""
 
-    code = "usage_error"
-    type = "invalid_request_error"
-    http_status = 400
-    exit_code = 2
 
-
-class CatalogFileError(UsageError):
+class CatalogFileError(UsageError, code="bad_catalog_file"):
     """A catalog file can't be read, or does not say what a model needs to say: one of the user's,
     nearly always."""
 
-    code = "bad_catalog_file"
 
-
-class RequestError(LocalLLMError):
+class RequestError(
+    LocalLLMError,
+    code="invalid_request",
+    type="invalid_request_error",
+    http_status=400,
+    exit_code=2,
+):
     """A client's request can't be honoured as sent."""
 
-    code = "invalid_request"
-    type = "invalid_request_error"
-    http_status = 400
-    exit_code = 2
 
-
-class UnsupportedError(RequestError):
+class UnsupportedError(RequestError, code="unsupported_parameter"):
     """A parameter we know and do not honour: refused with the reason instead of ignored."""
 
-    code = "unsupported_parameter"
 
-
-class ConstraintStuckError(RequestError):
+class ConstraintStuckError(
+    RequestError,
+    code="constraint_stuck",
+    default_hint=(
+        "what was written so far is no answer; loosen the schema, the grammar or the logit_bias"
+    ),
+):
     """An answer under a grammar came to where nothing may follow, and is not complete."""
 
-    code = "constraint_stuck"
-    default_hint = (
-        "what was written so far is no answer; loosen the schema, the grammar or the logit_bias"
-    )
 
-
-class ContextLengthError(RequestError):
+class ContextLengthError(
+    RequestError,
+    code="context_length_exceeded",
+    default_hint="shorten the conversation, or serve with a larger --context",
+):
     """The prompt, or the prompt and its answer, do not fit the served context. `counts` are the
     tokens of the prompt and of the window, where they are known: some clients read them out of
     their dialect's own words."""
-
-    code = "context_length_exceeded"
-    default_hint = "shorten the conversation, or serve with a larger --context"
 
     def __init__(
         self,
@@ -181,119 +183,111 @@ class ContextLengthError(RequestError):
         )
 
 
-class AuthError(RequestError):
+class AuthError(RequestError, code="forbidden", type="authentication_error", http_status=403):
     """The Host, the Origin or the API key is not accepted."""
 
-    code = "forbidden"
-    type = "authentication_error"
-    http_status = 403
 
-
-class NotFoundError(LocalLLMError):
+class NotFoundError(
+    LocalLLMError, code="not_found", type="invalid_request_error", http_status=404, exit_code=3
+):
     """A model, device, conversation or route nobody here knows."""
 
-    code = "not_found"
-    type = "invalid_request_error"
-    http_status = 404
-    exit_code = 3
 
-
-class ModelNotFoundError(NotFoundError):
+class ModelNotFoundError(NotFoundError, code="model_not_found"):
     """No model of that name on this disk or in the catalog."""
 
-    code = "model_not_found"
 
-
-class ModelFileError(LocalLLMError):
+class ModelFileError(
+    LocalLLMError,
+    code="bad_model_file",
+    type="invalid_request_error",
+    http_status=422,
+    exit_code=4,
+    default_hint="download the file again, or check it with `localllm models verify`",
+):
     """A model file is missing, truncated, corrupt or of another format."""
 
-    code = "bad_model_file"
-    type = "invalid_request_error"
-    http_status = 422
-    exit_code = 4
-    default_hint = "download the file again, or check it with `localllm models verify`"
 
-
-class DoesNotFitError(LocalLLMError):
+class DoesNotFitError(
+    LocalLLMError,
+    code="does_not_fit",
+    type="insufficient_memory_error",
+    http_status=507,
+    exit_code=5,
+    default_hint="try a smaller --context, a smaller quant, or see `localllm recommend`",
+):
     """Running this plan would need more memory than the machine can give."""
 
-    code = "does_not_fit"
-    type = "insufficient_memory_error"
-    http_status = 507
-    exit_code = 5
-    default_hint = "try a smaller --context, a smaller quant, or see `localllm recommend`"
 
-
-class BackendError(LocalLLMError):
+class BackendError(LocalLLMError, code="backend_error", exit_code=6):
     """The engine's native side refused or failed."""
 
-    code = "backend_error"
-    exit_code = 6
 
-
-class BackendMissingError(BackendError):
+class BackendMissingError(
+    BackendError,
+    code="backend_missing",
+    default_hint=(
+        "install localllm again with the engine's packages: see README.md, What runs where"
+    ),
+):
     """The package this backend stands on is not installed."""
 
-    code = "backend_missing"
-    default_hint = (
-        "install localllm again with the engine's packages: see README.md, What runs where"
-    )
 
-
-class WorkerDiedError(BackendError):
+class WorkerDiedError(
+    BackendError,
+    code="worker_died",
+    http_status=503,
+    default_hint="send the request again: the model is reloaded automatically",
+):
     """The worker process ended while it held a request; the server reloads the model on the next
     one."""
 
-    code = "worker_died"
-    http_status = 503
-    default_hint = "send the request again: the model is reloaded automatically"
 
-
-class OtherMachineGoneError(BackendError):
-    """A machine that holds layers of a model (`--with`) can't be had. The next request asks for it
-    again."""
-
-    code = "other_machine_gone"
-    http_status = 503
-    default_hint = (
+class OtherMachineGoneError(
+    BackendError,
+    code="other_machine_gone",
+    http_status=503,
+    default_hint=(
         "start `localllm worker` there: the next request loads the model. Both ends need a build "
         "with RPC of the same "
         "release (`localllm setup --rpc`)"
-    )
+    ),
+):
+    """A machine that holds layers of a model (`--with`) can't be had. The next request asks for it
+    again."""
 
 
-class BusyError(LocalLLMError):
+class BusyError(
+    LocalLLMError,
+    code="server_busy",
+    http_status=503,
+    exit_code=7,
+    default_hint="retry after the time given in Retry-After",
+    default_retry_after_s=2,
+):
     """The queue is full. `retry_after_s` says when to try again."""
 
-    code = "server_busy"
-    http_status = 503
-    exit_code = 7
-    default_hint = "retry after the time given in Retry-After"
-    default_retry_after_s = 2
 
-
-class PortInUseError(LocalLLMError):
+class PortInUseError(
+    LocalLLMError,
+    code="port_in_use",
+    exit_code=8,
+    default_hint="choose another with --port, or stop the program that holds it",
+):
     """Another program listens on the port."""
 
-    code = "port_in_use"
-    exit_code = 8
-    default_hint = "choose another with --port, or stop the program that holds it"
 
-
-class DownloadError(LocalLLMError):
+class DownloadError(LocalLLMError, code="download_failed", http_status=502, exit_code=9):
     """The hub, the network or the disk failed while fetching a model."""
 
-    code = "download_failed"
-    http_status = 502
-    exit_code = 9
 
-
-class ServerUnreachableError(LocalLLMError):
+class ServerUnreachableError(
+    LocalLLMError,
+    code="server_unreachable",
+    exit_code=6,
+    default_hint="start one with `localllm serve`, or name its address with --url",
+):
     """No server answers at the address, or it went away while it was answering."""
-
-    code = "server_unreachable"
-    exit_code = 6
-    default_hint = "start one with `localllm serve`, or name its address with --url"
 
 
 def by_code(

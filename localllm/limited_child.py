@@ -51,23 +51,16 @@ class ChildLimits:
     spare_bytes: int = _RESERVED_BYTES
 
 
-class ChildError(LocalLLMError):
+class ChildError(LocalLLMError, code="child_ended", http_status=503):
     """There is no answer: no process could be started, it ended, or nobody waited for it."""
 
-    code = "child_ended"
-    http_status = 503
 
-
-class OverLimitError(ChildError):
+class OverLimitError(ChildError, code="over_limit"):
     """The work was ended because it took more than it may."""
 
-    code = "over_limit"
 
-
-class RefusedError(ChildError):
+class RefusedError(ChildError, code="child_refused"):
     """There is no answer for the reason that the child gives."""
-
-    code = "child_refused"
 
 
 @dataclass

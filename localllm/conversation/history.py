@@ -23,18 +23,16 @@ _OPENING_S = 10.0
 _LOCKED_MS = 500
 
 
-class HistoryError(LocalLLMError):
+class HistoryError(
+    LocalLLMError,
+    code="history_error",
+    default_hint="check the free disk space and the permissions of the data directory",
+):
     """The conversations' file can't be opened or written."""
 
-    code = "history_error"
-    default_hint = "check the free disk space and the permissions of the data directory"
 
-
-class TurnGoneError(HistoryError):
+class TurnGoneError(HistoryError, code="turn_gone", default_hint="open the conversation again"):
     """The turn that another was to follow has been removed, by another window."""
-
-    code = "turn_gone"
-    default_hint = "open the conversation again"
 
 
 @dataclass(frozen=True, slots=True)

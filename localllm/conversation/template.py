@@ -55,12 +55,11 @@ def warm_up() -> None:
         _SHARED.ask({"source": "", "messages": [], "tools": None, "variables": {}})
 
 
-class TemplateError(RequestError):
+class TemplateError(
+    RequestError, code="template_error", default_hint="check the order and roles of the messages"
+):
     """The model's chat template can't write this conversation down; the message carries the
     template's own reason."""
-
-    code = "template_error"
-    default_hint = "check the order and roles of the messages"
 
 
 class ChatTemplate:

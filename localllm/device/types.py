@@ -129,20 +129,22 @@ class Device:
         ]
 
 
-class DeviceUnreadableError(LocalLLMError):
+class DeviceUnreadableError(
+    LocalLLMError,
+    code="device_unreadable",
+    default_hint="describe the machine yourself: --device NAME --memory GB --bandwidth GBPS",
+):
     """The system did not say what every Device needs: how much memory there is."""
 
-    code = "device_unreadable"
-    default_hint = "describe the machine yourself: --device NAME --memory GB --bandwidth GBPS"
 
-
-class DeviceNotFoundError(NotFoundError):
-    """No device of that name in the table. The hint names the nearest ones."""
-
-    code = "device_not_found"
-    default_hint = (
+class DeviceNotFoundError(
+    NotFoundError,
+    code="device_not_found",
+    default_hint=(
         "give --memory GB and --bandwidth GBPS to describe a machine that is not in the table"
-    )
+    ),
+):
+    """No device of that name in the table. The hint names the nearest ones."""
 
 
 System = Literal["linux", "macos", "windows"]

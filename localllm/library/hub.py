@@ -241,11 +241,9 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
             patience.sleep(patience.wait_s(failures, trouble.retry_after_s))
 
 
-class HubUnreachableError(DownloadError):
+class HubUnreachableError(DownloadError, code="hub_unreachable"):
     """The hub can't be asked now: down, out of reach, or limiting us. `retry_after_s` is what it
     asked for."""
-
-    code = "hub_unreachable"
 
 
 def _explain(

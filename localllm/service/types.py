@@ -15,11 +15,12 @@ from localllm.errors import LocalLLMError
 NAME = "localllm"
 
 
-class ServiceError(LocalLLMError):
+class ServiceError(
+    LocalLLMError,
+    code="service_manager_failed",
+    default_hint="`localllm serve` runs the same server in this terminal",
+):
     """The system's service manager can't be asked, or refused what was asked of it."""
-
-    code = "service_manager_failed"
-    default_hint = "`localllm serve` runs the same server in this terminal"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,20 +24,20 @@ from localllm.device.probes import read_text
 from localllm.errors import LocalLLMError, NotFoundError, UsageError
 
 
-class SetupError(LocalLLMError):
+class SetupError(
+    LocalLLMError,
+    code="setup_failed",
+    exit_code=6,
+    default_hint="what ran before still runs; see the log named above",
+):
     """A build could not be made, or computes wrongly. Nothing was changed: what ran before still
     runs."""
 
-    code = "setup_failed"
-    exit_code = 6
-    default_hint = "what ran before still runs; see the log named above"
 
-
-class BuildNotFoundError(NotFoundError):
+class BuildNotFoundError(
+    NotFoundError, code="build_not_found", default_hint="see `localllm setup --list`"
+):
     """No build of that name is installed."""
-
-    code = "build_not_found"
-    default_hint = "see `localllm setup --list`"
 
 
 OWN = "own"

@@ -95,11 +95,12 @@ def make(
         return build
 
 
-class SlowerBuildError(SetupError):
+class SlowerBuildError(
+    SetupError,
+    code="build_slower",
+    default_hint="`localllm setup --again --keep` takes it all the same",
+):
     """A build works, and is slower than the one that runs, which goes on."""
-
-    code = "build_slower"
-    default_hint = "`localllm setup --again --keep` takes it all the same"
 
 
 def _judged(

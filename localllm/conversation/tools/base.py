@@ -21,11 +21,9 @@ Grammar: TypeAlias = tuple[str, str]
 """A kind of grammar the engine knows and its source."""
 
 
-class NotConstrainableError(UnsupportedError):
+class NotConstrainableError(UnsupportedError, code="not_constrainable"):
     """A format's grammar can't spell some name or value. Its calls are then read as the model
     writes them."""
-
-    code = "not_constrainable"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,15 +29,16 @@ _DELEGATED = re.compile(rb"([0-9a-f]{32}) ([0-9a-f]{32}|-) ([01])")
 T = TypeVar("T")
 
 
-class RateLimitError(LocalLLMError):
+class RateLimitError(
+    LocalLLMError,
+    code="rate_limit_exceeded",
+    type="rate_limit_error",
+    http_status=429,
+    exit_code=7,
+    default_hint="retry after the time given in Retry-After",
+    default_retry_after_s=1,
+):
     """A key is over a rate limit."""
-
-    code = "rate_limit_exceeded"
-    type = "rate_limit_error"
-    http_status = 429
-    exit_code = 7
-    default_hint = "retry after the time given in Retry-After"
-    default_retry_after_s = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,55 +19,47 @@ from localllm.server.http.asgi import Scope
 log = logging.getLogger("localllm.server")
 
 
-class KeyRequiredError(AuthError):
+class KeyRequiredError(
+    AuthError,
+    code="invalid_api_key",
+    http_status=401,
+    default_hint="send the key as `Authorization: Bearer KEY`",
+):
     """The API key is missing or wrong."""
 
-    code = "invalid_api_key"
-    http_status = 401
-    default_hint = "send the key as `Authorization: Bearer KEY`"
 
-
-class MediaTypeError(RequestError):
+class MediaTypeError(
+    RequestError,
+    code="unsupported_media_type",
+    http_status=415,
+    default_hint="send Content-Type: application/json",
+):
     """A body not declared as JSON: a web page could send it without a CORS preflight."""
 
-    code = "unsupported_media_type"
-    http_status = 415
-    default_hint = "send Content-Type: application/json"
 
-
-class EncodingError(RequestError):
+class EncodingError(
+    RequestError,
+    code="unsupported_encoding",
+    http_status=415,
+    default_hint="send it plain, or with Content-Encoding: gzip or deflate",
+):
     """A Content-Encoding the server does not decode."""
 
-    code = "unsupported_encoding"
-    http_status = 415
-    default_hint = "send it plain, or with Content-Encoding: gzip or deflate"
 
-
-class BodyTooLargeError(RequestError):
+class BodyTooLargeError(RequestError, code="request_too_large", http_status=413):
     """The body exceeds the size limit."""
 
-    code = "request_too_large"
-    http_status = 413
 
-
-class SlowBodyError(RequestError):
+class SlowBodyError(RequestError, code="request_timeout", http_status=408):
     """The body did not arrive in time."""
 
-    code = "request_timeout"
-    http_status = 408
 
-
-class RouteNotFoundError(NotFoundError):
+class RouteNotFoundError(NotFoundError, code="route_not_found"):
     """No such path here."""
 
-    code = "route_not_found"
 
-
-class MethodError(RequestError):
+class MethodError(RequestError, code="method_not_allowed", http_status=405):
     """The path exists, the method does not."""
-
-    code = "method_not_allowed"
-    http_status = 405
 
 
 # Anthropic's names, by status.

@@ -98,10 +98,8 @@ def _unpacked(unpacker: zlib._Decompress, packed: bytes) -> Iterator[bytes]:
         yield piece
 
 
-class BadJsonError(RequestError):
+class BadJsonError(RequestError, code="invalid_json"):
     """The body is not JSON, or not a JSON object."""
-
-    code = "invalid_json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,13 +246,14 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 _MOST_STREAMS, _MOST_BYTES = 32, 2 * 2**20
 
 
-class StreamGoneError(NotFoundError):
-    """A stream that can't be joined where the client wants to."""
-
-    code = "stream_gone"
-    default_hint = (
+class StreamGoneError(
+    NotFoundError,
+    code="stream_gone",
+    default_hint=(
         "send the request again; streams begun with an Idempotency-Key can be joined for a while"
-    )
+    ),
+):
+    """A stream that can't be joined where the client wants to."""
 
 
 @dataclass(eq=False)

@@ -32,13 +32,14 @@ _MAX_BODY_BYTES = 256 * 2**20
 _UNUSED_S = 2.0
 
 
-class UpstreamError(LocalLLMError):
+class UpstreamError(
+    LocalLLMError,
+    code="upstream_failed",
+    http_status=502,
+    exit_code=6,
+    default_hint="see whether that server runs; GET /v1/models says which model is where",
+):
     """An upstream server can't be reached, or broke off."""
-
-    code = "upstream_failed"
-    http_status = 502
-    exit_code = 6
-    default_hint = "see whether that server runs; GET /v1/models says which model is where"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,11 +72,8 @@ def _complete_part(part: Any) -> Any:
     return {"detail": "auto", **part} if kind == "input_image" else part
 
 
-class PreviousResponseError(NotFoundError):
+class PreviousResponseError(NotFoundError, code="previous_response_not_found", default_hint=_KEPT):
     """`previous_response_id` names a response that is not stored here (any more)."""
-
-    code = "previous_response_not_found"
-    default_hint = _KEPT
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,8 @@ BEGUN = "Answer:"
 _AT_ONCE = 16
 
 
-class CannotDecideError(UnsupportedError):
+class CannotDecideError(UnsupportedError, code="not_implemented", http_status=501):
     """A model that can't answer by the probabilities of labels."""
-
-    code = "not_implemented"
-    http_status = 501
 
 
 @dataclass(slots=True)
