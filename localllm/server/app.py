@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from localllm.errors import LocalLLMError
-from localllm.server.dialects import openapi, rerank
+from localllm.server.dialects import openapi, vectors
 from localllm.server.dialects.anthropic import routes as anthropic
 from localllm.server.dialects.llamacpp import routes as llamacpp
 from localllm.server.dialects.ollama import routes as ollama
@@ -54,7 +54,7 @@ def create_app(
     that end in _total are counters."""
     settings = settings or ServerSettings()
     server = Server(models, settings, store)
-    kinds = (openai, responses, rerank, systemone, anthropic, ollama, llamacpp)
+    kinds = (openai, responses, vectors, systemone, anthropic, ollama, llamacpp)
     dialects = [dialect.routes(server) for dialect in kinds]
     document = cache(partial(openapi.document, dialects))
     dialects.append(_own_paths(server, document, power))

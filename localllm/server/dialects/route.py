@@ -17,7 +17,7 @@ from localllm.errors import RequestError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import read
 from localllm.server.dialects.openapi import body_of
-from localllm.server.dialects.paths import Endpoint, Paths
+from localllm.server.dialects.paths import Paths
 from localllm.server.http.accounts import admins_only, caller
 from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json, worked
@@ -55,21 +55,12 @@ class Route(Generic[Fields, Translated]):
 
 
 def mount(paths: Paths, server: Server, *routes: Route[Any, Any]) -> None:
+    """Serve each of `routes` and its aliases."""
     for route in routes:
-        mount_answer(
-            paths,
-            route,
-            _answering(server, route),
-            streams=route.dialect.media_type.partition(";")[0],
-        )
-
-
-def mount_answer(
-    paths: Paths, route: Route[Any, Any], endpoint: Endpoint, *, streams: str = ""
-) -> None:
-    """Serve `route` and its aliases by `endpoint`."""
-    described = body_of(route.fields, *route.keys, streams=streams)
-    paths.answers("POST", route.path, *route.aliases, about=route.about, **described)(endpoint)
+        streams = route.dialect.media_type.partition(";")[0]
+        described = body_of(route.fields, *route.keys, streams=streams)
+        answer = partial(_answer, server, route)
+        paths.answers("POST", route.path, *route.aliases, about=route.about, **described)(answer)
 
 
 def mount_whole(
@@ -87,7 +78,7 @@ def mount_whole(
 
     @paths.answers("POST", path, *aliases, about=about, **body_of(kind, *keys))
     async def answer_whole(request: Request) -> Response:
-        fields, ignored = read(kind, await read_json(request, server.settings))
+        fields, ignored = _read(kind, await read_json(request, server.settings))
 
         async def work() -> Response:
             return JSONResponse(await answer(fields), headers=answer_headers(ignored))
@@ -116,36 +107,33 @@ def mount_prompt(
         return JSONResponse(body(text, tokens), headers=answer_headers([*unknown, *ignored]))
 
 
-def _answering(server: Server, route: Route[Any, Any]) -> Endpoint:
-    async def answer(request: Request) -> Response:
-        body = await read_json(request, server.settings)
-        key = (
-            _kept(request, body)
-            if route.dialect.media_type.startswith("text/event-stream")
-            else None
-        )
-        stream = server.kept.find(key[0]) if key is not None else None
-        if key is not None and stream is not None:
-            if stream.asked != key[1]:
-                raise RequestError(
-                    "this Idempotency-Key belongs to another request", param="Idempotency-Key"
-                )
-            return stream.answer(
-                event_number(request.headers.get("last-event-id"), "Last-Event-ID")
-            )
-        fields, unknown = read(route.fields, body)
-        model = await server.models.find(fields.model)
-        translated = await worked(partial(route.translate, fields, model))
-        if isinstance(translated, PreloadRequest):
-            await _preload(server, model, translated.keep_s)
-            return JSONResponse(translated.body)
-        kept = ("keep_alive",) if translated.keep_s is not None and not caller().admin else ()
-        translated = replace(translated, ignored=(*unknown, *kept, *translated.ignored))
-        if route.dialect.streams if fields.stream is None else fields.stream:
-            return await server.stream(model, translated, route.dialect, key)
-        return await server.complete(request, model, translated)
+def _read(kind: type[Fields], body: Mapping[str, Any]) -> tuple[Fields, list[str]]:
+    """`read`, which also names what only the server's owner may say."""
+    fields, ignored = read(kind, body)
+    unheard = getattr(fields, "keep_alive", None) is not None and not caller().admin
+    return fields, [*ignored, *(["keep_alive"] if unheard else ())]
 
-    return answer
+
+async def _answer(server: Server, route: Route[Any, Any], request: Request) -> Response:
+    body = await read_json(request, server.settings)
+    key = _kept(request, body) if route.dialect.media_type.startswith("text/event-stream") else None
+    stream = server.kept.find(key[0]) if key is not None else None
+    if key is not None and stream is not None:
+        if stream.asked != key[1]:
+            raise RequestError(
+                "this Idempotency-Key belongs to another request", param="Idempotency-Key"
+            )
+        return stream.answer(event_number(request.headers.get("last-event-id"), "Last-Event-ID"))
+    fields, unknown = _read(route.fields, body)
+    model = await server.models.find(fields.model)
+    translated = await worked(partial(route.translate, fields, model))
+    if isinstance(translated, PreloadRequest):
+        await _preload(server, model, translated.keep_s)
+        return JSONResponse(translated.body)
+    translated = replace(translated, ignored=(*unknown, *translated.ignored))
+    if route.dialect.streams if fields.stream is None else fields.stream:
+        return await server.stream(model, translated, route.dialect, key)
+    return await server.complete(request, model, translated)
 
 
 async def _preload(server: Server, model: ServedModel, keep_s: float | None) -> None:

@@ -1,5 +1,6 @@
 """Embeddings for every dialect: choosing the model, running it, truncating and encoding the
-vectors."""
+vectors. And ranks: POST /v1/rerank in the format of llama.cpp, Jina and Cohere; with `texts` instead
+of `documents`, in that of text-embeddings-inference."""
 
 from __future__ import annotations
 
@@ -8,21 +9,18 @@ import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from localllm.engine.worker.embedding import EmbeddingEngine
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.known import read
-from localllm.server.dialects.paths import Endpoint, Paths
-from localllm.server.dialects.route import Route, mount_answer
+from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.known import BodyPart
+from localllm.server.dialects.paths import Paths
+from localllm.server.dialects.route import Route, mount_whole
 from localllm.server.http.accounts import caller
-from localllm.server.http.asgi import answer_headers
-from localllm.server.http.json_body import read_json
-from localllm.server.http.streaming import unless_left
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
@@ -67,41 +65,29 @@ def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> 
 
 def mount(paths: Paths, server: Server, *routes: Route[Any, EmbeddingRequest]) -> None:
     for route in routes:
-        mount_answer(paths, route, _answering(server, route))
+        answer = partial(_embedded, server, route)
+        mount_whole(paths, server, route.path, route.fields, answer, route.about, (), route.aliases)
 
 
-def _answering(server: Server, route: Route[Any, EmbeddingRequest]) -> Endpoint:
-    async def answer(request: Request) -> Response:
-        fields, ignored = read(route.fields, await read_json(request, server.settings))
-        model = model_for(server.models, fields.model)
-        translated = route.translate(fields, model)
-        for i, text in enumerate(translated.inputs):
-            if not text:
-                raise RequestError(f"input {i} is empty", param="input")
-        kept = ["keep_alive"] if translated.keep_s is not None and not caller().admin else []
-
-        async def work() -> Response:
-            with server.serving(model, translated.keep_s):
-                vectors, n_tokens = await _embed(model, translated)
-            return JSONResponse(
-                translated.body(vectors, n_tokens), headers=answer_headers([*ignored, *kept])
-            )
-
-        return await unless_left(request, work())
-
-    return answer
+async def _embedded(server: Server, route: Route[Any, EmbeddingRequest], fields: Any) -> Any:
+    model = model_for(server.models, fields.model)
+    asked = route.translate(fields, model)
+    for i, text in enumerate(asked.inputs):
+        if not text:
+            raise RequestError(f"input {i} is empty", param="input")
+    with server.serving(model, asked.keep_s):
+        if not asked.inputs:
+            return asked.body([], 0)
+        engine = await _engine(model)
+        vectors, n_tokens = await engine.embed(asked.inputs, truncate=asked.truncate)
+        caller().charge(n_tokens, 0, 0)
+    return asked.body(vectors, n_tokens)
 
 
-async def _embed(model: ServedModel, asked: EmbeddingRequest) -> tuple[list[bytes], int]:
-    """The vectors, and how many tokens were read. Raises UnsupportedError."""
-    if not asked.inputs:
-        return [], 0
+async def _engine(model: ServedModel) -> EmbeddingEngine:
     engine = await model.engine()
-    if not isinstance(engine, EmbeddingEngine):
-        raise UnsupportedError(f"{model.name} makes no embeddings", param="model")
-    vectors, n_tokens = await engine.embed(asked.inputs, truncate=asked.truncate)
-    caller().charge(n_tokens, 0, 0)
-    return vectors, n_tokens
+    assert isinstance(engine, EmbeddingEngine)
+    return engine
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:
@@ -130,3 +116,70 @@ def _floats(row: bytes) -> array[float]:
     if sys.byteorder == "big":
         found.byteswap()
     return found
+
+
+_ALIASES = ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank")
+
+
+class _Document(BodyPart):
+    text: str
+
+
+Documents = Annotated[list[str | _Document], Field(min_length=1, max_length=MOST_INPUTS)]
+
+
+class RerankFields(RequestBody):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: Documents | None = None
+    texts: Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)] | None = Field(
+        None, description="the same, answered as text-embeddings-inference does"
+    )
+    top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="the best so many; default: all"
+    )
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = Field(None, description="cut what is too long instead of refusing it")
+
+    def read_documents(self) -> list[str]:
+        """The documents, from either field. Raises RequestError."""
+        if (self.documents is None) == (self.texts is None):
+            raise RequestError("send the documents as `documents`", param="documents")
+        return [d if isinstance(d, str) else d.text for d in self.documents or self.texts or ()]
+
+
+def routes(server: Server) -> Paths:
+    paths = Paths("Reranking")
+
+    async def rerank(fields: RerankFields) -> Any:
+        documents = fields.read_documents()
+        model = model_for(server.models, fields.model, ranks=True)
+        with server.serving(model):
+            engine = await _engine(model)
+            scores, tokens = await engine.rank(
+                fields.query, documents, truncate=bool(fields.truncate)
+            )
+        return _body(fields, model, documents, scores, tokens)
+
+    about = "Rank documents by how well they answer a query"
+    mount_whole(paths, server, "/v1/rerank", RerankFields, rerank, about, ("results",), _ALIASES)
+    return paths
+
+
+def _body(
+    fields: RerankFields, model: ServedModel, documents: list[str], scores: list[float], tokens: int
+) -> Any:
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n]
+    if fields.texts is not None:
+        listed: list[dict[str, Any]] = [{"index": i, "score": scores[i]} for i in best]
+        for entry in listed if fields.return_text else ():
+            entry["text"] = documents[entry["index"]]
+        return listed
+    results: list[dict[str, Any]] = []
+    for i in best:
+        document = {"document": {"text": documents[i]}} if fields.return_documents else {}
+        results.append({"index": i, "relevance_score": scores[i], **document})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"model": model.name, "object": "list", "usage": usage, "results": results}
