@@ -177,11 +177,13 @@ def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[d
         chosen.setdefault(selection.quant, selection)
     if not chosen:
         return []
+    with_heads = {v.repo for v in model.variants if v.mtp_bytes}
     table: dict[str, Any] = {
         "repo": listing.repo,
         "files": {quant: list(s.names) for quant, s in chosen.items()},
         "bytes": {quant: s.weights_bytes for quant, s in chosen.items()},
         "source": "hf-api",
+        **({"heads": True} if listing.repo in with_heads else {}),
     }
     projector = variants.projector_of(listing, there[0].files[0].name)
     if projector is not None:

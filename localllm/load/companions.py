@@ -113,9 +113,8 @@ def _why_unfit(companion: CompanionDrafter, opened: OpenedModel) -> str | None:
 
 
 def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
-    """The smallest trained drafter beside the model, or fetched for it, that fits, else its own
-    heads, where they take nothing else away: memory of windows and states is kept in pieces only
-    without."""
+    """The smallest trained drafter beside the model, or fetched for it, that fits, where it takes
+    nothing else away: memory of windows and states is kept in pieces only without."""
     from localllm.library.pull import drafters_here
 
     header, local = opened.header, opened.local
@@ -132,7 +131,7 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
         return ChosenDrafter(
             companion=min(fitting, key=lambda companion: companion.file_bytes), found=True
         )
-    return ChosenDrafter("mtp", found=True) if _has_draft_heads(header) else ChosenDrafter()
+    return ChosenDrafter()
 
 
 def _has_draft_heads(header: GgufHeader) -> bool:

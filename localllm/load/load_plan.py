@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 from localllm.errors import DoesNotFitError, UnsupportedError
 from localllm.load.adapters import adapter_named, planned_with
 from localllm.load.companions import (
-    ChosenDrafter,
     ImageProjector,
     chosen_drafter,
     projector_beside,
@@ -131,8 +130,6 @@ def make_load_plan(
     projector = projector_beside(local, backend, settings)
     drafter = chosen_drafter(opened, catalog, settings)
     inputs = plan_inputs(opened, catalog, settings, purpose, drafter)
-    if drafter.found and inputs is not None and not _drafting_pays(inputs):
-        drafter, inputs = ChosenDrafter(), _undrafted(inputs)
     if inputs is not None:
         inputs = replace(inputs, device=_device_with(inputs.device, spare_bytes, ran_out))
     plan = _first_plan(local, settings, inputs)
@@ -196,23 +193,6 @@ def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None
         f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
         f"and this machine has {limit / 1e9:.1f} GB usable "
         f"({'; '.join(inputs.device.accounts) if inputs else ''})"
-    )
-
-
-def _drafting_pays(inputs: PlanInputs) -> bool:
-    """Whether the drafter that was found takes no context away and is expected to pay; a trial on
-    the first answers shows."""
-    if inputs.overrides.draft == "mtp" and not inputs.model.variants[0].mtp_bytes:
-        return False
-    drafted, alone = inputs.plan(), _undrafted(inputs).plan()
-    pays = drafted.drafting is not None and drafted.drafting.high > 1.1
-    return pays and drafted.fits == alone.fits and drafted.settings.n_ctx >= alone.settings.n_ctx
-
-
-def _undrafted(inputs: PlanInputs) -> PlanInputs:
-    return replace(
-        inputs,
-        overrides=replace(inputs.overrides, draft="auto", companion=None, companion_found=False),
     )
 
 

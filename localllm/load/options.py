@@ -134,7 +134,7 @@ def worker_options(
     return WorkerOptions(
         spec,
         settings.value("backend"),
-        _engine_settings(local, settings, drafter.mode, share),
+        _engine_settings(local, settings, "mtp" if spec.mtp else drafter.mode, share),
         str(drafter.second.path) if drafter.second is not None else None,
         paths.worker_log(),
         60.0 * settings.value("hang_min"),

@@ -85,7 +85,7 @@ def plan_inputs(
         kv_type="" if kv_type == "auto" else kv_type,
         kv_evidence=_kv_evidence(opened.local),
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
-        draft=drafter.mode if drafter.found else settings.value("draft"),
+        draft=settings.value("draft"),
         draft_model=open_model(drafter.second, catalog).model
         if drafter.second is not None
         else None,

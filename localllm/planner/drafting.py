@@ -185,8 +185,7 @@ def companion_gain(device: Device, plan: Plan) -> Range | None:
 
 def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:
     """How much faster the answers of this purpose come for the drafting `plan` does; None where
-    that is not known to be any. What nobody asked to load (a second model, heads) is not
-    counted."""
+    that is not known to be any."""
     drafter = plan.settings.drafter
     if drafter.is_mtp:
         return heads_gain(device, plan)

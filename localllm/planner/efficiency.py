@@ -196,22 +196,22 @@ def _folder_bits(quant: str) -> str:
     return "16" if quant.upper() in ("BF16", "FP16") else "4"
 
 
+# (pattern in a quant's name, its class), first match wins.
+_CLASSES = (
+    ("^BF16$", "bf16"),
+    ("^F(16|32)$", "f16"),
+    ("IQ", "iq"),
+    ("^MXFP4", "mxfp4"),
+    ("Q8", "q8"),
+    ("^Q[45]_[01]$", "q4_0"),
+    ("Q[123]", "k23"),
+    ("", "k"),
+)
+
+
 @lru_cache(maxsize=1024)
 def _mixture_class(quant: str) -> str:
-    q = quant.upper()
-    if q == "BF16":
-        return "bf16"
-    if q in ("F16", "F32"):
-        return "f16"
-    if "IQ" in q:
-        return "iq"
-    if q.startswith("MXFP4"):
-        return "mxfp4"
-    if "Q8" in q:
-        return "q8"
-    if q in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
-        return "q4_0"
-    return "k23" if re.search(r"Q[123]", q) else "k"
+    return next(name for pattern, name in _CLASSES if re.search(pattern, quant.upper()))
 
 
 # Nominal dense FP16 TFLOP/s of one compute unit, for parts whose datasheet figure is not in

@@ -111,7 +111,7 @@ def answer_s(plan: Plan, need: Need) -> float:
     """Seconds until the answer itself begins: the part of the prompt that is not cached, then the
     thoughts."""
     wait = (plan.ttft_cached_s or plan.ttft_s).value
-    return wait + thinking_tokens(plan.model, need) / plan.decode_tok_s.value
+    return wait + thinking_tokens(plan.model, need) / plan.stream_tok_s
 
 
 def prompt_lost(plan: Plan, need: Need) -> float:
@@ -123,7 +123,7 @@ def prompt_lost(plan: Plan, need: Need) -> float:
 def points_lost(plan: Plan, need: Need) -> float:
     """What waiting costs on the quality index: for the prompt and for the thoughts, each against
     what feels good."""
-    share = thinking_tokens(plan.model, need) / plan.decode_tok_s.value / need.thinking_good_s
+    share = thinking_tokens(plan.model, need) / plan.stream_tok_s / need.thinking_good_s
     doubled = math.log2(max(1.0, share)) + math.log2(max(1.0, share / _LONG_THOUGHTS))
     return prompt_lost(plan, need) + _THOUGHTS_DOUBLED * doubled
 

@@ -126,7 +126,7 @@ def _doubts(plan: Plan) -> tuple[bool, ...]:
 def _costs(plan: Plan) -> tuple[float, ...]:
     """Everything a table shows of a plan but its quality, as figures of which less is better."""
     return (
-        1 / plan.decode_tok_s.value,
+        1 / plan.stream_tok_s,
         (plan.ttft_cached_s or plan.ttft_s).value,
         all_memory(plan),
         1 / plan.settings.n_ctx,

@@ -33,6 +33,8 @@ from localllm.planner.starting_settings import (
     NOTHING_FIXED,
     Overrides,
     context_for,
+    drafts_at_hand,
+    loses_turns,
     settings_for,
     usual_batch,
 )
@@ -53,6 +55,8 @@ _PREFILL_PROMPT_TOKENS = 2048
 # An answer that is this much slower at most is the price of reading prompts in larger steps beside
 # system memory.
 _AS_FAST = 0.97
+# The least that a drafter nobody asked for must promise at best.
+_DRAFTS_PAY = 1.1
 
 
 # --- does it fit ----------------------------------------------------------------------------------
@@ -105,16 +109,26 @@ def plan_for(
     """The best Plan for exactly this variant, whether or not it fits (`fits` says).
 
     Of all KV types, choices of cards and divisions with system memory that fit, the one with the
-    best score. `rough`: what that score depends on, for choosing between files: `decode_tok_s_full`
-    is then that of an empty context, and steps are larger only where prompts cost points.
+    best score; what is at hand to draft for it does where that pays and costs nothing else.
+    `rough`: what that score depends on, for choosing between files: `decode_tok_s_full` is then
+    that of an empty context, and steps are larger only where prompts cost points.
     """
-    run = _Run.of(device, model, variant, workload, overrides)
-    wanted, kv_types = settings_for(device, model, variant, workload, overrides), run.kv_types()
-    plan = run.best(wanted, kv_types)
-    if plan is None:
-        tried = overrides.offload.applied_to(wanted.with_kv_type(kv_types[0]))
-        plan = run.planned((tried, memory.need(model, variant, tried, device), "no"))
-    return plan if rough else run.finished(plan)
+    drafts = drafts_at_hand(device, model, variant, workload, overrides)
+    if overrides.companion_found:
+        overrides = replace(overrides, companion=None, companion_found=False)
+    plan = _Run.of(device, model, variant, workload, overrides).rough_plan()
+    if drafts is not None:
+        drafted = _Run.of(device, model, variant, workload, drafts).rough_plan()
+        plan = drafted if _drafting_pays(drafted, plan) else plan
+    return plan if rough else finished(device, plan, workload, overrides)
+
+
+def _drafting_pays(drafted: Plan, alone: Plan) -> bool:
+    """Whether a drafter that nobody asked for is expected to pay, and takes nothing away: the first
+    answers are its trial."""
+    hoped = drafted.drafting is not None and drafted.drafting.high > _DRAFTS_PAY
+    same = drafted.fits == alone.fits != "split"
+    return hoped and same and drafted.score >= alone.score
 
 
 def finished(
@@ -153,6 +167,17 @@ class _Run:
         )
         prompt = min(purpose.prompt_tokens, tokens)
         return cls(device, model, variant, workload, overrides, purpose, tokens, prompt)
+
+    def rough_plan(self) -> Plan:
+        """The best way to run it, rough; as it would be where none fits."""
+        device, model, variant = self.device, self.model, self.variant
+        wanted = settings_for(device, model, variant, self.workload, self.overrides)
+        kv_types = self.kv_types()
+        plan = self.best(wanted, kv_types)
+        if plan is not None:
+            return plan
+        tried = self.overrides.offload.applied_to(wanted.with_kv_type(kv_types[0]))
+        return self.planned((tried, memory.need(model, variant, tried, device), "no"))
 
     def finished(self, plan: Plan) -> Plan:
         """`plan`, which is rough, with its speed in a full context, and in larger steps where those
@@ -381,7 +406,8 @@ class _Run:
         run, measured = (self.device, self.model, self.variant, settings), self.overrides.measured
         decode = speed.decode(*run, measured=measured)
         full = decode if rough else speed.decode(*run, depth=self.request_tokens, measured=measured)
-        prompt, cached = self.prompt_tokens, self.purpose.cached_tokens
+        prompt = self.prompt_tokens
+        cached = 0 if loses_turns(self.model, settings) else self.purpose.cached_tokens
         usual = speed.prefill(
             *run, prompt_tokens=min(_PREFILL_PROMPT_TOKENS, prompt), measured=measured
         )

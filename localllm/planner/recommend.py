@@ -60,7 +60,7 @@ def backends_of(device: Device) -> tuple[str, ...]:
 def too_slow(plan: Plan, need: Need) -> bool:
     """True when the plan's speed, or its wait for the first token, is not what the purpose can live
     with."""
-    return plan.decode_tok_s.value < need.least_tok_s or needs.too_long(plan, need)
+    return plan.stream_tok_s < need.least_tok_s or needs.too_long(plan, need)
 
 
 def _candidates(device: Device, model: Model, overrides: Overrides) -> list[Variant]:
@@ -303,7 +303,7 @@ def _best_of(
         needed = plan_for(device, model, shown, workload, overrides=overrides, rough=True)
         return Rejected(model, shown, why.does_not_fit(needed, device), "memory")
     if not fast:
-        quickest = max(fitting, key=lambda p: (p.decode_tok_s.value, p.variant.quant))
+        quickest = max(fitting, key=lambda p: (p.stream_tok_s, p.variant.quant))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")
     best, chosen = _best_file(fast, need)
     return replace(finished(device, chosen, workload, overrides), score=best.score)
@@ -335,7 +335,7 @@ def _best_file(plans: Sequence[Plan], need: Need) -> tuple[Plan, Plan]:
         p for p in near if quality.format_cost(p.model, p.variant) <= _LITTLE_LOST_POINTS
     ] or near
     near = [p for p in near if needs.has_room(p, need)] or near
-    kept = [p for p in near if p.decode_tok_s.value >= need.good_tok_s]
+    kept = [p for p in near if p.stream_tok_s >= need.good_tok_s]
     return best, max(
         kept or near,
         key=lambda p: (p.quality if kept else 0, p.score, -why.all_memory(p), p.variant.quant),

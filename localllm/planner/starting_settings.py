@@ -7,7 +7,7 @@ plan.py settles the KV type, the size of steps and the places of layers by what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
@@ -40,6 +40,8 @@ _SLOTS_PER_SEQUENCE_STATE = 4
 # buffer should cost.
 _OUTPUTS_PER_SLOT = 16
 _MOST_OUTPUTS = 64
+# Purposes whose turns are soon read anew.
+_SHORT_TURNS = ("chat", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,30 @@ def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
     pair = draft_pair(second, variant) if second is not None else None
     companion = overrides.companion if backend_of(variant).draft_heads else None
     return DraftChoice(overrides.draft or "auto", pair, companion, overrides.companion_found)
+
+
+def loses_turns(model: Model, settings: RunSettings) -> bool:
+    """True where a conversation's turns are read anew: with heads or a drafter our llama.cpp
+    backend keeps a model of windows or states whole, and a turn that drops thoughts is another."""
+    return settings.drafter.reads_along and facts(model).is_stateful
+
+
+def drafts_at_hand(
+    device: Device, model: Model, variant: Variant, workload: Workload, overrides: Overrides
+) -> Overrides | None:
+    """`overrides` with what may draft unasked: a drafter that was found, else heads in the file. A
+    processor gains nothing by those; a model of windows or states is given them for one person's
+    short turns alone (`loses_turns`)."""
+    if overrides.companion_found:
+        return overrides
+    free = overrides.draft in ("", "auto") and overrides.companion is None
+    has_heads = model.mtp_layers and variant.mtp_bytes and backend_of(variant).draft_heads
+    if not free or not has_heads or device.accelerator == "cpu":
+        return None
+    alone = max(overrides.slots, workload.parallel) <= 1 and workload.purpose in _SHORT_TURNS
+    if facts(model).is_stateful and not alone:
+        return None
+    return replace(overrides, draft="mtp", companion_found=True)
 
 
 def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:

@@ -236,6 +236,12 @@ class Plan:
         """The engine that runs it."""
         return backend_of(self.variant).name
 
+    @property
+    def stream_tok_s(self) -> float:
+        """What one stream is answered at: decode, with the drafts of heads or a trained drafter."""
+        drafts = self.drafting if self.settings.drafter.reads_along else None
+        return self.decode_tok_s.value * (drafts.value if drafts is not None else 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:

@@ -78,31 +78,31 @@ def likely_causes(
                 "too low",
             )
         return ()
-    ratio = measured / predicted
-    causes: list[str] = []
     gpu = device.accelerator != "cpu"
-    if gpu and ratio < 0.25:
-        causes.append("the engine may have fallen back to the CPU: see `localllm doctor`")
-    if device.memory.available_bytes < 0.1 * device.memory.limit_bytes:
-        causes.append(
-            "memory is nearly full: the system may be swapping; close programs or pick a "
-            "smaller "
-            "plan"
-        )
-    if gpu:
-        causes.append("another program may be using the GPU")
-    else:
-        causes.append("other programs may be using the processor's cores or its memory")
-    causes.append(
-        "a power-saving mode or a hot machine lowers clocks: plug in, let it cool, check "
-        "the "
-        "power mode"
+    full = device.memory.available_bytes < 0.1 * device.memory.limit_bytes
+    causes = (
+        (
+            gpu and measured < 0.25 * predicted,
+            "the engine may have fallen back to the CPU: see `localllm doctor`",
+        ),
+        (
+            full,
+            "memory is nearly full: the system may be swapping; close programs or pick a smaller "
+            "plan",
+        ),
+        (gpu, "another program may be using the GPU"),
+        (not gpu, "other programs may be using the processor's cores or its memory"),
+        (
+            True,
+            "a power-saving mode or a hot machine lowers clocks: plug in, let it cool, check the "
+            "power mode",
+        ),
+        (
+            device.kind == "discrete",
+            "part of the model may be in system memory: lower --context or pick a smaller quant",
+        ),
     )
-    if device.kind == "discrete":
-        causes.append(
-            "part of the model may be in system memory: lower --context or pick a smaller quant"
-        )
-    return tuple(causes)
+    return tuple(text for is_likely, text in causes if is_likely)
 
 
 def to_json(result: PredictionCheck) -> dict[str, Any]:

@@ -79,13 +79,15 @@ def left_behind(plan: Plan) -> str:
     """What of a split plan lies in system memory: "experts of 24 of 36 layers run"."""
     placed, n = plan.settings.placement, len(plan.model.layers)
     first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
-    said = []
-    if first > 0:
-        said.append(f"{min(first, n)} of {n} layers")
-    if kept > first and plan.model.experts is not None:
-        said.append(f"experts of {kept} of {n} layers" if kept < n else "all experts")
-    if placed.kv_on_host and first < n:
-        said.append("the KV cache")
+    parts = (
+        (first > 0, f"{min(first, n)} of {n} layers"),
+        (
+            kept > first and plan.model.experts is not None,
+            f"experts of {kept} of {n} layers" if kept < n else "all experts",
+        ),
+        (placed.kv_on_host and first < n, "the KV cache"),
+    )
+    said = [text for is_left, text in parts if is_left]
     return (" and ".join(said) or "part of it") + (" run" if said else " runs")
 
 
@@ -101,14 +103,14 @@ def all_memory(plan: Plan) -> int:
 
 def is_too_slow(plan: Plan, need: Need) -> str:
     """ "fits, but 0.6 tok/s is too slow for chat (5 needed)", or the first token comes too late."""
-    if plan.decode_tok_s.value >= need.least_tok_s:
+    if plan.stream_tok_s >= need.least_tok_s:
         return (
             f"{plan.variant.quant} fits, but the first token of {need.prompt_tokens:,} comes after "
             f"{needs.span(plan.ttft_s.value)}, too late for {need.what} "
             f"({needs.span(need.ttft_longest_s)} at most)"
         )
     return (
-        f"{plan.variant.quant} fits, but {rate(plan.decode_tok_s.value)} tok/s is too slow for "
+        f"{plan.variant.quant} fits, but {rate(plan.stream_tok_s)} tok/s is too slow for "
         f"{need.what} "
         f"({need.least_tok_s:g} needed)"
     )
@@ -118,24 +120,24 @@ def of_variant(plan: Plan, device: Device, need: Need) -> str:
     """The verdict on one variant, for `recommend -m MODEL`."""
     if plan.fits == "no":
         return does_not_fit(plan, device) + of_streaming(plan, device)
-    if plan.decode_tok_s.value < need.least_tok_s or needs.too_long(plan, need):
+    if plan.stream_tok_s < need.least_tok_s or needs.too_long(plan, need):
         return is_too_slow(plan, need)
     head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {_beside(plan)}"}[
         plan.fits
     ]
-    return f"{head}; {rate(plan.decode_tok_s.value)} tok/s; up to {plan.max_ctx // 1024}k context"
+    return f"{head}; {rate(plan.stream_tok_s)} tok/s; up to {plan.max_ctx // 1024}k context"
 
 
 def explained(picks: Sequence[Plan], need: Need) -> list[Plan]:
     """The picks with `why` filled in: each compared with the first and with the one above it."""
     if not picks:
         return []
-    fastest = max(picks, key=lambda p: p.decode_tok_s.value)
+    fastest = max(picks, key=lambda p: p.stream_tok_s)
     smallest = min(picks, key=all_memory)
     # What nobody has rated is the best of nothing.
     best_quality = max(picks, key=lambda p: (p.is_rated, p.quality))
     # What is true of every pick is said once, with the first.
-    all_slow = len(picks) > 1 and fastest.decode_tok_s.value < need.good_tok_s
+    all_slow = len(picks) > 1 and fastest.stream_tok_s < need.good_tok_s
     return [
         replace(p, why=_sentence(p, picks[0], fastest, smallest, best_quality, need, all_slow))
         for p in picks
@@ -150,13 +152,12 @@ def _sentence(
         praise = f"no public score, its rank a guess by size and age; {praise}"
     elif plan.makers_own:
         praise = f"rated by its maker alone; {praise}"
-    slow = plan.decode_tok_s.value < need.good_tok_s
-    traded = []
-    if all_slow and plan is first:
-        traded.append(f"all of these are slower than the {need.good_tok_s:g} tok/s that feel good")
-    elif slow and not all_slow:
-        traded.append(f"slower than the {need.good_tok_s:g} tok/s that feel good")
-    return "; ".join([praise, *traded, *_trades(plan, first)])
+    slower = f"slower than the {need.good_tok_s:g} tok/s that feel good"
+    if all_slow:
+        slower = f"all of these are {slower}" if plan is first else ""
+    elif plan.stream_tok_s >= need.good_tok_s:
+        slower = ""
+    return "; ".join(filter(None, [praise, slower, *_trades(plan, first)]))
 
 
 def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need) -> str:
@@ -169,9 +170,7 @@ def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, 
             "best quality of these" if first.is_rated else ("the best of these that somebody rated")
         )
     if plan is fastest:
-        return (
-            f"fastest of these, {plan.decode_tok_s.value / first.decode_tok_s.value:.1f}× the first"
-        )
+        return f"fastest of these, {plan.stream_tok_s / first.stream_tok_s:.1f}× the first"
     if plan is smallest:
         return f"smallest of these, {gb(all_memory(first) - all_memory(plan))} less than the first"
     return _better_than(first, plan)
@@ -180,7 +179,7 @@ def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, 
 def _better_than(first: Plan, plan: Plan) -> str:
     """What `plan` has over the first, the most telling of it; that there is something is why it is
     among the picks."""
-    ratio = plan.decode_tok_s.value / first.decode_tok_s.value
+    ratio = plan.stream_tok_s / first.stream_tok_s
     better = plan.quality - first.quality
     saved = all_memory(first) - all_memory(plan)
     sooner = (
@@ -210,12 +209,13 @@ def _better_than(first: Plan, plan: Plan) -> str:
 
 def _trades(plan: Plan, first: Plan) -> list[str]:
     """What `plan` has against it beside its speed. Its KV type stands in the table."""
-    said = []
-    if plan.fits == "tight":
-        said.append("leaves little memory for anything else")
-    if plan.fits == "split":
-        said.append(_beside(plan))
+    drafted, alone = rate(plan.stream_tok_s), rate(plan.decode_tok_s.value)
     lost = first.quality - plan.quality
-    if plan.is_rated and first.is_rated and lost >= 1:
-        said.append(f"rated {lost:.0f} point{'' if round(lost) == 1 else 's'} lower")
-    return said
+    points = f"{lost:.0f} point{'' if round(lost) == 1 else 's'}"
+    said = (
+        (drafted != alone, f"{drafted} tok/s with what drafts for it, {alone} without"),
+        (plan.fits == "tight", "leaves little memory for anything else"),
+        (plan.fits == "split", _beside(plan)),
+        (plan.is_rated and first.is_rated and lost >= 1, f"rated {points} lower"),
+    )
+    return [text for is_so, text in said if is_so]

@@ -187,10 +187,13 @@ def _gguf_variants(
 ) -> Iterator[Variant]:
     for table in tables:
         source = sources[table["source"]].title if "source" in table else ""
+        seeing = model.vision_params  # lies in a file of its own
+        share = (model.extra_params - seeing) / (model.params_total - seeing)
+        heads = share if table.get("heads") else 0.0
         for quant, size in table.get("bytes", {}).items():
-            yield _gguf(table, quant, int(size), True, source)
+            yield _gguf(table, quant, int(size), True, source, heads)
         for quant, size in table.get("about", {}).items():
-            yield _gguf(table, quant, int(size), False, source)
+            yield _gguf(table, quant, int(size), False, source, heads)
         for quant in table.get("estimate", ()):
             if quant not in quants.MIXTURES:
                 raise BadCatalogError(
@@ -199,7 +202,10 @@ def _gguf_variants(
             yield _gguf(table, quant, shapes.estimate_gguf_bytes(model, quant), False, ESTIMATED)
 
 
-def _gguf(table: Mapping[str, Any], quant: str, size: int, exact: bool, source: str) -> Variant:
+def _gguf(
+    table: Mapping[str, Any], quant: str, size: int, exact: bool, source: str, heads: float = 0.0
+) -> Variant:
+    mtp_bytes = round(heads * size)
     names = table.get("files", {}).get(quant)
     if names is None:
         names = [table["file"].replace("{quant}", quant)] if "file" in table else []
@@ -213,6 +219,8 @@ def _gguf(table: Mapping[str, Any], quant: str, size: int, exact: bool, source: 
         mmproj_file=check_file(table["mmproj"]) if "mmproj" in table else "",
         mmproj_bytes=int(table.get("mmproj_bytes", 0)),
         source=source,
+        weights_bytes=size - mtp_bytes if mtp_bytes else 0,
+        mtp_bytes=mtp_bytes,
     )
 
 

@@ -135,6 +135,7 @@ class Gguf(_Table):
     estimate: list[Text] = []
     mmproj: Text | None = None
     mmproj_bytes: Count | None = None
+    heads: bool = False  # the files carry the model's draft heads (MTP)
     source: Text | None = None
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from localllm.cli.serve.served_models import planned
 from localllm.device.detect import detect
+from localllm.device.named import resolve
 from localllm.engine.worker import backends
 from localllm.errors import UnsupportedError
 from localllm.load.load_plan import load_plan_named
@@ -138,8 +139,15 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
         backends.for_path(str(path)).load(named)
 
 
-def test_heads_in_the_models_own_file_are_found_counted_and_loaded(tmp_path: Path) -> None:
+def test_heads_in_the_models_own_file_are_found_counted_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card: a processor gains nothing by them, and is given none unasked."""
     path = tiny_mtp.write_mtp(tmp_path / "tiny.gguf", layers=24, likeness=0.35)
+    unasked = load_plan_named(str(path), Settings({"context": 2048}))
+    assert not unasked.options.spec.mtp
+    card = resolve("RTX 4090")
+    monkeypatch.setattr("localllm.device.detect.detect", lambda: card)
     load = load_plan_named(str(path), Settings({"context": 2048}))
     alone = load_plan_named(str(path), Settings({"context": 2048, "draft": "ngram"}))
     named = load_plan_named(str(path), Settings({"context": 2048, "draft": "mtp"}))
@@ -163,7 +171,7 @@ def test_heads_in_the_models_own_file_are_found_counted_and_loaded(tmp_path: Pat
     )
     assert load.plan.drafting is not None
     assert "published" in load.plan.drafting.basis
-    said = " ".join(" ".join(explain(load.plan, detect())).split())
+    said = " ".join(" ".join(explain(load.plan, card)).split())
     assert "mtp, one stream" in said
     assert load.plan.drafting.basis in said
     assert planned(load).facts.physics["drafting"]["basis"] == load.plan.drafting.basis
@@ -200,12 +208,15 @@ def test_an_assistant_is_counted_and_loaded_by_its_path(tmp_path: Path) -> None:
 
 
 def test_heads_that_take_something_away_or_cannot_run_are_left_out(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Windows and states are kept in pieces only without.
+    # Windows and states are kept in pieces only without: for an agent's turns, and several streams.
+    monkeypatch.setattr("localllm.device.detect.detect", lambda: resolve("RTX 4090"))
     for write in (tiny_mtp.write_sliding_mtp, tiny_mtp.write_hybrid_mtp):
-        path = write(tmp_path / "m.gguf")
-        assert not load_plan_named(str(path), Settings({"context": 2048})).options.spec.mtp
+        path = str(write(tmp_path / "m.gguf"))
+        for chosen, purpose in (({}, "coding"), ({"parallel": 2}, "chat")):
+            settings = Settings({"context": 2048, **chosen})
+            assert not load_plan_named(path, settings, purpose).options.spec.mtp
     backend = backends.for_path(str(tiny_model)).load(
         LoadSpec(str(tiny_model), n_ctx=256, mtp=True, drafter_optional=True)
     )
