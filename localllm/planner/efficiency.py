@@ -191,9 +191,8 @@ def quant_class(variant: Variant) -> str:
 
 
 def _folder_bits(quant: str) -> str:
-    if quant[:1].isdigit():
-        return quant[0]
-    return "16" if quant.upper() in ("BF16", "FP16") else "4"
+    named = "16" if quant.upper() in ("BF16", "FP16") else "4"
+    return quant[0] if quant[:1].isdigit() else named
 
 
 # (pattern in a quant's name, its class), first match wins.

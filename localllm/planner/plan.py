@@ -205,43 +205,52 @@ class _Run:
 
         They are looked at in the order of what they could be at best: with room to spare, nothing
         in system memory, and prompts in steps that cost no points. What is behind the best so far
-        is not looked at."""
-        device, purpose = self.device, self.purpose
-        wanted = wanted.with_kv_type(kv_types[0])
+        is not looked at, nor all cards together where the fastest alone is free."""
         free = self.overrides.offload.tensor_split is None
-        chosen = placing.choices(device) if free else ((),)
-        splits = (
-            device.kind == "discrete"
-            and device.host is not None
-            and backend_of(self.variant).splits
-        )
+        wanted = wanted.with_kv_type(kv_types[0])
+        weights_bytes = self.variant.file_bytes - places.disk_bytes(self.model, self.variant, USUAL)
+        chosen = placing.choices(self.device) if free else ()
+        placed = [wanted.placed(cards=cards) for cards in chosen if cards]
+        tops = [
+            self.planned((settings, _UNKNOWN, "yes"))
+            for settings in placed
+            if weights_bytes <= places.used(self.device, settings.placement).room_bytes
+        ]
+        best = self.best_of(tops, kv_types, None)
+        if best is not None and self.rank(best) >= (True, max(p.decode_tok_s.value for p in tops)):
+            return best
+        return self.best_of([self.planned((wanted, _UNKNOWN, "yes"))], kv_types, best)
 
-        def rank(plan: Plan, points: float) -> tuple[float, float, float]:
-            if len(chosen) == 1:
-                return 0, points, plan.decode_tok_s.value
-            used = places.used(device, plan.settings.placement)
-            is_free = judge(placing.needed_parts(used, plan.memory)).is_free
-            return is_free, plan.decode_tok_s.value, points
+    def rank(self, plan: Plan, cost: float = 0.0) -> tuple[float, ...]:
+        """What a way to run the file goes by, with `cost` points less: of several cards those that
+        are free and fast."""
+        if len(self.device.cards) < 2:
+            return plan.score - cost, plan.decode_tok_s.value
+        used = places.used(self.device, plan.settings.placement)
+        is_free = judge(placing.needed_parts(used, plan.memory)).is_free
+        return is_free, plan.decode_tok_s.value, plan.score - cost
 
-        ways: list[tuple[bool, tuple[float, float, float], Plan, str]] = []
+    def best_of(
+        self, tops: Sequence[Plan], kv_types: Sequence[str], best: Plan | None
+    ) -> Plan | None:
+        """The best of `best` and of the ways to run the file in the places of each of `tops`."""
+        has_host = self.device.kind == "discrete" and self.device.host is not None
         costs = [quality.kv_cost(kv_type) - quality.kv_cost(kv_types[0]) for kv_type in kv_types]
-        for cards in chosen:
-            top = self.planned((wanted.placed(cards=cards) if cards else wanted, _UNKNOWN, "yes"))
-            most = top.score + (
-                0.0 if device.accelerator == "cpu" else needs.prompt_lost(top, purpose)
-            )
+        ways: list[tuple[bool, tuple[float, ...], Plan, str]] = []
+        for top in tops:
+            lost = 0.0 if self.device.accelerator == "cpu" else needs.prompt_lost(top, self.purpose)
             ways += [
-                (True, rank(top, most - cost), top, k)
-                for k, cost in zip(kv_types, costs, strict=True)
+                (True, self.rank(top, cost - lost), top, kv_type)
+                for kv_type, cost in zip(kv_types, costs, strict=True)
             ]
-            if splits:
+            if has_host and backend_of(self.variant).splits:
                 at = min(1, len(kv_types) - 1)
-                ways.append((False, rank(top, most - costs[at] - SPLIT_COST), top, kv_types[at]))
-        best: Plan | None = None
+                rank = self.rank(top, costs[at] + SPLIT_COST - lost)
+                ways.append((False, rank, top, kv_types[at]))
         for is_whole, most_rank, top, kv_type in sorted(
             ways, key=lambda way: way[:2], reverse=True
         ):
-            if best is not None and most_rank <= rank(best, best.score):
+            if best is not None and most_rank <= self.rank(best):
                 continue
             way = top.settings.with_kv_type(kv_type)
             settled = self.on_cards(way) if is_whole else self.divided(way)
@@ -249,7 +258,7 @@ class _Run:
                 continue
             alike = is_whole and settled[0].placement == top.settings.placement
             plan = self.held(top, settled) if alike else self.planned(settled)
-            best = max(best or plan, self.read(plan), key=lambda p: rank(p, p.score))
+            best = max(best or plan, self.read(plan), key=self.rank)
         return best
 
     def on_cards(self, settings: RunSettings) -> _Settled:

@@ -161,19 +161,20 @@ def _sentence(
 
 
 def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, need: Need) -> str:
-    if plan is first:
-        if plan is best and plan.is_rated:
-            return f"best quality that is fast enough for {need.what}"
-        return f"best balance of quality and speed for {need.what}"
-    if plan is best and plan.is_rated:
-        return (
-            "best quality of these" if first.is_rated else ("the best of these that somebody rated")
-        )
-    if plan is fastest:
-        return f"fastest of these, {plan.stream_tok_s / first.stream_tok_s:.1f}× the first"
-    if plan is smallest:
-        return f"smallest of these, {gb(all_memory(first) - all_memory(plan))} less than the first"
-    return _better_than(first, plan)
+    sure = plan is best and plan.is_rated
+    saved = gb(all_memory(first) - all_memory(plan))
+    said = (
+        (plan is first and sure, f"best quality that is fast enough for {need.what}"),
+        (plan is first, f"best balance of quality and speed for {need.what}"),
+        (sure and first.is_rated, "best quality of these"),
+        (sure, "the best of these that somebody rated"),
+        (
+            plan is fastest,
+            f"fastest of these, {plan.stream_tok_s / first.stream_tok_s:.1f}× the first",
+        ),
+        (plan is smallest, f"smallest of these, {saved} less than the first"),
+    )
+    return next((text for is_so, text in said if is_so), None) or _better_than(first, plan)
 
 
 def _better_than(first: Plan, plan: Plan) -> str:
