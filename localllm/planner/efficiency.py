@@ -98,7 +98,9 @@ _GENERATIONS: tuple[tuple[str, str, str], ...] = (
     (r"r9700|rx 90\d\d|rdna4", "amd", "rdna4"),
     (r"rx 7\d\d\d|w7\d\d\d|rdna3", "amd", "rdna3"),
     (r"rx 6\d\d\d|v620|w6\d\d\d", "amd", "rdna2"),
-    (r"\bmi[56]0\b|radeon vii\b", "amd", "gcn"),
+    (r"\brx 5[5-7]00\b", "amd", "rdna1"),
+    (r"\bmi[56]0\b|radeon vii\b|rx vega", "amd", "gcn"),
+    (r"\brx [45][5-9]0\b", "amd", "polaris"),
     (r"\bmi3\d\d[ax]?\b", "amd", "cdna3"),
     (r"instinct|mi\d{2,3}x?\b", "amd", "cdna"),
     (r"radeon|ryzen|amd", "amd", "apu"),
@@ -227,7 +229,7 @@ _TFLOPS_PER_UNIT = {
     "ada": 1.29, "blackwell": 1.235, "ampere": 0.866, "turing": 0.79, "pascal": 0.39, "hbm": 1.0, "b200": 1.0,
     "gb10": 1.235,
     "jetson": 1.3, "strix-halo": 0.92, "rdna4": 1.52, "rdna3": 1.28, "rdna2": 0.66, "cdna": 1.5, "cdna3": 1.5,
-    "gcn": 0.44, "apu": 1.4,
+    "rdna1": 0.49, "gcn": 0.44, "polaris": 0.17, "apu": 1.4,
     "arc": 1.3, "adreno": 0.5,
 }  # fmt: skip
 # GHz that GPUs run at, by generation (boost clocks of their datasheets; boards of one differ by
@@ -239,6 +241,7 @@ _CLOCK_GHZ = {
     "ada": 2.5, "blackwell": 2.5, "gb10": 2.4, "ampere": 1.75, "turing": 1.65, "pascal": 1.58,
     "hbm": 1.98, "jetson": 1.3,
     "strix-halo": 2.9, "rdna4": 2.9, "rdna3": 2.45, "rdna2": 2.3, "cdna": 1.5, "gcn": 1.75,
+    "rdna1": 1.9, "polaris": 1.34,
     "arc": 2.4,
 }  # fmt: skip
 # FP32 lanes of one unit, two FLOP a tick each, of NVIDIA's chips: 128 but where it is named

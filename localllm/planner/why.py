@@ -164,6 +164,11 @@ def _praise(plan: Plan, first: Plan, fastest: Plan, smallest: Plan, best: Plan, 
     sure = plan is best and plan.is_rated
     saved = gb(all_memory(first) - all_memory(plan))
     said = (
+        (
+            plan is first and plan.score < 0,
+            f"nothing surer runs here for {need.what}, though its waits cost more points than it "
+            "has",
+        ),
         (plan is first and sure, f"best quality that is fast enough for {need.what}"),
         (plan is first, f"best balance of quality and speed for {need.what}"),
         (sure and first.is_rated, "best quality of these"),

@@ -72,7 +72,7 @@ ALL_RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "a
 NO_CACHE = frozenset(
     {"bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert",
     "neo-bert", "eurobert",
-     "t5encoder", "gemma-embedding", "dream", "llada", "llada-moe", "rnd1"},
+     "t5encoder", "gemma-embedding"},
 )  # fmt: skip
 # Attention on every layer, with nothing special about its cache.
 PLAIN = frozenset(

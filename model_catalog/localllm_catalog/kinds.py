@@ -27,6 +27,7 @@ Kind = Literal[
     "vocabulary",
     "vocoder",
     "image model",
+    "diffusion model",
     "speech model",
     "side file",
     "pointer",
@@ -59,6 +60,10 @@ WORDS: Mapping[Kind, tuple[str, str]] = {
         "an image or video model",
         "a diffusion program runs it; name a language model's file",
     ),
+    "diffusion model": (
+        "a language model that writes by diffusion, all words of a block at once",
+        "no engine here runs those; name a model that writes word by word, such as Gemma 4",
+    ),
     "speech model": ("a speech recogniser", "whisper.cpp runs it; name a language model's file"),
     "side file": (
         "a side file of macOS (attributes of the file without ._)",
@@ -77,6 +82,7 @@ _ARCHITECTURES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("drafter", ("eagle", "eagle2", "eagle3", "dflash", "medusa")),
     ("vocoder", ("wavtokenizer-dec", "snac", "dac", "mimi", "xcodec2", "neucodec")),
     ("speech model", ("whisper",)),
+    ("diffusion model", ("diffusion-gemma", "dream", "llada", "llada-moe", "rnd1")),
     # https://github.com/city96/ComfyUI-GGUF (convert.py) and
     # https://github.com/leejet/stable-diffusion.cpp
     ("image model", ("flux", "flux2", "sd1", "sdxl", "sd3", "aura", "auraflow", "hidream", "cosmos",

@@ -132,7 +132,6 @@ def test_files_of_the_reference_writer_are_read(tmp_path: Path) -> None:
         ("granite_swa", 2, {"attention.sliding_window": 64, "attention.sliding_window_pattern": [True, False]}, "sf"),
         ("kimi-k3", 2, {"attention.kv_lora_rank": 64, "attention.key_length_mla": 48, "attention.value_length_mla": 32,
                         "attention.head_count_kv": [0, 1], "kda.head_dim": 8}, "rm"),
-        ("dream", 2, {}, "nn"),
     ],
 )  # fmt: skip
 def test_layer_kinds_by_architecture(

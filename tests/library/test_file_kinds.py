@@ -194,6 +194,7 @@ HEADERS = {
     "draft model": {"arch": "qwen35", "qwen35__block_count": 1, "qwen35__nextn_predict_layers": 1},
     "image or video": {"arch": "flux"},
     "speech recogniser": {"arch": "whisper"},
+    "writes by diffusion": {"arch": "diffusion-gemma"},
 }
 
 

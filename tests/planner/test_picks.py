@@ -325,3 +325,10 @@ def test_a_guess_by_hand_is_no_rating() -> None:
     assert quality.rate(
         replace(model, quality=(guess, replace(guess, kind="measured")))
     ).is_evidence
+
+
+@pytest.mark.parametrize(("machine", "purpose"), [("N100 16GB", "coding"), ("N100 16GB", "chat")])
+def test_a_first_pick_without_points_says_so(machine: str, purpose: str) -> None:
+    first = answers(machine, purpose).plans[0]
+    assert first.score < 0
+    assert "nothing surer runs here" in first.why

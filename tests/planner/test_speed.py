@@ -154,6 +154,21 @@ def test_the_shipped_table_reproduces_published_decode_speeds() -> None:
     assert statistics.quantiles(short, n=10)[-1] <= 0.18
 
 
+@pytest.mark.parametrize(("card", "tflops"), [("RX 580", 6.2), ("RX 5700 XT", 19.5)])
+def test_an_old_radeon_multiplies_as_its_data_sheet_says(card: str, tflops: float) -> None:
+    """None of them is the graphics of a processor of today, which two measurements stand for."""
+    assert efficiency.nominal_tflops(resolve(card))[0] == pytest.approx(tflops, rel=0.05)
+
+
+def test_an_rx_580s_prompts_are_in_the_range() -> None:
+    """346.8 tok/s of 512 tokens by Vulkan (https://github.com/geerlingguy/ai-benchmarks/issues/20,
+    February 2025)."""
+    m = model("llama-3.2-3b-instruct")
+    said = speed.prefill(resolve("RX 580"), m, variant(m, "Q4_K_M"), prompt_tokens=512)
+    assert said.low <= 346.8 <= said.high
+    assert "n=2" not in said.basis
+
+
 def test_launches_go_by_the_clock_and_reading_does_not() -> None:
     m = model("qwen3-8b")
     v = variant(m, "Q4_K_M")
