@@ -123,12 +123,12 @@ def plan_for(
     return plan if rough else finished(device, plan, workload, overrides)
 
 
-def _drafting_pays(drafted: Plan, alone: Plan) -> bool:
+def _drafting_pays(drafted: Plan, plain: Plan) -> bool:
     """Whether a drafter that nobody asked for is expected to pay, and takes nothing away: the first
     answers are its trial."""
     hoped = drafted.drafting is not None and drafted.drafting.high > _DRAFTS_PAY
-    same = drafted.fits == alone.fits != "split"
-    return hoped and same and drafted.score >= alone.score
+    same = drafted.fits == plain.fits != "split"
+    return hoped and same and drafted.score >= plain.score
 
 
 def finished(

@@ -144,8 +144,8 @@ def drafts_at_hand(
     has_heads = model.mtp_layers and variant.mtp_bytes and backend_of(variant).draft_heads
     if not free or not has_heads or device.accelerator == "cpu":
         return None
-    alone = max(overrides.slots, workload.parallel) <= 1 and workload.purpose in _SHORT_TURNS
-    if facts(model).is_stateful and not alone:
+    one_stream = max(overrides.slots, workload.parallel) <= 1 and workload.purpose in _SHORT_TURNS
+    if facts(model).is_stateful and not one_stream:
         return None
     return replace(overrides, draft="mtp", companion_found=True)
 

@@ -215,11 +215,11 @@ def _better_than(first: Plan, plan: Plan) -> str:
 
 def _trades(plan: Plan, first: Plan) -> list[str]:
     """What `plan` has against it beside its speed. Its KV type stands in the table."""
-    drafted, alone = rate(plan.stream_tok_s), rate(plan.decode_tok_s.value)
+    drafted, plain = rate(plan.stream_tok_s), rate(plan.decode_tok_s.value)
     lost = first.quality - plan.quality
     points = f"{lost:.0f} point{'' if round(lost) == 1 else 's'}"
     said = (
-        (drafted != alone, f"{drafted} tok/s with what drafts for it, {alone} without"),
+        (drafted != plain, f"{drafted} tok/s with what drafts for it, {plain} without"),
         (plan.fits == "tight", "leaves little memory for anything else"),
         (plan.fits == "split", _beside(plan)),
         (plan.is_rated and first.is_rated and lost >= 1, f"rated {points} lower"),
