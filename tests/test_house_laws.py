@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from support.house_measures import ROOT, Function, measure, product
+from support.house_measures import ROOT, Function, all_nodes, measure, product
 
 
 @cache
@@ -82,7 +82,7 @@ def floors(package: str) -> int:
         if not name.startswith(folder) or name == f"{folder}__init__.py":
             continue
         room = name.removeprefix(folder).partition("/")[0].removesuffix(".py")
-        for node in ast.walk(tree):
+        for node in all_nodes(tree):
             if (
                 isinstance(node, ast.ImportFrom)
                 and node.module
@@ -129,7 +129,7 @@ def test_memory_is_read_in_one_place() -> None:
     reads = {
         name
         for name, tree in product().items()
-        for node in ast.walk(tree)
+        for node in all_nodes(tree)
         if (isinstance(node, ast.Attribute) and node.attr in MEMORY_SOURCES)
         or (
             isinstance(node, ast.Constant)
@@ -152,7 +152,7 @@ def test_only_its_owner_writes_the_name_of_a_backend_or_an_accelerator() -> None
     found = {
         f"{path}:{node.lineno}: {node.value}"
         for path, tree in product().items()
-        for node in ast.walk(tree)
+        for node in all_nodes(tree)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value in NAME_OWNERS
@@ -166,7 +166,7 @@ def classes() -> list[tuple[str, ast.ClassDef]]:
     return [
         (name, node)
         for name, tree in product().items()
-        for node in ast.walk(tree)
+        for node in all_nodes(tree)
         if isinstance(node, ast.ClassDef)
     ]
 
@@ -235,7 +235,7 @@ def last_name(node: ast.expr) -> str:
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Private names of the product that a test touches: what is its own it may."""
-    nodes = list(ast.walk(tree))
+    nodes = all_nodes(tree)
     own = {n.name for n in nodes if isinstance(n, Function | ast.ClassDef)}
     own |= {
         n.attr
@@ -289,7 +289,7 @@ def test_no_test_sleeps() -> None:
     found = [
         f"{name}:{node.lineno}"
         for name, tree in trees_of_tests().items()
-        for node in ast.walk(tree)
+        for node in all_nodes(tree)
         if isinstance(node, ast.Call)
         and last_name(node.func) == "sleep"
         and ast.unparse(node.func) in ("time.sleep", "sleep", "asyncio.sleep")
@@ -317,7 +317,7 @@ def test_every_test_asserts_something() -> None:
         *trees_of_tests().values(),
         product()["backends/localllm_backends/conformance.py"],
     ]:
-        helpers |= {n.name: n for n in ast.walk(tree) if isinstance(n, Function | ast.ClassDef)}
+        helpers |= {n.name: n for n in all_nodes(tree) if isinstance(n, Function | ast.ClassDef)}
     asserting = {"raises", "warns", "fail", "check", "check_integrity"}
     called = {name: calls(node) for name, node in helpers.items()}
     new = {
@@ -331,7 +331,7 @@ def test_every_test_asserts_something() -> None:
     silent = [
         f"{name}:{node.lineno} {node.name}"
         for name, tree in trees_of_tests().items()
-        for node in ast.walk(tree)
+        for node in all_nodes(tree)
         if isinstance(node, Function)
         and node.name.startswith("test_")
         and node.name not in asserting
