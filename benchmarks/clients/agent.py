@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -142,6 +143,8 @@ def start(
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # a shell's background job hands on that Ctrl-C is ignored
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     return process, output
 

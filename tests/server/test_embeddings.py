@@ -62,6 +62,17 @@ def vector(http: httpx.Client, text: str) -> list[float]:
     return found
 
 
+def test_the_openai_client_in_its_strict_mode(server: Running) -> None:
+    """As numbers: of base64, its own default, it checks the text before it has read it."""
+    with openai.OpenAI(
+        base_url=server.url + "/v1", api_key="x", max_retries=0, _strict_response_validation=True
+    ) as client:
+        found = client.embeddings.create(
+            model="bert", input=["a", "b"], encoding_format="float", dimensions=8
+        )
+    assert [len(one.embedding) for one in found.data] == [8, 8]
+
+
 def test_the_openai_client_reads_them_both_ways(server: Running) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         packed = client.embeddings.create(model="bert", input=["hello", "other"])  # asks for base64
