@@ -79,6 +79,8 @@ fi
 if [ "$KIND" = dev ]; then
 	say "installing localllm with the test tools"
 	$PIP install --quiet --editable '.[dev]'
+	# --no-deps: of mlx-vlm the tests run the towers; what else it asks for (opencv, datasets, audio) is for its own server.
+	$PIP install --quiet --no-deps 'mlx-vlm==0.7.10'
 else
 	say "installing localllm"
 	$PIP install --quiet --editable . 2>"$LOG" || blame "$LOG" "localllm could not be installed" "the lines above say why"

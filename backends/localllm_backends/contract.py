@@ -432,6 +432,12 @@ class BackendType(ABC):
         """None where an image projector could be loaded, else why not."""
         return "this engine reads no images"
 
+    def image_bytes(self, path: str) -> int:
+        """What reading images takes beside the weights, where a model's own files have what reads
+        them (0: they don't); `LoadSpec.projector` is then its own path. BackendFailure where they
+        have, and it can't be used here."""
+        return 0
+
     def load_embedder(
         self,
         path: str,

@@ -49,8 +49,8 @@ class LoadSpec:
     note says.
     `placement` says where layers, experts and KV lie (LoadError where the engine can't place it
     so).
-    `projector` is the file of the image projector beside the model ("": images are not wanted;
-    LoadError where it is of no use to this model).
+    `projector` is the file of the image projector beside the model, or `path` where it is among
+    the model's own ("": images are not wanted; LoadError where it is of no use to this model).
     `adapters` are added to the weights wherever those are read (LoadError where one is not for this
     model).
     `wired`: weights may be wired down in memory that a GPU shares with everything else.

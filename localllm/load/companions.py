@@ -165,32 +165,55 @@ class ImageProjector:
 def projector_beside(local: LocalModel, engine: BackendType, settings: Settings) -> ImageProjector:
     """The projector beside `local`, as far as the `images` setting and the engine let it be used.
     Raises UnsupportedError where images were asked for and can't be had."""
-    from localllm.errors import ModelFileError
-    from localllm.library.catalog import read_header
-    from localllm.planner.projector import projector_bytes
-
     wanted = settings.value("images")
-    if wanted == "off" or local.mmproj is None:
+    found = (
+        _own_projector(local, engine, settings) if local.is_folder else _projector_of(local, engine)
+    )
+    if wanted == "off" or found is None:
         if wanted == "on":
             raise UnsupportedError(
                 f"--images on: no image projector lies beside {local.name}",
                 hint="`localllm pull` brings it (a file mmproj-*.gguf) where its repository has "
                 "one",
             )
-        return ImageProjector(
-            why_not="switched off (--images off)" if local.mmproj is not None else ""
-        )
+        return ImageProjector(why_not="switched off (--images off)" if found is not None else "")
+    if found.why_not and wanted == "on":
+        raise UnsupportedError(f"--images on: {found.why_not}")
+    return found
+
+
+def _own_projector(
+    local: LocalModel, engine: BackendType, settings: Settings
+) -> ImageProjector | None:
+    """That among the model's own files; None where there is none."""
+    from localllm_backends.contract import BackendFailure
+
+    try:
+        need_bytes = engine.image_bytes(str(local.path))
+    except BackendFailure as e:
+        return ImageProjector(why_not=str(e))
+    if need_bytes and settings.value("workers"):
+        return ImageProjector(why_not="several machines share this model, and one would read them")
+    return ImageProjector(local.path, need_bytes) if need_bytes else None
+
+
+def _projector_of(local: LocalModel, engine: BackendType) -> ImageProjector | None:
+    """That in a file beside the model; None where there is none."""
+    from localllm.errors import ModelFileError
+    from localllm.library.catalog import read_header
+    from localllm.planner.projector import projector_bytes
+
+    if local.mmproj is None:
+        return None
     why = engine.reads_images()
-    if why is None:
-        try:
-            header = read_header(local.mmproj)
-            size = local.mmproj.stat().st_size
-            return ImageProjector(local.mmproj, projector_bytes(header.metadata, size))
-        except (ModelFileError, OSError) as e:
-            why = e.message if isinstance(e, LocalLLMError) else str(e)
-    if wanted == "on":
-        raise UnsupportedError(f"--images on: {why}")
-    return ImageProjector(why_not=why)
+    if why is not None:
+        return ImageProjector(why_not=why)
+    try:
+        header = read_header(local.mmproj)
+        size = local.mmproj.stat().st_size
+    except (ModelFileError, OSError) as e:
+        return ImageProjector(why_not=e.message if isinstance(e, LocalLLMError) else str(e))
+    return ImageProjector(local.mmproj, projector_bytes(header.metadata, size))
 
 
 def without_projector(

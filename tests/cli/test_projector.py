@@ -3,7 +3,10 @@ not otherwise."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +18,13 @@ from localllm.planner.projector import projector_bytes
 from localllm.settings import Settings
 from localllm_backends.contract import LoadSpec, Placement
 from localllm_backends.llamacpp import LlamaCppType, backend_type
+from localllm_backends.mlx import backend_type as mlx
+from models import tiny_mlx_vision
 from models.tiny_mtp import write_mtp
 from models.tiny_vision import VisionModel, write_vision
-from support.pictures import needs_mtmd
+from support.pictures import needs_mlx_vlm, needs_mtmd
+
+MLX_VLM = needs_mlx_vlm()
 
 
 @pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2vl"])
@@ -95,3 +102,44 @@ def test_what_is_planned_is_what_it_takes(model: VisionModel) -> None:
     backend.close()
     planned = projector_bytes(read_header(model.projector).metadata, model.projector.stat().st_size)
     assert 0.97 * taken <= planned <= 1.15 * taken
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny MLX checkpoint with its tower among its weights."""
+    return tiny_mlx_vision.write(tmp_path / "sees", "mistral3")
+
+
+@MLX_VLM
+def test_a_folder_that_sees_is_loaded_with_its_own_tower_and_planned(folder: Path) -> None:
+    load = load_plan_named(str(folder), Settings({}))
+    assert load.options.spec.projector == str(folder)
+    without = load_plan_named(str(folder), Settings({"images": "off"}))
+    assert without.options.spec.projector == ""
+    assert without.projector.why_not == "switched off (--images off)"
+    added = load.needs_bytes - without.needs_bytes
+    assert added == load.projector.need_bytes == mlx.image_bytes(str(folder)) > 0
+    shared = load_plan_named(str(folder), Settings({"workers": ["10.0.0.2"]}))
+    assert shared.options.spec.projector == ""
+    assert "several machines" in shared.projector.why_not
+
+
+@MLX_VLM
+def test_a_folder_whose_images_can_t_be_read_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+
+    def without(name: str, package: str | None = None) -> Any:
+        return None if name == "mlx_vlm" else found(name, package)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.util, "find_spec", without)
+        load = load_plan_named(str(folder), Settings({}))
+        assert "pip install 'localllm[vision]'" in load.projector.why_not
+        assert load.options.spec.projector == ""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gemma3"}))
+    assert "'gemma3'" in load_plan_named(str(folder), Settings({})).projector.why_not
+    with pytest.raises(UnsupportedError, match=r"--images on.*'gemma3'"):
+        load_plan_named(str(folder), Settings({"images": "on"}))

@@ -15,18 +15,29 @@ from localllm.engine.core import Engine
 from localllm.engine.messages import Generation, Request
 from localllm.engine.vision import ImageReader
 from localllm_backends.contract import BackendFailure, Chunk, ImagePart, LoadSpec, Placement
-from localllm_backends.llamacpp import backend_type
-from models import tiny_mtp
+from localllm_backends.llamacpp import backend_type as llamacpp
+from localllm_backends.mlx import backend_type as mlx
+from models import tiny_mlx_vision, tiny_mtp
 from models.tiny_vision import VisionModel, write_vision
-from support.pictures import needs_mtmd, needs_pillow, png
+from support.pictures import needs_mlx_vlm, needs_mtmd, needs_pillow, png
 
-pytestmark = [needs_mtmd(), needs_pillow()]
+pytestmark = needs_pillow()
 FILES = {"{A}": png(64, 64, 1), "{B}": png(300, 200, 2), "{C}": png(60, 400, 3)}
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2vl"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(kind, marks=needs_mtmd()) for kind in ("llava", "gemma3", "qwen2vl")),
+        pytest.param("mistral3", marks=needs_mlx_vlm()),
+    ],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
-    return write_vision(tmp_path_factory.mktemp("vision"), request.param)
+    folder = tmp_path_factory.mktemp("vision")
+    if request.param == "mistral3":
+        written = tiny_mlx_vision.write(folder / "mlx", request.param)
+        return VisionModel(written, written)
+    return write_vision(folder, request.param)
 
 
 def load(model: VisionModel, settings: EngineSettings | None = None, **spec: Any) -> Engine:
@@ -34,10 +45,12 @@ def load(model: VisionModel, settings: EngineSettings | None = None, **spec: Any
         "n_ctx": 1024,
         "n_seq_max": 4,
         "n_batch": 64,
-        "n_threads": 1,
         "placement": Placement(gpu_layers=0),
         **spec,
     }
+    if model.text.is_file():
+        shape["n_threads"] = 1
+    backend_type = llamacpp if model.text.is_file() else mlx
     backend = backend_type.load(LoadSpec(str(model.text), projector=str(model.projector), **shape))
     return Engine(backend, settings or EngineSettings())
 
@@ -223,6 +236,7 @@ def test_penalties_and_drafts_look_past_images(model: VisionModel) -> None:
     engine.close()
 
 
+@needs_mtmd()
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
 def test_heads_draft_behind_images_and_change_nothing(kind: str, tmp_path: Path) -> None:
     """Positions in a row, and in two dimensions with a state: text behind an image is drafted by

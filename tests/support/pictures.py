@@ -25,6 +25,16 @@ def needs_pillow() -> pytest.MarkDecorator:
     return pytest.mark.skipif(not found, reason="Pillow is not installed")
 
 
+def needs_mlx_vlm() -> pytest.MarkDecorator:
+    """Skips, visibly, where MLX or mlx-vlm is not installed."""
+    from localllm_backends.mlx import backend_type
+
+    missing = backend_type.available()
+    if missing is None and importlib.util.find_spec("mlx_vlm") is None:
+        missing = "mlx-vlm is not installed"
+    return pytest.mark.skipif(missing is not None, reason=str(missing))
+
+
 def pixels(width: int, height: int, seed: int) -> ImagePixels:
     """Random pixels, as they are when decoded."""
     data = (

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from localllm_backends.contract import BackendType, Declaration
+from localllm_backends.contract import BackendFailure, BackendType, Declaration
 from localllm_backends.mlx.files import checkpoint_folder
 
 if TYPE_CHECKING:
@@ -98,15 +98,30 @@ class MlxType(BackendType):
         words = MlxVocabulary(folder, config, int(text.get("vocab_size", 0)))
         return [words.token_bytes(t, special=True) for t in range(words.n_vocab)]
 
+    def image_bytes(self, path: str) -> int:
+        from localllm_backends.mlx.towers import has_tower, image_buffer_bytes, why_not
+        from localllm_backends.mlx.vocabulary import read_json
+
+        folder = checkpoint_folder(path)
+        config = read_json(folder / "config.json")
+        if not has_tower(folder, config):
+            return 0
+        reason = why_not(config)
+        if reason is not None:
+            raise BackendFailure(reason)
+        return image_buffer_bytes(config)
+
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         from localllm_backends.mlx.load import load
         from localllm_backends.mlx.tensor_parallel import load_tensor_parallel
 
-        return (
-            load_tensor_parallel(spec, on_progress)
-            if spec.placement.workers
-            else load(spec, on_progress)
-        )
+        if spec.placement.workers:
+            return load_tensor_parallel(spec, on_progress)
+        if spec.projector:
+            from localllm_backends.mlx.vision import load_seeing
+
+            return load_seeing(spec, on_progress)
+        return load(spec, on_progress)
 
 
 backend_type = MlxType()

@@ -1,0 +1,260 @@
+"""Images through the MLX backend: the logits behind them are mlx-vlm's own, however the prompt was
+put together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm_backends.contract import (
+    BackendFailure,
+    Chunk,
+    ImagePart,
+    ImagePixels,
+    ImageRun,
+    LoadError,
+    LoadSpec,
+    Placement,
+)
+from localllm_backends.mlx import backend_type
+from models import tiny_mlx, tiny_mlx_vision
+from support.pictures import needs_mlx_vlm, pixels
+
+pytestmark = needs_mlx_vlm()
+# Steps of other sizes sum up in another order, in float32.
+NEAR = 2e-4
+SIZES = ((64, 64), (300, 200), (20, 500))
+
+
+@pytest.fixture(scope="module", params=list(tiny_mlx_vision.CONFIGS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint that sees, of each family."""
+    return tiny_mlx_vision.write(tmp_path_factory.mktemp("sees") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> Iterator[Any]:
+    """It, loaded."""
+    loaded = backend_type.load(spec_of(folder))
+    yield loaded
+    loaded.check_integrity()
+    loaded.close()
+
+
+def spec_of(folder: Path) -> LoadSpec:
+    """How the tests load it."""
+    placed = Placement(gpu_layers=0)
+    spec = LoadSpec(str(folder), n_ctx=1024, n_seq_max=6, n_batch=256, placement=placed)
+    return replace(spec, projector=str(folder))
+
+
+def fill(
+    backend: Any, sequence: int, runs: list[list[int] | ImageRun], piece: int = 256
+) -> NDArray[np.float32]:
+    """Append `runs`, images in steps of `piece` tokens; the logits behind the last."""
+    rows = None
+    for run in runs:
+        if isinstance(run, list):
+            rows = backend.step([Chunk(sequence, run, 1)]).logits(0)[-1].copy()
+            continue
+        embeddings = backend.encode_image(run)
+        for start in range(0, run.n_tokens, piece):
+            n = min(piece, run.n_tokens - start)
+            part = ImagePart(run, embeddings, start)
+            step = backend.step([Chunk(sequence, [-1] * n, 1, image=part)])
+            rows = step.logits(0)[-1].copy()
+    assert rows is not None
+    return rows
+
+
+def theirs(folder: Path, text: str, pictures: list[ImagePixels]) -> NDArray[np.float32]:
+    """The logits behind `text`, in which [IMG] stands for each picture, of mlx-vlm alone: its
+    loader, its processor, and its own language model and caches."""
+    from mlx_vlm.generate import generate_step
+    from mlx_vlm.utils import load
+    from PIL import Image
+
+    model, processor = load(str(folder))
+    images = [Image.frombytes("RGB", (p.width, p.height), p.data) for p in pictures]
+    inputs = dict(processor(images=images, text=[text], add_special_tokens=False))
+    seen: list[Any] = []
+
+    def keep(tokens: Any, logits: Any) -> Any:
+        seen.append(np.array(logits.reshape(-1)))
+        return logits
+
+    ids, values, mask = (
+        inputs.pop(name) for name in ("input_ids", "pixel_values", "attention_mask")
+    )
+    steps = generate_step(
+        ids, model, values, mask, max_tokens=1, temperature=0.0, logits_processors=[keep], **inputs
+    )
+    next(steps)
+    steps.close()
+    return seen[0]
+
+
+def test_the_logits_are_those_of_mlx_vlm_itself(folder: Path, backend: Any) -> None:
+    pictures = [pixels(w, h, i) for i, (w, h) in enumerate(SIZES)]
+    for picture in pictures:
+        sequence = backend.new_sequence()
+        ours = fill(backend, sequence, backend.tokenize_images(["look: ", picture, " what is it?"]))
+        backend.drop(sequence)
+        assert np.abs(ours - theirs(folder, "look: [IMG] what is it?", [picture])).max() < NEAR
+    several = backend.tokenize_images(["a ", pictures[0], pictures[1], " b ", pictures[2], " c"])
+    sequence = backend.new_sequence()
+    ours = fill(backend, sequence, several)
+    backend.drop(sequence)
+    assert np.abs(ours - theirs(folder, "a [IMG][IMG] b [IMG] c", pictures)).max() < NEAR
+
+
+def test_another_picture_is_another_answer(backend: Any) -> None:
+    rows = []
+    for seed in (1, 2):
+        sequence = backend.new_sequence()
+        rows.append(fill(backend, sequence, backend.tokenize_images([pixels(60, 40, seed), " so"])))
+        backend.drop(sequence)
+    assert np.abs(rows[0] - rows[1]).max() > 100 * NEAR
+
+
+def test_images_are_read_in_pieces_cut_forked_and_moved(backend: Any) -> None:
+    runs = backend.tokenize_images(["a ", pixels(300, 200, 1), " b ", pixels(60, 400, 2), " c"])
+    tail = backend.tokenize(" and then")
+    whole, first = backend.new_sequence(), backend.new_sequence()
+    expected = fill(backend, whole, [*runs, tail])
+    assert np.abs(fill(backend, first, [*runs, tail], piece=5) - expected).max() < NEAR
+    length = backend.length(first)
+    edge = length - len(runs[-1]) - len(tail)
+    forked = backend.fork(first, edge)
+    assert np.abs(fill(backend, forked, [[*runs[-1], *tail]]) - expected).max() < NEAR
+    backend.truncate(first, edge)
+    assert np.abs(fill(backend, first, [[*runs[-1], *tail]]) - expected).max() < NEAR
+    cuts = [
+        0,
+        *itertools.accumulate(r.n_tokens if isinstance(r, ImageRun) else len(r) for r in runs),
+    ]
+    moved = backend.new_sequence()
+    for start, stop in itertools.pairwise(cuts):
+        backend.import_range(moved, backend.export_range(first, start, stop), start, stop)
+    assert np.abs(fill(backend, moved, [tail]) - expected).max() < NEAR
+    for sequence in (whole, first, forked, moved):
+        backend.drop(sequence)
+    backend.check_integrity()
+
+
+def test_an_image_is_encoded_in_another_thread_while_streams_decode(backend: Any) -> None:
+    [run, *_] = [
+        r for r in backend.tokenize_images([pixels(300, 200, 3)]) if not isinstance(r, list)
+    ]
+    sequences = [backend.new_sequence() for _ in range(2)]
+    for sequence in sequences:
+        backend.step([Chunk(sequence, [1, 2, 3], 1)])
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(backend.encode_image(run) for _ in range(5))
+    )
+    thread.start()
+    while thread.is_alive():
+        backend.step([Chunk(sequence, [7], 1) for sequence in sequences])
+        if backend.cells_free() < 10:
+            thread.join()
+    alone = backend.encode_image(run)
+    for each in found:
+        assert np.array_equal(each, alone)
+    assert len(found) == 5
+    for sequence in sequences:
+        backend.drop(sequence)
+
+
+def test_an_image_goes_into_a_step_of_its_own(backend: Any) -> None:
+    [run] = [r for r in backend.tokenize_images([pixels(30, 20, 3)]) if not isinstance(r, list)]
+    part = ImagePart(run, backend.encode_image(run))
+    one, other = backend.new_sequence(), backend.new_sequence()
+    with pytest.raises(BackendFailure, match="step of its own"):
+        backend.step([Chunk(one, [-1] * run.n_tokens, 0, image=part), Chunk(other, [1], 1)])
+    assert (backend.length(one), backend.length(other)) == (0, 0)
+    backend.drop(one)
+    backend.drop(other)
+
+
+def test_the_same_pixels_have_the_same_key_and_others_another(backend: Any) -> None:
+    made = [backend.tokenize_images(["", pixels(64, 64, seed)]) for seed in (1, 1, 2)]
+    keys = [next(r.key for r in runs if isinstance(r, ImageRun)) for runs in made]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_large_picture_is_bounded_and_takes_what_was_planned(tmp_path: Path) -> None:
+    import mlx.core as mx
+
+    folder = tiny_mlx_vision.write(tmp_path / "large", "pixtral", side_px=256, heads=4)
+    unloaded = mx.get_active_memory()
+    backend = backend_type.load(spec_of(folder))
+    [run, *_] = backend.tokenize_images([pixels(900, 900, 1)])
+    # And a mark at the end of each of 32 rows but the last.
+    assert run.n_tokens == 1024 + 31  # type: ignore[union-attr]
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    backend.encode_image(run)  # type: ignore[arg-type]
+    taken = mx.get_peak_memory() - before
+    planned = backend_type.image_bytes(str(folder))
+    report = backend.memory()
+    backend.close()
+    assert mx.get_active_memory() - unloaded < report.projector_bytes
+    assert 0.95 * planned <= taken <= 1.05 * planned
+    # Text and tower are what lies in the file, but for its header.
+    size = (folder / "model.safetensors").stat().st_size
+    assert 0.95 * size < report.weights_bytes + report.projector_bytes < size
+
+
+def test_other_families_and_missing_weights_are_refused_by_name(tmp_path: Path) -> None:
+    folder = tiny_mlx_vision.write(tmp_path / "sees", "pixtral")
+    config = json.loads((folder / "config.json").read_text())
+    for kind, why in (("gemma3", "mistral3, pixtral"), ("qwen2_5_vl", "rows and columns")):
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+        with pytest.raises(BackendFailure, match=rf"'{kind}' models.*{why}.*GGUF"):
+            backend_type.image_bytes(str(folder))
+    text = tiny_mlx.write_llama(tmp_path / "text")
+    assert backend_type.image_bytes(str(text)) == 0
+    with pytest.raises(LoadError, match="reads no images here"):
+        backend_type.load(spec_of(text))
+    # A conversion whose config speaks of a tower that it left out.
+    stated = json.loads((text / "config.json").read_text())
+    (text / "config.json").write_text(json.dumps({**stated, "vision_config": {"patch_size": 4}}))
+    assert backend_type.image_bytes(str(text)) == 0
+
+
+def test_a_checkpoint_without_its_processor_s_files_says_so(tmp_path: Path) -> None:
+    folder = tiny_mlx_vision.write(tmp_path / "sees", "mistral3")
+    (folder / "preprocessor_config.json").write_text("no JSON")
+    with pytest.raises(LoadError, match="image processor") as refused:
+        backend_type.load(spec_of(folder))
+    assert "--images off" in refused.value.hint
+
+
+def test_nothing_of_mlx_vlm_is_imported_where_no_images_are_wanted(tmp_path: Path) -> None:
+    folder = tiny_mlx_vision.write(tmp_path / "sees", "mistral3")
+    script = (
+        "import sys\n"
+        "from localllm_backends.contract import LoadSpec, Placement\n"
+        "from localllm_backends.mlx import backend_type\n"
+        f"spec = LoadSpec({str(folder)!r}, n_ctx=64, placement=Placement(gpu_layers=0))\n"
+        "backend_type.image_bytes(spec.path)\n"
+        "backend_type.load(spec).close()\n"
+        "print('mlx_vlm' in sys.modules, 'localllm_backends.mlx.vision' in sys.modules)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert ran.stdout.strip() == "False False"
