@@ -73,15 +73,13 @@ def of_response_format(response_format: Any) -> Constraint | None:
         return of_schema(schema if isinstance(schema, dict) else {"type": "object"})
     if kind == "json_schema":
         wrapped = response_format.get("json_schema")
-        schema = (
-            wrapped.get("schema") if isinstance(wrapped, Mapping) else response_format.get("schema")
-        )
+        said = wrapped if isinstance(wrapped, Mapping) else response_format
+        schema = said.get("schema")
         if not isinstance(schema, Mapping):
             raise RequestError(
                 "response_format.json_schema.schema must be an object",
                 param="response_format.json_schema",
             )
-        said = wrapped if isinstance(wrapped, Mapping) else response_format
         return of_schema(schema, strict=said.get("strict") is not False)
     raise RequestError(
         f"a response format's type must be one of {', '.join(FORMS.known)}", param="response_format"

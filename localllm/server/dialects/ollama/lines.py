@@ -1,20 +1,153 @@
-"""Writes an answer in Ollama's format: JSON lines, whole replies, errors."""
+"""Writes in Ollama's format: an answer's JSON lines, whole replies, errors; and the models:
+/api/tags, /api/ps, /api/show."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
-from localllm.server.dialects.wire import arguments_object, logprob_entry
+from localllm.server.dialects.wire import arguments_object, logprob_entry, token_logprob
 from localllm.server.generation.job import Outcome, ReplyCollector, ReplyUsage, ReplyWriter
 from localllm.server.http.asgi import new_id
 from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.streaming import Outbox
+from localllm.server.models.router import ModelRouter, ServedModel
+from localllm.server.proxy.upstreams import RemoteModel
+
+
+def tags(models: ModelRouter) -> dict[str, Any]:
+    """/api/tags: our models, and those of upstreams that speak Ollama's API."""
+    remote = [m for m in models.elsewhere() if "ollama" in m.upstream.speaks]
+    return {"models": [*map(tag, models.names()), *map(remote_tag, remote)]}
+
+
+def remote_tag(model: RemoteModel) -> dict[str, Any]:
+    """An upstream's model, of which only the name is known, in the form of Ollama's own remote
+    models."""
+    details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": ""}
+    return {
+        "name": model.name,
+        "model": model.name,
+        "remote_model": model.theirs,
+        "remote_host": model.upstream.name,
+        "modified_at": "1970-01-01T00:00:00Z",
+        "size": 0,
+        "digest": hashlib.sha256(model.name.encode()).hexdigest(),
+        "details": {**details, "quantization_level": ""},
+    }
+
+
+def model_details(model: ServedModel) -> dict[str, Any]:
+    info = model.info
+    return {
+        "parent_model": "",
+        "format": str(model.facts.details.get("format", "gguf")),
+        "family": info.architecture if info else str(model.facts.details.get("architecture", "")),
+        "families": [info.architecture] if info else [],
+        "parameter_size": f"{info.n_params / 1e9:.1f}B" if info else "",
+        "quantization_level": str(model.facts.details.get("quant", "")),
+    }
+
+
+def tag(model: ServedModel) -> dict[str, Any]:
+    info = model.info
+    return {
+        "name": model.name,
+        "model": model.name,
+        "modified_at": datetime.fromtimestamp(model.created_s, UTC)
+        .isoformat()
+        .replace("+00:00", "Z"),
+        "size": info.weights_bytes if info else int(model.facts.details.get("bytes", 0)),
+        "digest": digest(model),
+        "details": model_details(model),
+    }
+
+
+def digest(model: ServedModel) -> str:
+    """SHA-256 of the model's file, or of its name if the file is unknown: `ollama list` needs
+    twelve digits."""
+    known = model.facts.details.get("digest")
+    found = known() if callable(known) else known
+    return str(found or hashlib.sha256(model.name.encode()).hexdigest())
+
+
+def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
+    """One entry of /api/ps; `idle_s`: the server's idle time (0: never)."""
+    more = {
+        "expires_at": _expires_at(model, idle_s),
+        "size_vram": 0,
+        "context_length": model.served_n_ctx,
+    }
+    return {**tag(model), **more}
+
+
+def _expires_at(model: ServedModel, idle_s: float) -> str:
+    """When it will be unloaded; the year 1 means never to `ollama ps`."""
+    own_s = idle_s if model.worker.idle_s is None else model.worker.idle_s
+    if not own_s or math.isinf(own_s):
+        return "0001-01-01T00:00:00Z"
+    silent_s = (
+        0.0 if model.worker.in_use else asyncio.get_running_loop().time() - model.worker.last_used_s
+    )
+    expires = datetime.now(UTC) + timedelta(seconds=own_s - silent_s)
+    return expires.isoformat().replace("+00:00", "Z")
+
+
+def show(model: ServedModel, template: str) -> dict[str, Any]:
+    """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks
+    for."""
+    info = model.info
+    read = model.facts.details.get("header")
+    header: dict[str, Any] = read() if callable(read) else {}
+    architecture = info.architecture if info else header.get("architecture", "unknown")
+    n_params = info.n_params if info else header.get("parameter_count")
+    details = model_details(model)
+    if info is None and header:
+        details |= {"family": architecture, "families": [architecture]}
+        details["parameter_size"] = f"{n_params / 1e9:.1f}B" if n_params else ""
+    width = (
+        {f"{architecture}.embedding_length": header["embedding_length"]}
+        if "embedding_length" in header
+        else {}
+    )
+    capabilities = model.capabilities
+    parameters = _parameters(model)
+    if "insert" in capabilities:
+        template += "{{/* .Suffix */}}"
+    return {
+        "modelfile": f"FROM {model.name}\n" + "".join(f"PARAMETER {line}\n" for line in parameters),
+        "parameters": "\n".join(parameters),
+        "template": template,
+        "details": details,
+        "model_info": {
+            "general.architecture": architecture,
+            "general.basename": model.name,
+            "general.parameter_count": n_params,
+            f"{architecture}.context_length": model.served_n_ctx or header.get("context_length"),
+            **width,
+        },
+        "capabilities": capabilities,
+        "modified_at": tag(model)["modified_at"],
+    }
+
+
+def _parameters(model: ServedModel) -> list[str]:
+    """The sampling defaults, one per line."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+    lines = (
+        []
+        if model.facts.embeds
+        else [f"{name:<30} {getattr(model.sampling, name):g}" for name in names]
+    )
+    return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"] if model.served_n_ctx else lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +249,8 @@ def call(index: int, name: str, arguments: str) -> dict[str, Any]:
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`logprobs`, where they were asked for."""
-    if not tokens:
-        return {}
-    entries = []
-    for token in tokens:
-        entry = logprob_entry(token)
-        entries.append(
-            entry if token.top else {k: v for k, v in entry.items() if k != "top_logprobs"}
-        )
-    return {"logprobs": entries}
+    entries = [logprob_entry(t) if t.top else token_logprob(t.text, t.logprob) for t in tokens]
+    return {"logprobs": entries} if entries else {}
 
 
 def done(outcome: Outcome, usage: ReplyUsage, timings: Timings) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import ModelNotFoundError, UnsupportedError
 from localllm.server.dialects import vectors
 from localllm.server.dialects.known import read
-from localllm.server.dialects.ollama import lines, model_list, requests
+from localllm.server.dialects.ollama import lines, requests
 from localllm.server.dialects.ollama.lines import LineShape
 from localllm.server.dialects.ollama.requests import (
     OllamaBody,
@@ -309,18 +309,18 @@ def _about_models(paths: Paths, server: Server) -> None:
     @paths.answers("GET", "/api/tags")
     async def tags(request: Request) -> dict[str, Any]:
         """The models on offer."""
-        return model_list.tags(server.models)
+        return lines.tags(server.models)
 
     @paths.answers("GET", "/api/ps")
     async def ps(request: Request) -> dict[str, Any]:
         """The models that are loaded."""
         loaded = [m for m in server.models.list() if m.loaded]
-        return {"models": [model_list.running(m, server.models.idle_s) for m in loaded]}
+        return {"models": [lines.running(m, server.models.idle_s) for m in loaded]}
 
     async def show(fields: OllamaManaged) -> Any:
         model = await server.models.find(fields.wanted())
         template = (model.info.chat_template or "") if model.info else ""
-        return await asyncio.to_thread(model_list.show, model, template)
+        return await asyncio.to_thread(lines.show, model, template)
 
     mount_whole(
         paths, server, "/api/show", OllamaManaged, show, "One model's facts", ("capabilities",)

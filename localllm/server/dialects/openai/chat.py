@@ -211,12 +211,7 @@ class ChatChunks(Chunks):
             self._send(i, '"role":"assistant","content":""')
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        if not logprobs:
-            self._outbox.write(
-                f'{self._openings[choice]}"content":{quote(text)}{self._closing}'.encode()
-            )
-            return
-        data = json.dumps({"content": [logprob_entry(p) for p in logprobs], "refusal": None})
+        data = json.dumps(_logprobs(logprobs)) if logprobs else "null"
         self._outbox.write(
             f'{self._openings[choice]}"content":{quote(text)}}},"logprobs":{data},"finish_reason":null{self._tail}'.encode()
         )
@@ -272,17 +267,16 @@ def _choice(index: int, choice: CollectedChoice, toolbox: Toolbox) -> dict[str, 
         message["reasoning_content"] = choice.reasoning
     if choice.calls:
         message["tool_calls"] = [_call(call, toolbox) for call in choice.calls]
-    logprobs = (
-        {"content": [logprob_entry(p) for p in choice.logprobs], "refusal": None}
-        if choice.logprobs
-        else None
-    )
     return {
         "index": index,
         "message": message,
-        "logprobs": logprobs,
+        "logprobs": _logprobs(choice.logprobs) if choice.logprobs else None,
         "finish_reason": choice.outcome.reason,
     }
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {"content": [logprob_entry(p) for p in tokens], "refusal": None}
 
 
 def _call(call: CollectedCall, toolbox: Toolbox) -> dict[str, Any]:

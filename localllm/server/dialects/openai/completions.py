@@ -59,14 +59,11 @@ class CompletionFields(SamplingFields):
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself."""
-        sent = self.prompt
-        if isinstance(sent, str):
-            return [sent]
-        if sent and isinstance(sent[0], int):
-            return [sent]
-        if not sent:
+        sent: Any = self.prompt
+        if sent == []:
             raise RequestError("prompt is an empty array", param="prompt")
-        return list(sent)  # type: ignore[arg-type]
+        alone = isinstance(sent, str) or isinstance(sent[0], int)
+        return [sent] if alone else list(sent)
 
     def answer_tokens(self) -> int | None:
         return first_limit(self.max_tokens, self.n_predict)
