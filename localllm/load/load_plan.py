@@ -127,8 +127,8 @@ def make_load_plan(
         adapter_named(named, opened, backend.declaration) for named in settings.value("lora")
     )
     opened = replace(opened, model=planned_with(opened.model, adapters))
-    projector = projector_beside(local, backend, settings)
     drafter = chosen_drafter(opened, catalog, settings)
+    projector = projector_beside(local, backend, settings)
     inputs = plan_inputs(opened, catalog, settings, purpose, drafter)
     if inputs is not None:
         inputs = replace(inputs, device=_device_with(inputs.device, spare_bytes, ran_out))
