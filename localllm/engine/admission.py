@@ -236,13 +236,12 @@ class Admission:
         taken = job.n_kv if restoring is None else restoring.in_place + restoring.imported
         missed = {} if restoring is None else restoring.missed
         self.jobs.pool.restored_tokens += 0 if restoring is None else restoring.imported
-        line = job.line()
         if job.admissions:
             self.jobs.metrics.recomputed("parked", max(0, job.parked_tokens - taken))
         else:
             self.jobs.metrics.prompt_tokens += job.n_prompt
             if job.shares:
-                job.known = max(job.known, self.jobs.history.known(line[:-1]))
+                job.known = max(job.known, self.jobs.history.known(job.line()[:-1]))
             job.cached = taken
             again = recomputed(job.known, taken, missed, has_points=self.jobs.pool.kv.has_points)
             for reason, n_tokens in again.items():

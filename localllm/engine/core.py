@@ -36,7 +36,7 @@ from localllm.engine.scheduler import (
 )
 from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
-from localllm.engine.step_costs import PROMPT_STEP_S, ChunkSizer
+from localllm.engine.step_costs import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer
 from localllm.engine.tokens import Placed
 from localllm.engine.vision import ImageSteps, image_steps
 from localllm.limited_child import Stages
@@ -58,8 +58,6 @@ IDLE_GRACE_S = 0.05
 # With nothing to do: how often an idle engine looks whether others need its memory, and how often
 # where housekeeping goes on once something is written, in seconds.
 MEMORY_LOOK_S, WRITING_S = 2.0, 0.02
-# What took longer was stopped, and computed nothing meanwhile: no rest is owed for it.
-_LONGEST_STEP_S = 4.0
 
 
 @dataclass
@@ -204,7 +202,8 @@ class Engine:
         if self._process(grants, result) and not (self._overlaps and self.has_work):
             self._afterwards(tell)
         now = self.clock()
-        self._rests_until_s = now + min(now - began_s, _LONGEST_STEP_S) * (
+        # a step that took longer than any is planned was stopped, and computed nothing meanwhile
+        self._rests_until_s = now + min(now - began_s, SINGLE_STEP_S) * (
             1.0 / self.settings.power - 1.0
         )
         return self.jobs.drain()
@@ -397,20 +396,30 @@ class Engine:
         )
 
     def _prompt_only_tokens(self) -> int:
-        """Prefill tokens of a step in which nobody decodes. Where nobody shares, as many whatever
-        they cost: who asks again is told the same, to the last bit."""
-        return self._sizer.prompt_tokens(
-            PROMPT_STEP_S if any(job.shares for job in self.jobs.running.values()) else 0.0
+        """Prefill tokens of a step in which nobody decodes: more where one request is all there is,
+        and can be interrupted. Where nobody shares, as many whatever they cost: who asks again is
+        told the same, to the last bit."""
+        jobs = [*self.jobs.waiting.values(), *self.jobs.running.values()]
+        # A rest is as long as its step asks for.
+        step_s = (
+            SINGLE_STEP_S
+            if len(jobs) == 1
+            and self.backend.capabilities.interruptible
+            and self.settings.power >= 1.0
+            else PROMPT_STEP_S
         )
+        return self._sizer.prompt_tokens(step_s if any(job.shares for job in jobs) else 0.0)
 
     def _plan_image(
         self, images: ImageSteps, ready: list[RunningRequest], prompt_only: int
     ) -> Grant | None:
         """The image that is read in this step; those that can't be read end their requests."""
-        most = min(
-            self.backend.info.n_batch, self._sizer.chunk if self.jobs.decoding else prompt_only
+        image = images.plan(
+            ready,
+            min(
+                self.backend.info.n_batch, self._sizer.chunk if self.jobs.decoding else prompt_only
+            ),
         )
-        image = images.plan(ready, most)
         for job, why in images.failed:
             self.jobs.fail(job, Failure(job.id, "invalid_request", why))
         return image

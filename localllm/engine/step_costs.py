@@ -161,10 +161,14 @@ STALL_RATIO = 7.0
 _SLICE_RATIO = 8.0
 _LEAST_SLICE = 5.0
 _MIN_CHUNK = 16
-# Nobody decodes: no step takes longer than this, once speed is known, for whoever comes now waits
-# for its end. Each step costs its threads' waits for each other: with SmolLM2 on two cores 2,000
-# tokens took 0.7 % longer in steps of 0.5 s than of 512 tokens (1.7 s), 0.3 % in steps of 1 s.
-PROMPT_STEP_S = 0.5
+# Nobody decodes, but others read their prompts or wait, or a cancel has to wait for the end of the
+# step: no step takes longer than this, once speed is known.
+PROMPT_STEP_S = 0.35
+# One prompt, nobody else, and its cancel ends the step in the middle: only who comes now waits for
+# it. Each step costs its threads' waits for each other (on two busy cores 740 sleeps with SmolLM2
+# and 540 with gemma-3-270m, however many tokens are in it): 3,000 tokens took 5 to 10 % longer in
+# steps of 128 than of 512, which is what llama.cpp's own server takes.
+SINGLE_STEP_S = 4.0
 _PROMPT_CHUNK, _DEVICE_CHUNK = 128, 512
 # llama.cpp's attention on a CPU computes tiles of so many tokens, full or not; on a device some
 # sizes are enough, each with kernels of its own.
@@ -282,8 +286,12 @@ class ChunkSizer(PrefillCost):
 
     def prompt_tokens(self, step_s: float) -> int:
         """Prefill tokens allowed in a step that decodes nothing and may take `step_s`; on a device,
-        which gains by large ones, more."""
-        least = _DEVICE_CHUNK if self._on_device else _PROMPT_CHUNK
+        which gains by large ones, longer."""
+        least, step_s = (
+            (_DEVICE_CHUNK, max(step_s, SINGLE_STEP_S))
+            if self._on_device
+            else (_PROMPT_CHUNK, step_s)
+        )
         return min(self._n_batch, max(least, self.tokens_in(step_s) // _TILE * _TILE))
 
     def observe(self, *, decoded: int, prefilled: int, seconds: float, waited: bool = True) -> None:

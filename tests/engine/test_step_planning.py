@@ -219,7 +219,7 @@ def test_priority_goes_first_and_nobody_is_passed_for_ever(
 
 
 def test_a_device_reads_prompts_in_steps_as_large_as_it_is_fast_when_nobody_decodes() -> None:
-    for tok_s, most in ((9000.0, 2048), (3000.0, 1472), (300.0, 512)):
+    for tok_s, most in ((2000.0, 2048), (300.0, 1152), (50.0, 512)):
         sizer = ChunkSizer(2048, on_device=True)
         assert sizer.prompt_tokens(PROMPT_STEP_S) == 512, "before its speed is known"
         for n_tokens in (512, 1024) * 8:
