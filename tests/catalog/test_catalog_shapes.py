@@ -82,6 +82,8 @@ def published() -> list[tuple[Model, str, int]]:
             variant.repo.startswith("bartowski/Qwen_Qwen3-")
             and model.id in ("qwen3-0.6b", "qwen3-1.7b")
         )
+        # So do Qwen's own of this one.
+        and not variant.repo.startswith("Qwen/Qwen2.5-Coder-0.5B-")
         # These hold a draft head, which an estimate leaves out.
         and not variant.repo.startswith("ornith-ai/Ornith-1.5-")
         # And these everything but the experts at Q8_0, whatever their name says.

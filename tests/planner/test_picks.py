@@ -144,6 +144,7 @@ def no_worse(one: Plan, other: Plan) -> list[tuple[float, float]]:
     return [
         (one.quality, other.quality),
         (one.decode_tok_s.value, other.decode_tok_s.value),
+        (one.stream_tok_s, other.stream_tok_s),
         (-(one.ttft_cached_s or one.ttft_s).value, -(other.ttft_cached_s or other.ttft_s).value),
         (-all_memory(one), -all_memory(other)),
         (one.settings.n_ctx, other.settings.n_ctx),
