@@ -9,6 +9,7 @@ the first ones. KV and recurrent state lie where their layer is computed.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -179,7 +180,8 @@ def over_cards(
     for part in accumulate(limits):
         goal = total * part / room
         # The boundary nearest to the card's share, but not behind the one before.
-        last = min(range(last, len(upto)), key=lambda i, goal=goal: (abs(upto[i] - goal), i))  # type: ignore[misc]
+        above = min(bisect_left(upto, goal, last), len(device_layers))
+        last = above - (above > last and goal - upto[above - 1] <= upto[above] - goal)
         ends.append(last)
     ends[-1] = len(device_layers)
     counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
@@ -194,9 +196,7 @@ def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int)
     bounds = [x / total for x in accumulate(shares)]
     found = [0] * n_cards
     for i, n_bytes in enumerate(device_layers):
-        at = i / len(device_layers)
-        card = next((j for j, bound in enumerate(bounds) if bound > at), n_cards - 1)
-        found[card] += n_bytes
+        found[min(bisect_right(bounds, i / len(device_layers)), n_cards - 1)] += n_bytes
     return tuple(found)
 
 

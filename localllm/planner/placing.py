@@ -93,8 +93,7 @@ def over_cards(
     rows = memory.layer_ledger(model, variant, settings).device_layers(placed)
     if not rows:
         return settings
-    whole = memory.need(model, variant, settings, device)
-    counts, _ = places.over_cards(rows, _goals(device, sum(rows), whole.total_bytes - sum(rows)))
+    counts, _ = places.over_cards(rows, _goals(device, model, variant, settings, sum(rows)))
     return settings.placed(tensor_split=tuple(float(n) for n in counts))
 
 
@@ -103,14 +102,17 @@ def over_cards(
 _FILLED = 0.95
 
 
-def _goals(device: Device, held_bytes: int, beside_bytes: int) -> tuple[int, ...]:
-    """How the layers' `held_bytes` are shared out, where each card has its part of `beside_bytes`
+def _goals(
+    device: Device, model: Model, variant: Variant, settings: RunSettings, held_bytes: int
+) -> tuple[int, ...]:
+    """How the layers' `held_bytes` are shared out, where each card has its part of what is needed
     besides: the fastest cards are filled first; cards of one speed, or none to spare, share by what
     they may hold."""
     limits = memory.cards_limits(device)
     rates = [card.bandwidth_gbps.value for card in device.cards]
     if len(set(rates)) < 2:
         return limits
+    beside_bytes = memory.need(model, variant, settings, device).total_bytes - held_bytes
     goals, left = [0] * len(limits), held_bytes
     for rate in sorted(set(rates), reverse=True):
         alike = [i for i, r in enumerate(rates) if r == rate]
