@@ -78,8 +78,9 @@ def row_share(device: Device, variant: Variant) -> tuple[float, int]:
 
 
 # The same of mixtures, whose kernels and routing take the row as it comes until most experts are
-# read anyway: published gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40) and 1.26
-# (Step-3.5-Flash, MI50s; ggml-org/llama.cpp#23274).
+# read anyway, on Apple's GPUs too: published gains of 1.1 (Qwen3.6-35B-A3B, RTX 5090), 1.35 (P40),
+# 1.21 (M1 Max; ggml-org/llama.cpp#22673) and 1.26 (Step-3.5-Flash, MI50s; #23274), and a step over
+# eight tokens of gpt-oss-120b takes an M2 Ultra as long as four (benches/mac-m2-ultra).
 _MIXTURE_ROW_SHARE = 0.4
 
 
@@ -107,9 +108,12 @@ def verify_ratios(
     more = [
         (read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows
     ]
-    first = max(_MIXTURE_ROW_SHARE, share)
-    filled = [first + (n - 1) * share + extra for n, extra in zip(rows, more, strict=True)]
-    return [1 + min((n - 1) * first, most) for n, most in zip(rows, filled, strict=True)]
+    filled = [
+        _MIXTURE_ROW_SHARE + (n - 1) * share + extra for n, extra in zip(rows, more, strict=True)
+    ]
+    return [
+        1 + min((n - 1) * _MIXTURE_ROW_SHARE, most) for n, most in zip(rows, filled, strict=True)
+    ]
 
 
 def edit_gain(device: Device, plan: Plan) -> float | None:

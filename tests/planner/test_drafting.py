@@ -33,6 +33,7 @@ PUBLISHED = [
     ("Strix Halo 128GB", "qwen3.6-27b", 16.8 / 7.0),
     ("RTX 5090", "qwen3.6-35b-a3b", 1.10),
     ("Tesla P40", "qwen3.6-35b-a3b", 1.35),
+    ("M1 Max 64GB", "qwen3.6-35b-a3b", 49.0 / 40.5),
 ]
 
 
