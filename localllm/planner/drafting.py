@@ -1,6 +1,6 @@
 """What drafting can bring to a plan: lookups in the text itself, the model's own heads, a second
 model; and what of that counts for a purpose. Ranges, each with what it rests on: acceptance is the
-text's, and only a measurement tells it (`localllm bench --speculation`)."""
+text's, and only a measurement tells it (`python -m benchmarks.speculation`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localllm.planner.types import USUAL, Plan, Range, RunSettings, Workload, ba
 from localllm_catalog.types import Model, Variant
 
 # While a given text is edited nearly every drafted token is right; free text accepts few, and the
-# engine then drafts nothing. (`localllm bench --speculation` measures both on the machine at hand.)
+# engine then drafts nothing. (`python -m benchmarks.speculation` measures both on the machine at hand.)
 EDIT_ACCEPTANCE = 0.9
 _LENGTHS = (2, 4, 8, 16)
 _PAYS = 1.1

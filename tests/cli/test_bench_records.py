@@ -6,14 +6,25 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from localllm.cli.bench.timing import second_fastest
+from localllm.cli.bench import measure
+from localllm.cli.bench.measure import second_fastest
 from localllm.cli.commands import bench
+from localllm.device.probes import matrix_rate
 from localllm.load import measurements
+from localllm.load.load_plan import load_plan_named
+from localllm.settings import Settings
 from localllm_catalog import catalog
+
+app = typer.Typer()
+app.command()(bench.bench)
 
 MODELS = {m.id: m for m in catalog.load().models}
 OLD = {
@@ -66,3 +77,33 @@ def test_a_slow_round_more_changes_nothing_and_a_lucky_one_does_not_decide(
     assert second_fastest([*rates, 1.0]) == found
     assert found <= second_fastest([*rates, 1000.0]) <= max(rates)
     assert second_fastest(rates[:3]) == sorted(rates[:3])[1]
+
+
+def test_the_prediction_knows_what_another_model_taught(
+    few_layers: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("LOCALLLM_DATA_DIR", str(tmp_path))
+    for name, value in (("ROUNDS", 1), ("PROMPT_TOKENS", 64), ("DECODE_TOKENS", 16)):
+        monkeypatch.setattr(measure, name, value)
+
+    # tests/device times the processor
+    monkeypatch.setattr(matrix_rate, "measure", lambda types: None)
+    result = CliRunner().invoke(app, [str(few_layers), "--context", "1024", "--json"])
+    assert result.exit_code == 0, result.output
+    figures: dict[str, Any] = json.loads(result.stdout)
+    assert "measured here" not in figures["basis"]
+    (own,) = measurements.load()
+    assert (own.depth, own.short_depth) == (64 + 8, 16 + 8)
+    assert own.short_tok_s > 0
+    load = load_plan_named(str(few_layers), Settings({"context": 1024}))
+    # Its own earlier run is no prediction of the same.
+    assert "measured here" not in measure.compare_and_keep(load, figures)["basis"]
+    measurements.keep(replace(own, model="gemma-3-270m-it", quant="Q8_0", file_bytes=0))
+    assert "measured here: gemma-3-270m-it" in measure.compare_and_keep(load, figures)["basis"]
+    # On a disk that takes nothing the figures are told all the same.
+    monkeypatch.setenv("LOCALLLM_DATA_DIR", str(few_layers / "within a file"))
+    assert measure.compare_and_keep(load, figures)["predicted_memory_bytes"] > 0
+    assert "can't be written" in capsys.readouterr().err

@@ -6,10 +6,8 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from localllm.cli.bench.timing import answer, loaded, prompt_of, second_fastest
 
 if TYPE_CHECKING:
     from localllm.engine.worker.client import WorkerClient
@@ -30,15 +28,13 @@ SHORT_PROMPT_TOKENS = 16
 _POWER_S = 3.0
 
 
-async def measure(load: LoadPlan, *, drafting: bool) -> dict[str, Any]:
-    """Speed and memory of the model; `drafting`: also with drafting off and on."""
-    from localllm.cli.bench import speculation
+async def measure(load: LoadPlan) -> dict[str, Any]:
+    """Speed and memory of the model, in a worker of its own."""
+    from localllm.engine.worker.supervisor import Supervisor
 
-    options = load.options
-    # Whatever the settings say: each request then says whether it wants drafts.
-    if drafting and options.engine.get("draft") != "mtp":
-        options = replace(options, engine={**options.engine, "draft": "auto"})
-    async with loaded(options) as engine:
+    supervisor = Supervisor(load.options)
+    try:
+        engine = await supervisor.engine()
         n_prompt = min(PROMPT_TOKENS, engine.info.n_ctx // 2)
         await _round(engine, 0, n_prompt)
         short, decoded, prefilled = await _rounds(engine, n_prompt)
@@ -53,11 +49,15 @@ async def measure(load: LoadPlan, *, drafting: bool) -> dict[str, Any]:
             "n_batch": engine.info.n_batch,
         }
         used = await _power(engine)
-        if used is not None:
-            figures["power"] = used
-        if drafting:
-            figures["speculation"] = await speculation.measure(engine, ROUNDS)
-        return figures
+        return figures if used is None else {**figures, "power": used}
+    finally:
+        await supervisor.close()
+
+
+def second_fastest(rates: Sequence[float]) -> float:
+    """Of three rounds the median; of more, what the machine does when left alone, without the one
+    lucky round."""
+    return sorted(rates)[-2:][0]
 
 
 async def _rounds(
@@ -102,9 +102,22 @@ async def _power(engine: WorkerClient) -> dict[str, Any] | None:
 
 
 async def _round(engine: WorkerClient, seed: int, n: int) -> tuple[float, float]:
-    """(decode, prefill) in tokens/s of one request of `n` prompt tokens no cache has seen."""
-    run = await answer(engine, str(seed), prompt_of(engine, seed, n), DECODE_TOKENS)
-    return run.decode_tok_s, run.prefill_tok_s
+    """(decode, prefill) in tokens/s of one greedy request of `n` prompt tokens no cache has seen,
+    without drafts. Raises the LocalLLMError that it ended in."""
+    from localllm.engine.messages import Failure, Generation, Request, Sampling
+    from localllm.errors import by_code
+
+    n_vocab = engine.info.n_vocab
+    prompt = [5 + (seed * 7919 + i * 104729) % (n_vocab - 10) for i in range(n)]
+    greedy = Generation(
+        Sampling(temperature=0.0), DECODE_TOKENS, ignore_eos=True, cache_prompt=False
+    )
+    request = Request(f"bench-{seed}", prompt, greedy, draft="off")
+    end = await engine.listen(request, lambda _: None)
+    if isinstance(end, Failure):
+        raise by_code(end.code, end.message, hint=end.hint)
+    times = end.timings
+    return (end.usage.completion_tokens - 1) / times.decode_s, n / times.prefill_s
 
 
 def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
@@ -164,13 +177,7 @@ def compare_and_keep(load: LoadPlan, figures: dict[str, Any]) -> dict[str, Any]:
     # compared with themselves.
     known = [o for o in measurements.load() if o.model != record.model]
     others = measurements.for_planner(known, device.name, load_catalog().by_id)
-    result = compare(
-        device,
-        run,
-        others,
-        memory_bytes=record.memory_bytes,
-        predicted_memory_bytes=record.predicted_memory_bytes,
-    )
+    result = compare(device, run, others)
     try:
         # What an adapter costs besides its bytes is not the model's own.
         if not plan.variant.adapter_bytes:

@@ -50,24 +50,6 @@ def bench(
             help="With --against: how each server is started again, in the same order.",
         ),
     ] = None,
-    speculation: Annotated[
-        bool,
-        typer.Option(
-            "--speculation", help="Also measure drafting off and on, for prose and for an edit."
-        ),
-    ] = False,
-    full: Annotated[
-        bool,
-        typer.Option(
-            "--full", help="Measure every depth, streams, KV types, drafting, restarts (minutes)."
-        ),
-    ] = False,
-    to_compare: Annotated[
-        Path | None,
-        typer.Option(
-            "--compare", metavar="FILE", help="Compare with an earlier run: what --json printed."
-        ),
-    ] = None,
     share: Annotated[
         Path | None,
         typer.Option(
@@ -88,12 +70,9 @@ def bench(
     With --against, servers are measured instead, in turn: those named, and `localllm serve MODEL`
     if a MODEL is named.
     """
-    from localllm.cli.bench import compare as earlier
-
-    if take_in is not None or (share is not None and model is None and not full):
+    if take_in is not None or (share is not None and model is None):
         _share(share, take_in)
         return
-    then = earlier.read(to_compare) if to_compare is not None else None
     if against:
         from localllm.cli.bench import against as servers_compared
 
@@ -105,19 +84,12 @@ def bench(
 
     load = load_plan_named(model, Settings({"context": context, "lora": lora, "power": power}))
     print(f"measuring {load.name}: {ROUNDS} rounds, more if they disagree …", file=sys.stderr)
-    figures = asyncio.run(measure(load, drafting=speculation))
-    if full:
-        from localllm.cli.bench.full import Sweep
-
-        sweep = Sweep(load, lambda step: print(f"  {step} …", file=sys.stderr, flush=True))
-        figures["full"] = asyncio.run(sweep.run())
+    figures = asyncio.run(measure(load))
     power_share = load.options.engine.get("power", 1.0)
     if power_share != 1.0:
         figures["power_share"] = power_share  # says nothing of what this machine can do
     else:
         figures.update(compare_and_keep(load, figures))
-    if then is not None:
-        figures["compared"] = earlier.compared(then, figures)
     if share is not None:
         _share(share, None)
     if as_json:
@@ -139,8 +111,6 @@ def _share(export: Path | None, take_in: Path | None) -> None:
 
 def lines(figures: dict[str, Any]) -> list[str]:
     """What a person reads of what `--json` prints."""
-    from localllm.cli.bench import compare, full, speculation
-
     decode, short, prefill, memory = (
         figures.get(f"predicted_{name}")
         for name in ("decode_tok_s", "short_tok_s", "prefill_tok_s", "memory_bytes")
@@ -166,13 +136,6 @@ def lines(figures: dict[str, Any]) -> list[str]:
             f"power     {used['watts']:8.1f} W       {used['joules_per_token']:.2f} J a token   "
             f"by {used['source']}"
         )
-    if "full" in figures:
-        said += full.table(figures["full"])
-    spoken = figures.get("speculation") or figures.get("full", {}).get("speculation")
-    if spoken is not None:
-        said += speculation.table(spoken)
-    if "compared" in figures:
-        said += ["", *compare.table(figures["compared"])]
     return [*said, *(f"slower than predicted? {cause}" for cause in figures.get("causes", ()))]
 
 
