@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from localllm.device.types import Device
 from localllm.planner import speed
@@ -17,30 +16,18 @@ SHORTFALL = 0.30
 
 @dataclass(frozen=True, slots=True)
 class PredictionCheck:
-    """(predicted, measured) of one run: decode in tokens/s, memory in bytes (None: not recorded);
-    causes if it fell short.
+    """(predicted, measured) decode of one run in tokens/s; causes if it fell short.
 
     `decode_short`: with the context nearly empty (None: not measured).
     """
 
-    name: str
-    quant: str
-    backend: str
     decode: tuple[float, float]
     basis: str
-    memory: tuple[float, float] | None
     causes: tuple[str, ...]
     decode_short: tuple[float, float] | None = None
 
 
-def compare(
-    device: Device,
-    run: Measured,
-    others: Sequence[Measured] = (),
-    *,
-    memory_bytes: int = 0,
-    predicted_memory_bytes: int = 0,
-) -> PredictionCheck:
+def compare(device: Device, run: Measured, others: Sequence[Measured] = ()) -> PredictionCheck:
     """`run` against what the planner would have said without it (but knowing `others`)."""
 
     def at(depth: int) -> Range:
@@ -49,18 +36,9 @@ def compare(
     predicted = at(run.depth)
     bound = speed.decode_bound(device, run.model, run.variant)
     causes = likely_causes(device, predicted.value, run.decode_tok_s, bound)
-    memory = (
-        (float(predicted_memory_bytes), float(memory_bytes))
-        if memory_bytes and predicted_memory_bytes
-        else None
-    )
     return PredictionCheck(
-        run.model.name,
-        run.variant.quant,
-        run.backend,
         (predicted.value, run.decode_tok_s),
         predicted.basis,
-        memory,
         causes,
         (at(run.short_depth).value, run.short_tok_s) if run.short_tok_s else None,
     )
@@ -103,24 +81,3 @@ def likely_causes(
         ),
     )
     return tuple(text for is_likely, text in causes if is_likely)
-
-
-def to_json(result: PredictionCheck) -> dict[str, Any]:
-    """One comparison as plain data."""
-    return {
-        "model": result.name,
-        "quant": result.quant,
-        "backend": result.backend,
-        "decode_tok_s": {
-            "predicted": result.decode[0],
-            "measured": result.decode[1],
-            "basis": result.basis,
-        },
-        "decode_short_tok_s": None
-        if result.decode_short is None
-        else {"predicted": result.decode_short[0], "measured": result.decode_short[1]},
-        "memory_bytes": None
-        if result.memory is None
-        else {"predicted": int(result.memory[0]), "measured": int(result.memory[1])},
-        "likely_causes": list(result.causes),
-    }

@@ -190,5 +190,4 @@ def test_a_shortfall_is_compared_at_both_depths() -> None:
     result = verify.compare(cpu(), bench(GEMMA.id), [bench(SMALL.id)])
     assert result.decode_short is not None
     assert result.decode_short[1] == pytest.approx(1e3 / 11.43)
-    assert verify.to_json(result)["decode_short_tok_s"]["predicted"] == result.decode_short[0]
     assert verify.compare(cpu(), bench(GEMMA.id, short=False)).decode_short is None

@@ -36,9 +36,8 @@ def run(*arguments: str) -> str:
         ["--device", "M4 Max 128GB"],
         ["--device", "Jetson Orin Nano", "--for", "coding"],
         ["--device", "RTX 5090", "-m", "qwen3-32b"],
-        ["--device", "DGX Spark", "--what-if", "RTX 5090"],
+        ["--device", "DGX Spark", "--compare", "RTX 5090"],
         ["--device", "RTX 4090", "--all"],
-        ["--device", "M2 16GB", "--plot"],
         ["--device", "H100", "--for", "long"],
         ["--device", "M4 Max 128GB", "--explain"],
         ["--device", "M2 16GB", "-m", "qwen3-8b", "--explain"],
@@ -58,7 +57,7 @@ def test_the_terminals_width_is_used(columns: int, monkeypatch: pytest.MonkeyPat
         ["--device", "M4 Max 128GB", "--explain"],
         ["--device", "RTX 4090", "--for", "agents", "--all"],
         ["--device", "M2 16GB", "-m", "qwen3-8b", "--explain"],
-        ["--device", "DGX Spark", "--what-if", "RTX 5090"],
+        ["--device", "DGX Spark", "--compare", "RTX 5090"],
     ):
         lines = run(*arguments).splitlines()
         assert all(len(line) <= columns for line in lines), max(lines, key=len)
@@ -201,20 +200,13 @@ def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(
     assert said not in " ".join(run("-m", str(smollm2), "--device", "M2 16GB").split())
 
 
-def test_pictures_are_written_where_asked(tmp_path: Path) -> None:
-    for name, magic in (("roof.svg", b"<svg"), ("roof.png", b"\x89PNG")):
-        run("--device", "M4 Max 128GB", "--plot", str(tmp_path / name))
-        assert (tmp_path / name).read_bytes().startswith(magic)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (["-m", "qwen3-9b"], ModelNotFoundError),
         (["--for", "poetry"], UsageError),
-        (["--device", "RTX 5090", "picture.svg"], UsageError),
-        (["--compare", "RTX 5090"], UsageError),
-        (["--plot", "one.svg", "two.svg"], UsageError),
+        (["--device", "RTX 5090", "RTX 4090"], UsageError),
+        (["--compare"], UsageError),
         (["--at", "30"], UsageError),
     ],
 )
@@ -251,7 +243,7 @@ def test_a_quant_that_is_not_there_is_answered_with_those_that_are(
     assert "Q4_K_M" in caught.value.hint
 
 
-def test_what_was_measured_here_is_remembered_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_here_is_remembered_and_shown() -> None:
     before = json.loads(run("-m", "qwen3-8b", "--json"))
     machine = before["device"]["name"]
     record = measurements.Record(
@@ -264,13 +256,6 @@ def test_what_was_measured_here_is_remembered_and_shown(monkeypatch: pytest.Monk
     assert measurements.load() == [record]
     after = json.loads(run("-m", "qwen3-8b", "--json"))
     assert after["plans"][0]["decode_tok_s"]["basis"] == "measured here: smollm2-135m-instruct"
-    text = run("--check")
-    assert "SmolLM2" in text
-    assert "1.0 GB / 1.0 GB" in text
-
-
-def test_check_says_so_when_nothing_was_measured() -> None:
-    assert "nothing has been measured" in run("--check")
 
 
 def test_a_damaged_file_of_measurements_is_no_measurement(tmp_path: Path) -> None:
@@ -283,7 +268,7 @@ def test_a_damaged_file_of_measurements_is_no_measurement(tmp_path: Path) -> Non
 def test_loading_the_command_loads_no_heavy_library() -> None:
     code = (
         "import sys, localllm.cli.commands.recommend, localllm.load.measurements;"
-        "import localllm.cli.recommend.answers, localllm.cli.recommend.measured_view;"
+        "import localllm.cli.recommend.answers;"
         "heavy = {'numpy', 'llama_cpp', 'starlette', 'textual', 'httpx', 'huggingface_hub', 'mlx'} "
         "& set(sys.modules);"
         "assert not heavy, heavy"
@@ -306,6 +291,14 @@ def test_machines_are_compared_for_one_purpose() -> None:
     assert [machine["device"]["name"] for machine in body["machines"]] == [
         resolve(name).name for name in names
     ]
+
+
+def test_one_machine_is_compared_with_the_one_in_question() -> None:
+    for asked in (["--device", "DGX Spark"], []):
+        body = json.loads(run(*asked, "--compare", "RTX 5090", "--json"))
+        mine, other = (machine["device"] for machine in body["machines"])
+        assert mine["simulated"] == bool(asked)
+        assert other["name"] == resolve("RTX 5090").name
 
 
 def test_the_machines_that_reach_a_speed_are_named_and_those_that_do_not_are_not() -> None:

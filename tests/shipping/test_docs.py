@@ -163,7 +163,7 @@ def test_every_command_is_in_the_docs() -> None:
 
 READS_ONLY = ("recommend", "licences", "config", "cache", "catalog", "models", "ls")
 NEEDS = re.compile(
-    r"FILE|\.gguf|--plot|--check|--write|--import|clear|set|unset|edit|rm|prune|adopt|update|verify|MODEL|NAME|CLIENT|info"
+    r"FILE|\.gguf|--check|--write|--import|clear|set|unset|edit|rm|prune|adopt|update|verify|MODEL|NAME|CLIENT|info"
 )
 QUICK = [
     line for line in {line.words: line for line in LINES}.values()

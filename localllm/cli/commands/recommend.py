@@ -93,31 +93,20 @@ def recommend(
     ] = 0.0,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Machines side by side: --compare NAME NAME … (in quotes)."),
-    ] = False,
-    plot: Annotated[
-        bool, typer.Option("--plot", help="Draw the roofline (to FILE.svg or FILE.png if given).")
+        typer.Option(
+            "--compare",
+            help="Machines side by side: --compare NAME NAME … (in quotes); one NAME alone beside "
+            "this machine, or that of --device.",
+        ),
     ] = False,
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[FILE | NAME…]",
-            help="With --plot: the picture to write; with --compare: machines.",
-        ),
-    ] = None,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if", metavar="NAME", help="Compare with another machine (repeatable)."
-        ),
+        typer.Argument(metavar="[NAME…]", help="With --compare: machines."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="List every model that fits, and why others don't.")
     ] = False,
     sees: Annotated[bool, typer.Option("--sees", help="Only models that read images.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Predicted beside measured, for what was run here.")
-    ] = False,
     memory: Annotated[
         float | None, typer.Option("--memory", metavar="GB", help="The machine's memory in GB.")
     ] = None,
@@ -171,7 +160,7 @@ def recommend(
     which pulls and starts models too; --plain, a pipe, --json and the options that ask for one
     answer print a list.
     """
-    from localllm.cli.recommend import answers, measured_view, page
+    from localllm.cli.recommend import answers, page
     from localllm.device.overrides import with_memory
     from localllm.library.describe import describe
     from localllm.planner.types import Workload
@@ -182,20 +171,15 @@ def recommend(
 
         page.out(cluster.answer(device, link, model, workload, as_json=as_json))
         return
-    if compare:
-        answers.compare(names or [], workload, everything=everything, as_json=as_json)
-        return
     asks_one = (
         sees,
         as_list,
         as_json,
         explain,
         at,
-        plot,
+        compare,
         names,
-        what_if,
         everything,
-        check,
         model,
         bandwidth,
         ram,
@@ -213,7 +197,11 @@ def recommend(
         gc.enable()  # a screen stays open
         _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=offline)
         return
-    file = _picture(names, plot=plot)
+    if bool(names) != compare:
+        raise UsageError(
+            "--compare and the machines' names belong together",
+            hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"',
+        )
     if at and model is None:
         raise UsageError(
             "--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30"
@@ -236,16 +224,11 @@ def recommend(
         machine,
     )
     overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
-    if check:
-        page.out(measured_view.check(machine, catalog, as_json=as_json))
-        return
     question = _PlanQuery(machine, workload, overrides, catalog, as_json=as_json, explain=explain)
-    if model is not None:
+    if names:
+        _answer_side_by_side(question, names, everything=everything)
+    elif model is not None:
         _answer_for_model(question, *describe(model, catalog, offline=no_network))
-    elif plot:
-        answers.plot_roofline(machine, list(question.answer(everything).plans), file)
-    elif what_if:
-        _answer_side_by_side(question, what_if, everything=everything)
     else:
         _answer_for_machine(question, everything=everything)
 
@@ -312,15 +295,18 @@ def _answer_for_model(question: _PlanQuery, model: Model, quant: str) -> None:
 
 
 def _answer_side_by_side(question: _PlanQuery, names: Sequence[str], *, everything: bool) -> None:
-    """The machine beside others that are named."""
+    """The machines of these names; one alone beside the machine in question."""
     from localllm.cli.recommend import answers
 
-    others = [device_named(name, None, None) for name in names]
+    machines = [device_named(name, None, None) for name in names]
     sees = question.overrides.sees
-    known = [replace(overrides_for(device, question.catalog), sees=sees) for device in others]
+    known = [replace(overrides_for(device, question.catalog), sees=sees) for device in machines]
+    if len(names) == 1:
+        machines = [question.machine, *machines]
+        known = [question.overrides, *known]
     answers.side_by_side(
-        [question.machine, *others],
-        [question.overrides, *known],
+        machines,
+        known,
         question.models,
         question.workload,
         limit=0 if everything else _PICKS,
@@ -379,17 +365,6 @@ def _installed(
 ) -> frozenset[tuple[str, str]]:
     """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
     return frozenset() if device.simulated else frozenset(installed_names(plans, catalog))
-
-
-def _picture(names: list[str] | None, *, plot: bool) -> str | None:
-    """The one FILE of --plot. Raises UsageError for names that no option reads."""
-
-    if names and not plot:
-        hint = "localllm recommend --plot roofline.svg, or --compare NAME NAME"
-        raise UsageError(f"{names[0]!r} is only read with --plot or --compare", hint=hint)
-    if names and len(names) > 1:
-        raise UsageError(f"--plot writes one picture, not {len(names)}")
-    return names[0] if names else None
 
 
 def _purpose(name: str) -> Purpose:

@@ -1,40 +1,20 @@
 """The answers of `localllm recommend` beside its list: machines side by side, machines for a speed,
-one model, the roofline."""
+one model."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.recommend import machines_view, page, view
-from localllm.errors import ModelNotFoundError, UsageError
-from localllm.library.catalog import load_catalog
-from localllm.load.candidates import device_named, overrides_for
+from localllm.errors import ModelNotFoundError
 
 if TYPE_CHECKING:
     from localllm.device.types import Device
     from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Plan, Workload
     from localllm_catalog.types import Model
-
-
-def compare(names: list[str], workload: Workload, *, everything: bool, as_json: bool) -> None:
-    """Named machines side by side, for one purpose."""
-
-    if len(names) < 2:
-        raise UsageError(
-            "--compare needs two machines or more",
-            hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"',
-        )
-    catalog = load_catalog()
-    machines = [device_named(name, None, None) for name in names]
-    known = [overrides_for(d, catalog) for d in machines]
-    side_by_side(
-        machines, known, catalog.models, workload, limit=0 if everything else 8, as_json=as_json
-    )
 
 
 def side_by_side(
@@ -108,18 +88,3 @@ def show_model(
     page.out(view.model_table(model, plans, device, installed=installed))
     if best is not None:
         page.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
-
-
-def plot_roofline(device: Device, plans: list[Plan], file: str | None) -> None:
-    from localllm.planner import roofline
-
-    picture = roofline.of(device, plans)
-    if file is None:
-        page.out(roofline.text(picture))
-        return
-    target = Path(file)
-    if target.suffix == ".png":
-        target.write_bytes(roofline.png(picture))
-    else:
-        target.write_text(roofline.svg(picture), encoding="utf-8")
-    print(f"wrote {target}", file=sys.stderr)
