@@ -176,9 +176,9 @@ def test_what_config_toml_can_not_mean_is_said() -> None:
     file = paths.config_dir() / "config.toml"
     for text, why in (
         ("mcp = 1", "one table per program"),
-        ("[mcp.a]\nargs = []", "needs a command"),
+        ("[mcp.a]\nargs = []", "command in .* is missing"),
         ('[mcp.a]\ncommand = "x"\nshell = true', "unknown key: shell"),
-        ('[mcp.a]\ncommand = "x"\nargs = "y"', "list of texts"),
+        ('[mcp.a]\ncommand = "x"\nargs = "y"', "args in .* must be a list"),
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match=why):

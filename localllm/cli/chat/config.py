@@ -11,9 +11,9 @@ args = ["-y", "@modelcontextprotocol/server-filesystem", "."]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from localllm.cli.serve.config_tables import check_keys, named_tables
+from localllm.cli.serve.config_tables import named_tables, read_table
 from localllm.errors import UsageError
 from localllm.settings import config_path, read_config
 
@@ -34,18 +34,22 @@ def take_keys() -> None:
 
 def tool_hosts() -> tuple[McpHost, ...]:
     """The programs of [mcp.NAME]; none is started. Raises UsageError."""
+    tables = named_tables("mcp", "program")
+    if not tables:
+        return ()
+    from pydantic import StringConstraints
+
     from localllm_tui.mcp_host import McpHost
 
+    command = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
     hosts = []
-    for name, table in named_tables("mcp", "program").items():
-        where = f"[mcp.{name}] of config.toml"
-        check_keys(table, ("command", "args", "env"), where)
-        command, args, env = table.get("command"), table.get("args", []), table.get("env", {})
-        if not isinstance(command, str) or not command.strip():
-            raise UsageError(f'{where} needs a command, such as "npx"')
-        if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
-            raise UsageError(f"args in {where} must be a list of texts")
-        if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
-            raise UsageError(f"env in {where} must be a table of texts")
-        hosts.append(McpHost(name, command, tuple(args), env))
+    for name, table in tables.items():
+        said = read_table(
+            table,
+            f"[mcp.{name}] of config.toml",
+            command=(command, ...),
+            args=(list[str], []),
+            env=(dict[str, str], {}),
+        )
+        hosts.append(McpHost(name, said["command"], tuple(said["args"]), said["env"]))
     return tuple(hosts)

@@ -15,19 +15,18 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from localllm import paths
-from localllm.cli.serve.config_tables import check_keys, named_tables, text_of, variable
+from localllm.cli.serve.config_tables import named_tables, read_table, variable
 from localllm.errors import LocalLLMError, UsageError
 
 if TYPE_CHECKING:
     from localllm.server.http.accounts import NamedKey
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "parallel")
-_KEY = ("sha256", "env", "file", "share_cache", "admin", *_LIMITS)
 _LEAST_KEY_CHARS = 16
-_HEX = frozenset("0123456789abcdef")
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 
 _MADE_UP = re.compile(r"[A-Za-z0-9_-]{24,128}")
 _LONGEST_FILE_BYTES = 4096
@@ -88,44 +87,46 @@ def load_keys() -> tuple[NamedKey, ...]:
 
 
 def _key(name: str, table: dict[str, Any]) -> NamedKey:
+    from pydantic import Field
+
     from localllm.server.http.accounts import KeyLimits, NamedKey, digest_of
 
     where = f"[keys.{name}] of config.toml"
-    check_keys(table, _KEY, where)
+    one_or_more = Field(ge=1, le=10**12)
+    rate = (Annotated[float, one_or_more] | None, None)
+    said = read_table(
+        table,
+        where,
+        **dict.fromkeys(("sha256", "env", "file"), (str | None, None)),
+        share_cache=(str, ""),
+        admin=(bool, False),
+        requests_per_minute=rate,
+        tokens_per_minute=rate,
+        parallel=(Annotated[int, one_or_more] | None, None),
+    )
     if not name.strip():
         raise UsageError(f"{where} has no name")
-    if sum(k in table for k in ("sha256", "env", "file")) != 1:
+    if sum(said[way] is not None for way in ("sha256", "env", "file")) != 1:
         raise UsageError(
             f"{where} must say its key in one way: sha256, env or file",
             hint="env names a variable that holds it, file a file, and sha256 is its hash: `printf "
             "%s KEY | sha256sum`",
         )
-    if "sha256" in table:
-        text = text_of(table, "sha256", where).lower()
-        if len(text) != 64 or not set(text) <= _HEX:
-            raise UsageError(f"sha256 in {where} must be 64 hexadecimal digits")
-        digest = bytes.fromhex(text)
+    if said["sha256"] is None:
+        digest = digest_of(_secret(said, where).encode())
+    elif _SHA256.fullmatch(said["sha256"]):
+        digest = bytes.fromhex(said["sha256"])
     else:
-        digest = digest_of(_secret(table, where).encode())
-    limits = {limit: _limit(table, limit, where) for limit in _LIMITS}
-    parallel = limits.pop("parallel")
-    admin = table.get("admin", False)
-    if not isinstance(admin, bool):
-        raise UsageError(f"admin in {where} must be true or false, not {admin!r}")
-    return NamedKey(
-        name,
-        digest,
-        KeyLimits(**limits, parallel=None if parallel is None else int(parallel)),
-        share_cache=text_of(table, "share_cache", where) if "share_cache" in table else "",
-        admin=admin,
-    )
+        raise UsageError(f"sha256 in {where} must be 64 hexadecimal digits")
+    limits = KeyLimits(**{limit: said[limit] for limit in _LIMITS})
+    return NamedKey(name, digest, limits, said["share_cache"], said["admin"])
 
 
-def _secret(table: dict[str, Any], where: str) -> str:
-    if "env" in table:
-        key = variable(text_of(table, "env", where), where)
+def _secret(said: dict[str, Any], where: str) -> str:
+    if said["env"] is not None:
+        key = variable(said["env"], where)
     else:
-        path = Path(text_of(table, "file", where)).expanduser()
+        path = Path(said["file"]).expanduser()
         try:
             key = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as e:
@@ -137,14 +138,3 @@ def _secret(table: dict[str, Any], where: str) -> str:
             f"the key of {where} has fewer than {_LEAST_KEY_CHARS} characters: it could be guessed"
         )
     return key
-
-
-def _limit(table: dict[str, Any], limit: str, where: str) -> float | None:
-    value = table.get(limit)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= 10**12:
-        raise UsageError(f"{limit} in {where} must be a number of 1 or more, not {value!r}")
-    if limit == "parallel" and value != int(value):
-        raise UsageError(f"parallel in {where} must be a whole number, not {value!r}")
-    return float(value)

@@ -1,11 +1,10 @@
-"""config.toml's tables beside its settings, read by hand: every refusal names the table, and what
-was meant."""
+"""config.toml's tables beside its settings: every refusal names the table, and what was meant."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from localllm.errors import UsageError
@@ -23,22 +22,31 @@ def named_tables(name: str, each: str) -> Mapping[str, dict[str, Any]]:
     return tables
 
 
-def check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raises UsageError for a key that is not `known`."""
+def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, Any]:
+    """The values of all `known` keys, each given as pydantic's fields are: (kind, default). Raises
+    UsageError for another key, and for a value of another kind; never with the value, which may be
+    a secret."""
+    from pydantic import ConfigDict, ValidationError, create_model
+
+    from localllm.server.dialects.known import WRONG
+
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
             raise UsageError(f"{where} has an unknown key: {key}", hint=hint)
-
-
-def text_of(table: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    """The text `key`; without a `default` it must be there, and say something. Raises
-    UsageError."""
-    value = table.get(key, default)
-    if not isinstance(value, str) or (not value and default is None):
-        raise UsageError(f"{key} in {where} must be a text, not {value!r}")
-    return value
+    kind = create_model("Table", __config__=ConfigDict(strict=True), **known)
+    try:
+        return dict(kind.model_validate(table))
+    except ValidationError as e:
+        errors = e.errors(include_url=False, include_input=False)
+        key = errors[0]["loc"][0]
+        said = [
+            WRONG.get(error["type"], "has a value that is not taken").format(**error.get("ctx", {}))
+            for error in errors
+            if error["loc"][0] == key
+        ]
+        raise UsageError(f"{key} in {where} {' or '.join(dict.fromkeys(said))}") from None
 
 
 def variable(name: str, where: str) -> str:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any
 
-from localllm.cli.serve.config_tables import check_keys, named_tables, text_of
-from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES, FieldRange, Sampling
-from localllm.errors import UsageError
-from localllm.settings import Setting, Value, checked, setting
+from localllm.cli.serve.config_tables import named_tables, read_table
+from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES
+from localllm.settings import Value, checked, setting
 
 # Settings that one model may have otherwise than the rest: how it is loaded.
 LOADING = (
@@ -28,7 +27,6 @@ LOADING = (
 )  # fmt: skip
 # What a request gets that does not say it, in the words and ranges of a request.
 _SAMPLED = tuple(name for name, allowed in SAMPLING_RANGES.items() if allowed.preset)
-_BUDGET = Setting("thinking_budget", int, None, "", signed=True)
 _OWN = ("model", "aliases", "system", "thinking_budget", "idle_unload_min")
 KEYS = (*_OWN, *LOADING, *_SAMPLED)
 
@@ -60,48 +58,31 @@ def load_presets() -> tuple[Preset, ...]:
 
 
 def _preset(name: str, table: dict[str, Any]) -> Preset:
+    from pydantic import Field
+
+    from localllm.server.dialects.fields import GenerationFields
+
     where = f"[models.{name}] of config.toml"
-    check_keys(table, sorted(KEYS), where)
-    aliases = table.get("aliases", [])
-    if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
-        raise UsageError(f"aliases in {where} must be a list of names")
-    minutes = table.get("idle_unload_min")
-    budget = (
-        _ranged(_BUDGET, FieldRange(-1, MAX_TOKENS), table["thinking_budget"], where)
-        if "thinking_budget" in table
-        else None
+    of_requests = GenerationFields.model_fields
+    said = read_table(
+        table,
+        where,
+        model=(str, ""),
+        aliases=(list[Annotated[str, Field(min_length=1)]], []),
+        system=(str, ""),
+        thinking_budget=(Annotated[int, Field(ge=-1, le=MAX_TOKENS)], -1),
+        idle_unload_min=(Annotated[float, Field(ge=0, le=10**6)] | None, None),
+        **dict.fromkeys(LOADING, (Any, None)),
+        **{key: (of_requests[key].annotation, of_requests[key]) for key in _SAMPLED},
     )
+    budget, minutes = said["thinking_budget"], said["idle_unload_min"]
     return Preset(
         name,
-        text_of(table, "model", where, "") or name,
-        tuple(aliases),
+        said["model"] or name,
+        tuple(said["aliases"]),
         {key: checked(setting(key), table[key], where) for key in LOADING if key in table},
-        {name: _sampled(name, table[name], where) for name in _SAMPLED if name in table},
-        text_of(table, "system", where, ""),
-        None if budget is None or budget < 0 else int(budget),
-        None
-        if minutes is None
-        else 60.0 * _ranged(setting("idle_unload_min"), FieldRange(0, 10**6), minutes, where),
+        {key: said[key] for key in _SAMPLED if key in table},
+        said["system"],
+        budget if budget >= 0 else None,
+        None if minutes is None else 60.0 * minutes,
     )
-
-
-def _sampled(name: str, value: Any, where: str) -> Any:
-    """A request's parameter, within the range that `engine.messages.Sampling` declares of it."""
-    kind, limits = get_args(get_type_hints(Sampling, include_extras=True)[name])[:2]
-    number = int if int in (kind, *get_args(kind)) else float
-    return _ranged(Setting(name, number, None, "", signed=True), limits, value, where)
-
-
-def _ranged(number: Setting, limits: FieldRange, value: Any, where: str) -> Any:
-    found = (
-        checked(number, value, where)
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        else None
-    )
-    inside = isinstance(found, int | float) and limits.least <= found <= limits.most
-    if not inside or (limits.above and found == limits.least):
-        least = f"above {limits.least:g} up" if limits.above else f"from {limits.least:g}"
-        raise UsageError(
-            f"{number.name} in {where} must be a number {least} to {limits.most:g}, not {value!r}"
-        )
-    return found

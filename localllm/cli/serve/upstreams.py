@@ -11,19 +11,16 @@ spill = true                   # also takes what the model of that name here has
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from localllm.cli.serve.config_tables import check_keys, text_of, variable
+from localllm.cli.serve.config_tables import read_table, variable
 from localllm.errors import UsageError
 from localllm.settings import config_path, read_config
 
 if TYPE_CHECKING:
     from localllm.server.proxy.upstreams import Upstream, Upstreams
-
-_UPSTREAM = ("name", "url", "models", "key_env", "spill", "speaks", "silence_s")
-
 
 def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
     """The servers of config.toml; None where it names none. `allowed`: the machines besides this
@@ -45,57 +42,39 @@ def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
 
 
 def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
+    from pydantic import Field
+
     from localllm.server.proxy.upstreams import Dialect, Upstream
 
     where = f"[[upstream]] {table.get('name', '')!r} of config.toml"
-    check_keys(table, _UPSTREAM, where)
-    name = text_of(table, "name", where)
+    some = Field(min_length=1)
+    text = Annotated[str, some]
+    said = read_table(
+        table,
+        where,
+        name=(text, ...),
+        url=(text, ...),
+        models=(list[text] | dict[text, text], []),  # type: ignore[valid-type]
+        key_env=(text | None, None),
+        spill=(bool, False),
+        speaks=(Annotated[list[Dialect], some], ["openai"]),
+        silence_s=(Annotated[float, Field(ge=1, le=86400)], 600.0),
+    )
+    name, models = said["name"], said["models"]
     if not name.isascii() or not name.isprintable():
         raise UsageError(
             f"name in {where} must be plain ASCII: answers say in a header where they are from"
         )
-    key = variable(text_of(table, "key_env", where), where) if "key_env" in table else None
-    url = checked_url(text_of(table, "url", where), allowed, where, keyed=key is not None)
-    spill, silence_s = table.get("spill", False), table.get("silence_s", 600.0)
-    if not isinstance(spill, bool):
-        raise UsageError(f"spill in {where} must be true or false, not {spill!r}")
-    if (
-        isinstance(silence_s, bool)
-        or not isinstance(silence_s, int | float)
-        or not 1 <= silence_s <= 86400
-    ):
-        raise UsageError(f"silence_s in {where} must be from 1 to 86400 seconds, not {silence_s!r}")
-    speaks = table.get("speaks", ["openai"])
-    if (
-        not isinstance(speaks, list)
-        or not speaks
-        or any(d not in get_args(Dialect) for d in speaks)
-    ):
-        raise UsageError(f"speaks in {where} must list some of {', '.join(get_args(Dialect))}")
+    key = variable(said["key_env"], where) if said["key_env"] is not None else None
     return Upstream(
         name,
-        url,
-        _models(table.get("models", []), where),
+        checked_url(said["url"], allowed, where, keyed=key is not None),
+        models if isinstance(models, dict) else {model: model for model in models},
         key,
-        spill,
-        tuple(speaks),
-        float(silence_s),
+        said["spill"],
+        tuple(said["speaks"]),
+        said["silence_s"],
     )
-
-
-def _models(value: Any, where: str) -> Mapping[str, str]:
-    pairs = (
-        value.items()
-        if isinstance(value, dict)
-        else [(m, m) for m in value]
-        if isinstance(value, list)
-        else [(0, 0)]
-    )
-    if not all(isinstance(a, str) and a and isinstance(b, str) and b for a, b in pairs):
-        raise UsageError(
-            f"models in {where} must be a list of names, or a table of our names to theirs"
-        )
-    return {a: b for a, b in pairs if isinstance(a, str) and isinstance(b, str)}
 
 
 def checked_url(url: str, allowed: Sequence[str], where: str, *, keyed: bool) -> str:
