@@ -142,11 +142,8 @@ def only_the_starter(model: str) -> bool:
 
 def at(url: str, model: str | None, api_key: str | None) -> Attached:
     """The server at `url`. Raises ServerUnreachableError, UsageError or ModelNotFoundError."""
-    if "://" not in url:
-        url = f"http://{url}"
-    base_url = url.rstrip("/").removesuffix("/v1") + "/v1"
-    key = api_key or os.environ.get("LOCALLLM_API_KEY") or _kept_for(base_url)
-    listed = _ask(base_url, key, "", _ELSEWHERE_S)
+    base_url, key = address_and_key(url, api_key)
+    listed = listed_models(base_url, key)
     names = [str(entry["id"]) for entry in listed if _makes_text(entry)]
     found = _named(listed, model) if model else _at_hand(listed)
     if found is None:
@@ -159,6 +156,24 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
     return Attached(base_url, found, key)
 
 
+def address_and_key(url: str, api_key: str | None) -> tuple[str, str | None]:
+    """`url` as clients are told it, ending in /v1, and the key for it: `api_key` or the variable's,
+    else that of this user's own server where it is one, which is shown to no other."""
+    from urllib.parse import urlsplit
+
+    from localllm.server.http.settings import is_loopback
+
+    if "://" not in url:
+        url = f"http://{url}"
+    base_url = url.rstrip("/").removesuffix("/v1") + "/v1"
+    key = api_key or os.environ.get("LOCALLLM_API_KEY")
+    asked = urlsplit(base_url)
+    if key or not is_loopback(asked.hostname or ""):
+        return base_url, key
+    ours = [server for server in running() if urlsplit(server.base_url).port == asked.port]
+    return base_url, _key_of(ours[0], None) if ours else None
+
+
 def here(
     model: str | None, api_key: str | None, installed: Callable[[], str | None] = lambda: None
 ) -> Attached | None:
@@ -169,7 +184,7 @@ def here(
     for server in running():
         try:
             key = _key_of(server, api_key)
-            listed = _ask(server.base_url, key, server.unix_socket, _HERE_S)
+            listed = listed_models(server.base_url, key, server.unix_socket, _HERE_S)
         except (ServerUnreachableError, UsageError):
             continue
         found = _in_memory(listed) if model is None else _named(listed, model)
@@ -188,19 +203,8 @@ def _key_of(server: Running, api_key: str | None) -> str | None:
     )
 
 
-def _kept_for(base_url: str) -> str | None:
-    """The key that this machine's own servers made up and keep: shown to no other."""
-    from urllib.parse import urlsplit
-
-    from localllm.server.http.settings import is_loopback
-
-    asked = urlsplit(base_url)
-    ours = any(s.key == "kept" and urlsplit(s.base_url).port == asked.port for s in running())
-    return existing_key() if ours and is_loopback(asked.hostname or "") else None
-
-
-def _ask(
-    base_url: str, key: str | None, unix_socket: str, timeout_s: float
+def listed_models(
+    base_url: str, key: str | None, unix_socket: str = "", timeout_s: float = _ELSEWHERE_S
 ) -> list[dict[str, Any]]:
     """The server's list of models. Raises ServerUnreachableError or UsageError."""
     import httpx

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm import paths
-from localllm.errors import (
-    BackendError,
-    LocalLLMError,
-    NotFoundError,
-    ServerUnreachableError,
-    UsageError,
-)
+from localllm.errors import BackendError, LocalLLMError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from localllm.cli.editors.recipes import ClientRecipe, ClientTarget, ConfigFile, Probe, Shell
@@ -48,13 +42,13 @@ def connect(
     ] = False,
 ) -> None:
     """Print (or write) the configuration that connects EDITOR to the running server."""
+    from localllm.cli.chat.engines import address_and_key
     from localllm.cli.editors.recipes import recipe_named
     from localllm.settings import Settings
 
     recipe_of = recipe_named(editor)
-    settings = Settings({"api_key": api_key})
-    base = (url or f"http://127.0.0.1:{settings.value('port')}").rstrip("/").removesuffix("/v1")
-    target = target_of(base, model, settings.value("api_key") or _own_key(base))
+    base_url, key = address_and_key(url or f"127.0.0.1:{Settings().value('port')}", api_key)
+    target = target_of(base_url, model, key)
     recipe = recipe_of(target, Path.home())
     _print_steps(recipe, target.shell, write)
     if check:
@@ -92,24 +86,6 @@ def warn(recipe: ClientRecipe) -> None:
         print(f"warning: {recipe.warning}", file=sys.stderr)
 
 
-def _own_key(base: str) -> str | None:
-    """The key that this machine's server made up and keeps, where the one at `base` is on this
-    machine and asks for a
-    key: it is shown to no other."""
-    import httpx
-
-    from localllm.cli.serve.api_keys import existing_key
-    from localllm.server.http.settings import is_loopback
-
-    if not is_loopback(httpx.URL(base).host):
-        return None
-    try:
-        asks = httpx.get(f"{base}/v1/models", timeout=5, trust_env=False).status_code == 401
-    except httpx.HTTPError:
-        return None
-    return existing_key() if asks else None
-
-
 def _check_names(base: str, served: Iterable[str]) -> None:
     """Raises BackendError for names that no terminal or file should be given."""
     hidden = next((name for name in served if not name.isprintable()), None)
@@ -120,41 +96,31 @@ def _check_names(base: str, served: Iterable[str]) -> None:
         )
 
 
-def target_of(base: str, model: str | None, api_key: str | None) -> ClientTarget:
-    """Ask the server what it serves. Raises ServerUnreachableError, BackendError for names that no
-    terminal or file should be given, or NotFoundError for a model it does not serve."""
-    import httpx
-
+def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTarget:
+    """Ask the server at `base_url` (…/v1) what it serves. Raises ServerUnreachableError, UsageError
+    for its key, BackendError for names that no terminal or file should be given, or NotFoundError
+    for a model it does not serve."""
+    from localllm.cli.chat.engines import listed_models
     from localllm.cli.editors.recipes import ClientTarget
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        reply = httpx.get(f"{base}/v1/models", headers=headers, timeout=5, trust_env=False)
-        served = {str(m["id"]): m for m in reply.raise_for_status().json()["data"]}
-        can = {name: set(m.get("capabilities") or ()) for name, m in served.items()}
-        n_ctx = {name: int(m.get("context_length") or 4096) for name, m in served.items()}
-        most = {n: int((m.get("physics") or {}).get("max_context") or 0) for n, m in served.items()}
-    except httpx.HTTPStatusError as e:
-        raise ServerUnreachableError(
-            f"the server at {base} answers {e.response.status_code}", hint="check --api-key"
-        ) from e
-    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ServerUnreachableError(f"no localllm server answers at {base}") from e
-    _check_names(base, served)
+    served = {str(entry["id"]): entry for entry in listed_models(base_url, api_key)}
+    _check_names(base_url, served)
+    can = {name: entry.get("capabilities") or () for name, entry in served.items()}
     name = model or next((n for n in served if "embedding" not in can[n]), None)
     if name is None or name not in served:
         raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {name!r}")
+    physics = served[name].get("physics") or {}
     # The model for autocomplete is the one served beside the chat's, where that can fill in.
     fills = sorted((n for n in served if "insert" in can[n]), key=lambda n: n == name)
     embeds = [n for n in served if "embedding" in can[n]]
     return ClientTarget(
-        base,
+        base_url.removesuffix("/v1"),
         name,
-        n_ctx[name],
+        int(served[name].get("context_length") or 4096),
         api_key,
         next(iter(fills), None),
         next(iter(embeds), None),
-        max_context=most[name],
+        max_context=int(physics.get("max_context") or 0),
     )
 
 

@@ -115,7 +115,7 @@ def run(
         home = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="localllm-run-"))
         ).resolve()
-        target = target_of(engine.base_url.removesuffix("/v1"), engine.model, engine.api_key)
+        target = target_of(engine.base_url, engine.model, engine.api_key)
         recipe = recipe_of(target, home)
         assert recipe.run is not None
         warn(recipe)
