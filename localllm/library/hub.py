@@ -268,8 +268,6 @@ def _explain(
         return DownloadError(
             f"{repo} is gated, and we have no access to it{refused}", hint=TOKEN_HINT
         )
-    if status == 403:
-        return forbidden(host, repo, response)
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return DownloadError(
             f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`"
@@ -283,11 +281,9 @@ def _explain(
             hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, check "
             "that it is a hub",
         )
-    return (
-        _no_answer(error, host, repo)
-        if status is None
-        else _of_status(status, response, host, repo)
-    )
+    if response is None:
+        return _no_answer(error, host, repo)
+    return refusal(response.status_code, response.headers, host, repo)
 
 
 def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
@@ -311,9 +307,11 @@ def _no_answer(error: Exception, host: str, repo: str) -> DownloadError:
     )
 
 
-def _of_status(status: int, response: Any, host: str, repo: str) -> DownloadError:
+def refusal(status: int, headers: Any, host: str, what: str) -> DownloadError:
+    """Why `host` answered with that status when it was asked for `what`; a HubUnreachableError
+    where it may answer later."""
+    asked = retry_after(headers)
     if status == 429:
-        asked = retry_after(response.headers if response is not None else {})
         wait = f"; it asks to wait {asked:.0f} s" if asked else ""
         return HubUnreachableError(
             f"{host} limits our requests (429){wait}",
@@ -321,15 +319,20 @@ def _of_status(status: int, response: Any, host: str, repo: str) -> DownloadErro
             retry_after_s=asked,
         )
     if status in (408, 425) or status >= 500:
-        return HubUnreachableError(f"{host} answered {status} about {repo}", hint="try again later")
-    hint = LEGAL_HINT if status == 451 else f"see what {endpoint()}/{repo} says of it"
-    return DownloadError(f"{host} answered {status} about {repo}", hint=hint)
+        said = f"{host} answered {status} about {what}"
+        return HubUnreachableError(said, hint="try again later", retry_after_s=asked)
+    if status == 401 or headers.get("X-Error-Code") == "GatedRepo":
+        return DownloadError(f"{host} refuses {what} ({status})", hint=TOKEN_HINT)
+    if status == 403:
+        return _forbidden(host, what, headers)
+    hint = LEGAL_HINT if status == 451 else "check its name: the repository may have changed"
+    return DownloadError(f"{host} answered {status} about {what}", hint=hint)
 
 
-def forbidden(host: str, what: str, response: Any) -> DownloadError:
+def _forbidden(host: str, what: str, headers: Any) -> DownloadError:
     """Why a 403 came: in the hub's own words (X-Error-Message), else from something between us and
     the hub."""
-    said = names.shown(str(response.headers.get("X-Error-Message") or ""))[:300]
+    said = names.shown(str(headers.get("X-Error-Message") or ""))[:300]
     if said:
         return DownloadError(f"{host} refuses {what}: {said}", hint=_FORBIDDEN_HINT)
     return DownloadError(

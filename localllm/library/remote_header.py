@@ -71,8 +71,9 @@ class HttpSource(ByteSource):
         """How many bytes are to come of an answer that is to our question; SourceError for any
         other."""
         if response.is_error:
-            status = f"{response.status_code} {response.reason_phrase}"
-            raise SourceError(f"{self.name} answered {status}", _hint(response.status_code))
+            host = response.url.host
+            trouble = hub.refusal(response.status_code, response.headers, host, self.name)
+            raise SourceError(trouble.message, trouble.hint)
         if response.status_code != 206:
             raise SourceError(
                 f"{self.name} does not answer range requests (status {response.status_code})",
@@ -94,11 +95,3 @@ class HttpSource(ByteSource):
             raise SourceError(f"{self.name} changed while it was read", "try again")
         self.size, self._etag = total, etag
         return last - first + 1
-
-
-def _hint(status: int) -> str:
-    if status in (401, 403):
-        return "the repository may be gated: accept its licence on the hub and set HF_TOKEN"
-    if status == 404:
-        return "check the repository and file name"
-    return "try again later" if status == 429 or status >= 500 else ""

@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import DownloadError
-from localllm.library.hub import (
-    LATER_HINT,
-    LEGAL_HINT,
-    TOKEN_HINT,
-    Patience,
-    RepoFile,
-    forbidden,
-    retry_after,
-)
+from localllm.library.hub import LATER_HINT, HubUnreachableError, Patience, RepoFile, refusal
 from localllm.library.redirects import RedirectRule
 from localllm.library.store import new_digest
 
@@ -49,15 +41,6 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 
 State = Literal["checking", "downloading", "waiting"]
 OnBytes = Callable[[int, State], None]
-
-
-class _Retry(Exception):  # noqa: N818 - a signal between two functions of this file
-    """This try failed in a way that may pass; `asked_s` is what the server wants us to wait."""
-
-    def __init__(self, why: str, asked_s: float | None = None) -> None:
-        super().__init__(why)
-        self.why = why
-        self.asked_s = asked_s
 
 
 class Fetch:
@@ -118,15 +101,15 @@ class Fetch:
                 httpx.DecodingError,
                 httpx.TooManyRedirects,
                 httpx.InvalidURL,
-                _Retry,
+                HubUnreachableError,
             ) as e:
                 trouble = e
             failures = 1 if self._have - before >= _LEAST_GAIN_BYTES else failures + 1
             self._wait_or_give_up(trouble, failures)
 
     def _wait_or_give_up(self, trouble: Exception, failures: int) -> None:
-        why = trouble.why if isinstance(trouble, _Retry) else _reason(trouble)
-        asked = trouble.asked_s if isinstance(trouble, _Retry) else None
+        why = trouble.message if isinstance(trouble, HubUnreachableError) else _reason(trouble)
+        asked = getattr(trouble, "retry_after_s", None)
         if asked is not None and asked > self._patience.longest_asked_s:
             raise DownloadError(
                 f"{self._file.name}: the hub asks to wait {asked:.0f} s before going on",
@@ -201,19 +184,19 @@ class Fetch:
             finally:
                 os.close(self._out)
         if self._have < end:
-            raise _Retry("the connection ended early")
+            raise HubUnreachableError("the connection ended early")
 
     def _receive(self, response: httpx.Response) -> None:
         began, had = time.monotonic(), self._have
         for block in response.iter_raw():
             if self._have + len(block) > self._file.size_bytes:
-                raise _Retry("the server sent more than it announced")
+                raise HubUnreachableError("the server sent more than it announced")
             self._append(block)
             self._on_bytes(self._have, "downloading")
             elapsed = time.monotonic() - began
             if elapsed > self._patience.slow_window_s:
                 if self._have - had < self._patience.least_bytes_s * elapsed:
-                    raise _Retry(
+                    raise HubUnreachableError(
                         f"the connection brought only {(self._have - had) / elapsed:.0f} "
                         "bytes "
                         "a "
@@ -228,17 +211,17 @@ class Fetch:
         if status not in (200, 206):
             self._refuse(response)
         if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
-            raise _Retry("the server sent it compressed, which was not asked for")
+            raise HubUnreachableError("the server sent it compressed, which was not asked for")
         if status == 206:
             match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
             total = str(self._file.size_bytes)
             if match is None or int(match[1]) != self._have or match[3] not in (total, "*"):
                 given = response.headers.get("Content-Range", "nothing")[:60]
-                raise _Retry(f"the server answered another range than asked for ({given})")
+                raise HubUnreachableError(f"the server answered another range than asked for ({given})")
             return
         length = response.headers.get("Content-Length")
         if length is not None and length != str(self._file.size_bytes):
-            raise _Retry(
+            raise HubUnreachableError(
                 f"the server sent {length} bytes where the hub announced {self._file.size_bytes}"
             )
         if self._have:
@@ -248,25 +231,17 @@ class Fetch:
         status, host = response.status_code, response.url.host
         if status == 416:
             self._restart()
-            raise _Retry("the server does not have the rest of it")
-        if status == 429:
-            raise _Retry(f"{host} limits our requests (429)", retry_after(response.headers))
-        if status in (408, 425) or status >= 500:
-            raise _Retry(f"{host} answered {status}", retry_after(response.headers))
-        if response.history:
+            raise HubUnreachableError("the server does not have the rest of it")
+        trouble = refusal(status, response.headers, str(host), self._file.name)
+        if response.history and not isinstance(trouble, HubUnreachableError):
             # The address behind the redirect is signed and expires: the next try gets a fresh one
             # from the hub.
-            raise _Retry(f"{host} no longer gives it out ({status})")
-        if status == 401 and self._client.headers.pop("authorization", None) is not None:
+            trouble = HubUnreachableError(f"{host} no longer gives it out ({status})")
+        elif status == 401 and self._client.headers.pop("authorization", None) is not None:
             # A hub that answers 401 to a token does not know it (any more): a public file comes
             # without.
-            raise _Retry(f"{host} refuses our token (HF_TOKEN, or the stored login)")
-        if status == 403 and response.headers.get("X-Error-Code") != "GatedRepo":
-            raise forbidden(str(host), self._file.name, response)
-        if status in (401, 403):
-            raise DownloadError(f"{host} refuses {self._file.name} ({status})", hint=TOKEN_HINT)
-        hint = LEGAL_HINT if status == 451 else "the repository may have changed: try again"
-        raise DownloadError(f"{host} answered {status} for {self._file.name}", hint=hint)
+            trouble = HubUnreachableError(f"{host} refuses our token (HF_TOKEN, or the stored login)")
+        raise trouble
 
 
 def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) -> httpx.Client:
