@@ -1,4 +1,4 @@
-"""A model's digest is the hash of its files: known where it was published, else read once."""
+"""A model's digest is the hash of its files as they were published; none is read for it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
-import pytest
-
-from localllm.library import digests, starter, store
-from localllm.library.digests import ModelDigest
+from localllm.library import digests, starter
+from localllm.library.digests import model_digest
 from localllm.library.types import LocalModel
 
 
@@ -23,82 +21,53 @@ def _sha256(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files that were read whole."""
-    seen: list[Path] = []
-    real = store.digest_file
-
-    def counting(file: Path, *args: object) -> str:
-        seen.append(file)
-        return real(file, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(store, "digest_file", counting)
-    return seen
-
-
-def test_an_unpublished_file_is_read_once_in_the_background(
-    tmp_path: Path, reads: list[Path]
+def test_a_file_that_nobody_published_has_digits_of_its_own_until_it_changes(
+    tmp_path: Path,
 ) -> None:
     file = tmp_path / "own.gguf"
     file.write_bytes(b"weights")
-    digest = ModelDigest(_local(file))
-    at_once = digest()
-    assert len(at_once) == 64
-    digest.wait()
-    assert digest() == _sha256(b"weights") == ModelDigest(_local(file))()
-    assert reads == [file], "another process would find it remembered, too"
-
-
-def test_a_changed_file_has_another(tmp_path: Path, reads: list[Path]) -> None:
-    file = tmp_path / "own.gguf"
-    file.write_bytes(b"weights")
-    ModelDigest(_local(file)).read()
-    file.write_bytes(b"others!")
+    model = _local(file)
+    before = model_digest(model)
+    assert len(before) == 64
+    assert model_digest(model) == before
     os.utime(file, ns=(1, 1))
-    digest = ModelDigest(_local(file))
-    digest.read()
-    assert digest() == _sha256(b"others!")
-    assert len(reads) == 2
+    changed = model_digest(model)
+    file.unlink()
+    gone = model_digest(model)
+    assert len({before, changed, gone}) == 3
+    assert len(gone) == 64
+
+
+def _published(folder: Path, name: str, content: bytes) -> Path:
+    """A file as the hub's cache holds it: a link to what is called by its hash."""
+    blob = folder / "blobs" / _sha256(content)
+    blob.parent.mkdir(exist_ok=True)
+    blob.write_bytes(content)
+    pointer = folder / name
+    pointer.symlink_to(blob)
+    return pointer
+
+
+def test_a_published_file_has_its_hash(tmp_path: Path, smollm2: Path) -> None:
+    assert model_digest(_local(smollm2, origin="starter")) == starter.SHA256
+    pointer = _published(tmp_path, "m.gguf", b"x")
+    assert model_digest(_local(pointer, origin="hf-cache")) == _sha256(b"x")
 
 
 def test_several_files_have_the_hash_of_their_hashes(tmp_path: Path) -> None:
-    parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
-    for i, part in enumerate(parts):
-        part.write_bytes(bytes([i]))
-    digest = ModelDigest(_local(*parts))
-    digest.read()
-    lines = "".join(f"{_sha256(bytes([i]))}  {part.name}\n" for i, part in enumerate(parts))
-    assert digest() == _sha256(lines.encode())
+    names = [f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    parts = [_published(tmp_path, name, name.encode()) for name in names]
+    lines = "".join(f"{_sha256(name.encode())}  {name}\n" for name in names)
+    assert model_digest(_local(*parts, origin="hf-cache")) == _sha256(lines.encode())
 
 
-def test_published_files_are_not_read(tmp_path: Path, smollm2: Path, reads: list[Path]) -> None:
-    assert ModelDigest(_local(smollm2, origin="starter"))() == starter.SHA256
-    blob = tmp_path / "blobs" / _sha256(b"x")
-    blob.parent.mkdir()
-    blob.write_bytes(b"x")
-    pointer = tmp_path / "m.gguf"
-    pointer.symlink_to(blob)
-    assert ModelDigest(_local(pointer, origin="hf-cache"))() == _sha256(b"x")
-    assert reads == []
-
-
-def test_a_file_that_is_gone_has_digits_all_the_same(tmp_path: Path) -> None:
+def test_what_was_read_is_known_until_it_is_written_to(tmp_path: Path) -> None:
     file = tmp_path / "own.gguf"
     file.write_bytes(b"weights")
-    model = _local(file)
-    file.unlink()
-    digest = ModelDigest(model)
-    assert len(digest()) == 64
-    digest.wait()
-    assert len(digest()) == 64
-
-
-def test_a_broken_memory_is_no_memory(tmp_path: Path) -> None:
-    file = tmp_path / "own.gguf"
-    file.write_bytes(b"weights")
-    ModelDigest(_local(file)).read()
+    digests.kept_in().parent.mkdir(parents=True, exist_ok=True)
     digests.kept_in().write_text("{broken", encoding="utf-8")
-    digest = ModelDigest(_local(file))
-    digest.read()
-    assert digest() == _sha256(b"weights")
+    assert not digests.is_known(file, _sha256(b"weights"))
+    digests.remember(file, _sha256(b"weights"))
+    assert digests.is_known(file, _sha256(b"weights"))
+    os.utime(file, ns=(1, 1))
+    assert not digests.is_known(file, _sha256(b"weights"))

@@ -247,7 +247,7 @@ def facts_before(local: LocalModel) -> ModelMetadata:
 
 
 def _details(local: LocalModel, architecture: str) -> dict[str, object]:
-    from localllm.library.digests import ModelDigest
+    from localllm.library.digests import model_digest
     from localllm.library.file_kinds import header_facts
 
     return {
@@ -255,7 +255,7 @@ def _details(local: LocalModel, architecture: str) -> dict[str, object]:
         "quant": local.quant,
         "bytes": local.size_bytes,
         "architecture": architecture,
-        "digest": ModelDigest(local),
+        "digest": partial(model_digest, local),
         "header": cache(partial(header_facts, local.path)),
     }
 
