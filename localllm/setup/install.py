@@ -195,32 +195,17 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """One setup at a time: two would delete each other's folders. The mark of one that was killed
-    does not count."""
-    import psutil
+    """One setup at a time: two would delete each other's folders. The system lets go of the lock of
+    one that was killed."""
+    from huggingface_hub.utils import WeakFileLock
 
     mark = paths.private_dir(paths.builds_dir()) / ".making"
-    for _ in range(2):
+    with contextlib.ExitStack() as held:
         try:
-            handle = os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            break
-        except FileExistsError:
-            with contextlib.suppress(OSError, ValueError):
-                pid = int(mark.read_text(encoding="ascii"))
-                if psutil.pid_exists(pid):
-                    hint = f"wait for it, or end it; if there is none, delete {mark}"
-                    raise SetupError(
-                        f"another setup (process {pid}) is at work", hint=hint
-                    ) from None
-            mark.unlink(missing_ok=True)
-    else:
-        raise SetupError("another setup has just begun", hint="wait for it")
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(str(os.getpid()))
-    try:
+            held.enter_context(WeakFileLock(mark, timeout=0.1))
+        except TimeoutError:
+            raise SetupError("another setup is at work", hint="wait for it, or end it") from None
         yield
-    finally:
-        mark.unlink(missing_ok=True)
 
 
 @contextmanager
