@@ -43,10 +43,8 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
     from localllm.planner.starting_settings import Overrides
     from localllm_backends import registry
 
-    own = [] if device.simulated else [r for r in measurements.load() if r.machine == device.name]
-    records = measurements.for_machine(device.name, own)
-    where = "here" if own else "by others"
-    measured = measurements.for_planner(records, device.name, catalog.by_id, where=where)
+    records = [] if device.simulated else measurements.load()
+    measured = measurements.for_planner(records, device.name, catalog.by_id)
     return Overrides(measured=measured, backends=registry.names())
 
 

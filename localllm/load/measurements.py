@@ -1,33 +1,19 @@
-"""Measured speeds: this machine's own, written by `bench` and read by `recommend`, and those that
-people pass on.
-
-Others' figures (`bench --share`, `--import`) are kept beside one's own, never among them, and are
-used for machines one names (`recommend --device`), and for this one as long as it has none of its
-own. Such a file says whose machine and which build; it holds no paths.
-"""
+"""Measured speeds of this machine, written by `bench` and read by `recommend`."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm import json_store, paths
-from localllm.errors import UsageError
 
 if TYPE_CHECKING:
     from localllm.planner.speed import Measured
     from localllm_catalog.types import Model
 
 KEEP = 64
-# A file of figures that is passed on: its version, and what could be a speed at all.
-FORMAT = 1
-_MOST_BYTES = 4 * 2**20
-_MOST_TOK_S = 1e6
-_MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +76,9 @@ def keep(record: Record, file: Path | None = None) -> None:
 
 
 def for_planner(
-    records: list[Record], machine: str, models: Mapping[str, Model], *, where: str = "here"
+    records: list[Record], machine: str, models: Mapping[str, Model]
 ) -> tuple[Measured, ...]:
-    """The records of this machine whose model is known, in the planner's terms; `where` they were
-    measured."""
+    """The records of this machine whose model is known, in the planner's terms."""
     from localllm.planner.speed import Measured
     from localllm.planner.types import DEFAULT_BATCH
     from localllm_backends import registry
@@ -124,11 +109,10 @@ def for_planner(
                 r.date,
                 r.short_tok_s,
                 r.short_depth,
-                where,
-                Placement(
+                placement=Placement(
                     r.gpu_layers, r.experts_on_host, kv_on_host=r.kv_on_host, layout=r.layout
                 ),
-                r.n_ubatch or DEFAULT_BATCH,
+                n_batch=r.n_ubatch or DEFAULT_BATCH,
             )
         )
     return tuple(found)
@@ -149,105 +133,3 @@ def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:
         return read_model(record.file)
     except ModelFileError:
         return None
-
-
-# -- figures that people pass on -------------------------------------------------------------------
-
-
-def shared_path() -> Path:
-    return path().with_name("shared_measurements.json")
-
-
-def versions() -> dict[str, str]:
-    """Versions of ours and of the engines here, by distribution: what a figure depends on beside
-    the machine."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from localllm_backends import registry
-
-    found = {}
-    for name in ("localllm", *(package for d in registry.declarations() for package in d.packages)):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def export(target: Path) -> int:
-    """Write this machine's own figures to `target`, without file paths; how many. Raises UsageError
-    if there are none."""
-    own = [replace(record, file="") for record in load()]
-    if not own:
-        raise UsageError(
-            "nothing has been measured here yet", hint="run `localllm bench MODEL` first"
-        )
-    body = {
-        "localllm_speeds": FORMAT,
-        "build": versions(),
-        "runs": [asdict(record) for record in own],
-    }
-    try:
-        target.write_text(json.dumps(body, indent=1), encoding="utf-8")
-    except OSError as e:
-        raise UsageError(f"{target} can't be written: {e.strerror or e}") from e
-    return len(own)
-
-
-def take_in(source: Path) -> list[Record]:
-    """Keep the figures of a file that somebody shared, beside our own; those kept.
-
-    Raises UsageError where it is no such file, or holds nothing that could be a speed.
-    """
-    try:
-        body = json_store.load(source, _MOST_BYTES)
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{source} can't be read as a file of speeds: {e}") from e
-    if not isinstance(body, dict) or body.get("localllm_speeds") != FORMAT:
-        hint = "make one with `localllm bench --share FILE`"
-        raise UsageError(f"{source} is no file of speeds, or one of another version", hint=hint)
-    found = [replace(record, file="") for record in load(source) if _is_plausible(record)]
-    if not found:
-        raise UsageError(f"{source} holds no speed that can be used")
-    for record in found:
-        keep(record, shared_path())
-    return found
-
-
-def for_machine(machine: str, own: Sequence[Record]) -> list[Record]:
-    """The records to plan `machine` with: its own, else those that others shared of such a
-    machine."""
-    mine = [record for record in own if record.machine == machine]
-    return mine or [record for record in load(shared_path()) if record.machine == machine]
-
-
-def _is_plausible(record: Record) -> bool:
-    """Speeds between 0 and a million tokens/s, counts that are whole and not negative, names of
-    ordinary length."""
-    speeds = (record.decode_tok_s, record.prefill_tok_s, record.short_tok_s)
-    counts = (
-        record.depth,
-        record.prompt_tokens,
-        record.file_bytes,
-        record.n_ctx,
-        record.short_depth,
-    )
-    names = (
-        record.machine,
-        record.model,
-        record.quant,
-        record.backend,
-        record.kv_type,
-        record.date,
-    )
-    return (
-        all(_is_number(x) and 0 <= x < _MOST_TOK_S for x in speeds)
-        and all(isinstance(x, int) and x >= 0 for x in counts)
-        and all(
-            isinstance(x, str) and len(x) <= _MOST_CHARACTERS and x.isprintable() for x in names
-        )
-    )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +12,6 @@ import typer
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
 from localllm.cli.commands.shared import Json, Lora, Power, print_json
 from localllm.formatting import gb
-from localllm.load import measurements
 from localllm.settings import Settings
 
 
@@ -50,18 +48,6 @@ def bench(
             help="With --against: how each server is started again, in the same order.",
         ),
     ] = None,
-    share: Annotated[
-        Path | None,
-        typer.Option(
-            "--share",
-            metavar="FILE",
-            help="Write what was measured here to a file to pass on.",
-        ),
-    ] = None,
-    take_in: Annotated[
-        Path | None,
-        typer.Option("--import", metavar="FILE", help="Take in speeds that somebody shared."),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure decode and prefill speed and memory, compare with the prediction, and remember the
@@ -70,9 +56,6 @@ def bench(
     With --against, servers are measured instead, in turn: those named, and `localllm serve MODEL`
     if a MODEL is named.
     """
-    if take_in is not None or (share is not None and model is None):
-        _share(share, take_in)
-        return
     if against:
         from localllm.cli.bench import against as servers_compared
 
@@ -90,23 +73,10 @@ def bench(
         figures["power_share"] = power_share  # says nothing of what this machine can do
     else:
         figures.update(compare_and_keep(load, figures))
-    if share is not None:
-        _share(share, None)
     if as_json:
         print_json(figures)
         return
     print("\n".join(lines(figures)))
-
-
-def _share(export: Path | None, take_in: Path | None) -> None:
-    if take_in is not None:
-        found = measurements.take_in(take_in)
-        machines = ", ".join(sorted({record.machine for record in found}))
-        print(f"took in {len(found)} measured runs of {machines}", file=sys.stderr)
-        print("see them: localllm recommend --device NAME", file=sys.stderr)
-    if export is not None:
-        n = measurements.export(export)
-        print(f"wrote {n} measured runs of this machine to {export}", file=sys.stderr)
 
 
 def lines(figures: dict[str, Any]) -> list[str]:
