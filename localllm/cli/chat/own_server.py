@@ -107,20 +107,14 @@ class OwnEngine:
     def _run(self) -> None:
         import asyncio
 
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(self._serve())
-        self._running = loop, task
-        self._begun.set()
         try:
-            loop.run_until_complete(task)
+            asyncio.run(self._serve())
         except asyncio.CancelledError:
             pass
         except BaseException as e:
             self._fail(e)
         finally:
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
+            self._begun.set()
             self._sock.close()
             self._down = True
             self._tried.set()
@@ -136,6 +130,10 @@ class OwnEngine:
         from localllm.cli.serve.decode_speed import DecodeSpeedWatch
         from localllm.server.http.settings import ServerSettings
 
+        task = asyncio.current_task()
+        assert task is not None
+        self._running = asyncio.get_running_loop(), task
+        self._begun.set()
         secured = ServerSettings(
             host="127.0.0.1", port=0, api_key=None, keeps_awake=self._settings.value("keep_awake")
         ).secured()
