@@ -206,35 +206,20 @@ def address_of(pid: int | None) -> str | None:
     return None
 
 
-def show_log(where: list[str] | Path, lines: int, follow: bool) -> None:
-    """Print the last `lines` of a log, and with `follow` what comes after them. Raises
-    ServiceError."""
-    from collections import deque
-
+def show_log(command: Sequence[str]) -> None:
+    """Run what shows the server's log. Raises ServiceError."""
     from localllm.service.types import ServiceError
 
-    if isinstance(where, list):
-        try:
-            code = subprocess.run(where, check=False).returncode
-        except FileNotFoundError as e:
-            raise ServiceError(f"{where[0]} is not installed") from e
-        if code:
-            raise ServiceError(
-                f"`{' '.join(where)}` failed ({code})",
-                hint="a journal that is kept in memory only is not for every user to read: "
-                "`sudo usermod -aG systemd-journal $USER`, and log in again",
-            )
-        return
     try:
-        with where.open(encoding="utf-8", errors="replace") as f:
-            print("".join(deque(f, maxlen=lines)), end="", flush=True)
-            while follow:
-                new = f.read()
-                print(new, end="", flush=True)
-                if not new:
-                    time.sleep(0.5)
+        code = subprocess.run(command, check=False).returncode
     except FileNotFoundError as e:
-        raise ServiceError(f"there is no log yet: {where}", hint="`localllm service status`") from e
+        raise ServiceError(f"{command[0]} is not installed") from e
+    if code:
+        raise ServiceError(
+            f"`{' '.join(command)}` failed ({code})",
+            hint="a journal that is kept in memory only is not for every user to read: "
+            "`sudo usermod -aG systemd-journal $USER`, and log in again",
+        )
 
 
 def write_to(log: str) -> None:

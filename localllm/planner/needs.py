@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from localllm.formatting import span
 from localllm.planner.types import Plan, Workload
 from localllm_catalog.types import Model, Purpose
 
@@ -186,13 +187,6 @@ def has_room(plan: Plan, need: Need) -> bool:
 def too_long(plan: Plan, need: Need) -> bool:
     """True where the first token of a whole prompt comes later than the purpose can live with."""
     return plan.ttft_s.value > need.ttft_longest_s
-
-
-def span(seconds: float) -> str:
-    """0.4 s, 12 s, 3.1 min."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
 def sentence(plan: Plan, need: Need) -> str | None:

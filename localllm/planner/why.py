@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
-from localllm.formatting import gb, rate
+from localllm.formatting import gb, rate, span
 from localllm.planner import needs, places, speed
 from localllm.planner.needs import Need
 from localllm.planner.streams import streamed
@@ -106,8 +106,8 @@ def is_too_slow(plan: Plan, need: Need) -> str:
     if plan.stream_tok_s >= need.least_tok_s:
         return (
             f"{plan.variant.quant} fits, but the first token of {need.prompt_tokens:,} comes after "
-            f"{needs.span(plan.ttft_s.value)}, too late for {need.what} "
-            f"({needs.span(need.ttft_longest_s)} at most)"
+            f"{span(plan.ttft_s.value)}, too late for {need.what} "
+            f"({span(need.ttft_longest_s)} at most)"
         )
     return (
         f"{plan.variant.quant} fits, but {rate(plan.stream_tok_s)} tok/s is too slow for "

@@ -77,8 +77,8 @@ class Launchd:
             )
         return parse_print(answer.out)
 
-    def log_command(self, lines: int, follow: bool) -> list[str] | Path:
-        return self.log_file
+    def log_command(self, lines: int, follow: bool) -> list[str]:
+        return ["tail", "-n", str(lines), *(["-F"] if follow else []), str(self.log_file)]
 
     @property
     def _target(self) -> str:

@@ -97,7 +97,7 @@ class Systemd:
         """From `systemctl show`, whose words are the same in every language."""
         return parse_show(self._ask("show", SERVICE, f"--property={','.join(_PROPERTIES)}").out)
 
-    def log_command(self, lines: int, follow: bool) -> list[str] | Path:
+    def log_command(self, lines: int, follow: bool) -> list[str]:
         """The journal: what the server wrote, and what systemd says of it (`+` is "or",
         journalctl(1))."""
         words = [

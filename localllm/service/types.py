@@ -98,8 +98,8 @@ class Manager(Protocol):
     def state(self) -> State:
         """How it stands now. Raises ServiceError where the manager does not answer."""
 
-    def log_command(self, lines: int, follow: bool) -> list[str] | Path:
-        """What shows the log: a program, or the file that holds it."""
+    def log_command(self, lines: int, follow: bool) -> list[str]:
+        """What shows the log's last `lines`, and with `follow` what comes after them."""
 
 
 _NOT_INSTALLED = 127

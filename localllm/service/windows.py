@@ -74,8 +74,10 @@ class WindowsTasks:
         answer = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _ASK_STATE)
         return parse_state(answer.out)
 
-    def log_command(self, lines: int, follow: bool) -> list[str] | Path:
-        return self.log_file
+    def log_command(self, lines: int, follow: bool) -> list[str]:
+        quoted = str(self.log_file).replace("'", "''")
+        show = f"Get-Content -LiteralPath '{quoted}' -Encoding UTF8 -Tail {lines}"
+        return ["powershell", "-NoProfile", "-Command", show + (" -Wait" if follow else "")]
 
     def _ask(self, *words: str) -> CommandResult:
         answer = self.call(words)

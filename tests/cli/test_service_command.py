@@ -26,6 +26,7 @@ from localllm.cli.service_unit import (
 )
 from localllm.errors import UsageError
 from localllm.server.http.settings import ServerSettings
+from localllm.service.launchd import Launchd
 from localllm.service.types import ServiceError
 from localllm.settings import Settings
 from service import recorded
@@ -140,7 +141,7 @@ def test_a_journal_that_this_user_may_not_read_is_told_from_a_broken_one(
     journalctl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ServiceError, match="journal") as told:
-        show_log(["journalctl", "--lines=2"], 2, False)
+        show_log(["journalctl", "--lines=2"])
     assert "usermod -aG systemd-journal" in (told.value.hint or "")
 
 
@@ -151,11 +152,14 @@ def test_an_unknown_manager_and_a_limit_that_nobody_sets_are_refused() -> None:
         service_of([], Settings({}), "launchd", 10**9)
 
 
-def test_the_last_lines_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_lines_of_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "serve.log"
     log.write_text("one\ntwo\nthree\n")
-    show_log(log, 2, False)
-    assert capsys.readouterr().out == "two\nthree\n"
+    show_log(Launchd(tmp_path, 501, log).log_command(2, follow=False))
+    assert capfd.readouterr().out == "two\nthree\n"
+    log.unlink()
+    with pytest.raises(ServiceError, match="tail"):
+        show_log(Launchd(tmp_path, 501, log).log_command(2, follow=False))
 
 
 def test_the_workers_of_a_killed_server_are_waited_for_and_others_are_not(

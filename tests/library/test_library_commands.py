@@ -24,6 +24,7 @@ from localllm.errors import (
     ModelNotFoundError,
     UsageError,
 )
+from localllm.formatting import span
 from localllm.library import hf_cache, store
 from localllm.library.names import check_readable
 from localllm.library.pull import pull as fetch
@@ -132,10 +133,10 @@ def test_a_log_gets_a_plain_line_every_ten_seconds() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "said"), [
-    (0.4, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (3661, "1 h 01 min"), (1e7, "over 100 h"),
+    (0.4, "0.4 s"), (59.4, "59 s"), (150, "2.5 min"), (9000, "2.5 h"),
 ])  # fmt: skip
 def test_durations_are_as_precise_as_estimates_are(seconds: float, said: str) -> None:
-    assert pull.duration(seconds) == said
+    assert span(seconds) == said
 
 
 def test_the_speed_is_that_of_the_last_seconds_and_the_waits_do_not_count() -> None:

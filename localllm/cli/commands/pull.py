@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from localllm.cli.commands.shared import Json
+from localllm.formatting import span
 from localllm.plain_output import plain, raw_write
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def text(progress: DownloadProgress, columns: int) -> str:
     if progress.speed_bytes_s and progress.state == "downloading":
         numbers += f"  {_rate(progress.speed_bytes_s)}"
         if progress.eta_s is not None:
-            numbers += f"  {duration(progress.eta_s)} left"
+            numbers += f"  {span(progress.eta_s)} left"
     verb = _VERBS[progress.state]
     room = max(8, columns - len(verb) - len(numbers) - 1)
     if len(name) > room:
@@ -246,15 +247,3 @@ def _amount(done_bytes: int, total_bytes: int) -> str:
 
 def _rate(bytes_s: float) -> str:
     return f"{bytes_s / 1e6:.1f} MB/s" if bytes_s >= 1e5 else f"{bytes_s / 1e3:.1f} kB/s"
-
-
-def duration(seconds: float) -> str:
-    """`31 s`, `4 min 05 s`, `2 h 10 min`: as precise as an estimate of that length is."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 360_000:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return "over 100 h"

@@ -119,7 +119,7 @@ def logs(
     """Show what the server wrote: its starts, models and errors. Prompts are never in it."""
     from localllm.cli.service_unit import show_log
 
-    show_log(_manager(manager).log_command(lines, follow), lines, follow)
+    show_log(_manager(manager).log_command(lines, follow))
 
 
 @app.command()

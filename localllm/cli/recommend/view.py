@@ -7,12 +7,11 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from localllm.cli.recommend.page import BAR, bar, clip, speed, width, wrapped
-from localllm.formatting import gb, mb
+from localllm.formatting import gb, mb, span
 from localllm.library.catalog import OLD_DAYS
 from localllm.load.candidates import image_facts
 from localllm.memory.verdict import TIGHT_MEANS
 from localllm.plain_output import ascii_json
-from localllm.planner.needs import span
 from localllm.planner.types import Plan, Recommendation, backend_of
 from localllm_backends import registry
 
