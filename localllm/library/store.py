@@ -14,14 +14,9 @@ from typing import Literal
 from localllm.errors import LocalLLMError, ModelFileError, UsageError
 from localllm.library import app_folders, file_kinds, folders, hf_cache, names, other_apps, starter
 from localllm.library.catalog import read_header
-from localllm.library.types import LocalModel
+from localllm.library.types import OWNERS, LocalModel
 from localllm_catalog.names import Format
 
-_OWNERS = {
-    "lmstudio": "LM Studio",
-    "ollama": "Ollama",
-    "llama.cpp": "llama.cpp",
-}
 # A file that was written this recently may belong to a download that runs now.
 _SETTLED_S = 600.0
 
@@ -127,11 +122,8 @@ def check_ours(model: LocalModel) -> None:
             hint="it stays: `localllm models` lists what can be removed",
         )
     if model.origin != "hf-cache":
-        owner = _OWNERS.get(model.origin)
         raise UsageError(
-            f"{model.name} belongs to {owner}"
-            if owner
-            else f"{model.name} lies in a folder of yours",
+            f"{model.name} is held by {OWNERS[model.origin]}",
             hint=f"remove it there: {model.path}",
         )
 

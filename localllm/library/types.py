@@ -9,6 +9,12 @@ from typing import Literal
 from localllm_catalog.names import FOLDER_FORMATS, Format
 
 Origin = Literal["path", "hf-cache", "lmstudio", "ollama", "llama.cpp", "folder", "starter"]
+# Who holds the files, in words.
+OWNERS: dict[Origin, str] = {
+    "lmstudio": "LM Studio", "ollama": "Ollama", "llama.cpp": "llama.cpp",
+    "hf-cache": "localllm (the hub's cache)", "starter": "localllm (the starter)",
+    "folder": "a folder of yours", "path": "a file of yours",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,12 @@ class LocalModel:
     files: tuple[Path, ...] = ()
     mmproj: Path | None = None
     companions: tuple[tuple[str, Path], ...] = ()
+
+    @property
+    def ref(self) -> str:
+        """What to type for files of this quant: the repository where it is known, else the name."""
+        named = self.repo or self.name
+        return f"{named}:{self.quant}" if self.quant else named
 
     @property
     def is_folder(self) -> bool:

@@ -55,7 +55,7 @@ def test_what_is_on_the_disk_says_whose_it_is_and_what_loading_it_takes(
         tiny_model.stat().st_size,
     )
     assert "GB with" in service.fit(mine)
-    with pytest.raises(UsageError, match="lies in a folder of yours"):
+    with pytest.raises(UsageError, match="held by a folder of yours"):
         service.remove(mine)
     (library / "mine.gguf").unlink()
     with pytest.raises(LocalLLMError, match="no longer on this disk"):

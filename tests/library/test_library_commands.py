@@ -206,7 +206,7 @@ def test_rm_leaves_what_others_hold(home: Path, tiny_model: Path) -> None:
     folder = home / ".lmstudio" / "models" / "maker" / "Tiny"
     folder.mkdir(parents=True)
     shutil.copy(tiny_model, folder / "Tiny-Q4_0.gguf")
-    with pytest.raises(UsageError, match="belongs to LM Studio"):
+    with pytest.raises(UsageError, match="held by LM Studio"):
         run("models", "rm", "tiny", "--yes")
     assert (folder / "Tiny-Q4_0.gguf").exists()
 

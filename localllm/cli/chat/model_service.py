@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.library.catalog import load_catalog
+from localllm.library.types import OWNERS
 from localllm.load import candidates
 from localllm.settings import Settings
 from localllm_catalog.types import Purpose
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
     from localllm.planner.types import Workload
     from localllm_catalog.catalog import Catalog
 
-_OWNERS = {
-    "hf-cache": "localllm (the hub's cache)", "lmstudio": "LM Studio", "ollama": "Ollama",
-    "llama.cpp": "llama.cpp",
-    "folder": "a folder of yours", "starter": "localllm (the starter)", "path": "a file of yours",
-}  # fmt: skip
 _LEFT_OUT = {
     "memory": "too large", "speed": "too slow", "context": "of a shorter context",
     "purpose": "for other purposes",
@@ -191,8 +187,12 @@ def _described(device: Device) -> str:
 
 
 def _on_disk(local: LocalModel) -> InstalledModel:
-    ref = f"{local.repo or local.name}:{local.quant}" if local.quant else local.repo or local.name
-    ours = local.origin == "hf-cache"
     return InstalledModel(
-        local.name, local.quant, local.size_bytes, _OWNERS[local.origin], str(local.path), ours, ref
+        local.name,
+        local.quant,
+        local.size_bytes,
+        OWNERS[local.origin],
+        str(local.path),
+        local.origin == "hf-cache",
+        local.ref,
     )

@@ -103,17 +103,11 @@ def _checks(found: Device) -> list[HealthCheck]:
 
 
 def write_recording(file: Path, readings: Readings, machine: str, checks: list[str]) -> None:
-    """What the probes read, and what was found of it. Raises UsageError where it can't be
-    written."""
+    """What the probes read, and what was found of it. Raises OSError."""
     from localllm.device.recording import recorded
 
-    try:
-        file.write_text(
-            recorded(readings, machine, f"localllm {__version__} doctor --report", checks),
-            encoding="utf-8",
-        )
-    except OSError as e:
-        raise UsageError(f"{file} can't be written: {e}", hint="name another file") from e
+    by = f"localllm {__version__} doctor --report"
+    file.write_text(recorded(readings, machine, by, checks), encoding="utf-8")
 
 
 def _other_engines() -> dict[str, str]:
@@ -205,15 +199,8 @@ def _examine(file: Path, *, as_json: bool) -> None:
     print("examining the engine on the real device: some minutes …", file=sys.stderr, flush=True)
     test = trial.examine(hardware(), build, model, trial.environment_now())
     text = "\n".join([*trial.report(test), ""])
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as e:
-        print(text)
-        raise SetupError(
-            f"{file} can't be written: {e}",
-            hint="the report stands above; name another with --report",
-        ) from e
     print(text)
+    file.write_text(text, encoding="utf-8")
     print(f"wrote {file}: attach it to an issue", file=sys.stderr)
     if test.failures:
         raise typer.Exit(6)

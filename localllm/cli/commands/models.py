@@ -114,13 +114,9 @@ def _only_one(ref: str, found: list[LocalModel]) -> LocalModel:
     if len(ours) > 1:
         raise UsageError(
             f"{ref} names {len(ours)} models",
-            hint="name one: " + ", ".join(sorted(_handle(m) for m in ours)),
+            hint="name one: " + ", ".join(sorted(m.ref for m in ours)),
         )
     return ours[0]
-
-
-def _handle(model: LocalModel) -> str:
-    return f"{model.repo or model.name}:{model.quant}" if model.quant else model.repo or model.name
 
 
 @app.command()
@@ -188,7 +184,7 @@ def _fix(checked: Any) -> str:
         return ""
     if checked.model.origin != "hf-cache":
         return "fetch it again with the program that brought it"
-    return f"`localllm pull {_handle(checked.model)}` fetches it again"
+    return f"`localllm pull {checked.model.ref}` fetches it again"
 
 
 @app.command(short_help="Remove unfinished downloads and unused files.")

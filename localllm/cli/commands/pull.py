@@ -85,7 +85,7 @@ def pull(
         quant = f" {found.quant}" if found.quant else ""
         print(
             f"{found.name}{quant}, {byte_size(found.size_bytes)}: `localllm chat -m "
-            f"{_typed(ref, found)}`",
+            f"{found.ref if '://' in ref else ref}`",
             file=sys.stderr,
         )
         for companion in companions_of(ref):
@@ -155,15 +155,6 @@ def _time_processor() -> None:
 
     with contextlib.suppress(LocalLLMError, OSError):
         detect.detect(measure=True)
-
-
-def _typed(ref: str, found: LocalModel) -> str:
-    """What to type to run it: the name where that is enough, else what was asked for."""
-    return (
-        ref
-        if "://" not in ref
-        else (f"{found.repo}:{found.quant}" if found.quant else found.repo or found.name)
-    )
 
 
 class ProgressLine:

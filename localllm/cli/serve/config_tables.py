@@ -40,13 +40,13 @@ def read_table(table: Mapping[str, Any], where: str, **known: Any) -> dict[str, 
         return dict(kind.model_validate(table))
     except ValidationError as e:
         errors = e.errors(include_url=False, include_input=False)
-        key = errors[0]["loc"][0]
+        first = errors[0]["loc"][0]
         said = [
             WRONG.get(error["type"], "has a value that is not taken").format(**error.get("ctx", {}))
             for error in errors
-            if error["loc"][0] == key
+            if error["loc"][0] == first
         ]
-        raise UsageError(f"{key} in {where} {' or '.join(dict.fromkeys(said))}") from None
+        raise UsageError(f"{first} in {where} {' or '.join(dict.fromkeys(said))}") from None
 
 
 def variable(name: str, where: str) -> str:
