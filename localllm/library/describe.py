@@ -5,13 +5,19 @@ hub: its listing and one header."""
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import DownloadError, ModelNotFoundError
-from localllm.library import catalog_update, hub, names, resolve, store, transfer, variants
+from localllm.library import (
+    catalog_update,
+    hub,
+    names,
+    remote_header,
+    resolve,
+    store,
+    variants,
+)
 from localllm.library.catalog import read_model
 
 if TYPE_CHECKING:
@@ -148,19 +154,10 @@ def _of_config(listing: Listing, selection: Selection) -> Model:
     file = listing.get(_CONFIG)
     if file is None or file.size_bytes > _LARGEST_CONFIG:
         raise DownloadError(f"{listing.repo} has no {_CONFIG} that could be read")
-    patience = hub.Patience.from_environment()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        transfer.new_client(
-            hub.headers(anonymous=listing.anonymous), patience, hub.endpoint()
-        ) as client,
-    ):
-        target = Path(folder) / _CONFIG
-        transfer.Fetch(
-            client, hub.file_url(listing, _CONFIG), file, target, patience, lambda *_: None
-        ).run()
-        text = target.read_text(encoding="utf-8", errors="replace")
     try:
+        with remote_header.opener(anonymous=listing.anonymous) as open_source:
+            source = open_source(hub.file_url(listing, _CONFIG))
+            text = source.read(0, file.size_bytes).decode("utf-8", "replace")
         sizes = {f.name: f.size_bytes for f in selection.files if f.name.endswith(".safetensors")}
         return from_hf.model_from_config(json.loads(text), sizes, repo=listing.repo)
     except (CatalogError, ValueError) as e:
