@@ -287,5 +287,5 @@ def forget(folder: Path) -> None:
     target = folder.expanduser().resolve()
     listed = app_folders.remembered()
     if target not in listed:
-        raise UsageError(f"{folder} is not an adopted folder", hint="see `localllm models adopt`")
+        raise UsageError(f"{folder} is not an adopted folder", hint="see `localllm models list`")
     app_folders.remember([f for f in listed if f != target])

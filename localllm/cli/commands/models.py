@@ -225,30 +225,19 @@ def prune(
 @app.command()
 def adopt(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[FOLDER]", help="A folder with models of yours.")
-    ] = None,
+        Path, typer.Argument(metavar="FOLDER", help="A folder with models of yours.")
+    ],
     forget: Annotated[
         bool, typer.Option("--forget", help="Take FOLDER off the list; its files stay.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Use models where they lie, without copying. Without FOLDER: what other apps hold (nothing
-    needs to be done)."""
-
+    """Use a folder's models where they lie, without copying. (What other apps hold is used
+    anyway.)"""
+    found = [] if forget else store.adopt(folder)
     if forget:
-        if folder is None:
-            raise UsageError("--forget needs a folder", hint="name the folder to take off the list")
         store.forget(folder)
-        found = []
-    elif folder is not None:
-        found = store.adopt(folder)
-    else:
-        found = [
-            m for m in store.scan() if m.origin in ("lmstudio", "ollama", "llama.cpp", "folder")
-        ]
     if as_json:
         print_json({"models": [as_row(m) for m in found]})
     elif found:
         print(listing(found))
-    elif not forget:
-        print("no other application's models were found", file=sys.stderr)
