@@ -217,7 +217,9 @@ class Fetch:
             total = str(self._file.size_bytes)
             if match is None or int(match[1]) != self._have or match[3] not in (total, "*"):
                 given = response.headers.get("Content-Range", "nothing")[:60]
-                raise HubUnreachableError(f"the server answered another range than asked for ({given})")
+                raise HubUnreachableError(
+                    f"the server answered another range than asked for ({given})"
+                )
             return
         length = response.headers.get("Content-Length")
         if length is not None and length != str(self._file.size_bytes):
@@ -240,7 +242,9 @@ class Fetch:
         elif status == 401 and self._client.headers.pop("authorization", None) is not None:
             # A hub that answers 401 to a token does not know it (any more): a public file comes
             # without.
-            trouble = HubUnreachableError(f"{host} refuses our token (HF_TOKEN, or the stored login)")
+            trouble = HubUnreachableError(
+                f"{host} refuses our token (HF_TOKEN, or the stored login)"
+            )
         raise trouble
 
 

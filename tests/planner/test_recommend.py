@@ -26,7 +26,7 @@ from localllm.planner import (
 from localllm.planner.plan import max_context, plan_for
 from localllm.planner.speed import Measured
 from localllm.planner.starting_settings import Overrides
-from localllm.planner.types import Plan, RunSettings, Workload
+from localllm.planner.types import RunSettings, Workload
 from localllm_catalog import catalog
 from planner import golden
 

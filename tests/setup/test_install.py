@@ -4,7 +4,6 @@ doctored."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys

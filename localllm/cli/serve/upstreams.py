@@ -22,6 +22,7 @@ from localllm.settings import config_path, read_config
 if TYPE_CHECKING:
     from localllm.server.proxy.upstreams import Upstream, Upstreams
 
+
 def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
     """The servers of config.toml; None where it names none. `allowed`: the machines besides this
     one that requests may be handed on to. Raises UsageError that says which table is wrong, and
