@@ -283,7 +283,7 @@ def _explain(
         )
     if response is None:
         return _no_answer(error, host, repo)
-    return refusal(response.status_code, response.headers, host, repo)
+    return status_error(response.status_code, response.headers, host, repo)
 
 
 def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
@@ -307,7 +307,7 @@ def _no_answer(error: Exception, host: str, repo: str) -> DownloadError:
     )
 
 
-def refusal(status: int, headers: Any, host: str, what: str) -> DownloadError:
+def status_error(status: int, headers: Any, host: str, what: str) -> DownloadError:
     """Why `host` answered with that status when it was asked for `what`; a HubUnreachableError
     where it may answer later."""
     asked = retry_after(headers)

@@ -72,7 +72,7 @@ class HttpSource(ByteSource):
         other."""
         if response.is_error:
             host = response.url.host
-            trouble = hub.refusal(response.status_code, response.headers, host, self.name)
+            trouble = hub.status_error(response.status_code, response.headers, host, self.name)
             raise SourceError(trouble.message, trouble.hint)
         if response.status_code != 206:
             raise SourceError(

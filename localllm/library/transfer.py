@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import DownloadError
-from localllm.library.hub import LATER_HINT, HubUnreachableError, Patience, RepoFile, refusal
+from localllm.library.hub import LATER_HINT, HubUnreachableError, Patience, RepoFile, status_error
 from localllm.library.redirects import RedirectRule
 from localllm.library.store import new_digest
 
@@ -234,7 +234,7 @@ class Fetch:
         if status == 416:
             self._restart()
             raise HubUnreachableError("the server does not have the rest of it")
-        trouble = refusal(status, response.headers, str(host), self._file.name)
+        trouble = status_error(status, response.headers, str(host), self._file.name)
         if response.history and not isinstance(trouble, HubUnreachableError):
             # The address behind the redirect is signed and expires: the next try gets a fresh one
             # from the hub.

@@ -55,7 +55,7 @@ def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
         where,
         name=(text, ...),
         url=(text, ...),
-        models=(list[text] | dict[text, text], []),  # type: ignore[valid-type]
+        models=(list[text] | dict[text, text], []),
         key_env=(text | None, None),
         spill=(bool, False),
         speaks=(Annotated[list[Dialect], some], ["openai"]),
