@@ -20,13 +20,14 @@ from localllm.planner import (
     needs,
     quality,
     recommend,
+    roofline,
     serialise,
     verify,
 )
 from localllm.planner.plan import max_context, plan_for
 from localllm.planner.speed import Measured
 from localllm.planner.starting_settings import Overrides
-from localllm.planner.types import RunSettings, Workload
+from localllm.planner.types import Plan, RunSettings, Workload
 from localllm_catalog import catalog
 from planner import golden
 
@@ -321,7 +322,25 @@ def test_faster_than_the_memory_means_the_bandwidth_is_wrong() -> None:
     assert "bandwidth" in cause
 
 
-# --- JSON -------------------------------------------------------------------------------------------
+# --- pictures and JSON ----------------------------------------------------------------------------
+
+
+def picks(machine: str = "M4 Max 128GB") -> tuple[Device, list[Plan]]:
+    device = resolve(machine)
+    return device, list(recommend.recommend(device, MODELS, Workload()).plans)
+
+
+def test_the_roofline_is_drawn_in_text_svg_and_png() -> None:
+    picture = roofline.of(*picks())
+    assert all(p.tok_s * p.gb_per_token <= picture.bandwidth_gbps for p in picture.points)
+    lines = roofline.text(picture)
+    assert sum("·" in line for line in lines) >= 5
+    assert len(picture.points) == 8
+    svg = roofline.svg(picture)
+    assert svg.count("<circle") == 8
+    png = roofline.png(picture)
+    assert png.startswith(b"\x89PNG")
+    assert png.endswith(b"IEND\xaeB`\x82")
 
 
 def conforms(value: Any, schema: dict[str, Any], at: str = "$") -> list[str]:

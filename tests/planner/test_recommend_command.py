@@ -38,6 +38,8 @@ def run(*arguments: str) -> str:
         ["--device", "RTX 5090", "-m", "qwen3-32b"],
         ["--device", "DGX Spark", "--compare", "RTX 5090"],
         ["--device", "RTX 4090", "--all"],
+        ["--device", "DGX Spark", "--what-if", "RTX 5090"],
+        ["--device", "M2 16GB", "--plot"],
         ["--device", "H100", "--for", "long"],
         ["--device", "M4 Max 128GB", "--explain"],
         ["--device", "M2 16GB", "-m", "qwen3-8b", "--explain"],
@@ -200,6 +202,12 @@ def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(
     assert said not in " ".join(run("-m", str(smollm2), "--device", "M2 16GB").split())
 
 
+def test_pictures_are_written_where_asked(tmp_path: Path) -> None:
+    for name, magic in (("roof.svg", b"<svg"), ("roof.png", b"\x89PNG")):
+        run("--device", "M4 Max 128GB", "--plot", str(tmp_path / name))
+        assert (tmp_path / name).read_bytes().startswith(magic)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -207,6 +215,7 @@ def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(
         (["--for", "poetry"], UsageError),
         (["--device", "RTX 5090", "RTX 4090"], UsageError),
         (["--compare"], UsageError),
+        (["--plot", "one.svg", "two.svg"], UsageError),
         (["--at", "30"], UsageError),
     ],
 )

@@ -95,13 +95,20 @@ def recommend(
         bool,
         typer.Option(
             "--compare",
+            "--what-if",
             help="Machines side by side: --compare NAME NAME … (in quotes); one NAME alone beside "
             "this machine, or that of --device.",
         ),
     ] = False,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw the roofline (to FILE.svg or FILE.png if given).")
+    ] = False,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME…]", help="With --compare: machines."),
+        typer.Argument(
+            metavar="[FILE | NAME…]",
+            help="With --plot: the picture to write; with --compare: machines.",
+        ),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="List every model that fits, and why others don't.")
@@ -178,6 +185,7 @@ def recommend(
         explain,
         at,
         compare,
+        plot,
         names,
         everything,
         model,
@@ -197,11 +205,7 @@ def recommend(
         gc.enable()  # a screen stays open
         _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=offline)
         return
-    if bool(names) != compare:
-        raise UsageError(
-            "--compare and the machines' names belong together",
-            hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"',
-        )
+    _check_names(names or [], compare=compare, plot=plot)
     if at and model is None:
         raise UsageError(
             "--at asks which machines run one model", hint="localllm recommend -m MODEL --at 30"
@@ -225,7 +229,9 @@ def recommend(
     )
     overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
     question = _PlanQuery(machine, workload, overrides, catalog, as_json=as_json, explain=explain)
-    if names:
+    if plot:
+        answers.plot_roofline(machine, list(question.answer(everything).plans), names)
+    elif names:
         _answer_side_by_side(question, names, everything=everything)
     elif model is not None:
         _answer_for_model(question, *describe(model, catalog, offline=no_network))
@@ -365,6 +371,17 @@ def _installed(
 ) -> frozenset[tuple[str, str]]:
     """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
     return frozenset() if device.simulated else frozenset(installed_names(plans, catalog))
+
+
+def _check_names(names: Sequence[str], *, compare: bool, plot: bool) -> None:
+    """Raises UsageError for names that no option reads, and for options that lack theirs."""
+    if plot and len(names) > 1:
+        raise UsageError(f"--plot writes one picture, not {len(names)}")
+    if not plot and bool(names) != compare:
+        raise UsageError(
+            "--compare and the machines' names belong together",
+            hint='localllm recommend --compare "M4 Max 128GB" "RTX 5090"',
+        )
 
 
 def _purpose(name: str) -> Purpose:

@@ -1,10 +1,12 @@
 """The answers of `localllm recommend` beside its list: machines side by side, machines for a speed,
-one model."""
+one model, the roofline."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.recommend import machines_view, page, view
@@ -88,3 +90,18 @@ def show_model(
     page.out(view.model_table(model, plans, device, installed=installed))
     if best is not None:
         page.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
+
+
+def plot_roofline(device: Device, plans: list[Plan], files: Sequence[str] | None) -> None:
+    from localllm.planner import roofline
+
+    picture = roofline.of(device, plans)
+    if not files:
+        page.out(roofline.text(picture))
+        return
+    target = Path(files[0])
+    if target.suffix == ".png":
+        target.write_bytes(roofline.png(picture))
+    else:
+        target.write_text(roofline.svg(picture), encoding="utf-8")
+    print(f"wrote {target}", file=sys.stderr)
