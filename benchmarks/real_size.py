@@ -358,7 +358,7 @@ def _report(name: str, path: Path, options: argparse.Namespace) -> None:
 def in_a_process(command: list[str], path: Path) -> dict[str, Any] | str:
     """What `run_here` found, the file being in memory; or the last words of a process that
     failed."""
-    from localllm.engine.worker.supervisor import worker_environment
+    from localllm.engine.worker.pipe import worker_environment
 
     cached(path)
     done = subprocess.run(

@@ -234,7 +234,7 @@ def served(path: Path) -> dict[str, Any]:
 def main() -> None:
     """Make each named file, measure, print."""
     from benchmarks.real_size import fill, vocabulary
-    from localllm.engine.worker.supervisor import worker_environment
+    from localllm.engine.worker.pipe import worker_environment
     from models import sparse_gemma4, sparse_gguf
 
     known = {**sparse_gguf.SHAPES, **sparse_gemma4.SHAPES}

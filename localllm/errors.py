@@ -56,7 +56,7 @@ and hint.
 
 Rooms raise these across their borders, never a bare ValueError; a leaf only one room raises stands
 in that room (named in brackets). The catalog and the backends may import nothing of ours: their own
-errors become these at one door each (library/catalog.py, engine/worker/pipe.py). The CLI prints
+errors become these at one door each (library/catalog.py, engine/worker/child_pipe.py). The CLI prints
 `error: MESSAGE` and `hint: HINT` and exits with `exit_code`; the server sends `to_openai()` with
 `http_status`.
 """

@@ -128,6 +128,7 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
     return None
 
 
+@cache
 def of_name(name: str) -> Processor | None:
     """The processor of a name as a system prints it: "12th Gen Intel(R) Core(TM) i7-12700H", "AMD
     EPYC 9654 96-Core Processor"."""

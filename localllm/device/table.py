@@ -202,6 +202,7 @@ def _is_sold_with(row: DeviceRow, memory_bytes: int) -> bool:
     return any(abs(gb * GIB - memory_bytes) < GIB for gb in row.memory_gb)
 
 
+@cache
 def by_cpu(cpu: str) -> DeviceRow | None:
     """The row of a processor whose graphics share its memory, by a part of the CPU's name (any
     case)."""
@@ -219,7 +220,10 @@ def _cpu_part(part: str, wanted: str) -> bool:
     # Windows leaves the dashes out: "Snapdragon(R) X2 Elite Extreme - X2E96100 - Qualcomm(R)
     # Oryon(TM) CPU".
     spellings = {part.lower().replace("-", between) for between in ("-", "", " ")}
-    return any(re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted) for known in spellings)
+    return any(
+        known in wanted and re.search(rf"(?<![\w]){re.escape(known)}(?![\w+])", wanted)
+        for known in spellings
+    )
 
 
 def by_pci(

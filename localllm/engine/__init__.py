@@ -29,7 +29,6 @@ class EngineSettings:
     `sliced_prefill_tokens`: prompts with more than that to read are read in slices while others
     decode, where the backend can (0: never).
     `grammar_trials`: where a grammar is tried before it is made (engine/sampling/grammar.py).
-    `drafting_dir`: where it is kept how drafters fared (None: it isn't).
     `yields_threads`: decode takes fewer threads while other programs want the processors.
     `gap_s`: how much longer streams on a device may wait for their next token while a prompt is
     read beside them, or one of their steps if that is longer.
@@ -49,7 +48,6 @@ class EngineSettings:
     sliced_prefill_tokens: int = 512
     make_constraint: MakeConstraint | None = None
     grammar_trials: Stages | None = None
-    drafting_dir: str | None = None
     yields_threads: bool = False
     gap_s: float = 0.02
     power: float = 1.0

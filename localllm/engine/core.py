@@ -13,16 +13,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from localllm.engine import EngineSettings
 from localllm.engine.admission import Admission, MemoryPolicy
 from localllm.engine.cache.disk import tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
-from localllm.engine.host.contention import ThreadThrottle, of_this_process
-from localllm.engine.host.metrics import DecodeSpeedTracker, Metrics
+from localllm.engine.contention import ThreadThrottle, of_this_process
 from localllm.engine.messages import Event, Failure, Request
+from localllm.engine.metrics import DecodeSpeedTracker, Metrics
 from localllm.engine.outputs import OutputProcessor
 from localllm.engine.prefill_slices import PrefillInterrupt, SlicedPrefill
 from localllm.engine.request import RunningRequest, running_request
@@ -84,7 +83,6 @@ class Engine:
             self.draft_backend,
             wanted.draft,
             self.clock,
-            Path(wanted.drafting_dir) if wanted.drafting_dir is not None else None,
         )
         able, n_batch = self.backend.capabilities, self.backend.info.n_batch
         self._sizer = ChunkSizer(n_batch, on_device=able.kv_on_device, gap_s=wanted.gap_s)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from localllm.engine.host.metrics import Metrics
+from localllm.engine.metrics import Metrics
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Grant, Shares
 from localllm_backends.contract import Backend, BackendFailure, InterruptedStepError, PrefillSlices

@@ -9,8 +9,8 @@ from typing import Any
 
 from localllm.engine.cache.matching import PrefixHistory
 from localllm.engine.cache.pool import SequencePool
-from localllm.engine.host.metrics import Metrics
 from localllm.engine.messages import Event, Failure, Finish, FinishReason, Prefill, Queued, Text
+from localllm.engine.metrics import Metrics
 from localllm.engine.prefill_slices import SlicedPrefill
 from localllm.engine.request import RunningRequest
 from localllm.engine.scheduler import Shares, Want

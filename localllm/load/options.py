@@ -180,7 +180,6 @@ def _engine_settings(
         "disk_free_bytes": int(settings.value("cache_disk_free_gb") * 1e9),
         "disk_daily_bytes": int(settings.value("cache_disk_daily_gb") * 1e9),
         "model_name": local.name,
-        "drafting_dir": str(paths.kv_evidence_dir() / "drafting"),
         "planned_bytes": share.planned_bytes,
         "headroom_bytes": headroom_bytes(settings),
         "yields_threads": not settings.value("threads"),

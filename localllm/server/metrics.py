@@ -24,7 +24,7 @@ _COUNTERS = {
 }  # fmt: skip
 # The memory guard's levels (localllm/memory/guard.py), one series each: exactly one is 1.
 _PRESSURES = ("none", "shrink", "hold")
-# Tokens whose KV was computed again (localllm/engine/host/metrics.py).
+# Tokens whose KV was computed again (localllm/engine/metrics.py).
 _RECOMPUTED = re.compile(r"recomputed_(\w+)_tokens")
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
 Snapshots = Mapping[str, Mapping[str, Any]]

@@ -11,6 +11,27 @@ from localllm.engine.tokens import Tokenizer
 from localllm_backends.contract import LoadSpec
 from localllm_backends.control_text import control_texts
 from localllm_backends.llamacpp import backend_type, model_info
+from localllm_backends.llamacpp.native import start_native
+from models.tiny_gguf import write_llama
+
+
+def test_every_token_that_ends_an_answer_is_known(
+    smollm2: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Also those that are plain words, if the header names them."""
+    named = write_llama(tmp_path / "named.gguf", ends={"eot": 300, "eom": 301})
+    for path in (smollm2, tiny_model, named):
+        words = backend_type.load(LoadSpec(str(path), n_ctx=64))
+        llama = start_native()
+        params = llama.llama_model_default_params()
+        params.vocab_only = True
+        model = llama.llama_model_load_from_file(str(path).encode(), params)
+        vocab = llama.llama_model_get_vocab(model)
+        asked = [t for t in range(words.info.n_vocab) if llama.llama_vocab_is_eog(vocab, t)]
+        llama.llama_model_free(model)
+        assert list(words.info.eog_tokens) == asked
+        assert path != named or {300, 301} <= set(asked)
+        words.close()
 
 
 @pytest.mark.parametrize("special", [True, False])

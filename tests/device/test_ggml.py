@@ -83,7 +83,10 @@ def test_the_installed_build_names_its_processor() -> None:
 def test_a_build_that_breaks_its_process_costs_a_sentence(
     tmp_path: Path, program: str, told: str
 ) -> None:
-    (tmp_path / "llama_cpp.py").write_text(program)
+    package = tmp_path / "llama_cpp"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "llama_cpp.py").write_text(program)
     search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     build = ask_build(
         {**os.environ, "PYTHONPATH": search}, timeout_s=2.0 if told == "hung" else 60.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
-from localllm.engine.worker.pipe import ChildPipe, Message
+from localllm.engine.worker.child_pipe import ChildPipe, Message
 from localllm.engine.worker.worker import Worker
 from localllm_backends.contract import BackendFailure, Chunk
 from support.scripted_backend import ScriptedBackend

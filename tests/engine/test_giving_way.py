@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.host.contention import CpuContention, ThreadThrottle
+from localllm.engine.contention import CpuContention, ThreadThrottle
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import WorkerOptions
 from localllm_backends.contract import Chunk, LoadSpec

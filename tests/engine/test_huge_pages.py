@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from localllm.engine.worker.client import WorkerOptions
-from localllm.engine.worker.supervisor import Supervisor, worker_environment
+from localllm.engine.worker.pipe import worker_environment
+from localllm.engine.worker.supervisor import Supervisor
 from localllm_backends.contract import LoadSpec
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.engine.host.contention import CpuContention, of_this_process
-from localllm.engine.host.metrics import ENOUGH_SPANS, DecodeSpeedTracker
+from localllm.engine.contention import CpuContention, of_this_process
+from localllm.engine.metrics import ENOUGH_SPANS, DecodeSpeedTracker
 
 
 class Machine:

@@ -16,10 +16,11 @@ import pytest
 
 from engine.drive import GREEDY
 from localllm.engine.messages import Event, Failure, Finish
+from localllm.engine.worker.child_pipe import Pulse
 from localllm.engine.worker.client import WorkerClient, WorkerOptions
 from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.engine.worker.supervisor import Pulse, Supervisor, Watchdog, effort_of
+from localllm.engine.worker.supervisor import Supervisor, Watchdog, effort_of
 from localllm.errors import WorkerDiedError
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert

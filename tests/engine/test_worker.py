@@ -21,6 +21,7 @@ from localllm.engine.worker.client import (
     WorkerClient,
     WorkerOptions,
 )
+from localllm.engine.worker.pipe import end_ahead, start_ahead
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import (
     BackendError,
@@ -29,7 +30,6 @@ from localllm.errors import (
     ModelNotFoundError,
     WorkerDiedError,
 )
-from localllm.load.ahead import end_ahead, start_ahead
 from localllm.paths import worker_log
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert

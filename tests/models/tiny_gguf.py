@@ -98,9 +98,10 @@ def write_llama(
     n_ctx: int = 4096,
     sampling: dict[str, float] | None = None,
     template: str | None = None,
+    ends: dict[str, int] | None = None,
 ) -> Path:
     """Plain attention: 4 heads, 2 KV heads of 32. `sampling`: what its header states under
-    general.sampling."""
+    general.sampling; `ends`: tokens that it names as `eot` or `eom`."""
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(str(path), "llama")
     common(w, layers=layers, e=e, ff=128, heads=4, kv=2, d=32, n_ctx=n_ctx)
@@ -108,6 +109,8 @@ def write_llama(
     for name, value in (sampling or {}).items():
         add = w.add_int32 if isinstance(value, int) else w.add_float32
         add(f"general.sampling.{name}", value)
+    for name, token in (ends or {}).items():
+        w.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     if template:
         w.add_chat_template(template)
     w.add_tensor("token_embd.weight", _random(rng, VOCAB, e) * 8)

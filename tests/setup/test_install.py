@@ -68,7 +68,7 @@ def wrong_tokens(package: Path) -> None:
     """A kernel that reads the wrong row: it runs, and computes nonsense."""
     _append(
         package,
-        "from llama_cpp.llama_cpp import llama_decode as _decode\n"
+        "_decode = llama_decode\n"
         "def llama_decode(context, batch):\n"
         "    for i in range(batch.n_tokens):\n"
         "        batch.token[i] = (batch.token[i] + 77) % 500\n"
@@ -77,7 +77,7 @@ def wrong_tokens(package: Path) -> None:
 
 
 def _append(package: Path, text: str) -> None:
-    file = package / "__init__.py"
+    file = package / "llama_cpp.py"
     file.write_text(file.read_text() + "\n" + text)
 
 
@@ -445,7 +445,7 @@ def turns_take(seconds: float) -> Doctor:
         _append(
             package,
             "import time\n"
-            "from llama_cpp.llama_cpp import llama_decode as _decode\n"
+            "_decode = llama_decode\n"
             "def llama_decode(context, batch):\n"
             f"    time.sleep({seconds})\n"
             "    return _decode(context, batch)\n",

@@ -24,6 +24,8 @@ from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
 from localllm_backends.llamacpp.native import (
     GGML_TYPES,
     GgmlInitParams,
+    bindings,
+    bindings_version,
     c_string,
     ggml_function,
     log,
@@ -198,8 +200,6 @@ class _Feature(ctypes.Structure):
 def devices() -> dict[str, Any]:
     """Every device of this process's llama.cpp, as the module says. Loads every driver that it was
     compiled for."""
-    import llama_cpp
-
     log.install()
     found: list[dict[str, Any]] = []
     features: dict[str, dict[str, str]] = {}
@@ -225,8 +225,8 @@ def devices() -> dict[str, Any]:
         if backend not in features:
             features[backend] = _features(registry)
     return {
-        "version": str(llama_cpp.__version__),
-        "folder": str(Path(llama_cpp.__file__).parent),
+        "version": bindings_version(),
+        "folder": str(Path(bindings().__file__).parent),
         "devices": found,
         "features": features,
         "said": [line for _, line in log.lines if line.strip()],

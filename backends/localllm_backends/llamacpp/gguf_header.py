@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError
+from localllm_backends.llamacpp.native import bindings
 
 _GGUF_UINT32, _GGUF_BOOL, _GGUF_ARRAY = 4, 7, 9  # gguf.h: enum gguf_type
 _ARRAYS = {_GGUF_UINT32: ctypes.c_uint32, 5: ctypes.c_int32, _GGUF_BOOL: ctypes.c_bool}
@@ -32,9 +33,7 @@ class NativeHeader:
         _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
 
     def __init__(self, path: Path) -> None:
-        from llama_cpp._ggml import libggml
-
-        self._library = libggml
+        self._library = bindings("_ggml").libggml
         self._file = self._call(
             "gguf_init_from_file", ctypes.c_void_p, str(path).encode(), self._Params(True, None)
         )

@@ -40,7 +40,7 @@ SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
 def staging_functions(llama: Any) -> dict[str, Any] | None:
     """llama.cpp's functions for hidden rows, by our names; None where this build does not export
     them."""
-    library = llama.llama_cpp._lib
+    library = llama._lib
     found = {}
     for name, (symbol, result, arguments) in SYMBOLS.items():
         try:

@@ -4,7 +4,8 @@ and its ModelInfo."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,8 @@ class LlamaCppVocabulary(TokenBytes):
         self._llama = llama
         self._vocab = llama.llama_model_get_vocab(model)
         n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
-        controls, added, cuts = _special_texts(llama, self._vocab, n_vocab)
+        self.special = _special_tokens(llama, self._vocab, n_vocab)
+        controls, added, cuts = _special_texts(llama, self._vocab, self.special)
         super().__init__(n_vocab, controls, added)
         self._cuts = re.compile(
             "|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) or r"(?!)"
@@ -92,7 +94,6 @@ def model_info(
     found = {name: int(getattr(llama, f"llama_vocab_{name}")(vocab)) for name in marks}
     named = {name: token for name, token in found.items() if token >= 0}
     bos, eos = named.get("bos"), named.get("eos")
-
     return ModelInfo(
         architecture=metadata.get("general.architecture", ""),
         description=metadata.get("general.name") or Path(spec.path).stem,
@@ -100,7 +101,7 @@ def model_info(
         n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
         n_params=int(llama.llama_model_n_params(model)),
         weights_bytes=int(llama.llama_model_size(model)),
-        eog_tokens=tuple(t for t in range(words.n_vocab) if llama.llama_vocab_is_eog(vocab, t)),
+        eog_tokens=_eog_tokens(llama, model, {*words.special, *found.values()}),
         bos_token=bos,
         eos_token=eos,
         adds_bos=bool(llama.llama_vocab_get_add_bos(vocab)),
@@ -109,12 +110,21 @@ def model_info(
         chat_template=template.decode("utf-8", "replace") if template else None,
         kv_type_k=spec.kv_type_k,
         kv_type_v=spec.kv_type_v,
-        kv_meaning=kv_meaning(llama, spec),
+        kv_meaning=kv_meaning(spec),
         fim_tokens={role: named[f"fim_{role}"] for role in _FIM if f"fim_{role}" in named},
         metadata=metadata,
         control_texts=words.control_texts,
         **served,
     )
+
+
+def _eog_tokens(llama: Any, model: Any, likely: set[int]) -> tuple[int, ...]:
+    """The tokens that end an answer: of `likely` ones, which all control tokens and the header's
+    marks are. (To ask of each token takes as long as loading a small model.)"""
+    vocab = llama.llama_model_get_vocab(model)
+    end_of_message = c_string(llama.llama_model_meta_val_str, model, b"tokenizer.ggml.eom_token_id")
+    likely |= {int(llama.llama_vocab_eot(vocab)), int(end_of_message or -1)}
+    return tuple(t for t in sorted(likely) if llama.llama_vocab_is_eog(vocab, t))
 
 
 def capabilities(
@@ -163,21 +173,31 @@ def _metadata(llama: Any, model: Any) -> dict[str, str]:
     return found
 
 
-def _special_texts(llama: Any, vocab: Any, n_vocab: int) -> tuple[list[str], list[str], list[str]]:
+def _special_tokens(llama: Any, vocab: Any, n_vocab: int) -> dict[int, int]:
+    """The tokens that are more than text, with their attributes (llama.h: enum llama_token_attr)."""
+    special = (
+        llama.LLAMA_TOKEN_ATTR_CONTROL
+        | llama.LLAMA_TOKEN_ATTR_UNKNOWN
+        | llama.LLAMA_TOKEN_ATTR_USER_DEFINED
+    )
+    attributes = map(llama.llama_vocab_get_attr, repeat(vocab), range(n_vocab))
+    return {token: kind for token, kind in enumerate(attributes) if kind & special}
+
+
+def _special_texts(
+    llama: Any, vocab: Any, special: Mapping[int, int]
+) -> tuple[list[str], list[str], list[str]]:
     """How the tokens are written that are read out of a text only where that is asked for, those
     read anyway, and of the first those that leave what stands before them as it is."""
     asked_for = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
-    attributes, text = llama.llama_vocab_get_attr, llama.llama_vocab_get_text
     found: tuple[list[str], list[str], list[str]] = ([], [], [])
-    for token in range(n_vocab):
-        kind = attributes(vocab, token)
-        if kind & (asked_for | llama.LLAMA_TOKEN_ATTR_USER_DEFINED):
-            spelled = text(vocab, token).decode("utf-8", "replace")
-            found[not kind & asked_for].append(spelled)
-            if (
-                spelled
-                and kind & llama.LLAMA_TOKEN_ATTR_CONTROL
-                and not kind & llama.LLAMA_TOKEN_ATTR_LSTRIP
-            ):
-                found[2].append(spelled)
+    for token, kind in special.items():
+        spelled = llama.llama_vocab_get_text(vocab, token).decode("utf-8", "replace")
+        found[not kind & asked_for].append(spelled)
+        if (
+            spelled
+            and kind & llama.LLAMA_TOKEN_ATTR_CONTROL
+            and not kind & llama.LLAMA_TOKEN_ATTR_LSTRIP
+        ):
+            found[2].append(spelled)
     return found

@@ -7,11 +7,15 @@ The log's text is not an API: every reader here treats a line it does not find a
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import re
+import sys
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields
 from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 from localllm_backends.values import MemoryReport
@@ -61,6 +65,37 @@ class BufferSizes:
         )
 
 
+@cache
+def bindings(part: str = "llama_cpp") -> Any:
+    """A low-level module of llama-cpp-python. The package's face above it (templates, grammars, a
+    class for one sequence) is not read: nobody here uses it, and it takes as long as loading a small
+    model. Raises ImportError."""
+    beside = sys.modules.get("llama_cpp")
+    if beside is None:
+        sys.modules["llama_cpp"] = importlib.util.module_from_spec(_package())
+    try:
+        return importlib.import_module(f"llama_cpp.{part}")
+    finally:
+        if beside is None:
+            # Who imports the package itself reads all of it.
+            del sys.modules["llama_cpp"]
+
+
+@cache
+def bindings_version() -> str:
+    """The release of llama-cpp-python."""
+    face = Path(str(_package().origin)).read_text(encoding="utf-8")
+    found = re.search(r'__version__ = "([^"]+)"', face)
+    return found[1] if found else "unknown"
+
+
+def _package() -> ModuleSpec:
+    found = importlib.util.find_spec("llama_cpp")
+    if found is None:
+        raise ModuleNotFoundError("llama-cpp-python is not installed", name="llama_cpp")
+    return found
+
+
 @dataclass
 class NativeLog:
     """Collects llama.cpp's log lines; install once per process, before anything is loaded."""
@@ -72,10 +107,9 @@ class NativeLog:
 
     def install(self) -> None:
         """Take over llama.cpp's log callback."""
-        import llama_cpp
-
         if self._callback is not None:
             return
+        llama_cpp = bindings()
 
         @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
         def callback(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
@@ -164,13 +198,11 @@ class GgmlInitParams(ctypes.Structure):
 def start_native() -> Any:
     """Initialise llama.cpp once per process and return the bindings module."""
     global _started
-    import llama_cpp
-
     log.install()
     if not _started:
-        llama_cpp.llama_backend_init()
+        bindings().llama_backend_init()
         _started = True
-    return llama_cpp
+    return bindings()
 
 
 _POINTER, _TEXT, _INT, _SIZE, _LONG, _BOOL = (
@@ -224,16 +256,12 @@ def ggml_function(name: str) -> Any:
     """ggml's function `name`, of the very library that llama.cpp runs on. The bindings' own handle
     on ggml may be of another copy (a wheel holds `libggml.so` and `libggml.so.0`,
     `LLAMA_CPP_LIB_PATH` names a foreign build) that knows no device."""
-    from llama_cpp import llama_cpp
-
     try:
         # A library's handle finds what it is linked to as well.
-        function = llama_cpp._lib[name]
+        function = bindings()._lib[name]
     except AttributeError:
         # Not on Windows, where there is one copy under each name.
-        from llama_cpp._ggml import libggml
-
-        function = libggml[name]
+        function = bindings("_ggml").libggml[name]
     function.restype, function.argtypes = _SIGNATURES[name]
     return function
 

@@ -34,7 +34,7 @@ from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.batch import Batch, LlamaCppStepResult
 from localllm_backends.llamacpp.cells import PlacedImage
 from localllm_backends.llamacpp.devices import accelerators
-from localllm_backends.llamacpp.native import log
+from localllm_backends.llamacpp.native import bindings, bindings_version, log
 from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file, fingerprint
 
@@ -64,7 +64,7 @@ def why_not() -> str | None:
     if not library_there():
         return WITHOUT
     try:
-        import llama_cpp.mtmd_cpp  # noqa: F401
+        bindings("mtmd_cpp")
     except (ImportError, FileNotFoundError, RuntimeError, AttributeError, OSError):
         return WITHOUT
     return None
@@ -85,8 +85,7 @@ class Projector:
     at a time (it holds a lock)."""
 
     def __init__(self, llama: Any, model: Any, path: Path, spec: LoadSpec) -> None:
-        import llama_cpp.mtmd_cpp as mtmd
-
+        mtmd = bindings("mtmd_cpp")
         self._mtmd, self._lock = mtmd, threading.Lock()
         mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(0))
         params = mtmd.mtmd_context_params_default()
@@ -116,7 +115,7 @@ class Projector:
         self.buffer_bytes = sum(round(float(found.group(2)) * _MIB) for found in buffers if found)
         self.bytes = path.stat().st_size + self.buffer_bytes
         # Embeddings are bound to the weights that made them, and to the library that computed them.
-        self._identity = f"{fingerprint(path)} {llama.__version__}".encode()
+        self._identity = f"{fingerprint(path)} {bindings_version()}".encode()
 
     def close(self) -> None:
         with self._lock:

@@ -13,7 +13,15 @@ from typing import Any
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
 from localllm_backends.fingerprints import add_samples
 from localllm_backends.llamacpp import context
-from localllm_backends.llamacpp.native import BufferSizes, cause, log, start_native, token_piece
+from localllm_backends.llamacpp.native import (
+    BufferSizes,
+    bindings,
+    bindings_version,
+    cause,
+    log,
+    start_native,
+    token_piece,
+)
 
 
 def fingerprint(path: Path) -> str:
@@ -26,9 +34,7 @@ def fingerprint(path: Path) -> str:
 @cache
 def native_libraries() -> str:
     """What identifies the libraries that compute."""
-    import llama_cpp
-
-    loaded = Path(str(llama_cpp.llama_cpp._lib._name))
+    loaded = Path(str(bindings()._lib._name))
     libraries = [
         p
         for p in sorted(loaded.parent.glob("*"))
@@ -37,14 +43,14 @@ def native_libraries() -> str:
     return " ".join(f"{p.name}:{fingerprint(p)}" for p in libraries or [loaded] if p.is_file())
 
 
-def kv_meaning(llama: Any, spec: LoadSpec) -> str:
+def kv_meaning(spec: LoadSpec) -> str:
     """What gives exported KV its meaning besides weights and KV types: the bindings, the native
     libraries that compute it, flash attention (V is laid out in another way without) and
     llama.cpp's rotation of quantised KV, which an environment variable turns off
     (llama-kv-cache.cpp). KV read under another meaning gives garbage, unnoticed."""
     rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
     return (
-        f"llama-cpp-python {llama.__version__}; {native_libraries()}; flash "
+        f"llama-cpp-python {bindings_version()}; {native_libraries()}; flash "
         f"{spec.flash_attention}; no "
         f"rotation {rotation}"
     )

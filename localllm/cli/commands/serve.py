@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import chain
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from localllm.cli.commands.shared import CpuMoe, GpuLayers, Lora, Power, Split, installed_names
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def serve(
@@ -129,15 +132,7 @@ def serve(
     """
     import asyncio
 
-    from localllm.cli.serve.installed_models import LibraryStore
-    from localllm.cli.serve.listening import listening, port_of, server_settings
-    from localllm.cli.serve.model_router import router_of
-    from localllm.cli.serve.pool import check_pool, serve_pool
-    from localllm.cli.serve.run import serve_until_stopped
-    from localllm.cli.serve.running import published
-    from localllm.library import names
-    from localllm.load.ahead import end_ahead, start_ahead
-    from localllm.settings import Settings
+    from localllm.engine.worker.pipe import end_ahead, start_ahead
 
     flags = {
         "host": host,
@@ -168,30 +163,52 @@ def serve(
         "pool": pool,
         "workers": workers,
     }
-    names.check_said(*(models or []), *(also or []))
-    settings = Settings(flags)
-    secured = server_settings(settings, new_key=new_key)
-    check_pool(settings, [*(models or []), *(also or []), *(alias or [])])
-    # The port is taken before anything loads: a minute of loading must not end in "address in use".
-    with (
-        listening(secured) as (socks, address),
-        published(secured, port_of(socks)),
-        asyncio.Runner() as runner,
-        suppress(asyncio.CancelledError),
-    ):
-        if settings.value("pool"):
-            runner.run(serve_pool(settings, secured, socks, address, quiet=quiet))
-            return
+    with asyncio.Runner() as runner, suppress(asyncio.CancelledError):
+        # It reads its code while we read ours.
         runner.run(start_ahead())
         try:
-            router = router_of([*(models or []), *(also or [])], alias or (), settings)
-            idle_s = 60.0 * settings.value("idle_unload_min")
-            store = (
-                LibraryStore(settings.value("offline")) if settings.value("allow_pull") else None
+            _serve(
+                runner, flags, models or [], also or [], alias or [], new_key=new_key, quiet=quiet
             )
-            serving = serve_until_stopped(
-                router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet
-            )
-            runner.run(serving)
         finally:
             runner.run(end_ahead())
+
+
+def _serve(
+    runner: asyncio.Runner,
+    flags: dict[str, Any],
+    models: list[str],
+    also: list[str],
+    aliases: list[str],
+    *,
+    new_key: bool,
+    quiet: bool,
+) -> None:
+    from localllm.cli.serve.installed_models import LibraryStore
+    from localllm.cli.serve.listening import listening, port_of, server_settings
+    from localllm.cli.serve.model_router import router_of
+    from localllm.cli.serve.pool import check_pool, serve_pool
+    from localllm.cli.serve.run import serve_until_stopped
+    from localllm.cli.serve.running import published
+    from localllm.engine.worker.pipe import end_ahead
+    from localllm.library import names
+    from localllm.settings import Settings
+
+    named = [*models, *also]
+    names.check_said(*named)
+    settings = Settings(flags)
+    secured = server_settings(settings, new_key=new_key)
+    check_pool(settings, [*named, *aliases])
+    # The port is taken before anything loads: a minute of loading must not end in "address in use".
+    with listening(secured) as (socks, address), published(secured, port_of(socks)):
+        if settings.value("pool"):
+            runner.run(end_ahead())
+            runner.run(serve_pool(settings, secured, socks, address, quiet=quiet))
+            return
+        router = router_of(named, aliases, settings)
+        idle_s = 60.0 * settings.value("idle_unload_min")
+        store = LibraryStore(settings.value("offline")) if settings.value("allow_pull") else None
+        serving = serve_until_stopped(
+            router, secured, socks, address, store=store, idle_s=idle_s, quiet=quiet
+        )
+        runner.run(serving)

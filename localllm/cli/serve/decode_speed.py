@@ -24,7 +24,7 @@ _MOST_MODELS = 64
 # other.
 _NEAR_TOKENS, _FROM_TOKENS, _PER_OCTAVE = 128, 1024, 8
 INTERVAL_S = 5.0
-# Spans that a comparison needs (localllm/engine/host/metrics.py keeps eight).
+# Spans that a comparison needs (localllm/engine/metrics.py keeps eight).
 _SPANS = 6
 
 

@@ -87,8 +87,8 @@ async def serve_until_stopped(
 async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     """Load what was named at the start, and say how that ended (a failure always). Raises only
     where nothing else is on offer, or what was named is damaged: that passes with no time."""
+    from localllm.engine.worker.pipe import end_ahead
     from localllm.errors import LocalLLMError, ModelFileError
-    from localllm.load.ahead import end_ahead
 
     try:
         await router.preload()

@@ -7,7 +7,6 @@ Here is what a drafter is. Every module of this package that defines one is foun
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import pkgutil
 import time
@@ -15,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Self
 
 from localllm.engine.request import RunningRequest
@@ -35,24 +33,12 @@ _PROBES = 3
 class DraftContext:
     """What a drafter is made from: the engine's `backend`, the backend of the draft model if one
     was named, the engine's `mode` (auto, mtp, ngram, off; see `EngineSettings.draft`) and its
-    clock. `folder`: where how drafters fared is kept."""
+    clock."""
 
     backend: Backend
     draft_backend: Backend | None = None
     mode: str = "auto"
     clock: Callable[[], float] = time.monotonic
-    folder: Path | None = None
-
-    def file(self, name: str) -> Path | None:
-        """Where it is kept how a drafter fares with these models, on this machine, as this build
-        computes."""
-        second, info = self.draft_backend, self.backend.info
-        said = (
-            f"{name} {info.fingerprint} {info.kv_meaning} "
-            f"{second.info.fingerprint if second is not None else ''}"
-        )
-        digest = hashlib.sha256(said.encode()).hexdigest()[:32]
-        return self.folder / f"{digest}.json" if self.folder is not None else None
 
 
 class Drafter(ABC):

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from localllm import json_store
-from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
+from localllm.engine.contention import MOST_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError
 
@@ -103,8 +101,6 @@ _PRIOR_WEIGHT = 4.0
 _SLOW_DECAY = 0.995
 _FAST_DECAY = 0.92
 _LEAST_SURVIVAL = 0.05
-# An earlier process's is recalled as so many guesses at most.
-_MOST_RECALLED = 16.0
 # What drafting brought is remembered for some 30 steps: three good drafts show that a copy has
 # begun.
 _GAIN_DECAY = 0.97
@@ -177,20 +173,6 @@ class Acceptance:
         """P(the first k are all accepted) = a^k, k = 1 … length; their sum is (1 − a^(g+1))/(1 − a)
         − 1."""
         return [self.rate**k for k in range(1, length + 1)]
-
-    def recall(self, file: Path | None) -> None:
-        """Take in how it fared in an earlier process, as kept in `file`."""
-        body = json_store.read(file) if file is not None else {}
-        with suppress(ValueError, TypeError, KeyError):
-            right, seen = float(body["right"]), float(body["seen"])
-            # No more of it than some new guesses outweigh: what is asked may have changed.
-            weight = min(1.0, _MOST_RECALLED / max(seen, 1.0))
-            if 0 <= right <= seen and weight:
-                self.average.part, self.average.total = right * weight, seen * weight
-
-    def keep(self, file: Path) -> None:
-        """Say in `file` how it fared so far."""
-        json_store.keep(file, {"right": self.average.part, "seen": self.average.total})
 
 
 # A draft model (or the model's own heads) that lost is tried again after this many tokens, then

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 
-from localllm.engine.host.contention import CpuContention
+from localllm.engine.contention import CpuContention
 from localllm.engine.request import RunningRequest
 from localllm.engine.speculation import DraftContext, Drafter, longest_draft, registered
 from localllm.engine.speculation.controller import (
@@ -64,8 +64,6 @@ _PLAIN_EVERY = 64
 _TRIAL_TOKENS = 2
 # So many guesses show how a drafter fares.
 _LEAST_SEEN = 4
-# Kept behind so long a rest.
-_REMEMBERED_S = 2.0
 # So many salts have their recent answers kept.
 _MOST_RECENTS = 64
 
@@ -129,7 +127,6 @@ class Speculator:
             drafter.name: drafter for drafter in made if drafter is not None
         }
         self._acceptance = {name: Acceptance() for name in self.drafters}
-        self._kept = self._recall()
         # By salt: others' words would be told by how fast they come.
         self._recent = lru_cache(_MOST_RECENTS)(lambda salt: RecentOutputs())
         names = ["ngram", "grammar", *[kind.name for kind in kinds], *self.drafters]
@@ -393,8 +390,6 @@ class Speculator:
         """Housekeeping: one piece of a drafter's, or one measurement while nobody waits, and nobody
         has for `rested_s`. True: more to do."""
         more = sum(drafter.tick(busy=busy) for drafter in self.drafters.values()) > 0
-        if not busy and rested_s >= _REMEMBERED_S:
-            self._remember()
         return more or (not busy and self._measure(rested_s))
 
     def _measure(self, rested_s: float) -> bool:
@@ -416,22 +411,7 @@ class Speculator:
             except BackendFailure as e:
                 self.off_because = f"a trial draft ({name}) failed: {e}"
 
-    # --- from one process to the next -------------------------------------------------------------
-
-    def _recall(self) -> dict[str, tuple[float, ...]]:
-        for name, acceptance in self._acceptance.items():
-            acceptance.recall(self.context.file(name))
-        return {name: astuple(acceptance.average) for name, acceptance in self._acceptance.items()}
-
-    def _remember(self) -> None:
-        for name, acceptance in self._acceptance.items():
-            file, average = self.context.file(name), astuple(acceptance.average)
-            if file is not None and average != self._kept[name]:
-                self._kept[name] = average
-                acceptance.keep(file)
-
     def close(self) -> None:
-        self._remember()
         for drafter in self.drafters.values():
             drafter.close()
 

@@ -4,7 +4,6 @@ events to whoever asked."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,15 +17,13 @@ from localllm.engine.messages import (
     event_from_json,
     request_to_json,
 )
+from localllm.engine.worker import pipe
+from localllm.engine.worker.child_pipe import Pulse
 from localllm.engine.worker.pipe import JsonProcess
-from localllm.engine.worker.supervisor import HANG_S, Pulse, worker_environment
+from localllm.engine.worker.supervisor import HANG_S
 from localllm.engine.worker.supervisor import EngineClient as EngineClient
 from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadSpec, MemoryReport
-
-COMMAND = (sys.executable, "-m", "localllm.engine.worker.worker")
-# Worker processes that wait to be told what they load, by their logs (load/ahead.py).
-AHEAD: dict[Path | None, JsonProcess] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +55,7 @@ class WorkerOptions:
             if on_loading is not None and "loading" in message:
                 on_loading(message["loading"])
 
-        process = AHEAD.pop(self.log_path, None)
-        if process is None or not process.hears:
-            process = await JsonProcess.spawn(COMMAND, worker_environment(), self.log_path)
+        process = await pipe.take(self.log_path)
         ready = await process.load(
             {
                 "spec": asdict(self.spec),

@@ -1,6 +1,6 @@
 """Embedding models and rerankers in a process of their own, one each: texts in, vectors or scores
 out. Both sides of its
-pipe: `pipe.py` says how they talk, the questions here are embed | rank | tokenize | detokenize.
+pipe: `child_pipe.py` says how they talk; asked are embed | rank | tokenize | detokenize.
 
 The host side looks like any other Engine, so lists, idle unloading, restarts and metrics treat
 these models as they treat all.
@@ -9,7 +9,6 @@ these models as they treat all.
 from __future__ import annotations
 
 import base64
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +16,10 @@ from typing import Any
 
 from localllm import errors
 from localllm.engine.messages import Event, Failure, Request
-from localllm.engine.worker.pipe import ChildPipe, JsonProcess, Message
-from localllm.engine.worker.supervisor import HANG_S, EngineClient, worker_environment
+from localllm.engine.worker import pipe
+from localllm.engine.worker.child_pipe import ChildPipe, Message
+from localllm.engine.worker.pipe import JsonProcess
+from localllm.engine.worker.supervisor import HANG_S, EngineClient
 from localllm.memory.guard import Available, check_before_load
 from localllm_backends.contract import LoadError
 
@@ -48,11 +49,7 @@ class EmbeddingOptions:
     async def start(self, on_loading: Callable[[float], None] | None = None) -> EmbeddingEngine:
         """Start the process and load the model; raises the LocalLLMError it names, or
         WorkerDiedError. It does not say how far it is loaded."""
-        process = await JsonProcess.spawn(
-            (sys.executable, "-m", "localllm.engine.worker.embedding"),
-            worker_environment(),
-            self.log_path,
-        )
+        process = await pipe.spawn("localllm.engine.worker.embedding", self.log_path)
         order = {k: v for k, v in asdict(self).items() if k not in _NOT_SENT}
         return EmbeddingEngine(process, await process.load(order, loads=Path(self.path).name))
 

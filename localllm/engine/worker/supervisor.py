@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from localllm.engine.messages import Event, Failure, Finish, Request
+from localllm.engine.worker.child_pipe import Pulse
 from localllm.engine.worker.pipe import JsonProcess
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError, WorkerDiedError
 from localllm.memory.guard import Available
@@ -172,18 +170,6 @@ _KNOWS_AFTER_STEPS = 20
 _MOST_BETWEEN_LOOKS_S = 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """What a worker says of itself: for how long it has been at the call it is in (0: in none), the
-    steps it has done and the longest of them. One that doesn't say it is `silent`, and `busy_s` for
-    as long as it has been."""
-
-    busy_s: float
-    steps: int = 0
-    longest_step_s: float = 0.0
-    silent: bool = False
-
-
 def effort_of(pid: int) -> float:
     """Seconds of processor time that a process has used, and something for every read: grows while
     it works.
@@ -273,37 +259,6 @@ async def _wait_at_most(answer: Awaitable[Pulse], seconds: float) -> Pulse | Non
         return await asyncio.wait_for(answer, max(seconds, 0.5))
     except (TimeoutError, WorkerDiedError):
         return None
-
-
-# GNU OpenMP's threads spin for milliseconds while they wait for each other, by default: harmless on
-# an idle machine, ruinous when anybody else needs a core. Measured with SmolLM2 on two cores: with
-# 1,000 turns decode is as fast as ever alone (0.93 of a bare loop through HTTP) and 42 tok/s beside
-# one busy process, where the default falls to 8; with 300 it is 50, but 0.88 through HTTP; sleeping
-# at once costs 60 % alone. Every thread that allocates gets a heap of its own, and every sliced
-# prefill is a thread: over 1,500 mixed requests the worker grew by 10 %, with two heaps for all by
-# 0.2 % (mallopt(3), M_ARENA_MAX).
-_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "MALLOC_ARENA_MAX": "2"}
-# Large allocations (weights that are laid out anew, KV, buffers) ask Linux for pages of 2 MiB,
-# where it gives them only to who asks (transparent_hugepage/enabled is `madvise` on most
-# distributions). Measured with llama-bench, with and without in turn: gpt-oss-20b is loaded in 6.6
-# and 7.5 s for 12.7 and 29.2, since 2.5 million page faults are 5,000; 8B Q4 decodes 5 to 12 %
-# faster, as fewer translations of addresses are missed. glibc's tunable, unknown to other C
-# libraries.
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# With pages of 64 KiB (some ARM kernels) a huge one has 512 MiB, and whoever touches a byte of it
-# pays for them all.
-_USUAL_PAGE_BYTES = 4096
-
-
-def worker_environment() -> dict[str, str]:
-    """The environment of every worker: this process's, and what native code reads there unless
-    somebody chose it."""
-    huge = (
-        _HUGE_PAGES
-        if sys.platform == "linux" and os.sysconf("SC_PAGE_SIZE") == _USUAL_PAGE_BYTES
-        else {}
-    )
-    return {**_WORKER_ENVIRONMENT, **huge, **os.environ}
 
 
 class EngineClient(ABC):

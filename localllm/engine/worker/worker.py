@@ -5,7 +5,7 @@ thread owns the engine; a reader thread takes messages and tokenises, which need
 images and long texts have a thread of their own. It dies with its parent: stdin's end is the order
 to close.
 
-What is on the pipe, besides what pipe.py says:
+What is on the pipe, besides what child_pipe.py says:
 
     in   submit | cancel, and the questions tokenize | detokenize | snapshot | pulse
     out  {"ev": [...]} per step
@@ -31,8 +31,7 @@ from localllm.engine.sampling.grammar import GrammarCompiler, trials
 from localllm.engine.speculation import registered
 from localllm.engine.tokens import Placed, Tokenizer
 from localllm.engine.vision import ImageReader
-from localllm.engine.worker.pipe import ChildPipe, Message, reason
-from localllm.engine.worker.supervisor import Pulse
+from localllm.engine.worker.child_pipe import ChildPipe, Message, Pulse, reason
 from localllm.errors import ContextLengthError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
 from localllm_backends.reading import estimated_tokens
@@ -277,7 +276,7 @@ def _check_length(backend: Backend, text: str | list[int], most: int) -> None:
 
 if __name__ == "__main__":
     own_pipe = ChildPipe.of_this_process()
-    # It may have been started before it is known what it loads (load/ahead.py).
+    # It may have been started before it is known what it loads (pipe.py).
     read_code()
     registered()
     Worker(own_pipe).run()

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from localllm.engine.host.contention import CpuContention
+from localllm.engine.contention import CpuContention
 from localllm.engine.speculation.controller import CostProbe
 from localllm.engine.step_costs import PrefillCost, StepCost
 from localllm_backends.contract import Chunk

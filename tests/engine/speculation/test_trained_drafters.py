@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engine.drive import GREEDY, run, settle
+from engine.drive import GREEDY, settle
 from localllm.device.named import resolve
 from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
@@ -179,27 +177,3 @@ def test_what_was_learnt_is_known_to_the_next_request() -> None:
     first, later = (speed("two cores", 0.0, "mtp", 24, requests=n) for n in (1, 6))
     assert first < 1
     assert later == pytest.approx(1.0, abs=0.001), "short answers pay for no trial"
-
-
-def test_one_that_lost_is_remembered_by_the_next_process_and_by_no_other_build(
-    tmp_path: Path,
-) -> None:
-    def drafted(meaning: str, answers: int = 1) -> int:
-        """Tokens drafted in the answers of a new process."""
-        backend = Guessing("two cores", 0.0)
-        backend.info = replace(backend.info, kv_meaning=meaning)
-        settings = EngineSettings(draft="mtp", drafting_dir=str(tmp_path))
-        engine = Engine(backend, settings, clock=lambda: backend.now)
-        settle(engine)
-        for i in range(answers):
-            run(engine, request_for(f"{i}", f"say {i}", 20, GREEDY, ignore_eos=True))
-        count = int(engine.snapshot()["drafted_mtp_tokens"])
-        engine.close()
-        return count
-
-    assert drafted("this build", answers=12) > 0
-    assert drafted("this build") == 0
-    assert drafted("another build") > 0
-    for file in tmp_path.iterdir():
-        file.write_text('{"right": 3, "seen": "many"')
-    assert drafted("this build") > 0

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from localllm.engine.host.contention import MOST_SHARE, CpuContention, Mark
+from localllm.engine.contention import MOST_SHARE, CpuContention, Mark
 from localllm.engine.step_costs import DecayedRatio
 
 _DECAY = 0.9
