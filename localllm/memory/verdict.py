@@ -42,11 +42,6 @@ class Verdict:
     parts: tuple[Part, ...]
 
     @property
-    def is_free(self) -> bool:
-        """True where every place has its part free now."""
-        return all(part.needs_bytes <= part.free_bytes for part in self.parts)
-
-    @property
     def lacking(self) -> tuple[Part, ...]:
         """The places that have too little: why it is "no"."""
         return tuple(part for part in self.parts if part.needs_bytes > part.limit_bytes)

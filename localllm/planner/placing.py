@@ -131,8 +131,8 @@ _MOST_CHOICES = 64
 @by_identity
 def choices(device: Device) -> tuple[tuple[int, ...], ...]:
     """Which cards of several a model may be placed on: every number of each kind of them, the
-    freest first, as numbers of cards (empty: all). In a machine of many kinds, each card alone, and
-    the fastest so and so many."""
+    freest of it, as numbers of cards (empty: all), the fastest first. In a machine of many kinds,
+    each card alone, and the fastest so and so many."""
     if device.kind != "discrete" or len(device.cards) < 2:
         return ((),)
     alike: dict[object, list[Device]] = {}
@@ -151,8 +151,11 @@ def choices(device: Device) -> tuple[tuple[int, ...], ...]:
         fastest = sorted(device.cards, key=lambda card: -card.bandwidth_gbps.value)
         found = [[group[0]] for group in groups] + [fastest[:n] for n in range(2, len(fastest) + 1)]
     some = (chosen for chosen in found if 0 < len(chosen) < len(device.cards))
-    numbers = {tuple(sorted(card.number for card in chosen)) for chosen in some}
-    return (*sorted(numbers, key=lambda chosen: (len(chosen), chosen)), ())
+    slowest_gbps = {
+        tuple(sorted(card.number for card in chosen)): min(c.bandwidth_gbps.value for c in chosen)
+        for chosen in some
+    }
+    return (*sorted(slowest_gbps, key=lambda c: (-slowest_gbps[c], len(c), c)), ())
 
 
 def best_split(

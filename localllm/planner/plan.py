@@ -206,19 +206,18 @@ class _Run:
         They are looked at in the order of what they could be at best: with room to spare, nothing
         in system memory, and prompts in steps that cost no points. What is behind the best so far
         is not looked at, nor all cards together where the fastest alone is free."""
-        free = self.overrides.offload.tensor_split is None
         wanted = wanted.with_kv_type(kv_types[0])
         weights_bytes = self.variant.file_bytes - places.disk_bytes(self.model, self.variant, USUAL)
-        chosen = placing.choices(self.device) if free else ()
-        placed = [wanted.placed(cards=cards) for cards in chosen if cards]
-        tops = [
-            self.planned((settings, _UNKNOWN, "yes"))
-            for settings in placed
-            if weights_bytes <= places.used(self.device, settings.placement).room_bytes
-        ]
-        best = self.best_of(tops, kv_types, None)
-        if best is not None and self.rank(best) >= (True, max(p.decode_tok_s.value for p in tops)):
-            return best
+        best, fastest = None, 0.0
+        is_free = self.overrides.offload.tensor_split is None
+        for cards in placing.choices(self.device) if is_free else ():
+            settings = wanted.placed(cards=cards)
+            if cards and weights_bytes <= places.used(self.device, settings.placement).room_bytes:
+                top = self.planned((settings, _UNKNOWN, "yes"))
+                fastest = max(fastest, top.decode_tok_s.value)
+                best = self.best_of([top], kv_types, best)
+                if best is not None and self.rank(best) >= (True, fastest):
+                    return best
         return self.best_of([self.planned((wanted, _UNKNOWN, "yes"))], kv_types, best)
 
     def rank(self, plan: Plan, cost: float = 0.0) -> tuple[float, ...]:
@@ -227,7 +226,10 @@ class _Run:
         if len(self.device.cards) < 2:
             return plan.score - cost, plan.decode_tok_s.value
         used = places.used(self.device, plan.settings.placement)
-        is_free = judge(placing.needed_parts(used, plan.memory)).is_free
+        # (What is not yet settled needs nothing.)
+        is_free = plan.memory is _UNKNOWN or all(
+            part.needs_bytes <= part.free_bytes for part in placing.needed_parts(used, plan.memory)
+        )
         return is_free, plan.decode_tok_s.value, plan.score - cost
 
     def best_of(
