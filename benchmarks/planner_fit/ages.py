@@ -24,6 +24,9 @@ _RDNA3 = ("amd-rdna3.rocm", "amd-strix-halo.rocm")
 _METAL_SKIPS_FROM = 6700
 # About the build from which CUDA's Mamba-2 reads prompts in chunks (May 2026).
 _CHUNKED_STATES_FROM = 9200
+# About the build from which CUDA chooses experts and multiplies by them in fused kernels.
+_FUSED_EXPERTS_FROM = 6900
+_APART_S = 8e-6
 _PASSES_OVER_SCORES = 4
 _VOLTA = ("part:v100.cuda", "part:titan v.cuda")
 
@@ -82,7 +85,9 @@ def decode(
     """The parts of a decode step of so many `weights` on units of `flops_s`, as long as that age
     took for them."""
     kv = replace(parts["kv"], value=parts["kv"].value * _kv_reads(age))
-    return {**parts, "kv": kv, "older": CostTerm(_k_quants_flops(age) * weights / flops_s, ())}
+    apart = _apart_layer_s(age) * parts["experts"].value
+    older = CostTerm(_k_quants_flops(age) * weights / flops_s + apart, ())
+    return {**parts, "kv": kv, "older": older}
 
 
 def _dense_tiles(age: Age) -> float:
@@ -110,6 +115,14 @@ def _states_in_turn(age: Age) -> float:
         if age.mamba2 and age.keys[0] == "cuda" and 0 < age.build < _CHUNKED_STATES_FROM
         else 1.0
     )
+
+
+def _apart_layer_s(age: Age) -> float:
+    """Seconds more that a layer of experts took on CUDA while its choice of experts and its two
+    products were kernels of their own: until https://github.com/ggml-org/llama.cpp/pull/16130
+    (September 2025) Qwen3-30B-A3B 194.6 to 207.8 tok/s, 6.8 µs a layer, and until /16649 and
+    /16715 (October) gpt-oss-20B on an RTX 4090 167.0 to 173.3, 9 µs."""
+    return _APART_S if age.keys[0] == "cuda" and 0 < age.build < _FUSED_EXPERTS_FROM else 0.0
 
 
 def _k_quants_flops(age: Age) -> float:

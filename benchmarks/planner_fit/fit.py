@@ -27,24 +27,24 @@ BASE = {
         "eta": 0.8, "layer_s": 4e-5, "expert_layer_s": 3e-5, "recurrent_layer_s": 2e-5,
         "routed": 1.2, "kv": 0.5,
         "kv_mla": 0.1, "kv_unpack": 0.06, "state": 0.5, "quant": 1.0, "moe": 1.0, "unpack": 0.5,
-        "clock": math.e,
+        "index_kb": 9.0, "clock": math.e,
     },
     "prefill": {
         "matmul": 0.55, "attention": 0.25, "eta": 0.6, "layer_s": 4e-5, "expert_layer_s": 1e-4,
         "recurrent_layer_s": 5e-5, "scan": 0.05, "quant": 1.0, "moe": 1.5, "tile": 16.0,
-        "activations": 1.0, "mask_s": 2e-9,
+        "activations": 1.0, "mask_s": 2e-9, "step_s": 5e-4,
         "clock": math.e,
     },
     "batched": {"many": 0.2, "row_s": 2e-5, "recurrent_row_s": 5e-5, "moe": 1.5},
 }  # fmt: skip
-_BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.5}
+_BASE_SD = {"moe": 0.4, "quant": 0.001, "routed": 0.2, "activations": 0.28}
 # Prior standard deviations of effects, in ln, by level of key. What is not named does not move.
 # Chosen one at a time by the errors on devices and files that were left out; on most, less freedom
 # than the rows of a level would fill was better.
 PRIORS = {
     "decode": {
         "engine": {"eta": 0.15, "layer_s": 0.29, "expert_layer_s": 0.13, "kv": 0.40,
-        "unpack": 0.25},
+        "unpack": 0.25, "recurrent_layer_s": 0.20},
         "generation": {"eta": 0.15, "layer_s": 0.25, "expert_layer_s": 0.39, "kv": 0.13},
         "tier": {"eta": 0.12, "layer_s": 0.06, "expert_layer_s": 0.12, "kv": 0.28},
         "part": {"eta": 0.13},
@@ -55,14 +55,13 @@ PRIORS = {
     },
     "prefill": {
         "engine": {"matmul": 0.60, "attention": 0.68, "eta": 1.38, "layer_s": 0.90,
-        "expert_layer_s": 0.81},
+        "expert_layer_s": 0.81, "step_s": 1.60, "moe": 0.20, "tile": 0.30},
         "generation": {"matmul": 0.35, "attention": 0.60, "eta": 0.65, "layer_s": 0.30,
-        "expert_layer_s": 1.08,
-                       "scan": 0.40},
-        "arithmetic": {"matmul": 0.45, "attention": 0.60, "expert_layer_s": 1.08, "moe": 0.40},
-        "tier": {"matmul": 0.08, "attention": 0.08, "layer_s": 0.50, "expert_layer_s": 0.15},
+        "expert_layer_s": 1.08, "scan": 0.40, "activations": 0.20},
+        "arithmetic": {"matmul": 0.81, "attention": 0.33, "expert_layer_s": 1.08, "moe": 0.40},
+        "tier": {"matmul": 0.045, "attention": 0.08, "layer_s": 0.90, "expert_layer_s": 0.15},
         "part": {"matmul": 0.09},
-        "era": {"matmul": 0.25, "attention": 0.30, "eta": 0.10, "layer_s": 0.30,
+        "era": {"matmul": 0.25, "attention": 0.17, "eta": 0.10, "layer_s": 0.30,
         "expert_layer_s": 0.50,
                 "recurrent_layer_s": 0.30, "moe": 0.20},
         "own era": {"matmul": 1.40, "attention": 0.22},
@@ -82,6 +81,10 @@ PART_FREEDOM: dict[str, float | None] = {"decode": 1.0, "prefill": None, "batche
 # Power of the number of a source's rows of one machine that each of them counts less by: they miss
 # alike.
 ONE_MACHINE = {"decode": 0.2, "prefill": 0.2}
+# The same of a series: the same file on the same part at several depths.
+SERIES = 0.4
+# Residuals beyond so many times the noise count by their size, not by its square (Huber).
+HUBER = 1.2
 # From the fit to everything a few rows less are not far; more of them take longer to forget.
 _MANY = 8
 _PEAK = math.log(decode_cost.PEAK_SHARE)
@@ -220,7 +223,7 @@ class Fit:
         target = np.log([row.seconds for row in rows])
         # Rows of one series (the same file at several depths) are not independent.
         series = Counter((r.device, r.engine, r.model, r.quant) for r in rows)
-        weight = np.array([series[r.device, r.engine, r.model, r.quant] ** -0.4 for r in rows])
+        weight = np.array([series[r.device, r.engine, r.model, r.quant] ** -SERIES for r in rows])
         machines = Counter((r.device, r.engine, r.source) for r in rows)
         weight *= [
             machines[r.device, r.engine, r.source] ** -ONE_MACHINE.get(self.law, 0.0) for r in rows
@@ -233,7 +236,7 @@ class Fit:
                 penalty = np.where(own, normal * (freedom + 1) / (freedom + scaled), normal)
             predicted, jacobian = seconds(matrices, self.theta)
             residual = target - np.log(predicted)
-            w = weight / np.maximum(1.0, np.abs(residual) / (1.2 * sigma)) / sigma**2
+            w = weight / np.maximum(1.0, np.abs(residual) / (HUBER * sigma)) / sigma**2
             thin = jacobian.astype(np.float32)
             hessian = (thin.T @ (thin * w.astype(np.float32)[:, None])).astype(
                 np.float64

@@ -45,8 +45,8 @@ DOUBTS
 - A row filed under an age before its model was released counts as of the model's.
 - What an engine has no kernels for (`localllm/planner/kernels.toml`) and what an age of software lacked
   (`benchmarks/planner_fit/ages.py`) are constants from others' measurements, none of them a row of the data. Three were made on
-  a Strix Halo, the chip that counts most of the rows, though of other machines or models: without those three a device left
-  out is 6.9 and 21.6 % off in recent rows (depth 6.1 and 12.8 %), of prompts 10.8 and 35.8 %. Intel's was made on a B580 and a B70.
+  a Strix Halo, the chip that counts most of the rows, though of other machines or models. Intel's was
+  made on a B580 and a B70.
 - The widths of the priors were chosen by these same errors, so they are slightly optimistic.
 - A stated 80 % range is as wide as held four in five of what was left out in its stratum (`benchmarks/planner_fit/ranges.py`):
   of a machine that is known by others' rows ("seen"), by none of its own but its family's ("unseen part"), or by other

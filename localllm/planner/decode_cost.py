@@ -2,7 +2,7 @@
 
 t = [ (dense + r·routed) / (η·BW) + parameters / (u·units) + (layers·a + expert layers·b + recurrent
 layers·c)
-      · (1.8 GHz / clock)^l ] + KV read / (f·BW)
+      · (1.8 GHz / clock)^l ] + KV read / (f·BW) + layers with an indexer · context · i / BW
       + states read and written / (e·BW) + (sequences − 1)^0.8 · (2·P / (m·units) + layers·d / units)
 
 Weights of fewer bits than a product's are unpacked by arithmetic, which adds to reading them (f16
@@ -12,7 +12,8 @@ in proportion: later chips launch better too. On a CPU attention is arithmetic o
 with a latent KV (MLA), which every head reads, on any machine: it takes whichever is longer, that
 or reading the KV. So is CUDA's over a quantised KV: its kernel for one token unpacks the cache on
 the plain lanes, once for every query head, where that of f16 reads it once on the units for
-matrices.
+matrices. Sparse attention's indexer goes over the keys of the whole context in each of its layers,
+several times: some kilobytes a token.
 
 A constant fraction of bandwidth misses small models and mixtures by 16-90 %; the per-layer times
 (kernel launches, routing) are what it lacks. Coefficients: efficiency.toml. Seconds, bytes and
@@ -266,6 +267,9 @@ def decode_parts(
         "experts": CostTerm(known.n_expert_layers, (("expert_layer_s", 1), *wait)),
         "recurrent": CostTerm(known.n_recurrent_layers, (("recurrent_layer_s", 1), *wait)),
         "kv": kv,
+        "index": CostTerm(
+            1e3 * n_sequences * known.n_index_layers * depth / bandwidth, (("index_kb", 1),)
+        ),
         "state": CostTerm(n_sequences * state_traffic_bytes(model) / bandwidth, (("state", -1),)),
     }
 
@@ -288,7 +292,6 @@ def decode_terms(
         "quant": 1.0,
         "moe": 1.0,
         "routed": max(1.0, c["routed"]),
-        "kv": min(PEAK_SHARE, c["kv"]),
     }
     parts = decode_parts(
         model, variant, hardware, depth=depth, kv_type=kv_type, n_sequences=n_sequences
@@ -298,12 +301,11 @@ def decode_terms(
     # nobody has measured it to be faster than f16 there
     if unpacks_kv(hardware, kv_type) and not facts(model).has_mla:
         kv16 = kv_read_bytes(model, depth, "f16") * n_sequences
-        s["kv"] = max(s["kv"], kv16 / (hardware.bandwidth_gbps * 1e9 * limited["kv"]))
-    if facts(model).has_mla:
-        s["kv"] = max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * PEAK_SHARE))
+        s["kv"] = max(s["kv"], kv16 / (hardware.bandwidth_gbps * 1e9 * min(PEAK_SHARE, c["kv"])))
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
         flops = n_sequences * all_attention_flops(model, depth)
         s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
+    s["kv"] = s["index"] + max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * PEAK_SHARE))
     s["unpacked"] += s["hard_unpacked"]
     s["further"] = _further_s(model, variant, hardware, n_sequences)
     return DecodeCost(

@@ -134,6 +134,7 @@ def prefill_parts(
         "scan": CostTerm(scan_flops(model) / units, (("scan", -1),)),
         "activations": CostTerm(moved / bandwidth, (("activations", -1),)),
         "weights": CostTerm(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
+        "step": CostTerm(1 / batch, (("step_s", 1), *wait)),
         "layers": CostTerm(known.n_layers / batch, (("layer_s", 1), *wait)),
         "experts": CostTerm(known.n_expert_layers / batch, (("expert_layer_s", 1), *wait)),
         "recurrent": CostTerm(known.n_recurrent_layers / batch, (("recurrent_layer_s", 1), *wait)),
@@ -165,7 +166,7 @@ def prefill_terms(
         s["weights"], parts["weights"].value / PEAK_SHARE - (sum(s.values()) - s["weights"])
     )
     s["matmul"] += s.pop("padding")
-    s["layers"] += s.pop("experts") + s.pop("recurrent")
+    s["layers"] += s.pop("experts") + s.pop("recurrent") + s.pop("step")
     return PrefillTerms(
         seconds=s,
         attention_flops=parts["attention"].value * hardware.tflops * 1e12,

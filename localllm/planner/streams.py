@@ -143,6 +143,7 @@ class ModelCounts:
     n_layers: int
     n_expert_layers: int
     n_recurrent_layers: int
+    n_index_layers: int
     dense_params: int
     chosen_params: int
     pool_params: int
@@ -179,6 +180,7 @@ def facts(model: Model) -> ModelCounts:
         n_layers=len(model.layers),
         n_expert_layers=n_experts,
         n_recurrent_layers=sum(layer.kind == "recurrent" for layer in model.layers),
+        n_index_layers=sum(layer.index_dim > 0 for layer in model.layers),
         dense_params=active - chosen,
         chosen_params=chosen,
         pool_params=pool,

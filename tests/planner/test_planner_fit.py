@@ -119,7 +119,7 @@ def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
     )
 
     def step(age: ages.Age) -> tuple[float, float]:
-        found = ages.decode(age, {"kv": part}, 8e9, 40e12)
+        found = ages.decode(age, {"kv": part, "experts": part}, 8e9, 40e12)
         return found["kv"].value, found["older"].value
 
     assert step(_age(halo, "rocm")) == pytest.approx((1.0, 22.5 * 8e9 / 40e12))
@@ -127,6 +127,8 @@ def test_what_an_age_lacked_makes_its_rows_slower_and_no_others() -> None:
         step(_age(halo, "rocm", era="2026")) == step(_age(halo, "rocm", quant="q8")) == (1.0, 0.0)
     )
     assert step(_age("NVIDIA Tesla V100", "cuda")) == (4.0, 0.0)
+    apart, fused = (step(_age("NVIDIA A100", "cuda", build=n))[1] for n in (6210, 7100))
+    assert apart > fused == 0.0
     assert (
         step(_age("NVIDIA Tesla V100", "cuda", era="2026"))
         == step(_age("NVIDIA A100", "cuda"))

@@ -169,6 +169,17 @@ def test_an_rx_580s_prompts_are_in_the_range() -> None:
     assert "n=2" not in said.basis
 
 
+def test_sparse_attentions_indexer_goes_over_the_whole_context() -> None:
+    """Qwen3.8-Flash-Next on an M5 Max: 20.7 tok/s at 131,072 tokens, which reading its cache does
+    not tell (https://github.com/ggml-org/llama.cpp/pull/28349)."""
+    m, files = model("qwen3.8-flash-next"), Variant("gguf", "IQ4_XS", "", (), 94_000_000_000)
+    run = RunSettings(262_144).with_kv_type("q8_0")
+    said = speed.decode(resolve("M5 Max 128GB"), m, files, run, depth=131_072)
+    assert said.low <= 20.7 <= said.high
+    blind = replace(m, layers=tuple(replace(layer, index_dim=0) for layer in m.layers))
+    assert speed.decode(resolve("M5 Max 128GB"), blind, files, run, depth=131_072).low > 20.7
+
+
 def test_launches_go_by_the_clock_and_reading_does_not() -> None:
     m = model("qwen3-8b")
     v = variant(m, "Q4_K_M")
