@@ -24,9 +24,9 @@ _PROMPT_TOKENS = 2048
 # What llama.cpp's RPC takes of each token for each further machine, beside the way there: at best,
 # typically, at worst. The differences between one machine and several with the same file that were
 # published (benchmarks/data/clusters.csv); the same over 1 Gbit/s Ethernet as over 200 Gbit/s. (The
-# worst of few pairs was 7.7 ms; with 10 four fifths of what was published of two machines are
-# inside the range, with 8 no longer since single machines have narrower ones.)
-RPC_S = (0.0, 5.5e-3, 10e-3)
+# worst of few pairs was 7.7 ms; with 12 four fifths of what was published of two machines are
+# inside the range, with 10 no longer since single machines have narrower ones.)
+RPC_S = (0.0, 5.5e-3, 12e-3)
 
 
 @dataclass(frozen=True, slots=True)
