@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,21 +31,6 @@ CPU = BuildRecipe(
     (Step("the package", ("install", "--target", "{build}/site")),),
 )
 Doctor = Callable[[Path], None]
-_asked = trial.reference
-
-
-@cache
-def _answer(model: Path) -> trial.ReferenceAnswer | str:
-    environment = trial.environment_now()
-    builds.apply(builds.OWN, environment)
-    return _asked(model, environment)
-
-
-@pytest.fixture(autouse=True)
-def _one_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the processor answers with the installed build is the same whatever is tried: it is
-    asked once, in a process of its own as ever."""
-    monkeypatch.setattr(trial, "reference", lambda model, _environment: _answer(model))
 
 
 def whole(_: Path) -> None:
@@ -425,10 +409,6 @@ def test_a_ready_made_build_computes_with_the_processors_part_that_was_compiled_
     # The wheel's, which are links in this test, stand aside.
     assert not any(library.is_symlink() for library in libraries)
     assert all(library.read_bytes() == libraries[0].read_bytes() for library in libraries)
-    compiled = make(whole, tiny_model)
-    assert all(library.is_symlink() for library in processor_libraries(compiled)), (
-        "one that was compiled is left as it is"
-    )
 
 
 @pytest.mark.parametrize("doctor", [runs_with_its_own_part_alone, of_another_version])
@@ -457,9 +437,9 @@ def turns_take(seconds: float) -> Doctor:
 @pytest.mark.parametrize(
     ("before", "now", "accepts", "taken"),
     [
-        (0.0, 0.01, False, False),
-        pytest.param(0.01, 0.0, False, True, marks=pytest.mark.long),
-        pytest.param(0.0, 0.01, True, True, marks=pytest.mark.long),
+        (0.0, 0.005, False, False),
+        pytest.param(0.005, 0.0, False, True, marks=pytest.mark.long),
+        pytest.param(0.0, 0.005, True, True, marks=pytest.mark.long),
     ],
 )
 def test_a_build_that_is_slower_than_the_one_before_is_taken_only_when_asked_for(
