@@ -80,33 +80,16 @@ def parts(model: Model, variant: Variant) -> Parts:
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """What each layer weighs in a run, in bytes: (always read, routed experts, KV, state) of each,
-    and the ends.
-
-    The ends are those of `Parts`; `_sums` run over the layers before each of weights, experts, and
-    KV with state.
-    """
+    and the ends, which are those of `Parts`."""
 
     layers: tuple[tuple[int, int, int, int], ...]
     input_bytes: int
     output_bytes: int
     own_output_bytes: int
-    _sums: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
     def device_bytes(self, placed: Placement) -> int:
-        """Bytes on devices, all layers and the output together: the sum of `device_layers`."""
-        n, (dense, experts, held) = len(self.layers), self._sums
-        first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
-        if first > n:
-            return 0
-        cache = 0 if placed.kv_on_host else held[n] - held[first]
-        return (
-            dense[n]
-            - dense[first]
-            + experts[n]
-            - experts[max(first, kept)]
-            + cache
-            + self.output_bytes
-        )
+        """Bytes on devices, all layers and the output together."""
+        return sum(self.device_layers(placed))
 
     def device_layers(self, placed: Placement) -> list[int]:
         """Bytes on devices of each layer from the first that one computes, and last of the
@@ -144,13 +127,7 @@ def ledger(model: Model, variant: Variant, kv: Sequence[int], state: Sequence[in
     """The ledger of a run whose layers hold these bytes of KV and of recurrent state."""
     found = parts(model, variant)
     rows = tuple((d, e, k, s) for (d, e), k, s in zip(found.layers, kv, state, strict=True))
-    columns = (
-        [d for d, _ in found.layers],
-        [e for _, e in found.layers],
-        [k + s for k, s in zip(kv, state, strict=True)],
-    )
-    sums = (tuple(accumulate(c, initial=0)) for c in columns)
-    return Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes, tuple(sums))  # type: ignore[arg-type]
+    return Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes)
 
 
 # --- several cards --------------------------------------------------------------------------------
