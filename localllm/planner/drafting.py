@@ -95,16 +95,17 @@ def verify_ratios(
     weights are read once, but more of the experts, and every row is computed. Sequences of their
     own (`speed.decode`) cost more: each has a cache and a state.
     """
+    read, (share, _) = streamed(model, variant), row_share(device, variant)
+    is_cpu = decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu"
+    if not read.routed_bytes and not is_cpu:
+        return [1 + (n - 1) * share for n in rows]
     one = decode_step(device, model, variant, settings)
-    if decode_cost.hardware_of(device, backend_of(variant).name).engine == "cpu":
+    if is_cpu:
         return [
             decode_step(device, model, variant, settings, n_sequences=n).total_s / one.total_s
             for n in rows
         ]
-    read, (share, _) = streamed(model, variant), row_share(device, variant)
-    routed = one.routed_s / one.total_s / max(1, read.routed_bytes)
-    if not read.routed_bytes:
-        return [1 + (n - 1) * share for n in rows]
+    routed = one.routed_s / one.total_s / read.routed_bytes
     more = [
         (read.step_bytes(model, decode_cost.apart(n)) - read.total_bytes) * routed for n in rows
     ]
@@ -124,15 +125,13 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
     where it does not pay, or where the model's memory can't take tokens back (recurrent layers,
     unless loaded with snapshots of their state).
     """
-    if plan.settings.drafter.name == "off":
-        return None
     lengths: tuple[int, ...] = _LENGTHS
     if facts(plan.model).n_recurrent_layers:
         lengths = (plan.settings.n_rewind,) if plan.settings.n_rewind else ()
+    if plan.settings.drafter.name == "off" or not lengths:
+        return None
     steps = _steps(device, plan, lengths)
-    gain = max(
-        (speculation_gain(EDIT_ACCEPTANCE, n, 0.0, step) for n, step in steps.items()), default=1.0
-    )
+    gain = max(speculation_gain(EDIT_ACCEPTANCE, n, 0.0, step) for n, step in steps.items())
     return gain if gain >= _PAYS else None
 
 
