@@ -6,6 +6,8 @@ from __future__ import annotations
 import datetime
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,10 +77,8 @@ def read_header(source: Path | str, open_source: OpenSource | None = None) -> Gg
     """
     from localllm_catalog import gguf
 
-    try:
+    with _as_model_file(source):
         return gguf.read(source, open_source)
-    except (CatalogError, OSError) as e:
-        raise _unreadable(source, e) from e
 
 
 def readable_header(path: Path) -> GgufHeader | None:
@@ -101,11 +101,8 @@ def read_model(
 
     if isinstance(source, Path) and source.is_dir():
         return _read_folder(source, known)
-    header = read_header(source, open_source)
-    try:
-        return from_gguf.model_from_gguf(header, known=known)
-    except CatalogError as e:
-        raise _unreadable(source, e) from e
+    with _as_model_file(source):
+        return from_gguf.model_from_gguf(read_header(source, open_source), known=known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +135,7 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
 
     from localllm_catalog import from_hf
 
-    try:
+    with _as_model_file(folder):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
         files = {
             name: (folder / name).stat().st_size for name in names.mlx_weights(os.listdir(folder))
@@ -146,11 +143,14 @@ def _read_folder(folder: Path, known: Model | None) -> Model:
         # A model runs without the one of generation, too.
         stated = json_store.read(folder / "generation_config.json")
         return from_hf.model_from_config(config, files, known=known, generation=stated)
+
+
+@contextmanager
+def _as_model_file(source: Path | str) -> Iterator[None]:
+    """What can't be read of `source` is a ModelFileError."""
+    try:
+        yield
     except (CatalogError, OSError, ValueError) as e:
-        raise _unreadable(folder, e) from e
-
-
-def _unreadable(source: Path | str, error: Exception) -> ModelFileError:
-    name = str(source).rstrip("/").rpartition("/")[2]
-    hint = getattr(error, "hint", "") or _OTHERWISE
-    return ModelFileError(f"{name} can't be read as a model: {error}", hint=hint)
+        name = str(source).rstrip("/").rpartition("/")[2]
+        hint = getattr(e, "hint", "") or _OTHERWISE
+        raise ModelFileError(f"{name} can't be read as a model: {e}", hint=hint) from e
