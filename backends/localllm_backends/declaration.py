@@ -32,6 +32,8 @@ class Declaration:
     `draft_heads`: it runs the model's own (MTP), which published files carry.
     `adapters`: a LoRA adapter of it is a "file" or a "folder" ("": it takes none).
     `projectors`: it reads images by a projector's file.
+    `towers`: how the ids of the catalog's models begin whose images it reads by what lies in their
+    own files.
     `snapshots`: recurrent states are kept for drafting.
     `tensor_parallel`: machines can share each layer.
     `fused_heads`: sizes of heads whose attention over a prompt's tokens holds no scores, where
@@ -58,6 +60,7 @@ class Declaration:
     draft_heads: bool = False
     adapters: Literal["", "file", "folder"] = ""
     projectors: bool = False
+    towers: tuple[str, ...] = ()
     snapshots: bool = False
     tensor_parallel: bool = False
     fused_heads: tuple[int, ...] = ()

@@ -114,11 +114,11 @@ def installed_names(plans: Sequence[Plan], catalog: Catalog) -> dict[tuple[str, 
 
 
 def image_readers(models: Sequence[Model]) -> tuple[Model, ...]:
-    """Those of `models` that read images here: in GGUF files alone, since llama.cpp alone does."""
+    """Those of `models` that read images here, in the files whose engine does."""
+    from localllm.planner.projector import reads_images
+
     seeing = (
-        replace(m, variants=tuple(v for v in m.variants if v.format == "gguf"))
-        for m in models
-        if "image" in m.modality
+        replace(m, variants=tuple(v for v in m.variants if reads_images(m, v))) for m in models
     )
     return tuple(model for model in seeing if model.variants)
 

@@ -450,4 +450,5 @@ def _need_mlx(
         overhead_bytes=overhead_bytes(device),
         draft_bytes=drafted,
         limit_bytes=device.room_bytes if device is not None else 0,
+        projector_bytes=settings.projector_bytes,
     )

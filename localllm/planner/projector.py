@@ -13,6 +13,9 @@ from localllm_catalog.types import Model, Variant
 # Qwen's projectors take images of any size; llama.cpp reserves buffers for 46 × 46 tokens
 # (clip.cpp, set_warmup_n_tokens).
 _ANY_SIZE_TOKENS_A_SIDE = 46
+# What the largest picture takes in the towers of 16 heads that those models have, of 1,024 tokens
+# and 4 patches for each: half of it one layer's scores.
+_TOWER_BUFFER_BYTES = 10**9
 _ANY_SIZE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
 
 
@@ -35,13 +38,21 @@ def projector_bytes(metadata: Mapping[str, Any], file_bytes: int) -> int:
     return file_bytes + pixels + max(laid_out, activations)
 
 
+def reads_images(model: Model, variant: Variant) -> bool:
+    """Whether the engine of these files reads the model's images here."""
+    engine = backend_of(variant)
+    return "image" in model.modality and (engine.projectors or model.id.startswith(engine.towers))
+
+
 def listed_bytes(model: Model, variant: Variant) -> int:
     """Bytes while loaded, as far as the catalog knows them: the published projector of these files,
     else of the model's others, else what its parameters weigh at 16 bits; and buffers for the
-    largest image there, up to 46 × 46 tokens. 0 where the model does not see, or in a format whose
-    engine reads no images here."""
-    if "image" not in model.modality or not backend_of(variant).projectors:
+    largest image there, up to 46 × 46 tokens. Of a tower in the model's own files buffers alone. 0
+    where no images are read."""
+    if not reads_images(model, variant):
         return 0
+    if not backend_of(variant).projectors:
+        return _TOWER_BUFFER_BYTES
     published = (variant, *model.variants)
     size = next((v.mmproj_bytes for v in published if v.mmproj_bytes), 0) or 2 * model.vision_params
     rule = model.image_tokens

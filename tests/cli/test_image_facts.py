@@ -63,12 +63,15 @@ def test_the_projector_is_counted_in_what_is_recommended() -> None:
     assert "projector" in run("recommend", "--sees", "--explain", "--device", "RTX 4090")
 
 
-def test_mlx_files_are_none_image_readers(catalog: Catalog) -> None:
-    seeing = image_readers(catalog.models)
-    assert {v.format for model in seeing for v in model.variants} == {"gguf"}
-    assert "qwen3-8b" not in {model.id for model in seeing}
+def test_mlx_folders_whose_towers_are_read_are_among_what_sees(catalog: Catalog) -> None:
+    formats = {m.id: {v.format for v in m.variants} for m in image_readers(catalog.models)}
+    assert formats["qwen3.5-4b"] == formats["gemma-3-4b-it"] == {"gguf", "mlx"}
+    # It has no tower: its patches go straight into the model.
+    assert formats["gemma-4-12b-it"] == {"gguf"}
+    assert "qwen3-8b" not in formats
     plans = json.loads(run("recommend", "--sees", "--device", "M4 Max 64GB", "--json"))["plans"]
-    assert {plan["backend"] for plan in plans} == {"llamacpp"}
+    assert "mlx" in {plan["backend"] for plan in plans}
+    assert all(plan["memory"]["mmproj_bytes"] > 5e7 for plan in plans)
 
 
 def test_every_model_image_readerss_has_a_projector_of_some_size(catalog: Catalog) -> None:

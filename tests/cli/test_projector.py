@@ -139,7 +139,7 @@ def test_a_folder_whose_images_can_t_be_read_says_why(
         assert "pip install 'localllm[vision]'" in load.projector.why_not
         assert load.options.spec.projector == ""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gemma3"}))
-    assert "'gemma3'" in load_plan_named(str(folder), Settings({})).projector.why_not
-    with pytest.raises(UnsupportedError, match=r"--images on.*'gemma3'"):
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "idefics3"}))
+    assert "'idefics3'" in load_plan_named(str(folder), Settings({})).projector.why_not
+    with pytest.raises(UnsupportedError, match=r"--images on.*'idefics3'"):
         load_plan_named(str(folder), Settings({"images": "on"}))

@@ -29,13 +29,16 @@ FILES = {"{A}": png(64, 64, 1), "{B}": png(300, 200, 2), "{C}": png(60, 400, 3)}
     scope="module",
     params=[
         *(pytest.param(kind, marks=needs_mtmd()) for kind in ("llava", "gemma3", "qwen2vl")),
-        pytest.param("mistral3", marks=needs_mlx_vlm()),
+        *(
+            pytest.param(f"mlx-{kind}", marks=needs_mlx_vlm())
+            for kind in ("mistral3", "gemma3", "qwen3_vl", "qwen3_5")
+        ),
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     folder = tmp_path_factory.mktemp("vision")
-    if request.param == "mistral3":
-        written = tiny_mlx_vision.write(folder / "mlx", request.param)
+    if request.param.startswith("mlx-"):
+        written = tiny_mlx_vision.write(folder / "mlx", request.param.removeprefix("mlx-"))
         return VisionModel(written, written)
     return write_vision(folder, request.param)
 
@@ -137,7 +140,9 @@ def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(
     again = ask(engine, second)
     usage = again.finish("r").usage
     assert encodes(engine) == 2
-    assert usage.cached_tokens >= outcome.finish("r").usage.prompt_tokens - 8
+    # A model that can't rewind goes on from the last state that was kept.
+    slack = 0 if engine.backend.capabilities.rewind == "any" or model.text.is_file() else 12
+    assert usage.cached_tokens >= outcome.finish("r").usage.prompt_tokens - 8 - slack
     assert again.tokens["r"] == plain(engine, second)
     engine.close()
     # After a restart its KV comes from disk.
@@ -145,7 +150,7 @@ def test_an_answer_is_the_plain_one_and_a_second_turn_encodes_nothing(
     third = ask(engine, second)
     assert third.tokens["r"] == again.tokens["r"]
     assert encodes(engine) == 0
-    assert third.finish("r").usage.cached_tokens >= usage.prompt_tokens - 20
+    assert third.finish("r").usage.cached_tokens >= usage.prompt_tokens - 20 - slack
     # And a line that was never read takes the images' embeddings from there.
     ask(engine, prompt("something else entirely {B} then {A} and so"))
     assert encodes(engine) == 0

@@ -129,6 +129,8 @@ class LineAttention(_Attention):
         super().__init__(form, window, phase)
         self.offset = 0
         self.start = 0
+        # New tokens see each other, not only those before them.
+        self.sees_ahead = False
         self._slack = slack
 
     @property
@@ -201,10 +203,10 @@ class LineAttention(_Attention):
         if window is not None and seen <= window:
             window = None
         if window is None and not (return_array and n > 1):
-            return None if n == 1 else "causal"
+            return None if n == 1 or self.sees_ahead else "causal"
         queries = mx.arange(seen - n, seen)[:, None]
         slots = mx.arange(seen)[None]
-        mask = slots <= queries
+        mask = (slots <= queries) | self.sees_ahead
         return mask if window is None else mask & (slots > queries - window)
 
     def _first(self, used: int, n: int) -> int:

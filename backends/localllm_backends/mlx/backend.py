@@ -173,6 +173,7 @@ class MlxBackend(OwnedBackend):
             line.length = n_tokens
             line.place(n_tokens)
         line.predicted = None
+        line.cut_images(n_tokens)
         if self._heads is not None:
             self._heads.truncate(sequence, n_tokens)
 

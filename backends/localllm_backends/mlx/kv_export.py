@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -44,11 +44,12 @@ class BlobPart:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Tokens [start, stop) of a sequence."""
+    """Tokens [start, stop) of a sequence, and the images that end in them (SequenceCache)."""
 
     start: int
     stop: int
     parts: list[BlobPart]
+    images: list[tuple[int, int]] = field(default_factory=list)
 
     def arrays(self) -> Iterator[Any]:
         """All of them, part by part."""
@@ -72,9 +73,8 @@ def _described(identity: str, blob: Blob) -> bytes:
     leaves = []
     for part in blob.parts:
         leaves.append([part.position, [[list(a.shape), _name(a)] for a in part.arrays]])
-    return json.dumps(
-        {"of": identity, "start": blob.start, "stop": blob.stop, "leaves": leaves}
-    ).encode()
+    span = {"of": identity, "start": blob.start, "stop": blob.stop, "images": blob.images}
+    return json.dumps({**span, "leaves": leaves}).encode()
 
 
 def _unpack(identity: str, data: bytes | memoryview) -> Blob:
@@ -93,7 +93,8 @@ def _unpack(identity: str, data: bytes | memoryview) -> Blob:
                 array, at = _array(view, at, [int(n) for n in shape], str(name))
                 arrays.append(array)
             parts.append(BlobPart(int(position), arrays))
-        blob = Blob(int(header["start"]), int(header["stop"]), parts)
+        images = [(int(stop), int(fewer)) for stop, fewer in header.get("images", ())]
+        blob = Blob(int(header["start"]), int(header["stop"]), parts, images)
     except (KeyError, TypeError, ValueError) as e:
         raise BackendFailure(f"this KV block is damaged: {e}") from e
     if at != len(view):
@@ -174,7 +175,8 @@ class KvExport:
             raise CannotRewindError("this model's memory can only be exported whole")
         else:
             parts = self._states(line, range(len(self.shapes.leaves)))
-        return _pack(self.identity, Blob(start, stop, parts))
+        images = [image for image in line.images if start < image[0] <= stop]
+        return _pack(self.identity, Blob(start, stop, parts, images))
 
     def import_range(
         self, line: SequenceCache, data: bytes | memoryview, start: int, stop: int
@@ -203,6 +205,7 @@ class KvExport:
             # A line that can be cut comes in many blocks: its buffers are made when the last one is
             # there.
             mx.eval(arrays_of(line.leaves))
+        line.images = line.images + [image for image in block.images if start < image[0] <= stop]
         line.continue_at(stop)
 
     def _state_of(self, line: SequenceCache) -> Blob:

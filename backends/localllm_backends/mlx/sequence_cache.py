@@ -169,6 +169,8 @@ class SequenceCache(_Memory):
     # The engine took the best token of its last step.
     follows_best: bool = False
     broken: bool = False
+    # Of each image that takes fewer positions than tokens: where it ends, and how many fewer.
+    images: list[tuple[int, int]] = field(default_factory=list)
     # Names the buffers, so that lines which still share them are counted once.
     buffers: object = field(default_factory=object)
 
@@ -179,6 +181,13 @@ class SequenceCache(_Memory):
     def computed(self) -> int:
         """Tokens the buffers stand for."""
         return self.length - len(self.replay)
+
+    def position(self, n_tokens: int) -> int:
+        """Where the token behind the first `n_tokens` stands."""
+        return n_tokens - sum(fewer for stop, fewer in self.images if stop <= n_tokens)
+
+    def cut_images(self, n_tokens: int) -> None:
+        self.images = [image for image in self.images if image[0] <= n_tokens]
 
     def holds(self, n_tokens: int) -> bool:
         """Can the attention leaves be cut to `n_tokens`?"""
@@ -202,6 +211,7 @@ class SequenceCache(_Memory):
     def continue_at(self, n_tokens: int) -> None:
         """Its buffers were filled, and stand for `n_tokens`."""
         self.length, self.replay, self.undo, self.predicted = n_tokens, [], None, None
+        self.cut_images(n_tokens)
         self.buffers = object()
 
     def clear(self) -> None:
@@ -235,7 +245,8 @@ class SequenceCache(_Memory):
             forked = map(_forked, self.leaves)
             other.caches, other.leaves = self.layout.build(lambda _leaf, _place: next(forked))
             other.buffers = self.buffers
-        other.length = n_tokens
+        other.length, other.images = n_tokens, self.images
+        other.cut_images(n_tokens)
         other.replay = list(self.replay)
         other.place(other.computed)
 

@@ -60,6 +60,8 @@ class Stepper:
         self._layout, self._lines = layout, lines
         self._n_vocab, self._n_ctx, self._n_rewind = n_vocab, n_ctx, n_rewind
         self._looks_ahead, self._fused = looks_ahead, fused
+        # Tokens that go into one call whatever else holds: those of an image may see each other.
+        self.undivided = WHOLE_TOKENS
         self._stream = mx.new_stream(mx.default_device())
         self.batch = SequenceBatch(layout)
         self.ahead: _Ahead | None = None
@@ -176,7 +178,7 @@ class Stepper:
         line.buffers = object()
         self.hidden.clear()
         ids = mx.array([tokens])
-        if outputs and outputs < len(tokens) > WHOLE_TOKENS:
+        if outputs and outputs < len(tokens) > self.undivided:
             self.model(self._read(ids[:, :-outputs], line), cache=line.caches)
             ids = ids[:, -outputs:]
         elif not outputs:
@@ -202,7 +204,8 @@ class Stepper:
         """Compute as much of `ids` behind `line` as takes calls of its own, piece by piece; returns
         the rest."""
         scores = SCORES_AT_ONCE if self._fused else SCORES_AT_ONCE // 4
-        most = max(_PIECE, scores // (line.length + int(ids.shape[1])) // _PIECE * _PIECE)
+        least = max(_PIECE, self.undivided)
+        most = max(least, scores // (line.length + int(ids.shape[1])) // _PIECE * _PIECE)
         while int(ids.shape[1]) > most:
             self.model(ids[:, :most], cache=line.caches)
             mx.eval(arrays_of(line.leaves), self.hidden)

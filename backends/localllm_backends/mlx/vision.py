@@ -11,8 +11,9 @@ import hashlib
 import importlib
 import math
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +33,20 @@ from localllm_backends.contract import (
 )
 from localllm_backends.mlx import memory
 from localllm_backends.mlx.backend import Loaded, MlxBackend
+from localllm_backends.mlx.embedding_reader import EmbeddingReader
 from localllm_backends.mlx.files import fingerprint
 from localllm_backends.mlx.load import read_checkpoint, read_weights
 from localllm_backends.mlx.results import MlxStepResult
+from localllm_backends.mlx.stepping import WHOLE_TOKENS
 from localllm_backends.mlx.towers import (
+    FAMILIES,
     MOST_TOKENS,
-    PROCESSORS,
+    Family,
     image_buffer_bytes,
+    most_tokens,
+    n_layers_added_to,
+    sections,
+    seen_ahead,
     why_not,
 )
 
@@ -51,9 +59,15 @@ _BLANK = ImagePixels(32, 32, bytes(3 * 32 * 32), b"blank")
 _WITHOUT = "`--images off` loads it without"
 
 
-# What an image comes to in a prompt: the tokens before it, those that embeddings stand for, and
-# the tokens behind it.
-_Layout = tuple[list[int], list[int], list[int]]
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What an image comes to in a prompt: the tokens before it, so many that embeddings stand for,
+    and the tokens behind it. `grid`: as in ImageRun."""
+
+    before: list[int]
+    n_tokens: int
+    behind: list[int]
+    grid: NDArray[np.int32] | None = None
 
 
 class Eyes:
@@ -69,8 +83,12 @@ class Eyes:
         self._config = config
         self._encoding, self._processing = threading.Lock(), threading.Lock()
         self._device = mx.default_device()
-        self._processor = _processor(folder, str(config["model_type"]))
+        family = FAMILIES[str(config["model_type"])]
+        self._processor = _processor(folder, family)
+        self._mark = family.mark or self._processor.image_token
         self.tower = _tower(folder, language)
+        # Of what mlx-lm's model multiplies by, and mlx-vlm's does not.
+        self._scale = getattr(language.language_model.model, "embed_scale", 1.0)
         self._laid_out: dict[bytes, _Layout] = {}
         digest = hashlib.blake2b(digest_size=32)
         for name in _PROCESSOR_FILES:
@@ -83,24 +101,27 @@ class Eyes:
     def lay_out(self, picture: ImagePixels) -> list[list[int] | ImageRun]:
         found = self._laid_out.get(picture.key)
         if found is None:
-            found = self._split(self._inputs(picture)["input_ids"][0].tolist())
+            found = self._layout(self._inputs(picture))
             if len(self._laid_out) >= _LAID_OUT:
                 self._laid_out.clear()
             self._laid_out[picture.key] = found
         key = hashlib.blake2b(picture.key, digest_size=16, key=self._identity)
-        before, inner, behind = found
-        run = ImageRun(picture, 0, key.digest(), len(inner), len(inner))
-        return [part for part in (before, run, behind) if part]
+        n_tokens, grid = found.n_tokens, found.grid
+        n_positions = n_tokens if grid is None else int(grid.max()) + 1
+        run = ImageRun(picture, 0, key.digest(), n_tokens, n_positions, grid)
+        return [part for part in (found.before, run, found.behind) if part]
 
     def encode(self, run: ImageRun) -> NDArray[np.float32]:
         with self._encoding, mx.stream(self._device):
             memory.require(image_buffer_bytes(self._config), "the image")
             inputs = self._inputs(run.pixels)
+            first = len(self._layout(inputs).before)
             ids = inputs.pop("input_ids")
             inputs["mask"] = inputs.pop("attention_mask", None)
-            made = self.tower.get_input_embeddings(ids, **inputs).inputs_embeds[0]
-            first = len(self._split(ids[0].tolist())[0])
-            return np.array(made[first : first + run.n_tokens].astype(mx.float32))
+            made = self.tower.get_input_embeddings(ids, **inputs)
+            rows = made.inputs_embeds[0, first : first + run.n_tokens] / self._scale
+            parts = [rows, *(made.deepstack_visual_embeds or ())]
+            return np.array(mx.concatenate(parts, axis=-1).astype(mx.float32))
 
     def close(self) -> None:
         with self._encoding:
@@ -123,10 +144,11 @@ class Eyes:
         return inputs
 
     def _processed(self, image: Any) -> dict[str, Any]:
-        mark = self._processor.image_token
         try:
             with self._processing:
-                return dict(self._processor(images=[image], text=[mark], add_special_tokens=False))
+                return dict(
+                    self._processor(images=[image], text=[self._mark], add_special_tokens=False)
+                )
         except Exception as e:
             raise BackendFailure(f"the image can't be read by this model: {e}") from e
 
@@ -134,27 +156,43 @@ class Eyes:
         ids: list[int] = inputs["input_ids"][0].tolist()
         return ids.count(self._processor.image_token_id)
 
-    def _split(self, ids: list[int]) -> _Layout:
+    def _layout(self, inputs: Mapping[str, Any]) -> _Layout:
         """The span from the first to the last token of the image is its own, with the ends of rows
         in it."""
-        token = self._processor.image_token_id
+        ids: list[int] = inputs["input_ids"][0].tolist()
+        token, sides = self._processor.image_token_id, inputs.get("image_grid_thw")
         places = [i for i, each in enumerate(ids) if each == token]
         if not places:
             raise BackendFailure("the image comes to no tokens: this model's processor has none")
-        first, last = places[0], places[-1] + 1
-        return ids[:first], ids[first:last], ids[last:]
+        first, last, grid = places[0], places[-1] + 1, None
+        if sides is not None:
+            time, height, width = sides[0].tolist()
+            merged = self._processor.image_processor.merge_size
+            shape = time, height // merged, width // merged
+            grid = np.indices(shape, dtype=np.int32).reshape(3, -1)
+        return _Layout(ids[:first], last - first, ids[last:], grid)
 
 
-def _processor(folder: Path, family: str) -> Any:
+def _processor(folder: Path, family: Family) -> Any:
+    module = family.module
     try:
-        made = importlib.import_module(f"mlx_vlm.models.{family}.processing_{family}")
-        kind = getattr(made, PROCESSORS[family])
-        # Never the checkpoint's own code, nor anything from the network.
-        return kind.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        made = importlib.import_module(f"mlx_vlm.models.{module}.processing_{module}")
+        with warnings.catch_warnings():
+            # Of a processor for sound, which nobody asks for.
+            warnings.simplefilter("ignore")
+            # Never the checkpoint's own code, nor anything from the network.
+            processor = getattr(made, family.processor).from_pretrained(
+                str(folder), trust_remote_code=False, local_files_only=True
+            )
     except Exception as e:
         raise LoadError(
             f"the image processor of {folder.name!r} can't be read: {e}", _WITHOUT
         ) from e
+    if family.rows:
+        by_pixels = processor.image_processor
+        most = MOST_TOKENS * (by_pixels.patch_size * by_pixels.merge_size) ** 2
+        by_pixels.max_pixels = min(by_pixels.max_pixels, most)
+    return processor
 
 
 def _tower(folder: Path, language: Any) -> Any:
@@ -167,24 +205,15 @@ def _tower(folder: Path, language: Any) -> Any:
     except Exception as e:
         said = f"mlx-vlm can't load the image tower of {folder.name!r}: {e}"
         raise LoadError(said, _WITHOUT) from e
-    tower.language_model = SimpleNamespace(model=language.language_model.model)
+    tower.audio_tower = tower.embed_audio = None
+    text = language.language_model.model
+    tower.language_model = SimpleNamespace(
+        model=SimpleNamespace(
+            embed_tokens=text.embed_tokens, embed_scale=1.0, hidden_size_per_layer_input=0
+        ),
+        get_rope_index=lambda *_: (None, None),
+    )
     return tower
-
-
-class _EmbeddingReader:
-    """The language model as a step calls it: while embeddings are `pending`, it reads those."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.pending: Any = None
-
-    def __call__(self, ids: Any, cache: Any) -> Any:
-        if self.pending is None:
-            return self._model(ids, cache=cache)
-        n = int(ids.shape[1])
-        now, later = self.pending[:, :n], self.pending[:, n:]
-        self.pending = later if later.shape[1] else None
-        return self._model(ids, cache=cache, input_embeddings=now)
 
 
 def load_seeing(
@@ -210,12 +239,16 @@ class MlxVisionBackend(MlxBackend):
 
     def __init__(self, loaded: Loaded, eyes: Eyes, tower_bytes: int) -> None:
         self._eyes, self._tower_bytes = eyes, tower_bytes
+        ahead = seen_ahead(loaded.config)
+        if ahead:
+            loaded = replace(loaded, n_batch=max(loaded.n_batch, most_tokens(loaded.config)))
         super().__init__(loaded)
-        embed = loaded.model.language_model.model.embed_tokens
-        self._dtype = embed(mx.zeros((1, 1), dtype=mx.int32)).dtype
-        self._reader = _EmbeddingReader(loaded.model)
+        self._reader = EmbeddingReader(loaded.model, ahead, self._shifts)
+        rows = FAMILIES[str(loaded.config["model_type"])].rows
+        if rows:
+            self._reader.wrap(sections(loaded.config), rows, n_layers_added_to(loaded.config))
         self.stepper.model = self._reader
-        self.capabilities = replace(self.capabilities, vision=True)
+        self.capabilities = replace(self.capabilities, vision=True, whole_images=bool(ahead))
         self.info = replace(self.info, vision=True)
 
     def tokenize_images(
@@ -239,19 +272,38 @@ class MlxVisionBackend(MlxBackend):
         if len(chunks) != 1 or chunks[0].image is None:
             raise BackendFailure("an image goes into a step of its own")
         [chunk], image, n = chunks, chunks[0].image, len(chunks[0].tokens)
-        part = image.embeddings[image.start : image.start + n]
+        line, run = self._line(chunk.sequence), image.run
+        stop = image.start + n
+        grid = run.grid
+        if grid is not None:
+            grid = line.position(line.length - image.start) + grid[:, image.start : stop]
+        if stop == run.n_tokens > run.n_positions:
+            line.images = [*line.images, (line.length + n, run.n_tokens - run.n_positions)]
         # No token is the one that was expected behind the last.
-        self._line(chunk.sequence).predicted = None
-        self._reader.pending = mx.array(part)[None].astype(self._dtype)
+        line.predicted = None
+        self.stepper.recompute(line)
+        self.stepper.undivided = n if self.capabilities.whole_images else WHOLE_TOKENS
+        self._reader.give(image.embeddings[image.start : stop], grid)
         try:
-            return super().step([chunk._replace(tokens=[0] * n)])
+            result = super().step([chunk._replace(tokens=[0] * n)])
         finally:
-            self._reader.pending = None
+            self._reader.clear()
+            self.stepper.undivided = WHOLE_TOKENS
+            line.cut_images(line.length)
+        # What stands for its tokens can't be read again.
+        line.undo = None
+        return result
+
+    def _shifts(self, caches: Any) -> list[int]:
+        """By how much each row of `caches` stands at another position than its tokens count."""
+        batch, lines = self.stepper.batch, self._lines.values()
+        rows = batch.lines if caches is batch.caches else [x for x in lines if x.caches is caches]
+        return [line.position(line.length) - line.length for line in rows]
 
     def memory(self) -> MemoryReport:
         return replace(super().memory(), projector_bytes=self._tower_bytes)
 
     def close(self) -> None:
         self._eyes.close()
-        self._reader = _EmbeddingReader(None)
+        self._reader.close()
         super().close()

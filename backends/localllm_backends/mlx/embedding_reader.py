@@ -1,0 +1,108 @@
+"""The language model as a step calls it: it reads embeddings in the place of tokens, at positions
+of three rows (M-RoPE) where its family has such, and with what an image adds behind its first
+layers (deepstack).
+
+mlx-lm's models know tokens in one row. Their rotary embeddings and first layers are wrapped: while
+an image is read they do what mlx-vlm's do, and for text what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from localllm_backends.contract import LoadError
+
+
+class EmbeddingReader:
+    """`shifts`: by how much each row of a step's caches stands at another position than its tokens
+    count."""
+
+    def __init__(self, model: Any, ahead: str, shifts: Callable[[Any], Sequence[int]]) -> None:
+        self._model, self._ahead, self._shifts = model, ahead, shifts
+        self._text = model.language_model.model
+        probe = self._text.embed_tokens(mx.zeros((1, 1), dtype=mx.int32))
+        self._dtype, self._width = probe.dtype, int(probe.shape[-1])
+        self._rows: Any = None
+        self._places: Any = None
+        # What the wrapped parts ask for while the model is called: where the tokens of an image
+        # stand, or else how far those of text are shifted, and what an image adds to each layer.
+        self.places: Any = None
+        self.shift: Any = None
+        self.added: list[Any] = []
+
+    def wrap(self, section: Sequence[int], style: str, n_added: int) -> None:
+        """Make the model read positions in three rows, and add to its first `n_added` layers."""
+        from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
+
+        layers = self._text.layers
+        # Others are recurrent, and know no positions.
+        for layer in [x for x in layers if hasattr(x, "self_attn")]:
+            rope = layer.self_attn.rope
+            if type(rope) is not nn.RoPE:
+                raise LoadError(f"images at positions of a {type(rope).__name__} are not read")
+            in_rows = MRoPERotaryEmbedding(
+                rope.dims, base=rope.base, mrope_section=section, style=style
+            )
+            layer.self_attn.rope = _PlacedRope(rope, in_rows, self)
+        for i in range(n_added):
+            layers[i] = _AddedTo(layers[i], i, self)
+
+    def give(self, rows: Any, places: Any) -> None:
+        """Let the next tokens be these `rows` of embeddings [tokens, width], at those `places`
+        [3, tokens] (None: in one row)."""
+        self._rows = mx.array(rows)[None].astype(self._dtype)
+        self._places = None if places is None else mx.array(places)[:, None]
+
+    def clear(self) -> None:
+        self._rows, self.places, self.added = None, None, []
+
+    def close(self) -> None:
+        self._model = self._text = None
+
+    def __call__(self, ids: Any, cache: Any) -> Any:
+        if self._rows is None:
+            shifts = self._shifts(cache)
+            shifted = mx.array(list(shifts)) if len(shifts) > 1 else shifts[0]
+            self.shift = shifted if any(shifts) else None
+            return self._model(ids, cache=cache)
+        n = int(ids.shape[1])
+        now, later = self._rows[:, :n], self._rows[:, n:]
+        now, *self.added = mx.split(now, now.shape[-1] // self._width, axis=-1)
+        if self._places is not None:
+            self.places, self._places = self._places[..., :n], self._places[..., n:]
+        for leaf in cache if self._ahead else ():
+            leaf.sees_ahead = self._ahead == "everywhere" or leaf.window is not None
+        logits = self._model(ids, cache=cache, input_embeddings=now)
+        for leaf in cache if self._ahead else ():
+            leaf.sees_ahead = False
+        self.clear()
+        self._rows = later if later.shape[1] else None
+        return logits
+
+
+class _PlacedRope:
+    """A layer's rotary embedding, and the one for positions `in_rows`."""
+
+    def __init__(self, rope: Any, in_rows: Any, reader: EmbeddingReader) -> None:
+        self._rope, self._in_rows, self._reader = rope, in_rows, reader
+
+    def __call__(self, x: Any, offset: Any = 0) -> Any:
+        reader = self._reader
+        if reader.places is not None:
+            return self._in_rows.apply_rotary(x, x, reader.places)[0]
+        return self._rope(x, offset=offset if reader.shift is None else offset + reader.shift)
+
+
+class _AddedTo:
+    """Layer number `i`, behind which an image may add something."""
+
+    def __init__(self, layer: Any, i: int, reader: EmbeddingReader) -> None:
+        self._layer, self._i, self._reader = layer, i, reader
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        out = self._layer(*given, **named)
+        added = self._reader.added
+        return out + added[self._i] if added else out
