@@ -187,11 +187,9 @@ class History:
         """Replace a streaming message's text so far; `complete=True` closes it. `None` keeps what
         is stored."""
         with self.transaction() as db:
-            row = db.execute(
-                "SELECT conversation_id FROM messages WHERE id = ?", (message_id,)
-            ).fetchone()
-            if row is None:
-                raise _unknown("message", message_id)
+            (conv_id,) = _row(
+                db, "message", message_id, "SELECT conversation_id FROM messages WHERE id = ?"
+            )
             db.execute(
                 "UPDATE messages SET content = ?, reasoning = COALESCE(?, reasoning), meta = "
                 "COALESCE(?, meta),"
@@ -204,17 +202,15 @@ class History:
                     message_id,
                 ),
             )
-            self._touch(db, row[0], time.time())
+            self._touch(db, conv_id, time.time())
 
     def tree(self, conv_id: str) -> tuple[list[StoredMessage], int]:
         """Every message of all branches by age, and the id of the head (0: nothing was said
         yet)."""
         with self._read() as db:
-            row = db.execute(
-                "SELECT head_id FROM conversations WHERE id = ?", (conv_id,)
-            ).fetchone()
-            if row is None:
-                raise _unknown("conversation", conv_id)
+            (head,) = _row(
+                db, "conversation", conv_id, "SELECT head_id FROM conversations WHERE id = ?"
+            )
             rows = db.execute(
                 "SELECT id, role, content, reasoning, meta, complete, created_s, parent_id FROM "
                 "messages"
@@ -224,7 +220,7 @@ class History:
         return [
             StoredMessage(r[0], r[1], r[2], r[3], json.loads(r[4]), bool(r[5]), r[6], r[7])
             for r in rows
-        ], row[0]
+        ], head
 
     def messages(self, conv_id: str) -> list[StoredMessage]:
         """The branch that ends at the head, in order, with the system prompts that were set along
@@ -263,10 +259,9 @@ class History:
 
     def get(self, conv_id: str) -> ConversationSummary:
         with self._read() as db:
-            row = db.execute(_SUMMARY + " WHERE c.id = ?", (conv_id,)).fetchone()
-        if row is None:
-            raise _unknown("conversation", conv_id)
-        return ConversationSummary(*row)
+            return ConversationSummary(
+                *_row(db, "conversation", conv_id, _SUMMARY + " WHERE c.id = ?")
+            )
 
     def holds(self, conv_id: str) -> bool:
         with self._read() as db:
@@ -315,12 +310,8 @@ class History:
         """Remove one turn and all that follows it on any branch; returns how many went. A head that
         goes with them becomes what the turn followed."""
         with self.transaction() as db:
-            row = db.execute(
-                "SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)
-            ).fetchone()
-            if row is None:
-                raise _unknown("message", message_id)
-            conv_id, parent = row
+            about = "SELECT conversation_id, parent_id FROM messages WHERE id = ?"
+            conv_id, parent = _row(db, "message", message_id, about)
             gone = [r[0] for r in db.execute(_BELOW, (message_id, conv_id)).fetchall()]
             db.executemany("DELETE FROM messages WHERE id = ?", [(n,) for n in gone])
             head = db.execute(
@@ -406,6 +397,14 @@ class History:
 
 def _unknown(what: str, key: str | int) -> NotFoundError:
     return NotFoundError(f"no {what} {key!r} in the history")
+
+
+def _row(db: sqlite3.Connection, what: str, key: str | int, sql: str) -> tuple[Any, ...]:
+    """The row of this key. Raises NotFoundError."""
+    row = db.execute(sql, (key,)).fetchone()
+    if row is None:
+        raise _unknown(what, key)
+    return tuple(row)
 
 
 _SUMMARY = (

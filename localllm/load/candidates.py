@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from localllm.device.types import Device
+    from localllm.library.types import LocalModel
     from localllm.planner.starting_settings import Overrides
     from localllm.planner.types import Plan
     from localllm_catalog.catalog import Catalog
@@ -99,12 +100,15 @@ def best_variant(model: Model) -> Variant:
     return max(fitting, key=lambda p: (p.score, p.variant.quant)).variant
 
 
-def installed_names(plans: Sequence[Plan], catalog: Catalog) -> dict[tuple[str, str], str]:
-    """Names on this disk of the plans' models that are there, by id and quant."""
+def installed_names(
+    plans: Sequence[Plan], catalog: Catalog, there: list[LocalModel] | None = None
+) -> dict[tuple[str, str], str]:
+    """Names on this disk of the plans' models that are there, by id and quant. `there`: what was
+    found on it (None: it is looked at)."""
     from localllm.library import store
     from localllm.library.resolve import matching
 
-    there = store.scan()
+    there = store.scan() if there is None else there
     found = {}
     for key in {(p.model.id, p.variant.quant) for p in plans} if there else ():
         installed = matching(f"{key[0]}:{key[1]}", there, catalog=catalog)

@@ -9,7 +9,7 @@ and recency.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from localllm.device.accelerators import KINDS, rival
@@ -104,9 +104,10 @@ def recommend(
     *,
     overrides: Overrides = NOTHING_FIXED,
     limit: int = MAX_PICKS,
+    on_plan: Callable[[Plan], object] = lambda _: None,
 ) -> Recommendation:
     """At most `limit` Plans (0 = all that fit) for `workload` on `device`, best first, and the
-    reason for every other model.
+    reason for every other model. `on_plan` gets each model's own best as it is found, unranked.
 
     At most two picks of a family, of different sizes, so that eight of one maker's do not crowd out
     the rest; and none that another pick matches in everything (localllm/planner/picks.py).
@@ -119,6 +120,7 @@ def recommend(
         outcome = _best_of(device, model, workload, need, overrides)
         if isinstance(outcome, Plan):
             best.append(outcome)
+            on_plan(outcome)
         elif outcome is not None:
             rejected.append(outcome)
     best = picks.no_less_than_older(best)

@@ -12,7 +12,7 @@ from localllm.cli.chat.planning import PlanningProcess
 from localllm.device.types import Figure
 from localllm.errors import LocalLLMError, UsageError
 from localllm.planner import recommend
-from localllm_tui.control.interfaces import PlanRequest
+from localllm_tui.control.interfaces import PlanChoice, PlanRequest
 from support.until import until
 
 APPLE = PlanRequest(machine="M4 Max 128GB")
@@ -36,7 +36,9 @@ def test_it_plans_as_it_would_here_and_not_here(
         raise AssertionError("planned in this process")
 
     monkeypatch.setattr(recommend, "recommend", refused)
-    assert desk.plan(APPLE) == here
+    told: list[PlanChoice] = []
+    assert desk.plan(APPLE, told.append) == here
+    assert {c.ref for c in here.choices} <= {c.ref for c in told}  # each before all of them
     children = psutil.Process().children()
     with pytest.raises(LocalLLMError) as caught:
         desk.plan(PlanRequest(machine="a toaster"))

@@ -30,9 +30,7 @@ MODEL = {"id": "scripted", "object": "model", "context_length": 8192, "physics":
 
 
 def main(first: str) -> None:
-    installed = InstalledModel(
-        "small", "Q4", 10**9, "localllm", "/models/small.gguf", True, "small:Q4"
-    )
+    installed = InstalledModel("small", "Q4", 10**9, "localllm", "/models/small.gguf", True)
     service = ScriptedModelService(
         choice("small", 1.0, installed="small"), choice("large", 40.0), disk=[installed]
     )

@@ -14,6 +14,7 @@ from localllm_tui.control.interfaces import (
     PlanList,
     PlanRequest,
     PullProgress,
+    unheard,
 )
 
 
@@ -26,7 +27,7 @@ def choice(name: str, gigabytes: float = 4.0, *, installed: str = "", **more: An
         "memory": {"total_bytes": n_bytes, "limit_bytes": 24_000_000_000}, "n_ctx": 16384,
         "kv_type": "f16",
         "decode_tok_s": {"value": 20.0, "low": 15.0, "high": 25.0}, "ttft_s": {"value": 0.5},
-        "quality": {"points": 50.0, "basis": "an index of many tests"},
+        "quality": {"points": 50.0, "basis": "an index of many tests"}, "score": 50.0,
         "why": f"why {name}", "reasons": ["a further reason"],
     }  # fmt: skip
     return PlanChoice({**plan, **more}, 0.5, installed)
@@ -44,18 +45,24 @@ class ScriptedModelService:
         self.go_on = threading.Semaphore(0)
         self.fails: LocalLLMError | None = None
         self.gate: threading.Event | None = None  # what planning waits for
+        self.row_gate: threading.Semaphore | None = None  # what each plan of it waits for
         self.measured: threading.Event | None = None  # the speed is guessed until it is set
 
-    def plan(self, request: PlanRequest) -> PlanList:
+    def plan(
+        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
+    ) -> PlanList:
         if request.machine == "nonsense":
             raise UsageError("no machine of that name")
         self.requests.append(request)
         assert self.gate is None or self.gate.wait(60)
         fitting = self.choices[: max(1, len(self.choices) - request.context // 65536)]
+        for one in fitting:
+            assert self.row_gate is None or self.row_gate.acquire(timeout=60)
+            on_choice(one)
+        assert self.row_gate is None or self.row_gate.acquire(timeout=60)
         machine = request.machine or "this machine"
         too_large = len(self.choices) - len(fitting)
         return PlanList(
-            request,
             machine,
             tuple(fitting),
             {"too large": too_large} if too_large else {},

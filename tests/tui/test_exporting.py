@@ -121,22 +121,6 @@ def test_an_export_of_chatgpt_keeps_its_branches(history: History, tmp_path: Pat
     assert sorted(m.content for m in history.tree(conv)[0]) == ["and?", "that", "this", "what?"]
 
 
-def test_a_list_of_messages_is_a_conversation(history: History, tmp_path: Path) -> None:
-    file = tmp_path / "m.json"
-    said = [
-        ("system", "Be brief"),
-        ("user", "hi"),
-        ("assistant", [{"type": "text", "text": "hello"}]),
-    ]
-    file.write_text(
-        json.dumps({"messages": [{"role": role, "content": content} for role, content in said]})
-    )
-    (conv,) = import_export.store(history, import_export.read(file), "m")
-    session = Session(history, "m", conv_id=conv)
-    assert (session.title, session.system) == ("hi", "Be brief")
-    assert [t.content for t in session.turns] == ["hi", "hello"]
-
-
 @pytest.mark.parametrize(
     "said",
     ["not json", "[]", "{}", "3", '[{"chat": 3}]', '{"mapping": [1]}', '{"format": '

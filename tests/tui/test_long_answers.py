@@ -12,6 +12,7 @@ from localllm_tui.widgets.contrast import contrast
 from localllm_tui.widgets.text import GrowingText
 from support.long_markdown import words
 from tui.conftest import Driver
+from tui.scripted_models import ScriptedModelService, choice
 from tui.scripted_sse import Finish, Say, ScriptedServer
 
 
@@ -164,3 +165,18 @@ def test_the_colours_are_the_themes(drive: Any, server: ScriptedServer) -> None:
             assert d.app.theme == theme
 
     drive(play)
+
+
+def test_a_first_question_stands_at_the_top_however_long_the_page_before_it_was(
+    drive: Any, server: ScriptedServer
+) -> None:
+    server.answer("heads")
+
+    async def play(d: Driver) -> None:
+        await d.until(lambda: d.app.page.transcript.max_scroll_y > 0)  # the first page
+        await d.ask("toss a coin")
+        await d.until(lambda: "toss a coin" in "\n".join(d.screen().splitlines()[:4]))
+        assert "more below" not in d.screen()
+
+    service = ScriptedModelService(choice("big", 20))
+    drive(play, size=(40, 20), model_service=service, first_run=True)

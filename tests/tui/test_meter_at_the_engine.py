@@ -91,7 +91,9 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
             await d.until(lambda: meter(d) == edited)
             client.sampling["max_tokens"] = 600
             await d.send("Write a long story about the sea.")
-            await d.until(lambda: app.chat.answer_text.count(" ") > 5)
+            await d.until(
+                lambda: app.chat.streaming is not None and app.chat.streaming.text.count(" ") > 5
+            )
             await d.press("escape")
             await d.until(lambda: not app.chat.answering)
             assert len(client.ends) == 3

@@ -20,16 +20,20 @@ from tui.scripted_sse import ScriptedServer
 
 SIZES = [(60, 20), (80, 24), (120, 40), (160, 50)]
 OURS = InstalledModel(
-    "old", "Q8", 2_000_000_000, "localllm (the hub's cache)", "/cache/old.gguf", True, "old:Q8"
+    "old", "Q8", 2_000_000_000, "localllm (the hub's cache)", "/cache/old.gguf", True
 )
-THEIRS = InstalledModel("llama", "Q4", 5_000_000_000, "Ollama", "/ollama/llama", False, "llama:Q4")
+THEIRS = InstalledModel("llama", "Q4", 5_000_000_000, "Ollama", "/ollama/llama", False)
 
 
 async def opened(d: Driver) -> ModelsScreen:
     if not isinstance(d.app.screen, ModelsScreen):
         await d.press("f4")
     await d.until(
-        lambda: isinstance(d.app.screen, ModelsScreen) and bool(d.app.screen.rows.choices)
+        lambda: (
+            isinstance(d.app.screen, ModelsScreen)
+            and d.app.screen.rows.planned is not None
+            and d.app.screen.rows.planned.complete
+        )
     )
     screen = d.app.screen
     assert isinstance(screen, ModelsScreen)
@@ -64,6 +68,34 @@ def test_it_plans_anew_as_a_slider_moves(drive: Any, size: tuple[int, int]) -> N
         await d.until(lambda: it.requests[-1].purpose == "coding")
 
     drive(play, model_service=it, size=size)
+
+
+def test_plans_are_listed_as_they_are_made_and_keys_are_answered_meanwhile(drive: Any) -> None:
+    it = service()
+    it.row_gate = threading.Semaphore(0)
+
+    async def play(d: Driver) -> None:
+        await d.press("f4")
+        await d.until(lambda: "planning what else fits" in d.screen())
+        assert it.row_gate is not None
+        it.row_gate.release()
+        await d.until(lambda: "1 fit so far · planning the others" in d.screen())
+        assert "BIG" in d.screen()
+        assert "MID" not in d.screen()
+        it.row_gate.release()
+        await d.until(lambda: "2 fit so far" in d.screen() and "MID" in d.screen())
+        await d.press("down")
+        await d.until(lambda: "why mid" in d.screen())
+        await d.press("f", *"mi")
+        await d.until(lambda: "BIG" not in d.screen())
+        await d.press("escape")
+        await d.until(lambda: "BIG" in d.screen())
+        for _ in range(2):
+            it.row_gate.release()
+        await d.until(lambda: "3 fit ·" in d.screen() and "SMALL" in d.screen())
+        assert "why mid" in d.screen()  # what was chosen still is
+
+    drive(play, model_service=it)
 
 
 def test_why_and_another_machine(drive: Any) -> None:
@@ -267,8 +299,8 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
 
 def test_words_filter_the_list_and_slow_models_stay_in_it_below(drive: Any) -> None:
     class Slow(ScriptedModelService):
-        def plan(self, request: Any) -> Any:
-            planned = super().plan(request)
+        def plan(self, request: Any, *told: Any) -> Any:
+            planned = super().plan(request, *told)
             return replace(planned, choices=planned.choices[:2], too_slow=planned.choices[2:])
 
     it = Slow(

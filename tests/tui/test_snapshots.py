@@ -24,12 +24,14 @@ from rich.cells import cell_len
 from rich.color import ColorType
 from rich.style import Style
 from textual.color import Color
+from textual.command import CommandPalette
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from localllm.conversation.history import History
-from localllm_tui.control.interfaces import InstalledModel
+from localllm_tui.control.interfaces import EngineProgress, InstalledModel
+from localllm_tui.control.meter import AnswerMeter
 from localllm_tui.control.session import Session
 from localllm_tui.screens.dialogs import Approval, HelpScreen
 from localllm_tui.screens.models import ModelsScreen
@@ -39,8 +41,9 @@ from localllm_tui.widgets.contrast import READABLE, contrast
 from tui.conftest import Driver
 from tui.pictures import PICTURES, pictures
 from tui.scripted_models import ScriptedModelService, choice
-from tui.scripted_sse import Finish, Say, ScriptedServer
+from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 from tui.test_glass import PHYSICS, TIMINGS
+from tui.test_loading import Engine
 from tui.test_tools import Host, asks
 
 FOLDER = Path(__file__).parent / "snapshots"
@@ -86,6 +89,16 @@ def conversation(history: History) -> str:
     )
     assert session.id is not None
     return session.id
+
+
+def of_four_tokens() -> AnswerMeter:
+    """What an answer counted on every machine: 20 tokens a second, the first after 0.4 s."""
+    times = iter([0.0, 0.4, 0.45, 0.5, 0.55])
+    meter = AnswerMeter(lambda: next(times))
+    for _ in range(4):
+        meter.delta()
+    meter.prompt_tokens = 24
+    return meter
 
 
 def cells(d: Driver) -> Iterator[tuple[int, int, str, Style]]:
@@ -254,11 +267,7 @@ def test_every_screen_looks_as_it_did(
         choice("gemma-4-12b", 9.1),
         choice("granite", 3.3, installed="granite"),
         choice("tiny", 0.3),
-        disk=[
-            InstalledModel(
-                "old", "Q8", 2_000_000_000, "Ollama", "/ollama/old.gguf", False, "old:Q8"
-            )
-        ],
+        disk=[InstalledModel("old", "Q8", 2_000_000_000, "Ollama", "/ollama/old.gguf", False)],
     )
     files = tmp_path / "project"
     files.mkdir()
@@ -266,6 +275,8 @@ def test_every_screen_looks_as_it_did(
         (files / name).write_text(f"What {name} holds.")
     monkeypatch.chdir(files)
     talk = conversation(history)
+    engine, gate = Engine(), Gate()
+    engine.now = EngineProgress()
     with history.transaction() as db:
         db.execute("UPDATE conversations SET updated_s = ?", (time.time() - 3 * 3600,))
 
@@ -291,7 +302,10 @@ def test_every_screen_looks_as_it_did(
         await hold(d, "help", look)
         await d.press("escape", *"/mo", "down")
         await hold(d, "menu", look)
-        await d.press("ctrl+u", "ctrl+o")
+        await d.press("ctrl+u", "ctrl+p")
+        await d.until(lambda: isinstance(d.app.screen, CommandPalette) and "Branch" in d.screen())
+        await hold(d, "palette", look)
+        await d.press("escape", "ctrl+o")
         await d.until(lambda: isinstance(d.app.screen, ConversationPicker))
         await hold(d, "conversations", look)
         await d.press("enter")
@@ -327,15 +341,39 @@ def test_every_screen_looks_as_it_did(
         await hold(d, "approval", look)
         await d.press("n")
         await d.until(lambda: not d.app.chat.answering)
-        assert len(server.requests) == 3
+        await d.send("/tools off")
+        await d.send("/new")
+        engine.now = EngineProgress("loading", 0.42)
+        await d.send("Which rivers are long?")
+        await d.until(lambda: "loading scripted 42%…" in d.screen())
+        await hold(d, "loading", look)
+        engine.now = EngineProgress()
+        await d.until(lambda: "Amazon" in d.screen())
+        assert d.app.chat.stream is not None
+        d.app.chat.stream.meter = of_four_tokens()
+        await hold(d, "streaming", look)
+        gate.opened.set()
+        await d.until(lambda: not d.app.chat.answering)
+        assert len(server.requests) == 4
 
     with ScriptedServer(models=MODELS) as server:
         server.count = lambda text: len(text.split())
         server.play(Say(["Quick ", "enough."]), Finish(usage=(950, 101, 750), timings=TIMINGS))
         server.play(*asks())
         server.answer("ok")
+        server.play(
+            Say(["The longest are:\n\n", "1. the **Nile**\n", "2. the **Amazon**\n", "3. the"]),
+            gate,
+            Finish(),
+        )
         drive(
-            play, tools=(Host(),), model_service=service, first_run=True, size=size, server_=server
+            play,
+            engine=engine,
+            tools=(Host(),),
+            model_service=service,
+            first_run=True,
+            size=size,
+            server_=server,
         )
 
 

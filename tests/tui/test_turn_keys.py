@@ -12,7 +12,7 @@ from localllm_tui.control.session import Session
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.transcript import TurnView
 from tui.conftest import Driver
-from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer, UntilGone
+from tui.scripted_sse import Finish, Gate, Refuse, Say, ScriptedServer, UntilGone
 
 
 @pytest.fixture
@@ -78,6 +78,40 @@ def test_looking_at_another_version_says_that_it_stopped_the_answer_that_was_bei
         await d.until(lambda: "half of it" in d.screen())
 
     drive(play, resume=conversation)
+
+
+def test_a_turn_is_selected_and_the_window_resized_while_an_answer_streams(
+    drive: Any, server: ScriptedServer, conversation: str
+) -> None:
+    copied: list[str] = []
+    gate = Gate()
+    server.play(Say(["half ", "of it "]), gate, Say(["and the rest"]), Finish())
+
+    async def play(d: Driver) -> None:
+        await d.send("and now?")
+        await d.until(lambda: "half of it" in d.screen())
+        await d.press("f2")
+        assert _selected(d) == "and now?"
+        await d.pilot.resize_terminal(40, 20)
+        await d.until(lambda: "a turn is selected" in d.screen())
+        await d.press("up")
+        await d.pilot.resize_terminal(120, 40)
+        await d.press("c")
+        assert _selected(d) == "a2"
+        gate.opened.set()
+        await d.until(lambda: not d.app.chat.answering)
+        assert _shown(d) == ["q1", "a1", "q2", "a2", "and now?", "half of it and the rest"]
+        assert _selected(d) == "a2"
+        await d.press("escape")
+        assert d.app.page.composer.has_focus
+
+    drive(
+        play,
+        resume=conversation,
+        copy=lambda text: copied.append(text) or True,
+        size=(120, 40),
+    )
+    assert copied == ["a2\n```\ncode 2\n```\n```\nmore 2\n```"]
 
 
 def test_turns_are_walked_and_left(drive: Any, conversation: str) -> None:

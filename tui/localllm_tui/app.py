@@ -6,15 +6,13 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import ClassVar
 
 from textual.app import SystemCommand
-from textual.binding import BindingType
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, TextArea
 
 from localllm import json_store
-from localllm_tui.bindings import bindings_of
+from localllm_tui.bindings import HasKeys
 from localllm_tui.control import commands
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import APP, remapped
@@ -30,7 +28,7 @@ from localllm_tui.screens.chat import ChatScreen
 QUIT_WITHIN_S = 2.0
 
 
-class ChatApp(LookApp[None]):
+class ChatApp(HasKeys, LookApp[None], keys=APP):
     TITLE = "localllm"
     # At the top: at the bottom they would cover the input.
     CSS = (
@@ -39,7 +37,6 @@ class ChatApp(LookApp[None]):
     """
         + LookApp.CSS
     )
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(APP)
 
     def __init__(
         self,

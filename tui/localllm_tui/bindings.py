@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from textual.binding import Binding, BindingType
 
 from localllm_tui.control.commands import COMMANDS
@@ -42,3 +44,14 @@ def caught_by(owner: str) -> dict[str, str]:
         if key.owner == owner and key.caught:
             caught.update(dict.fromkeys(key.keys.split(","), key.action))
     return caught
+
+
+class HasKeys:
+    """A part of the screen that has the keys of one owner, named in the head of its class."""
+
+    BINDINGS: ClassVar[list[BindingType]]
+
+    def __init_subclass__(cls, *, keys: str = "", **more: Any) -> None:
+        if keys:
+            cls.BINDINGS = bindings_of(keys)
+        super().__init_subclass__(**more)

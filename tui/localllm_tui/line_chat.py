@@ -99,13 +99,9 @@ class LineFace(Face):
         if said:
             self.note(f"({said})")
 
-    async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
-        """List what was found; a number on the next line opens it: a conversation, or one turn of
-        this one."""
+    async def _list(self, words: str) -> None:
+        """List conversations; a number on the next line opens one."""
         history = self.chat.history
-        if in_this_conversation:
-            await self._show_found(words)
-            return
         found = history.list(words or None, limit=FOUND_SHOWN)
         if not found:
             self.note("nothing found")
@@ -114,7 +110,7 @@ class LineFace(Face):
         if picked is not None:
             await self.chat.open(Session(history, self.chat.model, conv_id=found[picked].id))
 
-    async def _show_found(self, words: str) -> None:
+    async def _find(self, words: str) -> None:
         """List the turns that have these words, and show one whole by its number; then the list
         again, until none is asked for."""
         history, own = self.chat.history, self.chat.session.id or ""
@@ -130,10 +126,6 @@ class LineFace(Face):
                 return
             turn = next(m for m in history.tree(own)[0] if m.id == hits[picked].message_id)
             self.show(printable(turn.content))
-
-    async def write(self, text: str) -> None:
-        self.note(f"> {printable(text)}")
-        await self.chat.send(text)
 
     async def approve(self, about: str, *said: str) -> bool:
         self.note("\n  ".join([f"{about}:", *map(printable, said)]))
@@ -154,7 +146,10 @@ class LineFace(Face):
         )
 
     async def run_on_screen(self, name: str, argument: str) -> bool:
-        command = commands.known(name)
+        command, own = commands.known(name), {"list": self._list, "find": self._find}
+        if name in own:
+            await own[name](argument)
+            return True
         if command is None or command.plain:
             return False
         self.note(f"/{name} needs the screen: start the chat without {self.option}")

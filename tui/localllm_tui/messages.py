@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from textual.message import Message
 
@@ -16,37 +15,8 @@ class QuestionSubmitted(Message):
 
 
 @dataclass
-class ScrollTranscript(Message):
-    """The conversation is to be scrolled by `pages` screenfuls; negative is up."""
-
-    pages: int
-
-
-@dataclass
-class TurnClicked(Message):
-    """A turn is to be selected."""
-
-    turn_id: int
-
-
-@dataclass
-class TurnAsked(Message):
-    """A key for the selected turn: `what` is an action of command_actions.run_on_turn, with its
-    `argument`."""
-
-    turn_id: int
-    what: str
-    argument: int = 0
-
-
-@dataclass
 class TurnSelected(Message):
-    """Another turn is selected."""
-
-
-@dataclass
-class SelectionEnded(Message):
-    """No turn is selected any more: the keys go to the input again."""
+    """Another turn is selected, or none any more."""
 
 
 @dataclass
@@ -62,10 +32,11 @@ class FilesWanted(Message):
 
 
 @dataclass
-class FilesDropped(Message):
-    """Files were dropped on the terminal, which typed their paths."""
+class PastedToAttach(Message):
+    """Too much text for the input was pasted, or the paths of files, as a terminal types them that
+    were dropped on it."""
 
-    paths: list[Path]
+    text: str
 
 
 @dataclass
@@ -74,10 +45,3 @@ class CopyWanted(Message):
 
     text: str
     what: str
-
-
-@dataclass
-class MuchPasted(Message):
-    """Too much text for the input was pasted."""
-
-    text: str

@@ -19,6 +19,7 @@ from localllm_tui.control.interfaces import (
     PlanList,
     PlanRequest,
     PullProgress,
+    unheard,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from localllm.library.transfer import DownloadProgress
     from localllm.library.types import LocalModel
     from localllm.planner.starting_settings import Overrides
-    from localllm.planner.types import Workload
+    from localllm.planner.types import Plan, Workload
     from localllm_catalog.catalog import Catalog
 
 _LEFT_OUT = {
@@ -49,7 +50,10 @@ class LocalModelService:
         self._catalog: Catalog | None = None
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
-    def plan(self, request: PlanRequest) -> PlanList:
+    def plan(
+        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
+    ) -> PlanList:
+        from localllm.library import store
         from localllm.planner import decode_cost, needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
@@ -58,20 +62,25 @@ class LocalModelService:
         catalog = self.catalog
         device, overrides = self._device(request)
         workload = _workload(request)
-        answer = planner.recommend(device, catalog.models, workload, overrides=overrides, limit=0)
-        need = need_of(workload)
-        waits = {p.model.id: needs.answer_s(p, need) for p in answer.plans}
-        here = {} if request.machine else candidates.installed_names(answer.plans, catalog)
-        choices = [
-            PlanChoice(
-                plan_to_json(p), waits[p.model.id], here.get((p.model.id, p.variant.quant), "")
-            )
-            for p in answer.plans
-        ]
+        need, there = need_of(workload), [] if request.machine else store.scan()
         limit_s = request.longest_wait_s or float("inf")
+
+        def choice_of(plan: Plan) -> PlanChoice:
+            here = candidates.installed_names([plan], catalog, there)
+            name = here.get((plan.model.id, plan.variant.quant), "")
+            return PlanChoice(plan_to_json(plan), needs.answer_s(plan, need), name)
+
+        def report(plan: Plan) -> None:
+            choice = choice_of(plan)
+            if choice.wait_s <= limit_s:
+                on_choice(choice)
+
+        answer = planner.recommend(
+            device, catalog.models, workload, overrides=overrides, limit=0, on_plan=report
+        )
+        choices = [choice_of(plan) for plan in answer.plans]
         others = Counter(_LEFT_OUT[r.kind] for r in answer.rejected)
         return PlanList(
-            request,
             _described(device),
             tuple(c for c in choices if c.wait_s <= limit_s),
             dict(others.most_common(2)),
@@ -187,12 +196,5 @@ def _described(device: Device) -> str:
 
 
 def _on_disk(local: LocalModel) -> InstalledModel:
-    return InstalledModel(
-        local.name,
-        local.quant,
-        local.size_bytes,
-        OWNERS[local.origin],
-        str(local.path),
-        local.origin == "hf-cache",
-        local.ref,
-    )
+    owner, ours = OWNERS[local.origin], local.origin == "hf-cache"
+    return InstalledModel(local.name, local.quant, local.size_bytes, owner, str(local.path), ours)

@@ -8,12 +8,19 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import IO, Any
 
 from localllm.cli.chat.model_service import LocalModelService
 from localllm.errors import LocalLLMError
-from localllm_tui.control.interfaces import InstalledModel, PlanList, PlanRequest
+from localllm_tui.control.interfaces import (
+    InstalledModel,
+    PlanChoice,
+    PlanList,
+    PlanRequest,
+    unheard,
+)
 
 
 class PlanningProcess(LocalModelService):
@@ -24,8 +31,10 @@ class PlanningProcess(LocalModelService):
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
-    def plan(self, request: PlanRequest) -> PlanList:
-        return self._asked("plan", request)  # type: ignore[no-any-return]
+    def plan(
+        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
+    ) -> PlanList:
+        return self._asked("plan", request, on_part=on_choice)  # type: ignore[no-any-return]
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         return self._asked("explain", request, ref, columns)  # type: ignore[no-any-return]
@@ -46,8 +55,11 @@ class PlanningProcess(LocalModelService):
                 if pipe is not None:
                     pipe.close()
 
-    def _asked(self, what: str, *given: object) -> Any:
-        """What LocalModelService says in the child. Raises LocalLLMError."""
+    def _asked(
+        self, what: str, *given: object, on_part: Callable[[PlanChoice], object] = unheard
+    ) -> Any:
+        """What LocalModelService says in the child; `on_part` gets what comes before. Raises
+        LocalLLMError."""
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self.close()
@@ -63,7 +75,11 @@ class PlanningProcess(LocalModelService):
             try:
                 pickle.dump((what, given), to)
                 to.flush()
-                said, error = pickle.load(back)
+                ended = False
+                while not ended:
+                    said, error, ended = pickle.load(back)
+                    if not ended:
+                        on_part(said)
             except (OSError, EOFError, pickle.UnpicklingError) as e:
                 raise LocalLLMError(
                     "planning broke off: its process ended", hint="try again"
@@ -74,21 +90,25 @@ class PlanningProcess(LocalModelService):
 
 
 def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer until nothing more is asked."""
+    """Answer until nothing more is asked: (what is said, an error, whether that was all of it)."""
     service = LocalModelService()
+
+    def send(answer: Any, error: LocalLLMError | None = None, ended: bool = True) -> None:
+        pickle.dump((answer, error, ended), answers)
+        answers.flush()
+
     while True:
         try:
             what, given = pickle.load(asked)
         except EOFError:
             return
+        more = {"on_choice": partial(send, ended=False)} if what == "plan" else {}
         try:
-            said: tuple[Any, LocalLLMError | None] = getattr(service, what)(*given), None
+            send(getattr(service, what)(*given, **more))
         except LocalLLMError as e:
-            said = None, e
+            send(None, e)
         except Exception as e:
-            said = None, LocalLLMError(f"planning failed: {e!r}")
-        pickle.dump(said, answers)
-        answers.flush()
+            send(None, LocalLLMError(f"planning failed: {e!r}"))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""One answer from the server's stream to the disk, and those that the disk refused at first."""
+"""One answer from the server's stream to the disk."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -71,7 +70,6 @@ class AnswerStream:
         self.timings: AnswerTimings | None = None
         self.load = 0.0
         self._tools: list[dict[str, Any]] = []
-        self._unsaved: Callable[[], object] | None = None
 
     def speed(self, used_before: int) -> AnswerSpeed:
         """Its speed: the server's timings once it is complete, until then the rate at which tokens
@@ -103,8 +101,13 @@ class AnswerStream:
 
     def save_if_due(self) -> None:
         """Write what is unsaved; for a timer, since a stream may stall."""
-        if self._keep is not None and not self.closed:
-            self._saving(self._keep.save_if_due)
+        if self._keep is not None and self._keep.due:
+            self._saving(self.save)
+
+    def save(self) -> None:
+        """Write what is unsaved now. Raises LocalLLMError."""
+        if self._keep is not None:
+            self.turn = self._keep.save()
 
     def close(self) -> None:
         """Write the last of the answer, once; for callers that do not wait for `run`."""
@@ -127,27 +130,18 @@ class AnswerStream:
         if self._tools:
             meta["tools"] = self._tools
 
+        meta["finish_reason"] = self.reason
+
         def finish() -> None:
-            self.turn = keep.finish({**meta, "finish_reason": self.reason})
+            self.turn = keep.finish(meta)
 
         if not self._saving(finish):
-            self.turn = StoredMessage(
-                0, "assistant", keep.text, keep.reasoning, {"finish_reason": self.reason}
-            )
-            self._unsaved = finish
+            self.turn = StoredMessage(0, "assistant", keep.text, keep.reasoning, meta)
 
     @property
     def unsaved(self) -> bool:
         """Whether the disk refused the last write."""
-        return self._unsaved is not None
-
-    def write_unsaved(self) -> StoredMessage | None:
-        """Write what the disk refused, and return the turn. Raises LocalLLMError where it refuses
-        again."""
-        if self._unsaved is not None:
-            self._unsaved()
-            self._unsaved = None
-        return self.turn
+        return self._keep is not None and self._keep.unsaved
 
     def _reread(self) -> dict[str, Any]:
         """Tokens the prefix cache should have served but that were prefilled again, and why; only
@@ -210,41 +204,3 @@ class AnswerStream:
             self._not_saved(e)
             return False
         return True
-
-
-TRY_EVERY_S = 1.0
-# A locked file makes each try wait: the UI keeps most of the time all the same.
-WAIT_SHARE = 5.0
-
-
-class UnsavedAnswers:
-    """Answers that the disk refused; tried again by a timer, and before the next question."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._unsaved: list[tuple[AnswerStream, Callable[[StoredMessage], None]]] = []
-        self._next_s = 0.0
-
-    def add(self, answering: AnswerStream, then: Callable[[StoredMessage], None]) -> None:
-        """Remember an answer that is unsaved; `then` gets its turn once it is written."""
-        if answering.unsaved:
-            self._unsaved.append((answering, then))
-            self._next_s = self._now() + TRY_EVERY_S
-
-    def write_all(self) -> None:
-        """Write all of them. Raises LocalLLMError where the disk still refuses."""
-        while self._unsaved:
-            answering, then = self._unsaved[0]
-            turn = answering.write_unsaved()
-            del self._unsaved[0]
-            if turn is not None:
-                then(turn)
-
-    def write_if_due(self) -> None:
-        """`write_all` for a timer: errors are left for the next try."""
-        began_s = self._now()
-        if self._unsaved and began_s >= self._next_s:
-            with suppress(LocalLLMError):
-                self.write_all()
-            ended_s = self._now()
-            self._next_s = ended_s + max(TRY_EVERY_S, WAIT_SHARE * (ended_s - began_s))

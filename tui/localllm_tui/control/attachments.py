@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -164,18 +165,14 @@ def _in_parts(message: Mapping[str, Any], *, items: bool) -> Mapping[str, Any]:
     content = message.get("content")
     if message.get("role") != "user" or not isinstance(content, str) or not _MARKED.search(content):
         return message
+    *marked, rest = _MARKED.split(content)  # a text, a name and an image by turns
     parts: list[dict[str, Any]] = []
-    at = 0
-    for found in _MARKED.finditer(content):
-        before = content[at : found.start()].strip("\n")
-        parts += [_text(before, items=items)] if before else []
-        if items:
-            parts.append({"type": "input_image", "image_url": found.group(2)})
-        else:
-            parts.append({"type": "image_url", "image_url": {"url": found.group(2)}})
-        at = found.end()
-    rest = content[at:]
-    return {**message, "content": [*parts, *([_text(rest, items=items)] if rest else [])]}
+    for text, url in zip(marked[::3], marked[2::3], strict=True):
+        parts += [_text(text.strip("\n"), items=items)] if text.strip("\n") else []
+        image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+        parts.append({"type": "input_image", "image_url": url} if items else image)
+    parts += [_text(rest, items=items)] if rest else []
+    return {**message, "content": parts}
 
 
 def _text(text: str, *, items: bool) -> dict[str, Any]:
@@ -257,7 +254,7 @@ def files_below(folder: Path) -> list[str]:
         names = [os.fsdecode(name) for name in known.stdout.split(b"\0") if name]
         return sorted(names[:MOST_FILES])
     except (OSError, subprocess.SubprocessError):
-        return sorted(_walk(folder))
+        return sorted(islice(_walk(folder), MOST_FILES))
 
 
 def files_and_folders(folder: Path) -> list[str]:
@@ -268,19 +265,14 @@ def files_and_folders(folder: Path) -> list[str]:
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    n = 0
     for where, folders, files in os.walk(folder):
         folders[:] = [
             name
             for name in folders
             if not name.startswith(".") and name not in ("node_modules", "__pycache__")
         ]
-        for name in files:
-            if not name.startswith("."):
-                yield os.path.relpath(os.path.join(where, name), folder)
-                n += 1
-                if n >= MOST_FILES:
-                    return
+        shown = (name for name in files if not name.startswith("."))
+        yield from (os.path.relpath(os.path.join(where, name), folder) for name in shown)
 
 
 def dropped_files(pasted: str) -> list[Path]:

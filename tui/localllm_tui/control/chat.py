@@ -13,7 +13,7 @@ from typing import Literal
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control import titles, wording
-from localllm_tui.control.answering import AnswerDisplay, AnswerStream, UnsavedAnswers
+from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.face import Face
@@ -21,7 +21,7 @@ from localllm_tui.control.interfaces import (
     PlanList,
     PlanRequest,
 )
-from localllm_tui.control.meter import UnsentMessage, check_fits
+from localllm_tui.control.meter import check_fits
 from localllm_tui.control.model_list import FirstRun, Pulls
 from localllm_tui.control.physics import AnswerSpeed, ModelPhysics
 from localllm_tui.control.session import PendingAnswer, Session
@@ -63,7 +63,6 @@ class ChatController:
         self.editing: StoredMessage | None = None
         self.queued = ""
         self.stream: AnswerStream | None = None
-        self.unsaved = UnsavedAnswers()
         self.left = False
         self.titles_after_s: float | None = TITLE_AFTER_S
         self.busy()
@@ -74,6 +73,8 @@ class ChatController:
             if options.first_run and self.pulls is not None
             else None
         )
+        # answers that the disk refused: tried again by the timer, and before the next question
+        self._unsaved: list[tuple[AnswerStream, AnswerDisplay]] = []
         self._running: asyncio.Task[None] | None = None
         self._engine_loads = self._save_failed = self._warned_full = False
         self._last_error: LocalLLMError | None = None
@@ -90,11 +91,6 @@ class ChatController:
     def streaming(self) -> AnswerStream | None:
         """The answer that is still coming."""
         return self.stream if self.stream is not None and not self.stream.closed else None
-
-    @property
-    def answer_text(self) -> str:
-        """The text of the answer in progress; "" when there is none."""
-        return self.streaming.text if self.streaming is not None else ""
 
     @property
     def speed(self) -> AnswerSpeed | None:
@@ -114,11 +110,6 @@ class ChatController:
             else ""
         )
 
-    @property
-    def pulling(self) -> str:
-        """The downloads in progress, in a line."""
-        return self.pulls.words() if self.pulls is not None else ""
-
     async def trouble(self, error: LocalLLMError, next_steps: str = "") -> None:
         self._last_error = error
         await self.face.trouble(error, next_steps)
@@ -136,13 +127,14 @@ class ChatController:
         """Store a question, or the changed text of a turn, and have it answered."""
         editing = self.editing
         try:
-            self.unsaved.write_all()
+            self._save_all()
             if editing is not None and editing.role == "assistant":
                 turn = self.session.change_answer(editing, text)
             else:
                 if self.face.full_screen:
+                    would_send = partial(self.would_send, text)
                     await check_fits(
-                        self.client, self.model, self.session, self.unsent(text), self.n_ctx
+                        self.client, self.model, self.n_ctx, would_send, compacts=self.compacts
                     )
                 turn = self.session.ask(text, self.attached, instead=editing)
                 self.attached = []
@@ -155,14 +147,9 @@ class ChatController:
             await self._note_other_window()
             await self._start_answer(self.session.answer())
 
-    def unsent(self, text: str) -> UnsentMessage:
-        """A question as it would be sent now."""
-        return UnsentMessage(text, tuple(self.attached), self.editing)
-
-    def queue(self, text: str) -> None:
-        """Have a question sent when the answer in progress ends."""
-        self.queued = text
-        self.face.changed()
+    def would_send(self, text: str, alone: bool = False) -> list[dict[str, str]]:
+        """The messages if this were asked now; `alone`: without the earlier turns."""
+        return self.session.would_send(text, self.attached, instead=self.editing, alone=alone)
 
     async def answer_again(
         self, to: StoredMessage | None = None, *, continues: bool = False, model: str = ""
@@ -173,7 +160,7 @@ class ChatController:
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
-        self.unsaved.write_all()
+        self._save_all()
         await self._start_answer(
             self.session.answer(to, continues=continues, model=model), again=True
         )
@@ -255,7 +242,8 @@ class ChatController:
         self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
     ) -> None:
         await self.face.end_answer(shown, stream, error)
-        self.unsaved.add(stream, partial(self._saved, shown))
+        if stream.unsaved:
+            self._unsaved.append((stream, shown))
         await self._note_other_window()
         if error is not None:
             if stream.turn is None:
@@ -276,17 +264,27 @@ class ChatController:
         if not self._save_failed:
             self._save_failed = True
             self.face.notify(
-                f"{error.message}. {error.hint}",
+                wording.in_a_line(error),
                 title="not saved",
                 severity="error",
                 timeout=15,
                 markup=False,
             )
 
-    def _saved(self, shown: AnswerDisplay, turn: StoredMessage) -> None:
-        self._save_failed = False
-        self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
-        self.face.show_place(shown, turn)
+    def _save_all(self) -> None:
+        """Write the answers that the disk refused. Raises LocalLLMError where it still refuses."""
+        for stream, _ in self._unsaved:
+            stream.save()
+        self._say_saved()
+
+    def _say_saved(self) -> None:
+        """Tell of those of them that are written now."""
+        for stream, shown in [one for one in self._unsaved if not one[0].unsaved]:
+            self._unsaved.remove((stream, shown))
+            self._save_failed = False
+            self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
+            if stream.turn is not None:
+                self.face.show_place(shown, stream.turn)
 
     async def _note_other_window(self) -> None:
         tree = self.session.tree
@@ -341,10 +339,6 @@ class ChatController:
     def attach(self, name: str, text: str) -> None:
         self.attached.append((name, text))
         self.face.show_attached(name)
-
-    def detach(self) -> None:
-        self.attached = []
-        self.face.changed()
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -406,7 +400,9 @@ class ChatController:
                 pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False
             )
         self._look_at_engine()
-        self.unsaved.write_if_due()
+        for stream, _ in self._unsaved:
+            stream.save_if_due()
+        self._say_saved()
         if self.streaming is not None:
             self.streaming.save_if_due()
             self.busy()
@@ -442,5 +438,5 @@ class ChatController:
         if self.stream is not None:
             self.stream.close()
         with suppress(LocalLLMError):
-            self.unsaved.write_all()
+            self._save_all()
         await self.face.close()

@@ -4,7 +4,6 @@ anything is changed."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,18 +38,12 @@ async def new(chat: ChatController, _: str) -> None:
         )
 
 
-async def find_in_conversation(chat: ChatController, words: str) -> None:
-    if chat.session.id is None:
-        raise UsageError("nothing was said yet")
-    await chat.face.choose(words, in_this_conversation=True)
-
-
 async def resume_last(chat: ChatController, _: str) -> None:
     """Continue the answer on screen where it was stopped or cut; else open the newest other
     conversation."""
     last = chat.session.turns[-1] if chat.session.turns else None
     if last is not None and chat.session.unfinished(last) and not chat.answering:
-        await continue_answer(chat, "")
+        await on_last("more", chat)
         return
     found = [c for c in chat.history.list(limit=2) if c.id != chat.session.id]
     if not found:
@@ -67,7 +60,7 @@ async def resume(chat: ChatController, conv_id: str, at: int = 0) -> None:
         if chat.session.id == conv_id
         else Session(chat.history, chat.model, conv_id=conv_id)
     )
-    if at and session.tree.holds(at):
+    if at in session.tree.turns:
         await chat.stop_answer()
         session.tree.show(at)
     await chat.open(session, at)
@@ -82,38 +75,15 @@ async def retry(chat: ChatController, name: str) -> None:
     await chat.answer_again(model=name)
 
 
-async def continue_answer(chat: ChatController, _: str = "") -> None:
-    """Continue an answer that was stopped, cut at its limit or broken off."""
+async def on_last(what: str, chat: ChatController, _: str = "") -> None:
+    """Do what a key does on a selected turn: on the last one, for "edit" on the last question, for
+    "version" on the last answer, where it goes one back."""
     await chat.stop_answer()
-    await chat.answer_again(continues=True)
-
-
-async def show_earlier_version(chat: ChatController, _: str) -> None:
-    """Show the version before of the last answer."""
-    await chat.stop_answer()
-    answer = chat.session.last_answer
-    if answer is None:
-        raise UsageError("there is no answer yet")
-    chat.session.other_version(answer, -1)
-    await chat.face.redraw()
-
-
-async def edit(chat: ChatController, which: str) -> None:
-    if which not in ("", "last"):
-        raise UsageError(
-            f"/edit {which} is not known",
-            hint="/edit changes the last question; F2 selects any turn",
-        )
-    await chat.stop_answer()
-    chat.edit(chat.session.last_question)
-
-
-async def branch(chat: ChatController, _: str) -> None:
-    """Branch off a new conversation with all turns so far."""
-    await chat.stop_answer()
-    await run_on_turn(
-        chat, "branch", chat.session.turns[-1] if chat.session.turns else chat.session.last_question
-    )
+    session = chat.session
+    turn = session.last_question if what == "edit" or not session.turns else session.turns[-1]
+    if what == "version":
+        turn = session.last_answer or turn
+    await run_on_turn(chat, what, turn, -1)
 
 
 async def drop(chat: ChatController, _: str) -> None:
@@ -145,9 +115,8 @@ async def compact(chat: ChatController, argument: str) -> None:
 
 
 async def copy(chat: ChatController, what: str) -> None:
-    answer = chat.answer_text or (
-        chat.session.last_answer.content if chat.session.last_answer else ""
-    )
+    last = chat.session.last_answer
+    answer = (chat.streaming and chat.streaming.text) or (last.content if last else "")
     if not answer:
         raise UsageError("there is no answer to copy yet")
     kind, _, number = what.partition(" ")
@@ -203,7 +172,7 @@ async def attach(chat: ChatController, name: str) -> None:
             hint="for example /attach notes.txt; /attach - takes all back",
         )
     if name == "-":
-        chat.detach()
+        chat.attached = []
         return
     if Path(name).expanduser().is_dir():
         await _attach_folder(chat, Path(name))
@@ -342,7 +311,27 @@ async def run_on_turn(
 ) -> None:
     """Do `what` with `turn`. Raises LocalLLMError where it can't be done."""
     stopped = what not in ("copy", "code") and await chat.stop_answer()
-    await _DONE[what](chat, turn, argument)
+    match what:
+        case "edit":
+            chat.edit(turn)
+        case "again" | "more":
+            await chat.answer_again(turn, continues=what == "more")
+        case "copy":
+            chat.face.copy(typed_in(turn), "the question" if turn.role == "user" else "the answer")
+        case "code":
+            chat.face.copy(*code_block(turn.content, argument, "this turn"))
+        case "version":
+            chat.session.other_version(turn, argument)
+            await chat.face.redraw()
+        case "remove":
+            chat.session.remove(turn)
+            await chat.face.redraw()
+        case "branch":
+            branch = chat.session.branch_off(turn)
+            await chat.open(branch)
+            await chat.face.show_note(
+                f"a conversation of its own from here on: {branch.title}; /list has both"
+            )
     if stopped and what in (
         "version",
         "branch",
@@ -350,41 +339,3 @@ async def run_on_turn(
         await chat.face.show_note(
             "the answer that was being written was stopped; g at its turn goes on with it"
         )
-
-
-async def _edit(chat: ChatController, turn: StoredMessage, _: int) -> None:
-    chat.edit(turn)
-
-
-async def _version(chat: ChatController, turn: StoredMessage, step: int) -> None:
-    chat.session.other_version(turn, step)
-    await chat.face.redraw()
-
-
-async def _copy(chat: ChatController, turn: StoredMessage, _: int) -> None:
-    chat.face.copy(typed_in(turn), "the question" if turn.role == "user" else "the answer")
-
-
-async def _code(chat: ChatController, turn: StoredMessage, number: int) -> None:
-    chat.face.copy(*code_block(turn.content, number, "this turn"))
-
-
-async def _branch(chat: ChatController, turn: StoredMessage, _: int) -> None:
-    branch = chat.session.branch_off(turn)
-    await chat.open(branch)
-    await chat.face.show_note(
-        f"a conversation of its own from here on: {branch.title}; /list has both"
-    )
-
-
-async def _remove(chat: ChatController, turn: StoredMessage, _: int) -> None:
-    chat.session.remove(turn)
-    await chat.face.redraw()
-
-
-_DONE: dict[str, Callable[[ChatController, StoredMessage, int], Awaitable[None]]] = {
-    "edit": _edit, "again": lambda chat, turn, _: chat.answer_again(turn),
-    "more": lambda chat, turn, _: chat.answer_again(turn, continues=True), "version": _version,
-    "copy": _copy, "code": _code,
-    "branch": _branch, "remove": _remove,
-}  # fmt: skip

@@ -35,10 +35,9 @@ class Command:
     `palette`: its title there, "" to stay out of it.
     `insist` is run for the name with a "!".
     `screen`: the function of localllm_tui.screens that a chat with a screen calls instead
-    ("module:function").
-    `plain`: it works without a screen.
-    `keys` run it without an argument, named as the toolkit does;
-    `label` as people do.
+    ("module:function"). `plain`: it works without a screen, in the face's own way where `run` is
+    None.
+    `keys` run it without an argument, named as the toolkit does.
     """
 
     name: str
@@ -51,37 +50,30 @@ class Command:
     screen: str = ""
     plain: bool = True
     keys: str = ""
-    label: str = ""
 
     @property
     def label_now(self) -> str:
         """Its key as people say it, as config.toml may have it; "" without one."""
-        return (
-            label_of(remapped()[f"command.{self.name}"])
-            if f"command.{self.name}" in remapped()
-            else self.label
-        )
+        keys = remapped().get(f"command.{self.name}", self.keys)
+        return label_of(keys) if keys else ""
 
     @property
     def usage(self) -> str:
         return f"/{self.name} {self.argument}".rstrip()
 
 
-async def _list_commands(chat: ChatController, _: str) -> None:
-    await chat.face.show_note(section_text(command_section(plain=True)))
-
-
 COMMANDS = (
     Command("new", actions.new, "start a new conversation", palette="New conversation"),
     Command(
-        "list", lambda chat, words: chat.face.choose(words),
+        "list", None,
         "the panel of conversations: search them, open one at a turn", "[WORDS]",
-        "Find a conversation", ("history", "chats"), keys="ctrl+o", label="Ctrl+O",
+        "Find a conversation", ("history", "chats"), screen="picker:open_conversations",
+        keys="ctrl+o",
     ),
     Command(
-        "find", actions.find_in_conversation, "find words in this conversation, on every branch",
-        "[WORDS]", "Find in this conversation",
-        keys="ctrl+f", label="Ctrl+F",
+        "find", None, "find words in this conversation, on every branch",
+        "[WORDS]", "Find in this conversation", screen="picker:open_find",
+        keys="ctrl+f",
     ),
     Command(
         "continue", actions.resume_last,
@@ -92,18 +84,18 @@ COMMANDS = (
     "answer the last question again, by another model if one is named", "[MODEL]",
     "Retry the last answer",
         ("regenerate",)),
-    Command("more", actions.continue_answer, "go on with an answer that was stopped or cut",
+    Command("more", partial(actions.on_last, "more"), "go on with an answer that was stopped or cut",
     palette="Go on with the answer"),
     Command(
-        "earlier", actions.show_earlier_version, "show the version before of the last answer",
+        "earlier", partial(actions.on_last, "version"), "show the version before of the last answer",
         palette="Show the earlier version of the answer",
     ),
     Command(
-        "edit", actions.edit, "change the last question; the old one stays beside it",
+        "edit", partial(actions.on_last, "edit"), "change the last question; the old one stays beside it",
         palette="Edit the last question"
     ),
     Command(
-        "branch", actions.branch, "go on in a conversation of its own, with all that was said",
+        "branch", partial(actions.on_last, "branch"), "go on in a conversation of its own, with all that was said",
         palette="Branch here"
     ),
     Command("drop", actions.drop, "remove the last question, where it has no answer",
@@ -124,7 +116,7 @@ COMMANDS = (
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
     Command("import", actions.import_from,
-    "read conversations from a JSON file: ours, ChatGPT's, a list of messages", "FILE"),
+    "read conversations from a JSON file: ours, ChatGPT's", "FILE"),
     Command("attach", actions.attach,
     "send a file or a folder along with the next question (- takes back)", "FILE"),
     Command(
@@ -135,12 +127,12 @@ COMMANDS = (
     Command(
         "asked", None, "search what was asked before, in any conversation, and ask it again",
         "[WORDS]", "Earlier questions",
-        screen="picking:open_asked", plain=False, keys="ctrl+r", label="Ctrl+R",
+        screen="picking:open_asked", plain=False, keys="ctrl+r",
     ),
     Command(
         "editor", None, "write the message in $VISUAL or $EDITOR", "", "Write in the editor",
         screen="beside:open_editor", plain=False,
-        keys="ctrl+g", label="Ctrl+G",
+        keys="ctrl+g",
     ),
     Command(
         "system", actions.system, "show or set the system prompt (/system - removes it)", "[TEXT]",
@@ -158,17 +150,18 @@ COMMANDS = (
     Command(
         "models", None, "what would fit this machine, what is on its disk; pull, use and remove",
         "",
-        "Models", screen="models:open_models", plain=False, keys="f4", label="F4",
+        "Models", screen="models:open_models", plain=False, keys="f4",
     ),
     Command(
         "glass", None, "show or hide what a token costs and where the time went", "",
         "What a token costs",
-        screen="dialogs:open_glass", plain=False, keys="f3", label="F3",
+        screen="dialogs:open_glass", plain=False, keys="f3",
     ),
     Command(
-        "help", _list_commands, "show all commands and keys", "", "Keys and commands", ("?",),
+        "help", lambda chat, _: chat.face.show_note(section_text(command_section(plain=True))),
+        "show all commands and keys", "", "Keys and commands", ("?",),
         screen="dialogs:open_help",
-        keys="f1", label="F1",
+        keys="f1",
     ),
     Command("quit", lambda chat, _: chat.leave(), "leave; everything is kept",
     aliases=("exit", "q")),
@@ -208,31 +201,29 @@ async def submit(chat: ChatController, text: str) -> None:
     if command is not None:
         await run_and_report(chat, *command)
     elif chat.answering:
-        chat.queue(text)
+        chat.queued = text  # sent when the answer in progress ends
+        chat.face.changed()
     elif text or chat.attached:
         await chat.send(question(text))
 
 
 async def run_and_report(chat: ChatController, name: str, argument: str) -> None:
     """Do what a command says, in the face's own way where it has one, or say why not."""
-    await chat.reporting(_run_somehow(chat, name, argument))
+    await chat.reporting(_run(chat, name, argument))
     chat.face.changed()
 
 
-async def _run_somehow(chat: ChatController, name: str, argument: str) -> None:
-    if not await chat.face.run_on_screen(name, argument):
-        await run(chat, name, argument)
-
-
-async def run(chat: ChatController, name: str, argument: str) -> None:
-    """Do what `parse` found. Raises LocalLLMError where there is no such command, or it can't be
-    done."""
-    command = known(name)
-    runs = None
+async def _run(chat: ChatController, name: str, argument: str) -> None:
+    command, runs = known(name), None
+    if await chat.face.run_on_screen(name, argument):
+        return
     if command is not None:
         runs = command.insist if name.endswith("!") else command.run
     if runs is None:
-        raise UsageError(f"there is no command /{name}", hint=suggestion(name))
+        names = [one.name for one in COMMANDS]
+        close = difflib.get_close_matches(name.rstrip("!"), names, n=1)
+        hint = f"did you mean /{close[0]}?" if close else "/help lists the commands"
+        raise UsageError(f"there is no command /{name}", hint=hint)
     await runs(chat, argument)
 
 
@@ -253,11 +244,6 @@ def offered(typed: str) -> list[Command]:
         return []
     found = [c for c in COMMANDS if typed[1:] in c.name]
     return sorted(found, key=lambda c: not c.name.startswith(typed[1:]))
-
-
-def suggestion(name: str) -> str:
-    close = difflib.get_close_matches(name.rstrip("!"), [c.name for c in COMMANDS], n=1)
-    return f"did you mean /{close[0]}?" if close else "/help lists the commands"
 
 
 # A title, and keys or commands with what each does.

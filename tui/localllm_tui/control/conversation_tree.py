@@ -15,9 +15,9 @@ from localllm.errors import NotFoundError
 class ConversationTree:
     """A conversation of `history`; a new one (`conv_id` None) has no place there before `create`.
 
-    Every method that changes something has written the change when it returns. `path` is the branch
-    that is shown, its first turn first; `systems` are the system prompts that were set, which
-    belong to no branch.
+    Every method that changes something has written the change when it returns. `turns` are those of
+    all branches by their ids, `path` is the branch that is shown, its first turn first; `systems`
+    are the system prompts that were set, which belong to no branch.
     """
 
     def __init__(self, history: History, conv_id: str | None) -> None:
@@ -30,7 +30,7 @@ class ConversationTree:
             self._read(conv_id)
 
     def _empty(self) -> None:
-        self._turns: dict[int, StoredMessage] = {}
+        self.turns: dict[int, StoredMessage] = {}
         self._after: dict[int, list[int]] = {}  # the versions of what follows a turn, oldest first
         self.path: list[StoredMessage] = []
         self.systems: list[StoredMessage] = []
@@ -43,18 +43,18 @@ class ConversationTree:
             if m.role == "system":
                 self.systems.append(m)
             else:
-                self._turns[m.id] = m
+                self.turns[m.id] = m
                 self._after.setdefault(m.parent_id, []).append(m.id)
         for versions in self._after.values():
-            versions.sort(key=lambda n: (self._turns[n].created_s, n))
+            versions.sort(key=lambda n: (self.turns[n].created_s, n))
         self._set_path(stored_head if head is None else head)
 
     def _set_path(self, head: int) -> None:
         path, seen = [], {0}
-        while head in self._turns and head not in seen:
+        while head in self.turns and head not in seen:
             seen.add(head)
-            path.append(self._turns[head])
-            head = self._turns[head].parent_id
+            path.append(self.turns[head])
+            head = self.turns[head].parent_id
         self.path = path[::-1]
 
     @property
@@ -72,25 +72,15 @@ class ConversationTree:
         self.id = None
         self._empty()
 
-    @property
-    def all_turns(self) -> Iterable[StoredMessage]:
-        return self._turns.values()
-
     def versions(self, turn: StoredMessage) -> list[StoredMessage]:
         """The versions of a turn, itself among them, oldest first."""
         return [
-            self._turns[n] for n in self._after[turn.parent_id] if self._turns[n].role == turn.role
+            self.turns[n] for n in self._after[turn.parent_id] if self.turns[n].role == turn.role
         ]
 
     def has_followers(self, turn: StoredMessage) -> bool:
         """Whether any turn follows `turn`, on any branch."""
         return bool(self._after.get(turn.id))
-
-    def parent(self, turn: StoredMessage) -> StoredMessage | None:
-        return self._turns.get(turn.parent_id)
-
-    def holds(self, turn_id: int) -> bool:
-        return turn_id in self._turns
 
     def show(self, turn_id: int) -> None:
         """Show the most recently continued branch through this turn."""
@@ -143,7 +133,7 @@ class ConversationTree:
             self.systems.append(turn)
             return turn
         known = self._after.setdefault(parent, [])
-        self._turns[n] = turn
+        self.turns[n] = turn
         known.append(n)
         if set(self.history.versions(self.id, parent, role)) - set(known):
             self.beside = True
@@ -183,7 +173,7 @@ class ConversationTree:
     def replace(self, old: StoredMessage, **changes: Any) -> StoredMessage:
         """Change a turn in memory alone."""
         new = replace(old, **changes)
-        self._turns[old.id] = new
+        self.turns[old.id] = new
         for i in range(len(self.path) - 1, -1, -1):  # most often the last
             if self.path[i].id == old.id:
                 self.path[i] = new

@@ -71,18 +71,11 @@ class Face(Protocol):
         """Submit a question that waited for the answer, if it is still what is typed."""
         return
 
-    async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
-        """Let the user pick a conversation, or a turn of this one, searching for `words`, and open
-        it."""
-
     async def approve(self, about: str, *said: str) -> bool:
         """Ask the user whether what is `said` may be done; `about` names it."""
 
     def edit(self, turn: StoredMessage) -> None:
         """Let the user change the text of `turn`."""
-
-    async def write(self, text: str) -> None:
-        """Have `text` as what is typed; ask it where nothing typed can be changed."""
 
     def show_attached(self, name: str) -> None: ...
 

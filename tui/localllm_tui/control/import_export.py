@@ -1,5 +1,4 @@
-"""Conversations as files: Markdown and JSON out; our JSON, exports of ChatGPT and lists of messages
-in."""
+"""Conversations as files: Markdown and JSON out; our JSON and exports of ChatGPT in."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ FORMAT_VERSION = 1
 def to_json(session: Session) -> str:
     """All branches, as `read` takes them back."""
     tree = session.tree
-    turns = sorted([*tree.all_turns, *tree.systems], key=lambda t: t.id)
+    turns = sorted([*tree.turns.values(), *tree.systems], key=lambda t: t.id)
     return json.dumps(
         {
             "format": FORMAT,
@@ -92,7 +91,7 @@ def _folded(title: str, parts: list[str]) -> str:
 
 
 _ROLES = ("system", "user", "assistant")
-_KNOWN = "known are the JSON of /save, conversations.json of ChatGPT, and a list of messages"
+_KNOWN = "known are the JSON of /save and conversations.json of ChatGPT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +145,9 @@ def _conversations(found: Any) -> Iterable[ImportedConversation]:
             yield _ours(found)
         elif "mapping" in found:
             yield _chatgpt(found)
-        elif isinstance(found.get("messages"), list):
-            yield _messages(found)
-    elif isinstance(found, list) and found:
-        if all(isinstance(m, Mapping) and "role" in m and "content" in m for m in found):
-            yield _messages({"messages": found})
-        else:
-            for one in found:
-                yield from _conversations(one)
+    elif isinstance(found, list):
+        for one in found:
+            yield from _conversations(one)
 
 
 def _ours(found: Mapping[str, Any]) -> ImportedConversation:
@@ -178,22 +172,6 @@ def _ours(found: Mapping[str, Any]) -> ImportedConversation:
         turns,
         int(found.get("head") or 0),
     )
-
-
-def _messages(found: Mapping[str, Any]) -> ImportedConversation:
-    turns: list[StoredMessage] = []
-    parent = 0
-    for m in found["messages"]:
-        role, content = m["role"], _text(m["content"])
-        if role not in _ROLES or not content:
-            continue
-        turns.append(
-            StoredMessage(
-                len(turns) + 1, role, content, m.get("reasoning_content"), parent_id=parent
-            )
-        )
-        parent = parent if role == "system" else turns[-1].id
-    return ImportedConversation(str(found.get("title") or "") or _title(turns), "", tuple(turns))
 
 
 def _chatgpt(found: Mapping[str, Any]) -> ImportedConversation:

@@ -65,15 +65,16 @@ class PlanChoice:
 class PlanList:
     """What fits, best first: `machine` in a line; `too_slow` fit but answer too late. `left_out`:
     how many others there are, by why they are left out ("too large"). `accounts`: what of each
-    memory is left for a model, a line each. `guessed`: the speed of the memory is assumed."""
+    memory is left for a model, a line each. `guessed`: the speed of the memory is assumed. `complete`:
+    nothing more comes."""
 
-    request: PlanRequest
     machine: str
     choices: tuple[PlanChoice, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
     too_slow: tuple[PlanChoice, ...] = ()
     accounts: tuple[str, ...] = ()
     guessed: bool = False
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,6 @@ class InstalledModel:
     owner: str
     path: str
     ours: bool
-    ref: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,18 @@ class PullProgress:
     left_s: float | None = None
 
 
+def unheard(_: object) -> None:
+    """For who waits for a whole answer, and not for its parts."""
+
+
 class ModelService(Protocol):
     """Plans, downloads and removes models. Methods may take long and are called from a thread; all
     raise LocalLLMError."""
 
-    def plan(self, request: PlanRequest) -> PlanList:
-        """All models that fit."""
+    def plan(
+        self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
+    ) -> PlanList:
+        """All models that fit; `on_choice` gets each as it is planned, before any is ranked."""
 
     def measure(self) -> None:
         """Measure how fast this machine is; what is planned afterwards goes by that."""

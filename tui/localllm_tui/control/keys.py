@@ -67,7 +67,9 @@ class Key:
         return label_of(self.keys_now) if self.id in _remapped else self.label
 
 
-_ACTION = re.compile(r"(?P<name>\w+)(?:\((?:'(?P<what>\w+)')?(?:, )?(?P<number>-?\d+)?\))?")
+_ACTION = re.compile(
+    r"(?:screen\.)?(?P<name>\w+)(?:\((?:'(?P<what>\w+)')?(?:, )?(?P<number>-?\d+)?\))?"
+)
 # The remapped keys of config.toml: ids, and keys as Textual names them.
 _remapped: dict[str, str] = {}
 
@@ -154,8 +156,8 @@ KEYS = (
     Key(COMPOSER, "down", "Down", "later", caught=True),
     Key(COMPOSER, "ctrl+z", "Ctrl+Z, Ctrl+Y",
     help="take back what was typed or pasted; bring it again"),
-    Key(COMPOSER, "pageup", "PageUp, PageDown", "scroll_transcript(-1)", "scroll the conversation"),
-    Key(COMPOSER, "pagedown", "PageDown", "scroll_transcript(1)"),
+    Key(COMPOSER, "pageup", "PageUp, PageDown", "screen.scroll_transcript(-1)", "scroll the conversation"),
+    Key(COMPOSER, "pagedown", "PageDown", "screen.scroll_transcript(1)"),
     Key(CHAT, "ctrl+t", "Ctrl+T", "thinking", "show or hide the model's thinking", priority=True),
     Key(COMPOSER, "tab", "Tab", "complete", "complete a command", caught=True,
     hints={"commands": "completes"}),
@@ -172,34 +174,34 @@ KEYS = (
     ),
     Key(TURN, "down", "Down", "select(1)"),
     Key(
-        TURN, "n", "N", "turn('found', 1)", "after Ctrl+F: the next hit; Shift+N: the one before",
+        TURN, "n", "N", "screen.turn('found', 1)", "after Ctrl+F: the next hit; Shift+N: the one before",
         hints={"found": "next"},
     ),
-    Key(TURN, "N", "Shift+N", "turn('found', -1)", hints={"found": "the one before"}),
+    Key(TURN, "N", "Shift+N", "screen.turn('found', -1)", hints={"found": "the one before"}),
     Key(
-        TURN, "e,enter", "E", "turn('edit')", "change it, beside what there is",
+        TURN, "e,enter", "E", "screen.turn('edit')", "change it, beside what there is",
         hints={"selecting": "edit"}
     ),
-    Key(TURN, "r", "R", "turn('again')", "another answer", hints={"selecting": "again"}),
-    Key(TURN, "g", "G", "turn('more')", "go on with a stopped answer"),
-    Key(TURN, "c", "C", "turn('copy')", "copy it",
+    Key(TURN, "r", "R", "screen.turn('again')", "another answer", hints={"selecting": "again"}),
+    Key(TURN, "g", "G", "screen.turn('more')", "go on with a stopped answer"),
+    Key(TURN, "c", "C", "screen.turn('copy')", "copy it",
     hints={"selecting": "copy", "found": "copy"}),
-    Key(TURN, "1", "1 to 9", "turn('code', 1)", "copy its code block of that number"),
-    *(Key(TURN, str(n), str(n), f"turn('code', {n})") for n in range(2, 10)),
+    Key(TURN, "1", "1 to 9", "screen.turn('code', 1)", "copy its code block of that number"),
+    *(Key(TURN, str(n), str(n), f"screen.turn('code', {n})") for n in range(2, 10)),
     Key(
-        TURN, "b", "B", "turn('branch')", "a conversation of its own up to here",
+        TURN, "b", "B", "screen.turn('branch')", "a conversation of its own up to here",
         hints={"selecting": "branch"}
     ),
     Key(
-        TURN, "d,delete", "D", "turn('remove')", "twice: remove it, and what follows it",
+        TURN, "d,delete", "D", "screen.turn('remove')", "twice: remove it, and what follows it",
         hints={"selecting": "delete"},
     ),
     Key(
-        TURN, "left", "←→, Left, Right", "turn('version', -1)", "its other versions",
+        TURN, "left", "←→, Left, Right", "screen.turn('version', -1)", "its other versions",
         hints={"selecting": "version"}
     ),
-    Key(TURN, "right", "Right", "turn('version', 1)"),
-    Key(TURN, "t", "T", "turn('thinking')", "show or hide its thinking"),
+    Key(TURN, "right", "Right", "screen.turn('version', 1)"),
+    Key(TURN, "t", "T", "screen.turn('thinking')", "show or hide its thinking"),
     Key(TURN, "escape,q,i", "Esc", "unselect",
     hints={"selecting": "back", "found": "back"}),
     Key(CHAT, "f5", "F5, F6, F7", "pull(1)",
@@ -241,8 +243,6 @@ KEYS = (
     hints={"models": "back", "on disk": "back"}),
     Key(SLIDER, "left", "Left, Right", "move(-1)", "move a slider"),
     Key(SLIDER, "right", "Right", "move(1)"),
-    Key(SLIDER, "home", "Home", "first"),
-    Key(SLIDER, "end", "End", "last"),
     Key(GLASS, "escape,q,f3,enter", "Esc", "close"),
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={"help": "closes"}),
     Key(FILES, "enter", "Enter",

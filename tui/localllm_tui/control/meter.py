@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 
-from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, UsageError
 from localllm.formatting import byte_size
 from localllm_tui.control.attachments import (
@@ -189,24 +188,6 @@ def _context(n: StatusFigures, words: bool, bar_cells: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class UnsentMessage:
-    """The message in the input: text, attached files, and the question it is another version of
-    (None: new)."""
-
-    text: str
-    attached: Sequence[tuple[str, str]] = ()
-    instead: StoredMessage | None = None
-
-    @property
-    def empty(self) -> bool:
-        return not self.text.strip() and not self.attached
-
-    def messages(self, session: Session, *, alone: bool = False) -> list[dict[str, str]]:
-        """What would be sent; `alone`: without the earlier turns."""
-        return session.would_send(self.text, self.attached, instead=self.instead, alone=alone)
-
-
-@dataclass(frozen=True, slots=True)
 class TokenCosts:
     """Tokens of the conversation, and of it with the message in the input (None: empty, or the
     server can't count)."""
@@ -216,13 +197,18 @@ class TokenCosts:
 
     @classmethod
     async def of(
-        cls, client: ChatClient, model: str, session: Session, typed: UnsentMessage
+        cls,
+        client: ChatClient,
+        model: str,
+        session: Session,
+        asked: Sequence[Mapping[str, str]] | None,
     ) -> TokenCosts:
-        """Counted by the server, where it did not count already."""
+        """Counted by the server, where it did not count already; `asked` is what would be sent (None:
+        nothing is typed)."""
         conversation = (
             session.used_tokens if session.counted else await client.count(model, session.context())
         )
-        with_input = None if typed.empty else await client.count(model, typed.messages(session))
+        with_input = None if asked is None else await client.count(model, asked)
         return cls(conversation, with_input)
 
     def words(self, n_ctx: int | None) -> str:
@@ -237,23 +223,28 @@ class TokenCosts:
 
 
 async def check_fits(
-    client: ChatClient, model: str, session: Session, typed: UnsentMessage, n_ctx: int | None
+    client: ChatClient,
+    model: str,
+    n_ctx: int | None,
+    would_send: Callable[[bool], Sequence[Mapping[str, str]]],
+    *,
+    compacts: bool,
 ) -> None:
     """Raise ContextLengthError for a question that the server would refuse for its length, so that
-    it can be changed unsent.
+    it can be changed unsent. `would_send` says what goes, True: without what was said before, as
+    with `compacts` the server may send it.
 
     A server that can't count is left to refuse by itself.
     """
     if n_ctx is None:
         return
-    compacts = client.compacts or session.compacts
-    messages = typed.messages(session, alone=compacts)
+    messages = would_send(compacts)
     if sum(len(m["content"].encode("utf-8", "replace")) for m in messages) < n_ctx // 2:
         return  # a token is a byte at least, and no template doubles a conversation
     tokens = await client.count(model, messages)
     if tokens is None or tokens < n_ctx:
         return
-    alone = tokens if compacts else await client.count(model, typed.messages(session, alone=True))
+    alone = tokens if compacts else await client.count(model, would_send(True))
     if alone is not None and alone >= n_ctx:
         raise ContextLengthError(
             f"this question alone is {alone:,} tokens, and the context is {n_ctx:,}: it was not "

@@ -67,59 +67,48 @@ class Pull:
                 "goes "
                 "on there"
             )
-        said = f"{self.now.phase} {self.ref}"
-        if self.now.total_bytes:
-            said += (
-                f" {self.now.done_bytes / self.now.total_bytes:.0%} of "
-                f"{byte_size(self.now.total_bytes)}"
-            )
-        if self.now.speed_bytes_s:
-            said += f", {byte_size(self.now.speed_bytes_s)}/s"
-        if self.now.left_s is not None:
-            said += f", {span(self.now.left_s)} left"
-        return said
+        now = self.now
+        share = now.done_bytes / now.total_bytes if now.total_bytes else 0.0
+        of = f" {share:.0%} of {byte_size(now.total_bytes)}" if now.total_bytes else ""
+        speed = f", {byte_size(now.speed_bytes_s)}/s" if now.speed_bytes_s else ""
+        left = f", {span(now.left_s)} left" if now.left_s is not None else ""
+        return f"{now.phase} {self.ref}{of}{speed}{left}"
 
 
-class Pulls:
-    """All downloads of a chat, the newest last."""
+class Pulls(dict[str, Pull]):
+    """All downloads of a chat by what is pulled, the newest last."""
 
     def __init__(self, service: ModelService) -> None:
+        super().__init__()
         self.service = service
-        self._pulls: dict[str, Pull] = {}
-
-    def all(self) -> list[Pull]:
-        return [*self._pulls.values()]
 
     def running(self) -> list[Pull]:
-        return [p for p in self._pulls.values() if not p.ended]
+        return [p for p in self.values() if not p.ended]
 
     def newly_ended(self) -> list[Pull]:
         """Those that have ended since this was asked last."""
-        ended = [p for p in self._pulls.values() if p.ended and not p.announced]
+        ended = [p for p in self.values() if p.ended and not p.announced]
         for pull in ended:
             pull.announced = True
         return ended
 
-    def of(self, ref: str) -> Pull | None:
-        return self._pulls.get(ref)
-
     def start(self, ref: str) -> Pull:
         """Start or resume a download; one in progress is left alone."""
-        old = self._pulls.pop(ref, None)
+        old = self.pop(ref, None)
         if old is not None and not old.ended:
-            self._pulls[ref] = old
+            self[ref] = old
             return old
-        pull = self._pulls[ref] = Pull(ref)
+        pull = self[ref] = Pull(ref)
         threading.Thread(target=self._run, args=(pull,), name=f"pull {ref}", daemon=True).start()
         return pull
 
     def stop(self, ref: str) -> None:
         """Stop at the next progress report; what has arrived stays."""
-        if ref in self._pulls:
-            self._pulls[ref].stopping.set()
+        if ref in self:
+            self[ref].stopping.set()
 
     def stop_all(self) -> None:
-        for ref in self._pulls:
+        for ref in self:
             self.stop(ref)
 
     def words(self) -> str:
@@ -148,8 +137,7 @@ class Pulls:
             pull.ended = True
 
 
-_MOST_NAME = 34
-_OWNER, _LEAST_WITH_OWNER = len("a folder of yours"), 60
+_MOST_NAME, _LEAST_NAME = 34, 8
 _FITS = {"yes": "fits", "tight": "tight", "split": "split", "no": "too large"}
 
 
@@ -160,12 +148,12 @@ def context_words(tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the plans, `cells` wide, shown where a line has at least `from_width` cells."""
+    """A column of a list, `cells` wide, shown where a line has at least `from_width` cells."""
 
     head: str
     cells: int
     from_width: int
-    value: Callable[[PlanChoice], str]
+    value: Callable[[Any], str]
 
     def cell(self, text: str) -> str:
         """`text` in its cells: words to the left, figures to the right."""
@@ -174,62 +162,66 @@ class Column:
 
 
 _WORDS = ("quant", "of usable")
-COLUMNS = (
+PLAN_COLUMNS = (
     Column("quant", 10, 50, lambda c: str(c.plan["variant"]["quant"])),
     Column("quality", 7, 72, lambda c: _points(c.plan)),
     Column("memory", 8, 0, lambda c: byte_size(c.plan["memory"]["total_bytes"])),
-    Column("of usable", 10, 92, lambda c: _share_bar(c.plan["memory"])),
+    Column(
+        "of usable",
+        10,
+        92,
+        lambda c: bar(c.plan["memory"]["total_bytes"], max(1, c.plan["memory"]["limit_bytes"])),
+    ),
     Column("context", 8, 92, lambda c: context_words(c.plan["n_ctx"])),
-    Column("tok/s", 9, 0, lambda c: _span_of(c.plan["decode_tok_s"])),
+    Column(
+        "tok/s",
+        9,
+        0,
+        lambda c: f"{_rate(c.plan['decode_tok_s']['low'])}–{_rate(c.plan['decode_tok_s']['high'])}",
+    ),
     Column("wait", 8, 50, lambda c: span(c.wait_s)),
 )
+DISK_COLUMNS = (
+    Column("quant", 10, 0, lambda m: str(m.quant)),
+    Column("size", 8, 0, lambda m: byte_size(m.size_bytes)),
+)
+
+
+def _line(columns: Sequence[Column], width: int, name: str, value: Callable[[Column], str]) -> str:
+    """A line of a list: a name behind two cells of marks, and the columns that there is room for."""
+    shown = [column for column in columns if width >= column.from_width]
+    taken = sum(column.cells + 1 for column in shown)
+    cells = 2 + min(_MOST_NAME, max(_LEAST_NAME, width - 2 - taken))
+    name = elide(name, cells)
+    return " ".join(
+        [name + " " * (cells - cell_len(name)), *(column.cell(value(column)) for column in shown)]
+    )
+
+
+def _head(column: Column) -> str:
+    return column.head
 
 
 def catalog_head(width: int) -> str:
     """The heads of the columns that a line of so many cells has room for."""
-    heads = [column.cell(column.head) for column in _shown(width)]
-    return f"  {'model':{_name_cells(width)}} {' '.join(heads)}"
+    return _line(PLAN_COLUMNS, width, "  model", _head)
 
 
 def plan_line(choice: PlanChoice, width: int, mark: str = "  ") -> str:
     """One plan behind two cells of `mark`."""
-    values = [column.value(choice) for column in _shown(width)]
-    return _catalog_line(f"{mark}{one_line(choice.plan['name'])}", values, width)
+    name = f"{mark}{one_line(choice.plan['name'])}"
+    return _line(PLAN_COLUMNS, width, name, lambda column: column.value(choice))
 
 
 def used_line(model: InstalledModel, width: int) -> str:
     """The file that answers, in the columns of the plans."""
     known = {"quant": model.quant, "memory": byte_size(model.size_bytes)}
-    values = [known.get(column.head, "") for column in _shown(width)]
-    return _catalog_line(f"▸ {one_line(model.name)}", values, width)
-
-
-def _catalog_line(name: str, values: Sequence[str], width: int) -> str:
-    cells = _name_cells(width) + 2
-    shown = elide(name, cells)
-    columns = [column.cell(value) for column, value in zip(_shown(width), values, strict=True)]
-    return f"{shown}{' ' * (cells - cell_len(shown))} {' '.join(columns)}"
-
-
-def _shown(width: int) -> list[Column]:
-    return [column for column in COLUMNS if width >= column.from_width]
-
-
-def _name_cells(width: int) -> int:
-    taken = sum(column.cells + 1 for column in _shown(width))
-    return min(_MOST_NAME, max(8, width - 2 - taken))
+    name = f"▸ {one_line(model.name)}"
+    return _line(PLAN_COLUMNS, width, name, lambda column: known.get(column.head, ""))
 
 
 def _points(plan: Mapping[str, Any]) -> str:
     return str(round(plan["quality"]["points"]))  # never "-0"
-
-
-def _share_bar(memory: Mapping[str, Any]) -> str:
-    return bar(memory["total_bytes"], max(1, memory["limit_bytes"]))
-
-
-def _span_of(speed: Mapping[str, Any]) -> str:
-    return f"{_rate(speed['low'])}–{_rate(speed['high'])}"
 
 
 # Orders of the plans: what is best as the planner has it, the fastest, the smallest.
@@ -263,22 +255,24 @@ def plan_details(
     return [elide(line, width) for line in lines]
 
 
+# A line has room for who keeps a model, which the details say too, from so many cells on.
+_LEAST_WITH_OWNER = 60
+_OWNER_CELLS = 2 + len("a folder of yours")
+
+
 def disk_head(width: int) -> str:
-    name = _disk_name(width)
-    return f"  {'model':{name}} {'quant':10} {'size':>8}" + (
-        "  kept by" if _has_owner(width) else ""
-    )
+    if width < _LEAST_WITH_OWNER:
+        return _line(DISK_COLUMNS, width, "  model", _head)
+    return _line(DISK_COLUMNS, width - _OWNER_CELLS, "  model", _head) + "  kept by"
 
 
 def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
     """One model on this disk; `▸` answers now."""
-    name = _disk_name(width)
-    shown = elide(one_line(model.name), name)
-    line = (
-        f"{'▸' if in_use else ' '} {shown}{' ' * (name - cell_len(shown))} "
-        f"{elide(model.quant, 10):10} {byte_size(model.size_bytes):>8}"
-    )
-    return elide(f"{line}  {model.owner}", width) if _has_owner(width) else line
+    with_owner = width >= _LEAST_WITH_OWNER
+    name = ("▸ " if in_use else "  ") + one_line(model.name)
+    room = width - _OWNER_CELLS if with_owner else width
+    line = _line(DISK_COLUMNS, room, name, lambda column: column.value(model))
+    return elide(f"{line}  {model.owner}", width) if with_owner else line
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
@@ -286,16 +280,6 @@ def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
     lines = [fit or "weighing …", model.path, f"kept by {model.owner}; {may}"]
     wrapped = [textwrap.wrap(printable(line), max(20, width)) for line in lines]
     return [*itertools.chain.from_iterable(wrapped)]
-
-
-def _has_owner(width: int) -> bool:
-    """Whether a line has room for who keeps a model, which the details say too."""
-    return width >= _LEAST_WITH_OWNER
-
-
-def _disk_name(width: int) -> int:
-    owner = 2 + _OWNER if _has_owner(width) else 0
-    return min(_MOST_NAME, max(10, width - 2 - 1 - 10 - 1 - 8 - owner))
 
 
 def _rate(tok_s: float) -> str:
@@ -329,7 +313,7 @@ class FirstRun:
 
     async def plan(self, plans: dict[PlanRequest, PlanList]) -> None:
         """Plan what this machine could run; what is planned joins `plans`."""
-        request, found = PlanRequest(), PlanList(PlanRequest(), "", ())
+        request, found = PlanRequest(), PlanList("", ())
         with suppress(LocalLLMError):
             found = plans[request] = await asyncio.to_thread(self.pulls.service.plan, request)
         self.choices, self.guessed = found.choices, found.guessed
@@ -368,7 +352,7 @@ class FirstRun:
         return [STARTER, "", _GUESSED if self.guessed else _OFFERED, *offers, _ALL_MODELS]
 
     def _offer(self, key: str, choice: PlanChoice) -> str:
-        pull = self.pulls.of(choice.ref)
+        pull = self.pulls.get(choice.ref)
         if pull is None:
             speed = choice.plan["decode_tok_s"]
             rate = f"{speed['low']:.0f} to {speed['high']:.0f} tok/s"

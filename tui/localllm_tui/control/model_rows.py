@@ -97,7 +97,7 @@ class ModelRows:
 
     def _mark(self, choice: PlanChoice) -> str:
         """`▸` answers now, `●` is installed, `↓` on its way."""
-        pull, sign = self.pulls.of(choice.ref), " "
+        pull, sign = self.pulls.get(choice.ref), " "
         if self._in_use(choice):
             sign = "▸"
         elif choice.installed or (pull is not None and pull.done):
@@ -115,6 +115,8 @@ class ModelRows:
                     f"{byte_size(sum(m.size_bytes for m in self.disk))}"
                 )
             return said if self.shows_disk else f"{said} · planning what else fits …"
+        if not self.planned.complete:
+            return f"{len(self.choices)} fit so far · planning the others …"
         order = "" if self.order == "best" else f"by {self.order} · "
         slow = f", {len(self.planned.too_slow)} answer too late" if self.planned.too_slow else ""
         others = "".join(f", {n} {why}" for why, n in self.planned.left_out.items())

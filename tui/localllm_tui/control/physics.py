@@ -19,31 +19,18 @@ from localllm_tui.control.terminal import printable
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedRange:
-    """A predicted figure with its range."""
-
-    value: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class ModelPhysics:
     """A served model on its machine, from the `physics` of /v1/models
-    (localllm/planner/serialise.py). `kv_points`: (depth, bytes read);
+    (localllm/planner/serialise.py). `kv_points`: (depth, bytes read); `planned_tok_s`: what decoding
+    comes to, at least and at most;
     `power`: the share of the time that is computed in; `bandwidth_basis`: how the bandwidth is
     known."""
 
-    device: str
     bandwidth_gbps: float
-    tflops: float
     dense_bytes: int
     routed_bytes: int
     kv_points: tuple[tuple[int, int], ...]
-    flops_per_token: float
-    n_batch: int
-    decode: SpeedRange
-    prefill: SpeedRange
+    planned_tok_s: tuple[float, float, float]
     kv_type: str = ""
     quant: str = ""
     memory: Mapping[str, Any] = field(default_factory=dict)
@@ -54,18 +41,13 @@ class ModelPhysics:
     def of(cls, said: Mapping[str, Any]) -> ModelPhysics | None:
         """Parsed from the server's JSON; None where that is missing or different."""
         try:
-            weights = said["weights"]
+            weights, plan = said["weights"], said["decode_tok_s"]
             return cls(
-                str(said["device"]),
                 float(said["bandwidth_gbps"]),
-                float(said["tflops"]),
                 int(weights["dense_bytes"]),
                 int(weights["routed_bytes"]),
                 tuple((int(d), int(b)) for d, b in said["kv_read_bytes"]),
-                float(said["flops_per_token"]),
-                int(said["n_batch"]),
-                _spread(said["decode_tok_s"]),
-                _spread(said["prefill_tok_s"]),
+                (float(plan["value"]), float(plan["low"]), float(plan["high"])),
                 str(said.get("kv_type", "")),
                 str(said.get("quant", "")),
                 said.get("memory") or {},
@@ -93,10 +75,6 @@ class ModelPhysics:
         return self.bandwidth_gbps * 1e9 / max(1.0, self.token_bytes(depth))
 
 
-def _spread(said: Mapping[str, Any]) -> SpeedRange:
-    return SpeedRange(float(said["value"]), float(said["low"]), float(said["high"]))
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerSpeed:
     """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as
@@ -118,32 +96,17 @@ class AnswerSpeed:
         return self.usage.prompt + self.usage.completion / 2
 
     @property
-    def steps_s(self) -> float | None:
-        """Decode steps per second; None without any."""
-        if self.live is not None:
-            return self.live
-        return (
-            self.timings.steps / self.timings.decode_s
-            if self.timings.decode_s > 0 and self.timings.steps
-            else None
-        )
-
-    @property
     def tok_s(self) -> float | None:
         if self.live is not None:
             return self.live
         made = self.usage.completion - 1
         return made / self.timings.decode_s if self.timings.decode_s > 0 and made > 0 else None
 
-    @property
-    def prefill_tok_s(self) -> float | None:
-        return (
-            self.timings.prefilled / self.timings.prefill_s if self.timings.prefill_s > 0 else None
-        )
-
     def achieved_gbps(self, physics: ModelPhysics) -> float | None:
         """Memory bandwidth its decode steps used, in GB/s, counted for this answer alone."""
-        rate = self.steps_s
+        took, rate = self.timings, self.live
+        if rate is None and took.decode_s > 0 and took.steps:
+            rate = took.steps / took.decode_s
         return None if rate is None else rate * physics.token_bytes(self.depth) / 1e9
 
 
@@ -193,7 +156,7 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     as_it_came = (
         "" if speed.live is None else ", as it arrives" if speed.coming else (", as it arrived")
     )
-    rate, plan = speed.tok_s, physics.decode
+    rate, (planned, low, high) = speed.tok_s, physics.planned_tok_s
     now = (
         f"  {'now' if speed.coming else 'was':<9}{rate:>8.1f} tok/s"
         if rate is not None
@@ -202,7 +165,7 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     return [
         f"THIS ANSWER{as_it_came}",
         now,
-        f"  planned  {plan.value:>8.1f}  ({plan.low:.0f} to {plan.high:.0f})",
+        f"  planned  {planned:>8.1f}  ({low:.0f} to {high:.0f})",
         *_why_not_as_planned(physics, speed),
         *([f"  paced to {physics.power:>8.0%} of the time"] if physics.power < 1 else []),
     ]
@@ -214,10 +177,10 @@ _BUSY_LOAD = 1.25
 
 def _why_not_as_planned(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     """What is known of why the answer was outside the planned range; nothing within it."""
-    rate, plan = speed.tok_s, physics.decode
-    if rate is None or plan.low <= rate <= plan.high:
+    rate, (_, low, high) = speed.tok_s, physics.planned_tok_s
+    if rate is None or low <= rate <= high:
         return []
-    if rate < plan.low and speed.load >= _BUSY_LOAD:
+    if rate < low and speed.load >= _BUSY_LOAD:
         return [f"  busy: {speed.load:.1f} threads want each core"]
     if physics.bandwidth_basis == "assumed":
         return ["  the plan assumes a bandwidth:", "  `localllm device --measure` finds it"]
@@ -263,15 +226,15 @@ def _token(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
 
 def _prompt(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     """What of this turn's prompt the prefix cache had, and how the rest was read."""
-    took, usage, rate = speed.timings, speed.usage, speed.prefill_tok_s
+    took, usage = speed.timings, speed.usage
     if speed.live is not None or speed.coming or not usage.prompt:
         return []
     rows = [
         f"PROMPT {usage.cached:,} of {usage.prompt:,} from cache",
         f"  {bar(usage.cached, usage.prompt, PANEL_WIDTH - 2)}",
     ]
-    if rate is not None and took.prefilled > 1:
-        rows.append(f"  the rest at {rate:,.0f} tok/s")
+    if took.prefill_s > 0 and took.prefilled > 1:
+        rows.append(f"  the rest at {took.prefilled / took.prefill_s:,.0f} tok/s")
     if speed.cache_miss:
         said = printable(f"not more: {speed.cache_miss}")
         rows += textwrap.wrap(said, PANEL_WIDTH - 3, initial_indent="  ", subsequent_indent="    ")

@@ -99,12 +99,12 @@ class Session:
     def compacts(self) -> bool:
         """Whether compaction is on: the oldest messages may be left out of a request that is too
         long. Nothing is removed here."""
-        return any(t.meta.get("compact") for t in self.tree.all_turns)
+        return any(t.meta.get("compact") for t in self.tree.turns.values())
 
     def set_compacts(self, on: bool) -> None:
         """Allow or forbid compaction; kept with the conversation. Raises UsageError when nothing
         was asked."""
-        for turn in [t for t in self.tree.all_turns if t.meta.get("compact")]:
+        for turn in [t for t in self.tree.turns.values() if t.meta.get("compact")]:
             meta = {k: v for k, v in turn.meta.items() if k != "compact"}
             self.tree.rewrite(turn, turn.content, turn.reasoning or "", meta, turn.complete)
         if on:
@@ -148,7 +148,7 @@ class Session:
         if instead is None:
             return self.tree.append("user", content, meta=meta)
         turn = self.tree.append("user", content, meta=meta, parent=instead.parent_id)
-        if self.tree.holds(instead.id) and not self.tree.has_followers(instead):
+        if instead.id in self.tree.turns and not self.tree.has_followers(instead):
             self.tree.remove(instead)
             if not self.titled and self.title == title_of(
                 instead.meta.get("typed", instead.content)
@@ -266,7 +266,7 @@ class Session:
         if continues:
             return PendingAnswer.more(self, self._continued(to or last))
         to = to or self.last_question
-        question = self.tree.parent(to) if to.role == "assistant" else to
+        question = self.tree.turns.get(to.parent_id) if to.role == "assistant" else to
         if question is None:
             raise UsageError(
                 "there is no question before this answer", hint="ask one, and it is answered"
@@ -361,12 +361,13 @@ class PendingAnswer:
         )
         self._text: list[str] = [begun.content] if begun is not None else []
         self._reasoning: list[str] = [begun.reasoning or ""] if begun is not None else []
-        self._grown = self._dirty = False
+        self._grown = self.unsaved = False
+        self._meta: dict[str, Any] | None = None  # what is known at its end
         self._next_save_s = float("-inf")
 
     @classmethod
     def more(cls, session: Session, begun: StoredMessage) -> PendingAnswer:
-        return cls(session, session.tree.parent(begun) or begun, begun)
+        return cls(session, session.tree.turns.get(begun.parent_id, begun), begun)
 
     @property
     def text(self) -> str:
@@ -387,27 +388,35 @@ class PendingAnswer:
             self._text.append(text)
         if reasoning:
             self._reasoning.append(reasoning)
-        self._dirty = self._grown = True
+        self.unsaved = self._grown = True
         self.save_if_due()
 
+    @property
+    def due(self) -> bool:
+        """Whether to write again: every SAVE_EVERY_S seconds, later where the disk refuses."""
+        return self.unsaved and self.session.now() >= self._next_save_s
+
     def save_if_due(self) -> None:
-        """Write what is unsaved, at most every SAVE_EVERY_S seconds (call it from a timer: a stream
-        may stall)."""
+        """Write what is unsaved, if it is time (call it from a timer: a stream may stall)."""
+        if self.due:
+            self.save()
+
+    def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
+        """Write the last of it with `meta`. None when nothing came."""
+        self._meta, self.unsaved = meta, self._grown
+        return self.save()
+
+    def save(self) -> StoredMessage | None:
+        """Write what is unsaved now; returns the turn. Raises HistoryError, and is then due later."""
+        if not self.unsaved:
+            return self._message
         began_s = self.session.now()
-        if not self._dirty or began_s < self._next_save_s:
-            return
         try:
-            self._save({}, complete=False)
+            return self._save(self._meta or {}, complete=self._meta is not None)
         except HistoryError:
             ended_s = self.session.now()
             self._next_save_s = ended_s + max(SAVE_EVERY_S, WAIT_SHARE * (ended_s - began_s))
             raise
-
-    def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
-        """Write the last of it with `meta`. None when nothing came."""
-        if not self._grown:
-            return self._message  # unchanged
-        return self._save(meta, complete=True)
 
     def _save(self, meta: dict[str, Any], *, complete: bool) -> StoredMessage:
         tree = self.session.tree
@@ -431,9 +440,6 @@ class PendingAnswer:
         return self._saved(turn)
 
     def _saved(self, message: StoredMessage) -> StoredMessage:
-        self._message, self._dirty, self._next_save_s = (
-            message,
-            False,
-            self.session.now() + SAVE_EVERY_S,
-        )
+        self._message, self.unsaved = message, False
+        self._next_save_s = self.session.now() + SAVE_EVERY_S
         return message

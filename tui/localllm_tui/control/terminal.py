@@ -7,7 +7,6 @@ import asyncio
 import gc
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -60,19 +59,17 @@ def one_line(text: str) -> str:
 def copy_with_tool(text: str) -> bool:
     """Put `text` on the clipboard with the system's tool; False when there is none, or it fails."""
     for command in _CLIPBOARD_TOOLS:
-        if shutil.which(command[0]):
-            try:
-                done = subprocess.run(
-                    command,
-                    input=text.encode(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    timeout=2,
-                )
-            except (OSError, subprocess.TimeoutExpired):
-                continue
-            if done.returncode == 0:
-                return True
+        with suppress(OSError, subprocess.SubprocessError):
+            # one that is not here is an OSError
+            subprocess.run(
+                command,
+                input=text.encode(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=2,
+                check=True,
+            )
+            return True
     return False
 
 

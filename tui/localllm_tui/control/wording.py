@@ -71,6 +71,11 @@ def next_steps(error: LocalLLMError, *, kept: bool, alone: bool) -> str:
     return f"{said}/retry asks again, /edit changes the question, {drop}/new starts afresh."
 
 
+def in_a_line(error: LocalLLMError) -> str:
+    """An error as it is said in passing."""
+    return f"{error.message}. {error.hint}".rstrip(". ")
+
+
 WILL_NOT_FIT = (
     "the conversation will not fit. /compact lets the oldest messages be left out then, /new "
     "starts another, /save keeps this one as a file."
@@ -84,26 +89,20 @@ def _plain(text: str) -> str:
 
 def note_under(turn: StoredMessage) -> str:
     """The line under an answer: only what is out of the ordinary."""
-    reason = str(turn.meta.get("finish_reason") or "")
-    said = {
+    meta = turn.meta
+    ended = {
         "stopped": "stopped; /more goes on, /retry answers again",
         "length": "cut at the token limit; /more goes on",
         "error": "broke off; /more goes on, /retry answers again",
-    }.get(reason, "")
+    }.get(str(meta.get("finish_reason") or ""), "")
     if not turn.complete:
-        said = "the chat ended here before the answer did; /more goes on, /retry answers again"
-    left_out = int(turn.meta.get("left_out") or 0)
-    if left_out:
-        said += ("; " if said else "") + (
-            f"the {left_out} oldest messages were left out to fit the context"
-        )
-    if turn.meta.get("reread_tokens"):
-        why = str(turn.meta.get("reread_why") or "")
-        said += (
-            ("; " if said else "")
-            + f"{turn.meta['reread_tokens']:,} tokens were read again"
-            + (f": {why}" if why else "")
-        )
-    if turn.meta.get("edited"):
-        said += ("; " if said else "") + "changed by you"
-    return said
+        ended = "the chat ended here before the answer did; /more goes on, /retry answers again"
+    left_out, again = int(meta.get("left_out") or 0), int(meta.get("reread_tokens") or 0)
+    why = f": {meta['reread_why']}" if meta.get("reread_why") else ""
+    said = [
+        ended,
+        f"the {left_out} oldest messages were left out to fit the context" if left_out else "",
+        f"{again:,} tokens were read again{why}" if again else "",
+        "changed by you" if meta.get("edited") else "",
+    ]
+    return "; ".join(part for part in said if part)

@@ -152,9 +152,6 @@ class InlineFace(LineFace):
         self.page.offer()
         return await self._picking[1]
 
-    async def write(self, text: str) -> None:
-        self.page.replace(text)
-
     def edit(self, turn: StoredMessage) -> None:
         self.page.replace(typed_in(turn))
 

@@ -1,5 +1,5 @@
-"""What runs beside the screen: the editor that $VISUAL or $EDITOR names, which has the terminal
-meanwhile, and !COMMAND."""
+"""What runs beside the screen: work that an exit in between leaves no trace of, !COMMAND, and the
+editor that $VISUAL or $EDITOR names, which has the terminal meanwhile."""
 
 from __future__ import annotations
 
@@ -9,16 +9,38 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from textual.app import SuspendNotSupported
+from textual.dom import DOMNode
 from textual.screen import Screen
+from textual.worker import Worker
 
 from localllm.errors import UsageError
 from localllm_tui.control import command_actions
 from localllm_tui.control.chat import ChatController
 from localllm_tui.widgets.composer import Composer
+
+
+def start(
+    node: DOMNode,
+    what: Callable[[], Coroutine[Any, Any, None]],
+    group: str,
+    *,
+    exclusive: bool = True,
+    exit_on_error: bool = False,
+) -> Worker[None]:
+    """Run `what` for as long as `node` lives; `exclusive`: in place of the rest of its group. What
+    it raises ends it alone, unless `exit_on_error`.
+
+    Takes the function and not its coroutine: one that an exit keeps from being started would be
+    warned of.
+    """
+    work = cast("Callable[[], Coroutine[None, None, None]]", what)
+    return node.run_worker(work, group=group, exclusive=exclusive, exit_on_error=exit_on_error)
+
 
 # Where neither variable is set: the first of these that is there.
 _EDITORS = ("notepad",) if os.name == "nt" else ("sensible-editor", "nano", "vi")
@@ -53,7 +75,7 @@ async def open_editor(screen: Screen[Any], chat: ChatController, _: str) -> None
             signal.signal(signal.SIGINT, before)
     if done:
         raise UsageError(f"{editor} ended with {done}: the message is as it was")
-    await chat.face.write(text)
+    screen.query_one(Composer).replace_text(text)
 
 
 def _words(editor: str) -> list[str]:

@@ -3,51 +3,42 @@ conversation its helpers draw."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.screen import Screen
 from textual.widgets import TextArea
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.bindings import bindings_of
-from localllm_tui.control import command_actions, commands
+from localllm_tui.bindings import HasKeys
+from localllm_tui.control import command_actions, commands, wording
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
-from localllm_tui.control.attachments import typed_in
+from localllm_tui.control.attachments import dropped_files, typed_in
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.local_state import Drafts
-from localllm_tui.control.meter import TokenCosts
+from localllm_tui.control.model_list import FirstRun
 from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.terminal import DeferredGc, keyboard
-from localllm_tui.control.wording import note_under
 from localllm_tui.messages import (
     CopyWanted,
-    FilesDropped,
     MoreTurnsWanted,
-    MuchPasted,
+    PastedToAttach,
     QuestionSubmitted,
-    ScrollTranscript,
-    TurnAsked,
-    TurnClicked,
 )
-from localllm_tui.screens.background import TokenCounter, start
-from localllm_tui.screens.choices import Choices
+from localllm_tui.screens.beside import start
 from localllm_tui.screens.frames import ChatFrames
-from localllm_tui.screens.selected_turn import SelectedTurn
 from localllm_tui.screens.turn_window import FoundTurns, TurnWindow
 from localllm_tui.widgets.answer import AnswerView
-from localllm_tui.widgets.composer import Composer
+from localllm_tui.widgets.composer import Composer, SlashMenu
 from localllm_tui.widgets.figures import LEAST_COLUMNS, GlassPanel, HeadLine, StatusLine
-from localllm_tui.widgets.slash_menu import SlashMenu
 from localllm_tui.widgets.transcript import Transcript
 from localllm_tui.widgets.turns import ChatNote, ErrorNote, FirstRunPage, QuestionView
 
@@ -56,14 +47,13 @@ STATUS_EVERY_S = 0.2
 LONG_S = 10.0
 
 
-class ChatScreen(Screen[None]):
+class ChatScreen(HasKeys, Screen[None], keys=CHAT):
     """Implements control.face.Face. `copy` writes the system's clipboard; `typed` was typed before
     there was an input."""
 
     DEFAULT_CSS = """
     ChatScreen { layout: vertical; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(CHAT)
     full_screen = True
 
     def __init__(self, options: ChatOptions, copy: Callable[[str], bool], typed: str = "") -> None:
@@ -72,11 +62,8 @@ class ChatScreen(Screen[None]):
         self.transcript = Transcript(id="transcript")
         self.composer = Composer(SlashMenu())
         self._window = TurnWindow(chat, self.transcript)
-        self._found = FoundTurns(chat, self.transcript, self._window)
-        self._counter = TokenCounter(self, self._count, lambda: self._frames.show_all())
-        self._frames = ChatFrames(self, chat, self._counter, self._window, self._found)
-        self._selected = SelectedTurn(self, chat, self.transcript, self._found, self._frames)
-        self._choices = Choices(self, chat, self._found)
+        self.found = FoundTurns(chat, self.transcript, self._window)
+        self._frames = ChatFrames(self, chat, self._window, self.found)
         self._drafts = Drafts(options.history.path.parent / "drafts")
         self._copy_with_tool = copy
         self._keyboard = keyboard()
@@ -108,15 +95,14 @@ class ChatScreen(Screen[None]):
 
     def on_resize(self, event: events.Resize) -> None:
         self._frames.columns = event.size.width
-        self.query_one(GlassPanel).fold(narrow=event.size.width < LEAST_COLUMNS)
+        self.query_one(GlassPanel).set_class(event.size.width < LEAST_COLUMNS, "narrow")
         self._frames.show_all()
 
     async def _tick(self) -> None:
         chat = self.chat
         chat.tick()
-        if chat.pulls is not None and chat.pulls.all():
+        if chat.pulls:
             self._frames.show_head()
-            self._show_first_run()
         self._frames.show_if_scrolled()
         if self._keyboard is not None and not os.isatty(self._keyboard) and not chat.left:
             await chat.leave()
@@ -145,7 +131,7 @@ class ChatScreen(Screen[None]):
         if self.chat.editing is None and commands.parse(text) is None:  # commands are no drafts
             self._draft_of = self.chat.session.id
             self._drafts.save(self._draft_of, text)
-        self._counter.soon()
+        self._frames.count()
         self._frames.show_state()
 
     async def on_question_submitted(self, event: QuestionSubmitted) -> None:
@@ -186,17 +172,10 @@ class ChatScreen(Screen[None]):
         await self.chat.stop_answer()
         return True
 
-    async def _count(self) -> TokenCosts:
-        chat, text = self.chat, self.composer.text.strip()
-        if chat.answering or (chat.editing is not None and chat.editing.role == "assistant"):
-            return self._counter.cost
-        typed = "" if commands.parse(text) is not None else commands.question(text)
-        return await TokenCosts.of(chat.client, chat.model, chat.session, chat.unsent(typed))
-
     # -- the selected turn -------------------------------------------------------------------------
 
-    def on_scroll_transcript(self, event: ScrollTranscript) -> None:
-        self.transcript.page(event.pages)
+    def action_scroll_transcript(self, pages: int) -> None:
+        self.transcript.page(pages)
 
     async def on_more_turns_wanted(self, event: MoreTurnsWanted) -> None:
         await (self._window.show_earlier() if event.step < 0 else self._window.show_later())
@@ -208,20 +187,45 @@ class ChatScreen(Screen[None]):
         self.transcript.action_select(-1)
         self._frames.show_state()
 
-    def on_turn_clicked(self, event: TurnClicked) -> None:
-        self.transcript.select(self._window.view(event.turn_id))
-        self._frames.show_state()
-
     def on_turn_selected(self) -> None:
+        if self.transcript.selected is None:
+            self.found.clear()
+            self.composer.focus()
         self._frames.show_state()
 
-    def on_selection_ended(self) -> None:
-        self._found.clear()
-        self.composer.focus()
-        self._frames.show_state()
+    async def action_turn(self, what: str, argument: int = 0) -> None:
+        """Do what a key says with the turn that is selected; remove it if that is asked twice."""
+        view, frames = self.transcript.selected, self._frames
+        turns = [t for t in self.chat.session.turns if view is not None and t.id == view.turn_id]
+        if not turns:
+            return
+        removing, frames.removing = frames.removing, 0
+        if what == "thinking":
+            if isinstance(view, AnswerView):
+                view.toggle_thinking()
+        elif what == "found":
+            if not await self.found.show_next(turns[0].id, argument):
+                self.notify("Ctrl+F finds words in this conversation", timeout=3, markup=False)
+        elif what == "remove" and removing != turns[0].id:
+            frames.removing = turns[0].id
+        else:
+            await self._run_on_turn(what, turns[0], argument)
+        frames.show_state()
 
-    async def on_turn_asked(self, event: TurnAsked) -> None:
-        await self._selected.act(event)
+    async def _run_on_turn(self, what: str, turn: StoredMessage, argument: int) -> None:
+        """Do it, and select the version that took the turn's place, else go back to the input."""
+        try:
+            await command_actions.run_on_turn(self.chat, what, turn, argument)
+        except LocalLLMError as e:
+            self.notify(wording.in_a_line(e), severity="warning", timeout=4, markup=False)
+        if what in ("copy", "code"):
+            return
+        tree = self.chat.session.tree
+        versions = {v.id for v in tree.versions(turn)} if what == "version" else set()
+        views = (view for view in self.transcript.views if view.turn_id in versions)
+        self.transcript.select(next(views, None))
+        if what == "remove":
+            self.transcript.action_select(-1)
 
     def action_thinking(self) -> None:
         for view in reversed(self.transcript.query(AnswerView)):
@@ -232,44 +236,31 @@ class ChatScreen(Screen[None]):
     # -- files -------------------------------------------------------------------------------------
 
     async def on_files_wanted(self) -> None:
-        await self._choices.choose_file()
+        from localllm_tui.screens.picking import open_files
 
-    async def on_files_dropped(self, event: FilesDropped) -> None:
-        for path in event.paths:
-            await commands.run_and_report(self.chat, "attach", str(path))
+        await open_files(self, self.chat)
 
     def on_copy_wanted(self, event: CopyWanted) -> None:
         self.copy(event.text, event.what)
 
-    async def on_much_pasted(self, event: MuchPasted) -> None:
-        name = f"pasted-{len(self.chat.attached) + 1}.txt"
-        await self.chat.reporting(command_actions.attach_text(self.chat, name, event.text))
+    async def on_pasted_to_attach(self, event: PastedToAttach) -> None:
+        paths = dropped_files(event.text)
+        for path in paths:
+            await commands.run_and_report(self.chat, "attach", str(path))
+        if not paths:
+            name = f"pasted-{len(self.chat.attached) + 1}.txt"
+            await self.chat.reporting(command_actions.attach_text(self.chat, name, event.text))
 
     # -- the first run -----------------------------------------------------------------------------
-
-    async def _plan_first_run(self) -> None:
-        if self.chat.first_run is not None:
-            await self.chat.first_run.plan(self.chat.plans)
-        self._show_first_run()
-
-    def _show_first_run(self) -> None:
-        for page in self.transcript.query(FirstRunPage):
-            if self.chat.first_run is not None:
-                page.update("\n".join(self.chat.first_run.lines()))
 
     async def action_measure(self) -> None:
         """Measure the machine, where the offers of the first run go by an assumed speed."""
         first_run = self.chat.first_run
         if first_run is not None and first_run.guessed and first_run.choices is not None:
-            self.run_beside(self._measure_first_run, "first run")
+            self.run_beside(partial(self._measure, first_run), "first run")
 
-    async def _measure_first_run(self) -> None:
-        assert self.chat.first_run is not None
-        measuring = asyncio.ensure_future(self.chat.first_run.measure(self.chat.plans))
-        await asyncio.sleep(0)
-        self._show_first_run()
-        await self.chat.reporting(measuring)
-        self._show_first_run()
+    async def _measure(self, first_run: FirstRun) -> None:
+        await self.chat.reporting(first_run.measure(self.chat.plans))
 
     async def action_pull(self, nth: int) -> None:
         """Pull one of the plans of the first run, counted from 1; use it once it is here."""
@@ -277,7 +268,7 @@ class ChatScreen(Screen[None]):
         if first_run is None or nth > len(first_run.best):
             return
         choice = first_run.best[nth - 1]
-        pull = first_run.pulls.of(choice.ref)
+        pull = first_run.pulls.get(choice.ref)
         if pull is not None and pull.done:
             await commands.run_and_report(self.chat, "model", pull.name)
         else:
@@ -296,10 +287,7 @@ class ChatScreen(Screen[None]):
         await self._mount_note(ErrorNote(error.message, error.hint, next_steps))
 
     def changed(self, *, recount: bool = False) -> None:
-        if recount:
-            self._counter.afresh()
-        else:
-            self._counter.soon()
+        self._frames.count(anew=recount)
         self._frames.show_all()
 
     async def show_session(self, at: int, before: str | None) -> None:
@@ -318,7 +306,7 @@ class ChatScreen(Screen[None]):
         await self.transcript.remove_children()
         await self.redraw()
         self.composer.replace_text(self._drafts.load(self.chat.session.id))
-        self._counter.afresh()
+        self.changed(recount=True)
         if not at:
             self.transcript.restart()
 
@@ -329,7 +317,7 @@ class ChatScreen(Screen[None]):
         ]
         first_run = self.chat.first_run
         if first_run is not None and first_run.choices is None and not self.chat.session.turns:
-            self.run_beside(self._plan_first_run, "first run")
+            self.run_beside(partial(first_run.plan, self.chat.plans), "first run")
         self.changed()
 
     async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
@@ -347,6 +335,7 @@ class ChatScreen(Screen[None]):
         if turn.role == "user" and (edited or len(self.chat.session.turns) == 1):
             await self.transcript.query(ChatNote).remove()  # the welcome, or "no answer yet"
             await self.transcript.query(FirstRunPage).remove()
+            self.transcript.restart()  # what is left may be shorter than the screen
 
     def _end_edit(self) -> None:
         """Bring back what was in the input before an edit."""
@@ -372,7 +361,7 @@ class ChatScreen(Screen[None]):
             self.app.notify_elsewhere(f"{said}: {self.chat.session.title}")  # type: ignore[attr-defined]
         if turn is not None:
             self.show_place(shown, turn)
-            await shown.settle("" if error is not None else note_under(turn))
+            await shown.settle("" if error is not None else wording.note_under(turn))
             self.transcript.follow()
             return
         await shown.remove()
@@ -392,7 +381,7 @@ class ChatScreen(Screen[None]):
         if (
             isinstance(shown, AnswerView)
             and shown.is_attached
-            and self.chat.session.tree.holds(turn.id)
+            and turn.id in self.chat.session.tree.turns
         ):
             shown.show_place(turn.id, self.chat.session.place(turn))
 
@@ -400,19 +389,15 @@ class ChatScreen(Screen[None]):
         if self.composer.text.strip() == text:
             self.post_message(QuestionSubmitted(text))
 
-    async def choose(self, words: str, *, in_this_conversation: bool = False) -> None:
-        await self._choices.choose_conversation(words, in_this_conversation=in_this_conversation)
-
     async def approve(self, about: str, *said: str) -> bool:
-        return await self._choices.approve(about, *said)
+        from localllm_tui.screens.dialogs import approved
+
+        return await approved(self.app, about, *said)
 
     def edit(self, turn: StoredMessage) -> None:
         if self._draft is None:
             self._draft = self.composer.text
         self.composer.replace_text(typed_in(turn))
-
-    async def write(self, text: str) -> None:
-        self.composer.replace_text(text)
 
     def show_attached(self, name: str) -> None:
         self.changed()

@@ -3,18 +3,18 @@ an approval."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.console import RenderableType
 from rich.table import Table
-from textual.app import ComposeResult
-from textual.binding import BindingType
+from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Static
 
-from localllm_tui.bindings import bindings_of
+from localllm_tui.bindings import HasKeys
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.commands import HelpSection, help_sections
 from localllm_tui.control.keys import APPROVAL, GLASS, HELP, KeyContext, hints
@@ -26,7 +26,7 @@ from localllm_tui.widgets.line_filters import title as frame_title
 T = TypeVar("T")
 
 
-class Dialog(ModalScreen[T], Generic[T]):
+class Dialog(HasKeys, ModalScreen[T], Generic[T]):
     """A framed column of texts and tables that scrolls. Those derived from it bind the keys that
     end it."""
 
@@ -59,17 +59,15 @@ class Dialog(ModalScreen[T], Generic[T]):
         self.dismiss(None)
 
 
-class TextDialog(Dialog[None]):
+class TextDialog(Dialog[None], keys=HELP):
     DEFAULT_CSS = "TextDialog > VerticalScroll { max-width: 116; }"
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
 
 
-class HelpScreen(Dialog[None]):
+class HelpScreen(Dialog[None], keys=HELP):
     DEFAULT_CSS = """
     HelpScreen > VerticalScroll { height: 90%; }
     HelpScreen Static { margin-bottom: 1; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(HELP)
 
     def __init__(self) -> None:
         super().__init__("keys and commands", *map(_key_table, help_sections()))
@@ -89,14 +87,13 @@ def _key_table(section: HelpSection) -> Table:
 _LOOK_S = 0.25
 
 
-class GlassScreen(Dialog[None]):
+class GlassScreen(Dialog[None], keys=GLASS):
     """Asks `read` for the figures again and again while it is open."""
 
     DEFAULT_CSS = f"""
     GlassScreen > VerticalScroll {{ width: {PANEL_WIDTH + 8}; max-width: 100%; max-height: 100%; }}
     GlassScreen Static {{ text-wrap: nowrap; }}
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(GLASS)
 
     def __init__(
         self, read: Callable[[], tuple[ModelPhysics | None, AnswerSpeed | None, str]]
@@ -115,14 +112,13 @@ class GlassScreen(Dialog[None]):
         self.query_one(Static).update(glass_text(lines))
 
 
-class Approval(Dialog[bool]):
+class Approval(Dialog[bool], keys=APPROVAL):
     """Dismisses with True for a yes alone."""
 
     DEFAULT_CSS = """
     Approval { align: center bottom; }
     Approval > VerticalScroll { max-height: 70%; border: heavy $warning; border-title-color: $foreground; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(APPROVAL)
     KEYS: ClassVar[KeyContext] = "approving"
 
     def __init__(self, about: str, *said: str) -> None:
@@ -133,6 +129,23 @@ class Approval(Dialog[bool]):
 
     def action_no(self) -> None:
         self.dismiss(False)
+
+
+async def approved(app: App[Any], about: str, *texts: str) -> bool:
+    """Ask the user whether what the `texts` say may be done. To cancel this (the answer is stopped) closes
+    the dialog."""
+    dialog, answer = Approval(about, *texts), asyncio.get_running_loop().create_future()
+
+    def answered(yes: bool | None) -> None:
+        if not answer.done():
+            answer.set_result(yes)
+
+    await app.push_screen(dialog, answered)
+    try:
+        return await answer is True
+    finally:
+        if dialog.is_attached and app.screen is dialog:
+            dialog.dismiss(False)
 
 
 async def open_help(screen: Screen[Any], _: ChatController, __: str) -> None:

@@ -3,6 +3,7 @@ the status and the panel."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,35 +15,28 @@ from localllm_tui.control import commands, sampling
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, fitted
 from localllm_tui.control.keys import KeyContext, hints
-from localllm_tui.control.meter import StatusFigures
-from localllm_tui.control.physics import memory_size
+from localllm_tui.control.meter import StatusFigures, TokenCosts
+from localllm_tui.control.physics import memory_size, panel_lines
 from localllm_tui.control.terminal import one_line
-from localllm_tui.screens.background import TokenCounter
+from localllm_tui.screens.beside import start
 from localllm_tui.screens.turn_window import TURNS_SHOWN, FoundTurns, TurnWindow
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.figures import GlassPanel, HeadLine, StatusLine
 from localllm_tui.widgets.line_filters import title as frame_title
 from localllm_tui.widgets.transcript import Transcript
 
+# Long enough that not every key sends a request.
+COUNT_AFTER_S = 0.25
+
 
 class ChatFrames:
-    """Draws them on `screen` from what the chat, the token counter and the transcript say now."""
+    """Draws them on `screen` from what the chat and the transcript say now."""
 
     def __init__(
-        self,
-        screen: Screen[Any],
-        chat: ChatController,
-        counter: TokenCounter,
-        window: TurnWindow,
-        found: FoundTurns,
+        self, screen: Screen[Any], chat: ChatController, window: TurnWindow, found: FoundTurns
     ) -> None:
-        self._screen, self._chat, self._counter, self._window, self._found = (
-            screen,
-            chat,
-            counter,
-            window,
-            found,
-        )
+        self._screen, self._chat, self._window, self._found = screen, chat, window, found
+        self._costs = TokenCosts()
         self._more_below = False
         self.columns = 0  # of the screen, as the last resize said
         self.removing = 0  # the turn that the next D removes
@@ -50,6 +44,23 @@ class ChatFrames:
     @property
     def _transcript(self) -> Transcript:
         return self._screen.query_one(Transcript)
+
+    def count(self, *, anew: bool = False) -> None:
+        """Ask what the conversation and what is typed cost, once nothing has changed for a moment;
+        `anew`: the last count no longer holds."""
+        if anew:
+            self._costs = TokenCosts()
+        start(self._screen, self._count, "count")
+
+    async def _count(self) -> None:
+        await asyncio.sleep(COUNT_AFTER_S)
+        chat, text = self._chat, self._screen.query_one(Composer).text.strip()
+        if chat.answering or (chat.editing is not None and chat.editing.role == "assistant"):
+            return
+        typed = "" if commands.parse(text) is not None else commands.question(text)
+        asked = chat.would_send(typed) if typed or chat.attached else None
+        self._costs = await TokenCosts.of(chat.client, chat.model, chat.session, asked)
+        self.show_all()
 
     def show_all(self) -> None:
         with suppress(NoMatches):  # a resize may come before the first compose
@@ -76,7 +87,7 @@ class ChatFrames:
     def show_state(self) -> None:
         """Update the input's frame: the state, and what the keys do now."""
         chat, box, context = self._chat, self._screen.query_one(Composer), self._context
-        names, costs = [name for name, _ in chat.attached], self._counter.cost.words(chat.n_ctx)
+        names, costs = [name for name, _ in chat.attached], self._costs.words(chat.n_ctx)
         self._more_below = self.more_below
         box.border_title = frame_title(
             title(context, names, costs) + (" · ↓ more below" if self._more_below else "")
@@ -116,10 +127,11 @@ class ChatFrames:
         loading, engine, listed = chat.loading_words, chat.client.engine, chat.listed
         attached = f"attached to {engine.where}" if engine is not None and engine.where else ""
         how = sampling.words(listed.sampling, chat.client.sampling) if listed is not None else ""
+        pulling = chat.pulls.words() if chat.pulls is not None else ""
         preset = listed is not None and listed.has_system and not chat.session.system
         parts = [
             loading,
-            chat.pulling,
+            pulling,
             self._branch(),
             attached,
             how,
@@ -127,7 +139,7 @@ class ChatFrames:
             "the preset's system prompt" if preset else "",
             self._reads(),
         ]
-        busy = bool(loading or chat.pulling)
+        busy = bool(loading or pulling)
         head = self._screen.query_one(HeadLine)
         head.show(parts, chat.session.system, busy=busy, width=width, title=chat.session.title)
 
@@ -149,7 +161,7 @@ class ChatFrames:
         return f"version {at} of {of}" if of > 1 else ""
 
     def show_numbers(self) -> None:
-        chat, session, counted = self._chat, self._chat.session, self._counter.cost.conversation
+        chat, session, counted = self._chat, self._chat.session, self._costs.conversation
         if chat.streaming is not None:
             meter = chat.streaming.meter
             # until the server counts
@@ -161,8 +173,9 @@ class ChatFrames:
             StatusFigures.of(chat.model, chat.n_ctx, meta, used)
         )
         self.show_head()
-        if self._screen.query_one(GlassPanel).wanted:
-            self._screen.query_one(GlassPanel).show(chat.physics, chat.speed, chat.loading_words)
+        panel = self._screen.query_one(GlassPanel)
+        if panel.wanted:
+            panel.show(panel_lines(chat.physics, chat.speed, loading=chat.loading_words))
 
 
 def footer(

@@ -4,13 +4,12 @@ of it."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import ModalScreen, Screen
@@ -19,8 +18,8 @@ from textual.widgets.option_list import Option
 
 from localllm.errors import LocalLLMError, UsageError
 from localllm.formatting import byte_size
-from localllm_tui.bindings import bindings_of
-from localllm_tui.control import commands
+from localllm_tui.bindings import HasKeys
+from localllm_tui.control import commands, wording
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, in_lines
 from localllm_tui.control.interfaces import (
@@ -45,10 +44,12 @@ from localllm_tui.control.model_list import (
 )
 from localllm_tui.control.model_rows import ModelRows
 from localllm_tui.control.terminal import printable
-from localllm_tui.screens.background import start
+from localllm_tui.screens.beside import start
 from localllm_tui.screens.dialogs import TextDialog
 from localllm_tui.widgets.graphemes import WholeInput
 from localllm_tui.widgets.slider import Slider
+
+T = TypeVar("T")
 
 _LOOK_S = 0.2
 # A line of the details for so many of the screen's: the list is what it is for.
@@ -57,7 +58,7 @@ _ROWS_PER_DETAIL, _MOST_DETAILS = 6, 6
 _LEAST_BESIDE = 64
 
 
-class ModelsScreen(ModalScreen[str | None]):
+class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     """Dismisses with the name of a model that is installed and is to be used, or None. `current`
     answers now."""
 
@@ -82,7 +83,6 @@ class ModelsScreen(ModalScreen[str | None]):
     ModelsScreen Input { display: none; }
     ModelsScreen Input.-asked { display: block; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(MODELS)
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self._removing = ""
         self._done: set[str] = set()
         self._replan_asked = self.planning = False
+        self._arrived: list[PlanChoice] = []  # of what is being planned
 
     def compose(self) -> ComposeResult:
         request = self._request
@@ -168,6 +169,7 @@ class ModelsScreen(ModalScreen[str | None]):
         self.query_one(OptionList).focus()
         self._write("#machine", "planning …")
         self.set_interval(_LOOK_S, self._show_downloads)
+        self.set_interval(_LOOK_S, self._show_arrived)
         self._replan()
         start(self, self._look_at_disk, "disk")  # known long before it is planned
 
@@ -204,21 +206,34 @@ class ModelsScreen(ModalScreen[str | None]):
         try:
             while self._replan_asked:
                 self._replan_asked = False
-                request = self._asked()
-                try:
-                    self.rows.planned = self._known[request] = await asyncio.to_thread(
-                        self._service.plan, request
-                    )
+                request, self._arrived = self._asked(), []
+                planned = await self._answer(self._service.plan, request, self._arrived.append)
+                if planned is not None:
+                    self.rows.planned = self._known[request] = planned
                     self._request = request
                     self._list()
-                except LocalLLMError as e:
-                    self.notify(
-                        f"{e.message}. {e.hint or ''}".rstrip(". "),
-                        severity="warning",
-                        markup=False,
-                    )
         finally:
             self.planning = False
+
+    async def _answer(self, what: Callable[..., T], *given: object) -> T | None:
+        """What the service says; None where it refuses, which is told in passing."""
+        try:
+            return await asyncio.to_thread(what, *given)
+        except LocalLLMError as e:
+            self.notify(wording.in_a_line(e), severity="warning", markup=False)
+            return None
+
+    def _show_arrived(self) -> None:
+        """List what is planned so far, the best first, unless it was planned before or is not what
+        the sliders say any more."""
+        request = self._asked()
+        if not self.planning or self._replan_asked or request in self._known:
+            return
+        arrived = sorted(self._arrived, key=lambda choice: -choice.plan["score"])
+        so_far = PlanList("", tuple(arrived), complete=False)
+        if arrived and so_far != self.rows.planned:
+            self._request, self.rows.planned = request, so_far
+            self._list()
 
     # -- what is listed ----------------------------------------------------------------------------
 
@@ -259,19 +274,15 @@ class ModelsScreen(ModalScreen[str | None]):
     def _model(self) -> InstalledModel | None:
         return self.rows.model(self._highlighted_key())
 
-    def _show_keys(self) -> None:
-        model = self._model
+    def _show_details(self) -> None:
+        lines: list[str] = []
+        choice, model = self._choice, self._model
         without = "models.remove" if model is None or not model.ours else ""
         said = hints("on disk", without=without) if self.rows.shows_disk else hints("models")
         self._write("#keys", in_lines(said, self._columns))
-
-    def _show_details(self) -> None:
-        self._show_keys()
-        lines: list[str] = []
-        choice, model = self._choice, self._model
         if choice is not None:
             accounts = self.rows.planned.accounts if self.rows.planned is not None else ()
-            lines = plan_details(choice, self._columns, self._pulls.of(choice.ref), accounts)
+            lines = plan_details(choice, self._columns, self._pulls.get(choice.ref), accounts)
         elif model is not None:
             lines = disk_details(
                 model,
@@ -298,8 +309,8 @@ class ModelsScreen(ModalScreen[str | None]):
         self._show_details()
 
     def _show_downloads(self) -> None:
-        ended = [p for p in self._pulls.all() if p.ended and p.ref not in self._done]
-        self._done = {p.ref for p in self._pulls.all() if p.ended}
+        ended = [p for p in self._pulls.values() if p.ended and p.ref not in self._done]
+        self._done = {p.ref for p in self._pulls.values() if p.ended}
         shown = [p.words() for p in [*self._pulls.running(), *ended]]
         if self._pulls.running() or ended:
             self._write("#pulls", "\n".join(elide(line, self._columns) for line in shown[-3:]))
@@ -320,7 +331,7 @@ class ModelsScreen(ModalScreen[str | None]):
             self.dismiss(model.name)
         if choice is None:
             return
-        pull = self._pulls.of(choice.ref)
+        pull = self._pulls.get(choice.ref)
         name = choice.installed or (pull.name if pull is not None else "")
         if name:
             self.dismiss(name)
@@ -389,19 +400,11 @@ class ModelsScreen(ModalScreen[str | None]):
             start(self, partial(self._explain, self._choice), "why")
 
     async def _explain(self, choice: PlanChoice) -> None:
-        try:
-            columns = min(108, self.size.width - 8)
-            lines = await asyncio.to_thread(
-                self._service.explain, replace(self._request), choice.ref, columns
-            )
-            await self.app.push_screen(
-                TextDialog(
-                    f"why {choice.title}",
-                    printable("\n".join([*lines, "", *choice.plan["reasons"]])),
-                )
-            )
-        except LocalLLMError as e:
-            self.notify(e.message, severity="warning", markup=False)
+        columns = min(108, self.size.width - 8)
+        lines = await self._answer(self._service.explain, self._request, choice.ref, columns)
+        if lines is not None:
+            why = printable("\n".join([*lines, "", *choice.plan["reasons"]]))
+            await self.app.push_screen(TextDialog(f"why {choice.title}", why))
 
     def action_sort(self) -> None:
         """List by the next order: best, speed, memory."""
@@ -423,7 +426,7 @@ class ModelsScreen(ModalScreen[str | None]):
         """Stop the download of the plan, else the newest."""
         choice = self._choice
         running = self._pulls.running()
-        pull = self._pulls.of(choice.ref) if choice is not None else None
+        pull = self._pulls.get(choice.ref) if choice is not None else None
         if pull is None or pull.ended:
             pull = running[-1] if running else None
         if pull is not None:
@@ -458,13 +461,9 @@ class ModelsScreen(ModalScreen[str | None]):
             start(self, partial(self._remove, model), "remove")
 
     async def _remove(self, model: InstalledModel) -> None:
-        try:
-            freed = await asyncio.to_thread(self._service.remove, model)
+        freed = await self._answer(self._service.remove, model)
+        if freed is not None:
             self.notify(f"removed {model.name}: {byte_size(freed)} freed", markup=False)
-        except LocalLLMError as e:
-            self.notify(
-                f"{e.message}. {e.hint or ''}".rstrip(". "), severity="warning", markup=False
-            )
         await self._look_at_disk()
         self._replan()
 

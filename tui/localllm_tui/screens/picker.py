@@ -6,25 +6,27 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.text import Text as RichText
 from textual import events
-from textual.binding import BindingType
 from textual.widget import Widget
 from textual.widgets import Input, Static
-from textual.widgets.option_list import Option
 
 from localllm.conversation.history import ConversationSummary, History, StoredMessage
 from localllm.conversation.history_search import Hit
-from localllm.errors import LocalLLMError
-from localllm_tui.bindings import bindings_of
+from localllm.errors import LocalLLMError, UsageError
+from localllm_tui.control import command_actions
 from localllm_tui.control.attachments import typed_in
+from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.keys import PICKER
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.screens.picking import Picker
+
+if TYPE_CHECKING:
+    from localllm_tui.screens.chat import ChatScreen
 
 LISTED = 200
 LEAST_PREVIEW_LINES = 20
@@ -42,7 +44,7 @@ class TurnPlace:
     words: str = ""
 
 
-class ConversationPicker(Picker[TurnPlace | None]):
+class ConversationPicker(Picker[TurnPlace], keys=PICKER):
     """Picks a conversation or a turn. `only`: it looks into this conversation alone."""
 
     DEFAULT_CSS = """
@@ -50,11 +52,9 @@ class ConversationPicker(Picker[TurnPlace | None]):
     ConversationPicker #preview { height: 6; border-top: solid $panel; color: $hint; }
     ConversationPicker.-low #preview { display: none; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(PICKER)
 
     def __init__(self, history: History, query: str = "", *, only: str | None = None) -> None:
         self.history, self.only = history, only
-        self._places: list[TurnPlace] = []  # what the rows stand for
         self._removing: TurnPlace | None = None
         about, looks_in, self.key_context = "conversations", "titles and texts", "choosing"
         if only is not None:
@@ -69,23 +69,16 @@ class ConversationPicker(Picker[TurnPlace | None]):
     def width(self) -> int:
         return max(20, min(110, self.app.size.width * 9 // 10) - 8)
 
-    def on_mount(self) -> None:
-        super().on_mount()
-        self.fill(self.query_text)
-
     def on_resize(self, event: events.Resize) -> None:
         self.set_class(event.size.height < LEAST_PREVIEW_LINES, "-low")
 
     def on_option_list_option_highlighted(self) -> None:
         self._removing = None
-        self._preview(self._highlighted())
-
-    def choose(self, name: str) -> None:
-        self.dismiss(self._places[int(name)])
+        self._preview(self.highlighted)
 
     def action_remove(self) -> None:
         """Remove the highlighted conversation; asks by wanting the key twice."""
-        chosen = self._highlighted()
+        chosen = self.highlighted
         if chosen is None or self.only is not None:
             return
         if chosen.turn_id:
@@ -103,10 +96,6 @@ class ConversationPicker(Picker[TurnPlace | None]):
             else:
                 self.fill(self.query_one(Input).value)
 
-    def _highlighted(self) -> TurnPlace | None:
-        at = self.options.highlighted
-        return self._places[at] if at is not None else None
-
     # -- what is listed ----------------------------------------------------------------------------
 
     def fill(self, query: str) -> None:
@@ -119,11 +108,8 @@ class ConversationPicker(Picker[TurnPlace | None]):
                 rows, said = self._turns(query, self.only)
         except LocalLLMError as e:
             said = e.message
-        self._places = [place for _, place in rows]
-        self.options.set_options([Option(line, id=str(n)) for n, (line, _) in enumerate(rows)])
-        self.options.highlighted = 0 if rows else None
-        self._preview(self._highlighted())
-        self.found(said)
+        self.show(rows, said)
+        self._preview(self.highlighted)
 
     def _conversations(self, query: str) -> tuple[list[tuple[RichText, TurnPlace]], str]:
         found = self.history.list(query.strip() or None, limit=LISTED)
@@ -142,7 +128,13 @@ class ConversationPicker(Picker[TurnPlace | None]):
     def _turns(self, query: str, conv_id: str) -> tuple[list[tuple[RichText, TurnPlace]], str]:
         if not query.strip():
             asked = [t for t in self.history.tree(conv_id)[0] if t.role == "user"]
-            lines = [(_turn(t, self.width), TurnPlace(conv_id, t.id)) for t in asked]
+            lines = [
+                (
+                    RichText(elide(one_line(typed_in(t)[:400]), self.width)),
+                    TurnPlace(conv_id, t.id),
+                )
+                for t in asked
+            ]
             return lines, "type what to find, or choose a question"
         hits = [
             h for h in self.history.search(query, limit=10 * LISTED) if h.conversation_id == conv_id
@@ -211,5 +203,32 @@ def _hit(hit: Hit, width: int) -> RichText:
     return line
 
 
-def _turn(turn: StoredMessage, width: int) -> RichText:
-    return RichText(elide(" ".join(printable(typed_in(turn)[:400]).split()), width))
+async def open_conversations(screen: ChatScreen, chat: ChatController, words: str) -> None:
+    """/list, Ctrl+O: the panel of conversations."""
+    await _open(screen, chat, ConversationPicker(chat.history, words))
+
+
+async def open_find(screen: ChatScreen, chat: ChatController, words: str) -> None:
+    """/find, Ctrl+F: what was said in this one. Raises UsageError where that is nothing."""
+    if chat.session.id is None:
+        raise UsageError("nothing was said yet")
+    await _open(screen, chat, ConversationPicker(chat.history, words, only=chat.session.id))
+
+
+async def _open(screen: ChatScreen, chat: ChatController, picker: ConversationPicker) -> None:
+    async def show(place: TurnPlace | None) -> None:
+        if place is not None:
+            await command_actions.resume(chat, place.conversation_id, place.turn_id)
+        elif chat.session.id is not None and not chat.history.holds(chat.session.id):
+            await command_actions.new(chat, "")  # it was removed in the list
+        if place is not None and place.words:
+            screen.found.search(chat.history, place.conversation_id, place.words)
+
+    async def report(place: TurnPlace | None) -> None:
+        await chat.reporting(show(place))
+        chat.face.changed()
+
+    def chosen(place: TurnPlace | None) -> None:
+        screen.call_later(report, place)
+
+    await screen.app.push_screen(picker, chosen)

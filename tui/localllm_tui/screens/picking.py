@@ -4,15 +4,15 @@ before."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.cells import cell_len
 from rich.text import Text as RichText
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.fuzzy import Matcher
 from textual.screen import ModalScreen, Screen
@@ -21,14 +21,15 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.conversation.history import History
-from localllm_tui.bindings import bindings_of
+from localllm_tui.bindings import HasKeys
+from localllm_tui.control import commands
 from localllm_tui.control.attachments import files_and_folders
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, fitted, how_many
 from localllm_tui.control.keys import FILES, KeyContext, hints
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.terminal import one_line
-from localllm_tui.screens.background import start
+from localllm_tui.screens.beside import start
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.graphemes import WholeInput
 from localllm_tui.widgets.line_filters import title
@@ -36,7 +37,7 @@ from localllm_tui.widgets.line_filters import title
 T = TypeVar("T")
 
 
-class Picker(ModalScreen[T], Generic[T]):
+class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
     """A search, what it finds in `options`, and a line of words under it. Dismisses with what is
     picked, or None."""
 
@@ -48,7 +49,6 @@ class Picker(ModalScreen[T], Generic[T]):
     }
     Picker OptionList { height: 1fr; border: none; background: transparent; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(FILES)
     key_context: KeyContext = "filing"
 
     def __init__(
@@ -60,14 +60,15 @@ class Picker(ModalScreen[T], Generic[T]):
     ) -> None:
         super().__init__()
         self._about, self._placeholder, self._waiting = about, placeholder, waiting
+        self._typed = query
         self.options = OptionList()
-        self.query_text = query
+        self.values: list[T] = []  # what the rows stand for
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = title(self._about)
             box.border_subtitle = fitted(hints(self.key_context), self.width)
-            yield WholeInput(self.query_text, placeholder=self._placeholder, select_on_focus=False)
+            yield WholeInput(self._typed, placeholder=self._placeholder, select_on_focus=False)
             yield self.options
             yield from self.below()
             yield Static(self._waiting, id="found", markup=False)
@@ -83,6 +84,7 @@ class Picker(ModalScreen[T], Generic[T]):
 
     def on_mount(self) -> None:
         self.query_one(Input).focus()
+        self.fill(self._typed)
 
     def found(self, said: str) -> None:
         """Say what was found under the list."""
@@ -92,20 +94,31 @@ class Picker(ModalScreen[T], Generic[T]):
         """List what this finds."""
         raise NotImplementedError
 
-    def choose(self, name: str) -> None:
-        """Dismiss with what the option of this id stands for."""
-        raise NotImplementedError
+    def show(self, rows: Sequence[tuple[RichText, T]], summary: str) -> None:
+        """List these lines, each with what it stands for, and the `summary` of what was found."""
+        self.values = [value for _, value in rows]
+        self.options.set_options([Option(line) for line, _ in rows])
+        self.options.highlighted = 0 if rows else None
+        self.found(summary)
+
+    @property
+    def highlighted(self) -> T | None:
+        at = self.options.highlighted
+        return self.values[at] if at is not None else None
+
+    def choose(self, value: T) -> None:
+        self.dismiss(value)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.choose(str(event.option.id))
+        self.choose(self.values[event.option_index])
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self.fill(event.value)
 
     def on_input_submitted(self, _: Input.Submitted) -> None:
-        option = self.options.highlighted_option
-        if option is not None:
-            self.choose(str(option.id))
+        chosen = self.highlighted
+        if chosen is not None:
+            self.choose(chosen)
 
     def on_key(self, event: events.Key) -> None:
         """Move in the list while the search has the focus."""
@@ -132,8 +145,8 @@ SHOWN = 50
 SCORED = 1_000
 
 
-class FilePicker(Picker[Path | None]):
-    """Dismisses with the file below `folder` that was chosen, or None."""
+class FilePicker(Picker[str]):
+    """Dismisses with the name below `folder` of the file or folder that was chosen, or None."""
 
     def __init__(self, chat: ChatController, folder: Path) -> None:
         super().__init__(
@@ -142,7 +155,7 @@ class FilePicker(Picker[Path | None]):
             waiting="reading the folder…",
         )
         self._chat, self._folder = chat, folder
-        self._names: list[str] = []
+        self._names: list[str] | None = None
         self._costs: dict[str, FileCost] = {}
 
     def on_mount(self) -> None:
@@ -153,32 +166,20 @@ class FilePicker(Picker[Path | None]):
         self._names = await asyncio.to_thread(files_and_folders, self._folder)
         self.fill(self.query_one(Input).value)
 
-    def choose(self, name: str) -> None:
-        refused = self._costs.get(name, FileCost()).refused
+    def choose(self, value: str) -> None:
+        refused = self._costs.get(value, FileCost()).refused
         if refused:
-            self.found(f"{one_line(name)} can't go along: {refused}")
+            self.found(f"{one_line(value)} can't go along: {refused}")
         else:
-            self.dismiss(self._folder / name)
+            self.dismiss(value)
 
     def fill(self, query: str) -> None:
-        names = self._found(query.strip())
-        self.options.set_options([Option(self._line(name), id=name) for name in names[:SHOWN]])
-        if names:
-            self.options.highlighted = 0
-        self.found(how_many(len(names), "file") if names else "no such file")
+        if self._names is None:
+            return
+        names = _like(query.strip(), self._names)
+        said = how_many(len(names), "file") if names else "no such file"
+        self.show([(self._line(name), name) for name in names[:SHOWN]], said)
         self._count_shown()
-
-    def _found(self, query: str) -> list[str]:
-        if not query:
-            return self._names
-        matcher = Matcher(query)
-        possible = sorted((name for name in self._names if _has_letters(name, query)), key=len)[
-            :SCORED
-        ]
-        scored = [(matcher.match(name), name) for name in possible]
-        return [
-            name for score, name in sorted(scored, key=lambda s: (-s[0], len(s[1]))) if score > 0
-        ]
 
     def on_option_list_option_highlighted(self) -> None:
         self._count_shown()
@@ -188,26 +189,34 @@ class FilePicker(Picker[Path | None]):
         options = self.options
         rows, at = max(1, options.size.height), options.highlighted or 0
         first = max(0, min(options.scroll_offset.y, at))
-        shown = range(
-            min(first, options.option_count), min(max(first + rows, at + 1), options.option_count)
-        )
-        names = [str(options.get_option_at_index(n).id) for n in shown]
+        names = self.values[first : max(first + rows, at + 1)]
         if any(name not in self._costs for name in names):
             start(self, partial(self._count, names), "count")
 
     async def _count(self, names: list[str]) -> None:
-        for name in names:
-            if name not in self._costs:
-                path = self._folder / name
-                self._costs[name] = await FileCost.of(
-                    self._chat.client, self._chat.model, path, self._chat.n_ctx
-                )
-                self.options.replace_option_prompt(name, self._line(name))
+        for name in [name for name in names if name not in self._costs]:
+            self._costs[name] = await FileCost.of(
+                self._chat.client, self._chat.model, self._folder / name, self._chat.n_ctx
+            )
+            if name in self.values:
+                at = self.values.index(name)
+                self.options.replace_option_prompt_at_index(at, self._line(name))
 
     def _line(self, name: str) -> RichText:
         cost = self._costs.get(name, FileCost()).words
         shown = elide(one_line(name), self.width - len(cost) - 2)
         return RichText(shown + " " * max(2, self.width - len(cost) - cell_len(shown)) + cost)
+
+
+def _like(query: str, names: list[str]) -> list[str]:
+    """The names that have the letters of `query`, the most likely first."""
+    if not query:
+        return names
+    matcher = Matcher(query)
+    possible = sorted((name for name in names if _has_letters(name, query)), key=len)
+    scored = [(matcher.match(name), name) for name in possible[:SCORED]]
+    likely = sorted(scored, key=lambda found: (-found[0], len(found[1])))
+    return [name for score, name in likely if score > 0]
 
 
 def _has_letters(name: str, query: str) -> bool:
@@ -219,7 +228,7 @@ def _has_letters(name: str, query: str) -> bool:
 _LISTED = 200
 
 
-class AskedPicker(Picker[str | None]):
+class AskedPicker(Picker[str]):
     """Dismisses with a question as it was typed, or None."""
 
     key_context = "asked"
@@ -227,25 +236,11 @@ class AskedPicker(Picker[str | None]):
     def __init__(self, history: History, query: str) -> None:
         super().__init__("asked before", query, "words of it")
         self._history = history
-        self._questions: list[str] = []
-
-    def on_mount(self) -> None:
-        super().on_mount()
-        self.fill(self.query_text)
 
     def fill(self, query: str) -> None:
-        self._questions = [*self._history.asked(query, limit=_LISTED)]
-        lines = [RichText(elide(one_line(q), self.width)) for q in self._questions]
-        self.options.set_options([Option(line, id=str(n)) for n, line in enumerate(lines)])
-        self.options.highlighted = 0 if self._questions else None
-        self.found(
-            how_many(len(self._questions), "question")
-            if self._questions
-            else "nothing like it was asked"
-        )
-
-    def choose(self, name: str) -> None:
-        self.dismiss(self._questions[int(name)])
+        asked = [*self._history.asked(query, limit=_LISTED)]
+        said = how_many(len(asked), "question") if asked else "nothing like it was asked"
+        self.show([(RichText(elide(one_line(q), self.width)), q) for q in asked], said)
 
 
 async def open_asked(screen: Screen[Any], chat: ChatController, words: str) -> None:
@@ -258,3 +253,14 @@ async def open_asked(screen: Screen[Any], chat: ChatController, words: str) -> N
             composer.replace_text(question)
 
     await screen.app.push_screen(AskedPicker(chat.history, words or composer.text.strip()), chosen)
+
+
+async def open_files(screen: Screen[Any], chat: ChatController) -> None:
+    """@: choose a file or a folder below this one, which is attached."""
+
+    def chosen(name: str | None) -> None:
+        if name is not None:
+            screen.query_one(Composer).insert(f"{Path(name).name} ")  # after the @
+            screen.call_later(commands.run_and_report, chat, "attach", str(Path.cwd() / name))
+
+    await screen.app.push_screen(FilePicker(chat, Path.cwd()), chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 
 from textual.widget import Widget
 
@@ -63,13 +64,14 @@ class TurnWindow:
 
     def _unchanged(self, wanted: Sequence[StoredMessage]) -> list[TurnView]:
         """The views that show the first of these turns already."""
-        keep: list[TurnView] = []
-        for view, turn in zip(self._transcript.views, wanted, strict=False):
-            if view.turn_id != turn.id:
-                break
+        views = self._transcript.views
+        same = takewhile(
+            lambda pair: pair[0].turn_id == pair[1].id, zip(views, wanted, strict=False)
+        )
+        keep = [*same]
+        for view, turn in keep:
             view.show_place(turn.id, self._chat.session.place(turn))
-            keep.append(view)
-        return keep
+        return [view for view, _ in keep]
 
     async def _remove_all_but(self, keep: Sequence[Widget]) -> None:
         await self._transcript.remove_children(
@@ -98,7 +100,7 @@ class TurnWindow:
             wording.welcome(chat.model, chat.options.greeting, recent, elsewhere),
             markdown=True,
         )
-        return [note] if chat.first_run is None else [note, FirstRunPage(chat.first_run.lines())]
+        return [note] if chat.first_run is None else [note, FirstRunPage(chat.first_run)]
 
     async def ensure_shown(self, turn_id: int) -> None:
         """Make sure this turn is among those on screen (0: the last one)."""
@@ -121,7 +123,6 @@ class TurnWindow:
         if self.last is not None:
             self._end_at(self.last + TURNS_SHOWN)
             self._transcript.release()
-            self._transcript.following = False
             await self.draw()
         self._transcript.call_after_refresh(self._transcript.more_came)
 
@@ -133,7 +134,6 @@ class TurnWindow:
             return
         end, self._first = self._first, max(0, self._first - TURNS_SHOWN)
         transcript.release()
-        transcript.following = False
         top = next(iter(transcript.views), None)
         await transcript.query_one(HiddenTurns).remove()
         await transcript.mount_all(self._views(self._turns[self._first : end]), before=0)

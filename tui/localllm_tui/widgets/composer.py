@@ -6,28 +6,21 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import ClassVar
 
+from rich.text import Text
 from textual import events
-from textual.binding import BindingType
 from textual.document._document import Location
 from textual.geometry import Offset
-from textual.widgets import TextArea
+from textual.widgets import OptionList, TextArea
+from textual.widgets.option_list import Option
 
-from localllm_tui.bindings import bindings_of, caught_by
+from localllm_tui.bindings import HasKeys, caught_by
 from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.characters import after, before
-from localllm_tui.control.commands import Command, parse
+from localllm_tui.control.commands import Command, offered, parse
 from localllm_tui.control.keys import COMPOSER
-from localllm_tui.messages import (
-    FilesDropped,
-    FilesWanted,
-    MuchPasted,
-    QuestionSubmitted,
-    ScrollTranscript,
-)
+from localllm_tui.messages import FilesWanted, PastedToAttach, QuestionSubmitted
 from localllm_tui.widgets.graphemes import KeysInOrder
-from localllm_tui.widgets.slash_menu import SlashMenu
 
 # A longer paste would make each key slow: it is attached as a file.
 MUCH_CHARS = 300_000
@@ -37,8 +30,52 @@ _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 _CAUGHT = caught_by(COMPOSER)
 
+_NAME_CELLS = 22
 
-class Composer(KeysInOrder, TextArea):
+
+class SlashMenu(OptionList, can_focus=False):
+    """Hidden while there is nothing to offer. The keys stay with the input, which asks for what is
+    `chosen`."""
+
+    DEFAULT_CSS = """
+    SlashMenu {
+        height: auto; max-height: 8; margin: 0 2; padding: 0; border: none; display: none;
+        background: $surface; text-wrap: nowrap; text-overflow: ellipsis;
+        &:focus { border: none; }
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="slash")
+        self._offered: list[Command] = []
+
+    @property
+    def chosen(self) -> Command | None:
+        """The highlighted command; None while the menu is hidden."""
+        return (
+            self._offered[self.highlighted]
+            if self._offered and self.highlighted is not None
+            else None
+        )
+
+    def offer(self, typed: str) -> None:
+        found = offered(typed)
+        if found == self._offered:
+            return
+        self._offered = found
+        self.display = bool(found)
+        rows = (f"{command.usage:<{_NAME_CELLS}} {command.help}" for command in found)
+        self.set_options([Option(Text(row, no_wrap=True, overflow="ellipsis")) for row in rows])
+        self.highlighted = 0 if found else None
+
+    def move(self, step: int) -> None:
+        if step < 0:
+            self.action_cursor_up()
+        else:
+            self.action_cursor_down()
+
+
+class Composer(HasKeys, KeysInOrder, TextArea, keys=COMPOSER):
     """A TextArea that grows with its text up to eight rows. Posts QuestionSubmitted; never clears
     itself."""
 
@@ -52,7 +89,6 @@ class Composer(KeysInOrder, TextArea):
         & .text-area--cursor-line { background: transparent; }
     }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(COMPOSER)
 
     def __init__(self, menu: SlashMenu) -> None:
         super().__init__(
@@ -71,11 +107,10 @@ class Composer(KeysInOrder, TextArea):
             await super()._on_key(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        paths = dropped_files(event.text)
-        if paths or len(event.text) > MUCH_CHARS:
+        if len(event.text) > MUCH_CHARS or dropped_files(event.text):
             event.stop()
             event.prevent_default()
-            self.post_message(FilesDropped(paths) if paths else MuchPasted(event.text))
+            self.post_message(PastedToAttach(event.text))
         # Else TextArea's own handler comes next and writes it.
         event.text = _CONTROLS.sub("", event.text)
 
@@ -133,9 +168,6 @@ class Composer(KeysInOrder, TextArea):
 
     def action_newline(self) -> None:
         self.insert("\n")
-
-    def action_scroll_transcript(self, pages: int) -> None:
-        self.post_message(ScrollTranscript(pages))
 
     @property
     def _chosen(self) -> Command | None:

@@ -12,7 +12,7 @@ from textual.widgets import Static
 
 from localllm_tui.control.formatting import elide
 from localllm_tui.control.meter import StatusFigures, status_text
-from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, panel_lines
+from localllm_tui.control.physics import PANEL_WIDTH
 from localllm_tui.control.terminal import one_line, printable
 
 _LEAST_COLUMNS = 10
@@ -107,32 +107,17 @@ class GlassPanel(Static):
 
     def __init__(self) -> None:
         super().__init__("", id="glass", markup=False)
-        self.physics: ModelPhysics | None = None
-        self.speed: AnswerSpeed | None = None
-        self.loading_words = ""
+        self._lines: list[str] = []
 
     @property
     def wanted(self) -> bool:
         return self.has_class("wanted")
 
-    def toggle(self) -> bool:
-        """Ask for it, or no longer; True where it is asked for now."""
+    def toggle(self) -> None:
+        """Ask for it, or no longer."""
         self.toggle_class("wanted")
-        self._draw()
-        return self.wanted
 
-    def fold(self, *, narrow: bool) -> None:
-        """Make room for the conversation where the terminal is `narrow`."""
-        self.set_class(narrow, "narrow")
-
-    def show(
-        self, physics: ModelPhysics | None, speed: AnswerSpeed | None, loading: str = ""
-    ) -> None:
-        if (physics, speed, loading) != (self.physics, self.speed, self.loading_words):
-            self.physics, self.speed, self.loading_words = physics, speed, loading
-            self._draw()
-
-    def _draw(self) -> None:
-        if self.wanted:
-            lines = panel_lines(self.physics, self.speed, loading=self.loading_words)
+    def show(self, lines: list[str]) -> None:
+        if lines != self._lines:
+            self._lines = lines
             self.update(glass_text(lines))

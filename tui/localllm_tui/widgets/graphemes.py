@@ -39,7 +39,7 @@ class KeysInOrder(_Base):
     def edits(self, action: str) -> bool:
         """Whether that is done to the text or its cursor now; what is not is the screen's, as it
         always was."""
-        return not action.startswith("scroll_")
+        return not action.startswith(("scroll_", "screen."))
 
 
 class WholeInput(KeysInOrder, Input):

@@ -60,7 +60,6 @@ class _Piece:
     rows: list[MarkdownRow]
     line: int
     number: int | None = None
-    fences: int = 0  # code blocks of the text up to here, this piece's included
 
 
 class MarkdownRows:
@@ -116,9 +115,9 @@ class MarkdownRows:
         begun = max((n for n, piece in enumerate(pieces) if piece.line < len(lines) - 1), default=0)
         for n, piece in enumerate(pieces):
             if n == begun and n:
+                self._fences += sum(row.label for row in self._rows[self.finished :])
                 self.finished, self._number = len(self._rows), piece.number
                 self._tail = "".join(lines[piece.line :])
-                self._fences = pieces[n - 1].fences
             self._rows += piece.rows
 
     def _lines(self, lines: Sequence[str]) -> Iterator[_Piece]:
@@ -128,42 +127,31 @@ class MarkdownRows:
     def _pieces(self) -> Iterator[_Piece]:
         """The blocks of the tail, of a list each item: lists grow long."""
         links = dict(self._links)
-        nodes = SyntaxTreeNode(_parser().parse(self._tail, {"references": links})).children
+        root = SyntaxTreeNode(_parser().parse(self._tail, {"references": links}))
+        fences = [node for node in root.walk() if node.type == "fence"]
+        for number, fence in enumerate(fences, self._fences + 1):
+            fence.meta["number"] = number
         self._links_came |= len(links) > len(self._links)
         self._links = links
         above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
-        fences = self._fences
-        for n, node in enumerate(nodes):
+        for n, node in enumerate(root.children):
             if node.type in _LISTS:
-                pieces = [*self._items(node, self._number if n == 0 else None, fences)]
+                pieces = [*self._items(node, self._number if n == 0 else None)]
             else:
-                fences = _number_fences(node, fences)
-                pieces = [_Piece([*_block(node, self._width)], _line(node), fences=fences)]
+                pieces = [_Piece([*_block(node, self._width)], _line(node))]
             if above and pieces and pieces[0].rows and pieces[0].number is None:
                 pieces[0] = replace(pieces[0], rows=[MarkdownRow(Text("")), *pieces[0].rows])
-            for piece in pieces:
-                fences = piece.fences
-                above = above or bool(piece.rows)
-                yield piece
+            above = above or any(piece.rows for piece in pieces)
+            yield from pieces
 
-    def _items(self, node: SyntaxTreeNode, begun: int | None, fences: int) -> Iterator[_Piece]:
+    def _items(self, node: SyntaxTreeNode, begun: int | None) -> Iterator[_Piece]:
         """A piece for each item of a list; `begun`: the number of its first, where the list began
         before the tail."""
         for k, item in enumerate(node.children):
-            fences = _number_fences(item, fences)
             number = (_first(node) if begun is None else begun) + k
             rows = [*_item(node, item, number, self._width)]
             later = k > 0 or begun is not None
-            yield _Piece(rows, _line(item), number if later else None, fences)
-
-
-def _number_fences(node: SyntaxTreeNode, before: int) -> int:
-    """Number the code blocks in a node; returns how many there are up to its end."""
-    for inner in node.walk():
-        if inner.type == "fence":
-            before += 1
-            inner.meta["number"] = before
-    return before
+            yield _Piece(rows, _line(item), number if later else None)
 
 
 def _line(node: SyntaxTreeNode) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from textual.binding import BindingType
 from textual.message import Message
 from textual.widgets import Static
 
-from localllm_tui.bindings import bindings_of
+from localllm_tui.bindings import HasKeys
 from localllm_tui.control.formatting import elide
 from localllm_tui.control.keys import SLIDER
 
@@ -18,7 +17,7 @@ _LABEL = 12
 _LEAST_TRACK = 4
 
 
-class Slider(Static, Generic[T]):
+class Slider(HasKeys, Static, Generic[T], keys=SLIDER):
     """Posts Moved when its value changes. `key` moves it from anywhere on its screen, and stands
     beside its label; a `scale` goes from little to much, other values have no order."""
 
@@ -26,7 +25,6 @@ class Slider(Static, Generic[T]):
     Slider { height: 1; width: 1fr; }
     Slider:focus { text-style: bold; color: $accent-text; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(SLIDER)
     can_focus = True
 
     class Moved(Message):
@@ -65,20 +63,11 @@ class Slider(Static, Generic[T]):
         """The next value; behind the last the first."""
         self._to((self._at + 1) % len(self.values))
 
-    def action_first(self) -> None:
-        self._to(0)
-
-    def action_last(self) -> None:
-        self._to(len(self.values) - 1)
-
     def _to(self, at: int) -> None:
         if at != self._at:
             self._at = at
             self._draw()
             self.post_message(self.Moved())
-
-    def on_mount(self) -> None:
-        self._draw()
 
     def on_resize(self) -> None:
         self._draw()

@@ -4,22 +4,16 @@ grows."""
 from __future__ import annotations
 
 import re
-from typing import ClassVar
 
 from textual import events
-from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.css.query import NoMatches
 from textual.widgets import Static
 
-from localllm_tui.bindings import bindings_of
+from localllm_tui.bindings import HasKeys
 from localllm_tui.control.keys import TURN
 from localllm_tui.control.terminal import one_line
 from localllm_tui.messages import (
     MoreTurnsWanted,
-    SelectionEnded,
-    TurnAsked,
-    TurnClicked,
     TurnSelected,
 )
 from localllm_tui.widgets.contrast import SELECTED
@@ -58,10 +52,8 @@ class TurnView(Vertical):
 
     def show_place(self, turn_id: int, place: tuple[int, int]) -> None:
         self.turn_id, self.place = turn_id, place
-        try:
-            self.query_one(".who", Static).update(headline(self.who, place))
-        except NoMatches:
-            pass  # not composed yet: it will be
+        for line in self.query(".who").results(Static):  # none before it is composed
+            line.update(headline(self.who, place))
 
     def on_mount(self) -> None:
         if isinstance(self.parent, Transcript) and self.parent.searched is not None:
@@ -81,12 +73,13 @@ class TurnView(Vertical):
         return rows
 
     def on_click(self, event: events.Click) -> None:
-        if self.turn_id and event.chain == 2:  # a single click begins a selection of text
+        # a single click begins a selection of text
+        if self.turn_id and event.chain == 2 and isinstance(self.parent, Transcript):
             event.stop()
-            self.post_message(TurnClicked(self.turn_id))
+            self.parent.select(self)
 
 
-class Transcript(VerticalScroll):
+class Transcript(HasKeys, VerticalScroll, keys=TURN):
     """Scrolls; stays at its end while new text arrives, until the user scrolls up."""
 
     DEFAULT_CSS = """
@@ -98,8 +91,6 @@ class Transcript(VerticalScroll):
     searched: re.Pattern[str] | None = None
     _anchored_here = _wanted_more = False
     _found_at = 0  # among the rows of the selected turn that have what was searched for
-
-    BINDINGS: ClassVar[list[BindingType]] = bindings_of(TURN)
 
     def on_mount(self) -> None:
         # The input passes scroll keys on and keeps the focus, except while a turn is selected.
@@ -125,13 +116,10 @@ class Transcript(VerticalScroll):
         for other in self._turns:
             other.set_class(other is view, "-selected")
         self.can_focus = view is not None
-        if view is None:
-            self.post_message(SelectionEnded())
-            return
-        self.focus()
-        self.following = False
-        self.release()
-        self.call_after_refresh(self.scroll_to_widget, view, animate=False)
+        if view is not None:
+            self.focus()
+            self.release()
+            self.call_after_refresh(self.scroll_to_widget, view, animate=False)
         self.post_message(TurnSelected())
 
     def action_select(self, step: int) -> None:
@@ -170,10 +158,6 @@ class Transcript(VerticalScroll):
         self.scroll_to(y=view.virtual_region.y + rows[at] - self.size.height // 3, animate=False)
         return True
 
-    def action_turn(self, what: str, argument: int = 0) -> None:
-        if self.selected is not None:
-            self.post_message(TurnAsked(self.selected.turn_id, what, argument))
-
     def action_unselect(self) -> None:
         self.select(None)
 
@@ -182,7 +166,7 @@ class Transcript(VerticalScroll):
     def release(self) -> None:
         """Stop following the end."""
         self.anchor(False)
-        self._anchored_here = False
+        self.following = self._anchored_here = False
 
     def follow(self, *, always: bool = False) -> None:
         """Stay at the end as it moves, if the user is (or `always`) there."""

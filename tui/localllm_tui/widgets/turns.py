@@ -3,14 +3,13 @@ first run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import Static
 
 from localllm.conversation.history import StoredMessage
 from localllm_tui.control.attachments import typed_in
+from localllm_tui.control.model_list import FirstRun
 from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.messages import MoreTurnsWanted
@@ -127,10 +126,26 @@ UNANSWERED = (
 )
 
 
+_LOOK_S = 0.2
+
+
 class FirstRunPage(Static):
+    """Shows what the first run offers, and what has become of it since."""
+
     DEFAULT_CSS = """
     FirstRunPage { max-width: 104; margin: 1 1 0 1; padding: 0 1; border-left: heavy $accent-text; }
     """
 
-    def __init__(self, said: Sequence[str]) -> None:
-        super().__init__(printable("\n".join(said)), id="first-run", markup=False)
+    def __init__(self, first_run: FirstRun) -> None:
+        super().__init__("", id="first-run", markup=False)
+        self._first_run, self._shown = first_run, ""
+
+    def on_mount(self) -> None:
+        self._look()
+        self.set_interval(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        said = printable("\n".join(self._first_run.lines()))
+        if said != self._shown:
+            self._shown = said
+            self.update(said)
