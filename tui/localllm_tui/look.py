@@ -29,6 +29,11 @@ class LookApp(App[T]):
     Input > .input--placeholder { color: $hint; }
     OptionList > .option-list--option-highlighted { text-style: bold; }
     OptionList:ansi > .option-list--option-highlighted { background: $accent; color: ansi_black; }
+    CommandPalette:ansi #--input { border: hkey ansi_bright_black; border-bottom: none; }
+    CommandPalette:ansi CommandList {
+        border-top: blank ansi_default; border-bottom: hkey ansi_bright_black;
+    }
+    CommandPalette:ansi SearchIcon { color: ansi_default; }
     """
         + NO_COLOR_CSS
     )
