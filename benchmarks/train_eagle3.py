@@ -58,7 +58,7 @@ class Speaker:
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
-        found = staging_functions(llama_cpp)
+        found = staging_functions()
         assert found is not None, (
             "this build of llama.cpp does not export what drafting from features needs"
         )

@@ -4,6 +4,7 @@ it can be mended."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import tomllib
 from collections import defaultdict
@@ -169,6 +170,22 @@ def classes() -> list[tuple[str, ast.ClassDef]]:
         for node in all_nodes(tree)
         if isinstance(node, ast.ClassDef)
     ]
+
+
+def test_no_group_of_a_pattern_is_repeated_possessively() -> None:
+    """Python before 3.11.4 (Debian 12 has 3.11.2) takes half of the last repetition into the match:
+    https://github.com/python/cpython/issues/101955."""
+    repeated = re.compile(r"(?<!\\)\)(?:[*+?]|\{[\d,]+\})\+")
+    assert repeated.search("(?:a|b)*+")
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in product().items()
+        for node in all_nodes(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and repeated.search(node.value)
+    ]
+    assert not found
 
 
 def test_no_class_name_stands_twice() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
+from llama_cpp import llama_cpp
 
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import heads
@@ -61,7 +61,7 @@ class Reference:
             load_model(model, spec, None)[0],
             load_model(drafter, spec, None, drafter=True)[0],
         )
-        found = heads.staging_functions(llama_cpp)
+        found = heads.staging_functions()
         assert found is not None
         self._staging, self._block = found, block
         n = found["n_target_layers"](self._drafter)

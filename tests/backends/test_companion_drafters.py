@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp
 
 from backends.drafter_reference import DSparkHeads, Reference
 from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec

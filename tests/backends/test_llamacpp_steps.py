@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp
 
 from localllm_backends.contract import Chunk, InterruptedStepError, LoadSpec
 from localllm_backends.llamacpp import backend_type

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp
 
 from localllm_backends.contract import Backend, BackendFailure, Chunk, LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type, heads, mtp
@@ -30,7 +30,7 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self._model, _ = load_model(path, LoadSpec(str(path), mtp=True), None)
-        found = heads.staging_functions(llama_cpp)
+        found = heads.staging_functions()
         assert found is not None
         self._staging = found
         self._n_embd = llama_cpp.llama_model_n_embd_out(self._model)

@@ -302,7 +302,7 @@ def open_drafter(
     its weights lie in. LoadError where it is not one for this model, or can't run here."""
     path = Path(spec.drafter)
     check_file(path)
-    functions = staging_functions(llama)
+    functions = staging_functions()
     if functions is None:
         raise _refused(
             path,

@@ -16,6 +16,7 @@ from localllm_backends.contract import Chunk, SequenceId
 from localllm_backends.following import CANDIDATES, FollowingHeads
 from localllm_backends.llamacpp.batch import LogitsView, Rows
 from localllm_backends.llamacpp.kv_blocks import SequenceMemory
+from localllm_backends.llamacpp.native import bindings
 
 # llama-ext.h's staging functions have C++ names; Itanium mangling is the same on Linux and macOS
 # (MSVC's is not).
@@ -37,10 +38,10 @@ SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
 }  # fmt: skip
 
 
-def staging_functions(llama: Any) -> dict[str, Any] | None:
+def staging_functions() -> dict[str, Any] | None:
     """llama.cpp's functions for hidden rows, by our names; None where this build does not export
     them."""
-    library = llama._lib
+    library = bindings()._lib
     found = {}
     for name, (symbol, result, arguments) in SYMBOLS.items():
         try:
@@ -60,7 +61,7 @@ class DraftHeads(FollowingHeads[Rows]):
 
     def __init__(self, llama: Any, target: Any, context: Any, width: int) -> None:
         super().__init__(int(llama.llama_n_batch(context)))
-        functions = staging_functions(llama)
+        functions = staging_functions()
         assert functions is not None, "checked before anything was loaded"
         self._llama, self._target, self._context = llama, target, context
         self._functions = functions

@@ -33,7 +33,7 @@ _ARCHITECTURES = {
 
 def why_not(llama: Any, path: Path) -> str:
     """Why the heads in this GGUF can't draft here; "" if they can. Reads headers only."""
-    if staging_functions(llama) is None:
+    if staging_functions() is None:
         return (
             "this build of llama.cpp does not export what drafting with a model's own heads needs"
         )

@@ -25,7 +25,7 @@ _OPENING = re.compile(r':[^"]*"')
 # Of a JSON string: characters and whole escapes. Half of a surrogate pair waits for what may be the
 # other half.
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB].{8}|u(?![dD][89abAB]).{4}|[^u])", re.DOTALL)
-_COMPLETE = re.compile(rf'(?:[^"\\]++|{_ESCAPE.pattern})*+', re.DOTALL)
+_COMPLETE = re.compile(rf'(?:[^"\\]+|{_ESCAPE.pattern})*', re.DOTALL)
 _PAIRS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 

@@ -28,7 +28,7 @@ _VALUES_A_LOOK = 64
 # be interrupted.
 _LONG_NUMBER = re.compile(r"[-+.eE0-9]{4400}")
 # Of a string: whole escapes and what lies between them.
-_PIECE = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_PIECE = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
 _PIECE_CHARS = 2**18
 _HIGH, _LOW = frozenset(map(chr, range(0xD800, 0xDC00))), frozenset(map(chr, range(0xDC00, 0xE000)))
 _NUMBER_STARTS = frozenset("-0123456789")
