@@ -223,6 +223,10 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         tree = self.chat.session.tree
         versions = {v.id for v in tree.versions(turn)} if what == "version" else set()
         views = (view for view in self.transcript.views if view.turn_id in versions)
+        if what == "version":
+            # What follows the version is seen too, as far as it fits.
+            end = partial(self.transcript.scroll_end, animate=False, immediate=True)
+            self.transcript.call_after_refresh(end)
         self.transcript.select(next(views, None))
         if what == "remove":
             self.transcript.action_select(-1)
