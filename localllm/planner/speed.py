@@ -48,7 +48,6 @@ class Measured:
     date: str = ""
     short_tok_s: float = 0.0
     short_depth: int = 0
-    where: str = "here"
     placement: Placement = USUAL.placement
     n_batch: int = USUAL.n_batch
 
@@ -117,7 +116,7 @@ def decode(
             device, _range(1 / step.total_s, step.spread, step.basis)
         )
     seconds, spread, names = _as_measured(device, model, variant, step, here)
-    return _range(1 / seconds, spread, f"measured {here[0].where}: {names}")
+    return _range(1 / seconds, spread, f"measured here: {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +355,7 @@ def prefill(
             logs.append(math.log(1 / m.prefill_tok_s / said))
         seconds *= math.exp(sum(logs) / len(logs))
         spread = 0.08 if exact else 0.2
-        basis = f"measured {used[0].where}: " + (
+        basis = "measured here: " + (
             "this model" if exact else ", ".join(sorted({m.model.id for m in used})[:3])
         )
     predicted = _range(1 / seconds, spread, basis)
