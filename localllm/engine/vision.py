@@ -244,7 +244,8 @@ def decode(data: bytes) -> ImagePixels:
         raise
     except UnidentifiedImageError as e:
         raise ImageError(
-            f"this is no image that can be read: {_looks_like(data)}; PNG, JPEG, WebP and GIF are"
+            "this is no image that can be read: PNG, JPEG, WebP and GIF are (SVG, PDF, AVIF and "
+            "HEIC are not)"
         ) from e
     except Image.DecompressionBombError as e:
         raise ImageError(f"the image is too large: {MOST_PIXELS} pixels at most are read") from e
@@ -281,17 +282,6 @@ def _pixels(opened: Any) -> ImagePixels:
     data = picture.tobytes()
     key = hashlib.blake2b(data, digest_size=16, key=b"%d %d" % picture.size)
     return ImagePixels(picture.width, picture.height, data, key.digest())
-
-
-def _looks_like(data: bytes) -> str:
-    start = data[:256].lstrip().lower()
-    if start.startswith((b"<svg", b"<?xml")) or b"<svg" in start:
-        return "it looks like SVG"
-    if start.startswith(b"%pdf"):
-        return "it looks like a PDF"
-    if data[4:12] in (b"ftypavif", b"ftypheic", b"ftypmif1"):
-        return "it looks like AVIF or HEIC"
-    return "it is empty" if not data else "its format is unknown"
 
 
 # So many images of a prompt are encoded ahead of their turn, the one that is due included.

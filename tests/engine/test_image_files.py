@@ -90,7 +90,7 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "empty"),
+        (b"", "no image"),
         (b"<svg xmlns='http://www.w3.org/2000/svg' onload='x'/>", "SVG"),
         (b"<?xml version='1.0'?><svg/>", "SVG"),
         (b"%PDF-1.7", "PDF"),
