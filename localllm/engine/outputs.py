@@ -137,7 +137,7 @@ class OutputProcessor:
                 if not best or job.request.generation.logprobs is not None
                 else None
             )
-            accepted, finish = self._verify(job, _Drafted(draft, drawn_from, best, rows), texts)
+            accepted, finish = self._verify(job, draft, drawn_from, best, rows, texts)
         if deferred:
             self._pending_text(
                 job, job.tokens[before:] if finish != "stop" else job.tokens[before:-1]
@@ -161,17 +161,30 @@ class OutputProcessor:
         return job.request.generation.logprobs is None and not job.text.watches
 
     def _verify(
-        self, job: RunningRequest, drafted: _Drafted, texts: list[Text] | None
+        self,
+        job: RunningRequest,
+        draft: list[int],
+        drawn_from: list[Distribution] | None,
+        best: list[int],
+        rows: Row | None,
+        texts: list[Text] | None,
     ) -> tuple[int, FinishReason | None]:
-        """Emit tokens as far as the draft was right, and the one behind. Returns how many of it
-        were, and why the request ends, if it does."""
+        """Emit tokens as far as the `draft` was right, and the one behind: those that the backend
+        chose (`best`, empty: none), or what is drawn from `rows` of logits (None: not looked at).
+        `drawn_from`: what the draft was (None: no distribution). Returns how many of it were
+        right, and why the request ends, if it does."""
         constraint, accepted = job.sampler.constraint, 0
-        for i in range(len(drafted.tokens) + 1):
-            row = None if drafted.rows is None else drafted.rows[i]
-            token = drafted.choose(job, row, i)
+        for i in range(len(draft) + 1):
+            row = None if rows is None else rows[i]
+            if best or row is None:
+                token = best[i]
+            elif drawn_from is not None and i < len(draft):
+                token, _ = job.sampler.verify(row, job.tokens, draft[i], drawn_from[i])
+            else:
+                token = job.sampler.choose(row, job.tokens)
             if constraint is not None and constraint.stuck:
                 return accepted, None
-            right = i < len(drafted.tokens) and token == drafted.tokens[i]
+            right = i < len(draft) and token == draft[i]
             accepted += right
             finish = self._emit(job, token, row, texts)
             if finish is not None or not right:
@@ -245,26 +258,6 @@ class OutputProcessor:
 
         own, best = job.sampler.log_probabilities(row, token, asked.logprobs, asked.logprobs_of)
         return (TokenLogprob(text(token), token, own, tuple((text(t), t, p) for t, p in best)),)
-
-
-@dataclass(frozen=True, slots=True)
-class _Drafted:
-    """A draft to be verified: its tokens, what they were drawn from (None: no distribution), what
-    the backend chose (`best`,
-    empty: nothing) and the rows of logits (None: not looked at)."""
-
-    tokens: list[int]
-    drawn_from: list[Distribution] | None
-    best: list[int]
-    rows: Row | None
-
-    def choose(self, job: RunningRequest, row: Row | None, i: int) -> int:
-        """The token that comes in place `i`."""
-        if self.best or row is None:
-            return self.best[i]
-        if self.drawn_from is not None and i < len(self.tokens):
-            return job.sampler.verify(row, job.tokens, self.tokens[i], self.drawn_from[i])[0]
-        return job.sampler.choose(row, job.tokens)
 
 
 def _joined(texts: list[Text]) -> Text:

@@ -75,9 +75,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._scale_s = 0.0
-        self._shape = [0.0] * len(KNOTS)
-        for i, n in enumerate(KNOTS):
-            self._shape[i] = 1.0 + _UNMEASURED_ROW * (n - 1)
+        self._shape = [1.0 + _UNMEASURED_ROW * (n - 1) for n in KNOTS]
         self._probed = list(self._shape)
         self._last_off = 0.0
 

@@ -112,7 +112,7 @@ def test_verify_couples_with_what_choose_draws_from(
     p = distribution(logits, sampling)
     q = distribution(rng.normal(size=12).astype(np.float32), sampling)
     sampler = Sampler(sampling)
-    accepted = [sampler.verify(logits, [], sampler.draw(q), q)[1] for _ in range(2000)]
+    accepted = [sampler.verify(logits, [], q.draw(sampler.uniform()), q)[1] for _ in range(2000)]
     assert abs(np.mean(accepted) - acceptance_probability(p, q)) < 0.06
 
 

@@ -154,7 +154,7 @@ def test_drafts_are_verified_against_what_would_be_drawn(change: dict[str, objec
     seen = np.zeros(8)
     accepted = 0
     for _ in range(n):
-        token, right = sampler.verify(logits, history, sampler.draw(q), q)
+        token, right = sampler.verify(logits, history, q.draw(sampler.uniform()), q)
         seen[token] += 1
         accepted += right
     assert np.abs(seen / n - [p.prob(t) for t in range(8)]).max() < 0.02

@@ -32,7 +32,7 @@ def test_ties_keep_their_order_whatever_lies_far_below(sampling: Sampling) -> No
         row[tied] = 5.0
         found = distribution(row, sampling)
         orders.add(tuple(t for t in found.ids.tolist() if row[t] == 5.0))
-        drawn.add(tuple(Sampler(Sampling(seed=s)).draw(found) for s in range(20)))
+        drawn.add(tuple(found.draw(Sampler(Sampling(seed=s)).uniform()) for s in range(20)))
     (order,) = orders
     assert list(order) == sorted(tied.tolist())[: len(order)]
     assert len(drawn) == 1

@@ -211,10 +211,6 @@ class Sampler:
             self.constraint.accept(token)
         return token, accepted
 
-    def draw(self, dist: Distribution) -> int:
-        """One token from `dist`."""
-        return dist.draw(self.uniform())
-
     def uniform(self) -> float:
         """One number in [0, 1) from the request's own stream."""
         return self._uniforms.pop(0) if self._uniforms else float(self._random.random())

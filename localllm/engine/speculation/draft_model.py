@@ -55,15 +55,12 @@ class DraftModel(Drafter):
         self.backend, self.clock = backend, context.clock
         self._pool = SequencePool(backend, KvStore(backend, _CACHE_BYTES))
         self._lines: dict[str, _Line] = {}
+        self.most = longest_draft(backend)
 
     @classmethod
     def for_engine(cls, context: DraftContext) -> Self | None:
         """Where a draft model was named."""
         return cls(context.draft_backend, context) if context.draft_backend is not None else None
-
-    @property
-    def most(self) -> int:
-        return longest_draft(self.backend)
 
     def ready(self, job: RunningRequest) -> bool:
         """Read on in `job` (one batch at most); True once the draft model knows all but the newest
@@ -149,7 +146,7 @@ class DraftModel(Drafter):
         sampler = job.sampler
         dist = distribution(sampler.prepared(row, [*job.tokens, *drafted]), sampler.sampling)
         dists.append(dist)
-        return sampler.draw(dist)
+        return dist.draw(sampler.uniform())
 
     def _line(self, job: RunningRequest) -> _Line:
         """The job's sequence, cut back to what it shares with what really came."""
@@ -160,8 +157,9 @@ class DraftModel(Drafter):
             reserve = min(job.max_tokens - job.n_generated, self.backend.info.n_ctx - len(tokens))
             need = self._pool.needs_cells(source, len(tokens) + reserve)
             self._pool.make_room(need, live=len(self._lines) + 1, source=source)
-            sequence, held = self._pool.take(source, tokens).at_once()
-            line = self._lines[job.id] = _Line(sequence, job.tokens[:held])
+            taken = self._pool.take(source, tokens)
+            taken.at_once()
+            line = self._lines[job.id] = _Line(taken.sequence, job.tokens[: taken.held])
         right = len(line.held)
         # Only what was fed in the last drafts can be wrong.
         while right and (

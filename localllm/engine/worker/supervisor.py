@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -88,7 +88,9 @@ class Supervisor(Generic[E]):
             if self._engine is not None and self._engine.alive:
                 return self._engine
             if self._engine is not None:
-                await self._after_crash(self._engine)
+                await self._engine.close()
+                self._count_crash(healthy=self._is_healthy(self._engine))
+                self._engine = None
             await self._back_off()
             try:
                 self._engine = await self._start()
@@ -131,11 +133,6 @@ class Supervisor(Generic[E]):
 
     def _is_healthy(self, engine: E) -> bool:
         return engine.finished > 0 or time.monotonic() - self._started_s > _HEALTHY_AFTER_S
-
-    async def _after_crash(self, engine: E) -> None:
-        await engine.close()
-        self._engine = None
-        self._count_crash(healthy=self._is_healthy(engine))
 
     def _count_crash(self, *, healthy: bool) -> None:
         self._crashes = 0 if healthy else self._crashes + 1
@@ -238,7 +235,9 @@ async def watch(process: EngineClient, patience_s: float) -> None:
             dog = silent_since = None
             continue
         dog = dog or Watchdog(patience_s)
-        pulse = await _wait_at_most(process.pulse(), between_s)
+        pulse: Pulse | None = None
+        with suppress(TimeoutError, WorkerDiedError):
+            pulse = await asyncio.wait_for(process.pulse(), max(between_s, 0.5))
         if pulse is None:
             # Not even its reader answers: the whole process stands still, or one thread lets no
             # other run.
@@ -252,13 +251,6 @@ async def watch(process: EngineClient, patience_s: float) -> None:
             continue
         if why:
             process.kill_hung(why)
-
-
-async def _wait_at_most(answer: Awaitable[Pulse], seconds: float) -> Pulse | None:
-    try:
-        return await asyncio.wait_for(answer, max(seconds, 0.5))
-    except (TimeoutError, WorkerDiedError):
-        return None
 
 
 class EngineClient(ABC):
