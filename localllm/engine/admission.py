@@ -39,15 +39,22 @@ _WORTH_WAITING_TOKENS = 16
 
 @dataclass
 class Admission:
-    """Moves jobs from waiting to running, and back when there is no room. `awaits_disk`: somebody
-    could go on if only something were read that is being read."""
+    """Moves jobs from waiting to running, and back when there is no room; acts on what the `guard`
+    sees. `cache_bytes`: the prefix cache's size in memory while nobody else wants it.
+    `awaits_disk`: somebody could go on if only something were read that is being read."""
 
     backend: Backend
     jobs: RequestTable
-    memory: MemoryPolicy
+    guard: MemoryGuard
+    cache_bytes: int
     awaits_disk: bool = False
     _parked_at_step: int = -1
     _in_vain: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        # Where the KV is all there after loading, a request takes no more memory.
+        loaded = self.backend.memory()
+        self._kv_at_load = loaded.kv_bytes + loaded.recurrent_bytes > 0
 
     def admit(self) -> None:
         """Let in who fits: the tenant that has had least first, and of its requests the one with
@@ -63,7 +70,7 @@ class Admission:
             self.jobs.running and self.jobs.metrics.steps == self._parked_at_step
         ):
             return
-        most = self.memory.may_run()
+        most = self._may_run()
         while self.jobs.waiting and (len(self.jobs.running) < most or self.jobs.shares.shared):
             if not self._admit_next(most):
                 return
@@ -139,11 +146,11 @@ class Admission:
         job.sequence, job.n_kv, job.restoring, job.known = (
             taken.sequence,
             taken.held,
-            taken.rest,
+            taken,
             source.known,
         )
         self._in_memory(job, None)
-        job.state, job.matching = "restoring", None
+        job.matching = None
         del self.jobs.waiting[job.id]
         self.jobs.running[job.id] = job
         if not job.admissions:
@@ -164,7 +171,7 @@ class Admission:
         live = len(running) + (0 if source.kind == "idle" else 1)
         # What comes from the cache has its cells made free as it comes: what leaves for it finds
         # room where that was.
-        coming = source.plan.saved if source.plan is not None and source.plan.divisible else 0
+        coming = source.plan.saved if source.plan.divisible else 0
         return pool.make_room(need + growing - coming, live=live, source=source, prompt=tokens[:-1])
 
     def _holds(self, source: PrefixSource) -> bool:
@@ -178,12 +185,12 @@ class Admission:
         now."""
         kv = self.jobs.pool.kv
         if job.reading is not None and job.reading is not state:
-            kv.reads.release(job.reading)
+            kv.disk.reads.release(job.reading)
             job.reading = None
         if state is None or kv.in_memory(state):
             return True
         if job.reading is None:
-            kv.prefetch(state, due=True)
+            kv.disk.reads.want(state, due=True)
             job.reading = state
         self.awaits_disk = True
         return False
@@ -233,9 +240,9 @@ class Admission:
     def _begin(self, job: RunningRequest) -> None:
         """All of its prefix that can be had is there: now it prefills."""
         restoring = job.restoring
-        taken = job.n_kv if restoring is None else restoring.in_place + restoring.imported
-        missed = {} if restoring is None else restoring.missed
-        self.jobs.pool.restored_tokens += 0 if restoring is None else restoring.imported
+        assert restoring is not None
+        taken = restoring.in_place + restoring.imported
+        self.jobs.pool.restored_tokens += restoring.imported
         if job.admissions:
             self.jobs.metrics.recomputed("parked", max(0, job.parked_tokens - taken))
         else:
@@ -243,14 +250,16 @@ class Admission:
             if job.shares:
                 job.known = max(job.known, self.jobs.history.known(job.line()[:-1]))
             job.cached = taken
-            again = recomputed(job.known, taken, missed, has_points=self.jobs.pool.kv.has_points)
+            again = recomputed(
+                job.known, taken, restoring.missed, has_points=self.jobs.pool.kv.has_points
+            )
             for reason, n_tokens in again.items():
                 self.jobs.metrics.recomputed(reason, n_tokens)
             job.miss = miss_reason(
                 job, again, lambda token: token >= 0 and self.backend.is_control(token)
             )
             self.jobs.metrics.cached_tokens += taken
-        job.restoring, job.state = None, "running"
+        job.restoring = None
         job.admissions += 1
         job.checkpoints = self.jobs.pool.checkpoints(job)
         self.jobs.events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
@@ -272,6 +281,37 @@ class Admission:
         for job in list(running.values()):
             self.jobs.finish(job, "length")
 
+    def look_at_memory(self, *, give_back_all: bool = False) -> None:
+        """See now and then what is available; under pressure the prefix cache shrinks and stops
+        growing."""
+        guard, budget = self.guard, self.jobs.pool.kv.budget
+        if not guard.look(self.jobs.clock(), force=give_back_all):
+            return
+        if guard.pressure != "none" and budget.shrink(
+            budget.held_bytes if give_back_all else guard.missing_bytes
+        ):
+            return_to_system()
+            guard.look(self.jobs.clock(), force=True)
+        most = self.cache_bytes
+        budget.resize(most if guard.pressure == "none" else min(most, budget.held_bytes))
+
+    def _may_run(self) -> int:
+        """How many requests may run together now. Where KV grows and memory is nearly gone nobody
+        joins others, and a request alone is served if its KV can be had for all that we can give
+        back."""
+        if self.guard.pressure != "hold" or self._kv_at_load:
+            return self.backend.info.n_seq_max
+        if self.jobs.running:
+            return 1
+        self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
+        self.look_at_memory(give_back_all=True)
+        if self.guard.pressure == "hold":
+            # One that was parked in mid-answer is not refused: it has begun.
+            for job in [j for j in self.jobs.waiting.values() if not j.admissions]:
+                hint = "close other programs, then send the request again"
+                self.jobs.fail(job, Failure(job.id, "server_busy", self.guard.why(), hint))
+        return 1
+
 
 def prefix_in_progress(
     job: RunningRequest, source: PrefixSource, running: Iterable[RunningRequest]
@@ -292,50 +332,3 @@ def _matching(job: RunningRequest) -> PromptMatch:
     if job.matching is None:
         job.matching = PromptMatch(job.line())
     return job.matching
-
-
-@dataclass
-class MemoryPolicy:
-    """Acts on what the `guard` sees. `cache_bytes`: the prefix cache's size in memory while nobody
-    else wants it."""
-
-    guard: MemoryGuard
-    jobs: RequestTable
-    backend: Backend
-    cache_bytes: int
-
-    def __post_init__(self) -> None:
-        # Where the KV is all there after loading, a request takes no more memory.
-        loaded = self.backend.memory()
-        self._kv_at_load = loaded.kv_bytes + loaded.recurrent_bytes > 0
-
-    def apply(self, *, give_back_all: bool = False) -> None:
-        """Look at what is available now and then; under pressure the prefix cache shrinks and stops
-        growing."""
-        guard, budget = self.guard, self.jobs.pool.kv.budget
-        if not guard.look(self.jobs.clock(), force=give_back_all):
-            return
-        if guard.pressure != "none" and budget.shrink(
-            budget.held_bytes if give_back_all else guard.missing_bytes
-        ):
-            return_to_system()
-            guard.look(self.jobs.clock(), force=True)
-        most = self.cache_bytes
-        budget.resize(most if guard.pressure == "none" else min(most, budget.held_bytes))
-
-    def may_run(self) -> int:
-        """How many requests may run together now. Where KV grows and memory is nearly gone nobody
-        joins others, and a request alone is served if its KV can be had for all that we can give
-        back."""
-        if self.guard.pressure != "hold" or self._kv_at_load:
-            return self.backend.info.n_seq_max
-        if self.jobs.running:
-            return 1
-        self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
-        self.apply(give_back_all=True)
-        if self.guard.pressure == "hold":
-            # One that was parked in mid-answer is not refused: it has begun.
-            for job in [j for j in self.jobs.waiting.values() if not j.admissions]:
-                hint = "close other programs, then send the request again"
-                self.jobs.fail(job, Failure(job.id, "server_busy", self.guard.why(), hint))
-        return 1

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from localllm.engine import EngineSettings
-from localllm.engine.admission import Admission, MemoryPolicy
+from localllm.engine.admission import Admission
 from localllm.engine.cache.disk import tier_of
 from localllm.engine.cache.pool import SequencePool
 from localllm.engine.cache.store import KvStore
@@ -91,6 +91,11 @@ class Engine:
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
         self._stalled, self._housekeeping, self._after = False, True, False
+        # Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory
+        # nobody has touched yet), as long as a request that is all cached, and agents send the next
+        # one within milliseconds. KV in pieces takes one: the sooner it is out, the more often the
+        # same prompt again is computed over the same cells, and so to the last bit.
+        self._takes_grace = kv.states is not None
         # Nothing that is known waits for a rest to be over.
         self._overlaps = able.asynchronous and wanted.power >= 1.0
         self._observed: tuple[list[Grant], float, int] | None = None
@@ -101,14 +106,13 @@ class Engine:
             self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
         )
         self.pool.running = self.jobs.running
-        self._memory = MemoryPolicy(self.guard, self.jobs, self.backend, self.settings.cache_bytes)
         self._compiler = (
             BackgroundCompiler(wanted.make_constraint, wanted.grammar_trials or Stages([]))
             if wanted.make_constraint
             else None
         )
         self._images = image_steps(self.backend, wanted.disk_dir if wanted.disk_bytes > 0 else None)
-        self._admission = Admission(self.backend, self.jobs, self._memory)
+        self._admission = Admission(self.backend, self.jobs, self.guard, wanted.cache_bytes)
         self._outputs = OutputProcessor(self.backend, self.jobs, self._images)
         self.pace = DecodeSpeedTracker(others)
         computing = [
@@ -232,7 +236,8 @@ class Engine:
         if self.has_work:
             self._wait()
             return True
-        self._wake(busy=False)
+        self._admission.look_at_memory()
+        self.pool.kv.disk.working(False)
         rested_s = self.clock() - self._worked_s
         # One piece at a time, so that a new request waits for no more than that; one that fails is
         # not tried again at once.
@@ -252,19 +257,12 @@ class Engine:
         elif self._images is not None and self._images.waiting:
             self._images.encoder.wait(WAIT_S)
         elif self._admission.awaits_disk:
-            self.pool.kv.reads.wait(WAIT_S)
-
-    @property
-    def _takes_grace(self) -> bool:
-        """Where a piece of housekeeping is a state it takes up to 25 ms (gemma-3-270m, in memory
-        nobody has touched yet), as long as a request that is all cached, and agents send the next
-        one within milliseconds. KV in pieces takes one: the sooner it is out, the more often the
-        same prompt again is computed over the same cells, and so to the last bit."""
-        return self.pool.kv.states is not None
+            self.pool.kv.disk.reads.wait(WAIT_S)
 
     def _receive(self) -> None:
         """Look at memory, and take in those whose grammar is compiled by now."""
-        self._wake(busy=True)
+        self._admission.look_at_memory()
+        self.pool.kv.disk.working(True)
         self._worked_s, self._housekeeping = self.clock(), True
         self.jobs.take_compiled()
 
@@ -276,8 +274,17 @@ class Engine:
 
     def _schedule(self) -> list[Grant]:
         """What goes into this step: every decoding sequence's next token with its draft, and chunks
-        of prompts."""
-        self._slice()
+        of prompts, but for what the backend reads of them between the steps."""
+        before = self.metrics.prefilled_tokens
+        sliced = self.prefill.advance(
+            self.jobs.running.values(),
+            # How long others wait for their next step at most, in seconds.
+            lambda: self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else PROMPT_STEP_S,
+            self.guard.free_bytes,
+        )
+        if sliced is not None:
+            self.jobs.shares.charge(sliced[0].sharer, self.metrics.prefilled_tokens - before)
+            self.jobs.progress(*sliced)
         self.speculator.propose(
             list(self.jobs.running.values()), hurry=self.prefill.job is not None
         )
@@ -288,8 +295,16 @@ class Engine:
         made."""
         if not grants:
             return None
-        self._step_began_s = self.clock()
-        result = self._run(grants)
+        self._step_began_s, result = self.clock(), None
+        try:
+            with self._interrupt.running(grants):
+                result = self.backend.step([self._outputs.chunk(g) for g in grants])
+        except InterruptedStepError:
+            pass
+        except NoCellsError:
+            self._admission.relieve()
+        except BackendFailure as e:
+            self._outputs.lose_running(e)
         for grant in grants:
             job = self.jobs.running.get(grant.key)
             if job is not None:
@@ -299,8 +314,18 @@ class Engine:
     def _process(self, grants: list[Grant], result: StepResult | None) -> bool:
         """Everybody's next tokens from what came out; False where there was a step and nothing
         came."""
-        if grants and (result is None or not self._advance_requests(grants, result)):
-            return False
+        if grants:
+            if result is None:
+                return False
+            generated = self.metrics.generated_tokens
+            try:
+                self._outputs.advance(grants, result)
+            except BackendFailure as e:
+                self._outputs.lose_running(e)
+                return False
+            self._last_step_s = self.clock() - self._step_began_s
+            emitted = self.metrics.generated_tokens - generated
+            self._observed = grants, self._last_step_s, emitted
         awaits = self._admission.awaits_disk or (self._images is not None and self._images.waiting)
         self._stalled = (
             not grants and self.prefill.job is None and (awaits or self.jobs.compiling_alone)
@@ -327,36 +352,6 @@ class Engine:
         self.speculator.tick(busy=True)
         self._worked_s = self.clock()
 
-    def _advance_requests(self, grants: list[Grant], result: StepResult) -> bool:
-        """Every request in the step by what came out of it; False if that can't be read."""
-        generated = self.metrics.generated_tokens
-        try:
-            self._outputs.advance(grants, result)
-        except BackendFailure as e:
-            self._outputs.lose_running(e)
-            return False
-        self._last_step_s = self.clock() - self._step_began_s
-        self._observed = grants, self._last_step_s, self.metrics.generated_tokens - generated
-        return True
-
-    def _run(self, grants: list[Grant]) -> StepResult | None:
-        try:
-            with self._interrupt.running(grants):
-                return self.backend.step([self._outputs.chunk(g) for g in grants])
-        except InterruptedStepError:
-            pass
-        except NoCellsError:
-            self._admission.relieve()
-        except BackendFailure as e:
-            self._outputs.lose_running(e)
-        return None
-
-    def _wake(self, *, busy: bool) -> None:
-        self._memory.apply()
-        disk = self.pool.kv.disk
-        if disk is not None:
-            disk.working(busy)
-
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
         self.prefill.close()
@@ -365,9 +360,7 @@ class Engine:
         if self._images is not None:
             self._images.encoder.close()
         self.pool.finish()
-        disk = self.pool.kv.disk
-        if disk is not None:
-            disk.close()
+        self.pool.kv.disk.close()
         self.speculator.close()
         self.backend.close()
 
@@ -422,19 +415,6 @@ class Engine:
             self.jobs.fail(job, Failure(job.id, "invalid_request", why))
         return image
 
-    def _slice(self) -> None:
-        """What the backend's prefill policy does between the steps."""
-        before = self.metrics.prefilled_tokens
-        now = self.prefill.advance(
-            self.jobs.running.values(),
-            # How long others wait for their next step at most, in seconds.
-            lambda: self._sizer.slice_s(self._last_step_s) if self.jobs.decoding else PROMPT_STEP_S,
-            self.guard.free_bytes,
-        )
-        if now is not None:
-            self.jobs.shares.charge(now[0].sharer, self.metrics.prefilled_tokens - before)
-            self.jobs.progress(*now)
-
     # --- measuring --------------------------------------------------------------------------------
 
     def _observe(self, grants: list[Grant], seconds: float, emitted: int) -> None:
@@ -453,24 +433,18 @@ class Engine:
                 seconds=seconds,
                 waited=emitted > 0 or not self._overlaps,
             )
-            self._pace(grants, seconds)
+            # One request's plain steps say how fast this start is.
+            alone = len(grants) == 1 and bool(decoding)
+            job = self.jobs.running.get(grants[0].key) if alone else None
+            if job is not None and job.sampler.constraint is None:
+                self.pace.observe(len(job.tokens), seconds)
         self._throttle.stepped(seconds)
         self.metrics.step(
             decoded=len(decoding), emitted=emitted, prefilled=prefilled, seconds=seconds
         )
 
-    def _pace(self, grants: list[Grant], seconds: float) -> None:
-        """One request's plain steps say how fast this start is."""
-        job = (
-            self.jobs.running.get(grants[0].key)
-            if len(grants) == 1 and not grants[0].prefill
-            else None
-        )
-        if job is not None and job.sampler.constraint is None:
-            self.pace.observe(len(job.tokens), seconds)
-
     def snapshot(self) -> dict[str, float | int | str]:
-        self._memory.apply()
+        self._admission.look_at_memory()
         return {
             **self.metrics.snapshot(self.clock()),
             **self.speculator.snapshot(),

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 # Of its sampling; its seed and biases are its client's business.
 _REPORTED = [name for name, allowed in SAMPLING_RANGES.items() if allowed.reported]
-# Waiting: not in the context (yet, or parked). Restoring: its cached prefix comes back. Running: it
-# prefills or decodes.
-State = Literal["waiting", "restoring", "running"]
 
 
 @dataclass(eq=False)
@@ -45,9 +42,8 @@ class RunningRequest:
     `draft_from` holds the distributions its tokens were drawn from (None: they are plain guesses).
     `predicted` is the output its client expects, as tokens. While it waits, `matching` remembers
     what its prompt was compared with, and while its grammar is compiled (`compilation`), or a state
-    that it needs is being read from disk (`reading`), it can't be admitted. While its `state` is
-    "restoring", its cached prefix comes back by `restoring`, and it is in no step but to compute a
-    `gap` in it.
+    that it needs is being read from disk (`reading`), it can't be admitted. Once it is, its cached
+    prefix comes back by `restoring`, and until then it is in no step but to compute a `gap` in it.
     `known` is how far its prompt followed any known line.
     `admissions` counts how often it went on to running: a parked job does so again, and
     `parked_tokens` of it were computed by then.
@@ -70,7 +66,6 @@ class RunningRequest:
     compilation: Compilation | None = None
     matching: PromptMatch | None = None
     reading: Block | None = None
-    state: State = "waiting"
     restoring: Restoration | None = None
     known: int = 0
     checkpoints: list[int] = field(default_factory=list)
@@ -157,8 +152,8 @@ class RunningRequest:
 
     @property
     def running(self) -> bool:
-        """True once all of its prefix that can be had is there."""
-        return self.state == "running"
+        """True once all of its prefix that can be had is there: it prefills or decodes."""
+        return self.sequence is not None and self.restoring is None
 
     @property
     def gap(self) -> int | None:
@@ -185,12 +180,6 @@ class RunningRequest:
     def image(self) -> Placed | None:
         """The image whose tokens come next in its prompt, or None where text does."""
         return next((i for i in self.images if i.start <= self.n_kv < i.stop), None)
-
-    def leave(self) -> None:
-        """It is out of the context, for good or parked: an import that is under way ends."""
-        if self.restoring is not None:
-            self.restoring.close()
-        self.restoring, self.state = None, "waiting"
 
     def overview(self, state: str) -> dict[str, Any]:
         """What it is and how far it is as plain values, without a word of its prompt."""
@@ -289,11 +278,8 @@ class TextStream:
         self._held = ""
         self._shown: list[bool] = []  # of each held letter
         self.stopped_by: str | None = None
-
-    @property
-    def watches(self) -> bool:
-        """True where what it says may end the answer."""
-        return bool(self._stops)
+        # what it says may end the answer
+        self.watches = bool(self._stops)
 
     def push(self, token: int) -> str:
         """Text that `token` makes safe to show; sets `stopped_by` when a stop string is

@@ -117,10 +117,11 @@ class RequestTable:
         if job.compilation is not None:
             job.compilation.left = True
         if job.reading is not None:
-            self.pool.kv.reads.release(job.reading)
+            self.pool.kv.disk.reads.release(job.reading)
             job.reading = None
-        job.leave()
-        sequence, job.sequence = job.sequence, None
+        if job.restoring is not None:
+            job.restoring.close()
+        sequence, job.sequence, job.restoring = job.sequence, None, None
         return sequence
 
     def finish(

@@ -142,10 +142,10 @@ def next_image_boundary(line: Seq[int] | Tokens, n: int) -> int:
 class TokenLine:
     """A growing line of token ids, as one numpy array."""
 
-    def __init__(self, tokens: Seq[int] = ()) -> None:
-        self._data: Tokens = np.empty(max(256, 2 * len(tokens)), dtype=np.int32)
-        self._data[: len(tokens)] = tokens
-        self._n = len(tokens)
+    def __init__(self, tokens: Seq[int] | Tokens = ()) -> None:
+        self._data: Tokens = np.empty(256, dtype=np.int32)
+        self._n = 0
+        self.extend(tokens)
 
     def __len__(self) -> int:
         return self._n
@@ -155,7 +155,7 @@ class TokenLine:
         """The tokens (int32 [n]); valid until the next `extend`."""
         return self._data[: self._n]
 
-    def extend(self, tokens: Seq[int]) -> None:
+    def extend(self, tokens: Seq[int] | Tokens) -> None:
         n = self._n + len(tokens)
         if n > len(self._data):
             grown = np.empty(2 * n, dtype=np.int32)
@@ -163,12 +163,6 @@ class TokenLine:
             self._data = grown
         self._data[self._n : n] = tokens
         self._n = n
-
-    def keep_last(self, n_tokens: int) -> None:
-        """Forget all but the newest `n_tokens`."""
-        if self._n > n_tokens:
-            self._data[:n_tokens] = self._data[self._n - n_tokens : self._n].copy()
-            self._n = n_tokens
 
     def follow(self, line: Seq[int]) -> Tokens:
         """All of `line`, which goes on from that of the last call: only what is new is read."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.drive import GREEDY, run, settle
-from localllm.engine.cache.store import KvStore, Signs, checkpoints
+from localllm.engine.cache.store import KvStore, checkpoints
 from localllm.engine.cache.tree import as_tokens
 from localllm.engine.core import Engine
 from localllm.engine.step_costs import PrefillCost
@@ -16,7 +16,9 @@ from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import TURN, ScriptedBackend
 
-NO_SIGNS = Signs(is_control=lambda token: False, ends_paragraph=lambda token: False)
+
+def never(token: int) -> bool:
+    return False
 
 
 def words(n: int, seed: int) -> list[int]:
@@ -71,10 +73,9 @@ def test_a_branch_reads_twice_no_more_than_a_few_times_what_stood_behind_it(
 ) -> None:
     """A turn without paragraphs, and perhaps a few tokens that open the answer's; the next prompt
     leaves this one `behind` tokens before the turn's end."""
-    signs = Signs(is_control=lambda token: token == TURN, ends_paragraph=lambda token: False)
     prompt = [TURN, *range(1000, 1000 + n), *[TURN, *range(2, opening + 1)][:opening]]
     branch = max(1 + n - behind, 0)
-    points = checkpoints(prompt, n_kv=0, known=min(known, n), signs=signs, interval=512)
+    points = checkpoints(prompt, 0, min(known, n), TURN.__eq__, never, 512)
     twice = branch - max((p for p in points if p <= branch), default=0)
     assert twice <= max(4 * behind, 72) + 32
 
@@ -85,7 +86,7 @@ def test_a_short_prompt_is_found_again_whatever_its_first_tokens_are_shared_with
 ) -> None:
     """A template's first tokens are everybody's. No state is kept there, so they spare none at the
     prompt's end."""
-    points = checkpoints(range(n), n_kv=known, known=known, signs=NO_SIGNS, interval=512)
+    points = checkpoints(range(n), known, known, never, never, 512)
     assert points
     assert points[-1] >= n - 36
 

@@ -12,7 +12,8 @@ import pytest
 
 from localllm.engine import EngineSettings
 from localllm.engine.cache import tunables
-from localllm.engine.cache.disk import DiskBlock, DiskTier
+from localllm.engine.cache.disk import DiskTier
+from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.tree import PrefixCache, as_tokens
 from localllm.engine.core import Engine
 from support.requests import request_for
@@ -42,7 +43,7 @@ def opened(directory: Path, told: Told | None = None) -> tuple[DiskTier, Told]:
     return tier, told
 
 
-def kept(tier: DiskTier, n: int) -> DiskBlock:
+def kept(tier: DiskTier, n: int) -> Block:
     """A block that is to be written."""
     block = tier.make_block(TOKENS, b"kv" * n, 0)
     tier.write(block, TOKENS, block.file_time_ns)

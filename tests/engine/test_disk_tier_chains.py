@@ -96,7 +96,7 @@ def test_a_block_whose_file_was_evicted_keeps_its_memory(tmp_path: Path) -> None
     for file in tmp_path.glob("*/*.kv"):
         file.unlink()
     assert not block.demote()
-    assert block.read() == bytes([PIECE]) * BLOCK_BYTES
+    assert block.data == bytes([PIECE]) * BLOCK_BYTES
     tier.close()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.drive import GREEDY, Outcome, advance, run, settle
 from localllm.engine import EngineSettings
-from localllm.engine.cache.disk import DiskBlock, DiskTier
+from localllm.engine.cache.disk import DiskTier
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.kv_file import Readable, ReadAhead
 from localllm.engine.cache.tree import PrefixCache, as_tokens
@@ -88,7 +88,6 @@ def started(
 
 
 def path_of(block: Block) -> Path:
-    assert isinstance(block, DiskBlock)
     return block.path
 
 
@@ -211,11 +210,7 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(
 
 
 def test_no_more_is_read_ahead_than_may_be(tmp_path: Path, disk: SlowDisk) -> None:
-    tier = DiskTier(tmp_path, "model", 10**9)
-    blocks = [
-        DiskBlock(None, 0, 8, 100, path=tmp_path / str(i), tier=tier, written=True)
-        for i in range(9)
-    ]
+    blocks = [Block(None, 0, 8, 100, path=tmp_path / str(i), written=True) for i in range(9)]
     reads = ReadAhead(lambda block, _: memoryview(disk(path_of(block)).read()), ahead_bytes=250)
     assert [reads.want(b, due=False) for b in blocks[:4]] == [True, True, False, False]
     assert reads.want(blocks[4], due=True), "what is needed next is always read"
@@ -268,10 +263,7 @@ OPERATIONS = st.lists(
 def test_whatever_is_wanted_and_released_the_bytes_are_counted_and_the_data_is_right(
     operations: list[tuple[str, int]],
 ) -> None:
-    tier = DiskTier(Path("nowhere"), "model", 10**9)
-    blocks = [
-        DiskBlock(None, 0, 8, 100 + i, path=Path(str(i)), tier=tier, written=True) for i in range(5)
-    ]
+    blocks = [Block(None, 0, 8, 100 + i, path=Path(str(i)), written=True) for i in range(5)]
     reads = ReadAhead(lambda block, _: memoryview(str(path_of(block)).encode()), ahead_bytes=220)
     users = [0] * 5
     for what, i in operations:

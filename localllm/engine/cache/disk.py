@@ -35,8 +35,6 @@ from localllm.engine.cache.eviction import (
     EvictablePool,
     Kind,
     StoredFile,
-    depth,
-    file_time_ns,
     files_to_remove,
 )
 from localllm.engine.cache.folder import Survey, WriteBudget, folder_names, put_label, remove_stale
@@ -56,72 +54,13 @@ from localllm_backends.contract import Backend
 # What became of a block that was to be written, or of its file.
 Outcome = Literal["written", "failed", "removed", "held back"]
 # a block on disk that is elsewhere too, and whose it is
-Copy: TypeAlias = "tuple[EvictablePool, DiskBlock]"
-
-# What an engine without a disk says of it.
-NO_DISK = dict.fromkeys(
-    (
-        "disk_written_bytes",
-        "disk_written_today_bytes",
-        "disk_daily_limit_bytes",
-        "disk_budget_used_up",
-        "disk_read_blocks",
-        "disk_bad_blocks",
-    ),
-    0,
-)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class DiskBlock(Block):
-    """A block in memory, on disk, or both.
-    `pending`: it waits to be written, or is being written;
-    `written`: it has a file, of `file_bytes`;
-    `failed`: it could not be written, and was not used since.
-    `used_ns`: when it was used, `stamp_ns`: what its file says of that, which is the writer's
-    alone; all else is the engine's thread's."""
-
-    path: Path
-    tier: DiskTier
-    kind: Kind = "kv"
-    written: bool = False
-    failed: bool = False
-    file_bytes: int = 0
-    used_ns: int = 0
-    stamp_ns: int = 0
-
-    @property
-    def file_time_ns(self) -> int:
-        """What its file is to say of when it was used."""
-        return file_time_ns(self.used_ns, depth(self.start, self.stop, self.kind))
-
-    def read(self) -> bytes | memoryview | None:
-        if self.data is not None:
-            return self.data
-        return self.tier.reads.get(self) if self.tier.reads.ready(self) else self.tier.load(self)
-
-    def demote(self) -> bool:
-        if not (self.written and self.path.exists()):
-            return False
-        self.data = None
-        return True
-
-    def promote(self, data: bytes | memoryview) -> None:
-        self.data = data
-
-    def touch(self, at: int) -> None:
-        """Its file is as recent as this: if it could not be written, it may be now."""
-        self.failed = self.failed and at <= self.used_ns
-        self.used_ns = max(at, self.used_ns)
-
-    def discard(self) -> None:
-        """No sequence has it any more: if it waits to be written, it does so no longer."""
-        self.data = None
+Copy: TypeAlias = "tuple[EvictablePool, Block]"
 
 
 @dataclass
 class DiskTier:
-    """The directory of one model's prefixes.
+    """The directory of one model's prefixes, of `capacity_bytes` together with those of other
+    models (0: nothing is kept on disk).
     `identity` names all that gives the bytes their meaning: weights, tokenizer, KV types, and what
     wrote them;
     `model` is whose they are, for people.
@@ -129,9 +68,9 @@ class DiskTier:
     `daily_bytes` may be written in a day, by all models together (0: no limit);
     `n_readers` threads read a file."""
 
-    directory: Path
-    identity: str
-    capacity_bytes: int
+    directory: Path = Path()
+    identity: str = ""
+    capacity_bytes: int = 0
     free_bytes: int = tunables.DISK_FREE_BYTES
     daily_bytes: int = 0
     model: str = ""
@@ -144,17 +83,17 @@ class DiskTier:
     _working: threading.Event = field(default_factory=threading.Event)
     _hurry: bool = False
     _closing: bool = False
-    _jobs: queue.SimpleQueue[tuple[DiskBlock, Tokens, int, float] | None] = field(
+    _jobs: queue.SimpleQueue[tuple[Block, Tokens, int, float] | None] = field(
         default_factory=queue.SimpleQueue
     )
-    _outcomes: deque[tuple[DiskBlock, Outcome]] = field(default_factory=deque)
+    _outcomes: deque[tuple[Block, Outcome]] = field(default_factory=deque)
     _told: threading.Event = field(default_factory=threading.Event)
     _pending_bytes: int = 0
     # As of the last write, less what the engine removed since.
     _seen: Survey = field(default_factory=Survey)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
-    _blocks: dict[Path, DiskBlock] = field(default_factory=dict)
+    _blocks: dict[Path, Block] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = WriteBudget(self.directory.parent, self.daily_bytes)
@@ -165,8 +104,10 @@ class DiskTier:
     def open(self, cache: PrefixCache, states: PrefixCache | None = None) -> int:
         """Enter the directory's blocks into `cache`, and states into `states` (without their data),
         and start the writer; returns their number."""
+        if not self.capacity_bytes:
+            return 0
         put_label(self.directory, self.model)
-        found: list[tuple[DiskBlock, Tokens, PrefixCache]] = []
+        found: list[tuple[Block, Tokens, PrefixCache]] = []
         for path in self.directory.glob("*.kv"):
             indexed = read_entry(path, self.identity)
             tree = cache if indexed is None or not indexed[0].state else states
@@ -175,7 +116,7 @@ class DiskTier:
                 path.unlink(missing_ok=True)
                 continue
             entry, n_data, stamp_ns = indexed
-            block = self._blocks[path] = self._block(entry, path, tree.kind, n_data)
+            block = self._blocks[path] = self._block(entry, tree.kind, None, n_data)
             block.written, block.stamp_ns = True, stamp_ns
             block.used_ns = stamp_ns - block.file_time_ns
             found.append((block, entry.tokens, tree))
@@ -183,10 +124,7 @@ class DiskTier:
             leftover.unlink(missing_ok=True)
         # The oldest first, so that the cache knows their order; of a sequence, what begins first.
         found.sort(key=lambda e: (e[0].used_ns, e[0].start, e[0].stop))
-        used_ns = [block.used_ns for block, _, _ in found]
-        entered = sum(tree.insert(tokens, block) for block, tokens, tree in found)
-        for (block, _, _), at_ns in zip(found, used_ns, strict=True):
-            block.used_ns = at_ns
+        entered = sum(tree.insert(tokens, block, block.used_ns) for block, tokens, tree in found)
         self.budget.written_bytes()
         # Where nothing can be written now it may be later: each try finds out.
         self._seen = Survey(most_bytes=self.capacity_bytes)
@@ -195,31 +133,28 @@ class DiskTier:
         self._start()
         return entered
 
-    def _block(self, entry: KvEntry, path: Path, kind: Kind, size_bytes: int = 0) -> DiskBlock:
-        return DiskBlock(
-            data=None,
+    def _block(self, entry: KvEntry, kind: Kind, data: bytes | None, size_bytes: int) -> Block:
+        return Block(
+            data=data,
             start=entry.start,
             stop=len(entry.tokens),
             size_bytes=size_bytes,
-            path=path,
-            tier=self,
+            path=self.directory / entry.file_name,
             kind=kind,
             file_bytes=entry.size_bytes(size_bytes),
         )
 
-    def make_block(self, tokens: Tokens, data: bytes, start: int, kind: Kind = "kv") -> DiskBlock:
+    def make_block(self, tokens: Tokens, data: bytes, start: int, kind: Kind = "kv") -> Block:
         """A block for `cache.insert`, which ends where `tokens` do; `write` has it written then."""
         entry = KvEntry(self.identity, tokens, start, kind == "state")
-        block = self._block(entry, self.directory / entry.file_name, kind, len(data))
-        block.data = data
-        return block
+        return self._block(entry, kind, data, len(data))
 
-    def wants(self, block: DiskBlock) -> bool:
+    def wants(self, block: Block) -> bool:
         """Is it in memory alone, and worth a try?"""
         there = block.written or block.pending or block.failed or block.data is None
-        return not there and not self.budget.known()[1]
+        return self.capacity_bytes > 0 and not there and not self.budget.known()[1]
 
-    def write(self, block: DiskBlock, tokens: Tokens, until_ns: int) -> None:
+    def write(self, block: Block, tokens: Tokens, until_ns: int) -> None:
         """Have a block written; files that were used after `until_ns` make no room for it."""
         self._blocks[block.path] = block
         block.pending = True
@@ -247,8 +182,7 @@ class DiskTier:
         return bool(self._outcomes) or self._told.wait(seconds)
 
     def snapshot(self) -> dict[str, int]:
-        """Its counters, as NO_DISK names them; what others wrote today is as new as our last
-        write."""
+        """Its counters; what others wrote today is as new as our last write."""
         today_bytes, used_up = self.budget.known()
         return {
             "disk_written_bytes": self.written_bytes,
@@ -266,11 +200,10 @@ class DiskTier:
     ) -> memoryview | None:
         """The data of a block that is only on disk; the file is checked whole, and removed if it is
         not right. `progress` is told of each piece."""
-        assert isinstance(block, DiskBlock)
         data = None
         with contextlib.suppress(OSError):
             open_it = partial(self.open_file, block.path)
-            data = read_data(open_it, self.identity, progress, self.n_readers)
+            data = read_data(open_it, self.identity, block.path.name, progress, self.n_readers)
             if data is None:
                 block.path.unlink(missing_ok=True)
         if data is None:
@@ -321,15 +254,15 @@ class DiskTier:
     def hurry(self, wanted: bool) -> None:
         """Somebody waits for room in memory: write without waiting for a pause, or take that
         back."""
-        if wanted and not self._hurry:
-            self._hurry = True
-            self.quiet.set()
         self._hurry = wanted
+        if wanted:
+            self.quiet.set()
 
     def flush(self) -> None:
         """Wait until everything queued so far is written."""
         self._finish_writing()
-        self._start()
+        if self.capacity_bytes:
+            self._start()
 
     def close(self) -> None:
         """Write what is queued, then stop the threads."""
@@ -366,7 +299,7 @@ class DiskTier:
                 self._stamp()
         self._stamp()
 
-    def _put(self, block: DiskBlock, tokens: Tokens, until_ns: int) -> Outcome:
+    def _put(self, block: Block, tokens: Tokens, until_ns: int) -> Outcome:
         data = block.data
         if data is None:
             # It was evicted meanwhile: nobody waits for it.
@@ -396,7 +329,7 @@ class DiskTier:
                 return
 
     def _write_file(
-        self, tokens: Tokens, block: DiskBlock, data: bytes | memoryview, until_ns: int
+        self, tokens: Tokens, block: Block, data: bytes | memoryview, until_ns: int
     ) -> None:
         entry = KvEntry(self.identity, tokens, block.start, block.kind == "state")
         # Somebody may have cleared the folder.
@@ -436,7 +369,7 @@ class DiskTier:
         spare_bytes = shutil.disk_usage(self.directory).free - self.free_bytes
         return Survey(sorted(files), total, min(self.capacity_bytes, total + spare_bytes))
 
-    def _make_room(self, block: DiskBlock, until_ns: int) -> None:
+    def _make_room(self, block: Block, until_ns: int) -> None:
         """Remove files that were used until then until that of `block` fits; OSError where it
         doesn't."""
         files, total, most_bytes = self._survey()
@@ -455,10 +388,10 @@ class DiskTier:
             raise OSError("all that is there was used since")
 
 
-def tier_of(backend: Backend, wanted: EngineSettings) -> DiskTier | None:
-    """The tier of this backend's KV, within the bytes that are `wanted`; None: none is."""
+def tier_of(backend: Backend, wanted: EngineSettings) -> DiskTier:
+    """The tier of this backend's KV, within the bytes that are `wanted`."""
     if wanted.disk_dir is None or wanted.disk_bytes <= 0:
-        return None
+        return DiskTier()
     kind, identity = folder_names(backend)
     disk = DiskTier(
         Path(wanted.disk_dir) / identity,

@@ -50,15 +50,27 @@ def depth(start: int, stop: int, kind: Kind) -> int:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Exported KV of tokens [start, stop) of a sequence, or the state behind them, of `size_bytes`.
-    This one is in memory only; `pending` is True while a copy is being made elsewhere, after which
-    a block can be demoted."""
+    """Exported KV of tokens [start, stop) of a sequence, or the state behind them, of `size_bytes`:
+    in memory (`data`), in a file (`path`), or both.
+
+    `pending`: it waits to be written, or is being written, and can be demoted after that;
+    `written`: it has a file, of `file_bytes`;
+    `failed`: it could not be written, and was not used since.
+    `used_ns`: when it was used, `stamp_ns`: what its file says of that, which is the writer's
+    alone; all else is the engine's thread's."""
 
     data: bytes | memoryview | None
     start: int
     stop: int
     size_bytes: int = 0
     pending: bool = False
+    path: Path = Path()
+    kind: Kind = "kv"
+    written: bool = False
+    failed: bool = False
+    file_bytes: int = 0
+    used_ns: int = 0
+    stamp_ns: int = 0
 
     def __post_init__(self) -> None:
         self.size_bytes = self.size_bytes if self.data is None else len(self.data)
@@ -68,23 +80,24 @@ class Block:
         """Bytes in memory (0 while only elsewhere)."""
         return len(self.data) if self.data is not None else 0
 
-    def read(self) -> bytes | memoryview | None:
-        """The exported bytes; None when they turned out to be lost or corrupt (a miss, never a
-        wrong answer)."""
-        return self.data
+    @property
+    def file_time_ns(self) -> int:
+        """What its file is to say of when it was used, by which files are ordered: made older by
+        its depth."""
+        return self.used_ns - depth(self.start, self.stop, self.kind) * tunables.FILE_DEPTH_NS
 
     def demote(self) -> bool:
-        """Free the memory and keep a copy elsewhere; False where there is none."""
-        return False
-
-    def promote(self, data: bytes | memoryview) -> None:
-        """Hold `data`, which was read from the copy, in memory too."""
+        """Free the memory and keep the file; False where there is none."""
+        if not (self.written and self.path.exists()):
+            return False
+        self.data = None
+        return True
 
     def touch(self, at: int) -> None:
-        """It was used, at that time in the budget's uses."""
-
-    def discard(self) -> None:
-        """The tree has no use for it any more."""
+        """It was used at that time, in the budget's uses, and its file is as recent: if it could
+        not be written, it may be now."""
+        self.failed = self.failed and at <= self.used_ns
+        self.used_ns = max(at, self.used_ns)
 
 
 class Candidate(NamedTuple):
@@ -225,10 +238,13 @@ class CacheBudget:
             self.capacity_bytes = capacity_bytes
             self.changes += 1
 
-    def candidates(self) -> list[Candidate]:
-        """What holds memory and is not locked, unused the longest first."""
+    def candidates(self, *, pending_last: bool = False) -> list[Candidate]:
+        """What holds memory and is not locked, unused the longest first; with `pending_last` what
+        is being written comes behind all else."""
         found = chain.from_iterable(pool.candidates() for pool in self.pools)
-        return sorted(found, key=lambda c: (c.last_used, -c.depth))
+        return sorted(
+            found, key=lambda c: (pending_last and c.block.pending, c.last_used, -c.depth)
+        )
 
     def _evict(
         self,
@@ -246,7 +262,7 @@ class CacheBudget:
         what the other can't use. Returns the bytes freed."""
         freed, lost, coming, can_save = 0, 0, 0, unwritten == "saved"
         doomed: list[Candidate] = []
-        for candidate in self._in_order(unwritten):
+        for candidate in self.candidates(pending_last=unwritten == "evicted"):
             if freed + lost + coming >= n_bytes:
                 break
             block = candidate.block
@@ -267,36 +283,9 @@ class CacheBudget:
         self._evict_all(doomed)
         return freed + lost
 
-    def _in_order(self, unwritten: Unwritten) -> list[Candidate]:
-        """The candidates in the order in which they leave: what is being written last, where that
-        is not waited for."""
-        order = self.candidates()
-        if unwritten == "evicted":
-            order.sort(key=lambda candidate: candidate.block.pending)
-        return order
-
     def _evict_all(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
             candidate.pool.evict(candidate.block)
-
-
-def state_interval(
-    n_tokens: int,
-    token_bytes: float,
-    state_bytes: int,
-    capacity_bytes: int,
-    least_tokens: float = 0.0,
-) -> int:
-    """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's KV, a
-    state and all of the cache take, and no fewer than `least_tokens`: a power of two, so that the
-    points of sequences that begin alike fall together."""
-    interval = max(float(tunables.STATE_INTERVAL_TOKENS), least_tokens)
-    if token_bytes:
-        interval = max(interval, state_bytes / token_bytes / tunables.STATE_COST)
-    interval = max(
-        interval, n_tokens * state_bytes / max(tunables.STATE_SHARE * capacity_bytes, 1.0)
-    )
-    return 1 << (max(int(interval), 1) - 1).bit_length()
 
 
 def surplus_snapshots(points: Sequence[tuple[int, bool]], interval: int) -> set[int]:
@@ -389,11 +378,6 @@ class StoredFile(NamedTuple):
     used_ns: int
     size_bytes: int
     path: Path
-
-
-def file_time_ns(last_used_ns: int, depth: int) -> int:
-    """The time stamp by which files are ordered."""
-    return last_used_ns - depth * tunables.FILE_DEPTH_NS
 
 
 def files_to_remove(

@@ -1,8 +1,10 @@
 """One file of the disk tier: what it says of its block, the block's bytes, and a checksum over all
 of it; and reading files before they are needed.
 
-    magic | lengths | header (JSON) | the sequence's tokens, int32 | the exported KV | CRC-32 of
-    each piece of everything before
+    magic, where the KV begins, whether it is a state, how many tokens and bytes of KV | the
+    sequence's tokens, int32 | the exported KV | CRC-32 of each piece of everything before
+
+What it is KV of says its name: a hash of the identity, the start and the tokens.
 
 The whole sequence's tokens are in each file, not only the block's own: a block is of use only
 behind exactly those tokens, and a restarted engine enters it into its tree although the files
@@ -20,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import math
 import os
 import queue
@@ -32,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -42,15 +42,13 @@ from localllm.engine.cache.tree import as_tokens
 from localllm.engine.step_costs import DecayedRatio
 from localllm.engine.tokens import Tokens
 
-_MAGIC = b"localllm-kv-5\n"
-_LENGTHS = struct.Struct("<IQQ")
+_MAGIC = b"localllm-kv-6\n"
+_HEAD = struct.Struct(f"<{len(_MAGIC)}sI?QQ")
 _CHECKSUM = struct.Struct("<I")
 # What a file is read from.
 Readable = io.RawIOBase | io.BufferedIOBase
 # Told of each piece: its bytes, and the seconds that reading and checking it took.
 Progress = Callable[[int, float], object]
-_MAX_HEADER_BYTES = 2**16
-_FIXED_BYTES = len(_MAGIC) + _LENGTHS.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,25 +71,15 @@ class KvEntry:
         digest.update(self.tokens.tobytes())
         return f"{digest.hexdigest()}.kv"
 
-    def head(self, n_data: int) -> bytes:
-        """The file's bytes before its `n_data` of KV."""
-        about = {
-            "identity": self.identity,
-            "start": self.start,
-            "stop": len(self.tokens),
-            "state": self.state,
-        }
-        header, prefix = json.dumps(about).encode(), self.tokens.tobytes()
-        return b"".join([_MAGIC, _LENGTHS.pack(len(header), len(prefix), n_data), header, prefix])
-
     def size_bytes(self, n_data: int) -> int:
-        body_bytes = len(self.head(n_data)) + n_data
+        body_bytes = _HEAD.size + self.tokens.nbytes + n_data
         return body_bytes + _CHECKSUM.size * -(-body_bytes // tunables.FILE_PIECE_BYTES)
 
     def pieces(self, data: bytes | memoryview) -> Iterator[bytes]:
         """The file's content, in order and in pieces that each take a moment: one is hashed when it
         is asked for."""
-        head, data, checksums = self.head(len(data)), memoryview(data), []
+        fixed = _HEAD.pack(_MAGIC, self.start, self.state, len(self.tokens), len(data))
+        head, data, checksums = fixed + self.tokens.tobytes(), memoryview(data), []
         size = tunables.FILE_PIECE_BYTES
         for at in range(0, len(head) + len(data), size):
             behind = at - len(head)
@@ -107,46 +95,52 @@ def _body_bytes(whole_bytes: int) -> int:
     return whole_bytes - _CHECKSUM.size * n_pieces
 
 
+def _entry(f: Readable, body_bytes: int, identity: str, name: str) -> KvEntry | None:
+    """What the file says it holds, of so many bytes before its checksums; None for anything that is
+    not a file of ours under that name."""
+    head = f.read(_HEAD.size) or b""
+    if len(head) < _HEAD.size:
+        return None
+    magic, start, state, n_tokens, n_data = _HEAD.unpack(head)
+    if magic != _MAGIC or _HEAD.size + 4 * n_tokens + n_data != body_bytes:
+        return None
+    tokens = as_tokens(np.frombuffer(f.read(4 * n_tokens) or b"", dtype=np.int32))
+    entry = KvEntry(identity, tokens, start, state)
+    return entry if entry.file_name == name else None
+
+
 def read_entry(path: Path, identity: str) -> tuple[KvEntry, int, int] | None:
-    """What the file says it holds, in how many bytes and since when (ns), its data not read; None
-    for anything that is not a file of ours under that name."""
+    """What a file holds, in how many bytes and since when (ns), its data not read; None for
+    anything that is not a file of ours under that name."""
     try:
         with path.open("rb") as f:
             stat = path.stat()
-            lengths = _lengths(f.read(_FIXED_BYTES), _body_bytes(stat.st_size))
-            if lengths is None:
-                return None
-            n_header, n_line, n_data = lengths
-            header = _header(f.read(n_header), identity)
-            tokens = as_tokens(np.frombuffer(f.read(n_line), dtype=np.int32))
-    except (OSError, ValueError):
+            body_bytes = _body_bytes(stat.st_size)
+            entry = _entry(f, body_bytes, identity, path.name)
+    except OSError:
         return None
-    # A flipped bit leaves valid JSON often enough: any key may be missing, any value of another
-    # type.
-    start, state = header.get("start"), header.get("state", False)
-    if (
-        not isinstance(start, int)
-        or header.get("stop") != len(tokens)
-        or not 0 <= start < len(tokens)
-    ):
+    if entry is None:
         return None
-    entry = KvEntry(identity, tokens, start, state) if isinstance(state, bool) else None
-    return (
-        (entry, n_data, stat.st_mtime_ns)
-        if entry is not None and path.name == entry.file_name
-        else None
-    )
+    return entry, body_bytes - _HEAD.size - entry.tokens.nbytes, stat.st_mtime_ns
 
 
 def read_data(
-    open_file: Callable[[], Readable], identity: str, progress: Progress, n_threads: int
+    open_file: Callable[[], Readable],
+    identity: str,
+    name: str,
+    progress: Progress,
+    n_threads: int,
 ) -> memoryview | None:
-    """The exported KV in a file, read and hashed by `n_threads` in pieces that each take a moment,
-    with `progress` told of each; None where a checksum or the identity is not right. Raises
-    OSError."""
+    """The exported KV in the file of that `name`, read and hashed by `n_threads` in pieces that
+    each take a moment, with `progress` told of each; None where a checksum or the name is not
+    right. Raises OSError."""
     with open_file() as f:
         whole = np.empty(f.seek(0, os.SEEK_END), dtype=np.uint8).data
         body_bytes = _body_bytes(len(whole))
+        f.seek(0)
+        entry = _entry(f, body_bytes, identity, name)
+        if entry is None:
+            return None
         f.seek(body_bytes)
         f.readinto(whole[body_bytes:])
     starts = range(0, body_bytes, tunables.FILE_PIECE_BYTES)
@@ -172,15 +166,9 @@ def read_data(
         thread.start()
     for thread in threads:
         thread.join()
-    lengths = _lengths(bytes(whole[:_FIXED_BYTES]), body_bytes)
-    if lengths is None or b"".join(checksums) != whole[body_bytes:]:
+    if b"".join(checksums) != whole[body_bytes:]:
         return None
-    n_header, n_line, _ = lengths
-    try:
-        _header(bytes(whole[_FIXED_BYTES : _FIXED_BYTES + n_header]), identity)
-    except ValueError:
-        return None
-    return whole[_FIXED_BYTES + n_header + n_line : body_bytes].toreadonly()
+    return whole[_HEAD.size + entry.tokens.nbytes : body_bytes].toreadonly()
 
 
 def write_pieces(
@@ -197,26 +185,6 @@ def write_pieces(
             rest(time.perf_counter() - started)
             started = time.perf_counter()
     part.replace(path)
-
-
-def _lengths(fixed: bytes, body_bytes: int) -> tuple[int, int, int] | None:
-    """(bytes of header, prefix, data) by the file's first bytes, which must add up to all before
-    its checksums."""
-    if len(fixed) < _FIXED_BYTES or not fixed.startswith(_MAGIC):
-        return None
-    n_header, n_line, n_data = _LENGTHS.unpack_from(fixed, len(_MAGIC))
-    right = (
-        n_header <= _MAX_HEADER_BYTES and _FIXED_BYTES + n_header + n_line + n_data == body_bytes
-    )
-    return (n_header, n_line, n_data) if right else None
-
-
-def _header(raw: bytes, identity: str) -> dict[str, Any]:
-    """The JSON of a file of that identity; ValueError where it is not."""
-    header = json.loads(raw)
-    if not isinstance(header, dict) or header.get("identity") != identity:
-        raise ValueError("a file of something else")
-    return header
 
 
 # --- reading ahead --------------------------------------------------------------------------------

@@ -113,6 +113,9 @@ class RestorePlan:
         return RestorePlan(self.match, tuple(parts), known=self.known, divisible=self.divisible)
 
 
+NO_PLAN = RestorePlan(Match((), 0, None), ())
+
+
 @dataclass(frozen=True)
 class PrefixSource:
     """Where `length` of a prompt's tokens can come from, `held` of them from a sequence in the
@@ -127,12 +130,12 @@ class PrefixSource:
     held: int = 0
     idle: IdleSequence | None = None
     sequence: int | None = None
-    plan: RestorePlan | None = None
+    plan: RestorePlan = NO_PLAN
     state: Block | None = None
 
 
 # For a request that takes nothing from others.
-NO_SOURCE = PrefixSource("none", 0, 0, plan=RestorePlan(Match((), 0, None), ()))
+NO_SOURCE = PrefixSource("none", 0, 0)
 
 
 def plan_restore(
@@ -144,23 +147,16 @@ def plan_restore(
     held = match = cache.peek(prompt)
     if cache.indivisible:
         # Only one snapshot can be taken: the longest that is worth it.
-        match = _longest(cache, held, prompt, should_load)
+        match = longest(cache, prompt, should_load)
         return RestorePlan(match, match.parts, held.saved - match.saved, known=held.known)
     parts = tuple(part for part in match.parts if should_load(part.block, part.n_tokens))
     unread = match.saved - sum(part.n_tokens for part in parts)
     return RestorePlan(match, parts, unread, known=match.known, divisible=True)
 
 
-def longest_state(
-    states: PrefixCache, prefix: Tokens, should_load: ShouldLoad
-) -> tuple[int, Block] | None:
-    """The longest beginning of `prefix` that `states` holds the state of, and is worth reading,
-    with that state."""
-    match = _longest(states, states.peek(prefix), prefix, should_load)
-    return (match.saved, match.parts[0].block) if match.parts else None
-
-
-def _longest(tree: PrefixCache, match: Match, prefix: Tokens, should_load: ShouldLoad) -> Match:
+def longest(tree: PrefixCache, prefix: Tokens, should_load: ShouldLoad) -> Match:
+    """The longest beginning of `prefix` that `tree` holds whole, and is worth reading."""
+    match = tree.peek(prefix)
     while match.parts and not should_load(match.parts[0].block, match.saved):
         match = tree.peek(prefix[: match.saved - 1])
     return match
@@ -178,7 +174,7 @@ def _plan_to_a_state(
             break
         reached = part.stop
     unread = states.peek(prompt[: match.length]).saved
-    state = _longest(states, states.peek(prompt[:reached]), prompt[:reached], should_load)
+    state = longest(states, prompt[:reached], should_load)
     known = max(match.known, states.peek(prompt).known)
     match = cache.peek(prompt[: state.saved])
     return RestorePlan(

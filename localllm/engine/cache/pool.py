@@ -20,11 +20,10 @@ from dataclasses import replace
 from typing import Literal
 
 from localllm.engine.cache import eviction, tunables
-from localllm.engine.cache.disk import NO_DISK
 from localllm.engine.cache.eviction import Block, ExportState, IdleSequence, Space
 from localllm.engine.cache.matching import NO_SOURCE, PrefixSource, PromptMatch, RunningSequence
-from localllm.engine.cache.restore import Acquired, Restoration
-from localllm.engine.cache.store import KvStore, Signs, checkpoints
+from localllm.engine.cache.restore import Restoration
+from localllm.engine.cache.store import KvStore, checkpoints
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
@@ -37,7 +36,8 @@ class SequencePool(eviction.OtherPlaces):
 
     def __init__(self, backend: Backend, kv: KvStore) -> None:
         self._backend = backend
-        self.kv = kv
+        self.kv, self.cache = kv, kv.cache
+        self._can_split = backend.capabilities.rewind == "any"
         self._states = backend.capabilities.states
         self._idle: list[IdleSequence] = []
         self.running: Mapping[str, RunningSequence] = {}
@@ -46,10 +46,6 @@ class SequencePool(eviction.OtherPlaces):
         held = backend.memory()
         self._token_share = held.kv_bytes / backend.info.n_ctx / max(held.weights_bytes, 1)
         self.restored_tokens = 0
-
-    @property
-    def cache(self) -> PrefixCache:
-        return self.kv.cache
 
     @property
     def n_idle(self) -> int:
@@ -64,7 +60,7 @@ class SequencePool(eviction.OtherPlaces):
             "cache_capacity_bytes": self.kv.budget.capacity_bytes,
             "cache_evicted_tokens": self.cache.evicted_tokens,
             "lost_blocks": self.kv.lost_blocks,
-            **(self.kv.disk.snapshot() if self.kv.disk else NO_DISK),
+            **self.kv.disk.snapshot(),
         }
 
     # --- finding ----------------------------------------------------------------------------------
@@ -111,11 +107,7 @@ class SequencePool(eviction.OtherPlaces):
         and the state it needs for that."""
         if shared == held or self._can_split or self._backend.can_rewind(sequence, shared):
             return shared, None
-        return self.kv.longest_state(prompt[:shared]) or (0, None)
-
-    @property
-    def _can_split(self) -> bool:
-        return self._backend.capabilities.rewind == "any"
+        return self.kv.longest_state(prompt[:shared])
 
     def _can_take(self, idle: IdleSequence, length: int) -> bool:
         """A sequence that can't be forked, and is nowhere else, is not cut to a smaller part of
@@ -140,8 +132,8 @@ class SequencePool(eviction.OtherPlaces):
 
     # --- taking -----------------------------------------------------------------------------------
 
-    def take(self, source: PrefixSource, prompt: Tokens) -> Acquired:
-        """A sequence that holds as much of `prompt` as `source` gives, now or once its `rest` is
+    def take(self, source: PrefixSource, prompt: Tokens) -> Restoration:
+        """A sequence that holds as much of `prompt` as `source` gives, now or once its parts are
         imported. Falls back to what the cache has, then to an empty sequence; raises NoCellsError
         when there is no sequence left."""
         # However it comes back, the sequence is in use again: its copies in the cache are the last
@@ -149,31 +141,25 @@ class SequencePool(eviction.OtherPlaces):
         if source.kind != "none":
             self.kv.touch(prompt[:-1])
         sequence = None
-        if source.kind == "idle" and source.idle is not None:
+        if source.idle is not None:
             sequence = self._take_idle(source.idle, source.held, source.state)
-        elif source.kind == "running" and source.sequence is not None:
+        elif source.sequence is not None:
             sequence = self._fork(source.sequence, source.held, source.state)
         if sequence is not None:
             self._keep_state(sequence, source, prompt)
-            if source.plan is None or not source.plan.parts:
-                return Acquired(sequence, source.held)
-            rest = Restoration(self.kv, self._backend, sequence, prompt, source.plan, source.held)
-            return Acquired(sequence, source.held, rest)
-        plan = (
-            source.plan
-            if source.kind in ("none", "cached") and source.plan is not None
-            else self.kv.plan(prompt)
-        )
+            return Restoration(self.kv, self._backend, sequence, prompt, source.plan, source.held)
+        is_planned = source is NO_SOURCE or source.kind == "cached"
+        plan = source.plan if is_planned else self.kv.plan(prompt)
         sequence = self._new_sequence(source.idle)
-        return Acquired(sequence, 0, Restoration(self.kv, self._backend, sequence, prompt, plan))
+        return Restoration(self.kv, self._backend, sequence, prompt, plan)
 
     def _keep_state(self, sequence: int, source: PrefixSource, prompt: Tokens) -> None:
         """Where one sequence left another in the middle of a turn the next one will: keep the state
         while it is there."""
         if self.kv.states is None or source.state is not None:
             return
-        point = self.kv.longest_state(prompt[: source.held])
-        if source.held - (point[0] if point else 0) > tunables.WORTH_A_STATE_TOKENS:
+        point, _ = self.kv.longest_state(prompt[: source.held])
+        if source.held - point > tunables.WORTH_A_STATE_TOKENS:
             self.checkpoint(sequence, prompt[: source.held])
 
     def _new_sequence(self, in_the_way: IdleSequence | None) -> int:
@@ -208,7 +194,7 @@ class SequencePool(eviction.OtherPlaces):
         return idle.sequence
 
     def _cut_to_state(self, idle: IdleSequence, length: int, state: Block) -> bool:
-        data = state.read()
+        data = self.kv.read(state)
         try:
             if data is not None:
                 self._backend.import_state(idle.sequence, data, length)
@@ -224,7 +210,7 @@ class SequencePool(eviction.OtherPlaces):
         try:
             if state is None:
                 return self._backend.fork(sequence, length)
-            data = state.read()
+            data = self.kv.read(state)
             if data is not None:
                 return self._backend.fork_state(sequence, data, length)
         except NoCellsError:
@@ -284,13 +270,14 @@ class SequencePool(eviction.OtherPlaces):
             return []
         interval = self.kv.state_interval(job.n_prompt) if self.kv.states is not None else None
         backend = self._backend
-        signs = Signs(
-            is_control=lambda token: token >= 0 and backend.is_control(token),
-            ends_paragraph=lambda token: (
-                token >= 0 and backend.token_bytes(token).endswith(b"\n\n")
-            ),
+        found = checkpoints(
+            job.tokens[: job.n_prompt],
+            job.n_kv,
+            job.known,
+            lambda token: token >= 0 and backend.is_control(token),
+            lambda token: token >= 0 and backend.token_bytes(token).endswith(b"\n\n"),
+            interval,
         )
-        found = checkpoints(job.tokens[: job.n_prompt], job.n_kv, job.known, signs, interval)
         points = {image_boundary(job.tokens, point) for point in found}
         return sorted(point for point in points if point > job.n_kv)
 
@@ -314,7 +301,7 @@ class SequencePool(eviction.OtherPlaces):
             for idle in reversed(self._idle) if self.kv.closing else self._idle:
                 if not idle.exported and self._export_next(idle):
                     break
-        self.kv.hurry(self.waiting)
+        self.kv.disk.hurry(self.waiting)
         self._sync()
         self._evict_exported(busy=busy)
         return any(not (idle.exported or self._refused(idle)) for idle in self._idle)
@@ -406,7 +393,7 @@ class SequencePool(eviction.OtherPlaces):
         self.kv.closing = True
         while self._idle:
             more = self.tick(busy=False)
-            if not more and not (self.waiting and self.kv.wait(tunables.CLOSE_S)):
+            if not more and not (self.waiting and self.kv.disk.wait(tunables.CLOSE_S)):
                 break
         self.kv.close()
 

@@ -70,7 +70,11 @@ class Restoration:
         while not self.done and self.computes_to is None:
             if all(map(self.kv.in_memory, self._next_blocks())):
                 return False
-            if self.kv.worth_reading(self._coming(), self._saved_by_reading):
+            # Tokens that are computed where the disk is given up: of what can be taken apart those
+            # that are not in memory, else all of the prefix.
+            late = [p.n_tokens for p in self._parts if not self.kv.in_memory(p.block)]
+            n_tokens = sum(late) if self.plan.divisible else self.plan.saved
+            if self.kv.worth_reading(self._coming(), n_tokens):
                 # What somebody else had read may be gone again.
                 self._look_ahead()
                 return True
@@ -91,14 +95,6 @@ class Restoration:
         state = [] if self.plan.state is None else [self.plan.state.parts[0].block]
         return [part.block for part in reversed(self._parts)] + state
 
-    @property
-    def _saved_by_reading(self) -> int:
-        """Tokens that are computed where the disk is given up: of what can be taken apart those
-        that are not in memory, else all of the prefix."""
-        if not self.plan.divisible:
-            return self.plan.saved
-        return sum(p.n_tokens for p in self._parts if not self.kv.in_memory(p.block))
-
     def _look_ahead(self) -> None:
         """Have what comes next read, as far ahead as may be; or end where nothing does."""
         if not self._parts:
@@ -107,12 +103,12 @@ class Restoration:
         coming = self._coming()
         for block in [b for b in self._wanted if b not in coming]:
             self._wanted.remove(block)
-            self.kv.reads.release(block)
+            self.kv.disk.reads.release(block)
         due = self._next_blocks()
         for block in coming:
             if block in self._wanted or self.kv.in_memory(block):
                 continue
-            if not self.kv.prefetch(block, due=block in due):
+            if not self.kv.disk.reads.want(block, due=block in due):
                 break
             self._wanted.append(block)
 
@@ -175,10 +171,16 @@ class Restoration:
 
     def _read(self, tree: PrefixCache, block: Block) -> bytes | memoryview | None:
         in_memory = block.held_bytes > 0
-        data = block.read()
+        data = self.kv.read(block)
         if data is not None and not in_memory:
             tree.promote(block, data)
         return data
+
+    def at_once(self) -> None:
+        """Import all of it that comes without computing."""
+        while not self.done and self.computes_to is None:
+            self.step()
+        self.close()
 
     def computed(self, held: int) -> None:
         """The sequence holds `held` tokens now. A gap that is filled goes to the cache as a block
@@ -192,7 +194,7 @@ class Restoration:
         if not self.done:
             self.done = True
             for block in self._wanted:
-                self.kv.reads.release(block)
+                self.kv.disk.reads.release(block)
             self._wanted = []
             self._unlock(self.plan)
 
@@ -228,22 +230,3 @@ class Restoration:
     def _miss(self, reason: str, n_tokens: int) -> None:
         if n_tokens > 0:
             self.missed[reason] = self.missed.get(reason, 0) + n_tokens
-
-
-@dataclass(frozen=True)
-class Acquired:
-    """A sequence for a request: `held` tokens of its prompt are in it, `rest` is still to be
-    imported (None: nothing)."""
-
-    sequence: int
-    held: int
-    rest: Restoration | None = None
-
-    def at_once(self) -> tuple[int, int]:
-        """(sequence, tokens held) after importing all of it that comes without computing."""
-        if self.rest is None:
-            return self.sequence, self.held
-        while not self.rest.done and self.rest.computes_to is None:
-            self.rest.step()
-        self.rest.close()
-        return self.sequence, self.rest.held

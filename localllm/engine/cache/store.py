@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 from localllm.engine.cache import tunables
-from localllm.engine.cache.disk import Copy, DiskBlock, DiskTier
+from localllm.engine.cache.disk import Copy, DiskTier
 from localllm.engine.cache.eviction import (
     Block,
     CacheBudget,
@@ -22,10 +21,8 @@ from localllm.engine.cache.eviction import (
     EvictablePool,
     OtherPlaces,
     Space,
-    state_interval,
 )
-from localllm.engine.cache.kv_file import ReadAhead
-from localllm.engine.cache.matching import RestorePlan, longest_state, plan_restore
+from localllm.engine.cache.matching import RestorePlan, longest, plan_restore
 from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.step_costs import PrefillCost
 from localllm.engine.tokens import Tokens, image_boundary, next_image_boundary
@@ -33,8 +30,8 @@ from localllm_backends.contract import Backend, BackendFailure
 
 
 class KvStore(OtherPlaces):
-    """The prefix cache of one engine, with its tier on `disk` (None: none). `states` is None where
-    there are none."""
+    """The prefix cache of one engine, with its tier on `disk`. `states` is None where there are
+    none."""
 
     def __init__(
         self,
@@ -43,34 +40,25 @@ class KvStore(OtherPlaces):
         disk: DiskTier | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self._backend, self.disk, self._clock = backend, disk, clock
+        self._backend, self._clock = backend, clock
+        self.disk = DiskTier() if disk is None else disk
         self.budget = CacheBudget(cache_bytes, elsewhere=self)
         self.context = OtherPlaces()  # who knows what the context holds
         able = backend.capabilities
         self.cache = PrefixCache("kv" if able.segments else "snapshot", budget=self.budget)
         self.states = PrefixCache("state", budget=self.budget) if able.states else None
+        self.trees = [self.cache] if self.states is None else [self.cache, self.states]
+        # a sequence can be taken up only at points that something was kept for
+        self.has_points = self.cache.indivisible or self.states is not None
         self.speed = PrefillCost()
-        # The least seen of a token's KV, the most of a state, and (tokens, bytes) of the last
-        # snapshot.
+        # The least seen of a token's KV, or of its share of a snapshot, and the most of a state.
         self._token_bytes = 0.0
         self._state_bytes = 0
         self._export_s = 0.0  # the least seen of a state's copy: others only ever add time
-        self._snapshot = (1, 0)
         self.lost_blocks = 0
         self.closing = False  # nothing can stay in the context
         self._patience_s = 0.0
-        self._no_reads = ReadAhead(lambda _block, _progress: None)
-        if disk is not None:
-            disk.open(self.cache, self.states)
-
-    @property
-    def trees(self) -> list[PrefixCache]:
-        return [self.cache] if self.states is None else [self.cache, self.states]
-
-    @property
-    def has_points(self) -> bool:
-        """True where a sequence can be taken up only at points that something was kept for."""
-        return self.cache.indivisible or self.states is not None
+        self.disk.open(self.cache, self.states)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -84,21 +72,22 @@ class KvStore(OtherPlaces):
     def version(self) -> Hashable:
         """All that a plan depends on besides its prompt: what is held, what of it is in memory, and
         speeds."""
-        return self.budget.changes, self.budget.held_bytes, self.speed.token_s, self.reads.pace
+        return self.budget.changes, self.budget.held_bytes, self.speed.token_s, self.disk.reads.pace
 
-    def longest_state(self, prefix: Tokens) -> tuple[int, Block] | None:
+    def longest_state(self, prefix: Tokens) -> tuple[int, Block | None]:
         """The longest beginning of `prefix` whose state is held and worth reading, and that
         state."""
-        return (
-            longest_state(self.states, prefix, self.should_load)
-            if self.states is not None
-            else None
-        )
+        if self.states is None:
+            return 0, None
+        match = longest(self.states, prefix, self.should_load)
+        return match.saved, match.parts[0].block if match.parts else None
 
-    @property
-    def reads(self) -> ReadAhead:
-        """Who reads what is only on disk: nobody where there is none."""
-        return self._no_reads if self.disk is None else self.disk.reads
+    def read(self, block: Block) -> bytes | memoryview | None:
+        """Its bytes; None when they turned out to be lost or corrupt (a miss, never a wrong
+        answer)."""
+        if block.data is not None:
+            return block.data
+        return self.disk.reads.get(block) if self.disk.reads.ready(block) else self.disk.load(block)
 
     def should_load(self, block: Block, n_tokens: int) -> bool:
         """Is having this block quicker than computing so many tokens, as far as is known now?"""
@@ -107,16 +96,11 @@ class KvStore(OtherPlaces):
     def worth_reading(self, blocks: Iterable[Block], n_tokens: int) -> bool:
         """Are those of `blocks` read that are not in memory before so many tokens are computed?"""
         late = [block for block in blocks if not self.in_memory(block)]
-        return not late or self.reads.is_worth(late, n_tokens * self.speed.token_s)
+        return not late or self.disk.reads.is_worth(late, n_tokens * self.speed.token_s)
 
     def in_memory(self, block: Block) -> bool:
         """Does having it wait for no file?"""
-        return block.data is not None or self.reads.ready(block)
-
-    def prefetch(self, block: Block, *, due: bool) -> bool:
-        """Have a block read that is only on disk, soon or (`due`) next. False where enough is being
-        read already; else it must be released by its `reads`."""
-        return block.data is not None or self.reads.want(block, due=due)
+        return block.data is not None or self.disk.reads.ready(block)
 
     # --- other places than memory (OtherPlaces) ---------------------------------------------------
 
@@ -144,12 +128,16 @@ class KvStore(OtherPlaces):
             self.states.prune_snapshots(prefix, self.state_interval(len(prefix)))
 
     def state_interval(self, n_tokens: int) -> int:
-        """Tokens between the states that are kept of a sequence of `n_tokens`."""
-        capacity, dear = self.budget.capacity_bytes, self._export_s > tunables.DEAR_EXPORT_S
-        least = 0.0
-        if dear and self.speed.token_s:
-            least = self._export_s / (self.speed.token_s * tunables.EXPORT_SHARE)
-        return state_interval(n_tokens, self._token_bytes, self._state_bytes, capacity, least)
+        """Tokens between the states that are kept of a sequence of `n_tokens`, by what a token's
+        KV, a state, its copy and all of the cache take: a power of two, so that the points of
+        sequences that begin alike fall together."""
+        share_bytes = max(tunables.STATE_SHARE * self.budget.capacity_bytes, 1.0)
+        interval = max(tunables.STATE_INTERVAL_TOKENS, n_tokens * self._state_bytes / share_bytes)
+        if self._token_bytes:
+            interval = max(interval, self._state_bytes / self._token_bytes / tunables.STATE_COST)
+        if self._export_s > tunables.DEAR_EXPORT_S and self.speed.token_s:
+            interval = max(interval, self._export_s / (self.speed.token_s * tunables.EXPORT_SHARE))
+        return 1 << (max(int(interval), 1) - 1).bit_length()
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -208,10 +196,12 @@ class KvStore(OtherPlaces):
         room. `newer`: a snapshot rather than an older one of the same sequence."""
         n_tokens = len(prefix) - start
         along = None if newer else prefix
-        until = self._evicts_until(used, force=force or newer)
-        space = self.budget.make_room(
-            self._least_bytes(n_tokens), prefix=along, used=until, force=force
-        )
+        until = used
+        if not (force or newer or self.has_points or self.closing):
+            # It need not leave the context: only what is forgotten makes way for it.
+            until = min(self.budget.uses if used is None else used, self.budget.forgotten)
+        least_bytes = int(self._token_bytes * n_tokens)
+        space = self.budget.make_room(least_bytes, prefix=along, used=until, force=force)
         if space != "free":
             return space
         try:
@@ -219,7 +209,6 @@ class KvStore(OtherPlaces):
         except BackendFailure:
             return "full"
         self._token_bytes = min(self._token_bytes or len(data), len(data) / n_tokens)
-        self._snapshot = (n_tokens, len(data))
         space = self.budget.make_room(len(data), prefix=along, used=until, force=force)
         return space if space != "free" else self._insert(self.cache, prefix, data, start, used)
 
@@ -237,10 +226,8 @@ class KvStore(OtherPlaces):
         if self.states is None:
             return "full"
         n_bytes = self._backend.state_bytes(sequence)
-        if (
-            self.disk is None
-            and n_bytes + int(self._token_bytes * len(prefix)) > self.budget.capacity_bytes
-        ):
+        kv_bytes = int(self._token_bytes * len(prefix))
+        if not self.disk.capacity_bytes and n_bytes + kv_bytes > self.budget.capacity_bytes:
             # The KV before it would not fit beside it.
             return "full"
         space = self.budget.make_room(
@@ -258,25 +245,9 @@ class KvStore(OtherPlaces):
         self._state_bytes = max(self._state_bytes, len(data))
         return self._insert(self.states, prefix, data, 0, used)
 
-    def _evicts_until(self, used: int | None, *, force: bool) -> int | None:
-        """What may be evicted for a sequence that was used at `used`: what was used before it, and
-        unless it has to leave the context only what is forgotten."""
-        if force or self.has_points or self.closing:
-            return used
-        return self.budget.forgotten if used is None else min(used, self.budget.forgotten)
-
-    def _least_bytes(self, n_tokens: int) -> int:
-        """The least that the export of so many tokens can have."""
-        if not self.cache.indivisible:
-            return int(self._token_bytes * n_tokens)
-        tokens, n_bytes = self._snapshot
-        return int(n_bytes * min(1.0, n_tokens / tokens))
-
     def _insert(
         self, tree: PrefixCache, prefix: Tokens, data: bytes, start: int, used: int | None
     ) -> Space:
-        if self.disk is None:
-            return "free" if tree.insert(prefix, Block(data, start, len(prefix)), used) else "full"
         block = self.disk.make_block(prefix, data, start, tree.kind)
         if not tree.insert(prefix, block, used):
             return "full"
@@ -290,15 +261,11 @@ class KvStore(OtherPlaces):
         files used until then, or of files of what is elsewhere too; unless it `leaves` memory, only
         of what was used before it, or two would be written by turns. "free": it can't or needn't be
         written."""
-        if self.disk is None or not isinstance(block, DiskBlock) or not self.disk.wants(block):
-            return "free"
-        line, until, before = (
-            pool.line(block),
-            min(until, block.file_time_ns),
-            math.inf if leaves else block.file_time_ns,
-        )
+        line = pool.line(block) if self.disk.wants(block) else None
         if line is None:
             return "free"
+        until = min(until, block.file_time_ns)
+        before = math.inf if leaves else block.file_time_ns
         for at in sorted({until, min(until, self.budget.forgotten)}):
             missing = self.disk.missing_bytes(block.file_bytes, at)
             if missing <= 0 or self.disk.remove_copies(self._copies(before), missing, at):
@@ -312,20 +279,17 @@ class KvStore(OtherPlaces):
         held = {block: pool for pool, block in self.in_context()}
         held |= {c.block: c.pool for c in self.budget.candidates()}
         found = [
-            (p, b)
-            for b, p in held.items()
-            if isinstance(b, DiskBlock) and b.written and not b.pending
+            (pool, block)
+            for block, pool in held.items()
+            if block.written and not block.pending and block.file_time_ns < before_ns
         ]
-        return sorted(
-            (c for c in found if c[1].file_time_ns < before_ns), key=lambda c: c[1].file_time_ns
-        )
+        return sorted(found, key=lambda copy: copy[1].file_time_ns)
 
     def close(self) -> None:
         """Nothing stays in memory: have it written, the newest first, once it is known what became
         of what waits for that."""
-        if self.disk is not None:
-            self.disk.flush()
-            self.sync()
+        self.disk.flush()
+        self.sync()
         for candidate in reversed(self.budget.candidates()):
             if self._write(candidate.pool, candidate.block, self.budget.uses) == "full":
                 return
@@ -335,7 +299,7 @@ class KvStore(OtherPlaces):
         self.lost_blocks += 1
         for tree in self.trees:
             tree.forget(block)
-        if isinstance(block, DiskBlock):
+        if block.written:
             # It would be found again after every restart.
             block.path.unlink(missing_ok=True)
 
@@ -343,17 +307,7 @@ class KvStore(OtherPlaces):
 
     def sync(self) -> None:
         """Learn what became of the copies since: written, demoted to disk, removed."""
-        if self.disk is not None:
-            self.disk.sync(self.trees)
-
-    def hurry(self, wanted: bool) -> None:
-        """Somebody waits for room that writing makes, or no more."""
-        if self.disk is not None:
-            self.disk.hurry(wanted)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until something was written, at most so long; False if nothing was."""
-        return self.disk is not None and self.disk.wait(seconds)
+        self.disk.sync(self.trees)
 
     def be_patient(self, n_tokens: int) -> None:
         """What leaves the context for so many tokens may wait for room that writing makes: for a
@@ -364,8 +318,8 @@ class KvStore(OtherPlaces):
 
     def wait_for_writing(self) -> bool:
         until_s = self._clock() + self._patience_s
-        self.hurry(True)
-        written = self._patience_s > 0 and self.wait(self._patience_s)
+        self.disk.hurry(True)
+        written = self._patience_s > 0 and self.disk.wait(self._patience_s)
         self._patience_s = until_s - self._clock()
         self.sync()
         return written
@@ -377,20 +331,19 @@ class KvStore(OtherPlaces):
 
 # --- at which points of a prompt a state or snapshot is kept --------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class Signs:
-    """What tokens say of a prompt's parts: control tokens stand around turns, others end a
-    paragraph."""
-
-    is_control: Callable[[int], bool]
-    ends_paragraph: Callable[[int], bool]
+IsToken = Callable[[int], bool]
 
 
 def checkpoints(
-    prompt: Sequence[int], n_kv: int, known: int, signs: Signs, interval: int | None
+    prompt: Sequence[int],
+    n_kv: int,
+    known: int,
+    is_control: IsToken,
+    ends_paragraph: IsToken,
+    interval: int | None,
 ) -> list[int]:
-    """Points of `prompt`, whose first `n_kv` tokens are held, at which its state is to be kept:
+    """Points of `prompt`, whose first `n_kv` tokens are held, at which its state is to be kept
+    (control tokens stand around turns, others end a paragraph):
 
     * before its last two turns: an answer is asked for again from there, or rendered in another way
       next time. Not before the answer's where the question is short: a step and a state for each
@@ -405,12 +358,13 @@ def checkpoints(
       question goes on from there (Gemma's template has both in one turn)
     * of a long end with neither in it a few points, ever nearer to it"""
     n = len(prompt)
-    control = [i for i in range(n) if signs.is_control(prompt[i])]
+    control = [i for i in range(n) if is_control(prompt[i])]
     turns = [i for i in control if prompt[i] == prompt[control[-1]]]
     points = set(turns[-2:])
     if interval is not None:
         points.add(known)
-        points |= _paragraph(prompt, max(n_kv, known), signs) or _towards_the_end(points, turns, n)
+        start = max(n_kv, known)
+        points |= _paragraph(prompt, start, ends_paragraph) or _towards_the_end(points, turns, n)
         points |= _spaced(turns, n, interval)
     last = max((p for p in points if tunables.NEAR_TOKENS <= p < n), default=0)
     if n - last > (tunables.WORTH_A_STEP_TOKENS if last else tunables.NEAR_TOKENS):
@@ -432,11 +386,11 @@ def _apart(points: Sequence[int], required: set[int], n_kv: int) -> list[int]:
     return kept
 
 
-def _paragraph(prompt: Sequence[int], start: int, signs: Signs) -> set[int]:
+def _paragraph(prompt: Sequence[int], start: int, ends_paragraph: IsToken) -> set[int]:
     """Where the last one begins, if it is far enough behind `start`; nothing nearer is looked
     at."""
     worth = range(len(prompt) - 1, start + tunables.WORTH_A_PARAGRAPH_TOKENS - 1, -1)
-    return set(next(([i] for i in worth if signs.ends_paragraph(prompt[i - 1])), []))
+    return set(next(([i] for i in worth if ends_paragraph(prompt[i - 1])), []))
 
 
 def _towards_the_end(points: set[int], turns: Sequence[int], n: int) -> set[int]:

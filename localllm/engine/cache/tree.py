@@ -117,16 +117,13 @@ class PrefixCache:
         self, kind: Kind = "kv", *, capacity_bytes: int = 0, budget: CacheBudget | None = None
     ) -> None:
         self.kind = kind
+        # a block is of use as a whole only, at its end: states and snapshots
+        self.indivisible = kind != "kv"
         self.budget = budget if budget is not None else CacheBudget(capacity_bytes)
         self.budget.pools.append(self)
         self._root = Node(np.empty(0, dtype=np.int32), 0, None)
         self._users: dict[Block, list[Node]] = {}
         self.held_bytes = self.evicted_tokens = 0
-
-    @property
-    def indivisible(self) -> bool:
-        """True where a block is of use as a whole only, at its end: states and snapshots."""
-        return self.kind != "kv"
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -234,7 +231,7 @@ class PrefixCache:
         if block not in self._users or block.held_bytes:
             return
         if self.budget.make_room(len(data), used=self.budget.forgotten) == "free":
-            block.promote(data)
+            block.data = data
             self.held_bytes += block.held_bytes
 
     def forget(self, block: Block) -> None:
@@ -283,12 +280,11 @@ class PrefixCache:
     def candidates(self) -> Iterator[Candidate]:
         for block, nodes in self._users.items():
             if block.held_bytes and not any(n.locks for n in nodes):
-                yield Candidate(
-                    _middle(block, nodes).last_used,
-                    depth(block.start, block.stop, self.kind),
-                    block,
-                    self,
-                )
+                middle = (block.start + block.stop) // 2
+                # the first, where its middle token has another block now
+                node = next((n for n in nodes if n.start <= middle < n.stop), nodes[0])
+                deep = depth(block.start, block.stop, self.kind)
+                yield Candidate(node.last_used, deep, block, self)
 
     def on_path(self, prefix: Tokens) -> set[Block]:
         """The blocks that `prefix` goes through, which are not evicted for it; of snapshots the
@@ -406,7 +402,8 @@ class PrefixCache:
             if not self._users[old]:
                 del self._users[old]
                 self.held_bytes -= old.held_bytes
-                old.discard()
+                # If it waits to be written, it does so no longer.
+                old.data = None
 
     def _prune(self, node: Node) -> None:
         """Take out a node that holds nothing and on which nothing hangs, and those that are left so
@@ -440,13 +437,6 @@ def _uses(node: Node, depth: int) -> bool:
     """Is a sequence that follows `node` down to `depth` a use of its block, or just of its
     beginning?"""
     return node.block is None or depth > (node.block.start + node.block.stop) // 2
-
-
-def _middle(block: Block, nodes: list[Node]) -> Node:
-    """Of the nodes that have `block`, the one with its middle token (the first, where that has
-    another block now)."""
-    middle = (block.start + block.stop) // 2
-    return next((n for n in nodes if n.start <= middle < n.stop), nodes[0])
 
 
 def _better(old: Block | None, new: Block) -> bool:

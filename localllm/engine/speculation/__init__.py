@@ -45,12 +45,13 @@ class Drafter(ABC):
     """Drafts by computing on `backend`: a draft model, trained heads. Belongs to the engine's
     thread.
 
-    `token_s`: seconds a drafted token costs, or a whole draft where it is made `at_once` (0: not
-    measured yet, nothing is drafted). `stops_when_unsure`: a draft shorter than wanted counts as
+    `most`: the longest draft. `token_s`: seconds a drafted token costs, or a whole draft where it
+    is made `at_once` (0: not measured yet, nothing is drafted). `stops_when_unsure`: a draft shorter than wanted counts as
     one wrong token, since what was computed there brought nothing."""
 
     backend: Backend
     clock: Callable[[], float]
+    most: int
     name: ClassVar[str]
     stops_when_unsure: ClassVar[bool] = False
     token_s: float = 0.0
@@ -60,11 +61,6 @@ class Drafter(ABC):
     @abstractmethod
     def for_engine(cls, context: DraftContext) -> Self | None:
         """One for this engine; None where there is nothing to draft with, or it is not wanted."""
-
-    @property
-    @abstractmethod
-    def most(self) -> int:
-        """Longest draft."""
 
     @abstractmethod
     def ready(self, job: RunningRequest) -> bool:

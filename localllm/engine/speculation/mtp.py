@@ -20,6 +20,7 @@ class MtpDrafter(Drafter):
     def __init__(self, context: DraftContext) -> None:
         self.backend, self.clock = context.backend, context.clock
         self._eog = frozenset(self.backend.info.eog_tokens)
+        self.most = self.backend.capabilities.drafts
         self.name = self.backend.capabilities.draft_kind or "mtp"  # type: ignore[misc]
         self.at_once = self.name == "dflash"
 
@@ -30,10 +31,6 @@ class MtpDrafter(Drafter):
         able = context.backend.capabilities
         companion = context.mode == "auto" and able.draft_kind not in ("", "mtp")
         return cls(context) if able.drafts and (companion or context.mode == "mtp") else None
-
-    @property
-    def most(self) -> int:
-        return self.backend.capabilities.drafts
 
     def ready(self, job: RunningRequest) -> bool:
         """True where the model has read all but the newest token: the heads follow it on their

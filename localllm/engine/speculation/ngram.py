@@ -34,13 +34,12 @@ class RecentOutputs:
     def __init__(self, capacity_tokens: int = 16_384) -> None:
         self._capacity = capacity_tokens
         self.line = TokenLine()
-        self.generation = 0
 
     def add(self, tokens: Seq[int]) -> None:
+        """A new line each time: who follows the one before goes on in that."""
         if len(tokens) >= 8:
-            self.line.extend([*tokens, _SEPARATOR])
-            self.line.keep_last(self._capacity)
-            self.generation += 1
+            known = np.concatenate([self.line.view, [*tokens, _SEPARATOR]])
+            self.line = TokenLine(known[-self._capacity :])
 
 
 @dataclass
@@ -51,7 +50,6 @@ class _Pointer:
     line: TokenLine
     at: int
     match: int
-    generation: int
 
 
 def longest_match(
@@ -89,7 +87,7 @@ class Lookup:
         self._pointer: _Pointer | None = None
         if len(predicted):
             # A client that sends the expected output says where to start.
-            self._pointer = _Pointer(self._predicted, 0, _TRUSTED_MATCH, recent.generation)
+            self._pointer = _Pointer(self._predicted, 0, _TRUSTED_MATCH)
 
     def advance(self, tokens: Seq[int]) -> None:
         """These tokens were emitted: learn from each whether it was foreseen, and move on."""
@@ -124,10 +122,7 @@ class Lookup:
 
     def _valid(self) -> _Pointer | None:
         pointer = self._pointer
-        if pointer is not None and (
-            pointer.at >= len(pointer.line)
-            or (pointer.line is self._recent.line and pointer.generation != self._recent.generation)
-        ):
+        if pointer is not None and pointer.at >= len(pointer.line):
             self._pointer = pointer = None
         return pointer
 
@@ -139,6 +134,6 @@ class Lookup:
             found = longest_match(text, suffix)
             if found is not None and found[1] > (best.match if best is not None else 1):
                 at = found[0] + len(line) - len(text)
-                best = _Pointer(line, at, found[1], self._recent.generation)
+                best = _Pointer(line, at, found[1])
         self._pointer = best
         return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from localllm.engine.contention import CpuContention
@@ -154,7 +154,10 @@ class Speculator:
         self._limit_steps(len(decoding), shared=hurry or len(running) > 1)
         if hurry or not decoding or not self.cost.known:
             return
-        rows = self._draft_rows(len(decoding), len(running) - len(decoding))
+        # Drafts never take the cells that what is certain needs.
+        info, prefills = self.backend.info, len(running) > len(decoding)
+        rows = min(info.n_batch, info.n_outputs) - prefills
+        rows = min(rows, self.backend.cells_free() - info.n_batch * prefills) - len(decoding)
         if rows < 1:
             return
         proposals = [self._proposal(job, min(rows, self._most)) for job in decoding]
@@ -170,7 +173,7 @@ class Speculator:
         now."""
         for job, proposal, length in zip(decoding, proposals, lengths, strict=True):
             if proposal.drafter not in self.drafters and length:
-                job.draft, job.draft_from = proposal.tokens[:length], None
+                job.draft, job.draft_from = list(proposal.tokens[:length]), None
                 self._states[job.id].drafter = proposal.drafter
         for name, drafter in self.drafters.items():
             chosen = zip(decoding, proposals, lengths, strict=True)
@@ -189,20 +192,10 @@ class Speculator:
         )
         self._most_steps = max(_MOST_STEPS_TOGETHER, _MOST_STEPS_BESIDE_OTHERS * single)
 
-    def _draft_rows(self, n_decoding: int, n_prefilling: int) -> int:
-        """Rows that drafts may have of the next step; they never take the cells that what is
-        certain needs."""
-        info = self.backend.info
-        rows = min(info.n_batch, info.n_outputs) - n_decoding - min(n_prefilling, 1)
-        return min(
-            rows, self.backend.cells_free() - n_decoding - (info.n_batch if n_prefilling else 0)
-        )
-
     def _lengths(self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal]) -> list[int]:
         """How much of each proposal is drafted."""
-        candidates = [p.candidate for p in proposals]
         most_steps = self._most_steps
-        pay = choose_lengths(candidates, self.cost.seconds, most_steps)
+        pay = choose_lengths(proposals, self.cost.seconds, most_steps)
         guesses = [
             (job, p, n)
             for job, p, n in zip(decoding, proposals, pay, strict=True)
@@ -216,10 +209,10 @@ class Speculator:
         earned = max(earned, _MOST_STEPS_UNEARNED)
         tried = min(most_steps, *[state.tried() for state in states])
         if tried > earned:
-            lengths = choose_lengths(candidates, self.cost.seconds, tried)
-            if promises(candidates, lengths, self.cost.seconds, _EARNED_GAIN):
+            lengths = choose_lengths(proposals, self.cost.seconds, tried)
+            if promises(proposals, lengths, self.cost.seconds, _EARNED_GAIN):
                 return lengths
-        return choose_lengths(candidates, self.cost.seconds, min(most_steps, earned))
+        return choose_lengths(proposals, self.cost.seconds, min(most_steps, earned))
 
     def _run_drafter(
         self, name: str, drafter: Drafter, wanted: list[tuple[RunningRequest, int]]
@@ -234,11 +227,9 @@ class Speculator:
             if job.sampler.constraint is not None:
                 job.draft = tokens[: job.sampler.constraint.acceptable(tokens)]
             state.drafter = name
-            if drafter.stops_when_unsure and len(job.draft) < length and not self._ends(job.draft):
+            ends = bool(job.draft) and job.draft[-1] in self.backend.info.eog_tokens
+            if drafter.stops_when_unsure and len(job.draft) < length and not ends:
                 state.stopped_at = len(job.draft)
-
-    def _ends(self, draft: list[int]) -> bool:
-        return bool(draft) and draft[-1] in self.backend.info.eog_tokens
 
     def _proposal(self, job: RunningRequest, most: int) -> _Proposal:
         state = self._state(job)
@@ -248,7 +239,7 @@ class Speculator:
             self.backend.info.n_ctx - len(job.tokens) - 1,
         )
         if not job.drafts or most < 1:
-            return _Proposal("", [], DraftCandidate(()))
+            return _Proposal(())
         tokens, match = state.lookup.propose(most)
         constraint = job.sampler.constraint
         found_by = "ngram"
@@ -261,7 +252,7 @@ class Speculator:
             survival = [_FORCED_RATE ** (k + 1) for k in range(len(tokens))]
         else:
             survival = state.lookup.rates.survival(match, len(tokens))
-        best = _Proposal(found_by, tokens, DraftCandidate(survival))
+        best = _Proposal(survival, drafter=found_by, tokens=tokens)
         if self.mode != "ngram" and job.request.draft != "ngram":
             for name, drafter in self.drafters.items():
                 best = self._better_of(job, state.back_offs[name], best, most, name, drafter)
@@ -280,34 +271,25 @@ class Speculator:
         alone."""
         if not drafter.token_s:
             return best
-        length = min(most, drafter.most, _MOST_MODEL_TOKENS)
-        length = self._affordable(job, drafter, length)
-        candidate = DraftCandidate(
-            back_off.acceptance.survival(length), drafter.token_s, drafter.at_once
-        )
-        (alone,) = choose_lengths([candidate], self.cost.seconds)
-        trial = 0
+        most = min(most, drafter.most, _MOST_MODEL_TOKENS)
+        # The longest of which nothing may be right, and the stream keeps what it must.
+        steps = _MOST_STEPS_TRIAL + self._states[job.id].overall.total_for(_LEAST_GAIN, 1)
+        length = next((n for n in range(most, 0, -1) if self._steps(name, n) <= steps), 0)
+        survival = back_off.acceptance.survival(length)
+        turn = _Proposal(survival, drafter.token_s, drafter.at_once, name)
+        (alone,) = choose_lengths([turn], self.cost.seconds)
         if not alone and job.n_generated >= back_off.retry_at:
-            trial = min(_TRIAL_TOKENS, length)
-        (instead,) = choose_lengths([best.candidate], self.cost.seconds)
+            turn = replace(turn, trial=min(_TRIAL_TOKENS, length))
+        (instead,) = choose_lengths([best], self.cost.seconds)
         # A trial promises nothing: it takes the place of nothing that does.
         better = (
             not instead
-            if trial
-            else candidate.speed(alone, self.cost.seconds)
-            > best.candidate.speed(instead, self.cost.seconds)
+            if turn.trial
+            else turn.speed(alone, self.cost.seconds) > best.speed(instead, self.cost.seconds)
         )
-        if not (alone or trial) or not better:
+        if not (alone or turn.trial) or not better:
             return best
-        return _Proposal(name, [], candidate, trial) if drafter.ready(job) else best
-
-    def _affordable(self, job: RunningRequest, drafter: Drafter, most: int) -> int:
-        """The longest draft up to `most` of which nothing may be right, and the stream keeps what
-        it must."""
-        step_budget = _MOST_STEPS_TRIAL + self._states[job.id].overall.total_for(_LEAST_GAIN, 1)
-        return next(
-            (n for n in range(most, 0, -1) if self._steps(drafter.name, n) <= step_budget), 0
-        )
+        return turn if drafter.ready(job) else best
 
     def _state(self, job: RunningRequest) -> _DraftState:
         state = self._states.get(job.id)
@@ -431,16 +413,15 @@ class Speculator:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Proposal:
+@dataclass(frozen=True)
+class _Proposal(DraftCandidate):
     """Who could draft what for one job; `trial`: tokens to draft although it does not promise to
     pay, to learn."""
 
-    drafter: str
-    tokens: list[int]
-    candidate: DraftCandidate
+    drafter: str = ""
+    tokens: Seq[int] = ()
     trial: int = 0
 
     def likely(self, length: int) -> int:
         """Tokens that a step very likely brings with a draft of so many."""
-        return 1 + sum(chance >= _LIKELY for chance in self.candidate.survival[:length])
+        return 1 + sum(chance >= _LIKELY for chance in self.survival[:length])
