@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from localllm.device.ram import NO_RAM, StatedRam
 from localllm.device.types import Figure
@@ -51,45 +52,61 @@ _BETWEEN = {
 _PLAIN_LETTERS = ("K", "KF", "KS", "F", "T", "S", "E", "TE")
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of parts: what all of them have (`facts`), the cores of each, and how else one may be
+    called, which counts in lines where that is no part of its own."""
+
+    facts: dict[str, Any]
+    cores: dict[str, int]
+    lettered: dict[str, int]
+
+
 @cache
-def _index() -> dict[str, tuple[Processor, ...]]:
-    listed: dict[str, list[Processor]] = {}
+def _lines() -> list[_Line]:
     text = Path(__file__).with_name("cpus.toml").read_text(encoding="utf-8")
-    lines = tomllib.loads(text)["line"]
-    for line in lines:
-        for part, found in _parts(line):
-            listed.setdefault(part, []).append(found)
-    for line in lines:  # those with letters, where they are not parts of their own
-        for part, found in _parts(line):
-            base = part.rstrip("K") if line.get("desktop") else part
-            letters = (
-                _PLAIN_LETTERS if line.get("desktop") else ("P",) if "epyc" in line["brand"] else ()
-            )
-            for more in letters:
-                known = listed.setdefault(base + more, [])
-                if all(other.line != found.line for other in known):
-                    known.append(replace(found, name=found.name.replace(part, base + more)))
-    return {part: tuple(found) for part, found in listed.items()}
+    lines = []
+    for facts in tomllib.loads(text)["line"]:
+        listed = facts["cores"].items()
+        cores = {part: int(n) for n, parts in listed for part in parts.split()}
+        lettered: dict[str, int] = {}
+        for part, n in cores.items():
+            for spelled in _with_letters(part, facts):
+                lettered.setdefault(spelled, n)
+        lines.append(_Line(facts, cores, lettered))
+    return lines
 
 
-def _parts(line: dict[str, object]) -> Iterator[tuple[str, Processor]]:
-    cores: dict[str, str] = line["cores"]  # type: ignore[assignment]
-    for n, parts in cores.items():
-        for part in parts.split():
-            name = f"{_family(str(line['name']))} {part.replace('-', ' ')}"
-            yield (
-                part,
-                Processor(
-                    name,
-                    str(line["name"]),
-                    int(n),
-                    int(str(line["channels"])),
-                    tuple(line["memory"]),  # type: ignore[arg-type]
-                    str(line["vector"]),
-                    str(line["source"]),
-                    tuple(line["brand"]),  # type: ignore[arg-type]
-                ),
-            )
+def _with_letters(part: str, facts: dict[str, Any]) -> list[str]:
+    """How else a part of a line may be called."""
+    if facts.get("desktop"):
+        return [part.rstrip("K") + letters for letters in _PLAIN_LETTERS]
+    return [part + "P"] if "epyc" in facts["brand"] else []
+
+
+def _numbered(number: str) -> list[Processor]:
+    """The processors of this number; then those that it names with a letter."""
+    exact = [_processor(line, number, line.cores) for line in _lines() if number in line.cores]
+    lettered = [
+        _processor(line, number, line.lettered)
+        for line in _lines()
+        if number in line.lettered and number not in line.cores
+    ]
+    return exact + lettered
+
+
+def _processor(line: _Line, number: str, cores: dict[str, int]) -> Processor:
+    facts = line.facts
+    return Processor(
+        f"{_family(facts['name'])} {number.replace('-', ' ')}",
+        facts["name"],
+        cores[number],
+        facts["channels"],
+        tuple(facts["memory"]),
+        facts["vector"],
+        facts["source"],
+        tuple(facts["brand"]),
+    )
 
 
 def _family(line: str) -> str:
@@ -109,18 +126,19 @@ def named(words: Sequence[str]) -> tuple[Processor, tuple[str, ...]] | None:
             joined = (
                 part + following.upper() if following[0] == "v" else f"{part}-{following.upper()}"
             )
-            part, end = (joined, end + 1) if joined in _index() else (part, end)
+            part, end = (joined, end + 1) if _numbered(joined) else (part, end)
         start = i
         while start and words[start - 1] in _BETWEEN:
             start -= 1
         said = set(words[start:i])
-        found = [p for p in _index().get(part, ()) if said & set(p.brand)]
+        numbered = _numbered(part)
+        found = [p for p in numbered if said & set(p.brand)]
         if (
             not found
-            and len(_index().get(part, ())) == 1
+            and len(numbered) == 1
             and re.fullmatch(r"[0-9]{3,5}[A-Z]+[0-9]?[A-Z]?|N[0-9]{2,3}|Z[12]-[A-Z]+", part)
         ):
-            found = list(_index()[part])
+            found = numbered
         if found:
             # The line whose brand is said most closely: "ai" of "ryzen ai".
             best = max(found, key=lambda p: len(said & set(p.brand)))

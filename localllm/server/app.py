@@ -13,18 +13,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match
+from starlette.routing import Match, Router
 
 from localllm.errors import LocalLLMError
-from localllm.server.dialects import openapi, vectors
-from localllm.server.dialects.anthropic import routes as anthropic
-from localllm.server.dialects.llamacpp import routes as llamacpp
-from localllm.server.dialects.ollama import routes as ollama
+from localllm.server.dialects import openapi
 from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.responses import routes as responses
-from localllm.server.dialects.systemone import routes as systemone
 from localllm.server.http.accounts import caller
+from localllm.server.http.asgi import Receive, Scope, Send
 from localllm.server.http.errors import (
     MethodError,
     RouteNotFoundError,
@@ -54,17 +50,23 @@ def create_app(
     that end in _total are counters."""
     settings = settings or ServerSettings()
     server = Server(models, settings, store)
-    kinds = (openai, responses, vectors, systemone, anthropic, ollama, llamacpp)
-    dialects = [dialect.routes(server) for dialect in kinds]
-    document = cache(partial(openapi.document, dialects))
-    dialects.append(_own_paths(server, document, power))
-    app = Starlette(
-        routes=[*chain.from_iterable(dialects)],
-        exception_handlers={HTTPException: _http},
-    )
+    own = Paths("server")
+    first = [openai.routes(server), own]
+    others = cache(partial(_other_dialects, server))
+    document = cache(lambda: openapi.document([*first, *others()]))
+    _own_paths(own, server, document, power)
+
+    router = cache(lambda: Router(list(chain(*others())), redirect_slashes=False))
+
+    async def by_others(scope: Scope, receive: Receive, send: Send) -> None:
+        await router()(scope, receive, send)
+
+    app = Starlette(routes=list(chain(*first)), exception_handlers={HTTPException: _http})
     app.router.redirect_slashes = False
+    app.router.default = by_others
     app.state.server = server
     app.state.document = document
+    app.state.others = others
     if models.upstreams is not None:
         # Imported late: it loads an HTTP client.
         from localllm.server.proxy.middleware import ProxyMiddleware
@@ -82,12 +84,26 @@ def create_app(
     return app
 
 
+def _other_dialects(server: Server) -> list[Paths]:
+    """Those but OpenAI's chat. Their code is read by the first request that asks for one of their
+    paths, or once the server is up: a twentieth of the time until then."""
+    from localllm.server.dialects import vectors
+    from localllm.server.dialects.anthropic import routes as anthropic
+    from localllm.server.dialects.llamacpp import routes as llamacpp
+    from localllm.server.dialects.ollama import routes as ollama
+    from localllm.server.dialects.responses import routes as responses
+    from localllm.server.dialects.systemone import routes as systemone
+
+    kinds = (responses, vectors, systemone, anthropic, ollama, llamacpp)
+    return [dialect.routes(server) for dialect in kinds]
+
+
 def _own_paths(
+    paths: Paths,
     server: Server,
     document: Callable[[], dict[str, Any]],
     power: Callable[[], dict[str, float]] | None,
-) -> Paths:
-    paths = Paths("server")
+) -> None:
     loading = {"503": {"description": "the models are loading, or none could be"}}
 
     @paths.answers("GET", "/openapi.json", about="")
@@ -111,8 +127,6 @@ def _own_paths(
         """What each key with a name has used since the server started: all of them for the key
         without a name, its own for each other."""
         return Response(server.accounts.table(caller()), media_type="text/csv")
-
-    return paths
 
 
 def _health(models: ModelRouter) -> Response:
@@ -145,9 +159,10 @@ async def _http(request: Request, error: Exception) -> Response:
 def _methods(request: Request, path: str = "") -> list[str]:
     """The methods that `path` answers, else the path of `request`."""
     found = set()
+    routes = [*request.app.routes, *chain(*request.app.state.others())]
     for method in _METHODS:
         asked = {**request.scope, "path": path or request.url.path, "method": method}
-        if any(route.matches(asked)[0] is Match.FULL for route in request.app.routes):
+        if any(route.matches(asked)[0] is Match.FULL for route in routes):
             found.add(method)
     return sorted(found | {"HEAD"} if "GET" in found else found)
 

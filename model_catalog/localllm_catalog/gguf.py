@@ -299,21 +299,17 @@ class _Cursor:
             raise BadHeaderError(
                 f"{what} makes more than {MAX_STRING_ELEMENTS} strings, more than any vocabulary"
             )
-        unpack, chunk = _U64.unpack_from, self.source.chunk
+        unpack = _U64.unpack_from
         while count:
             buffer, index = self.need(8, what)
             start = index
             end = len(buffer) - 8
-            while count and index <= end:
-                length = unpack(buffer, index)[0]
-                if length > chunk:
+            for left in range(count - 1, -1, -1):
+                index += 8 + unpack(buffer, index)[0]
+                count = left
+                if index > end:
                     break
-                index += 8 + length
-                count -= 1
             self.position += index - start
-            if count and index <= end:
-                self.raw(MAX_STRING_BYTES, what)
-                count -= 1
         if self.position > self.limit:
             raise self.too_long(what)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _GB = "{:.2f} GB"
 _MOST_NAMED = 5
+_ORDER_S = 0.005
 
 
 async def serve_until_stopped(
@@ -66,6 +67,8 @@ async def serve_until_stopped(
             "wait for it"
         )
     loading = asyncio.create_task(_load(router, report))
+    # The worker has its order before a thread here holds the interpreter for a third of a second.
+    await asyncio.wait({loading}, timeout=_ORDER_S)
     serving = asyncio.create_task(_serve(router, settings, socks, store, None if quiet else report))
     watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
     pace = asyncio.create_task(DecodeSpeedWatch(router, report).run())
@@ -181,7 +184,13 @@ def application(
         from localllm.server.http.run import serve_on
 
         app = create_app(router, settings=settings, store=store, power=power_figures)
-        for later in (warm_up, build_bodies):
+
+        def all_dialects() -> None:
+            build_bodies()
+            app.state.others()
+            build_bodies()
+
+        for later in (warm_up, all_dialects):
             threading.Thread(target=later, name="first uses", daemon=True).start()
         return app, serve_on
     finally:
