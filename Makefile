@@ -23,8 +23,9 @@ check: $(VENV)/.dev ## lint, format, types, import rules, catalog schema
 	$(BIN)/lint-imports
 	$(BIN)/python -m localllm_catalog.check
 
-# Two halves side by side, the quicker one takes from the other; `make unit JOBS=0` has one process do all.
-JOBS ?= 2
+# Three parts side by side, whoever is done takes from the others: tests wait for servers and limits more than a
+# quarter of their time, so two cores are left to themselves by two. `make unit JOBS=0` has one process do all.
+JOBS ?= 3
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=15 $(ARGS)
 

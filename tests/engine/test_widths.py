@@ -31,7 +31,7 @@ def asked(question: str, *, key: str, shares: bool) -> Request:
         "<|im_start|>assistant\n"
     )
     return request_for(
-        key + question, prompt, 24, GREEDY, ignore_eos=True, logprobs=5, cache_prompt=shares
+        key + question, prompt, 16, GREEDY, ignore_eos=True, logprobs=5, cache_prompt=shares
     )
 
 
