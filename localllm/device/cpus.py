@@ -53,7 +53,7 @@ _PLAIN_LETTERS = ("K", "KF", "KS", "F", "T", "S", "E", "TE")
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _ProcessorLine:
     """A line of parts: what all of them have (`facts`), the cores of each, and how else one may be
     called, which counts in lines where that is no part of its own."""
 
@@ -63,17 +63,18 @@ class _Line:
 
 
 @cache
-def _lines() -> list[_Line]:
+def _lines() -> list[_ProcessorLine]:
     text = Path(__file__).with_name("cpus.toml").read_text(encoding="utf-8")
     lines = []
     for facts in tomllib.loads(text)["line"]:
-        listed = facts["cores"].items()
-        cores = {part: int(n) for n, parts in listed for part in parts.split()}
+        cores: dict[str, int] = {}
+        for n, parts in facts["cores"].items():
+            cores |= dict.fromkeys(parts.split(), int(n))
         lettered: dict[str, int] = {}
         for part, n in cores.items():
             for spelled in _with_letters(part, facts):
                 lettered.setdefault(spelled, n)
-        lines.append(_Line(facts, cores, lettered))
+        lines.append(_ProcessorLine(facts, cores, lettered))
     return lines
 
 
@@ -95,7 +96,7 @@ def _numbered(number: str) -> list[Processor]:
     return exact + lettered
 
 
-def _processor(line: _Line, number: str, cores: dict[str, int]) -> Processor:
+def _processor(line: _ProcessorLine, number: str, cores: dict[str, int]) -> Processor:
     facts = line.facts
     return Processor(
         f"{_family(facts['name'])} {number.replace('-', ' ')}",
