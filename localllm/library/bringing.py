@@ -50,10 +50,8 @@ def bring(
     missing = [f for f in files if not _is_there(folder, listing, f, meter)]
     _check_space(cache, folder, missing, reserve_bytes, listing.repo)
     if missing:
-        address = hub.endpoint()
-        with transfer.new_client(
-            hub.headers(anonymous=listing.anonymous), patience, address
-        ) as client:
+        sent = hub.headers(anonymous=listing.anonymous)
+        with hub.new_client(sent, patience, hub.endpoint()) as client:
             for file in files:
                 if file in missing:
                     model = file in selection.files and is_gguf(file.name)

@@ -47,7 +47,7 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
     local = resolve.by_path(reference) if "://" not in reference else None
     if local is not None:
         return read_model(local.path, known=catalog.recognise(local.name, local.path.name)), ""
-    asked = names.parse(reference, hub_hosts=hub.hosts() if "://" in reference else ())
+    asked = names.parse(reference)
     found = _of_catalog(asked, catalog) if asked.repo else None
     if found is not None:
         return found, asked.quant

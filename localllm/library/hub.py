@@ -1,5 +1,4 @@
-"""Talks to the model hub through huggingface-hub: what a repository holds, who we are to it, and
-its errors in our words.
+"""Talks to the model hub: what a repository holds, who we are to it, and its errors in our words.
 
 Everything a hub answers is untrusted input: names, hashes and sizes are checked before they become
 paths or numbers. Environment, as huggingface-hub documents it: HF_ENDPOINT (a mirror), HF_TOKEN,
@@ -13,28 +12,30 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from localllm import __version__
 from localllm.errors import DownloadError, ModelNotFoundError, UsageError
 from localllm.library import names
 from localllm.library.file_kinds import is_gguf
+from localllm.library.names import endpoint as endpoint
 from localllm.library.redirects import RedirectRule
 
-DEFAULT_ENDPOINT = "https://huggingface.co"
+if TYPE_CHECKING:
+    import httpx
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_FILES = 20_000
 _MAX_FILE_BYTES = 4 * 10**12
+_MOST_REDIRECTS = 5
 TOKEN_HINT = (
     "if it is private or gated: accept its licence on the hub, then set HF_TOKEN or run "
-    "`hf "
-    "auth "
-    "login`"
+    "`hf auth login`"
 )
 _FORBIDDEN_HINT = (
     "the hub's settings of the token or of the repository say so: see "
@@ -118,23 +119,6 @@ class Listing:
         return next((f for f in self.files if f.name == name), None)
 
 
-def endpoint() -> str:
-    """Address of the hub, or of the mirror in HF_ENDPOINT. Raises UsageError if that is no http(s)
-    address."""
-    address = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or DEFAULT_ENDPOINT
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(
-            f"HF_ENDPOINT is not an http address: {address[:100]!r}", hint="unset it, or mend it"
-        )
-    return address
-
-
-def hosts() -> tuple[str, ...]:
-    """Hosts whose addresses count as the hub's, besides its own."""
-    return ((urlsplit(endpoint()).hostname or "").lower(),)
-
-
 def is_offline() -> bool:
     """True when the environment forbids the network (HF_HUB_OFFLINE, as huggingface-hub reads
     it)."""
@@ -182,6 +166,25 @@ def file_url(listing: Listing, name: str) -> str:
     return f"{endpoint()}/{listing.repo}/resolve/{listing.commit}/{quote(name)}"
 
 
+def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) -> httpx.Client:
+    """An HTTP client that follows the redirects of the hub at `endpoint`. Proxies and certificates
+    come from the environment.
+
+    The token stays with the hub's host (httpx drops Authorization elsewhere); where else they may
+    lead: RedirectRule.
+    """
+    import httpx
+
+    rule = RedirectRule(endpoint)
+    return httpx.Client(
+        headers={**headers, "Accept-Encoding": "identity"},
+        timeout=httpx.Timeout(patience.read_s, connect=patience.connect_s),
+        follow_redirects=True,
+        max_redirects=_MOST_REDIRECTS,
+        event_hooks={"request": [lambda request: rule.check(str(request.url))]},
+    )
+
+
 def list_files(repo: str, revision: str = "", patience: Patience | None = None) -> Listing:
     """The files of `repo` (of `main`, or a branch, tag or commit), with sizes and hashes.
 
@@ -189,56 +192,43 @@ def list_files(repo: str, revision: str = "", patience: Patience | None = None) 
     when the hub knows no such repository, HubUnreachableError when it can't be asked now,
     DownloadError for other refusals and unusable answers.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import get_session
+    import httpx
 
+    if is_offline():
+        raise HubUnreachableError(
+            "the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)",
+            hint="unset HF_HUB_OFFLINE",
+        )
+    if not names.safe_repo(repo):
+        raise UsageError(
+            f"{repo!r} is not a repository name", hint="repositories look like org/name"
+        )
     patience = patience or Patience.from_environment()
-    has_token, refusal = "authorization" in headers(), ""
-    api = HfApi(endpoint=endpoint(), library_name="localllm", library_version=__version__)
-    rule = RedirectRule(endpoint())
-    failures = 0
-    while True:
-        try:
-            with rule.guard(get_session()):
-                info = api.model_info(
-                    repo,
-                    revision=revision or None,
-                    files_metadata=True,
-                    timeout=patience.connect_s,
-                    token=False if refusal else None,
-                )
-            if refusal:
-                logging.getLogger(__name__).warning(
-                    f"{refusal}: {repo} is public, and is asked for without it"
-                )
-            return replace(_checked(repo, info), anonymous=bool(refusal))
-        except DownloadError:
-            raise
-        except Exception as e:
-            # huggingface-hub stands on three HTTP libraries by version; each has its own errors
-            if (
-                has_token
-                and not refusal
-                and getattr(getattr(e, "response", None), "status_code", None) == 401
-            ):
-                refusal = (
-                    f"the hub refuses {_token_place()}: it has expired, was withdrawn or is "
-                    "mistyped"
-                )
-                continue
-            trouble = _explain(e, repo, revision, refusal)
+    url = f"{endpoint()}/api/models/{repo}"
+    if revision:
+        url += f"/revision/{quote(revision, safe='')}"
+    refusal, failures = "", 0
+    trouble: HubUnreachableError
+    with new_client(headers(), patience, endpoint()) as client:
+        while True:
+            try:
+                response = client.get(url, params={"blobs": "true"})
+                if response.status_code == 401 and client.headers.pop("authorization", ""):
+                    refusal = (
+                        f"the hub refuses {_token_place()}: it has expired, was withdrawn or is "
+                        "mistyped"
+                    )
+                    continue
+                return _listing(response, repo, revision, refusal)
+            except httpx.HTTPError as e:
+                trouble = _no_answer(e, repo)
+            except HubUnreachableError as e:
+                trouble = e
             failures += 1
-            if (
-                not isinstance(trouble, HubUnreachableError)
-                or failures >= patience.listing_failures
-            ):
-                raise trouble from e
-            if (
-                trouble.retry_after_s is not None
-                and trouble.retry_after_s > patience.longest_asked_s
-            ):
-                raise trouble from e
-            patience.sleep(patience.wait_s(failures, trouble.retry_after_s))
+            asked_s = trouble.retry_after_s
+            if failures >= patience.listing_failures or (asked_s or 0) > patience.longest_asked_s:
+                raise trouble
+            patience.sleep(patience.wait_s(failures, asked_s))
 
 
 class HubUnreachableError(DownloadError, code="hub_unreachable"):
@@ -246,44 +236,38 @@ class HubUnreachableError(DownloadError, code="hub_unreachable"):
     asked for."""
 
 
-def _explain(
-    error: Exception, repo: str, revision: str, refusal: str = ""
-) -> DownloadError | ModelNotFoundError | UsageError:
-    from huggingface_hub import errors as hub_errors
-
-    host = str(urlsplit(endpoint()).hostname)
-    if isinstance(error, hub_errors.OfflineModeIsEnabled):
-        return HubUnreachableError(
-            "the hub may not be asked: offline mode is on (HF_HUB_OFFLINE)",
-            hint="unset HF_HUB_OFFLINE",
-        )
-    if isinstance(error, hub_errors.HFValidationError):
-        return UsageError(
-            f"{repo!r} is not a repository name", hint="repositories look like org/name"
-        )
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
-    if isinstance(error, hub_errors.GatedRepoError):
-        refused = f" ({refusal})" if refusal else ""
-        return DownloadError(
-            f"{repo} is gated, and we have no access to it{refused}", hint=TOKEN_HINT
-        )
-    if isinstance(error, hub_errors.RevisionNotFoundError):
-        return DownloadError(
+def _listing(response: httpx.Response, repo: str, revision: str, refusal: str) -> Listing:
+    """The Listing that the hub answered; `refusal` says that it was asked without the user's token,
+    and why. Raises DownloadError where a name, size or hash is not one, and ModelNotFoundError."""
+    host, code = response.url.host, response.headers.get("X-Error-Code")
+    if code == "RevisionNotFound":
+        raise DownloadError(
             f"{repo} has no revision {revision!r}", hint="leave the revision out to get `main`"
         )
-    if isinstance(error, hub_errors.RepositoryNotFoundError) or status in (401, 404):
-        return _not_found(host, repo, refusal)
-    if isinstance(error, ValueError) and str(getattr(error, "doc", "")).lstrip().startswith("<"):
-        return HubUnreachableError(
-            f"a web page came instead of {host}'s answer: the network's login page (captive "
-            "portal), or a proxy's",
-            hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, check "
-            "that it is a hub",
+    if code != "GatedRepo" and (code == "RepoNotFound" or response.status_code in (401, 404)):
+        raise _not_found(host, repo, refusal)
+    if response.is_error:
+        raise status_error(response.status_code, response.headers, host, repo)
+    try:
+        info = response.json()
+    except ValueError as e:
+        if response.text.lstrip().startswith("<"):
+            raise HubUnreachableError(
+                f"a web page came instead of {host}'s answer: the network's login page (captive "
+                "portal), or a proxy's",
+                hint="open a page in a browser and log in to the network; if HF_ENDPOINT is set, "
+                "check that it is a hub",
+            ) from e
+        raise _no_answer(e, repo) from e
+    try:
+        found = _checked(repo, info, is_anonymous=bool(refusal))
+    except (AttributeError, KeyError, TypeError) as e:
+        raise _unusable(repo, f"it is not written as the hub's are ({e})") from e
+    if refusal:
+        logging.getLogger(__name__).warning(
+            f"{refusal}: {repo} is public, and is asked for without it"
         )
-    if response is None:
-        return _no_answer(error, host, repo)
-    return status_error(response.status_code, response.headers, host, repo)
+    return found
 
 
 def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
@@ -297,12 +281,10 @@ def _not_found(host: str, repo: str, refusal: str) -> ModelNotFoundError:
     )
 
 
-def _no_answer(error: Exception, host: str, repo: str) -> DownloadError:
-    if isinstance(error, KeyError | TypeError | AttributeError):
-        return _unusable(repo, f"it is not written as the hub's are ({error})")
+def _no_answer(error: Exception, repo: str) -> HubUnreachableError:
     reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     return HubUnreachableError(
-        f"{host} can't be asked about {repo}: {reason}",
+        f"{urlsplit(endpoint()).hostname} can't be asked about {repo}: {reason}",
         hint=f"check the connection and {_proxy()}; what is on this disk works without",
     )
 
@@ -321,7 +303,9 @@ def status_error(status: int, headers: Any, host: str, what: str) -> DownloadErr
     if status in (408, 425) or status >= 500:
         said = f"{host} answered {status} about {what}"
         return HubUnreachableError(said, hint="try again later", retry_after_s=asked)
-    if status == 401 or headers.get("X-Error-Code") == "GatedRepo":
+    if headers.get("X-Error-Code") == "GatedRepo":
+        return DownloadError(f"{what} is gated, and we have no access to it", hint=TOKEN_HINT)
+    if status == 401:
         return DownloadError(f"{host} refuses {what} ({status})", hint=TOKEN_HINT)
     if status == 403:
         return _forbidden(host, what, headers)
@@ -355,7 +339,7 @@ def _proxy() -> str:
 def retry_after(sent: Any) -> float | None:
     """Seconds a server asked us to wait: Retry-After in seconds or as a date, or the hub's
     RateLimit `t`."""
-    value = str(sent.get("Retry-After") or sent.get("retry-after") or "").strip()
+    value = str(sent.get("Retry-After") or "").strip()
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
         return float(value)
     if value:
@@ -366,47 +350,35 @@ def retry_after(sent: Any) -> float | None:
             return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
         except (TypeError, ValueError):
             return None
-    limit = re.search(
-        r"\br=0\b.*?\bt=([0-9]{1,6})\b", str(sent.get("RateLimit") or sent.get("ratelimit") or "")
-    )
+    limit = re.search(r"\br=0\b.*?\bt=([0-9]{1,6})\b", str(sent.get("RateLimit") or ""))
     return float(limit[1]) if limit else None
 
 
-def _checked(repo: str, info: Any) -> Listing:
-    """A Listing from huggingface-hub's answer. Raises DownloadError where a name, size or hash is
-    not one."""
-    commit = str(info.sha)
-    siblings = info.siblings or []
-    if _COMMIT.fullmatch(commit) is None or len(siblings) > _MAX_FILES:
-        raise _unusable(
-            repo, "it names no commit" if len(siblings) <= _MAX_FILES else "it lists too many files"
-        )
-    files = tuple(filter(None, (_file(repo, sibling) for sibling in siblings)))
+def _checked(repo: str, info: Any, *, is_anonymous: bool) -> Listing:
+    """A Listing from the hub's answer. Raises DownloadError where a name, size or hash is not
+    one, and KeyError and its like where something is missing."""
+    rows = info.get("siblings") or []
+    if len(rows) > _MAX_FILES:
+        raise _unusable(repo, "it lists too many files")
+    if _COMMIT.fullmatch(str(info["sha"])) is None:
+        raise _unusable(repo, "it names no commit")
+    files = tuple(filter(None, (_file(repo, row) for row in rows)))
     known = {file.name for file in files}
-    others = (str(sibling.rfilename) for sibling in siblings)
+    others = (str(row["rfilename"]) for row in rows)
     unnameable = tuple(ascii(name)[1:-1] for name in others if name not in known and is_gguf(name))
-    return Listing(repo, commit, files, unnameable)
+    return Listing(repo, info["sha"], files, unnameable, is_anonymous)
 
 
-def _file(repo: str, sibling: Any) -> RepoFile | None:
-    name = str(sibling.rfilename)
+def _file(repo: str, row: Any) -> RepoFile | None:
+    name = str(row["rfilename"])
     if ".." in name.split("/") or name.startswith(("/", "\\")) or "\\" in name or ":" in name:
         raise _unusable(repo, f"it lists a file called {name[:80]!r}")
     if not names.safe_file(name):
         return None  # hidden files and the like: nothing a model needs
-    lfs = sibling.lfs
-    digest = (
-        str((lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)) or "")
-        if lfs
-        else ""
-    )
-    size = sibling.size
-    if not digest:
-        digest = str(sibling.blob_id or "")
-        valid = _COMMIT.fullmatch(digest) is not None
-    else:
-        valid = _SHA256.fullmatch(digest) is not None
-    if not valid or not isinstance(size, int) or not 0 <= size <= _MAX_FILE_BYTES:
+    lfs, size = row.get("lfs"), row.get("size")
+    digest, form = (lfs["sha256"], _SHA256) if lfs else (row.get("blobId"), _COMMIT)
+    is_valid = form.fullmatch(str(digest)) and isinstance(size, int)
+    if not is_valid or not 0 <= size <= _MAX_FILE_BYTES:
         raise _unusable(repo, f"it gives {name[:80]!r} no usable size and hash")
     return RepoFile(name, size, digest)
 

@@ -3,6 +3,7 @@ people type."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -27,13 +28,21 @@ _MLX_QUANT = re.compile(
 _REVISION = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}", re.ASCII)
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _REFERENCE_HINT = (
-    "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an "
-    "hf.co "
-    "URL, "
-    "or "
-    "a "
+    "give a catalog id (qwen3-8b), a repository (org/name, org/name:Q4_K_M), an hf.co URL, or a "
     "path"
 )
+
+
+def endpoint() -> str:
+    """Address of the hub, or of the mirror in HF_ENDPOINT. Raises UsageError if that is no http(s)
+    address."""
+    address = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(
+            f"HF_ENDPOINT is not an http address: {address[:100]!r}", hint="unset it, or mend it"
+        )
+    return address
 
 
 def mlx_quant_of(name: str) -> str:
@@ -136,15 +145,15 @@ class ModelReference:
     revision: str = ""
 
 
-def parse(text: str, *, hub_hosts: tuple[str, ...] = ()) -> ModelReference:
-    """Read a reference that is not a path: id[:quant], org/name[:quant], or a hub URL.
+def parse(text: str) -> ModelReference:
+    """Read a reference that is not a path: id[:quant], org/name[:quant], or a URL of the hub or of
+    the mirror in HF_ENDPOINT.
 
-    `hub_hosts` are further hosts whose URLs count as the hub's (HF_ENDPOINT's). Raises UsageError
-    for anything a path could hide in, and for URLs of other hosts.
+    Raises UsageError for anything a path could hide in, and for URLs of other hosts.
     """
     text = text.strip()
     if "://" in text or text.split("/", 1)[0].lower() in _HUB_HOSTS:
-        return _parse_url(text, (*_HUB_HOSTS, *hub_hosts))
+        return _parse_url(text)
     name, _, quant = text.partition(":")
     if "/" in name:
         if not safe_repo(name):
@@ -155,10 +164,10 @@ def parse(text: str, *, hub_hosts: tuple[str, ...] = ()) -> ModelReference:
     return ModelReference(text, name, "", quant)
 
 
-def _parse_url(text: str, hosts: tuple[str, ...]) -> ModelReference:
+def _parse_url(text: str) -> ModelReference:
     url = urlsplit(text if "://" in text else f"https://{text}")
-    host = (url.hostname or "").lower()
-    if url.scheme not in ("http", "https") or host not in hosts:
+    hosts = (*_HUB_HOSTS, urlsplit(endpoint()).hostname)
+    if url.scheme not in ("http", "https") or url.hostname not in hosts:
         raise UsageError(
             f"{text[:100]!r} is not an address of the model hub",
             hint="only hub addresses are read; download other files yourself and give their path",

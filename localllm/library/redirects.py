@@ -4,10 +4,7 @@ machine's network."""
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from localllm.addresses import address_kind
 from localllm.errors import DownloadError
@@ -68,30 +65,6 @@ class RedirectRule:
                 f"{self._host} leads to {host[:100]}, a {min(inner)} address, which is refused",
                 hint=_REDIRECT_HINT,
             )
-
-    def check_location(self, response: Any, *_args: Any, **_options: Any) -> None:
-        """Check where a response of `requests` redirects to, before it is followed."""
-        if response.is_redirect:
-            self.check(urljoin(response.url, response.headers["location"]))
-
-    @contextmanager
-    def guard(self, session: Any) -> Iterator[None]:
-        """Hold `session` (huggingface-hub's own client: httpx's or, before 1.0, requests') to this
-        rule for a while."""
-
-        def on_request(request: Any) -> None:
-            self.check(str(request.url))
-
-        hook: Callable[..., None] = on_request
-        if hasattr(session, "event_hooks"):
-            hooks = session.event_hooks["request"]
-        else:
-            hooks, hook = session.hooks["response"], self.check_location
-        hooks.append(hook)
-        try:
-            yield
-        finally:
-            hooks.remove(hook)
 
 
 def _reaches(host: str, port: int | None) -> frozenset[str]:

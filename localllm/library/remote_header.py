@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from localllm.errors import DownloadError
-from localllm.library import hub, transfer
+from localllm.library import hub
 from localllm_catalog.byte_sources import ByteSource, OpenSource
 from localllm_catalog.errors import SourceError
 
@@ -24,7 +24,7 @@ def opener(*, anonymous: bool = False) -> Iterator[OpenSource]:
     """What opens addresses of the hub's, as the user or, where the hub refuses his token, as
     nobody."""
     patience = hub.Patience.from_environment()
-    with transfer.new_client(hub.headers(anonymous=anonymous), patience, hub.endpoint()) as client:
+    with hub.new_client(hub.headers(anonymous=anonymous), patience, hub.endpoint()) as client:
         yield lambda url: HttpSource(client, url)
 
 

@@ -49,7 +49,7 @@ def resolve(
     packaged = store.packaged() if ref.lower() in _STARTER_NAMES else []
     found = packaged[0] if packaged else by_path(ref)
     if found is None:
-        reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
+        reference = names.parse(ref)
         installed = store.scan()
         candidates = _matching(reference, installed)
         found = best_of(candidates) if candidates else _by_catalog(reference, installed, catalog)
@@ -68,7 +68,7 @@ def find(ref: str, *, catalog: Catalog | None = None) -> list[LocalModel]:
     if at is not None:
         # A path into a store is that store's model, with what it knows of it (a published hash).
         return [next((m for m in installed if m.path.resolve() == at.path.resolve()), at)]
-    reference = names.parse(ref, hub_hosts=_hub_hosts(ref))
+    reference = names.parse(ref)
     found = _matching(reference, installed)
     if not found and not reference.repo:
         found = _of_model(_catalog_model(reference, catalog), reference.quant, installed)
@@ -99,16 +99,6 @@ def _catalog_model(reference: names.ModelReference, catalog: Catalog | None) -> 
 def _of_model(model: Model | None, quant: str, installed: list[LocalModel]) -> list[LocalModel]:
     """Those of `installed` that are variants of `model`, in that quant if one is given."""
     return [m for m in installed if model is not None and _is_of(m, model, quant)]
-
-
-def _hub_hosts(ref: str) -> tuple[str, ...]:
-    """Further hosts whose addresses are the hub's: that of the mirror in HF_ENDPOINT. Asked for
-    addresses only."""
-    if "://" not in ref:
-        return ()
-    from localllm.library import hub
-
-    return hub.hosts()
 
 
 # --- a path ---------------------------------------------------------------------------------------

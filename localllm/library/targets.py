@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.errors import ModelNotFoundError
-from localllm.library import hub, names, variants
+from localllm.library import names, variants
 from localllm.library.catalog import load_catalog
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
@@ -36,7 +36,7 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> PullTarg
     ModelNotFoundError."""
     if _is_local_only(ref):
         return resolve(ref, catalog=catalog)
-    reference = names.parse(ref, hub_hosts=hub.hosts())
+    reference = names.parse(ref)
     if reference.repo:
         return PullTarget(
             reference.repo, quant=reference.quant, file=reference.file, revision=reference.revision

@@ -14,14 +14,13 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import DownloadError
 from localllm.library.hub import LATER_HINT, HubUnreachableError, Patience, RepoFile, status_error
-from localllm.library.redirects import RedirectRule
 from localllm.library.store import new_digest
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ _BLOCK_BYTES = 1 << 20
 _LEAST_GAIN_BYTES = 16 << 10
 # Wrong content is fetched anew once; once more where the bytes of an earlier run may be to blame.
 _MAX_RESTARTS = 1
-_MOST_REDIRECTS = 5
 # Asked for at once. The hub's delivery network gives no answer above 50 GB (huggingface-hub's
 # MAX_HTTP_DOWNLOAD_SIZE).
 MAX_SPAN_BYTES = 16 << 30
@@ -246,31 +244,6 @@ class Fetch:
                 f"{host} refuses our token (HF_TOKEN, or the stored login)"
             )
         raise trouble
-
-
-def new_client(headers: Mapping[str, str], patience: Patience, endpoint: str) -> httpx.Client:
-    """An HTTP client that follows the hub's redirects. Proxies and certificates come from the
-    environment.
-
-    The token stays with the hub's host (httpx drops Authorization elsewhere); where else they may
-    lead: RedirectRule.
-    """
-    import httpx
-
-    rule = RedirectRule(endpoint)
-
-    def check(request: httpx.Request) -> None:
-        rule.check(str(request.url))
-
-    timeout = httpx.Timeout(patience.read_s, connect=patience.connect_s)
-    sent = {**headers, "Accept-Encoding": "identity"}
-    return httpx.Client(
-        headers=sent,
-        timeout=timeout,
-        follow_redirects=True,
-        max_redirects=_MOST_REDIRECTS,
-        event_hooks={"request": [check]},
-    )
 
 
 def _reason(error: Exception) -> str:

@@ -13,8 +13,7 @@ import gguf as reference
 import numpy as np
 import pytest
 
-from localllm.library import transfer
-from localllm.library.hub import Patience
+from localllm.library.hub import Patience, new_client
 from localllm.library.remote_header import HttpSource
 from localllm_catalog import catalog, gguf, shapes
 from localllm_catalog.errors import BadHeaderError, SourceError
@@ -352,7 +351,7 @@ def test_a_split_count_cannot_make_us_open_a_thousand_files(write_gguf: Write) -
 
 def read_url(url: str, sent: dict[str, str] | None = None) -> gguf.GgufHeader:
     """The header of a file at an address, read as the library reads the hub's."""
-    with transfer.new_client(sent or {}, Patience(), url) as client:
+    with new_client(sent or {}, Patience(), url) as client:
         return gguf.read(url, lambda address: HttpSource(client, address))
 
 

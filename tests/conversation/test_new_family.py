@@ -13,7 +13,13 @@ import pytest
 from conversation.test_grammar_triggers import TOOLS, check, matcher, read, walk
 from localllm.conversation import tools as tool_formats
 from localllm.conversation.tools import FORMATS, format_for, notations
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.base import (
+    GrammarTrigger,
+    NamedSchemas,
+    Tool,
+    ToolFormat,
+    Triggers,
+)
 from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.constraints import answer_or_call, triggers_of
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
@@ -22,36 +28,34 @@ from localllm.conversation.tools.tag_reader import typed
 TEMPLATE = "{% if tools %}%call … %end{% endif %}"
 
 
-class Percent(ToolFormat):
-    """`%call name⏎key = value⏎…%end`."""
+def _reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+    """Reads the block whole."""
 
-    name = "percent"
-    signs = ("%call",)
-    markers = ("%call ",)
+    def parse(block: str) -> list[Call] | None:
+        name, _, pairs = block.partition("\n")
+        values = dict(re.findall(r"^(\w+) = (.*?)\n(?=\w+ = |\Z)", pairs, re.DOTALL | re.MULTILINE))
+        return [(name, as_json({k: typed(v, k, name, tools) for k, v in values.items()}))]
 
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        """Reads the block whole."""
+    return BlockReader(first, marker, "%end", parse)
 
-        def parse(block: str) -> list[Call] | None:
-            name, _, pairs = block.partition("\n")
-            values = dict(
-                re.findall(r"^(\w+) = (.*?)\n(?=\w+ = |\Z)", pairs, re.DOTALL | re.MULTILINE)
-            )
-            return [(name, as_json({k: typed(v, k, name, tools) for k, v in values.items()}))]
 
-        return BlockReader(first, marker, "%end", parse)
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    """One call."""
+    tags = TagGrammar(
+        head=lambda n: f"{n}\n", before=lambda k, kind: f"{k} = ", after="\n", end="%end"
+    )
+    return {"%call ": GrammarTrigger("", tagged_calls(tools, tags))}
 
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        """One call."""
-        tags = TagGrammar(
-            head=lambda n: f"{n}\n", before=lambda k, kind: f"{k} = ", after="\n", end="%end"
-        )
-        return {"%call ": GrammarTrigger("", tagged_calls(tools, tags))}
+
+# `%call name⏎key = value⏎…%end`.
+PERCENT = ToolFormat(
+    name="percent", signs=("%call",), markers=("%call ",), reader=_reader, triggers=_triggers
+)
 
 
 @pytest.fixture
 def percent(monkeypatch: pytest.MonkeyPatch) -> ToolFormat:
-    monkeypatch.setattr(tool_formats, "FORMATS", (Percent(), *FORMATS))
+    monkeypatch.setattr(tool_formats, "FORMATS", (PERCENT, *FORMATS))
     return format_for(TEMPLATE)
 
 
@@ -59,7 +63,7 @@ def test_a_file_among_the_others_is_all_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "percent_family.py").write_text(
-        "from conversation.test_new_family import Percent\n\nFORMATS = (Percent(),)\n"
+        "from conversation.test_new_family import PERCENT\n\nFORMATS = (PERCENT,)\n"
     )
     monkeypatch.setattr(notations, "__path__", [*notations.__path__, str(tmp_path)])
     with_it = tool_formats.discover()

@@ -12,7 +12,7 @@ import pytest
 from library.hub import API_FAULTS, CONTENT_FAULTS, Hub, Schedule, running
 from localllm.errors import DownloadError
 from localllm.library import hf_cache, store, transfer
-from localllm.library.hub import Patience, RepoFile, file_url, list_files
+from localllm.library.hub import Patience, RepoFile, file_url, list_files, new_client
 from localllm.library.pull import pull
 
 REPO = "maker/Some-Model-GGUF"
@@ -93,7 +93,7 @@ def test_a_file_longer_than_a_server_gives_at_once_comes_in_spans(hub: Hub, tmp_
     assert isinstance(file, RepoFile)
     partial = tmp_path / "partial"
     hub.schedule = Schedule(seed=3, once=[("content", "truncated"), ("content", "range ignored")])
-    with transfer.new_client({}, HURRIED, hub.url) as client:
+    with new_client({}, HURRIED, hub.url) as client:
         url = file_url(listing, file.name)
         transfer.Fetch(
             client, url, file, partial, HURRIED, lambda *_: None, span_bytes=40_000
@@ -117,7 +117,7 @@ def test_an_encrypted_hub_never_leads_to_an_unencrypted_address() -> None:
     def redirect(request: httpx.Request) -> httpx.Response:
         return httpx.Response(302, headers={"Location": "http://elsewhere.example/file"})
 
-    with transfer.new_client({}, HURRIED, "https://hub.example") as client:
+    with new_client({}, HURRIED, "https://hub.example") as client:
         hooks = client.event_hooks
     through = httpx.Client(
         transport=httpx.MockTransport(redirect), event_hooks=hooks, follow_redirects=True
@@ -134,7 +134,7 @@ def test_a_proxy_of_the_environment_is_used(hub: Hub, monkeypatch: pytest.Monkey
     with running(Hub()) as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
         with (
-            transfer.new_client({}, HURRIED, "http://mirror.example") as client,
+            new_client({}, HURRIED, "http://mirror.example") as client,
             pytest.raises(httpx.HTTPStatusError),
         ):
             client.get("http://mirror.example/x/y").raise_for_status()

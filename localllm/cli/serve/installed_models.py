@@ -163,9 +163,9 @@ class LibraryStore:
 def _ours(ref: str) -> str:
     """`ref` as the library knows it: Ollama's `qwen3:8b` is the catalog's qwen3-8b. Raises
     UsageError for a path."""
-    from localllm.library import hub, names
+    from localllm.library import names
 
-    names.parse(ref, hub_hosts=hub.hosts())
+    names.parse(ref)
     ref = ref.removesuffix(":latest")
     family, colon, size = ref.partition(":")
     if colon and "/" not in ref:

@@ -3,10 +3,9 @@ own file."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from localllm.conversation.reply import CallReader, Drop
 from localllm.errors import UnsupportedError
@@ -37,13 +36,24 @@ class GrammarTrigger:
     again: bool = False
 
 
-class ToolFormat(ABC):
+Reader: TypeAlias = Callable[[int, str, Sequence[Tool]], CallReader]
+"""Makes a reader of the calls behind a marker, the first of which is the reply's call of that
+number, to one of the tools."""
+Triggers: TypeAlias = dict[str, GrammarTrigger]
+"""Openings of calls and what may follow them, the first of a reply before those of further
+calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
     """One way models write calls: how it is detected, how it is read, and the grammar that
     constrains a call to its schema.
 
     `signs`: a template that contains one of them writes this format; formats whose signs stand in
     other formats' templates too have an `ambiguity`, and those with a higher one are tested later.
-    `markers` open a call.
+    `markers` open a call, and `reader` reads what follows them.
+    `triggers` of a template and the functions that may be called; raises NotConstrainableError
+    where the grammar can't write what some tool asks for.
     `control`: the markers are control tokens, which the engine must render.
     `named_tokens`: every marker, inner ones too, is a control token between < and >, which a
     grammar asks for by name.
@@ -54,41 +64,28 @@ class ToolFormat(ABC):
     `may_think`: those of models that write it and reason, whose templates mention them.
     `calls_in_reasoning`: the model calls at times without ending its reasoning first.
     `header`: where the prompt ends with it, it is the beginning of the reply's first marker.
+    `unmarked_call`: the Lark of one call, where no marker needs to open it.
+    `framed`: the Lark of choices (rules, one of them `answer`, whose text is the second argument)
+    where the format lets nothing stand by itself.
     """
 
-    name: ClassVar[str]
-    signs: ClassVar[tuple[str, ...]]
-    ambiguity: ClassVar[int] = 0
-    markers: ClassVar[tuple[str, ...]]
-    control: ClassVar[bool] = False
-    named_tokens: ClassVar[bool] = False
-    opening: ClassVar[str | None] = None
-    arguments_key: ClassVar[str] = "arguments"
-    drops: ClassVar[tuple[Drop, ...]] = ()
-    think: ClassVar[tuple[str, str] | None] = None
-    may_think: ClassVar[tuple[str, str] | None] = None
-    calls_in_reasoning: ClassVar[bool] = False
-    header: ClassVar[str] = ""
-
-    @abstractmethod
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> CallReader:
-        """A reader of the calls behind `marker`, the first of which is the reply's call number
-        `first`."""
-
-    @abstractmethod
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        """Openings of calls and what may follow them, the first of a reply before those of further
-        calls. Raises NotConstrainableError where the grammar can't write what some tool asks
-        for."""
-
-    def unmarked_call(self, tools: NamedSchemas) -> str | None:
-        """The Lark of one call, where no marker needs to open it; None where one does."""
-        return None
-
-    def framed(self, choices: str, answer: str) -> str | None:
-        """A Lark grammar of `choices` (rules, one of them `answer`, whose text is `answer`) where
-        the format lets nothing stand by itself; None where it does."""
-        return None
+    name: str
+    signs: tuple[str, ...]
+    markers: tuple[str, ...]
+    reader: Reader
+    triggers: Callable[[str, NamedSchemas], Triggers]
+    ambiguity: int = 0
+    control: bool = False
+    named_tokens: bool = False
+    opening: str | None = None
+    arguments_key: str = "arguments"
+    drops: tuple[Drop, ...] = ()
+    think: tuple[str, str] | None = None
+    may_think: tuple[str, str] | None = None
+    calls_in_reasoning: bool = False
+    header: str = ""
+    unmarked_call: Callable[[NamedSchemas], str] | None = None
+    framed: Callable[[str, str], str] | None = None
 
 
 def parameters_of(tool: Tool) -> tuple[str, Mapping[str, Any]]:

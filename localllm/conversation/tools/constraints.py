@@ -44,22 +44,21 @@ def answer_or_call(
     """A Lark grammar of an answer that matches the JSON schema `schema`, or one tool call; None
     where the format's calls can't be described. `marker_id`: the opening marker's token, where it
     is one."""
-    unmarked = style.unmarked_call([parameters_of(t) for t in tools])
-    call = (
-        f"call_: {unmarked}\n"
-        if unmarked is not None
-        else _marked_call(style, template, tools, marker_id)
-    )
+    if style.unmarked_call is not None:
+        call: str | None = f"call_: {style.unmarked_call([parameters_of(t) for t in tools])}\n"
+    else:
+        call = _marked_call(style, template, tools, marker_id)
     if call is None:
         return None
     choices, answer = "answer | call_", json_value(json.loads(schema))
-    return (style.framed(choices, answer) or f"start: {choices}\nanswer: {answer}\n") + call
+    framed = style.framed or (lambda choices, answer: f"start: {choices}\nanswer: {answer}\n")
+    return framed(choices, answer) + call
 
 
 def framed_answer(style: ToolFormat, schema: str) -> str | None:
     """A Lark grammar of an answer that matches the JSON schema `schema`; None where the bare schema
     says it all."""
-    return style.framed("answer", json_value(json.loads(schema)))
+    return style.framed and style.framed("answer", json_value(json.loads(schema)))
 
 
 def _marked_call(

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from localllm.conversation.reply import CallArguments, CallReader, CallStart, Content, Delta
-from localllm.conversation.tools.base import Tool, ToolFormat
+from localllm.conversation.tools.base import Reader
 
 Call: TypeAlias = tuple[str, str]
 """A function's name and its arguments as JSON text."""
@@ -69,6 +69,7 @@ class JsonReader(CallReader):
     `end` closes the block (None: it is over when the arguments are).
     `names` limits calls to known functions, for formats whose opening could as well be an answer in
     JSON.
+    `within`: the opening itself is the beginning of the block.
     """
 
     def __init__(
@@ -79,17 +80,13 @@ class JsonReader(CallReader):
         *,
         end: str | None,
         names: frozenset[str] | None = None,
+        within: bool = False,
     ) -> None:
         self._next = first
         self._first = first
-        self._opening, self._head, self._end = opening, head, end
-        self._names = names
-        self._held = ""
+        self._head, self._end, self._names = head, end, names
+        self._opening, self._held = ("", opening) if within else (opening, "")
         self._scan: JsonEnd | None = None
-
-    def begin(self, text: str) -> None:
-        """Count the marker itself as the beginning of the block."""
-        self._opening, self._held = "", text
 
     def feed(self, text: str) -> list[Delta]:
         out: list[Delta] = []
@@ -162,15 +159,10 @@ class JsonReader(CallReader):
         self.rest, self._held = "", ""
 
 
-class JsonFormat(ToolFormat):
-    """Calls whose arguments are a JSON object behind `head`, in a block up to `closing`; a block
+def json_block(end: str = "\0", head: re.Pattern[str] = JSON_HEAD) -> Reader:
+    """Reads calls whose arguments are a JSON object behind `head`, in a block up to `end`; a block
     that nothing closes lasts to the end of the reply."""
-
-    head: ClassVar[re.Pattern[str]] = JSON_HEAD
-    closing: ClassVar[str] = "\0"
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        return JsonReader(first, marker, self.head, end=self.closing)
+    return lambda first, marker, tools: JsonReader(first, marker, head, end=end)
 
 
 class BlockReader(CallReader):

@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from localllm.conversation.tools.base import (
     GrammarTrigger,
     NamedSchemas,
     Tool,
     ToolFormat,
+    Triggers,
     parameters_of,
 )
 from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
@@ -55,43 +56,42 @@ def tagged_reader(
     )
 
 
-class TaggedFormat(ToolFormat):
-    """Calls with tagged parameters up to `closing` (default: the closing tag of the marker that
-    opened them).
+def tagged_format(
+    *,
+    patterns: TagPatterns,
+    grammar: TagGrammar,
+    markers: tuple[str, ...],
+    calls: Callable[[str, Sequence[Tool], TagPatterns], list[Call] | None] | None = None,
+    closing: str = "",
+    lead: str = "",
+    one_block: bool = False,
+    **facts: Any,
+) -> ToolFormat:
+    """A format of calls with tagged parameters up to `closing` (default: the closing tag of the
+    marker that opened them); `calls` reads those of a block, None where it can't be read whole.
     `one_block`: a block, which begins with `lead`, holds every call; else each call has a block of
-    its own."""
+    its own. `facts` are ToolFormat's."""
 
-    closing: ClassVar[str] = ""
-    lead: ClassVar[str] = ""
-    one_block: ClassVar[bool] = False
-    patterns: ClassVar[TagPatterns]
-    grammar: ClassVar[TagGrammar]
+    def end_of(marker: str) -> str:
+        return closing or marker.replace("<", "</")
 
-    def calls(self, block: str, tools: Sequence[Tool]) -> list[Call] | None:
-        """The calls of a block; None where it can't be read whole."""
-        return typed_calls(block, tools, self.patterns)
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+    def reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         return tagged_reader(
             first,
             marker,
-            self._end_of(marker),
-            self.patterns,
-            lambda block: self.calls(block, tools),
+            end_of(marker),
+            patterns,
+            lambda block: (calls or typed_calls)(block, tools, patterns),
         )
 
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        if not self.one_block:
-            calls = tagged_calls(tools, self.grammar)
-            return {marker: GrammarTrigger(self.lead, calls, again=True) for marker in self.markers}
-        blocks = {
-            m: tagged_calls(tools, self.grammar, repeat=True, closing=self._end_of(m))
-            for m in self.markers
-        }
-        return {marker: GrammarTrigger(self.lead, block) for marker, block in blocks.items()}
+    def triggers(template: str, tools: NamedSchemas) -> Triggers:
+        if not one_block:
+            call = tagged_calls(tools, grammar)
+            return {marker: GrammarTrigger(lead, call, again=True) for marker in markers}
+        blocks = {m: tagged_calls(tools, grammar, repeat=True, closing=end_of(m)) for m in markers}
+        return {marker: GrammarTrigger(lead, block) for marker, block in blocks.items()}
 
-    def _end_of(self, marker: str) -> str:
-        return self.closing or marker.replace("<", "</")
+    return ToolFormat(markers=markers, reader=reader, triggers=triggers, **facts)
 
 
 def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Call] | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import array_of
+
+_OPEN, _CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
 
 
 def _parse(block: str) -> list[Call] | None:
@@ -33,17 +34,17 @@ def _call(name: str, schema: Any) -> dict[str, Any]:
     }
 
 
-class Apertus(ToolFormat):
-    name = "apertus"
-    signs = ("<|tools_prefix|>",)
-    markers = ("<|tools_prefix|>",)
-    control = True
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return BlockReader(first, marker, "<|tools_suffix|>", _parse)
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        return {self.markers[0]: GrammarTrigger("", array_of(tools, _call), "<|tools_suffix|>")}
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    return {_OPEN: GrammarTrigger("", array_of(tools, _call), _CLOSE)}
 
 
-FORMATS = (Apertus(),)
+FORMATS = (
+    ToolFormat(
+        name="apertus",
+        signs=(_OPEN,),
+        markers=(_OPEN,),
+        control=True,
+        reader=lambda first, marker, tools: BlockReader(first, marker, _CLOSE, _parse),
+        triggers=_triggers,
+    ),
+)

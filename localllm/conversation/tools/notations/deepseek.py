@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.call_grammars import TagGrammar
 from localllm.conversation.tools.lark import json_calls, spelled, text
-from localllm.conversation.tools.readers import JsonFormat
-from localllm.conversation.tools.tag_reader import TaggedFormat, TagPatterns
+from localllm.conversation.tools.readers import json_block
+from localllm.conversation.tools.tag_reader import TagPatterns, tagged_format
 
 _HEAD = re.compile(
     r"[\s`]*(?:<｜tool▁call▁end｜>)?\s*(?:<｜tool▁call▁begin｜>)?\s*"
@@ -18,62 +18,56 @@ _HEAD = re.compile(
 _SECTION, _CALL, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
 
-class DeepSeek(JsonFormat):
-    """V3 and R1 (name, then fenced JSON) and V3.1 (name, then JSON) in one section; the template
-    tells which."""
-
-    name = "deepseek"
-    signs = (_SECTION,)
-    markers = (_SECTION,)
-    control = True
-    named_tokens = True
-    head = _HEAD
-    closing = "<｜tool▁calls▁end｜>"
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        """The section opens the first call, its own token every other one."""
-        if "```json" in template:  # V3 and R1
-            lead, end = "function<｜tool▁sep｜>", f"\n```{_END}"
-            lark = json_calls(tools, lambda name: text(f"{name}\n```json\n"))
-        else:
-            lead, end = "", _END
-            lark = json_calls(tools, lambda name: spelled(f"{name}<｜tool▁sep｜>"))
-        return {
-            _SECTION: GrammarTrigger(_CALL + lead, lark, end, again=True),
-            _CALL: GrammarTrigger(lead, lark, end, again=True),
-        }
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    """The section opens the first call, its own token every other one."""
+    if "```json" in template:  # V3 and R1
+        lead, end = "function<｜tool▁sep｜>", f"\n```{_END}"
+        lark = json_calls(tools, lambda name: text(f"{name}\n```json\n"))
+    else:
+        lead, end = "", _END
+        lark = json_calls(tools, lambda name: spelled(f"{name}<｜tool▁sep｜>"))
+    return {
+        _SECTION: GrammarTrigger(_CALL + lead, lark, end, again=True),
+        _CALL: GrammarTrigger(lead, lark, end, again=True),
+    }
 
 
-_PATTERNS = TagPatterns(
-    re.compile(r'\s*<｜DSML｜invoke name="([^"]+)">'),
-    "</｜DSML｜invoke>",
-    re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>'),
-    "</｜DSML｜parameter>",
-    is_json=lambda opening: opening[2] == "false",
-)
-_GRAMMAR = TagGrammar(
-    head=lambda name: f'<｜DSML｜invoke name="{name}">\n',
-    before=lambda key, kind: (
-        f'<｜DSML｜parameter name="{key}" string="{json.dumps(kind == "string")}">'
+FORMATS = (
+    # V3 and R1 (name, then fenced JSON) and V3.1 (name, then JSON) in one section; the template
+    # tells which.
+    ToolFormat(
+        name="deepseek",
+        signs=(_SECTION,),
+        markers=(_SECTION,),
+        control=True,
+        named_tokens=True,
+        reader=json_block("<｜tool▁calls▁end｜>", _HEAD),
+        triggers=_triggers,
     ),
-    after="</｜DSML｜parameter>\n",
-    end="</｜DSML｜invoke>\n",
-    loose=True,  # V4 writes an empty line where there is no parameter
+    # V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k"
+    # string="true">v</｜DSML｜parameter>…`, where each value says itself whether it is text or JSON.
+    tagged_format(
+        name="dsml",
+        signs=("<｜DSML｜", "｜DSML｜"),
+        markers=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+        calls_in_reasoning=True,
+        lead="\n",
+        one_block=True,
+        patterns=TagPatterns(
+            re.compile(r'\s*<｜DSML｜invoke name="([^"]+)">'),
+            "</｜DSML｜invoke>",
+            re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>'),
+            "</｜DSML｜parameter>",
+            is_json=lambda opening: opening[2] == "false",
+        ),
+        grammar=TagGrammar(
+            head=lambda name: f'<｜DSML｜invoke name="{name}">\n',
+            before=lambda key, kind: (
+                f'<｜DSML｜parameter name="{key}" string="{json.dumps(kind == "string")}">'
+            ),
+            after="</｜DSML｜parameter>\n",
+            end="</｜DSML｜invoke>\n",
+            loose=True,  # V4 writes an empty line where there is no parameter
+        ),
+    ),
 )
-
-
-class Dsml(TaggedFormat):
-    """V3.2 and V4: `<｜DSML｜invoke name="f"><｜DSML｜parameter name="k"
-    string="true">v</｜DSML｜parameter>…`, where each value says itself whether it is text or JSON."""
-
-    name = "dsml"
-    signs = ("<｜DSML｜", "｜DSML｜")
-    markers = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
-    calls_in_reasoning = True
-    lead = "\n"
-    one_block = True
-    patterns = _PATTERNS
-    grammar = _GRAMMAR
-
-
-FORMATS = (DeepSeek(), Dsml())

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import re
 
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.lark import json_calls, text
-from localllm.conversation.tools.readers import JsonFormat
+from localllm.conversation.tools.readers import json_block
+
+_OPEN, _CLOSE = "<function=", "</function>"
 
 
-class Functionary(JsonFormat):
-    name = "functionary"
-    signs = ("<function=example_function_name>{",)
-    markers = ("<function=",)
-    head = re.compile(r"\s*([^>\s]+)>\s*(?=\{)")
-    closing = "</function>"
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        return {
-            "<function=": GrammarTrigger(
-                "", json_calls(tools, lambda name: text(f"{name}>")), self.closing, again=True
-            )
-        }
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    call = json_calls(tools, lambda name: text(f"{name}>"))
+    return {_OPEN: GrammarTrigger("", call, _CLOSE, again=True)}
 
 
-FORMATS = (Functionary(),)
+FORMATS = (
+    ToolFormat(
+        name="functionary",
+        signs=("<function=example_function_name>{",),
+        markers=(_OPEN,),
+        reader=json_block(_CLOSE, re.compile(r"\s*([^>\s]+)>\s*(?=\{)")),
+        triggers=_triggers,
+    ),
+)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from localllm.conversation.reply import TurnEnd
 from localllm.conversation.tools.base import (
     GrammarTrigger,
     NamedSchemas,
     NotConstrainableError,
-    Tool,
     ToolFormat,
+    Triggers,
 )
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
 from localllm.conversation.tools.literals import LiteralReader
@@ -67,39 +67,37 @@ class _GemmaReader(LiteralReader):
         return None if block[at:].strip() else [(match[1], as_json(values))]
 
 
-class FunctionGemma(ToolFormat):
+def _format(opening: str, closing: str, quote: str, **facts: Any) -> ToolFormat:
     """One call between two control tokens; a third one stands for the quotes of its texts."""
 
-    name = "function_gemma"
-    markers: ClassVar[tuple[str, ...]] = ("<start_function_call>",)
-    signs = markers
-    control = True
-    named_tokens = True
-    closing: ClassVar[str] = "<end_function_call>"
-    quote: ClassVar[str] = "<escape>"
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return BlockReader(first, marker, self.closing, _GemmaReader(self.quote).calls)
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
+    def triggers(template: str, tools: NamedSchemas) -> Triggers:
         if not all(_NAME.fullmatch(name) for name, _ in tools):
             raise NotConstrainableError("this notation has no way to write some name")
         call = ListGrammar(head=lambda name: f"call:{name}{{", end="}")
-        grammar = listed_calls(tools, call, QuotedValues(self.quote, _NAME.pattern))
-        return {self.markers[0]: GrammarTrigger("", grammar, self.closing, again=True)}
+        grammar = listed_calls(tools, call, QuotedValues(quote, _NAME.pattern))
+        return {opening: GrammarTrigger("", grammar, closing, again=True)}
+
+    parse = _GemmaReader(quote).calls
+    return ToolFormat(
+        signs=(opening,),
+        markers=(opening,),
+        control=True,
+        named_tokens=True,
+        reader=lambda first, marker, tools: BlockReader(first, marker, closing, parse),
+        triggers=triggers,
+        **facts,
+    )
 
 
-class Gemma4(FunctionGemma):
-    """The same with other tokens, and thoughts in a channel before the call."""
-
-    name = "gemma4"
-    markers = ("<|tool_call>",)
-    signs = markers
-    closing = "<tool_call|>"
-    quote = '<|"|>'
-    # A channel opened twice is one. A result is for somebody else to write.
-    drops = ("<channel|>", "<|channel>", TurnEnd("<|tool_response>"))
-    think = ("<|channel>thought", "<channel|>")
-
-
-FORMATS = (FunctionGemma(), Gemma4())
+FORMATS = (
+    _format("<start_function_call>", "<end_function_call>", "<escape>", name="function_gemma"),
+    _format(
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+        name="gemma4",
+        # A channel opened twice is one. A result is for somebody else to write.
+        drops=("<channel|>", "<|channel>", TurnEnd("<|tool_response>")),
+        think=("<|channel>thought", "<channel|>"),
+    ),
+)

@@ -6,31 +6,27 @@ from __future__ import annotations
 import re
 
 from localllm.conversation.tools.call_grammars import TagGrammar
-from localllm.conversation.tools.tag_reader import TaggedFormat, TagPatterns
+from localllm.conversation.tools.tag_reader import TagPatterns, tagged_format
 
-_PATTERNS = TagPatterns(
-    re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)"),
-    "",
-    re.compile(r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>", re.DOTALL),
-    "</arg_value>",
+FORMATS = (
+    tagged_format(
+        name="glm",
+        signs=("<arg_key>",),
+        markers=("<tool_call>",),
+        calls_in_reasoning=True,
+        patterns=TagPatterns(
+            re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|\Z)"),
+            "",
+            re.compile(r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>", re.DOTALL),
+            "</arg_value>",
+        ),
+        # The newlines of GLM 4.5 and 4.6 are gone since 4.7, and half of them at Ling.
+        grammar=TagGrammar(
+            head=lambda name: f"{name}\n",
+            before=lambda key, kind: f"<arg_key>{key}</arg_key>\n<arg_value>",
+            after="</arg_value>\n",
+            end="</tool_call>",
+            loose=True,
+        ),
+    ),
 )
-# The newlines of GLM 4.5 and 4.6 are gone since 4.7, and half of them at Ling.
-_GRAMMAR = TagGrammar(
-    head=lambda name: f"{name}\n",
-    before=lambda key, kind: f"<arg_key>{key}</arg_key>\n<arg_value>",
-    after="</arg_value>\n",
-    end="</tool_call>",
-    loose=True,
-)
-
-
-class Glm(TaggedFormat):
-    name = "glm"
-    signs = ("<arg_key>",)
-    markers = ("<tool_call>",)
-    calls_in_reasoning = True
-    patterns = _PATTERNS
-    grammar = _GRAMMAR
-
-
-FORMATS = (Glm(),)

@@ -9,10 +9,9 @@ not even of one that was cut off.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from localllm.conversation.reply import CallArguments, CallReader, CallStart, Delta, TurnEnd
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.lark import json_calls, spelled, text
 from localllm.conversation.tools.readers import JsonEnd
 
@@ -68,65 +67,62 @@ class _Reader(CallReader):
         return ""
 
 
-class Harmony(ToolFormat):
-    """Everything a reply says stands in a channel."""
+_MARKERS = tuple(f"{header} to=functions." for header in _HEADERS)
 
-    name = "harmony"
-    signs = ("<|channel|>",)
-    markers = tuple(f"{header} to=functions." for header in _HEADERS)
-    control = True
-    named_tokens = True
-    drops = (
-        "<|start|>assistant",
-        # The header of any other message, and what somebody else is made to say.
-        ("<|channel|>", _MESSAGE),
-        # What is said to a tool of the model's own (python, container.exec, browser.search) is for
-        # nobody else; a call of a function that nobody offered is shown as what it says.
-        *((f"{header} to=", "<|end|>") for header in _HEADERS),
-        *((f"{header} to={who}", _MESSAGE) for header in _HEADERS for who in ("user", "functions")),
-        ("<|start|>assistant to=assistant", _MESSAGE),
-        ("<|start|>", "<|end|>"),
-        # A header without a message, in front of the real one.
-        "<|channel|>commentary to=assistant",
-        "<|end|>",
-        # Out of place: no header is open.
-        _MESSAGE,
-        "<|constrain|>",
-        TurnEnd("<|return|>"),
-        TurnEnd("<|call|>"),
+
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    """One call: <|call|> ends the turn, so none comes behind it."""
+    # In a history the template leaves <|constrain|> out.
+    kind = f'" " <|constrain|>? {spelled(f"json{_MESSAGE}")}'
+    inside = json_calls(tools, lambda name: f"{text(name)} {kind}")
+    outside = json_calls(tools, lambda name: f"{spelled(f'{name}<|channel|>commentary')} {kind}")
+    # The prompt ends with the header's beginning, so the first marker of a reply may lack it.
+    either = json_calls(tools, lambda name: f'{text(name)} (<|channel|> "commentary")? {kind}')
+    calls = zip((*_MARKERS, " to=functions."), (inside, inside, outside, either), strict=True)
+    return {marker: GrammarTrigger("", lark, "<|call|>") for marker, lark in calls}
+
+
+def _framed(choices: str, answer: str) -> str:
+    """Nothing stands outside a channel, and a thought may come first."""
+    thought = (
+        f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ "
+        f"{spelled('<|end|><|start|>assistant')}"
     )
-    think = ("<|channel|>analysis<|message|>", "<|end|>")
-    header = "<|start|>assistant"
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> _Reader:
-        return _Reader(first)
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        """One call: <|call|> ends the turn, so none comes behind it."""
-        # In a history the template leaves <|constrain|> out.
-        kind = f'" " <|constrain|>? {spelled(f"json{_MESSAGE}")}'
-        inside = json_calls(tools, lambda name: f"{text(name)} {kind}")
-        outside = json_calls(
-            tools, lambda name: f"{spelled(f'{name}<|channel|>commentary')} {kind}"
-        )
-        # The prompt ends with the header's beginning, so the first marker of a reply may lack it.
-        either = json_calls(tools, lambda name: f'{text(name)} (<|channel|> "commentary")? {kind}')
-        in_commentary, in_analysis, before_channel = self.markers
-        return {
-            in_commentary: GrammarTrigger("", inside, "<|call|>"),
-            in_analysis: GrammarTrigger("", inside, "<|call|>"),
-            before_channel: GrammarTrigger("", outside, "<|call|>"),
-            " to=functions.": GrammarTrigger("", either, "<|call|>"),
-        }
-
-    def framed(self, choices: str, answer: str) -> str:
-        """Nothing stands outside a channel, and a thought may come first."""
-        thought = (
-            f"{spelled('<|channel|>analysis<|message|>')} /(?s:.*)/ "
-            f"{spelled('<|end|><|start|>assistant')}"
-        )
-        final = spelled("<|channel|>final<|message|>")
-        return f"start: thought? ({choices})\nthought: {thought}\nanswer: {final} {answer}\n"
+    final = spelled("<|channel|>final<|message|>")
+    return f"start: thought? ({choices})\nthought: {thought}\nanswer: {final} {answer}\n"
 
 
-FORMATS = (Harmony(),)
+FORMATS = (
+    # Everything a reply says stands in a channel.
+    ToolFormat(
+        name="harmony",
+        signs=("<|channel|>",),
+        markers=_MARKERS,
+        control=True,
+        named_tokens=True,
+        drops=(
+            "<|start|>assistant",
+            # The header of any other message, and what somebody else is made to say.
+            ("<|channel|>", _MESSAGE),
+            # What is said to a tool of the model's own (python, container.exec, browser.search) is
+            # for nobody else; a call of a function that nobody offered is shown as what it says.
+            *((f"{header} to=", "<|end|>") for header in _HEADERS),
+            *((f"{h} to={who}", _MESSAGE) for h in _HEADERS for who in ("user", "functions")),
+            ("<|start|>assistant to=assistant", _MESSAGE),
+            ("<|start|>", "<|end|>"),
+            # A header without a message, in front of the real one.
+            "<|channel|>commentary to=assistant",
+            "<|end|>",
+            # Out of place: no header is open.
+            _MESSAGE,
+            "<|constrain|>",
+            TurnEnd("<|return|>"),
+            TurnEnd("<|call|>"),
+        ),
+        think=("<|channel|>analysis<|message|>", "<|end|>"),
+        header="<|start|>assistant",
+        reader=lambda first, marker, tools: _Reader(first),
+        triggers=_triggers,
+        framed=_framed,
+    ),
+)

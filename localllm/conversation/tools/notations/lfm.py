@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from localllm.conversation.tools.base import (
     GrammarTrigger,
     NamedSchemas,
     NotConstrainableError,
-    Tool,
     ToolFormat,
+    Triggers,
 )
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
 from localllm.conversation.tools.lark import text
@@ -19,6 +18,7 @@ from localllm.conversation.tools.readers import BlockReader, Call, as_json, json
 from localllm.conversation.tools.schemas import parameters
 from localllm.conversation.tools.values import PythonValues
 
+_OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 # What can stand for a name in a call of Python's.
 _WORD = r"[^\s()\[\]=,\"']+"
 _NAME = re.compile(_WORD)
@@ -66,30 +66,30 @@ def _before(key: str | None) -> str:
     return f'/{_WORD}/ "="' if key is None else text(f"{key}=")
 
 
-class Lfm(ToolFormat):
-    name = "lfm"
-    # Instruct templates write the offer only; the calls stand in the model's own words.
-    signs = ("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: [")
-    ambiguity = 1
-    markers = ("<|tool_call_start|>",)
-    calls_in_reasoning = True
-    control = True
-    named_tokens = True
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return BlockReader(first, marker, "<|tool_call_end|>", _parse)
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        words = [
-            word
-            for name, schema in tools
-            for word in (name, *(key for key, _, _ in parameters(schema)))
-        ]
-        if not all(map(_NAME.fullmatch, words)):
-            raise NotConstrainableError("this notation has no way to write some name")
-        listing = ListGrammar(head=lambda name: f"{name}(", end=")", before=_before)
-        lark = listed_calls(tools, listing, _LfmValues(), start='"[" call (", " call)* "]"')
-        return {"<|tool_call_start|>": GrammarTrigger("", lark, "<|tool_call_end|>")}
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    words = [
+        word
+        for name, schema in tools
+        for word in (name, *(key for key, _, _ in parameters(schema)))
+    ]
+    if not all(map(_NAME.fullmatch, words)):
+        raise NotConstrainableError("this notation has no way to write some name")
+    listing = ListGrammar(head=lambda name: f"{name}(", end=")", before=_before)
+    lark = listed_calls(tools, listing, _LfmValues(), start='"[" call (", " call)* "]"')
+    return {_OPEN: GrammarTrigger("", lark, _CLOSE)}
 
 
-FORMATS = (Lfm(),)
+FORMATS = (
+    ToolFormat(
+        name="lfm",
+        # Instruct templates write the offer only; the calls stand in the model's own words.
+        signs=(_OPEN, "<|tool_list_start|>", "List of tools: ["),
+        ambiguity=1,
+        markers=(_OPEN,),
+        calls_in_reasoning=True,
+        control=True,
+        named_tokens=True,
+        reader=lambda first, marker, tools: BlockReader(first, marker, _CLOSE, _parse),
+        triggers=_triggers,
+    ),
+)

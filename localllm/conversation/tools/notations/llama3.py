@@ -13,44 +13,43 @@ from localllm.conversation.tools.base import (
     NamedSchemas,
     Tool,
     ToolFormat,
+    Triggers,
     parameters_of,
 )
 from localllm.conversation.tools.lark import json_value
 from localllm.conversation.tools.readers import JSON_HEAD, JsonReader
 from localllm.conversation.tools.schemas import any_call, arguments
 
-_TAG = "<|python_tag|>"
+_TAG, _KEY = "<|python_tag|>", "parameters"
 
 
-class Llama3(ToolFormat):
-    """Calls that may begin without any marker."""
-
-    name = "llama3"
-    signs = (_TAG, "Environment: ipython")
-    ambiguity = 3
-    markers = (_TAG, '{"name"', '{ "name"', '{"type": "function"')
-    control = True
-    opening = ""
-    arguments_key = "parameters"
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
-        """Streams the arguments of calls of `tools`; a marker that is no tag is the call's own
-        beginning."""
-        names = frozenset(parameters_of(t)[0] for t in tools)
-        reader = JsonReader(first, marker, JSON_HEAD, end="\0", names=names)
-        if marker != _TAG:
-            reader.begin(marker)
-        return reader
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        """An answer in JSON may begin like a call: only a known name with its parameters is one."""
-        return {
-            f'{{"name": {json.dumps(n)}, "parameters": ': GrammarTrigger("", arguments(s), "}")
-            for n, s in tools
-        }
-
-    def unmarked_call(self, tools: NamedSchemas) -> str:
-        return json_value(any_call(tools, self.arguments_key))
+def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
+    """Streams the arguments of calls of `tools`; a marker that is no tag is the call's own
+    beginning."""
+    names = frozenset(parameters_of(t)[0] for t in tools)
+    return JsonReader(first, marker, JSON_HEAD, end="\0", names=names, within=marker != _TAG)
 
 
-FORMATS = (Llama3(),)
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    """An answer in JSON may begin like a call: only a known name with its parameters is one."""
+    return {
+        f'{{"name": {json.dumps(n)}, "{_KEY}": ': GrammarTrigger("", arguments(s), "}")
+        for n, s in tools
+    }
+
+
+FORMATS = (
+    # Calls that may begin without any marker.
+    ToolFormat(
+        name="llama3",
+        signs=(_TAG, "Environment: ipython"),
+        ambiguity=3,
+        markers=(_TAG, '{"name"', '{ "name"', '{"type": "function"'),
+        control=True,
+        opening="",
+        arguments_key=_KEY,
+        reader=_reader,
+        triggers=_triggers,
+        unmarked_call=lambda tools: json_value(any_call(tools, _KEY)),
+    ),
+)

@@ -13,6 +13,7 @@ from localllm.conversation.tools.base import (
     NamedSchemas,
     Tool,
     ToolFormat,
+    Triggers,
     parameters_of,
 )
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
@@ -164,27 +165,28 @@ def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
     return None
 
 
-class MiniMaxM3(ToolFormat):
-    name = "minimax_m3"
-    signs = (_MARK,)
-    markers = (_OPEN,)
-    control = True
-    # A reply without a thought begins with the end of one.
-    drops = ("</mm:think>",)
-    think = ("<mm:think>", "</mm:think>")
-
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return BlockReader(first, marker, _CLOSE, partial(_parse, tools))
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        listing = ListGrammar(
-            head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark
-        )
-        return {
-            _OPEN: GrammarTrigger(
-                "\n", listed_calls(tools, listing, _MiniMaxValues(), start=f"call+ {_lark(_CLOSE)}")
-            )
-        }
+def _triggers(template: str, tools: NamedSchemas) -> Triggers:
+    listing = ListGrammar(
+        head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark
+    )
+    start = f"call+ {_lark(_CLOSE)}"
+    return {
+        _OPEN: GrammarTrigger("\n", listed_calls(tools, listing, _MiniMaxValues(), start=start))
+    }
 
 
-FORMATS = (MiniMaxM3(),)
+FORMATS = (
+    ToolFormat(
+        name="minimax_m3",
+        signs=(_MARK,),
+        markers=(_OPEN,),
+        control=True,
+        # A reply without a thought begins with the end of one.
+        drops=("</mm:think>",),
+        think=("<mm:think>", "</mm:think>"),
+        reader=lambda first, marker, tools: BlockReader(
+            first, marker, _CLOSE, partial(_parse, tools)
+        ),
+        triggers=_triggers,
+    ),
+)

@@ -10,7 +10,13 @@ import re
 from collections.abc import Sequence
 
 from localllm.conversation.reply import TurnEnd
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, Tool, ToolFormat
+from localllm.conversation.tools.base import (
+    Grammar,
+    GrammarTrigger,
+    NamedSchemas,
+    Tool,
+    ToolFormat,
+)
 from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.lark import spelled, text
 from localllm.conversation.tools.readers import BlockReader, Call
@@ -34,52 +40,52 @@ _GRAMMAR = TagGrammar(
 )
 
 
-class Muse(ToolFormat):
-    """Everything a reply says has a recipient."""
+def _reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
+    def calls_of(block: str) -> str | None:
+        head = _FUNCTIONS.match(block)
+        return None if head is None else block[head.end() :]
 
-    name = "muse"
-    signs = (_OPEN,)
-    markers = (f"{_HEADER} to=",)
-    control = True
-    drops = (f"{_HEADER} to=user<|message|>", "<|eom|>", TurnEnd("<|eot|>"))
-    think = (f"{_HEADER} to=self<|message|>", "<|eom|>")
-    header = _HEADER
+    def parse(block: str) -> list[Call] | None:
+        calls = calls_of(block)
+        return None if calls is None else typed_calls(calls, tools, _PATTERNS)
 
-    def reader(self, first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-
-        def calls_of(block: str) -> str | None:
-            head = _FUNCTIONS.match(block)
-            return None if head is None else block[head.end() :]
-
-        def parse(block: str) -> list[Call] | None:
-            calls = calls_of(block)
-            return None if calls is None else typed_calls(calls, tools, _PATTERNS)
-
-        return BlockReader(
-            first,
-            marker,
-            _CLOSE,
-            parse,
-            is_open=lambda block: is_open(calls_of(block) or "", _PATTERNS),
-        )
-
-    def triggers(self, template: str, tools: NamedSchemas) -> dict[str, GrammarTrigger]:
-        """The calls of a message. The header of its first one is not the model's to write."""
-        return {
-            _OPEN: GrammarTrigger(
-                _LINE, tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE), again=True
-            )
-        }
-
-    def unmarked_call(self, tools: NamedSchemas) -> str:
-        calls = tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE)[1].replace(
-            "start:", "calls:", 1
-        )
-        return f'" to=" /[^<\\s]{{1,64}}/ <|message|> {text(f"{_OPEN}{_LINE}")} calls\n{calls}'
-
-    def framed(self, choices: str, answer: str) -> str:
-        """An answer has a recipient too."""
-        return f"start: {choices}\nanswer: {spelled(' to=user<|message|>')} {answer}\n"
+    return BlockReader(
+        first,
+        marker,
+        _CLOSE,
+        parse,
+        is_open=lambda block: is_open(calls_of(block) or "", _PATTERNS),
+    )
 
 
-FORMATS = (Muse(),)
+def _calls(tools: NamedSchemas) -> Grammar:
+    return tagged_calls(tools, _GRAMMAR, repeat=True, closing=_CLOSE)
+
+
+def _unmarked_call(tools: NamedSchemas) -> str:
+    calls = _calls(tools)[1].replace("start:", "calls:", 1)
+    return f'" to=" /[^<\\s]{{1,64}}/ <|message|> {text(f"{_OPEN}{_LINE}")} calls\n{calls}'
+
+
+def _framed(choices: str, answer: str) -> str:
+    """An answer has a recipient too."""
+    return f"start: {choices}\nanswer: {spelled(' to=user<|message|>')} {answer}\n"
+
+
+FORMATS = (
+    # Everything a reply says has a recipient.
+    ToolFormat(
+        name="muse",
+        signs=(_OPEN,),
+        markers=(f"{_HEADER} to=",),
+        control=True,
+        drops=(f"{_HEADER} to=user<|message|>", "<|eom|>", TurnEnd("<|eot|>")),
+        think=(f"{_HEADER} to=self<|message|>", "<|eom|>"),
+        header=_HEADER,
+        reader=_reader,
+        # The calls of a message. The header of its first one is not the model's to write.
+        triggers=lambda template, tools: {_OPEN: GrammarTrigger(_LINE, _calls(tools), again=True)},
+        unmarked_call=_unmarked_call,
+        framed=_framed,
+    ),
+)
