@@ -1,10 +1,10 @@
 """PDFs read by PDFium in a child process, within bounds of pages, bytes, memory and time; needs the
 extra `pdf`.
 
-Its native parsers meet bytes of anybody, so the process may crash, hang or grow. The child (`python
--m` this module) takes the PDF on standard input and answers with one JSON object: `pages`, each a
-`text` or (where it has none, and the argument allows so many) a `picture` in base64, else neither;
-or the `problem` why there are none.
+Its native parsers meet bytes of anybody, so the process may crash, hang or grow. A `LimitedChild`
+runs this module: asked with the PDF in base64 and how many pictures it may make, it answers with
+pages, each a `text` or (where it has none) a `picture` in base64, else neither; or says why there
+are none.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
-import json
-import subprocess
-import sys
+import time
 from dataclasses import dataclass
 from typing import Any
+
+from localllm.limited_child import ChildError, ChildLimits, LimitedChild, RefusedError, serve
 
 MOST_PAGES = 100
 MOST_CHARS = 2_000_000
 MOST_PICTURES = 20
-CPU_S = 20
-MEMORY_BYTES = 1536 * 2**20
+_LIMITS = ChildLimits(cpu_s=20.0, memory_bytes=1536 * 2**20)
 # What models see of a page at most; a letter's text is legible then.
 _PICTURE_SIDE = 1536
 _JPEG_QUALITY = 85
 # Longer than the child may compute, since others may keep it from computing.
-_WHOLE_S = 3 * CPU_S
+_WHOLE_S = 3 * _LIMITS.cpu_s
 MISSING = "PDFs are read by an extra that is not installed here: pip install 'localllm[pdf]'"
 
 
@@ -55,52 +54,43 @@ def installed() -> bool:
 def read(data: bytes, *, pictures: bool, whole_s: float = _WHOLE_S) -> Pdf:
     """What `data` holds; blocks for as long as that takes. `pictures`: of pages without text, where
     a model sees them."""
-    command = [
-        sys.executable,
-        "-m",
-        "localllm.conversation.pdf",
-        str(MOST_PICTURES if pictures else 0),
-    ]
+    child, until_s = LimitedChild("localllm.conversation.pdf", _LIMITS), time.monotonic() + whole_s
+    question = [base64.b64encode(data).decode(), MOST_PICTURES if pictures else 0]
     try:
-        done = subprocess.run(
-            command, input=data, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=whole_s
-        )
-    except subprocess.TimeoutExpired:
-        return Pdf(problem=f"the PDF could not be read within {whole_s:.0f} seconds")
-    except OSError as e:
-        return Pdf(problem=f"the PDF could not be read: {e.strerror or e}")
-    if done.returncode:
-        return Pdf(problem="the PDF is damaged, or takes too long or too much memory to read")
-    answer = json.loads(done.stdout)
-    if "problem" in answer:
-        return Pdf(problem=str(answer["problem"]))
-    return Pdf(
-        tuple(Page(page.get("text", ""), page.get("picture", "")) for page in answer["pages"])
-    )
+        pages = child.ask(question, wanted=lambda: time.monotonic() < until_s)
+    except RefusedError as e:
+        return Pdf(problem=e.message)
+    except ChildError as e:
+        if time.monotonic() >= until_s:
+            return Pdf(problem=f"the PDF could not be read within {whole_s:.0f} seconds")
+        return Pdf(problem=f"the PDF is damaged, or too much to read: {e.message}")
+    finally:
+        child.close()
+    return Pdf(tuple(Page(**page) for page in pages))
 
 
 # --- the child ------------------------------------------------------------------------------------
 
 
-def pages_of(data: bytes, pictures: int) -> dict[str, Any]:
+def pages_of(data: bytes, pictures: int) -> list[dict[str, str]]:
+    """Raises ValueError, saying why there are none."""
     import pypdfium2
 
     try:
         with pypdfium2.PdfDocument(data) as document:
             if len(document) > MOST_PAGES:
-                return {
-                    "problem": f"the PDF has {len(document)} pages, {MOST_PAGES} at most are read"
-                }
+                raise ValueError(
+                    f"the PDF has {len(document)} pages, {MOST_PAGES} at most are read"
+                )
             if not len(document):
-                return {"problem": "the PDF has no pages"}
+                raise ValueError("the PDF has no pages")
             return _read(document, pictures)
     except pypdfium2.PdfiumError as e:
-        if "password" in str(e).lower():
-            return {"problem": "the PDF wants a password"}
-        return {"problem": "the PDF is damaged"}
+        secret = "password" in str(e).lower()
+        raise ValueError(f"the PDF {'wants a password' if secret else 'is damaged'}") from e
 
 
-def _read(document: Any, pictures: int) -> dict[str, Any]:
+def _read(document: Any, pictures: int) -> list[dict[str, str]]:
     pages: list[dict[str, str]] = []
     chars = 0
     for page in document:
@@ -111,7 +101,7 @@ def _read(document: Any, pictures: int) -> dict[str, Any]:
         textpage.close()
         chars += len(text)
         if chars > MOST_CHARS:
-            return {"problem": f"the PDF has more than {MOST_CHARS} characters"}
+            raise ValueError(f"the PDF has more than {MOST_CHARS} characters")
         if text:
             pages.append({"text": text})
         elif pictures > 0:
@@ -120,7 +110,7 @@ def _read(document: Any, pictures: int) -> dict[str, Any]:
         else:
             pages.append({})
         page.close()
-    return {"pages": pages}
+    return pages
 
 
 def _picture(page: Any) -> str:
@@ -130,34 +120,5 @@ def _picture(page: Any) -> str:
     return base64.b64encode(made.getvalue()).decode()
 
 
-def _limit() -> None:
-    """Bound this process's memory and time, where the system can."""
-    try:
-        import resource
-    except ImportError:  # Windows: whoever waits for us bounds the time
-        return
-    for what, most in (
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_CPU, CPU_S),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        try:
-            resource.setrlimit(what, (most, most))
-        except (OSError, ValueError):  # macOS takes no limit of address space
-            pass
-
-
-def main() -> None:
-    data = sys.stdin.buffer.read()
-    _limit()
-    try:
-        answer = pages_of(data, int(sys.argv[1]))
-    except MemoryError:
-        answer = {"problem": "the PDF takes too much memory"}
-    except Exception as e:  # whatever a damaged file leads a library to
-        answer = {"problem": f"the PDF is damaged ({type(e).__name__})"}
-    sys.stdout.write(json.dumps(answer))
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda _: lambda question: pages_of(base64.b64decode(question[0]), question[1]))
