@@ -69,7 +69,7 @@ class JsonReader(CallReader):
     `end` closes the block (None: it is over when the arguments are).
     `names` limits calls to known functions, for formats whose opening could as well be an answer in
     JSON.
-    `within`: the opening itself is the beginning of the block.
+    `is_part`: the opening itself is the beginning of the block.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class JsonReader(CallReader):
         *,
         end: str | None,
         names: frozenset[str] | None = None,
-        within: bool = False,
+        is_part: bool = False,
     ) -> None:
         self._next = first
         self._first = first
         self._head, self._end, self._names = head, end, names
-        self._opening, self._held = ("", opening) if within else (opening, "")
+        self._opening, self._held = ("", opening) if is_part else (opening, "")
         self._scan: JsonEnd | None = None
 
     def feed(self, text: str) -> list[Delta]:

@@ -10,7 +10,7 @@ from localllm.conversation.tools.readers import json_block
 from localllm.conversation.tools.schemas import call_list
 
 
-def _behind(marker: str, closing: str, **facts: Any) -> ToolFormat:
+def _array(marker: str, closing: str, **facts: Any) -> ToolFormat:
     return ToolFormat(
         markers=(marker,),
         reader=json_block(closing),
@@ -21,7 +21,7 @@ def _behind(marker: str, closing: str, **facts: Any) -> ToolFormat:
 
 FORMATS = (
     # Between control tokens; the closing one may be missing at the end.
-    _behind(
+    _array(
         "<|tool_call|>",
         "<|/tool_call|>",
         name="phi",
@@ -31,7 +31,7 @@ FORMATS = (
         opening="<|tool_call|>",
     ),
     # Between text tags.
-    _behind(
+    _array(
         "<tool_calls>",
         "</tool_calls>",
         name="apriel",
@@ -39,5 +39,5 @@ FORMATS = (
         ambiguity=1,
         may_think=("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ),
-    _behind("<TOOLCALL>", "</TOOLCALL>", name="nemotron_v2", signs=("<TOOLCALL>",)),
+    _array("<TOOLCALL>", "</TOOLCALL>", name="nemotron_v2", signs=("<TOOLCALL>",)),
 )
