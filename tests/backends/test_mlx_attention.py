@@ -4,6 +4,7 @@ or moved before."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 
 from localllm_backends.mlx import backend_type
 from support.examples import examples
+
+if TYPE_CHECKING:
+    from localllm_backends.mlx.sequence_cache import SequenceCache
 
 pytestmark = [
     pytest.mark.mlx,
@@ -62,11 +66,37 @@ def expected(tokens: list[float], n: int, window: int | None) -> list[list[float
     return lines if window is None else [line[-window:] for line in lines]
 
 
-def write(line: object, numbers: list[float], window: int | None) -> list[list[float]]:
-    mask = line.make_mask(len(numbers), window_size=window)  # type: ignore[attr-defined]
-    keys, values = line.update_and_fetch(planes(numbers), planes(numbers))  # type: ignore[attr-defined]
+def line_of(window: int | None = None, n_layers: int = 1) -> SequenceCache:
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    from localllm_backends.mlx.attention import KvFormat
+    from localllm_backends.mlx.sequence_cache import Layout, SequenceCache
+
+    caches = [KVCache() if window is None else RotatingKVCache(window) for _ in range(n_layers)]
+    return SequenceCache(0, Layout(caches, KvFormat(), SLACK))
+
+
+def append(line: SequenceCache, keys: Any, values: Any) -> Any:
+    """What the tokens of these keys may attend to, in the first layer."""
+    n = keys.shape[2]
+    line.batch.make_room(n)
+    seen = [leaf.update_and_fetch(keys, values) for leaf in line.leaves]
+    line.batch.advance([n])
+    line.length += n
+    return seen[0]
+
+
+def write(line: SequenceCache, numbers: list[float], window: int | None) -> list[list[float]]:
+    mask = line.leaves[0].make_mask(len(numbers), window_size=window)
+    keys, values = append(line, planes(numbers), planes(numbers))
     assert np.array_equal(np.array(keys), np.array(values))
     return seen_by(keys, mask, len(numbers))
+
+
+def fork(line: SequenceCache) -> SequenceCache:
+    other = line_of()
+    line.fork_into(other, line.length)
+    return other
 
 
 @settings(max_examples=examples(60))
@@ -77,10 +107,8 @@ def write(line: object, numbers: list[float], window: int | None) -> list[list[f
     ),
 )
 def test_a_line_shows_what_it_should(window: int | None, moves: list[tuple[str, int]]) -> None:
-    from localllm_backends.mlx.attention import KvFormat, LineAttention
-
-    line, tokens = LineAttention(KvFormat(), window, SLACK), []
-    forks: list[tuple[LineAttention, list[float]]] = []
+    line, tokens = line_of(window), list[float]()
+    forks: list[tuple[SequenceCache, list[float]]] = []
     number = 0.0
     for what, n in moves:
         if what == "write":
@@ -92,11 +120,12 @@ def test_a_line_shows_what_it_should(window: int | None, moves: list[tuple[str, 
             keep = max(0, len(tokens) - n % (SLACK + 1))
             assert line.holds(keep)
             tokens = tokens[:keep]
-            line.offset = keep
+            line.length = keep
+            line.place(keep)
         elif what == "fork":
-            forks.append((line.fork(), list(tokens)))
-    for fork, held in forks:
-        assert write(fork, [-1.0, -2.0], window) == expected([*held, -1.0, -2.0], 2, window)
+            forks.append((fork(line), list(tokens)))
+    for other, held in forks:
+        assert write(other, [-1.0, -2.0], window) == expected([*held, -1.0, -2.0], 2, window)
     assert write(line, [-3.0], window) == expected([*tokens, -3.0], 1, window)
 
 
@@ -120,8 +149,7 @@ def test_rows_of_a_batch_grow_and_shrink_by_themselves(
     held: list[list[float]] = []
     for i, (line, n) in enumerate(zip(lines, lengths, strict=True)):
         held.append([1000.0 * (i + 1) + t for t in range(n)])
-        write(line.leaves[0], held[i], window)
-        line.length = n
+        write(line, held[i], window)
     batch = SequenceBatch(layout)
     batch.hold(lines)
     number = 0.0
@@ -143,51 +171,47 @@ def test_rows_of_a_batch_grow_and_shrink_by_themselves(
             assert got == expected([*held[i], *new[i]], width, window)
             held[i] = [*held[i], *new[i][: accepted[i]]]
         batch.advance(accepted)
-    batch.extract(lines[0])
-    assert write(lines[0].leaves[0], [-1.0], window) == expected([*held[0], -1.0], 1, window)
+    lines[0].leave_batch()
+    assert write(lines[0], [-1.0], window) == expected([*held[0], -1.0], 1, window)
 
 
 def test_two_lines_share_buffers_until_one_writes() -> None:
     import mlx.core as mx
 
-    from localllm_backends.mlx.attention import KvFormat, LineAttention
-
-    line = LineAttention(KvFormat())
+    line = line_of()
     big = mx.ones((1, 8, 4096, 64))
-    line.update_and_fetch(big, big)
-    mx.eval(line.planes)
+    append(line, big, big)
+    mx.eval(line.leaves[0].planes)
     del big
     before = mx.get_active_memory()
-    other = line.fork()
-    mx.eval(other.planes)
-    assert mx.get_active_memory() - before < line.nbytes // 100
+    other = fork(line)
+    mx.eval(other.leaves[0].planes)
+    assert mx.get_active_memory() - before < line.leaves[0].nbytes // 100
     one = mx.ones((1, 8, 1, 64))
-    other.offset -= 1
-    other.update_and_fetch(2 * one, 2 * one)
-    mx.eval(other.planes)
-    assert mx.get_active_memory() - before >= line.nbytes
-    assert float(line.planes[0][0, 0, 4095, 0]) == 1.0  # type: ignore[index]
-    assert float(other.planes[0][0, 0, 4095, 0]) == 2.0  # type: ignore[index]
+    other.place(4095)
+    append(other, 2 * one, 2 * one)
+    mx.eval(other.leaves[0].planes)
+    assert mx.get_active_memory() - before >= line.leaves[0].nbytes
+    assert float(line.leaves[0].planes[0][0, 0, 4095, 0]) == 1.0
+    assert float(other.leaves[0].planes[0][0, 0, 4095, 0]) == 2.0
 
 
 def test_growing_writes_in_place_between_blocks() -> None:
     """A step must not copy the whole memory: the active memory's peak stays near what is held."""
     import mlx.core as mx
 
-    from localllm_backends.mlx.attention import KvFormat, LineAttention
-
-    line = LineAttention(KvFormat())
+    line = line_of()
     big = mx.ones((1, 8, 4000, 64))
-    line.update_and_fetch(big, big)
-    mx.eval(line.planes)
+    append(line, big, big)
+    mx.eval(line.leaves[0].planes)
     del big
     one = mx.ones((1, 8, 1, 64))
     mx.eval(one)
     held = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(20):
-        mx.eval(line.update_and_fetch(one, one))
-    assert mx.get_peak_memory() - held < line.nbytes // 2
+        mx.eval(append(line, one, one))
+    assert mx.get_peak_memory() - held < line.leaves[0].nbytes // 2
 
 
 def test_layers_grow_in_different_steps() -> None:
@@ -203,9 +227,7 @@ def test_layers_grow_in_different_steps() -> None:
     for _ in range(30):
         before = [leaf.slots for leaf in lines[0].leaves]
         for line in lines:
-            for leaf in line.leaves:
-                write(leaf, [1.0] * 32, None)
-            line.length += 32
+            append(line, planes([1.0] * 32), planes([1.0] * 32))
         now = [
             a != b for a, b in zip(before, [leaf.slots for leaf in lines[0].leaves], strict=True)
         ]
@@ -238,28 +260,27 @@ def test_blocks_written_are_there_whatever_comes_between(actions: list[tuple[str
     them."""
     import mlx.core as mx
 
-    from localllm_backends.mlx.attention import KvFormat, LineAttention
-
-    line, held, token = LineAttention(KvFormat()), list[float](), 0.0
+    line, held, token = line_of(), list[float](), 0.0
     for action, n in actions:
         new = [token + i for i in range(n)]
         if action == "write":
             token += n
             block = mx.array(new)[None, None, :, None]
-            line.write([block, -block], len(held))
+            line.leaves[0].write([block, -block], len(held))
             held += new
+            line.continue_at(len(held))
         elif action == "step":
             token += 1
-            line.update_and_fetch(mx.full((1, 1, 1, 1), token), mx.full((1, 1, 1, 1), -token))
+            append(line, mx.full((1, 1, 1, 1), token), mx.full((1, 1, 1, 1), -token))
             held.append(token)
         elif action == "cut":
             held = held[: max(0, len(held) - n)]
-            line.offset = len(held)
+            line.continue_at(len(held))
         else:
-            line = line.fork()
-        assert line.offset - line.start == len(held)
+            line = fork(line)
+        assert line.leaves[0].offset == len(held)
     if held:
-        keys, values = line.read_used()
+        keys, values = line.leaves[0].row(0)
         assert keys.flatten().tolist() == held
         assert (-values).flatten().tolist() == held
 
@@ -269,16 +290,16 @@ def test_many_blocks_are_copied_once() -> None:
     and again."""
     import mlx.core as mx
 
-    from localllm_backends.mlx.attention import KvFormat, LineAttention
-
-    line = LineAttention(KvFormat())
+    line = line_of()
+    [leaf] = line.leaves
     blocks = [mx.ones((1, 8, 512, 64)) for _ in range(4)]
     mx.eval(blocks)
     before = mx.get_active_memory()
     for i, block in enumerate(blocks):
-        line.write([block, block], 512 * i)
+        leaf.write([block, block], 512 * i)
+        line.continue_at(512 * (i + 1))
         assert mx.get_active_memory() - before < block.nbytes // 100
-        assert line.nbytes == 2 * sum(b.nbytes for b in blocks[: i + 1])
+        assert leaf.nbytes == 2 * sum(b.nbytes for b in blocks[: i + 1])
     one = mx.ones((1, 8, 1, 64))
-    mx.eval(line.update_and_fetch(one, one))
-    assert line.slots < 2048 + 512
+    mx.eval(append(line, one, one))
+    assert leaf.slots < 2048 + 512

@@ -1,13 +1,12 @@
-"""Keys and values of one layer, for one sequence (`LineAttention`) or for the rows of a batch
-(`BatchAttention`).
+"""Keys and values of one layer, for the rows of a batch (`Attention`); a line alone is one row.
 
-Both satisfy mlx-lm's cache protocol (update_and_fetch, offset, make_mask, keys, values;
-mlx_lm/models/cache.py) and differ from its own classes in three ways that the contract needs.
+It satisfies mlx-lm's cache protocol (update_and_fetch, offset, make_mask, keys, values;
+mlx_lm/models/cache.py) and differs from its own classes in three ways that the contract needs.
 Positions are host integers apart from the buffers, so taking tokens back is a subtraction: what
-stands behind a row's end is never seen and is overwritten. BatchOffsets begin at the buffer's left
-edge and may end anywhere, so each row can grow and shrink by itself. A sliding window is a plain
-buffer whose front is cut off now and then, instead of a ring, so the last tokens can be taken back
-there too.
+stands behind a row's end is never seen and is overwritten. Rows begin at the buffer's left edge and
+may end anywhere, so each row can grow and shrink by itself. A sliding window is a plain buffer
+whose front is cut off now and then, instead of a ring, so the last tokens can be taken back there
+too.
 
 Every buffer ("plane") is [rows, heads, slots, width]; plain memory has two planes, quantised memory
 six.
@@ -15,7 +14,7 @@ six.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,7 +23,6 @@ import mlx.core as mx
 # Slots are added in blocks of this many, as mlx-lm does: growing copies the buffer.
 BLOCK_TOKENS = 256
 _PHASES = 4
-_UNQUANTISED_PLANES = 2
 
 
 def rounded(slots: int, phase: int = 0) -> int:
@@ -55,87 +53,98 @@ class KvFormat:
         )
 
 
-class _Attention:
-    """What a model sees of either kind. `bits` and `group_size` exist only on quantised memory:
-    mlx-lm asks for them with hasattr (mlx_lm/models/base.py, scaled_dot_product_attention)."""
+class RowOffsets:
+    """Where each row of a batch stands, shared by all layers of one window: counted once per step,
+    not per layer."""
 
-    planes: list[Any] | None
+    def __init__(self, window: int | None, n_rows: int) -> None:
+        self.window = window
+        self.offsets = [0] * n_rows
+        self.starts = [0] * n_rows
+        # New tokens see each other, not only those before them.
+        self.sees_ahead = False
+        self._step: tuple[tuple[int, ...], dict[Any, Any]] = ((), {})
 
-    def __init__(self, form: KvFormat, window: int | None, phase: int) -> None:
-        self.form, self.window = form, window
+    def used(self) -> list[int]:
+        return [o - s for o, s in zip(self.offsets, self.starts, strict=True)]
+
+    def holds(self, row: int, n_tokens: int) -> bool:
+        """Can position `n_tokens` of that row be computed next: is everything its attention sees
+        still here?"""
+        return self.window is None or self.starts[row] <= max(0, n_tokens - self.window + 1)
+
+    def _once(self, name: str, make: Callable[..., Any], *arguments: Any) -> Any:
+        """What `make` makes of `arguments`, for all layers of a step."""
+        at = (*self.offsets, *self.starts, self.sees_ahead)
+        if self._step[0] != at:
+            self._step = (at, {})
+        memo, key = self._step[1], (name, *arguments)
+        if key not in memo:
+            memo[key] = make(*arguments)
+        return memo[key]
+
+    def offset(self, ahead: int = 0) -> Any:
+        """Absolute positions of the next tokens, `ahead` tokens further on: int32 [rows], an int
+        for one row."""
+        if len(self.offsets) == 1:
+            return self.offsets[0] + ahead
+        return self._once("offset", self._offset, ahead)
+
+    def _offset(self, ahead: int) -> Any:
+        return mx.array([o + ahead for o in self.offsets], dtype=mx.int32)
+
+    def index(self, n: int) -> Any:
+        """Slots the next `n` tokens of every row go to, int32 [rows, 1, n, 1]; an int when it is
+        the same slot."""
+        used = self.used()
+        return used[0] if len(set(used)) == 1 else self._once("index", self._index, n)
+
+    def _index(self, n: int) -> Any:
+        slots = mx.array(self.used(), dtype=mx.int32)[:, None] + mx.arange(n, dtype=mx.int32)
+        return slots[:, None, :, None]
+
+    def span(self, n: int) -> tuple[int, int]:
+        """The slots [first, last) that any of the next `n` tokens of any row may attend to."""
+        used = self.used()
+        first = 0 if self.window is None else max(0, min(used) + 1 - self.window)
+        return first, max(used) + n
+
+    def mask(self, n: int, window: int | None, return_array: bool) -> Any:
+        """The mask for `n` new tokens in every row: None, "causal", or a boolean array
+        [rows, 1, n, seen]."""
+        return self._once("mask", self._mask, n, window or self.window, return_array)
+
+    def _mask(self, n: int, window: int | None, return_array: bool) -> Any:
+        used = self.used()
+        first, last = self.span(n)
+        if window is not None and last - first <= window:
+            window = None
+        if window is None and len(set(used)) == 1 and (n == 1 or not return_array):
+            return None if n == 1 or self.sees_ahead else "causal"
+        queries = mx.array(used)[:, None, None, None] + mx.arange(n)[None, None, :, None]
+        slots = mx.arange(first, last)[None, None, None]
+        mask = (slots <= queries) | self.sees_ahead
+        return mask if window is None else mask & (slots > queries - window)
+
+
+class Attention:
+    """Keys and values of one layer, for the rows of a batch. Row positions are in `rows`; the
+    batch moves them after each call. `bits` and `group_size` exist only on quantised memory: mlx-lm
+    asks for them with hasattr (mlx_lm/models/base.py, scaled_dot_product_attention)."""
+
+    def __init__(self, form: KvFormat, rows: RowOffsets, phase: int = 0) -> None:
+        self.form, self.rows = form, rows
         # The layers of one window are cut at the same slot.
-        self.phase = phase if window is None else 0
+        self.phase = phase if rows.window is None else 0
+        self.written = 0
         self.planes = None
         if form.bits:
             self.bits, self.group_size = form.bits, form.group_size
 
     @property
-    def slots(self) -> int:
-        return 0 if self.planes is None else int(self.planes[0].shape[2])
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.planes is None else sum(int(p.nbytes) for p in self.planes)
-
-    def _half(self, which: int) -> Any:
-        if self.planes is None:
-            return None
-        if not self.form.bits:
-            return self.planes[which]
-        return tuple(self.planes[3 * which : 3 * which + 3])
-
-    def _set_half(self, which: int, value: Any) -> None:
-        assert self.planes is not None
-        if self.form.bits:
-            self.planes[3 * which : 3 * which + 3] = value
-        else:
-            self.planes[which] = value
-
-    keys = property(lambda self: self._half(0), lambda self, value: self._set_half(0, value))
-    values = property(lambda self: self._half(1), lambda self, value: self._set_half(1, value))
-
-    def _seen(self, first: int, last: int) -> tuple[Any, Any]:
-        """Slots [first, last) as the (keys, values) that attention takes."""
-        assert self.planes is not None
-        if first == 0 and last == self.slots:
-            seen: Sequence[Any] = self.planes
-        else:
-            seen = [p[..., first:last, :] for p in self.planes]
-        if len(seen) == _UNQUANTISED_PLANES:
-            return seen[0], seen[1]
-        return tuple(seen[:3]), tuple(seen[3:])
-
-    def _grow(self, used: int, slots: int, like: Sequence[Any], drop: int = 0) -> None:
-        """Make room for `slots`; the slots [drop, used) move to the front of the new buffers."""
-        wider = rounded(slots, self.phase)
-        grown = []
-        for i, piece in enumerate(like):
-            rows, heads, _, width = piece.shape
-            held = (
-                [] if self.planes is None or used == drop else [self.planes[i][..., drop:used, :]]
-            )
-            room = mx.zeros((rows, heads, wider - (used - drop), width), dtype=piece.dtype)
-            grown.append(mx.concatenate([*held, room], axis=2) if held else room)
-        self.planes = grown
-
-
-class LineAttention(_Attention):
-    """One sequence: the thin path, a slice written and a slice read per step, as mlx-lm's own
-    KVCache does it."""
-
-    def __init__(
-        self, form: KvFormat, window: int | None = None, slack: int = 0, phase: int = 0
-    ) -> None:
-        super().__init__(form, window, phase)
-        self.offset = 0
-        self.start = 0
-        # New tokens see each other, not only those before them.
-        self.sees_ahead = False
-        self._slack = slack
-
-    @property
-    def nbytes(self) -> int:
-        return sum(int(p.nbytes) for p in chain(self._planes or (), *self._tail))
+    def offset(self) -> Any:
+        """Position of each row's next token, int32 [rows]; an int for one row."""
+        return self.rows.offset(self.written)
 
     @property
     def planes(self) -> list[Any] | None:
@@ -149,219 +158,107 @@ class LineAttention(_Attention):
         self._tail: list[list[Any]] = []
         self._tail_end = 0
 
-    def _join(self, n: int) -> None:
-        """Copy what `write` was given into the buffers, all in one go, and leave room for `n` more
-        tokens."""
-        tail, self._tail = self._tail, []
-        # Not where the line ends: it may have been cut since.
-        end = self._tail_end
-        before = end - sum(int(pieces[0].shape[2]) for pieces in tail)
-        if self._planes is not None and end + n <= self.slots:
-            for pieces in tail:
-                stop = before + int(pieces[0].shape[2])
-                for plane, piece in zip(self._planes, pieces, strict=True):
-                    plane[..., before:stop, :] = piece
-                before = stop
-            return
-        slots = rounded(end + n, self.phase)
-        joined = []
-        for i, piece in enumerate(tail[0]):
-            rows, heads, _, width = piece.shape
-            held = [self._planes[i][..., :before, :]] if self._planes is not None and before else []
-            room = mx.zeros((rows, heads, slots - end, width), dtype=piece.dtype)
-            joined.append(mx.concatenate([*held, *(pieces[i] for pieces in tail), room], axis=2))
-        self._planes = joined
-
-    def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Append; returns everything the new tokens may attend to."""
-        new = self.form.planes(keys, values)
-        n = int(keys.shape[2])
-        if self._tail:
-            self._join(n)
-        used = self.offset - self.start
-        if self.planes is None or used + n > self.slots:
-            drop = 0 if self.window is None else max(0, used - (self.window - 1 + self._slack))
-            self._grow(used, used - drop + n, new, drop)
-            self.start += drop
-            used -= drop
-        assert self.planes is not None
-        for plane, piece in zip(self.planes, new, strict=True):
-            plane[..., used : used + n, :] = piece
-        self.offset += n
-        return self._seen(self._first(used + n, n), used + n)
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """What the last token attends to (models that share one layer's memory read it so)."""
-        used = self.offset - self.start
-        return self._seen(self._first(used, 1), used)
-
-    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The mask for `n` new tokens: None, "causal", or a boolean array [n, seen]."""
-        used = self.offset - self.start + n
-        seen = used - self._first(used, n)
-        window = window_size or self.window
-        if window is not None and seen <= window:
-            window = None
-        if window is None and not (return_array and n > 1):
-            return None if n == 1 or self.sees_ahead else "causal"
-        queries = mx.arange(seen - n, seen)[:, None]
-        slots = mx.arange(seen)[None]
-        mask = (slots <= queries) | self.sees_ahead
-        return mask if window is None else mask & (slots > queries - window)
-
-    def _first(self, used: int, n: int) -> int:
-        """The first slot any of the last `n` of `used` tokens attends to."""
-        return 0 if self.window is None else max(0, used - (self.window + n - 1))
-
-    def holds(self, n_tokens: int) -> bool:
-        """Can position `n_tokens` be computed next: is everything its attention sees still here?"""
-        return self.window is None or self.start <= max(0, n_tokens - self.window + 1)
-
-    def fork(self) -> LineAttention:
-        """Another line over the same buffers. MLX arrays never change: the first to write gets its
-        own copy."""
-        other = LineAttention(self.form, self.window, self._slack, self.phase)
-        other.offset, other.start = self.offset, self.start
-        # `[...]` makes a second handle; assigning into one handle leaves the other with the old
-        # contents.
-        other.planes = None if self.planes is None else [p[...] for p in self.planes]
-        return other
-
-    def read_used(self) -> list[Any]:
-        """The slots in use of every plane, as views."""
-        assert self.planes is not None
-        return [p[..., : self.offset - self.start, :] for p in self.planes]
-
-    def write(self, pieces: Sequence[Any], position: int) -> None:
-        """Append `pieces`, whose first token stands at absolute `position`; an empty line may start
-        anywhere. They are copied into the buffers when those are asked for: a prefix of many blocks
-        is then copied once."""
-        if self.offset == 0:
-            self.start, self.offset, self.planes = position, position, None
-        used = self.offset - self.start
-        if self._tail and used != self._tail_end:
-            self._join(0)
-        self._tail.append(list(pieces))
-        self._tail_end = used + int(pieces[0].shape[2])
-        self.offset += int(pieces[0].shape[2])
-
-
-class BatchOffsets:
-    """Where each row of a batch stands, shared by all layers of one window: counted once per step,
-    not per layer."""
-
-    def __init__(self, window: int | None) -> None:
-        self.window = window
-        self.offsets: list[int] = []
-        self.starts: list[int] = []
-        self._step: tuple[tuple[int, ...], dict[Any, Any]] = ((), {})
-
-    def used(self) -> list[int]:
-        return [o - s for o, s in zip(self.offsets, self.starts, strict=True)]
-
-    def _memo(self) -> dict[Any, Any]:
-        key = (*self.offsets, *self.starts)
-        if self._step[0] != key:
-            self._step = (key, {})
-        return self._step[1]
-
-    def offset(self, ahead: int = 0) -> Any:
-        """Absolute positions of the next tokens, int32 [rows]; `ahead` tokens further on."""
-        memo = self._memo()
-        if ("offset", ahead) not in memo:
-            memo["offset", ahead] = mx.array([o + ahead for o in self.offsets], dtype=mx.int32)
-        return memo["offset", ahead]
-
-    def index(self, n: int) -> Any:
-        """Slots the next `n` tokens of every row go to, int32 [rows, 1, n, 1]; an int when it is
-        the same slot."""
-        memo = self._memo()
-        if ("index", n) not in memo:
-            used = self.used()
-            if len(set(used)) == 1:
-                memo["index", n] = used[0]
-            else:
-                slots = mx.array(used, dtype=mx.int32)[:, None] + mx.arange(n, dtype=mx.int32)
-                memo["index", n] = slots[:, None, :, None]
-        return memo["index", n]
-
-    def span(self, n: int) -> tuple[int, int]:
-        """The slots [first, last) that any of the next `n` tokens of any row may attend to."""
-        used = self.used()
-        first = 0 if self.window is None else max(0, min(used) + 1 - self.window)
-        return first, max(used) + n
-
-    def mask(self, n: int, window: int | None, return_array: bool) -> Any:
-        """Boolean mask [rows, 1, n, seen]; None where every row sees everything."""
-        memo = self._memo()
-        key = ("mask", n, window, return_array)
-        if key not in memo:
-            memo[key] = self._mask(n, window or self.window, return_array)
-        return memo[key]
-
-    def _mask(self, n: int, window: int | None, return_array: bool) -> Any:
-        used = self.used()
-        first, last = self.span(n)
-        if window is not None and last - first <= window:
-            window = None
-        if n == 1 and len(set(used)) == 1 and window is None and not return_array:
-            return None
-        queries = (
-            mx.array(used, dtype=mx.int32)[:, None, None, None] + mx.arange(n)[None, None, :, None]
-        )
-        slots = mx.arange(first, last)[None, None, None]
-        mask = slots <= queries
-        return mask if window is None else mask & (slots > queries - window)
-
-
-class BatchAttention(_Attention):
-    """The rows of a batch in one set of buffers. Row positions are in `rows`; the batch moves them
-    after each call."""
-
-    def __init__(self, form: KvFormat, rows: BatchOffsets, phase: int = 0) -> None:
-        super().__init__(form, rows.window, phase)
-        self.rows = rows
-        self.written = 0
+    @property
+    def slots(self) -> int:
+        return 0 if self.planes is None else int(self.planes[0].shape[2])
 
     @property
-    def offset(self) -> Any:
-        """Position of each row's next token, int32 [rows]."""
-        return self.rows.offset(self.written)
+    def nbytes(self) -> int:
+        return sum(int(p.nbytes) for p in chain(self._planes or (), *self._tail))
+
+    def _halves(self, planes: Sequence[Any]) -> tuple[Any, Any]:
+        """Planes as the (keys, values) that attention takes."""
+        if self.form.bits:
+            return tuple(planes[:3]), tuple(planes[3:])
+        return planes[0], planes[1]
+
+    def _half(self, which: int) -> Any:
+        return None if self.planes is None else self._halves(self.planes)[which]
+
+    def _set_half(self, which: int, value: Any) -> None:
+        assert self.planes is not None
+        n = len(self.planes) // 2
+        self.planes[n * which : n * which + n] = value if self.form.bits else [value]
+
+    keys = property(lambda self: self._half(0), lambda self, value: self._set_half(0, value))
+    values = property(lambda self: self._half(1), lambda self, value: self._set_half(1, value))
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask for `n` new tokens in every row."""
         return self.rows.mask(n, window_size, return_array)
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Append to every row; returns the slots any row may attend to (the mask says which)."""
-        assert self.planes is not None
+        """Append to every row, which has room; returns the slots any row may attend to (the mask
+        says which)."""
+        new = self.form.planes(keys, values)
         n = int(keys.shape[2])
         index = self.rows.index(n)
-        for i, piece in enumerate(self.form.planes(keys, values)):
-            if isinstance(index, int):
-                self.planes[i][..., index : index + n, :] = piece
-            else:
-                self.planes[i] = mx.put_along_axis(self.planes[i], index, piece, axis=2)
+        if self.planes is None:
+            self.write(new, 0)
+            self._join(0)
+        elif isinstance(index, int):
+            for plane, piece in zip(self.planes, new, strict=True):
+                plane[..., index : index + n, :] = piece
+        else:
+            self.planes = [
+                mx.put_along_axis(plane, index, piece, axis=2)
+                for plane, piece in zip(self.planes, new, strict=True)
+            ]
         self.written = n
-        return self._seen(*self.rows.span(n))
+        return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What the last written tokens attend to."""
-        return self._seen(*self.rows.span(self.written))
+        """What the last written tokens attend to (models that share one layer's memory read it
+        so)."""
+        assert self.planes is not None
+        first, last = self.rows.span(self.written)
+        return self._halves([p[..., first:last, :] for p in self.planes])
 
-    def make_room(self, n: int) -> None:
-        """Room for `n` more tokens in every row."""
-        used = max(self.rows.used())
+    def write(self, pieces: Sequence[Any], slot: int) -> None:
+        """Let `pieces` stand from that slot on. They are copied into the buffers when those are
+        asked for: a prefix of many blocks is then copied once."""
+        if self._tail and slot != self._tail_end:
+            self._join(0)
+        self._tail.append(list(pieces))
+        self._tail_end = slot + int(pieces[0].shape[2])
+
+    def _join(self, n: int) -> None:
+        """Copy what `write` was given into buffers, all in one go, and leave room for `n` more
+        tokens."""
+        tail, self._tail = self._tail, []
+        # Not where the line ends: it may have been cut since.
+        end = self._tail_end
+        before = end - sum(int(pieces[0].shape[2]) for pieces in tail)
+        self._rebuild(before, tail, rounded(end + n, self.phase))
+
+    def _rebuild(self, n_kept: int, tail: Sequence[Sequence[Any]], slots: int) -> None:
+        """Buffers of so many slots: the first `n_kept` of those that are, then `tail`."""
+        rebuilt = []
+        for i, like in enumerate(tail[0] if tail else self._planes or ()):
+            rows, heads, _, width = like.shape
+            held = [self._planes[i][..., :n_kept, :]] if self._planes and n_kept else []
+            held += [pieces[i] for pieces in tail]
+            n_free = slots - sum(int(piece.shape[2]) for piece in held)
+            room = mx.zeros((rows, heads, n_free, width), dtype=like.dtype)
+            rebuilt.append(mx.concatenate([*held, room], axis=2))
+        self._planes = rebuilt
+
+    def make_room(self, used: int, n: int) -> None:
+        """Room for `n` more tokens in every row, behind the `used` slots of the longest."""
+        if self._tail:
+            self._join(n)
         if self.planes is not None and used + n > self.slots:
-            self._grow(min(used, self.slots), used + n, self.planes)
+            self._rebuild(min(used, self.slots), (), rounded(used + n, self.phase))
 
-    def shift(self, drops: Sequence[int]) -> None:
+    def drop_front(self, drops: Sequence[int]) -> None:
         """Cut `drops[i]` slots off the front of row i."""
         assert self.planes is not None
-        slots = self.slots
-        index = mx.minimum(mx.arange(slots)[None, :] + mx.array(list(drops))[:, None], slots - 1)[
-            :, None, :, None
-        ]
+        if len(set(drops)) == 1:
+            self.planes = [p[..., drops[0] :, :] for p in self.planes]
+            return
+        last = self.slots - 1
+        index = mx.minimum(mx.arange(last + 1)[None] + mx.array(list(drops))[:, None], last)
+        index = index[:, None, :, None]
         self.planes = [mx.take_along_axis(p, index, axis=2) for p in self.planes]
 
     def row(self, i: int) -> list[Any]:
@@ -370,9 +267,16 @@ class BatchAttention(_Attention):
         used = self.rows.used()[i]
         return [p[i : i + 1, :, :used, :] for p in self.planes]
 
-    def fill(self, rows: Sequence[Sequence[Any]], slots: int) -> None:
-        """Become the batch of `rows` (each a list of planes [1, heads, used, width])."""
-        slots = rounded(slots, self.phase)
+    def share(self, other: Attention) -> None:
+        """Have `other`'s buffers. MLX arrays never change: the first to write gets its own copy."""
+        # `[...]` makes a second handle; assigning into one handle leaves the other with the old
+        # contents.
+        self.planes = None if other.planes is None else [p[...] for p in other.planes]
+
+    def fill(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Become the batch of `rows` (each a list of planes [1, heads, used, width]), with room for
+        a token more."""
+        slots = rounded(max(int(pieces[0].shape[2]) for pieces in rows) + 1, self.phase)
         stacked = []
         for pieces in zip(*rows, strict=True):
             _, heads, _, width = pieces[0].shape

@@ -28,7 +28,6 @@ from localllm_backends.contract import (
 from localllm_backends.fingerprints import under_adapters
 from localllm_backends.following import with_heads, without_heads
 from localllm_backends.mlx import backend_type, memory
-from localllm_backends.mlx.attention import LineAttention
 from localllm_backends.mlx.files import fingerprint, kv_meaning
 from localllm_backends.mlx.kv_export import KvExport
 from localllm_backends.mlx.mtp import MlxHeads, MtpModule
@@ -194,7 +193,7 @@ class MlxBackend(OwnedBackend):
         what stays."""
         self.stepper.undo_ahead_of(line)
         line.leave_batch()
-        line.restore(undo.state)
+        line.batch.restore(undo.state)
         line.replay = undo.tokens[: n_tokens - undo.length]
         line.length = n_tokens
         line.place(line.computed)
@@ -339,17 +338,13 @@ class MlxBackend(OwnedBackend):
 
     def memory(self) -> MemoryReport:
         kv = state = 0
-        lines = {id(line.buffers): line for line in self._lines.values()}
-        holders: list[list[Any]] = [line.leaves for line in lines.values() if line.batch is None]
-        holders.append(self.stepper.batch.leaves)
-        if self._heads is not None:
-            holders.append(self._heads.leaves)
-        for leaves in holders:
-            for leaf in leaves:
-                if hasattr(leaf, "planes"):
-                    kv += int(leaf.nbytes)
-                else:
-                    state += sum(int(a.nbytes) for a in leaf.cache if a is not None)
+        lines = [*self._lines.values(), *(self._heads.lines if self._heads is not None else ())]
+        batches = {id(batch.buffers): batch for batch in [line.batch for line in lines]}
+        for leaf in chain.from_iterable(batch.leaves for batch in batches.values()):
+            if hasattr(leaf, "planes"):
+                kv += int(leaf.nbytes)
+            else:
+                state += sum(int(a.nbytes) for a in leaf.cache if a is not None)
         for line in self._lines.values():
             if line.undo is not None:
                 state += sum(
@@ -370,12 +365,8 @@ class MlxBackend(OwnedBackend):
         begun = self.stepper.ahead
         ahead = {id(line) for line in begun.lines} if begun else set()
         for line in self._lines.values():
-            if line.batch is None and not line.broken:
-                for leaf in line.leaves:
-                    if isinstance(leaf, LineAttention):
-                        assert leaf.offset - line.computed in (
-                            (0, 1) if id(line) in ahead else (0,)
-                        ), "a line moved"
+            stands = {rows.offsets[line.row] - line.computed for rows in line.batch.rows.values()}
+            assert line.broken or stands <= {0, int(id(line) in ahead)}, "a line moved"
 
     def close(self) -> None:
         if self.stepper.model is None:

@@ -74,10 +74,11 @@ class EmbeddingReader:
         if self._places is not None:
             self.places, self._places = self._places[..., :n], self._places[..., n:]
         for leaf in cache if self._ahead else ():
-            leaf.sees_ahead = self._ahead == "everywhere" or leaf.window is not None
+            rows = leaf.rows
+            rows.sees_ahead = self._ahead == "everywhere" or rows.window is not None
         logits = self._model(ids, cache=cache, input_embeddings=now)
         for leaf in cache if self._ahead else ():
-            leaf.sees_ahead = False
+            leaf.rows.sees_ahead = False
         self.clear()
         self._rows = later if later.shape[1] else None
         return logits

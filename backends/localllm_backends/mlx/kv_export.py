@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from localllm_backends.contract import BackendFailure, CannotRewindError
-from localllm_backends.mlx.attention import LineAttention
+from localllm_backends.mlx.attention import Attention
 from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, arrays_of
 from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import Stepper
@@ -194,12 +194,13 @@ class KvExport:
         if pieces:
             for i, part in zip(self._kept, block.parts, strict=True):
                 line.leaves[i].write(
-                    [a[:, :, start - block.start : stop - block.start] for a in part.arrays], start
+                    [a[:, :, start - block.start : stop - block.start] for a in part.arrays],
+                    start - line.start_of(i),
                 )
             # Until their state comes.
             for leaf in [line.leaves[i] for i in self._state]:
-                if isinstance(leaf, LineAttention):
-                    leaf.planes, leaf.start, leaf.offset = None, stop, stop
+                if isinstance(leaf, Attention):
+                    leaf.planes, leaf.rows.starts = None, [stop]
         else:
             self._fill(line, range(len(line.leaves)), block)
             # A line that can be cut comes in many blocks: its buffers are made when the last one is
@@ -224,8 +225,6 @@ class KvExport:
         and give it that."""
         self.stepper.undo_ahead_of(line)
         line.leave_batch()
-        for i in self._kept:
-            line.leaves[i].offset = block.stop
         self._fill(line, self._state, block)
         line.continue_at(block.stop)
 
@@ -256,23 +255,23 @@ class KvExport:
     def _fill(self, line: SequenceCache, which: Sequence[int], block: Blob) -> None:
         for i, part in zip(which, block.parts, strict=True):
             leaf = line.leaves[i]
-            if isinstance(leaf, LineAttention):
-                leaf.offset = 0
-                leaf.write(part.arrays, part.position)
+            if isinstance(leaf, Attention):
+                leaf.planes, leaf.rows.starts = None, [part.position]
+                leaf.write(part.arrays, 0)
             else:
                 leaf.cache = list(part.arrays)
 
     def _check(self, block: Blob, which: Sequence[int]) -> None:
         """The block's arrays are such as this model makes for the leaves of those numbers."""
         fits = len(block.parts) == len(which)
+        starts: dict[int | None, int] = {}
         for part, i in zip(block.parts, which, strict=False):
-            slots = self.shapes.slots[i]
-            fits = fits and _same_arrays(
-                part.arrays, self.shapes.leaves[i], axis=2 if slots else None
-            )
-            tokens = {int(a.shape[2]) for a in part.arrays} if slots and fits else set()
-            fits = fits and (
-                not slots or (len(tokens) == 1 and part.position + next(iter(tokens)) == block.stop)
-            )
+            arrays, slots = self.shapes.leaves[i], self.shapes.slots[i]
+            fits = fits and _same_arrays(part.arrays, arrays, axis=2 if slots else None)
+            if slots and fits:
+                # Layers of one window begin at one place.
+                start = starts.setdefault(self.shapes.windows[i], part.position)
+                tokens = {int(a.shape[2]) for a in part.arrays}
+                fits = start == part.position and tokens == {block.stop - start}
         if not fits:
             raise BackendFailure("this KV block holds arrays of another shape than this model's")

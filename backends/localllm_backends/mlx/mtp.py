@@ -277,25 +277,26 @@ class MlxHeads(FollowingHeads[HiddenRow]):
             for k, t in enumerate(tokens)
             if lines[k].start_of(0) < lines[k].length and len(t) <= WHOLE_TOKENS
         ]
+        groups = [[k] for k in range(len(lines)) if k not in together]
+        groups += [together] if together else []
         made: dict[int, Any] = {}
-        if len(together) > 1:
-            order, ids = self._batch.gather(
-                [lines[k] for k in together], [tokens[k] for k in together]
-            )
-            at = [together[i] for i in order]
+        for which in groups:
+            batch = self._batch
+            if len(which) == 1:
+                lines[which[0]].leave_batch()
+                batch = lines[which[0]].batch
+            order, ids = batch.gather([lines[k] for k in which], [tokens[k] for k in which])
+            at = [which[i] for i in order]
             longest = int(ids.shape[1])
             padded = mx.stack(
                 [mx.pad(rows[k], [(0, longest - len(tokens[k])), (0, 0)]) for k in at]
             )
-            hidden = self._module(ids, padded, self._batch.caches[0])
-            self._batch.advance([len(tokens[k]) for k in at])
-            made = {k: hidden[row : row + 1, : len(tokens[k])] for row, k in enumerate(at)}
-        for k, line in enumerate(lines):
-            if k not in made:
-                line.leave_batch()
-                line.buffers = object()
-                made[k] = self._module(mx.array([tokens[k]]), rows[k][None], line.caches[0])
-            line.length += len(tokens[k])
+            batch.make_room(longest)
+            hidden = self._module(ids, padded, batch.caches[0])
+            batch.advance([len(tokens[k]) for k in at])
+            made |= {k: hidden[row : row + 1, : len(tokens[k])] for row, k in enumerate(at)}
+        for line, new in zip(lines, tokens, strict=True):
+            line.length += len(new)
         return [made[k] for k in range(len(lines))]
 
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
@@ -310,7 +311,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
             rows.append(_stacked([known[s].rows[i] for i in at]))
         try:
             self._call(lines, tokens, rows)
-            mx.async_eval([arrays_of((line.batch or line).leaves) for line in lines])
+            mx.async_eval([arrays_of(line.leaves) for line in lines])
         except Exception:
             return False
         return True
@@ -324,11 +325,7 @@ class MlxHeads(FollowingHeads[HiddenRow]):
             line.place(n_tokens)
 
     def _restart(self, sequence: SequenceId, n_tokens: int) -> None:
-        line = self._caches[sequence]
-        line.clear()
-        line.length = n_tokens
-        for leaf in line.leaves:
-            leaf.start = leaf.offset = n_tokens
+        self._caches[sequence].clear(n_tokens)
 
     def _copy(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         line = self._caches[source]
@@ -346,10 +343,9 @@ class MlxHeads(FollowingHeads[HiddenRow]):
         return own, 0, 0
 
     @property
-    def leaves(self) -> list[Any]:
+    def lines(self) -> Iterable[SequenceCache]:
         """What holds their KV."""
-        alone = {id(line.buffers): line for line in self._caches.values() if line.batch is None}
-        return [*chain.from_iterable(line.leaves for line in alone.values()), *self._batch.leaves]
+        return self._caches.values()
 
     # --- in and out -------------------------------------------------------------------------------
 
@@ -374,12 +370,9 @@ def layout() -> Layout:
 def shapes(module: MtpModule) -> Shapes:
     """Of a head's memory, computing nothing."""
     line = SequenceCache(0, layout())
-    module(
-        mx.zeros((1, 2), dtype=mx.int32),
-        mx.zeros((1, 2, int(module.norm.weight.shape[0]))),
-        line.caches[0],
-    )
     (leaf,) = line.leaves
+    rows = mx.zeros((1, 2, int(module.norm.weight.shape[0])))
+    module(mx.zeros((1, 2), dtype=mx.int32), rows, leaf)
     return Shapes(n_vocab=0, leaves=[list(leaf.planes)], slots=[leaf.slots], windows=[None])
 
 

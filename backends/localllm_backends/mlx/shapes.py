@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from localllm_backends.contract import KvType
-from localllm_backends.mlx.attention import LineAttention
+from localllm_backends.mlx.attention import Attention
 from localllm_backends.mlx.sequence_cache import Layout, SequenceCache
 
 
@@ -41,16 +41,15 @@ class Shapes:
     def of(cls, model: Any, layout: Layout) -> Shapes:
         """Build the graph of a two-token prompt and read its shapes."""
         line = SequenceCache(0, layout)
-        logits = model(mx.zeros((1, 2), dtype=mx.int32), cache=line.caches)
+        logits = model(mx.zeros((1, 2), dtype=mx.int32), cache=line.batch.caches)
         leaves = [
-            list(x.planes or ()) if isinstance(x, LineAttention) else list(x.cache)
-            for x in line.leaves
+            list(x.planes or ()) if isinstance(x, Attention) else list(x.cache) for x in line.leaves
         ]
         return cls(
             n_vocab=int(logits.shape[-1]),
             leaves=leaves,
-            slots=[x.slots if isinstance(x, LineAttention) else 0 for x in line.leaves],
-            windows=[x.window if isinstance(x, LineAttention) else None for x in line.leaves],
+            slots=[x.slots if isinstance(x, Attention) else 0 for x in line.leaves],
+            windows=[x.rows.window if isinstance(x, Attention) else None for x in line.leaves],
         )
 
 

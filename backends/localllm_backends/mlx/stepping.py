@@ -37,11 +37,11 @@ _PIECE = 64
 @dataclass
 class _Ahead:
     """The next decode step, started before anybody asked for it, with the best token of each of
-    `lines` or the one sampled for it; the `memory` it was made in, the recurrent state before it,
+    `lines` or the one sampled for it; the `batch` it was made in, the recurrent state before it,
     and what the model knew. `samples`: what was sampled from it."""
 
     lines: list[SequenceCache]
-    memory: SequenceCache | SequenceBatch
+    batch: SequenceBatch
     state: list[list[Any]]
     group: LogitRows
     hidden: list[Any]
@@ -74,6 +74,15 @@ class Stepper:
         self.hidden.clear()
         return taken
 
+    def _forward(self, batch: SequenceBatch, ids: Any, counts: Sequence[int] | None = None) -> Any:
+        """Logits of the model over `ids` [rows, n] behind the rows of `batch`, of which `counts`
+        stay (None: all)."""
+        n = int(ids.shape[1])
+        batch.make_room(n)
+        logits = self.model(ids, cache=batch.caches)
+        batch.advance(counts or [n] * len(batch.lines))
+        return logits
+
     def free(self) -> int:
         return self._n_ctx - sum(line.length for line in self._lines.values())
 
@@ -86,6 +95,7 @@ class Stepper:
             line.follows_best and c.tokens[0] == line.predicted
             for c, line in zip(chunks, lines, strict=True)
         ]
+        self.hidden.clear()
         result = MlxStepResult(self._n_vocab, chunks, lines, self._stream)
         taken = self._take_ahead(result)
         self._compute(result, taken)
@@ -141,9 +151,8 @@ class Stepper:
         )
         rows = [which[at] for at in order]
         state = batch.snapshot() if self._layout.recurrent else []
-        self.hidden.clear()
-        logits = self.model(ids, cache=batch.caches)
-        hidden = self._take_hidden()
+        counts = [len(result.chunks[i].tokens) for i in rows]
+        logits, hidden = self._forward(batch, ids, counts), self._take_hidden()
         result.fresh.extend(hidden)
         flat = logits.reshape(-1, self._n_vocab)
         group = LogitRows(flat, mx.argmax(flat, axis=-1))
@@ -153,7 +162,6 @@ class Stepper:
             self._remember(result.lines[i], tokens, state, row)
             result.pieces[i] = (group, row * longest, row * longest + len(tokens))
             result.hidden[i] = _hidden_rows(hidden, row, len(tokens))
-        batch.advance([len(result.chunks[i].tokens) for i in rows])
         if any(result.chunks[i].sample is None for i in which):
             result.fresh.append(group.best)
         if self._layout.recurrent:
@@ -172,18 +180,16 @@ class Stepper:
         line.leave_batch()
         tokens = [*line.replay, *chunk.tokens]
         if self._n_rewind:
-            line.undo = Undo(line.computed, tokens, line.snapshot())
+            line.undo = Undo(line.computed, tokens, line.batch.snapshot())
         line.replay = []
         outputs = min(chunk.outputs, len(chunk.tokens))
-        line.buffers = object()
-        self.hidden.clear()
         ids = mx.array([tokens])
         if outputs and outputs < len(tokens) > self.undivided:
-            self.model(self._read(ids[:, :-outputs], line), cache=line.caches)
+            self._forward(line.batch, self._read(ids[:, :-outputs], line))
             ids = ids[:, -outputs:]
         elif not outputs:
             ids = self._read(ids, line)
-        logits = self.model(ids, cache=line.caches)
+        logits = self._forward(line.batch, ids)
         if outputs:
             rows = logits[0, -outputs:]
             group = LogitRows(rows, mx.argmax(rows, axis=-1))
@@ -207,7 +213,7 @@ class Stepper:
         least = max(_PIECE, self.undivided)
         most = max(least, scores // (line.length + int(ids.shape[1])) // _PIECE * _PIECE)
         while int(ids.shape[1]) > most:
-            self.model(ids[:, :most], cache=line.caches)
+            self._forward(line.batch, ids[:, :most])
             mx.eval(arrays_of(line.leaves), self.hidden)
             ids = ids[:, most:]
         return ids
@@ -265,25 +271,19 @@ class Stepper:
         given = _gathered([self._chosen(result, i) for i in which])
         self.ahead = self._call_ahead(lines, given)
         arrays = self._sample_ahead(self.ahead, [result.chunks[i].sample for i in which], given)
-        held = arrays_of(self.ahead.memory.leaves) if self._layout.recurrent else []
+        held = arrays_of(self.ahead.batch.leaves) if self._layout.recurrent else []
         return [*arrays, *self.ahead.hidden, *held]
 
     def _call_ahead(self, lines: list[SequenceCache], given: Any) -> _Ahead:
         """The model over one more token of each of `lines`, the rows of the batch or the only
         one."""
-        memory = lines[0] if len(lines) == 1 else self.batch
-        if isinstance(memory, SequenceCache):
-            memory.leave_batch()
-        else:
-            memory.make_room(1)
-        state = memory.snapshot() if self._layout.recurrent else []
-        self.hidden.clear()
-        logits = self.model(given[:, None], cache=memory.caches)[:, -1]
-        if isinstance(memory, SequenceBatch):
-            memory.advance([1] * len(lines))
-        return _Ahead(
-            lines, memory, state, LogitRows(logits, mx.argmax(logits, axis=-1)), self._take_hidden()
-        )
+        if len(lines) == 1:
+            lines[0].leave_batch()
+        batch = lines[0].batch
+        state = batch.snapshot() if self._layout.recurrent else []
+        logits = self._forward(batch, given[:, None])[:, -1]
+        group = LogitRows(logits, mx.argmax(logits, axis=-1))
+        return _Ahead(lines, batch, state, group, self._take_hidden())
 
     @staticmethod
     def _sample_ahead(ahead: _Ahead, asked: Sequence[SampleSpec | None], given: Any) -> list[Any]:
@@ -357,7 +357,7 @@ class Stepper:
         if ahead is not None:
             self._set_back(ahead.lines)
             if ahead.state:
-                ahead.memory.restore(ahead.state)
+                ahead.batch.restore(ahead.state)
 
     def undo_ahead_of(self, line: SequenceCache) -> None:
         """Set back what was started for `line` unasked, where its memory could not be read
@@ -368,12 +368,8 @@ class Stepper:
     def recurrent_state(self, line: SequenceCache) -> list[list[Any]]:
         """The arrays behind all tokens of `line`, whatever was started for it unasked."""
         begun = self.ahead is not None and line in self.ahead.lines
-        held = (
-            self.ahead.state
-            if self.ahead is not None and begun
-            else (line.batch or line).snapshot()
-        )
-        return held if line.batch is None else row_of_state(held, line.batch.row_of(line))
+        held = self.ahead.state if self.ahead is not None and begun else line.batch.snapshot()
+        return row_of_state(held, line.row)
 
     def touched_by_failure(self, lines: Sequence[SequenceCache]) -> list[SequenceCache]:
         """A step over `lines` failed: every line whose buffers it may have touched. Forgets what
@@ -395,7 +391,7 @@ class Stepper:
         """Compute what a rewind left to be read again."""
         if line.replay:
             tokens, line.replay = line.replay, []
-            self.model(mx.array([tokens]), cache=line.caches)
+            self._forward(line.batch, mx.array([tokens]))
             mx.eval(arrays_of(line.leaves))
             self.hidden.clear()
 

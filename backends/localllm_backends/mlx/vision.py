@@ -296,9 +296,9 @@ class MlxVisionBackend(MlxBackend):
 
     def _shifts(self, caches: Any) -> list[int]:
         """By how much each row of `caches` stands at another position than its tokens count."""
-        batch, lines = self.stepper.batch, self._lines.values()
-        rows = batch.lines if caches is batch.caches else [x for x in lines if x.caches is caches]
-        return [line.position(line.length) - line.length for line in rows]
+        batches = {id(line.batch.caches): line.batch for line in self._lines.values()}
+        lines = batches[id(caches)].lines
+        return [line.position(line.length) - line.length for line in lines]
 
     def memory(self) -> MemoryReport:
         return replace(super().memory(), projector_bytes=self._tower_bytes)
