@@ -46,9 +46,8 @@ class Metal:
     def clear_cache(self) -> None:
         self.calls.append(("clear_cache", 0))
 
-    def set_wired_limit(self, limit: int) -> int:
+    def set_wired_limit(self, limit: int) -> None:
         self.calls.append(("set_wired_limit", limit))
-        return 7
 
 
 @pytest.fixture
@@ -67,14 +66,11 @@ def on_metal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Metal]:
 def test_a_large_model_is_wired_after_the_reserve_is_given_back(
     on_metal: Callable[..., Metal], active: int
 ) -> None:
-    from localllm_backends.mlx.memory import Wired
+    from localllm_backends.mlx.memory import wire
 
     metal = on_metal(active)
-    wired = Wired(wanted=True)
+    wire(wanted=True)
     assert metal.calls == [("clear_cache", 0), ("set_wired_limit", min(active, RECOMMENDED))]
-    wired.close()
-    wired.close()
-    assert metal.calls[2:] == [("set_wired_limit", 7)]
 
 
 @pytest.mark.parametrize(
@@ -89,10 +85,10 @@ def test_a_large_model_is_wired_after_the_reserve_is_given_back(
 def test_small_ones_a_processor_and_whoever_wants_it_off_are_left_alone(
     on_metal: Callable[..., Metal], active: int, how: dict[str, Any], wanted: bool
 ) -> None:
-    from localllm_backends.mlx.memory import Wired
+    from localllm_backends.mlx.memory import wire
 
     metal = on_metal(active, **how)
-    Wired(wanted=wanted).close()
+    wire(wanted=wanted)
     assert not [call for call in metal.calls if call[0] == "set_wired_limit"]
 
 

@@ -33,7 +33,7 @@ from localllm_backends.mlx.kv_export import KvExport
 from localllm_backends.mlx.mtp import MlxHeads, MtpModule
 from localllm_backends.mlx.results import MlxStepResult
 from localllm_backends.mlx.sequence_cache import Layout, SequenceCache, Undo
-from localllm_backends.mlx.shapes import Shapes, Sizes
+from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.stepping import WHOLE_TOKENS, Stepper
 from localllm_backends.mlx.vocabulary import MlxVocabulary
 from localllm_backends.owned import OwnedBackend
@@ -53,7 +53,7 @@ class Loaded:
     vocabulary: MlxVocabulary
     layout: Layout
     shapes: Shapes
-    sizes: Sizes
+    token_bytes: int
     spec: LoadSpec
     folder: Path
     config: dict[str, Any]
@@ -77,7 +77,7 @@ class MlxBackend(OwnedBackend):
     def __init__(self, loaded: Loaded) -> None:
         spec, layout, shapes, n_batch = loaded.spec, loaded.layout, loaded.shapes, loaded.n_batch
         self._vocabulary, self._layout = loaded.vocabulary, layout
-        self._shapes, self._sizes, self._spec = shapes, loaded.sizes, spec
+        self._shapes, self._token_bytes = shapes, loaded.token_bytes
         self._take_ownership()
         self._lines: dict[SequenceId, SequenceCache] = {}
         self._next = 0
@@ -94,8 +94,8 @@ class MlxBackend(OwnedBackend):
             looks_ahead=spec.looks_ahead and loaded.n_shares == 1,
             fused=shapes.widths <= set(backend_type.declaration.fused_heads),
         )
-        self._bound = memory.BufferBound(_total_bytes())
-        self._wired = memory.Wired(wanted=spec.wired)
+        memory.bound_cache(_total_bytes())
+        memory.wire(wanted=spec.wired)
         self.capabilities = _capabilities(loaded, self._n_rewind)
         self.info = _model_info(loaded)
         identity = f"{self.info.fingerprint} {shapes.kv_type}"
@@ -147,7 +147,12 @@ class MlxBackend(OwnedBackend):
                 f"this model's memory can't be split at {n_tokens} of {line.length} tokens"
             )
         self._require_cells(n_tokens)
+        return self._copied(source, n_tokens)
+
+    def _copied(self, source: SequenceId, n_tokens: int) -> SequenceId:
+        """A new sequence over the memory of `source`."""
         target = self.new_sequence()
+        line = self._line(source)
         self.stepper.undo_ahead_of(line)
         line.fork_into(self._lines[target], n_tokens)
         if self._heads is not None:
@@ -210,7 +215,7 @@ class MlxBackend(OwnedBackend):
         self.stepper.forget_dropped()
         # One line may stay for the next turn of a chat while nobody is served.
         if len(self._lines) <= 1:
-            self._bound.trim()
+            memory.trim()
 
     def length(self, sequence: SequenceId) -> int:
         return self._line(sequence).length
@@ -271,9 +276,7 @@ class MlxBackend(OwnedBackend):
             raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
         self._check_step(n_tokens, n_outputs)
         if n_tokens > WHOLE_TOKENS:
-            needed = (
-                n_tokens + self.info.n_batch
-            ) * self._sizes.token_bytes + n_outputs * n_vocab * 4
+            needed = (n_tokens + self.info.n_batch) * self._token_bytes + n_outputs * n_vocab * 4
             memory.require(needed, f"a step of {n_tokens} tokens")
         return lines
 
@@ -325,13 +328,10 @@ class MlxBackend(OwnedBackend):
         self._check_range(source, 0, n_tokens)
         state = self._exports.read_state(data, n_tokens)
         self._require_cells(n_tokens)
-        target = self.new_sequence()
         self.stepper.undo_ahead_of(line)
         self.stepper.recompute(line)
-        line.fork_into(self._lines[target], n_tokens)
+        target = self._copied(source, n_tokens)
         self._exports.load_state(self._lines[target], state)
-        if self._heads is not None:
-            self._heads.fork(source, target, n_tokens)
         return target
 
     # --- facts ------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class MlxBackend(OwnedBackend):
     def memory(self) -> MemoryReport:
         kv = state = 0
         lines = [*self._lines.values(), *(self._heads.lines if self._heads is not None else ())]
-        batches = {id(batch.buffers): batch for batch in [line.batch for line in lines]}
+        batches = {id(line.batch.buffers): line.batch for line in lines}
         for leaf in chain.from_iterable(batch.leaves for batch in batches.values()):
             if hasattr(leaf, "planes"):
                 kv += int(leaf.nbytes)
@@ -376,8 +376,7 @@ class MlxBackend(OwnedBackend):
         self.stepper.close()
         self._shapes.leaves = []
         gc.collect()
-        self._wired.close()
-        self._bound.close()
+        mx.clear_cache()
 
 
 def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:

@@ -25,13 +25,6 @@ from localllm_backends.mlx.stepping import Stepper
 
 _HEAD = struct.Struct("<4sI")
 _MAGIC = b"LMX1"
-# NumPy has no bfloat16 and needs none: the bytes travel as unsigned integers of the same size.
-_CARRIER = {
-    1: (np.uint8, "uint8"),
-    2: (np.uint16, "uint16"),
-    4: (np.uint32, "uint32"),
-    8: (np.uint64, "uint64"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +51,8 @@ class Blob:
 
 def _pack(identity: str, blob: Blob) -> bytes:
     """The bytes of `blob`; `identity` names the model and how its memory is stored."""
-    bodies = [_carried(a) for a in blob.arrays()]
+    # NumPy has no bfloat16 and needs none: arrays travel as bytes.
+    bodies: list[Any] = [mx.contiguous(a).view(mx.uint8) for a in blob.arrays()]
     mx.eval(bodies)
     header = _described(identity, blob)
     return b"".join([_HEAD.pack(_MAGIC, len(header)), header, *(memoryview(b) for b in bodies)])
@@ -81,60 +75,42 @@ def _unpack(identity: str, data: bytes | memoryview) -> Blob:
     """The blob in `data`; BackendFailure where it is not one of `identity`, whole and of the sizes
     it says."""
     view = memoryview(data).cast("B")
-    header = _header(view)
-    if header.get("of") != identity:
-        raise BackendFailure("this KV block was written by another model or with another KV type")
     try:
-        at = _HEAD.size + int(header["header_bytes"])
+        magic, size = _HEAD.unpack_from(view)
+        if magic != _MAGIC:
+            raise ValueError("it is none of ours")
+        at = _HEAD.size + size
+        header = json.loads(bytes(view[_HEAD.size : at]))
+        if header["of"] != identity:
+            raise ValueError("it was written by another model or with another KV type")
         parts = []
         for position, described in header["leaves"]:
             arrays = []
             for shape, name in described:
-                array, at = _array(view, at, [int(n) for n in shape], str(name))
-                arrays.append(array)
+                arrays.append(_array(view, at, shape, name))
+                at += int(arrays[-1].nbytes)
             parts.append(BlobPart(int(position), arrays))
-        images = [(int(stop), int(fewer)) for stop, fewer in header.get("images", ())]
-        blob = Blob(int(header["start"]), int(header["stop"]), parts, images)
-    except (KeyError, TypeError, ValueError) as e:
-        raise BackendFailure(f"this KV block is damaged: {e}") from e
-    if at != len(view):
-        raise BackendFailure("this KV block is damaged: it has another length than it says")
-    return blob
+        if at != len(view):
+            raise ValueError("it has another length than it says")
+        images = [(int(stop), int(fewer)) for stop, fewer in header["images"]]
+        return Blob(int(header["start"]), int(header["stop"]), parts, images)
+    except (AttributeError, KeyError, TypeError, ValueError, struct.error) as e:
+        raise BackendFailure(f"this is not an exported KV block, or a damaged one: {e}") from e
 
 
-def _header(view: memoryview) -> dict[str, Any]:
-    if len(view) < _HEAD.size:
-        raise BackendFailure("this is not an exported KV block: too short")
-    magic, size = _HEAD.unpack_from(view, 0)
-    if magic != _MAGIC or _HEAD.size + size > len(view):
-        raise BackendFailure("this is not an exported KV block")
-    try:
-        header = json.loads(bytes(view[_HEAD.size : _HEAD.size + size]))
-    except ValueError as e:
-        raise BackendFailure(f"this KV block is damaged: {e}") from e
-    if not isinstance(header, dict):
-        raise BackendFailure("this KV block is damaged: its header is no object")
-    return {**header, "header_bytes": size}
-
-
-def _array(view: memoryview, at: int, shape: Sequence[int], name: str) -> tuple[Any, int]:
+def _array(view: memoryview, at: int, shape: Sequence[int], name: str) -> Any:
+    """That array, whose bytes begin at `at`."""
     dtype = getattr(mx, name, None)
-    if not isinstance(dtype, mx.Dtype) or any(n < 0 for n in shape):
-        raise ValueError(f"unknown array {name} {list(shape)}")
-    carrier, _ = _CARRIER[dtype.size]
-    count = math.prod(shape)
-    if at + count * dtype.size > len(view):
-        raise ValueError("it is cut short")
-    body = np.frombuffer(view, dtype=carrier, count=count, offset=at).reshape(shape)
-    return mx.array(body).view(dtype), at + count * dtype.size
+    if not isinstance(dtype, mx.Dtype) or not shape or any(int(n) < 0 for n in shape):
+        raise ValueError(f"unknown array {name} {shape}")
+    in_bytes = [*shape[:-1], shape[-1] * dtype.size]
+    # Fails where the block is cut short.
+    body = np.frombuffer(view, np.uint8, math.prod(in_bytes), at)
+    return mx.array(body.reshape(in_bytes)).view(dtype)
 
 
 def _name(array: Any) -> str:
     return str(array.dtype).rpartition(".")[2]
-
-
-def _carried(array: Any) -> Any:
-    return mx.contiguous(array).view(getattr(mx, _CARRIER[array.dtype.size][1]))
 
 
 def _same_arrays(one: Sequence[Any], other: Sequence[Any], *, axis: int | None) -> bool:

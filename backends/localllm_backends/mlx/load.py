@@ -27,7 +27,7 @@ from localllm_backends.mlx.attention import KvFormat
 from localllm_backends.mlx.backend import Loaded, MlxBackend
 from localllm_backends.mlx.files import check_folder, weight_files
 from localllm_backends.mlx.sequence_cache import Layout
-from localllm_backends.mlx.shapes import Shapes, Sizes
+from localllm_backends.mlx.shapes import Shapes
 from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
 from localllm_backends.reasons import first_reason
 
@@ -155,27 +155,19 @@ def as_computed_fastest(model: Any, config: dict[str, Any]) -> None:
 def read_weights(model: Any, name: str, on_progress: Callable[[float], None] | None) -> int:
     """Bring the weights in, in parts so that progress can be told; their bytes."""
     arrays = [a for _, a in tree_flatten(model.parameters())]
-    total = sum(int(a.nbytes) for a in arrays)
-    done = 0
-    part: list[Any] = []
-    part_bytes = 0
+    n = max(1, len(arrays) // _PARTS_OF_PROGRESS)
     try:
-        for i, array in enumerate(arrays):
-            part.append(array)
-            part_bytes += int(array.nbytes)
-            if part_bytes >= total // _PARTS_OF_PROGRESS or i == len(arrays) - 1:
-                mx.eval(part)
-                done += part_bytes
-                part, part_bytes = [], 0
-                if on_progress is not None:
-                    on_progress(done / max(total, 1))
+        for stop in range(n, len(arrays) + n, n):
+            mx.eval(arrays[stop - n : stop])
+            if on_progress is not None:
+                on_progress(min(1.0, stop / len(arrays)))
     except Exception as e:
         if memory.out_of_memory(e):
             raise OutOfMemoryError(
                 f"not enough memory for the weights of {name!r}: {_short(e)}"
             ) from e
         raise LoadError(f"the weights of {name!r} can't be read: {_short(e)}") from e
-    return total
+    return sum(int(a.nbytes) for a in arrays)
 
 
 def _short(error: Exception) -> str:
@@ -256,12 +248,10 @@ def _read(
     layout, shapes = probe(model, spec, n_batch)
     heads, left_out = draft_heads(model, spec, folder, config, group)
     n_ctx, n_trained = n_ctx_for(spec, config)
-    sizes = Sizes.of(shapes)
-    token_bytes = sizes.token_bytes + (
-        Sizes.of(mtp.shapes(heads)).token_bytes if heads is not None else 0
-    )
+    token_bytes, line_bytes = shapes.sizes()
+    all_bytes = token_bytes + (mtp.shapes(heads).sizes()[0] if heads is not None else 0)
     memory.require(
-        weights_bytes + n_ctx * token_bytes + spec.n_seq_max * sizes.line_bytes,
+        weights_bytes + n_ctx * all_bytes + spec.n_seq_max * line_bytes,
         f"{folder.name!r} ({weights_bytes / 1e9:.2f} GB of weights and the KV cache of {n_ctx:,} tokens)",
     )
     weights_bytes = read_weights(model, folder.name, on_progress)
@@ -272,7 +262,7 @@ def _read(
         vocabulary,
         layout,
         shapes,
-        sizes,
+        token_bytes,
         spec,
         folder,
         config,

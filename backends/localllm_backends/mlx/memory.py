@@ -69,39 +69,20 @@ def require(needed_bytes: int, what: str) -> None:
         )
 
 
-def wired_bytes(device: Mapping[str, Any], active_bytes: int) -> int:
-    """The wired limit for what is loaded now, in bytes: all of it, never more than Metal
-    recommends; 0 = leave it as it is, where MLX knows no Metal device (`device` is
-    mx.device_info()) or the model is small beside the machine's memory."""
+def wire(*, wanted: bool) -> None:
+    """Hold what is loaded in memory on a GPU, so that macOS neither compresses nor moves it, never
+    more than Metal recommends; a model that is small beside the machine's memory is left where it
+    is. The limit goes with the process."""
+    if not wanted or mx.default_device() == mx.Device(mx.cpu):
+        return
+    device, active_bytes = mx.device_info(), mx.get_active_memory()
     recommended, total = device.get("max_recommended_working_set_size"), device.get("memory_size")
-    if (
-        not isinstance(recommended, int)
-        or not isinstance(total, int)
-        or active_bytes < _WIRED_FROM_SHARE * total
-    ):
-        return 0
-    return min(active_bytes, recommended)
-
-
-class Wired:
-    """Holds the weights in memory on a GPU, so that macOS neither compresses nor moves them, until
-    `close`."""
-
-    def __init__(self, *, wanted: bool) -> None:
-        self._before: int | None = None
-        if not wanted or mx.default_device() == mx.Device(mx.cpu):
-            return
+    if not isinstance(recommended, int) or not isinstance(total, int):
+        return  # MLX knows no Metal device
+    if active_bytes >= _WIRED_FROM_SHARE * total:
         # What loading freed would be wired as well.
         mx.clear_cache()
-        limit = wired_bytes(mx.device_info(), mx.get_active_memory())
-        if limit:
-            self._before = mx.set_wired_limit(limit)
-
-    def close(self) -> None:
-        """Put the limit back."""
-        if self._before is not None:
-            mx.set_wired_limit(self._before)
-            self._before = None
+        mx.set_wired_limit(min(active_bytes, recommended))
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -111,26 +92,16 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said
 
 
-class BufferBound:
-    """Holds MLX's reserve of freed buffers under a high mark, and empties it at rest if it is over
-    a low one.
+def bound_cache(total_bytes: int) -> None:
+    """Hold MLX's reserve of freed buffers under a high mark; `trim` empties it at rest if it is
+    over a low one.
 
     Between the marks buffers are reused as they are: emptying it in every step would allocate
     everything anew."""
+    mx.set_cache_limit(int(min(_CACHE_HIGH_BYTES, total_bytes * _CACHE_SHARE)))
 
-    def __init__(self, total_bytes: int) -> None:
-        self.high_bytes = int(min(_CACHE_HIGH_BYTES, total_bytes * _CACHE_SHARE))
-        self.low_bytes = min(_CACHE_LOW_BYTES, self.high_bytes // 2)
-        self._before: int | None = mx.set_cache_limit(self.high_bytes)
 
-    def trim(self) -> None:
-        """Nothing is being served: give back what is over the low mark."""
-        if mx.get_cache_memory() > self.low_bytes:
-            mx.clear_cache()
-
-    def close(self) -> None:
-        """Give everything back and put MLX's own limit back."""
-        if self._before is not None:
-            mx.set_cache_limit(self._before)
-            self._before = None
+def trim() -> None:
+    """Nothing is being served: give back what is over the low mark."""
+    if mx.get_cache_memory() > _CACHE_LOW_BYTES:
         mx.clear_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -25,12 +26,10 @@ class LogitRows:
 
     logits: Any
     best: Any
-    host: list[int] | None = None
 
+    @cached_property
     def best_tokens(self) -> list[int]:
-        if self.host is None:
-            self.host = [int(t) for t in np.array(self.best)]
-        return self.host
+        return [int(t) for t in np.array(self.best)]
 
 
 @dataclass
@@ -58,11 +57,11 @@ class MlxStepResult(StepResult):
     def argmax(self, chunk: int) -> list[int]:
         self.lines[chunk].follows_best = True
         piece = self.pieces[chunk]
-        return [] if piece is None else piece[0].best_tokens()[piece[1] : piece[2]]
+        return [] if piece is None else piece[0].best_tokens[piece[1] : piece[2]]
 
     def sampled(self, chunk: int) -> int | None:
         piece = self.samples[chunk]
-        token = UNSURE if piece is None else piece[0].on_host()[piece[1]]
+        token = UNSURE if piece is None else piece[0].on_host[piece[1]]
         return None if token == UNSURE else token
 
     def next_token(self, chunk: int) -> int | None:
@@ -71,7 +70,7 @@ class MlxStepResult(StepResult):
         if self.samples[chunk] is not None:
             return self.sampled(chunk)
         piece = self.pieces[chunk]
-        return None if piece is None else piece[0].best_tokens()[piece[2] - 1]
+        return None if piece is None else piece[0].best_tokens[piece[2] - 1]
 
     def chosen(self) -> list[Any]:
         """The arrays that say what follows the chunks."""

@@ -8,9 +8,9 @@ of requests with the same stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import mlx.core as mx
@@ -41,13 +41,11 @@ class DeviceSamples:
     tokens: Any
     readable: Any
     asked: list[SampleSpec]
-    host: list[int] | None = None
 
+    @cached_property
     def on_host(self) -> list[int]:
         """The tokens; UNSURE where the logits must be asked."""
-        if self.host is None:
-            self.host = [int(t) for t in np.array(self.tokens)]
-        return self.host
+        return [int(t) for t in np.array(self.tokens)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +58,19 @@ class _Stages:
     total: bool
     free: bool
     best: bool
-    biased: bool
-    penalised: bool
-    ahead: bool
-    reduced: bool
-    masked: bool
 
     @classmethod
-    def of(cls, asked: Sequence[SampleSpec], n_vocab: int, ahead: bool) -> _Stages:
+    def of(cls, asked: Sequence[SampleSpec], n_vocab: int) -> _Stages:
         hot = [d for d in asked if d.temperature > 0]
         kept = [d.top_k if 0 < d.top_k < n_vocab else 0 for d in hot]
         cut = [d.top_p < 1.0 and not k for d, k in zip(hot, kept, strict=True)]
         head = MAX_SAMPLED_TOP_K if any(cut) else _power(max(kept), _LEAST_HEAD) if any(kept) else 0
-        penalised = _some(asked, "seen")
         return cls(
             head=min(head, n_vocab),
             total=any(cut),
             free=not all(k or c for k, c in zip(kept, cut, strict=True)),
             best=len(hot) < len(asked),
-            biased=_some(asked, "bias") or any(d.banned for d in asked),
-            penalised=penalised,
-            ahead=ahead and penalised,
-            reduced=_some(asked, "reduced"),
-            masked=_some(asked, "allowed"),
         )
-
-
-def _some(asked: Sequence[SampleSpec], stage: str) -> bool:
-    return any(getattr(spec, stage) is not None for spec in asked)
 
 
 def sample(
@@ -97,27 +80,29 @@ def sample(
     With `drawn`, tokens [len(asked)] that nobody has seen yet have come behind what the specs tell
     of."""
     n_vocab = int(rows.shape[-1])
-    stages = _Stages.of(asked, n_vocab, drawn is not None)
+    stages = _Stages.of(asked, n_vocab)
     stream = mx.default_stream(mx.default_device()) if stream is None else stream
-    arrays = [_parameters(asked, n_vocab)]
-    if stages.biased:
+    # What nobody asks for is not there, and no part of the compiled function.
+    changes: dict[str, Any] = {}
+    if any(d.bias is not None or d.banned for d in asked):
         # What is banned stays so whatever is done to it.
-        arrays += _sparse(
+        changes["bias"] = _sparse(
             [[*([d.bias] if d.bias is not None else []), _banned(d)] for d in asked], n_vocab
         )
-    if stages.penalised:
-        arrays += _seen(asked)
-    if stages.ahead:
-        arrays += [
-            mx.array([[-1 if d.seen is None else d.seen.leaving] for d in asked], dtype=mx.int32),
-            drawn,
-        ]
-    if stages.reduced:
-        arrays += _sparse([[d.reduced] if d.reduced is not None else [] for d in asked], n_vocab)
-    if stages.masked:
-        arrays.append(_bits(asked, n_vocab))
+    if any(d.seen is not None for d in asked):
+        changes["seen"] = _seen(asked)
+        if drawn is not None:
+            leaving = [[-1 if d.seen is None else d.seen.leaving] for d in asked]
+            changes["ahead"] = [mx.array(leaving, dtype=mx.int32), drawn]
+    if any(d.reduced is not None for d in asked):
+        changes["reduced"] = _sparse(
+            [[d.reduced] if d.reduced is not None else [] for d in asked], n_vocab
+        )
+    if any(d.allowed is not None for d in asked):
+        changes["allowed"] = _bits(asked, n_vocab)
     with mx.stream(stream):
-        tokens, readable = _compiled(stages, str(stream))(rows, *arrays)
+        sampling = _compiled(stages, str(stream))
+        tokens, readable = sampling(rows, _parameters(asked, n_vocab), changes)
     return DeviceSamples(tokens, readable, list(asked))
 
 
@@ -216,22 +201,21 @@ def _numbers(n: int, dtype: Any = mx.uint32) -> Any:
     return found
 
 
-def _sample(stages: _Stages, rows: Any, parameters: Any, *arrays: Any) -> tuple[Any, Any]:
-    return _drawn(
-        stages, _adjusted(stages, rows.astype(mx.float32), parameters, iter(arrays)), parameters
-    )
+def _sample(
+    stages: _Stages, rows: Any, parameters: Any, changes: dict[str, Any]
+) -> tuple[Any, Any]:
+    return _drawn(stages, _adjusted(rows.astype(mx.float32), parameters, changes), parameters)
 
 
-def _adjusted(stages: _Stages, rows: Any, parameters: Any, arrays: Iterator[Any]) -> Any:
+def _adjusted(rows: Any, parameters: Any, changes: dict[str, Any]) -> Any:
     """The logits after bias, penalties, what is taken from some, and the mask."""
-    if stages.biased:
-        rows = _added(rows, next(arrays), next(arrays))
-    if stages.penalised:
-        ids, counts = next(arrays), next(arrays)
-        if stages.ahead:
-            ids, counts = _counted_on(
-                ids, counts, leaving=next(arrays), drawn=next(arrays)[:, None]
-            )
+    if "bias" in changes:
+        rows = _added(rows, *changes["bias"])
+    if "seen" in changes:
+        ids, counts = changes["seen"]
+        if "ahead" in changes:
+            leaving, drawn = changes["ahead"]
+            ids, counts = _counted_on(ids, counts, leaving=leaving, drawn=drawn[:, None])
         repeat, presence, frequency = (parameters[:, i : i + 1] for i in (5, 6, 7))
         values = mx.take_along_axis(rows, ids, axis=1)
         lower = (
@@ -239,10 +223,10 @@ def _adjusted(stages: _Stages, rows: Any, parameters: Any, arrays: Iterator[Any]
         )
         # An id that stands there twice has the same count both times.
         rows = mx.put_along_axis(rows, ids, mx.where(counts > 0, lower, values), axis=1)
-    if stages.reduced:
-        rows = _added(rows, next(arrays), next(arrays))
-    if stages.masked:
-        allowed = (next(arrays)[:, :, None] >> _numbers(8, mx.uint8)) & 1
+    if "reduced" in changes:
+        rows = _added(rows, *changes["reduced"])
+    if "allowed" in changes:
+        allowed = (changes["allowed"][:, :, None] >> _numbers(8, mx.uint8)) & 1
         rows = mx.where(allowed.reshape(rows.shape[0], -1)[:, : rows.shape[1]] > 0, rows, -mx.inf)
     return rows
 

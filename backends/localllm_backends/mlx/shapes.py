@@ -52,20 +52,11 @@ class Shapes:
             windows=[x.rows.window if isinstance(x, Attention) else None for x in line.leaves],
         )
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes: of one token in the layers that keep every token, and of everything else one sequence
-    holds."""
-
-    token_bytes: int
-    line_bytes: int
-
-    @classmethod
-    def of(cls, shapes: Shapes) -> Sizes:
-        """From the probe's arrays."""
+    def sizes(self) -> tuple[int, int]:
+        """Bytes: of one token in the layers that keep every token, and of everything else one
+        sequence holds."""
         token = line = 0
-        for arrays, slots, window in zip(shapes.leaves, shapes.slots, shapes.windows, strict=True):
+        for arrays, slots, window in zip(self.leaves, self.slots, self.windows, strict=True):
             held = sum(int(a.nbytes) for a in arrays if a is not None)
             if not slots:
                 line += held
@@ -73,4 +64,4 @@ class Sizes:
                 token += held // slots
             else:
                 line += held // slots * window
-        return cls(token, line)
+        return token, line

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,11 +50,10 @@ from localllm_backends.mlx.results import MlxStepResult
 from localllm_backends.mlx.sequence_cache import SequenceCache
 
 _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
-_PARTS = struct.Struct("<4sI")
 _MAGIC = b"LMXS"
-_LENGTH = struct.Struct("<Q")
-# What another machine does without an answer.
-_PLAIN_OPERATIONS = ("new_sequence", "fork", "truncate", "drop")
+# What another machine does without an answer, and with one.
+_PLAIN_OPERATIONS = ("new_sequence", "fork", "truncate", "drop", "step")
+_ANSWERED = ("export_range", "import_range")
 
 
 class TensorParallelBackend(MlxBackend):
@@ -116,9 +116,7 @@ class TensorParallelBackend(MlxBackend):
                 failure = BackendFailure(f"{other.machine.name}: {frame['refused']}")
         if failure is not None:
             raise failure
-        return b"".join(
-            [_PARTS.pack(_MAGIC, len(parts)), *(_LENGTH.pack(len(p)) for p in parts), *parts]
-        )
+        return b"".join([_head_of(len(parts)).pack(_MAGIC, *map(len, parts)), *parts])
 
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
@@ -154,20 +152,19 @@ class TensorParallelBackend(MlxBackend):
             os._exit(1)
 
 
+def _head_of(n: int) -> struct.Struct:
+    """What stands before `n` shares: how long each is."""
+    return struct.Struct(f"<4s{n}Q")
+
+
 def _shares_in(data: bytes | memoryview, n: int) -> list[memoryview]:
     """The `n` shares that `export_range` put together. BackendFailure where it did not."""
-    view = memoryview(data).cast("B")
-    at = _PARTS.size + n * _LENGTH.size
-    if len(view) < at or _PARTS.unpack_from(view) != (_MAGIC, n):
+    view, head = memoryview(data).cast("B"), _head_of(n)
+    magic, *lengths = head.unpack_from(view) if len(view) >= head.size else (b"",)
+    stops = list(accumulate(lengths, initial=head.size))
+    if magic != _MAGIC or stops[-1] != len(view):
         raise BackendFailure(f"this is not an exported KV block of a model that {n} machines share")
-    found = []
-    for i in range(n):
-        (length,) = _LENGTH.unpack_from(view, _PARTS.size + i * _LENGTH.size)
-        found.append(view[at : at + length])
-        at += length
-    if at != len(view):
-        raise BackendFailure("this KV block is damaged: it has another length than it says")
-    return found
+    return [view[start:stop] for start, stop in pairwise(stops)]
 
 
 def load_tensor_parallel(
@@ -279,35 +276,22 @@ def _join(order: Frame) -> Any:
             ) from e
 
 
-class _FollowerProcess:
-    """What another machine's process does with what it is told."""
-
-    def __init__(self, backend: MlxBackend, sink: BinaryIO) -> None:
-        self._backend, self._sink = backend, sink
-
-    def do(self, frame: Frame, body: bytes) -> None:
-        """One operation. What the first machine was refused never comes here."""
-        backend, operation, arguments = self._backend, frame["do"], frame["with"]
-        if operation == "step":
-            backend.step([Chunk(*chunk) for chunk in arguments])
-        elif operation == "export_range":
-            self._answer(lambda: backend.export_range(*arguments))
-        elif operation == "import_range":
-            self._answer(lambda: self._import(body, *arguments))
-        elif operation in _PLAIN_OPERATIONS:
-            getattr(backend, operation)(*arguments)
-
-    def _import(self, body: bytes, sequence: SequenceId, start: int, stop: int) -> bytes:
-        self._backend.import_range(sequence, body, start, stop)
-        return b""
-
-    def _answer(self, find: Callable[[], bytes]) -> None:
+def _do(backend: MlxBackend, frame: Frame, body: bytes, sink: BinaryIO) -> None:
+    """One operation on another machine. What the first machine was refused never comes here."""
+    operation, arguments = frame["do"], frame["with"]
+    if operation == "step":
+        arguments = [[Chunk(*chunk) for chunk in arguments]]
+    elif operation == "import_range":
+        arguments.insert(1, body)
+    if operation in _PLAIN_OPERATIONS:
+        getattr(backend, operation)(*arguments)
+    elif operation in _ANSWERED:
         try:
-            found = find()
+            found = getattr(backend, operation)(*arguments)
         except BackendFailure as e:
-            write_frame(self._sink, {"refused": str(e)})
+            write_frame(sink, {"refused": str(e)})
         else:
-            write_frame(self._sink, {}, found)
+            write_frame(sink, {}, found or b"")
 
 
 def _serve(source: BinaryIO, sink: BinaryIO) -> None:
@@ -336,12 +320,12 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
         loaded = read_checkpoint(spec, None, group)
         write_frame(sink, {"loaded": True})
         inbox.get()
-        following = _FollowerProcess(MlxBackend(loaded), sink)
+        backend = MlxBackend(loaded)
     except BackendFailure as e:
         write_frame(sink, {"failed": str(e)})
         raise SystemExit(1) from e
     while True:
-        following.do(*inbox.get())
+        _do(backend, *inbox.get(), sink)
 
 
 def _main() -> None:
