@@ -21,7 +21,8 @@ import psutil
 
 from localllm.bench import against
 from localllm.bench.against import ScenarioResult
-from localllm.bench.scenarios import MEANS, SYSTEM, BenchFigure, Scenarios, unique, user
+from localllm.bench.ratio import RoundComparison
+from localllm.bench.scenarios import MEANS, SYSTEM, Scenarios, unique, user
 from localllm.bench.stream import BenchTarget, Messages
 from localllm.bench.token_counts import Counter, Tokens
 from localllm.errors import BackendError
@@ -125,18 +126,18 @@ class Server:
         return [parent, *parent.children(recursive=True)]
 
 
-BURNT = BenchFigure("CPU burnt in the second after a cancel", "s", "less")
-KILLED = BenchFigure("kill -9: first token ÷ cold", "×", "less")
-CROWDED = BenchFigure("short chat beside 12,000 cached tokens", "× before", "more")
-BURST = BenchFigure("burst of 32 short questions", "tok/s")
-AGAIN_BURST = BenchFigure("the same burst once more", "tok/s")
-BURST_FIRST = BenchFigure("burst of 32: last first token", "s", "less")
-KNOWN = BenchFigure("{} known tokens, first token", "ms", "less")
-KNOWN_CPU = BenchFigure("{} known tokens, processor", "ms", "less")
-NEXT = BenchFigure("the next turn behind {} tokens, first token", "ms", "less")
-FRESH = BenchFigure("the next turn on a fresh server, first token", "ms", "less")
-IDLE = BenchFigure("CPU of a server at rest", "core", "less")
-MEMORY = BenchFigure("resident memory", "MB", "less")
+BURNT = RoundComparison("CPU burnt in the second after a cancel", "s", "less")
+KILLED = RoundComparison("kill -9: first token ÷ cold", "×", "less")
+CROWDED = RoundComparison("short chat beside 12,000 cached tokens", "× before", "more")
+BURST = RoundComparison("burst of 32 short questions", "tok/s")
+AGAIN_BURST = RoundComparison("the same burst once more", "tok/s")
+BURST_FIRST = RoundComparison("burst of 32: last first token", "s", "less")
+KNOWN = RoundComparison("{} known tokens, first token", "ms", "less")
+KNOWN_CPU = RoundComparison("{} known tokens, processor", "ms", "less")
+NEXT = RoundComparison("the next turn behind {} tokens, first token", "ms", "less")
+FRESH = RoundComparison("the next turn on a fresh server, first token", "ms", "less")
+IDLE = RoundComparison("CPU of a server at rest", "core", "less")
+MEMORY = RoundComparison("resident memory", "MB", "less")
 
 
 class ProcessScenarios(Scenarios):

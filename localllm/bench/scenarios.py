@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial, partialmethod
 from itertools import chain
 
-from localllm.bench.ratio import Better, RoundComparison
+from localllm.bench.ratio import RoundComparison
 from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
 from localllm.bench.token_counts import Counter, Tokens, TokensRead
 from localllm.errors import BackendError, UnsupportedError
@@ -52,31 +52,23 @@ _ENOUGH_GAPS = 20
 _SETTLE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class BenchFigure:
-    """What a scenario finds: how it is called, its unit, and whether more or less is better."""
-
-    title: str
-    unit: str
-    better: Better = "more"
-
-
+# What the scenarios find: the title of each table, its unit, and whether more or less is better.
 _TOGETHER, _EVEN = "aggregate, {} streams", "{} streams: 95th percentile of the gaps"
-SINGLE = BenchFigure("decode, one stream", "tok/s")
-GAP = BenchFigure("one stream: 95th percentile of the gaps", "ms", "less")
-PREFILL = BenchFigure("prefill, 3,000 new tokens", "tok/s")
-FIRST = BenchFigure("first token of 3,000 new ones", "s", "less")
-STALL = BenchFigure("stall: largest gap ÷ gap before", "×", "less")
-NEWCOMER = BenchFigure("stall: newcomer's first token", "s", "less")
-COLD = BenchFigure("cold first token of 1,400", "s", "less")
-WARM = BenchFigure("warm turn ÷ cold first token", "×", "less")
-AGAIN = BenchFigure("identical prompt, first token", "ms", "less")
-AT_ONCE = BenchFigure("2,000 known tokens at once, first token", "ms", "less")
-TWICE = BenchFigure("thrash: tokens read twice", "tokens", "less")
-TURNS = BenchFigure("thrash: mean first token", "ms", "less")
-CANCEL = BenchFigure("cancel: next first token ÷ idle", "×", "less")
-RESTART = BenchFigure("restart: first token ÷ cold", "×", "less")
-COPY = BenchFigure("copy-edit, one stream", "tok/s")
+SINGLE = RoundComparison("decode, one stream", "tok/s")
+GAP = RoundComparison("one stream: 95th percentile of the gaps", "ms", "less")
+PREFILL = RoundComparison("prefill, 3,000 new tokens", "tok/s")
+FIRST = RoundComparison("first token of 3,000 new ones", "s", "less")
+STALL = RoundComparison("stall: largest gap ÷ gap before", "×", "less")
+NEWCOMER = RoundComparison("stall: newcomer's first token", "s", "less")
+COLD = RoundComparison("cold first token of 1,400", "s", "less")
+WARM = RoundComparison("warm turn ÷ cold first token", "×", "less")
+AGAIN = RoundComparison("identical prompt, first token", "ms", "less")
+AT_ONCE = RoundComparison("2,000 known tokens at once, first token", "ms", "less")
+TWICE = RoundComparison("thrash: tokens read twice", "tokens", "less")
+TURNS = RoundComparison("thrash: mean first token", "ms", "less")
+CANCEL = RoundComparison("cancel: next first token ÷ idle", "×", "less")
+RESTART = RoundComparison("restart: first token ÷ cold", "×", "less")
+COPY = RoundComparison("copy-edit, one stream", "tok/s")
 
 
 class Scenarios:
@@ -93,9 +85,8 @@ class Scenarios:
         self._seed = self._first = int(time.time()) if seed is None else seed
         self._lock = threading.Lock()
 
-    def put(self, figure: BenchFigure, target: BenchTarget, value: float) -> None:
-        empty = RoundComparison(figure.title, figure.unit, figure.better)
-        table = self.tables.setdefault(figure.title, empty)
+    def put(self, figure: RoundComparison, target: BenchTarget, value: float) -> None:
+        table = self.tables.setdefault(figure.title, replace(figure, values={}))
         table.fill(target.name, self.round)
         table.add(target.name, value)
 
@@ -144,11 +135,11 @@ class Scenarios:
         answers = _together([partial(t.chat, user(text), 96) for text in texts])
         seconds = time.perf_counter() - begun
         total = sum(self._counted(t, answer) for answer in answers)
-        self.put(BenchFigure(_TOGETHER.format(n), "tok/s"), t, total / seconds)
+        self.put(RoundComparison(_TOGETHER.format(n), "tok/s"), t, total / seconds)
         gaps = list(chain.from_iterable(answer.gaps_s for answer in answers))
         if len(gaps) >= _ENOUGH_GAPS:
             self.put(
-                BenchFigure(_EVEN.format(n), "ms", "less"),
+                RoundComparison(_EVEN.format(n), "ms", "less"),
                 t,
                 statistics.quantiles(gaps, n=20)[-1] * 1000,
             )

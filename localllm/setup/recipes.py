@@ -340,20 +340,12 @@ BACKENDS = (*_RECIPES, MLX.name)
 
 
 def _own(device: Device, backend: str) -> BuildRecipe:
-    if backend != "cpu":
-        because = f"the installed llama.cpp is made for {KINDS[backend].label} already"
-        return BuildRecipe(
-            "own", backend, f"llama.cpp for {KINDS[backend].label}, as it is installed", because
-        )
     # What has a flag for its fix is about plans.
-    wrong = next(
-        (f for f in device.findings if f.level != "info" and not f.fix.startswith("--")), None
-    )
-    if wrong is not None:
-        return BuildRecipe("own", backend, "the processor's build goes on", wrong.message)
-    return BuildRecipe(
-        "own",
-        backend,
-        "nothing to build",
-        "the installed llama.cpp is made for the processor already",
-    )
+    wrong = [f for f in device.findings if f.level != "info" and not f.fix.startswith("--")]
+    label = "the processor" if backend == "cpu" else KINDS[backend].label
+    title, because = "nothing to build", f"the installed llama.cpp is made for {label} already"
+    if backend != "cpu":
+        title = f"llama.cpp for {label}, as it is installed"
+    elif wrong:
+        title, because = "the processor's build goes on", wrong[0].message
+    return BuildRecipe("own", backend, title, because)

@@ -126,6 +126,9 @@ class MlxBackend(OwnedBackend):
 
     def new_sequence(self) -> SequenceId:
         self._check_owner()
+        return self._open_sequence()
+
+    def _open_sequence(self) -> SequenceId:
         if len(self._lines) >= self.info.n_seq_max:
             raise NoCellsError(f"all {self.info.n_seq_max} sequences are in use")
         self._next += 1
@@ -140,7 +143,7 @@ class MlxBackend(OwnedBackend):
         self._check_owner()
         line = self._line(source)
         if not n_tokens:
-            return self.new_sequence()
+            return self._open_sequence()
         self._check_range(source, 0, n_tokens)
         if n_tokens < line.length and (self._layout.recurrent or not line.holds(n_tokens)):
             raise CannotRewindError(
@@ -151,8 +154,7 @@ class MlxBackend(OwnedBackend):
 
     def _copied(self, source: SequenceId, n_tokens: int) -> SequenceId:
         """A new sequence over the memory of `source`."""
-        target = self.new_sequence()
-        line = self._line(source)
+        target, line = self._open_sequence(), self._line(source)
         self.stepper.undo_ahead_of(line)
         line.fork_into(self._lines[target], n_tokens)
         if self._heads is not None:

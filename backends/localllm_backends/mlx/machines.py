@@ -192,9 +192,7 @@ def ports_for(ring: MachineRing) -> list[int]:
     n = sum(len(m.addresses) for m in ring.machines)
     if any(m.ssh for m in ring.machines):
         return list(range(_FIRST_PORT, _FIRST_PORT + n))
-    held = [socket.socket() for _ in range(n)]
-    for s in held:
-        s.bind(("127.0.0.1", 0))
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
     found = [int(s.getsockname()[1]) for s in held]
     for s in held:
         s.close()

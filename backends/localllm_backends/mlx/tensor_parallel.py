@@ -50,7 +50,7 @@ from localllm_backends.mlx.results import MlxStepResult
 from localllm_backends.mlx.sequence_cache import SequenceCache
 
 _PROGRAM = ("localllm_backends.mlx.tensor_parallel",)
-_MAGIC = b"LMXS"
+_MAGIC = b"LMXT"
 # What another machine does without an answer, and with one.
 _PLAIN_OPERATIONS = ("new_sequence", "fork", "truncate", "drop", "step")
 _ANSWERED = ("export_range", "import_range")
@@ -63,7 +63,7 @@ class TensorParallelBackend(MlxBackend):
     def __init__(self, loaded: Loaded, others: Sequence[Follower]) -> None:
         self._others = others
         # The others warm up by themselves.
-        self._following, self._closing = False, False
+        self._following = False
         super().__init__(loaded)
         self._following = True
         for other in others:
@@ -82,12 +82,8 @@ class TensorParallelBackend(MlxBackend):
         self._with_others("drop", sequence)
 
     def _with_others(self, operation: str, *arguments: int) -> Any:
-        """Do it here and then there. What it is made of the others do by themselves."""
-        following, self._following = self._following, False
-        try:
-            done = getattr(super(), operation)(*arguments)
-        finally:
-            self._following = following
+        """Do it here and then there."""
+        done = getattr(super(), operation)(*arguments)
         self._broadcast(operation, *arguments)
         return done
 
@@ -135,7 +131,7 @@ class TensorParallelBackend(MlxBackend):
             raise BackendFailure(refused)
 
     def close(self) -> None:
-        self._closing, self._following = True, False
+        self._following = False
         for other in self._others:
             other.stop()
         super().close()
@@ -147,7 +143,7 @@ class TensorParallelBackend(MlxBackend):
 
     def _abort(self, name: str) -> None:
         """Without it nothing more can be computed, and the sweep that runs may never end."""
-        if not self._closing:
+        if self._following:
             print(f"{name} is gone, which held a share of the model", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -133,15 +133,14 @@ class Eyes:
         from PIL import Image
 
         image = Image.frombytes("RGB", (picture.width, picture.height), picture.data)
-        inputs = self._processed(image)
-        n = self._count(inputs)
-        while n > MOST_TOKENS:
+        while True:
+            inputs = self._processed(image)
+            n = inputs["input_ids"][0].tolist().count(self._processor.image_token_id)
+            if n <= MOST_TOKENS:
+                return inputs
             height, width = inputs["pixel_values"].shape[-2:]
             share = _A_LITTLE_LESS * math.sqrt(MOST_TOKENS / n)
             image = image.resize((max(1, int(width * share)), max(1, int(height * share))))
-            inputs = self._processed(image)
-            n = self._count(inputs)
-        return inputs
 
     def _processed(self, image: Any) -> dict[str, Any]:
         try:
@@ -151,10 +150,6 @@ class Eyes:
                 )
         except Exception as e:
             raise BackendFailure(f"the image can't be read by this model: {e}") from e
-
-    def _count(self, inputs: Mapping[str, Any]) -> int:
-        ids: list[int] = inputs["input_ids"][0].tolist()
-        return ids.count(self._processor.image_token_id)
 
     def _layout(self, inputs: Mapping[str, Any]) -> _Layout:
         """The span from the first to the last token of the image is its own, with the ends of rows
