@@ -131,7 +131,7 @@ def test_what_is_drawn_follows_the_definition(
     if not asked:
         return
     device_rows = mx.array(np.stack(given_rows))
-    found = iter(sample(device_rows, asked).on_host())
+    found = iter(sample(device_rows, asked).on_host)
     assert np.array_equal(np.array(device_rows), np.stack(given_rows), equal_nan=True), (
         "the logits stay as they are"
     )
@@ -192,8 +192,8 @@ def test_what_is_drawn_behind_a_token_nobody_has_seen_is_what_would_be_drawn_onc
         return
     # Of small integers, so that not one bit is lost and equals are many.
     rows = mx.array(rng.integers(-4, 9, (len(tokens), 40)).astype(np.float32))
-    early = sample(rows, before, drawn=mx.array(tokens, dtype=mx.int32)).on_host()
-    assert early == sample(rows, behind).on_host()
+    early = sample(rows, before, drawn=mx.array(tokens, dtype=mx.int32)).on_host
+    assert early == sample(rows, behind).on_host
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -210,7 +210,7 @@ def test_draws_follow_the_distribution() -> None:
             SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u)
             for u in rng.random(n)
         ]
-        found = np.array(sample(mx.array(np.tile(row, (n, 1))), asked).on_host())
+        found = np.array(sample(mx.array(np.tile(row, (n, 1))), asked).on_host)
         assert UNSURE not in found
         expected = probabilities(row, sampling)
         seen = np.bincount(found, minlength=len(row))

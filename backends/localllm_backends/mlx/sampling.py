@@ -82,31 +82,39 @@ def sample(
     n_vocab = int(rows.shape[-1])
     stages = _Stages.of(asked, n_vocab)
     stream = mx.default_stream(mx.default_device()) if stream is None else stream
-    # What nobody asks for is not there, and no part of the compiled function.
-    changes: dict[str, Any] = {}
-    if any(d.bias is not None or d.banned for d in asked):
-        # What is banned stays so whatever is done to it.
-        changes["bias"] = _sparse(
-            [[*([d.bias] if d.bias is not None else []), _banned(d)] for d in asked], n_vocab
-        )
-    if any(d.seen is not None for d in asked):
-        changes["seen"] = _seen(asked)
-        if drawn is not None:
-            leaving = [[-1 if d.seen is None else d.seen.leaving] for d in asked]
-            changes["ahead"] = [mx.array(leaving, dtype=mx.int32), drawn]
-    if any(d.reduced is not None for d in asked):
-        changes["reduced"] = _sparse(
-            [[d.reduced] if d.reduced is not None else [] for d in asked], n_vocab
-        )
-    if any(d.allowed is not None for d in asked):
-        changes["allowed"] = _bits(asked, n_vocab)
     with mx.stream(stream):
         sampling = _compiled(stages, str(stream))
-        tokens, readable = sampling(rows, _parameters(asked, n_vocab), changes)
+        tokens, readable = sampling(
+            rows, _parameters(asked, n_vocab), _changes(asked, n_vocab, drawn)
+        )
     return DeviceSamples(tokens, readable, list(asked))
 
 
 # --- from specs to arrays -------------------------------------------------------------------------
+
+
+def _changes(asked: Sequence[SampleSpec], n_vocab: int, drawn: Any) -> dict[str, Any]:
+    """What is done to the logits, by name. What nobody asks for is not there, and no part of the
+    compiled function."""
+    changes: dict[str, Any] = {}
+    if _some(asked, "bias") or any(d.banned for d in asked):
+        # What is banned stays so whatever is done to it.
+        changes["bias"] = _sparse([[d.bias, _banned(d)] for d in asked], n_vocab)
+    if _some(asked, "seen"):
+        changes["seen"] = _seen(asked)
+    if _some(asked, "seen") and drawn is not None:
+        leaving = [[-1 if d.seen is None else d.seen.leaving] for d in asked]
+        changes["ahead"] = [mx.array(leaving, dtype=mx.int32), drawn]
+    if _some(asked, "reduced"):
+        changes["reduced"] = _sparse([[d.reduced] for d in asked], n_vocab)
+    if _some(asked, "allowed"):
+        changes["allowed"] = _bits(asked, n_vocab)
+    return changes
+
+
+def _some(asked: Sequence[SampleSpec], stage: str) -> bool:
+    return any(getattr(spec, stage) is not None for spec in asked)
+
 
 _PARAMETERS = 8
 
@@ -148,11 +156,12 @@ def _filled(lists: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> list[Any]:
 
 
 def _sparse(
-    lists: Sequence[Sequence[tuple[NDArray[Any], NDArray[Any]]]], n_vocab: int
+    lists: Sequence[Sequence[tuple[NDArray[Any], NDArray[Any]] | None]], n_vocab: int
 ) -> list[Any]:
     """What is added to some logits of each row, several lists of it."""
     joined = []
-    for parts in lists:
+    for given in lists:
+        parts = [part for part in given if part is not None]
         # In front what nothing is added to: with that the lists are filled up.
         ids = np.concatenate([np.zeros(1, dtype=np.int64), *(i for i, _ in parts)])
         amounts = np.concatenate([np.zeros(1, dtype=np.float32), *(a for _, a in parts)])
