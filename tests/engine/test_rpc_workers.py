@@ -29,10 +29,12 @@ from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, OtherMachineGoneError, UsageError
 from localllm_backends.contract import LoadSpec, Placement
-from localllm_backends.llamacpp.rpc import library_path
+from localllm_backends.llamacpp.native import library_path
 from support.requests import events_of
 
-needs_rpc = pytest.mark.skipif(library_path() is None, reason="this build of llama.cpp has no RPC")
+needs_rpc = pytest.mark.skipif(
+    library_path("ggml-rpc") is None, reason="this build of llama.cpp has no RPC"
+)
 
 
 def free_port() -> int:
@@ -54,7 +56,7 @@ def test_a_worker_that_others_could_reach_needs_to_know_who() -> None:
 
 
 def test_without_rpc_it_says_how_to_have_it(tiny_model: Path) -> None:
-    if library_path() is not None:
+    if library_path("ggml-rpc") is not None:
         pytest.skip("this build has RPC")
     spec = LoadSpec(str(tiny_model), n_ctx=256, placement=Placement(workers=("127.0.0.1:9",)))
     with pytest.raises(OtherMachineGoneError, match="setup --rpc"):

@@ -13,7 +13,7 @@ from localllm.cli.commands import doctor
 from localllm.load import kv_evidence
 from localllm.planner.quality import KvPrecision, ladder, passes, why
 from localllm_backends.contract import BackendFailure, LoadError, LoadSpec
-from localllm_backends.llamacpp import backend_type, kv_fidelity
+from localllm_backends.llamacpp import backend_type, context
 
 
 @pytest.mark.parametrize("layers", [3, pytest.param(30, marks=pytest.mark.long)])
@@ -53,14 +53,14 @@ def test_a_damaged_file_is_no_evidence(body: str, tmp_path: Path) -> None:
 def test_a_pair_that_the_engine_can_not_have_is_left_out(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_context = kv_fidelity.new_context
+    new_context = context.new_context
 
     def refuses(model: object, spec: LoadSpec, **options: Any) -> object:
         if (spec.kv_type_k, spec.kv_type_v) == ("q4_0", "q4_0"):
             raise LoadError("no kernel")
         return new_context(model, spec, **options)
 
-    monkeypatch.setattr(kv_fidelity, "new_context", refuses)
+    monkeypatch.setattr(context, "new_context", refuses)
     backend = backend_type.load(LoadSpec(str(tiny_model), n_ctx=256))
     found = backend.compare_kv(kv_evidence.PAIRS, list(range(20, 60)))
     backend.close()

@@ -66,9 +66,10 @@ class LlamaCppType(BackendType):
 
     def reads_images(self) -> str | None:
         """None where a projector could be loaded, else what is missing. Imports no native code."""
-        from localllm_backends.llamacpp.vision import WITHOUT, library_there
+        from localllm_backends.llamacpp.native import library_path
+        from localllm_backends.llamacpp.vision import WITHOUT
 
-        return None if library_there() else WITHOUT
+        return None if library_path("mtmd") else WITHOUT
 
     def load(self, spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> Backend:
         from localllm_backends.llamacpp.load import load

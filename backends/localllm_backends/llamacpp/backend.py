@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,21 +34,22 @@ from localllm_backends.llamacpp.batch import (
     LlamaCppStepResult,
     LogitsView,
 )
-from localllm_backends.llamacpp.cells import Carried, CellLedger, Positions, without_tail
+from localllm_backends.llamacpp.cells import CellLedger, PlacedImage, Positions, without_tail
 from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.kv_blocks import (
     HEADER,
     MAGIC,
     MAGIC_MTP,
+    MAGIC_SPLIT,
     SequenceMemory,
-    States,
+    SplitMemory,
     span,
 )
 from localllm_backends.llamacpp.kv_fidelity import compared
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabilities, model_info
-from localllm_backends.llamacpp.native import BufferSizes, has_gpu, log
-from localllm_backends.llamacpp.pausing_prefill import PausingPrefill, bytes_for
+from localllm_backends.llamacpp.native import Buffers, has_gpu, log, purpose_bytes
+from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
 from localllm_backends.llamacpp.top_logits import SortedOut, TopLogits
 from localllm_backends.llamacpp.weights import fingerprint
 from localllm_backends.owned import OwnedBackend
@@ -63,40 +65,48 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     _heads: DraftHeads | None
 
     def __init__(
-        self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, sizes: BufferSizes,
-        *,
-        recurrent: bool, heads: DraftHeads | None = None,
+        self, llama: Any, model: Any, context: Any, spec: LoadSpec, path: Path, buffers: Buffers,
+        heads: DraftHeads | None,
     ) -> None:  # fmt: skip
         super().__init__(llama, model)
         self._take_ownership()
-        self._heads, self._sizes = heads, sizes
+        self._heads, self._buffers = heads, buffers
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
         self._memory, self._interrupts = SequenceMemory(llama, context), Interrupts(llama, context)
         self._logits = LogitsView(llama, context, self.n_vocab)
         self._n_swa = int(llama.llama_model_n_swa(model))
-        self._recurrent = recurrent
-        self._n_rewind = int(llama.llama_n_rs_seq(context)) if recurrent else 0
-        self._undoable: dict[
-            SequenceId, int
-        ] = {}  # recurrent: tokens of the last step that can be taken back, once
-        self._rolled_back: set[SequenceId] = set()
+        self._recurrent = bool(
+            llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+        )
+        self._n_rewind = int(llama.llama_n_rs_seq(context)) if self._recurrent else 0
+        # recurrent: tokens of the last step that can be taken back, once; negative once some were
+        self._undoable: dict[SequenceId, int] = {}
         # sliding windows: forked since each last had cells of its own for its window
         self._shares_windows = False
         n_batch = int(llama.llama_n_batch(context))
         self._batch, self._positions = Batch(llama, n_batch), Positions()
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
+        # What keeps books on every sequence.
+        self._books: list[Any] = [self._ledger, self._positions]
+        if heads is not None:
+            self._books.append(heads)
         n_native = int(llama.llama_n_seq_max(context))
-        plain = not self._n_swa and not recurrent
-        self._spare: int | None = n_native - 1 if plain else None
+        self._spare: int | None = n_native - 1 if n_native > spec.n_seq_max else None
+        self._magic = MAGIC if heads is None else MAGIC_MTP
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
-        apart = not plain and n_native > spec.n_seq_max
-        self._states = States(self._memory, n_native - 1) if apart else None
+        self._states: SplitMemory | None = None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
         self.info = self._model_info(path, n_batch)
         warm = self._warm_up(1)
-        if self._states is not None and not self._states.split(warm):
-            self._states = None
+        plain = not self._n_swa and not self._recurrent
+        if self._spare is not None and not plain:
+            split = SplitMemory(llama, context, self._spare)
+            if split.splits(warm):
+                self._memory = self._states = split
+                self._magic = MAGIC_SPLIT
+            else:
+                self._spare = None
         self.drop(warm)
         self._mapped = huge_weights.weights_of(path, spec)
         self.capabilities = capabilities(
@@ -122,9 +132,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         if not self._idle:
             raise NoCellsError(f"all {self._spec.n_seq_max} sequences are in use")
         sequence = self._idle.pop()
-        self._ledger.open(sequence)
-        if self._heads is not None:
-            self._heads.open(sequence)
+        for book in self._books:
+            book.open(sequence)
         return sequence
 
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
@@ -133,20 +142,18 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             return self.new_sequence()
         self._check_range(source, 0, n_tokens)
         # llama_memory_seq_cp copies the newest recurrent state, whatever is to be taken back of it.
-        newest = n_tokens == self._ledger.length(source) and source not in self._rolled_back
+        newest = n_tokens == self._ledger.length(source) and self._undoable.get(source, 0) >= 0
         if not (newest if self._recurrent else self.can_rewind(source, n_tokens)):
             raise CannotRewindError(f"this model's memory can't be split at {n_tokens} tokens")
         target = self.new_sequence()
         self._share(source, target, n_tokens)
-        if self._heads is not None:
-            self._heads.fork(source, target, n_tokens)
         return target
 
     def _share(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """The empty `target` gets the first `n_tokens` cells of `source`."""
         self._memory.copy(source, target, 0, self._positions.at(source, n_tokens))
-        self._ledger.share(source, target, n_tokens)
-        self._positions.fork(source, target, n_tokens)
+        for book in self._books:
+            book.fork(source, target, n_tokens)
         self._shares_windows = bool(self._n_swa)
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
@@ -159,24 +166,17 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             raise CannotRewindError(
                 f"this model's memory can't go back from {length} to {n_tokens} tokens"
             )
-        self._ledger.cut(sequence, n_tokens)
-        self._positions.cut(sequence, n_tokens)
-        if self._heads is not None:
-            self._heads.truncate(sequence, n_tokens)
-        self._undoable.pop(sequence, None)
-        if self._recurrent and n_tokens:
-            self._rolled_back.add(sequence)
+        for book in self._books:
+            book.truncate(sequence, n_tokens)
+        self._undoable[sequence] = -1 if n_tokens else 0
 
     def drop(self, sequence: SequenceId) -> None:
         """Free the sequence's cells that nobody shares."""
         self._check_owner()
         self._memory.cut(sequence)
-        self._ledger.close(sequence)
-        self._positions.close(sequence)
-        if self._heads is not None:
-            self._heads.close(sequence)
+        for book in self._books:
+            book.close(sequence)
         self._undoable.pop(sequence, None)
-        self._rolled_back.discard(sequence)
         self._idle.append(sequence)
 
     def length(self, sequence: SequenceId) -> int:
@@ -262,7 +262,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self._ledger.append(chunk.sequence, len(chunk.tokens))
             if self._n_rewind:
                 self._undoable[chunk.sequence] = min(self._n_rewind, len(chunk.tokens) - 1)
-                self._rolled_back.discard(chunk.sequence)
         if self._heads is not None:
             self._heads.stepped(chunks)
         if not n:
@@ -292,15 +291,22 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def interrupt(self) -> None:
         self._interrupts.interrupt()
 
-    def _can_undo(self, _chunks: Sequence[Chunk]) -> bool:
-        return True
+    def _can_undo(self, chunks: Sequence[Chunk]) -> bool:
+        """Not the middle of an image whose tokens stand at one position: its beginning would go
+        with it."""
+        return not (
+            self._two_dimensional and any(c.image is not None and c.image.start for c in chunks)
+        )
 
     def _undo(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks if self._can_undo(chunks) else ():
             self._memory.cut(chunk.sequence, self._end(chunk.sequence))
 
     def sliced_prefill_bytes(self, n_tokens: int) -> int:
-        return bytes_for(n_tokens, self._sizes, self._ledger.capacity, self.info.n_batch)
+        kv, compute = (purpose_bytes(self._buffers, purpose) for purpose in ("KV", "compute"))
+        # Its micro-batches may be larger than ours.
+        compute = compute * MICRO_BATCH // min(MICRO_BATCH, self.info.n_batch)
+        return kv * cells_for(n_tokens) // self._ledger.capacity + compute
 
     def slice_prefill(self, sequence: SequenceId, tokens: Sequence[int]) -> PausingPrefill:
         self._check_owner()
@@ -333,23 +339,17 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._check_owner()
         self._check_range(sequence, start, stop)
         span = self._positions.at(sequence, start), self._positions.at(sequence, stop)
-        tail = self._positions.tail(sequence, start, stop) if self._two_dimensional else b""
-        if self._states is not None:
-            return self._states.export_kv(sequence, start, stop, span) + tail
-        via = sequence
-        if (start, stop) != (0, self._ledger.length(sequence)):
-            if self._spare is None:
-                raise CannotRewindError("this model's memory can only be exported whole")
-            via = self._spare
-        data = (
-            self._memory.export(sequence, *span, via, HEADER.pack(self._magic, start, stop, 0))
-            + tail
-        )
-        return (
-            data
-            if self._heads is None
-            else with_heads(data, self._heads.export_range(sequence, start, stop, via))
-        )
+        via: int | None = self._spare
+        if (start, stop) == (0, self._ledger.length(sequence)) and self._states is None:
+            via = sequence
+        if via is None:
+            raise CannotRewindError("this model's memory can only be exported whole")
+        data = self._memory.export(sequence, *span, via, HEADER.pack(self._magic, start, stop, 0))
+        if self._two_dimensional:
+            data += self._positions.tail(sequence, start, stop)
+        if self._heads is not None:
+            data = with_heads(data, self._heads.export_range(sequence, start, stop, via))
+        return data
 
     def export_runs(self, sequence: SequenceId, start: int, stop: int) -> int:
         """In how many runs of cells these tokens lie, about: llama.cpp copies each by itself, twice
@@ -360,59 +360,55 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
         self._check_owner()
-        states = self._states
-        first, last = span(data, self._magic) if states is None else states.span(data)
+        first, last = span(data, self._magic)
         if not first <= start < stop <= last:
             raise BackendFailure("this is not an exported KV block of these tokens")
         self._check_follows(sequence, start, stop)
         self._require_cells(last - first)
-        if self._spare is None and states is None and (start, stop, first) != (0, last, 0):
+        if self._spare is None and (start, stop, first) != (0, last, 0):
             raise CannotRewindError("this model's memory can only be imported whole")
-        own, heads = (
-            without_heads(data) if self._heads is not None else (memoryview(data), memoryview(b""))
-        )
-        carried = Carried((), last - 1)
+        own, heads = memoryview(data), memoryview(b"")
+        if self._heads is not None:
+            own, heads = without_heads(data)
+        images: list[PlacedImage] = []
+        last_position = last - 1
         if self._two_dimensional:
-            own, carried = without_tail(own, first, last)
-        positions = self._positions.adopt(sequence, start, stop, carried.images)
+            own, images, last_position = without_tail(own)
+        positions = self._positions.adopt(sequence, start, stop, images)
         via = sequence if self._spare is None else self._spare
+        ends = range(last_position + 1, last_position + 2)
         try:
-            if states is not None:
-                states.import_kv(sequence, own, positions)
-            else:
-                ends = range(carried.last + 1, carried.last + 2)
-                self._memory.append(sequence, own[HEADER.size :], *positions, via, ends)
+            self._memory.append(sequence, own[HEADER.size :], *positions, via, ends)
         except BackendFailure:
-            self._positions.cut(sequence, start)
+            self._positions.truncate(sequence, start)
             raise
         if self._heads is not None:
             self._heads.import_range(sequence, heads, start, stop, via)
         self._ledger.append(sequence, stop - start)
 
     def state_bytes(self, sequence: SequenceId) -> int:
-        return self._state_part.size(sequence)
+        return self._state_part.state_size(sequence)
 
     def export_state(self, sequence: SequenceId) -> bytes:
         self._check_owner()
-        return self._state_part.export(sequence, self._ledger.length(sequence))
+        return self._state_part.export_state(sequence, self._ledger.length(sequence))
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         self._check_owner()
         self._check_range(sequence, 0, n_tokens)
         last = self._positions.last(sequence, n_tokens)
         try:
-            self._state_part.load(sequence, data, n_tokens, last)
+            self._state_part.load_state(sequence, data, n_tokens, last)
         except BackendFailure:
             if not self._separate_windows():
                 raise
-            self._state_part.load(sequence, data, n_tokens, last)
+            self._state_part.load_state(sequence, data, n_tokens, last)
         # Recurrent layers have it by now, and refuse to be cut before.
         if not self._memory.cut(sequence, self._positions.at(sequence, n_tokens)):
             raise BackendFailure("llama.cpp did not cut the sequence where its state ends")
-        self._ledger.cut(sequence, n_tokens)
-        self._positions.cut(sequence, n_tokens)
+        for book in self._books:
+            book.truncate(sequence, n_tokens)
         self._undoable.pop(sequence, None)
-        self._rolled_back.discard(sequence)
 
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
         """A sequence sharing the first `n_tokens` cells of `source`, with their state."""
@@ -427,22 +423,28 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return target
 
     @property
-    def _state_part(self) -> States:
+    def _state_part(self) -> SplitMemory:
         if self._states is None:
             raise BackendFailure("this model's state can't be had apart from its KV")
         return self._states
 
-    @property
-    def _magic(self) -> bytes:
-        return MAGIC if self._heads is None else MAGIC_MTP
-
     def memory(self) -> MemoryReport:
         """What llama.cpp said it allocated for the context (and the draft heads'), and the weights'
         own bytes."""
-        weights = int(self._llama.llama_model_size(self._model)) + self._sizes.adapter_bytes
+        weights = int(self._llama.llama_model_size(self._model))
         if self._heads is not None:
             weights += self._heads.weights_bytes
-        return self._sizes.report(weights, self._projector_bytes)
+        adapters, kv, recurrent, compute, output = (
+            purpose_bytes(self._buffers, purpose)
+            for purpose in ("LoRA", "KV", "RS", "compute", "output")
+        )
+        places: Counter[str] = Counter()
+        for (place, _), n_bytes in self._buffers.items():
+            places[place] += n_bytes
+        weights += adapters
+        return MemoryReport(
+            weights, kv, recurrent, compute, output, self._projector_bytes, dict(places)
+        )
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()

@@ -28,10 +28,6 @@ class CellLedger:
         self._holders: NDArray[np.int16] = np.zeros(capacity, dtype=np.int16)
         self._free: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._n_free = capacity
-        # When each cell was taken, counted in cells: those taken one after the other lie beside
-        # each other, as a rule.
-        self._taken: NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
-        self._n_taken = 0
         self._lines: dict[int, NDArray[np.int32]] = {}
         self._lengths: dict[int, int] = {}
 
@@ -45,7 +41,8 @@ class CellLedger:
         return [sequence for sequence, length in self._lengths.items() if length]
 
     def open(self, sequence: int) -> None:
-        self._lines[sequence] = np.empty(256, dtype=np.int32)
+        # What is not written to takes no memory.
+        self._lines[sequence] = np.empty(self.capacity, dtype=np.int32)
         self._lengths[sequence] = 0
 
     def length(self, sequence: int) -> int:
@@ -57,46 +54,43 @@ class CellLedger:
         if n > self._n_free:
             raise NoCellsError(f"{n} KV cells needed, {self._n_free} of {self.capacity} free")
         length = self._lengths[sequence]
-        line = self._room(sequence, length + n)
+        line = self._lines[sequence]
         if n == 1:
             # The step of one stream: numpy's ways with many cells take longer, as the sweep over
             # the weights has left none of their code in the processor's caches.
             cell = self._free.item(self._n_free - 1)
             line[length] = cell
             self._holders[cell] = 1
-            self._taken[cell] = self._n_taken
         else:
-            taken = self._free[self._n_free - n : self._n_free]
+            taken = self._free[self._n_free - n : self._n_free][::-1]
             line[length : length + n] = taken
             self._holders[taken] = 1
-            self._taken[taken] = np.arange(self._n_taken, self._n_taken + n)
-        self._n_taken += n
         self._n_free -= n
         self._lengths[sequence] = length + n
 
     def runs(self, sequence: int, start: int, stop: int) -> int:
-        """In how many runs the line's tokens [start, stop) were taken."""
-        taken = self._taken[self._lines[sequence][start:stop]]
-        return int(np.count_nonzero(np.diff(taken) != 1)) + (stop > start)
+        """In how many runs of neighbouring cells the line's tokens [start, stop) lie."""
+        cells = self._lines[sequence][start:stop]
+        return int(np.count_nonzero(np.diff(cells) != 1)) + (stop > start)
 
-    def share(self, source: int, target: int, n: int) -> None:
+    def fork(self, source: int, target: int, n: int) -> None:
         """Append the first `n` cells of `source` to the empty line `target`."""
         cells = self._lines[source][:n]
-        self._room(target, n)[:n] = cells
+        self._lines[target][:n] = cells
         self._holders[cells] += 1
         self._lengths[target] = n
 
-    def cut(self, sequence: int, n: int) -> None:
+    def truncate(self, sequence: int, n: int) -> None:
         """Let go of everything after the first `n` tokens."""
         cells = self._lines[sequence][n : self._lengths[sequence]]
         self._lengths[sequence] = n
         self._holders[cells] -= 1
-        freed = cells[self._holders[cells] == 0]
+        freed = cells[self._holders[cells] == 0][::-1]
         self._free[self._n_free : self._n_free + len(freed)] = freed
         self._n_free += len(freed)
 
     def close(self, sequence: int) -> None:
-        self.cut(sequence, 0)
+        self.truncate(sequence, 0)
         del self._lines[sequence], self._lengths[sequence]
 
     def check_integrity(self) -> None:
@@ -108,14 +102,6 @@ class CellLedger:
         assert len(np.unique(free)) == self._n_free, "a cell is free twice"
         assert not self._holders[free].any(), "a held cell is in the free list"
         assert int((self._holders > 0).sum()) + self._n_free == self.capacity, "cells were lost"
-
-    def _room(self, sequence: int, n: int) -> NDArray[np.int32]:
-        line = self._lines[sequence]
-        if len(line) < n:
-            grown = np.empty(max(n, 2 * len(line)), dtype=np.int32)
-            grown[: self._lengths[sequence]] = line[: self._lengths[sequence]]
-            self._lines[sequence] = line = grown
-        return line
 
 
 _PLACED = struct.Struct("<III")
@@ -134,49 +120,38 @@ class PlacedImage:
     def stop(self) -> int:
         return self.start + self.n_tokens
 
-    @property
-    def saved(self) -> int:
-        """How many positions fewer than tokens."""
-        return self.n_tokens - self.n_positions
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """What exported KV says of its positions: its images, and the largest of all."""
-
-    images: tuple[PlacedImage, ...]
-    last: int
-
 
 class Positions:
-    """The images of every sequence that holds any, in order."""
+    """The images of every sequence, in order."""
 
     def __init__(self) -> None:
         self._images: dict[int, list[PlacedImage]] = {}
+
+    def open(self, sequence: int) -> None:
+        self._images[sequence] = []
 
     def at(self, sequence: int, token: int) -> int:
         """The position of token number `token`, which need not be there yet. CannotRewindError
         within an image."""
         position = token
-        for image in self._images.get(sequence, ()):
+        for image in self._images[sequence]:
             if image.stop <= token:
-                position -= image.saved
+                position -= image.n_tokens - image.n_positions
             elif image.start < token:
                 raise CannotRewindError("an image can't be cut in two")
         return position
 
     def last(self, sequence: int, n_tokens: int) -> int:
         """The largest position among the first `n_tokens`."""
-        for image in self._images.get(sequence, ()):
+        for image in self._images[sequence]:
             if image.stop == n_tokens:
                 return self.at(sequence, image.start)
         return self.at(sequence, n_tokens) - 1
 
     def place(self, sequence: int, image: PlacedImage) -> None:
         """An image begins at the end of the sequence."""
-        held = self._images.setdefault(sequence, [])
-        if image not in held:
-            held.append(image)
+        if image not in self._images[sequence]:
+            self._images[sequence].append(image)
 
     def adopt(
         self, sequence: int, start: int, stop: int, images: Sequence[PlacedImage]
@@ -188,34 +163,31 @@ class Positions:
                 self.place(sequence, image)
         return self.at(sequence, start), self.at(sequence, stop)
 
-    def cut(self, sequence: int, n_tokens: int) -> None:
+    def truncate(self, sequence: int, n_tokens: int) -> None:
         """Only the first `n_tokens` stay."""
-        held = self._images.get(sequence)
-        if held is not None:
-            self._images[sequence] = [i for i in held if i.stop <= n_tokens]
+        self.fork(sequence, sequence, n_tokens)
 
     def fork(self, source: int, target: int, n_tokens: int) -> None:
-        self._images[target] = [i for i in self._images.get(source, ()) if i.stop <= n_tokens]
+        self._images[target] = [i for i in self._images[source] if i.stop <= n_tokens]
 
     def close(self, sequence: int) -> None:
-        self._images.pop(sequence, None)
+        del self._images[sequence]
 
     def tail(self, sequence: int, start: int, stop: int) -> bytes:
-        """What goes behind exported KV of the tokens [start, stop): the images among them."""
-        within = [i for i in self._images.get(sequence, ()) if start <= i.start and i.stop <= stop]
+        """What goes behind exported KV of the tokens [start, stop): the images among them, and the
+        largest position."""
+        within = [i for i in self._images[sequence] if start <= i.start and i.stop <= stop]
         listed = b"".join(_PLACED.pack(i.start, i.n_tokens, i.n_positions) for i in within)
-        return listed + _TAIL.pack(self.at(sequence, start), len(within))
+        return listed + _TAIL.pack(self.last(sequence, stop), len(within))
 
 
-def without_tail(data: bytes | memoryview, first: int, last: int) -> tuple[memoryview, Carried]:
-    """Exported KV of the tokens [first, last) without its tail, and what that says."""
+def without_tail(data: bytes | memoryview) -> tuple[memoryview, list[PlacedImage], int]:
+    """Exported KV without its tail, and what that says: the images, and the largest position."""
     view = memoryview(data)
     end = len(view) - _TAIL.size
-    position, count = _TAIL.unpack(view[end:]) if end >= 0 else (0, 0)
+    last, count = _TAIL.unpack(view[end:]) if end >= 0 else (0, 0)
     begin = end - count * _PLACED.size
     if begin < 0:
         raise BackendFailure("this is not an exported KV block: too short")
-    images = tuple(PlacedImage(*found) for found in _PLACED.iter_unpack(view[begin:end]))
-    whole = position + last - first - sum(i.saved for i in images)
-    ends = [i for i in images if i.stop == last]
-    return view[:begin], Carried(images, whole - ends[0].n_positions if ends else whole - 1)
+    images = [PlacedImage(*found) for found in _PLACED.iter_unpack(view[begin:end])]
+    return view[:begin], images, last

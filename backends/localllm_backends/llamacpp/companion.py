@@ -12,6 +12,7 @@ attention sees distances only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ import numpy as np
 
 from localllm_backends.contract import LoadError, LoadSpec, SequenceId
 from localllm_backends.following import LEAST_PROBABILITY, HeadsLine
-from localllm_backends.llamacpp.batch import Batch, Rows, floats
+from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.context import new_context
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 from localllm_backends.llamacpp.mtp import MtpHeads
-from localllm_backends.llamacpp.native import BufferSizes
+from localllm_backends.llamacpp.native import Buffers
 from localllm_backends.llamacpp.weights import check_file, load_model
 from localllm_backends.reasons import first_reason
 
@@ -70,20 +71,9 @@ class Eagle3Heads(MtpHeads):
     kind = "eagle3"
     first = 1
 
-    def __init__(
-        self, llama: Any, drafter: Any, target: Any, context: Any, layers: Sequence[int]
-    ) -> None:
-        self._features = _Features(llama, target, layers, last_as_row=True)
-        super().__init__(llama, drafter, target, context)
-        self._drafter = drafter
-        self._width = self._features.width
+    def __init__(self, llama: Any, target: Any, context: Any, layers: Sequence[int | None]) -> None:
+        super().__init__(llama, target, context, layers)
         self._encoder = Batch(llama, self._n_batch, width=self._width, tokens=False)
-
-    def _keep_rows(self) -> None:
-        self._features.enable(self._functions)
-
-    def _rows_of_step(self, n: int) -> Rows:
-        return self._features.rows(n)
 
     def _inputs(self, rows: Sequence[Rows]) -> Sequence[Rows]:
         fused: list[Rows] = []
@@ -94,7 +84,7 @@ class Eagle3Heads(MtpHeads):
                 self._encoder.add_row(0, i, 0, row, output=True)
             if int(self._llama.llama_encode(self._context, self._encoder.native)):
                 return [np.zeros(self._n_hidden, dtype=np.float32)] * len(rows)
-            fused.extend(self._view(self._context, int(self._encoder.native.n_tokens)).copy())
+            fused.extend(self._hidden(int(self._encoder.native.n_tokens)).copy())
         return fused
 
 
@@ -104,10 +94,6 @@ class AssistantHeads(MtpHeads):
     trained."""
 
     kind = "assistant"
-
-    def __init__(self, llama: Any, drafter: Any, target: Any, context: Any) -> None:
-        super().__init__(llama, drafter, target, context)
-        self._drafter, self._n_heads = drafter, 1
 
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
         return True
@@ -139,20 +125,12 @@ class DflashHeads(DraftHeads):
     first = 1
 
     def __init__(
-        self,
-        llama: Any,
-        drafter: Any,
-        target: Any,
-        context: Any,
-        layers: Sequence[int],
-        block: _BlockLayout,
+        self, llama: Any, target: Any, context: Any, layers: Sequence[int], block: _BlockLayout
     ) -> None:
-        self._features = _Features(llama, target, layers, last_as_row=False)
-        super().__init__(llama, target, context, self._features.width)
-        self._drafter, self._block = drafter, block
-        self._n_hidden = int(llama.llama_model_n_embd_out(drafter))
-        self._features.enable(self._functions)
-        dimensions = 4 if int(llama.llama_model_rope_type(drafter)) == _MROPE else 1
+        super().__init__(llama, target, context, layers)
+        self._block = block
+        own = llama.llama_get_model(context)
+        dimensions = 4 if int(llama.llama_model_rope_type(own)) == _MROPE else 1
         self._inject = Batch(
             llama, self._n_batch, width=self._width, tokens=False, dimensions=dimensions
         )
@@ -164,9 +142,6 @@ class DflashHeads(DraftHeads):
     @property
     def longest(self) -> int:
         return self._block.most
-
-    def _rows_of_step(self, n: int) -> Rows:
-        return self._features.rows(n)
 
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
         self._inject.clear()
@@ -201,9 +176,6 @@ class DflashHeads(DraftHeads):
         choose = self._chosen_by_selector if block.selector_top_k else self._chosen
         return [choose(n, k * block.rows, most) for k, (_, _, most) in enumerate(wanted)]
 
-    def _hidden(self, n: int) -> Rows:
-        return floats(self._functions["rows"](self._context), n, self._n_hidden)
-
     def _chosen(self, n: int, begin: int, most: int) -> list[int]:
         logits = self._logits.rows(n)
         sure = self._hidden(n)[:, 0] if self._block.confidence else None
@@ -227,40 +199,6 @@ class DflashHeads(DraftHeads):
         return tokens
 
 
-class _Features:
-    """What these layers of the model were given, at each token of its last step, side by side."""
-
-    def __init__(
-        self, llama: Any, target: Any, layers: Sequence[int], *, last_as_row: bool
-    ) -> None:
-        model = llama.llama_get_model(target)
-        self._target, self._layers = target, layers
-        self._n_embd = int(llama.llama_model_n_embd(model))
-        # EAGLE-3 has what the last layer made from where MTP has it.
-        self._last = int(llama.llama_model_n_layer(model)) if last_as_row else -1
-        self.width = self._n_embd * len(layers)
-        self._functions: dict[str, Any] = {}
-
-    def enable(self, functions: dict[str, Any]) -> None:
-        """Have the model keep them."""
-        self._functions = functions
-        for layer in self._layers:
-            if layer == self._last:
-                functions["set_rows"](self._target, True, False)
-            else:
-                functions["set_layer_rows"](self._target, layer, True)
-
-    def rows(self, n: int) -> Rows:
-        """[n, width], copied."""
-        given = [
-            self._functions["rows"](self._target)
-            if layer == self._last
-            else self._functions["layer_rows"](self._target, layer)
-            for layer in self._layers
-        ]
-        return np.concatenate([floats(address, n, self._n_embd) for address in given], axis=1)
-
-
 class _BlockLayout:
     """How a block of DFlash's is laid out: `rows` tokens, the newest and masks behind it, guesses
     from row `anchor` on."""
@@ -270,12 +208,10 @@ class _BlockLayout:
     ) -> None:
         self.rows = header.number("dflash.block_size") or 16
         self.mask = int(llama.llama_vocab_mask(llama.llama_model_get_vocab(drafter)))
-        self.causal = header.flag("dflash.attention.causal", otherwise=False)
+        self.causal = bool(header.number("dflash.attention.causal"))
         markov = header.has_tensor("markov_w1.weight")
         # DSpark's first guess is at the newest token's own place, unless it was trained otherwise.
-        self.anchor = (
-            0 if markov and header.flag("dflash.sample_from_anchor", otherwise=True) else 1
-        )
+        self.anchor = 0 if markov and header.number("dflash.sample_from_anchor", 1) else 1
         self.confidence = markov and header.has_tensor("conf_proj.weight")
         self.selector_top_k = int(functions["selector_top_k"](drafter))
         self.most = self.rows - self.anchor
@@ -287,17 +223,13 @@ class _BlockLayout:
 def kind_of(path: Path) -> str:
     """ "eagle3" or "dflash" of a drafter's file; "" of any other GGUF."""
     check_file(path)
-    header = NativeHeader(path)
-    try:
-        architecture = header.text("general.architecture")
-    finally:
-        header.close()
+    architecture = NativeHeader(path).text("general.architecture")
     return architecture if architecture in KINDS else ""
 
 
 def open_drafter(
     llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max: int
-) -> tuple[DraftHeads, BufferSizes]:
+) -> tuple[DraftHeads, Buffers]:
     """The drafter in the file `spec.drafter`, following `target`, a context of `model`, and what
     its weights lie in. LoadError where it is not one for this model, or can't run here."""
     path = Path(spec.drafter)
@@ -309,10 +241,10 @@ def open_drafter(
             "this build of llama.cpp does not export what drafting from a model's features needs",
         )
     header, main = NativeHeader(path), NativeHeader(parts(Path(spec.path))[0])
-    drafter = None
-    try:
-        kind = _check_headers(path, header, main)
-        drafter, sizes = load_model(path, spec, None, drafter=True)
+    kind = _check_headers(path, header, main)
+    drafter, buffers = load_model(path, spec, None, drafter=True)
+    with ExitStack() as freed:
+        freed.callback(llama.llama_model_free, drafter)
         _check_vocabulary(llama, path, model, drafter)
         block = _BlockLayout(llama, drafter, functions, header)
         if kind == "dflash" and (not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0):
@@ -332,18 +264,15 @@ def open_drafter(
             n_batch=max(_BATCH, n_seq_max),
             draft_cells=block.rows if kind == "dflash" else 0,
         )
-        if kind == _ASSISTANT:
-            return AssistantHeads(llama, drafter, target, context), sizes
-        if kind == "eagle3":
-            return Eagle3Heads(llama, drafter, target, context, layers), sizes
-        return DflashHeads(llama, drafter, target, context, layers, block), sizes
-    except Exception:
-        if drafter is not None:
-            llama.llama_model_free(drafter)
-        raise
-    finally:
-        header.close()
-        main.close()
+        freed.pop_all()
+    if kind == _ASSISTANT:
+        return AssistantHeads(llama, target, context), buffers
+    if kind == "dflash":
+        return DflashHeads(llama, target, context, layers, block), buffers
+    # What the last layer made EAGLE-3 has from where MTP has it.
+    last = int(llama.llama_model_n_layer(model))
+    rows = [None if layer == last else layer for layer in layers]
+    return Eagle3Heads(llama, target, context, rows), buffers
 
 
 def _refused(path: Path, why: str, what_fits: str = "") -> LoadError:

@@ -11,7 +11,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from localllm_backends.contract import LoadError, LoadSpec, LoraAdapter, OutOfMe
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import (
     GGML_TYPES,
-    cause,
     ggml_function,
     has_gpu,
     log,
@@ -214,12 +213,25 @@ def new_context(
     return context
 
 
+@contextmanager
+def trial_context(model: Any, spec: LoadSpec, kv: Sequence[str], **sizes: int) -> Iterator[Any]:
+    """A small context of the KV types `kv` (of K and V) beside the one that serves: `sizes` are its
+    n_ctx, n_batch and n_outputs."""
+    alone = replace(spec, n_rewind=0, mtp=False, drafter="")
+    typed: Any = {"kv_type_k": kv[0], "kv_type_v": kv[1], **sizes}
+    context = new_context(model, replace(alone, **typed), n_seq_max=1)
+    try:
+        yield context
+    finally:
+        start_native().llama_free(context)
+
+
 def made_context(model: Any, params: Any) -> Any:
     """The llama_context; OutOfMemoryError or LoadError with llama.cpp's own reason."""
     log.mark()
     context = start_native().llama_init_from_model(model, params)
     if not context:
-        why = cause("llama.cpp gave no reason")
+        why = log.reason()
         if "alloc" in why:
             raise OutOfMemoryError(
                 f"not enough memory for a context of {params.n_ctx} tokens: {why}"
@@ -246,7 +258,7 @@ def with_adapters(model: Any, spec: LoadSpec) -> LoadSpec:
     for adapter in spec.adapters:
         pointer = start_native().llama_adapter_lora_init(model, os.fsencode(adapter.path))
         if not pointer:
-            name, why = Path(adapter.path).name, cause("llama.cpp gave no reason")
+            name, why = Path(adapter.path).name, log.reason()
             raise LoadError(f"{name!r} is no adapter for this model: {why}")
         loaded.append(LoadedAdapter(adapter.path, adapter.scale, adapter.n_bytes, pointer))
     return replace(spec, adapters=tuple(loaded))

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from localllm_backends.contract import BackendFailure, Embedder, LoadError, ModelInfo, StepError
+from localllm_backends.contract import BackendFailure, Embedder, LoadError, LoadSpec, StepError
 from localllm_backends.control_text import LiteralText, control_texts
 from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.context import made_context
-from localllm_backends.llamacpp.model_info import LlamaCppVocabulary
-from localllm_backends.llamacpp.native import c_string, cause, log, offload, start_native
+from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, model_info
+from localllm_backends.llamacpp.native import c_string, log, offload, start_native
 from localllm_backends.llamacpp.threads import usable_cores
 from localllm_backends.llamacpp.weights import fingerprint, open_file
 
@@ -43,29 +43,16 @@ class LlamaCppEmbedder(Embedder):
             llama.llama_model_n_cls_out if self.pooling == "rank" else llama.llama_model_n_embd_out
         )
         self.n_embd = int(width(model))
-        eos = int(llama.llama_vocab_eos(self._vocab))
-        self.info = ModelInfo(
-            architecture=c_string(llama.llama_model_meta_val_str, model, b"general.architecture")
-            or "",
-            description=c_string(llama.llama_model_desc, model) or "",
+        self.info = model_info(
+            self._words,
+            llama,
+            model,
+            LoadSpec(str(path)),
             fingerprint=fingerprint(path),
-            n_vocab=self._words.n_vocab,
             n_ctx=self._n_batch,
-            n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
             n_seq_max=self._n_seq_max,
             n_batch=self._n_batch,
             n_outputs=0,
-            n_params=int(llama.llama_model_n_params(model)),
-            weights_bytes=int(llama.llama_model_size(model)),
-            eog_tokens=(eos,) if eos >= 0 else (),
-            bos_token=None,
-            eos_token=eos if eos >= 0 else None,
-            adds_bos=bool(llama.llama_vocab_get_add_bos(self._vocab)),
-            bos_text="",
-            eos_text="",
-            chat_template=None,
-            kv_type_k="f16",
-            kv_type_v="f16",
         )
 
     def tokenize(self, text: str) -> list[int]:
@@ -152,9 +139,7 @@ class LlamaCppEmbedder(Embedder):
         code = self._llama.llama_decode(self._context, self._batch.native)
         if code != 0:
             n = sum(map(len, group))
-            raise StepError(
-                f"llama.cpp could not embed {n} tokens ({code}): {cause('no reason given')}"
-            )
+            raise StepError(f"llama.cpp could not embed {n} tokens ({code}): {log.reason()}")
         rows = []
         for sequence in range(len(group)):
             found = self._llama.llama_get_embeddings_seq(self._context, sequence)

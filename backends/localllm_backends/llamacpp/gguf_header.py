@@ -6,14 +6,15 @@ from __future__ import annotations
 import ctypes
 import glob
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError
 from localllm_backends.llamacpp.native import bindings
 
-_GGUF_UINT32, _GGUF_BOOL, _GGUF_ARRAY = 4, 7, 9  # gguf.h: enum gguf_type
-_ARRAYS = {_GGUF_UINT32: ctypes.c_uint32, 5: ctypes.c_int32, _GGUF_BOOL: ctypes.c_bool}
+_STRING, _ARRAY = 8, 9  # gguf.h: enum gguf_type
+_NUMBERS: dict[int, Any] = {4: ctypes.c_uint32, 5: ctypes.c_int32, 7: ctypes.c_bool}
 
 
 def parts(path: Path) -> list[Path]:
@@ -27,78 +28,59 @@ def parts(path: Path) -> list[Path]:
 
 
 class NativeHeader:
-    """The header of one GGUF file, through ggml's own reader (gguf.h)."""
+    """The header of one GGUF file, through ggml's own reader (gguf.h), as long as this lives."""
 
     class _Params(ctypes.Structure):
         _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
 
     def __init__(self, path: Path) -> None:
         self._library = bindings("_ggml").libggml
-        self._file = self._call(
-            "gguf_init_from_file", ctypes.c_void_p, str(path).encode(), self._Params(True, None)
-        )
-        if not self._file:
+        self._library.gguf_init_from_file.restype = ctypes.c_void_p
+        found = self._library.gguf_init_from_file(str(path).encode(), self._Params(True, None))
+        if not found:
             raise LoadError(f"the header of {path.name!r} can't be read")
-
-    def _call(self, name: str, result: Any, *arguments: Any) -> Any:
-        function = getattr(self._library, name)
-        function.restype = result
-        return function(*arguments)
+        self._file = ctypes.c_void_p(found)
+        weakref.finalize(self, self._library.gguf_free, self._file)
 
     def _find(self, kind: str, name: str) -> int:
-        return int(
-            self._call(
-                f"gguf_find_{kind}", ctypes.c_int64, ctypes.c_void_p(self._file), name.encode()
-            )
-        )
+        """The number of a "key" or "tensor"; negative where there is none of that name."""
+        function = getattr(self._library, f"gguf_find_{kind}")
+        function.restype = ctypes.c_int64
+        return int(function(self._file, name.encode()))
+
+    def _get(self, what: str, result: Any, key: int) -> Any:
+        function = getattr(self._library, f"gguf_get_{what}")
+        function.restype = result
+        return function(self._file, ctypes.c_int64(key))
 
     def text(self, key: str) -> str:
         """A text; "" where there is none of that name."""
         at = self._find("key", key)
-        if at < 0:
+        if at < 0 or self._get("kv_type", ctypes.c_int, at) != _STRING:
             return ""
-        value = self._call(
-            "gguf_get_val_str", ctypes.c_char_p, ctypes.c_void_p(self._file), ctypes.c_int64(at)
-        )
-        return str(value.decode())
-
-    def number(self, key: str) -> int:
-        """An unsigned number of 32 bits; 0 where there is none of that name."""
-        at = self._find("key", key)
-        if at < 0:
-            return 0
-        arguments = ctypes.c_void_p(self._file), ctypes.c_int64(at)
-        if self._call("gguf_get_kv_type", ctypes.c_int, *arguments) != _GGUF_UINT32:
-            return 0
-        return int(self._call("gguf_get_val_u32", ctypes.c_uint32, *arguments))
+        return str(self._get("val_str", ctypes.c_char_p, at).decode("utf-8", "replace"))
 
     def numbers(self, key: str) -> list[int]:
-        """An array of whole numbers of 32 bits or of truth values, or the one number there is; []
-        where there is neither."""
+        """The whole numbers of 32 bits, or truth values, of an array or by themselves; [] where
+        there are none of that name."""
         at = self._find("key", key)
-        arguments = ctypes.c_void_p(self._file), ctypes.c_int64(at)
-        if at < 0 or self._call("gguf_get_kv_type", ctypes.c_int, *arguments) != _GGUF_ARRAY:
-            number = self.number(key)
-            return [number] if number else []
-        kind: Any = _ARRAYS.get(self._call("gguf_get_arr_type", ctypes.c_int, *arguments))
-        n = (
-            int(self._call("gguf_get_arr_n", ctypes.c_size_t, *arguments))
-            if kind is not None
-            else 0
-        )
-        data = self._call("gguf_get_arr_data", ctypes.c_void_p, *arguments) if n else None
-        return [int(v) for v in (kind * n).from_address(data)] if kind is not None and data else []
+        if at < 0:
+            return []
+        kind, n, data = self._get("kv_type", ctypes.c_int, at), 1, "val_data"
+        if kind == _ARRAY:
+            kind, n, data = (
+                self._get("arr_type", ctypes.c_int, at),
+                self._get("arr_n", ctypes.c_size_t, at),
+                "arr_data",
+            )
+        if kind not in _NUMBERS or not n:
+            return []
+        found = (_NUMBERS[kind] * n).from_address(self._get(data, ctypes.c_void_p, at))
+        return [int(value) for value in found]
 
-    def flag(self, key: str, *, otherwise: bool) -> bool:
-        """A truth value; `otherwise` where there is none of that name."""
-        at = self._find("key", key)
-        arguments = ctypes.c_void_p(self._file), ctypes.c_int64(at)
-        if at < 0 or self._call("gguf_get_kv_type", ctypes.c_int, *arguments) != _GGUF_BOOL:
-            return otherwise
-        return bool(self._call("gguf_get_val_bool", ctypes.c_bool, *arguments))
+    def number(self, key: str, otherwise: int = 0) -> int:
+        """The first of `numbers`; `otherwise` where there are none."""
+        return next(iter(self.numbers(key)), otherwise)
 
     def has_tensor(self, name: str) -> bool:
         return self._find("tensor", name) >= 0
-
-    def close(self) -> None:
-        self._call("gguf_free", None, ctypes.c_void_p(self._file))

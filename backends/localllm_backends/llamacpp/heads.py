@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from localllm_backends.contract import Chunk, SequenceId
 from localllm_backends.following import CANDIDATES, FollowingHeads
-from localllm_backends.llamacpp.batch import LogitsView, Rows
+from localllm_backends.llamacpp.batch import LogitsView, Rows, floats
 from localllm_backends.llamacpp.kv_blocks import SequenceMemory
 from localllm_backends.llamacpp.native import bindings
 
@@ -54,37 +54,52 @@ def staging_functions() -> dict[str, Any] | None:
 
 
 class DraftHeads(FollowingHeads[Rows]):
-    """A second context, and what it does to follow the model's."""
+    """A second context, and what it does to follow the model's: it reads what these `layers` of the
+    model were given at each token (None: what the last one made, the hidden row), side by side."""
 
-    # The model that they are, where they are no part of another.
-    _drafter: Any = None
-
-    def __init__(self, llama: Any, target: Any, context: Any, width: int) -> None:
+    def __init__(
+        self, llama: Any, target: Any, context: Any, layers: Sequence[int | None] = (None,)
+    ) -> None:
         super().__init__(int(llama.llama_n_batch(context)))
         functions = staging_functions()
         assert functions is not None, "checked before anything was loaded"
-        self._llama, self._target, self._context = llama, target, context
-        self._functions = functions
+        self._llama, self._context, self._functions = llama, context, functions
         self._memory = SequenceMemory(llama, context)
-        self._width = width
-        vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
-        self._logits = LogitsView(llama, context, int(llama.llama_vocab_n_tokens(vocab)))
+        model, own = llama.llama_get_model(target), llama.llama_get_model(context)
+        # The model that they are, where they are no part of another.
+        self._drafter = None if own == model else own
+        self._n_hidden = int(llama.llama_model_n_embd_out(own))
+        n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(own)))
+        self._logits = LogitsView(llama, context, n_vocab)
+        # Where each part of a row lies, and how many numbers it has.
+        self._given: list[tuple[Callable[[], int], int]] = []
+        for layer in layers:
+            if layer is None:
+                functions["set_rows"](target, True, False)
+                width = int(llama.llama_model_n_embd_out(model))
+                self._given.append((partial(functions["rows"], target), width))
+            else:
+                functions["set_layer_rows"](target, layer, True)
+                width = int(llama.llama_model_n_embd(model))
+                self._given.append((partial(functions["layer_rows"], target, layer), width))
+        self._width = sum(width for _, width in self._given)
 
     @property
     def weights_bytes(self) -> int:
         """Their weights, where they are no part of the model's."""
         return 0 if self._drafter is None else int(self._llama.llama_model_size(self._drafter))
 
-    @abstractmethod
-    def _rows_of_step(self, n: int) -> Rows:
-        """What the model knew at each of the `n` tokens of its last step: a view or a copy."""
+    def _hidden(self, n: int) -> Rows:
+        """The first `n` hidden rows of the heads' own last llama_decode: valid until its next."""
+        return floats(self._functions["rows"](self._context), n, self._n_hidden)
 
     # --- following the model ----------------------------------------------------------------------
 
     def stepped(self, chunks: Sequence[Chunk]) -> None:
         """The model has read `chunks` in one llama_decode."""
-        rows = self._rows_of_step(sum(len(c.tokens) for c in chunks))
         ends = list(accumulate(len(c.tokens) for c in chunks))
+        given = [floats(address(), ends[-1], width) for address, width in self._given]
+        rows = np.concatenate(given, axis=1)
         self.follow(
             chunks,
             [list(rows[e - len(c.tokens) : e].copy()) for c, e in zip(chunks, ends, strict=True)],

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from localllm_backends.contract import BackendFailure
 
-MAGIC = b"LKV1"
-# With draft heads, whose KV lies behind the model's.
-MAGIC_MTP = b"LKM1"
-_KV, _STATE = b"LKA1", b"LKS1"
+# KV of a plain memory; with draft heads, whose KV lies behind the model's; without the state.
+MAGIC, MAGIC_MTP, MAGIC_SPLIT = b"LKV1", b"LKM1", b"LKA1"
+_STATE = b"LKS1"
 HEADER = struct.Struct("<4sIII")
 # Before the sections llama.cpp writes a magic number and the sequence's id, which it does not look
 # at again.
@@ -29,21 +28,6 @@ _PREFIX_BYTES = 8
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
-
-
-def _written(header: bytes, size: int, write: Callable[[Any], int]) -> bytes:
-    """`header`, and behind it the `size` bytes that `write` puts at the address it is given; it
-    returns how many.
-
-    Not copied into bytes afterwards: memory that is touched for the first time is half of what an
-    export costs. CPython's PyBytes_FromStringAndSize allows to fill what nobody else has yet."""
-    # A single byte, or none, is everybody's.
-    data: bytes = _new_bytes(None, max(len(header) + size, 2))
-    at = np.frombuffer(data, dtype=np.uint8).ctypes.data
-    ctypes.memmove(at, header, len(header))
-    if not size or write(ctypes.cast(at + len(header), ctypes.POINTER(ctypes.c_uint8))) != size:
-        raise BackendFailure("llama.cpp could not export the KV of this sequence")
-    return data
 
 
 def span(data: bytes | memoryview, magic: bytes) -> tuple[int, int]:
@@ -63,6 +47,7 @@ class SequenceMemory:
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama, self._context = llama, context
         self._memory = llama.llama_get_memory(context)
+        self._flags = (llama.LLAMA_STATE_SEQ_FLAGS_NONE, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """`target` holds the positions [start, stop) of `source` as well: cells are shared."""
@@ -81,35 +66,32 @@ class SequenceMemory:
         """The position behind the last one."""
         return int(self._llama.llama_memory_seq_pos_max(self._memory, sequence)) + 1
 
-    def _flags(self, partial: bool) -> int:
-        return int(
-            self._llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-            if partial
-            else self._llama.LLAMA_STATE_SEQ_FLAGS_NONE
-        )
-
     def size(self, sequence: int, *, partial: bool = False) -> int:
-        return int(
-            self._llama.llama_state_seq_get_size_ext(self._context, sequence, self._flags(partial))
-        )
+        get = self._llama.llama_state_seq_get_size_ext
+        return int(get(self._context, sequence, self._flags[partial]))
 
     def write(self, sequence: int, header: bytes = b"", *, partial: bool = False) -> bytes:
-        """All of `sequence`, behind `header`. BackendFailure if llama.cpp won't give it."""
-        get, context, flags = (
-            self._llama.llama_state_seq_get_data_ext,
-            self._context,
-            self._flags(partial),
-        )
+        """All of `sequence`, behind `header`. BackendFailure if llama.cpp won't give it.
+
+        Not copied into bytes afterwards: memory that is touched for the first time is half of what
+        an export costs. CPython's PyBytes_FromStringAndSize allows to fill what nobody else has
+        yet."""
         size = self.size(sequence, partial=partial)
-        return _written(
-            header, size, lambda target: int(get(context, target, size, sequence, flags))
-        )
+        # A single byte, or none, is everybody's.
+        data: bytes = _new_bytes(None, max(len(header) + size, 2))
+        at = np.frombuffer(data, dtype=np.uint8).ctypes.data
+        ctypes.memmove(at, header, len(header))
+        target = ctypes.cast(at + len(header), ctypes.POINTER(ctypes.c_uint8))
+        get = self._llama.llama_state_seq_get_data_ext
+        if not size or get(self._context, target, size, sequence, self._flags[partial]) != size:
+            raise BackendFailure("llama.cpp could not export the KV of this sequence")
+        return data
 
     def read(self, sequence: int, raw: bytes | memoryview, *, partial: bool = False) -> None:
         """Give `sequence` what `write` gave. BackendFailure when llama.cpp refuses."""
         pointer = np.frombuffer(raw, dtype=np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         read = self._llama.llama_state_seq_set_data_ext
-        if read(self._context, pointer, len(raw), sequence, self._flags(partial)) != len(raw):
+        if read(self._context, pointer, len(raw), sequence, self._flags[partial]) != len(raw):
             raise BackendFailure(
                 "llama.cpp refused this KV block: it was written by another model or KV type"
             )
@@ -152,44 +134,63 @@ class SequenceMemory:
             self.cut(via)
 
 
-class States:
-    """The two sections of the sequences in `memory`. `spare` is a sequence nobody else uses."""
+class SplitMemory(SequenceMemory):
+    """One whose sequences are written in those two sections, the attention KV by `export` and
+    `append`. `spare` is a sequence nobody else uses."""
 
-    def __init__(self, memory: SequenceMemory, spare: int) -> None:
-        self._memory, self._spare = memory, spare
-        self._empty = memory.write(spare, partial=True)
+    def __init__(self, llama: Any, context: Any, spare: int) -> None:
+        super().__init__(llama, context)
+        self._nothing, self._empty = self.write(spare), self.write(spare, partial=True)
 
-    def split(self, sequence: int) -> bool:
+    def splits(self, sequence: int) -> bool:
         """Does llama.cpp write this sequence, which holds a token, as the two sections this relies
         on?"""
-        both, state = (
-            self._memory.write(sequence),
-            self._memory.write(sequence, partial=True)[_PREFIX_BYTES:],
-        )
-        nothing, empty = self._memory.write(self._spare), self._empty[_PREFIX_BYTES:]
+        both, state = self.write(sequence), self.write(sequence, partial=True)[_PREFIX_BYTES:]
+        empty = self._empty[_PREFIX_BYTES:]
         return (
             len(both) - _PREFIX_BYTES > len(state) > len(empty) > 0
             and both.endswith(state)
-            and len(nothing) - _PREFIX_BYTES > len(empty)
-            and nothing.endswith(empty)
+            and len(self._nothing) - _PREFIX_BYTES > len(empty)
+            and self._nothing.endswith(empty)
         )
 
-    def size(self, sequence: int) -> int:
-        return HEADER.size + self._memory.size(sequence, partial=True)
+    def export(self, sequence: int, start: int, stop: int, via: int, header: bytes = b"") -> bytes:
+        self.copy(sequence, via, start, stop)
+        try:
+            # Recurrent state was shared with the spare: it need not be copied out with every piece.
+            self.read(via, self._empty, partial=True)
+            both = self.write(via, header)
+            return both[: len(both) - self.size(via, partial=True) + _PREFIX_BYTES]
+        finally:
+            self.cut(via)
 
-    def export(self, sequence: int, n_tokens: int) -> bytes:
+    def append(
+        self,
+        sequence: int,
+        raw: bytes | memoryview,
+        start: int,
+        stop: int,
+        via: int,
+        ends: range | None = None,
+    ) -> None:
+        """The sequence has no state then."""
+        both = b"".join([raw, self._empty[_PREFIX_BYTES:]])
+        super().append(sequence, both, start, stop, via)
+
+    def state_size(self, sequence: int) -> int:
+        return HEADER.size + self.size(sequence, partial=True)
+
+    def export_state(self, sequence: int, n_tokens: int) -> bytes:
         """The state behind `n_tokens`, which is all that `sequence` holds."""
-        return self._memory.write(
-            sequence, HEADER.pack(_STATE, n_tokens, n_tokens, 0), partial=True
-        )
+        return self.write(sequence, HEADER.pack(_STATE, n_tokens, n_tokens, 0), partial=True)
 
-    def load(self, sequence: int, data: bytes | memoryview, n_tokens: int, last: int) -> None:
+    def load_state(self, sequence: int, data: bytes | memoryview, n_tokens: int, last: int) -> None:
         """Give `sequence` the state exported behind `n_tokens`, the `last` position among them.
         BackendFailure where that is refused; its old state is gone then."""
         if span(data, _STATE) != (n_tokens, n_tokens):
             raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
-        self._memory.read(sequence, memoryview(data)[HEADER.size :], partial=True)
-        if self._memory.end(sequence) <= last:
+        self.read(sequence, memoryview(data)[HEADER.size :], partial=True)
+        if self.end(sequence) <= last:
             raise BackendFailure("llama.cpp refused this state: it ends elsewhere")
 
     def separate_windows(self, sequences: Iterable[int]) -> None:
@@ -197,39 +198,14 @@ class States:
         behind a window again only where a single sequence holds it: what forks hold together stays
         taken, and fills the memory of the window, which is made for as many windows as there are
         sequences."""
-        written = [(s, self._memory.write(s, partial=True)) for s in sequences]
+        written = [(s, self.write(s, partial=True)) for s in sequences]
         refused: list[tuple[int, bytes]] = []
         for sequence, state in written:
             try:
-                self._memory.read(sequence, state, partial=True)
+                self.read(sequence, state, partial=True)
             except BackendFailure:
                 refused.append((sequence, state))
         # Reading a state lets go of the sequence's old one before there is room for it: the second
         # time there is.
         for sequence, state in refused:
-            self._memory.read(sequence, state, partial=True)
-
-    def export_kv(self, sequence: int, start: int, stop: int, positions: tuple[int, int]) -> bytes:
-        """Attention KV of the tokens [start, stop), whose `positions` begin and end so."""
-        memory, spare = self._memory, self._spare
-        memory.copy(sequence, spare, *positions)
-        try:
-            # Recurrent state was shared with the spare: it need not be copied out with every piece.
-            memory.read(spare, self._empty, partial=True)
-            both = memory.write(spare, HEADER.pack(_KV, start, stop, 0))
-            return both[: len(both) - memory.size(spare, partial=True) + _PREFIX_BYTES]
-        finally:
-            memory.cut(spare)
-
-    def import_kv(
-        self, sequence: int, data: bytes | memoryview, positions: tuple[int, int]
-    ) -> None:
-        """Append these `positions` of exported attention KV to `sequence`, which has no state
-        then."""
-        both = b"".join([memoryview(data)[HEADER.size :], self._empty[_PREFIX_BYTES:]])
-        self._memory.append(sequence, both, *positions, via=self._spare)
-
-    @staticmethod
-    def span(data: bytes | memoryview) -> tuple[int, int]:
-        """(first, last) of exported attention KV: it holds the tokens [first, last)."""
-        return span(data, _KV)
+            self.read(sequence, state, partial=True)

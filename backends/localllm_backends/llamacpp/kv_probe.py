@@ -14,13 +14,14 @@ token costs is carried on to half of the context.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from localllm_backends.contract import BackendFailure, KvType, LoadSpec
-from localllm_backends.llamacpp.context import new_context, served_context
+from localllm_backends.llamacpp.context import served_context, trial_context
 from localllm_backends.llamacpp.devices import accelerators
 from localllm_backends.llamacpp.native import log, start_native
 
@@ -48,6 +49,7 @@ _PLAIN: tuple[KvType, ...] = ("f16", "bf16", "f32")
 _MEMORY_SHARE = 0.8
 
 Pair = tuple[KvType, KvType]
+_F16: Pair = ("f16", "f16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def candidates(wanted: Pair, *, flash_attention: bool) -> list[Pair]:
     tried: list[Pair] = [(k, v), (k, k)] if flash_attention or v in _PLAIN else []
     if k not in _PLAIN:
         tried.append((k, "f16"))
-    return list(dict.fromkeys([*tried, ("f16", "f16")]))
+    return list(dict.fromkeys([*tried, _F16]))
 
 
 def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[LoadSpec, str]:
@@ -97,9 +99,7 @@ def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
     if all(kind in _PLAIN for kind in wanted):
         return spec, ""
     why = "" if spec.flash_attention else "a quantised V cache needs flash attention, which is off"
-    for pair in candidates(wanted, flash_attention=spec.flash_attention):
-        if pair == ("f16", "f16"):
-            break
+    for pair in candidates(wanted, flash_attention=spec.flash_attention)[:-1]:
         try:
             timing = confirmed(measure or measure_pair, model, spec, pair)
         except BackendFailure as e:
@@ -119,16 +119,15 @@ def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[
             "not "
             "fit in memory"
         )
-    return _chosen(spec, wanted, ("f16", "f16"), why)
+    return _chosen(spec, wanted, _F16, why)
 
 
 def confirmed(measure: Measure, model: Any, spec: LoadSpec, pair: Pair) -> Timing:
     """A timing that is not slow, or the last of `_VERDICTS` slow ones."""
-    timing = measure(model, spec, pair)
-    for _ in range(_VERDICTS - 1):
+    for _ in range(_VERDICTS):
+        timing = measure(model, spec, pair)
         if not timing.slow:
             break
-        timing = measure(model, spec, pair)
     return timing
 
 
@@ -150,29 +149,22 @@ def measure_pair(model: Any, spec: LoadSpec, pair: Pair) -> Timing:
     served = served_context(model, spec)
     offloaded = spec.n_gpu_layers != 0 and bool(accelerators(spec.placement.cards))
     most = max(_PROMPT_TOKENS, min(_DEEP_TOKENS, served // 4)) if offloaded else _PROMPT_TOKENS
-    wanted = _Small(model, spec, pair, most)
-    try:
-        plain = _Small(model, spec, ("f16", "f16"), most)
-        try:
-            slowest_s = max(wanted.read(_PROMPT_TOKENS), plain.read(_PROMPT_TOKENS))
-            near, _ = _alternating(wanted, plain)
-            more = min(most, int(_PROMPT_TOKENS * _PREFILL_S / slowest_s)) - wanted.depth
-            if near.slow or more < _PROMPT_TOKENS:
-                return near
-            wanted.read(more)
-            plain.read(more)
-            deep, usual_f16_s = _alternating(wanted, plain)
-            # Within what f16 itself takes from token to token there is no difference to carry on.
-            if deep.wanted_s <= usual_f16_s:
-                return deep
-            return deep.extrapolated(near, max(deep.depth, min(served // 2, _LEVER * deep.depth)))
-        finally:
-            plain.close()
-    finally:
-        wanted.close()
+    with _small(model, spec, pair, most) as wanted, _small(model, spec, _F16, most) as plain:
+        slowest_s = max(wanted.read(_PROMPT_TOKENS), plain.read(_PROMPT_TOKENS))
+        near, _ = _alternating(wanted, plain)
+        more = min(most, int(_PROMPT_TOKENS * _PREFILL_S / slowest_s)) - wanted.depth
+        if near.slow or more < _PROMPT_TOKENS:
+            return near
+        wanted.read(more)
+        plain.read(more)
+        deep, usual_f16_s = _alternating(wanted, plain)
+    # Within what f16 itself takes from token to token there is no difference to carry on.
+    if deep.wanted_s <= usual_f16_s:
+        return deep
+    return deep.extrapolated(near, max(deep.depth, min(served // 2, _LEVER * deep.depth)))
 
 
-def _alternating(wanted: _Small, plain: _Small) -> tuple[Timing, float]:
+def _alternating(wanted: _Timed, plain: _Timed) -> tuple[Timing, float]:
     """The fastest token of each, and the median one of f16, in seconds."""
     times: tuple[list[float], list[float]] = ([], [])
     started = time.perf_counter()
@@ -184,25 +176,23 @@ def _alternating(wanted: _Small, plain: _Small) -> tuple[Timing, float]:
     return Timing(min(times[0]), min(times[1]), wanted.depth), median(times[1])
 
 
-class _Small:
+@contextmanager
+def _small(model: Any, spec: LoadSpec, pair: Pair, most: int) -> Iterator[_Timed]:
     """A context just large enough for the probe: a prompt of `most` tokens, and what is decoded at
     two depths."""
+    n_batch = min(most, _PREFILL_BATCH)
+    sizes = {"n_ctx": most + 2 * _DECODE_TOKENS, "n_batch": n_batch, "n_outputs": 1}
+    with trial_context(model, spec, pair, **sizes) as context:
+        yield _Timed(model, context, n_batch)
 
-    def __init__(self, model: Any, spec: LoadSpec, pair: Pair, most: int = _PROMPT_TOKENS) -> None:
-        self._llama = start_native()
-        small = replace(
-            spec,
-            n_ctx=most + 2 * _DECODE_TOKENS,
-            n_batch=min(most, _PREFILL_BATCH),
-            n_outputs=1,
-            n_rewind=0,
-            kv_type_k=pair[0],
-            kv_type_v=pair[1],
-        )
-        self._context = new_context(model, small, n_seq_max=1)
+
+class _Timed:
+    """Reads and decodes in a small context, and takes the time."""
+
+    def __init__(self, model: Any, context: Any, n_batch: int) -> None:
+        self._llama, self._context, self._n_batch = start_native(), context, n_batch
         vocab = self._llama.llama_model_get_vocab(model)
         self._n_vocab = int(self._llama.llama_vocab_n_tokens(vocab))
-        self._n_batch = small.n_batch
         self.depth = 0
 
     def read(self, n: int) -> float:
@@ -227,28 +217,18 @@ class _Small:
             )
         return time.perf_counter() - started
 
-    def close(self) -> None:
-        if self._context is not None:
-            self._llama.llama_free(self._context)
-            self._context = None
-
 
 def room_for_f16(model: Any, spec: LoadSpec) -> bool:
-    """Would an f16 cache of the whole context leave memory over, where its layers are? Scaled from
-    a small one's own log."""
+    """Would an f16 cache of the whole context leave memory over wherever it lies? Scaled from a
+    small one's own log."""
     import psutil
 
-    log.mark()
-    small = _Small(model, spec, ("f16", "f16"))
-    cells = _PROMPT_TOKENS + 2 * _DECODE_TOKENS
-    kv_bytes = log.buffer_sizes().kv_bytes
-    small.close()
-    need_bytes = kv_bytes / max(cells, 1) * served_context(model, spec)
-    there = accelerators(spec.placement.cards) if spec.n_gpu_layers else []
-    layers = int(start_native().llama_model_n_layer(model)) + 1
-    share = (
-        0.0 if not there else 1.0 if spec.n_gpu_layers < 0 else min(1.0, spec.n_gpu_layers / layers)
+    free = {device.name: device.free_bytes for device in accelerators(spec.placement.cards)}
+    with _small(model, spec, _F16, _PROMPT_TOKENS):
+        small = log.buffers()
+    scale = served_context(model, spec) / (_PROMPT_TOKENS + 2 * _DECODE_TOKENS)
+    return all(
+        scale * n_bytes <= _MEMORY_SHARE * free.get(place, psutil.virtual_memory().available)
+        for (place, purpose), n_bytes in small.items()
+        if purpose == "KV"
     )
-    fits_there = share * need_bytes <= _MEMORY_SHARE * sum(device.free_bytes for device in there)
-    free_bytes: int = psutil.virtual_memory().available
-    return fits_there and (1 - share) * need_bytes <= _MEMORY_SHARE * free_bytes

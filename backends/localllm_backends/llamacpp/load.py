@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context, with_adapters
 from localllm_backends.llamacpp.devices import check_kv
 from localllm_backends.llamacpp.heads import DraftHeads
-from localllm_backends.llamacpp.native import GGML_TYPES, BufferSizes, log, start_native
+from localllm_backends.llamacpp.native import GGML_TYPES, Buffers, log, start_native
 from localllm_backends.llamacpp.weights import check_file, load_model
 
 
@@ -29,37 +28,34 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
     spec, left_out = _with_own_heads(llama, spec, path)
-    model, sizes = load_model(path, spec, on_progress)
-    recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+    model, buffers = load_model(path, spec, on_progress)
     with ExitStack() as freed:
         freed.callback(llama.llama_model_free, model)
         spec = with_adapters(model, spec)
-        sizes = sizes.plus(log.buffer_sizes())
+        buffers += log.buffers()
         spec, note = kv_probe.choose(model, spec)
         check_kv(llama, model, spec, served_context(model, spec))
         n_seq_max = spec.n_seq_max + _n_spare(llama, model, spec)
         context = new_context(model, spec, n_seq_max=n_seq_max)
         freed.callback(llama.llama_free, context)
-        sizes = sizes.plus(log.buffer_sizes())
+        buffers += log.buffers()
         try:
             heads, more = _open_heads(llama, model, context, spec, n_seq_max)
         except LoadError as e:
             if spec.mtp or not spec.drafter_optional:
                 raise
             left_out, spec = str(e), replace(spec, drafter="")
-            heads, more = None, BufferSizes()
-        sizes = sizes.plus(more)
+            heads, more = None, Buffers()
+        buffers += more
         if heads is not None:
             freed.callback(heads.free)
         projector = vision.open_projector(llama, model, spec) if spec.projector else None
         freed.pop_all()
-    make: Any = (
-        LlamaCppBackend
+    loaded = (llama, model, context, spec, path, buffers, heads)
+    backend = (
+        LlamaCppBackend(*loaded)
         if projector is None
-        else partial(vision.LlamaCppVisionBackend, projector=projector)
-    )
-    backend: LlamaCppBackend = make(
-        llama, model, context, spec, path, sizes, recurrent=bool(recurrent), heads=heads
+        else vision.LlamaCppVisionBackend(*loaded, projector=projector)
     )
     if note:
         backend.info.metadata[KV_FALLBACK] = note
@@ -82,18 +78,18 @@ def _n_spare(llama: Any, model: Any, spec: LoadSpec) -> int:
 
 def _open_heads(
     llama: Any, model: Any, context: Any, spec: LoadSpec, n_seq_max: int
-) -> tuple[DraftHeads | None, BufferSizes]:
+) -> tuple[DraftHeads | None, Buffers]:
     """What drafts for the model behind `context`, if anything does, and the buffers it is in.
     LoadError."""
     if spec.mtp:
         second = new_context(model, spec, n_seq_max=n_seq_max, mtp=True)
-        return mtp.MtpHeads(llama, model, context, second), log.buffer_sizes()
+        return mtp.MtpHeads(llama, context, second), log.buffers()
     if not spec.drafter:
-        return None, BufferSizes()
+        return None, Buffers()
     heads, weights = companion.open_drafter(
         llama, model, context, replace(spec, adapters=()), n_seq_max
     )
-    return heads, weights.plus(log.buffer_sizes())
+    return heads, weights + log.buffers()
 
 
 def _with_own_heads(llama: Any, spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:

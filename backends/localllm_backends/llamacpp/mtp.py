@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm_backends.contract import SequenceId
 from localllm_backends.following import LEAST_PROBABILITY, LONGEST_DRAFT
-from localllm_backends.llamacpp.batch import Batch, Rows, floats
+from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
 from localllm_backends.reasons import first_reason
@@ -38,38 +38,33 @@ def why_not(llama: Any, path: Path) -> str:
             "this build of llama.cpp does not export what drafting with a model's own heads needs"
         )
     headers = [NativeHeader(p) for p in parts(path)]
-    try:
-        first = headers[0]
-        architecture = first.text("general.architecture")
-        n_heads = first.number(f"{architecture}.nextn_predict_layers")
-        head = f"blk.{first.number(f'{architecture}.block_count') - n_heads}.nextn.eh_proj.weight"
-        is_v2 = architecture == "deepseek2"
-        return first_reason(
-            [
-                (not n_heads, "its header names no draft heads (nextn_predict_layers)"),
-                (
-                    architecture not in _ARCHITECTURES,
-                    f"llama.cpp can't run the draft heads of {architecture!r} models beside the "
-                    "model",
-                ),
-                (
-                    n_heads > 1 and not _ARCHITECTURES.get(architecture),
-                    f"llama.cpp runs one draft head of {architecture!r} models, and this file has "
-                    f"{n_heads}",
-                ),
-                (
-                    is_v2 and not first.number("deepseek2.attention.key_length_mla"),
-                    "llama.cpp runs the draft head of 'deepseek2' models only with MLA attention",
-                ),
-                (
-                    not any(h.has_tensor(head) for h in headers),
-                    "its header names draft heads, but their weights are not in it",
-                ),
-            ]
-        )
-    finally:
-        for header in headers:
-            header.close()
+    first = headers[0]
+    architecture = first.text("general.architecture")
+    n_heads = first.number(f"{architecture}.nextn_predict_layers")
+    head = f"blk.{first.number(f'{architecture}.block_count') - n_heads}.nextn.eh_proj.weight"
+    is_v2 = architecture == "deepseek2"
+    return first_reason(
+        [
+            (not n_heads, "its header names no draft heads (nextn_predict_layers)"),
+            (
+                architecture not in _ARCHITECTURES,
+                f"llama.cpp can't run the draft heads of {architecture!r} models beside the model",
+            ),
+            (
+                n_heads > 1 and not _ARCHITECTURES.get(architecture),
+                f"llama.cpp runs one draft head of {architecture!r} models, and this file has "
+                f"{n_heads}",
+            ),
+            (
+                is_v2 and not first.number("deepseek2.attention.key_length_mla"),
+                "llama.cpp runs the draft head of 'deepseek2' models only with MLA attention",
+            ),
+            (
+                not any(h.has_tensor(head) for h in headers),
+                "its header names draft heads, but their weights are not in it",
+            ),
+        ]
+    )
 
 
 class MtpHeads(DraftHeads):
@@ -78,30 +73,22 @@ class MtpHeads(DraftHeads):
 
     kind = "mtp"
 
-    def __init__(self, llama: Any, model: Any, target: Any, context: Any) -> None:
-        super().__init__(llama, target, context, int(llama.llama_model_n_embd_out(model)))
-        self._n_heads = max(1, int(llama.llama_model_n_layer_nextn(model)))
+    def __init__(
+        self, llama: Any, target: Any, context: Any, layers: Sequence[int | None] = (None,)
+    ) -> None:
+        super().__init__(llama, target, context, layers)
+        own = llama.llama_get_model(context)
+        # A drafter's are the layers of one.
+        n_layers = int(llama.llama_model_n_layer_nextn(own)) if self._drafter is None else 1
+        self._n_heads = max(1, n_layers)
         # Of the heads' own rows only those that are asked for.
-        self._n_hidden = int(llama.llama_model_n_embd_out(model))
-        self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
         self._functions["set_rows"](context, True, True)
-        self._keep_rows()
-
-    def _keep_rows(self) -> None:
-        """Have the model keep every hidden row of its steps."""
-        self._functions["set_rows"](self._target, True, False)
+        self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
 
     @property
     def longest(self) -> int:
         """Several heads guess one token each, a single one guesses on from its own."""
         return self._n_heads if self._n_heads > 1 else LONGEST_DRAFT
-
-    def _rows_of_step(self, n: int) -> Rows:
-        return self._view(self._target, n)
-
-    def _view(self, context: Any, n: int) -> Rows:
-        """The first `n` hidden rows of a context's last llama_decode: valid until its next."""
-        return floats(self._functions["rows"](context), n, self._n_hidden)
 
     def _inputs(self, rows: Sequence[Rows]) -> Sequence[Rows]:
         """What the heads are given for these rows of the model's; the rows themselves."""
@@ -128,12 +115,8 @@ class MtpHeads(DraftHeads):
         return True
 
     def decode(self, head: int) -> bool:
-        if self._n_heads > 1:
-            self._functions["set_head"](self._context, head)
-        done = int(self._llama.llama_decode(self._context, self._batch.native)) == 0
-        if self._n_heads > 1:
-            self._functions["set_head"](self._context, 0)
-        return done
+        self._functions["set_head"](self._context, head)
+        return int(self._llama.llama_decode(self._context, self._batch.native)) == 0
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """All sequences in lockstep."""
@@ -155,7 +138,7 @@ class MtpHeads(DraftHeads):
             # outputs, they are these.
             n = int(self._batch.native.n_tokens)
             each = n // len(active)
-            logits, hidden = self._logits.rows(n), self._view(self._context, n)
+            logits, hidden = self._logits.rows(n), self._hidden(n)
             for k, i in enumerate(active, start=1):
                 token, probability = best(logits[k * each - 1])
                 if probability >= LEAST_PROBABILITY:

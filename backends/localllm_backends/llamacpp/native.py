@@ -12,13 +12,11 @@ import os
 import re
 import sys
 from collections import Counter, deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
-
-from localllm_backends.values import MemoryReport
+from typing import Any, TypeAlias
 
 # CUDA counts the fastest card first, the driver's tools by PCI address. Plans name cards as the
 # tools do; read when the library starts, in whichever process that is.
@@ -32,37 +30,15 @@ _ERROR_LEVEL = 4
 _CONTINUATION_LEVEL = 5
 
 
-@dataclass
-class BufferSizes:
-    """Bytes llama.cpp said it allocated, by purpose (its log prints MiB with two decimals).
+# Bytes that llama.cpp said it allocated (its log prints MiB with two decimals), by the name of the
+# memory they are in and by purpose, in its own words.
+Buffers: TypeAlias = Counter[tuple[str, str]]
 
-    `places`: all of them again, by the name of the memory they are in.
-    """
 
-    kv_bytes: int = 0
-    recurrent_bytes: int = 0
-    compute_bytes: int = 0
-    output_bytes: int = 0
-    model_bytes: int = 0
-    adapter_bytes: int = 0
-    places: Counter[str] = field(default_factory=Counter)
-
-    def report(self, weights_bytes: int, projector_bytes: int) -> MemoryReport:
-        """The same with the weights' own bytes."""
-        return MemoryReport(
-            weights_bytes,
-            self.kv_bytes,
-            self.recurrent_bytes,
-            self.compute_bytes,
-            self.output_bytes,
-            projector_bytes,
-            dict(self.places),
-        )
-
-    def plus(self, other: BufferSizes) -> BufferSizes:
-        return BufferSizes(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
+def purpose_bytes(buffers: Buffers, purpose: str) -> int:
+    """What all memories hold for one purpose: "KV", "RS" (recurrent states), "compute", "output",
+    "model" or "LoRA"."""
+    return sum(n_bytes for (_, kind), n_bytes in buffers.items() if kind == purpose)
 
 
 @cache
@@ -96,19 +72,30 @@ def _package() -> ModuleSpec:
     return found
 
 
+def library_path(name: str) -> Path | None:
+    """A library of the build of llama.cpp that runs here; None where it was built without. Loads
+    nothing."""
+    own = importlib.util.find_spec("llama_cpp")
+    if own is None:
+        return None
+    other = os.environ.get("LLAMA_CPP_LIB_PATH")
+    folder = Path(other) if other else Path(str(own.origin)).parent / "lib"
+    files = folder.glob(f"*{name}.*")
+    return next((file for file in files if file.suffix in (".so", ".dylib", ".dll")), None)
+
+
 @dataclass
 class NativeLog:
     """Collects llama.cpp's log lines; install once per process, before anything is loaded."""
 
     lines: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=100_000))
-    _callback: Any = None
+    # What llama.cpp's other libraries are told to write to.
+    callback: Any = None
     _partial: str = ""
     _level: int = 0
 
     def install(self) -> None:
         """Take over llama.cpp's log callback."""
-        if self._callback is not None:
-            return
         llama_cpp = bindings()
 
         @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -120,13 +107,8 @@ class NativeLog:
                 line, self._partial = self._partial.split("\n", 1)
                 self.lines.append((self._level, line))
 
-        self._callback = callback
+        self.callback = callback
         llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
-
-    @property
-    def callback(self) -> Any:
-        """What llama.cpp's other libraries are told to write to."""
-        return self._callback
 
     def mark(self) -> None:
         self.lines.clear()
@@ -135,38 +117,31 @@ class NativeLog:
     def errors(self) -> list[str]:
         """Error lines since the mark, without llama.cpp's function-name prefixes."""
         return [
-            _strip(line) for level, line in self.lines if level >= _ERROR_LEVEL and line.strip()
+            re.sub(r"^[a-z_0-9:~]+:\s+", "", line.strip())
+            for level, line in self.lines
+            if level >= _ERROR_LEVEL and line.strip()
         ]
 
-    def reason(self, default: str = "no reason given") -> str:
+    def reason(self, default: str = "llama.cpp gave no reason") -> str:
         """Why the last call failed, by the last lines it logged; `default` where it said
         nothing."""
-        return "; ".join(self.errors()[-2:]) or default
+        lines = [
+            line.removeprefix("error loading model: ")
+            for line in self.errors()
+            if "failed to load model" not in line
+        ]
+        return "; ".join(dict.fromkeys(lines[-2:])) or default
 
-    def buffer_sizes(self) -> BufferSizes:
-        """Sums of the buffers named since the mark."""
-        sizes = BufferSizes()
-        names = {
-            "KV": "kv_bytes",
-            "RS": "recurrent_bytes",
-            "compute": "compute_bytes",
-            "output": "output_bytes",
-            "model": "model_bytes",
-            "LoRA": "adapter_bytes",
-        }
+    def buffers(self) -> Buffers:
+        """The buffers named since the mark."""
+        found: Buffers = Counter()
         for _, line in self.lines:
             # Most lines are of the header's entries: to search them all takes as long as a small
             # model's weights.
             match = _BUFFER.search(line) if "buffer size" in line else None
             if match:
-                name, n_bytes = names[match.group(2)], round(float(match.group(3)) * _MIB)
-                setattr(sizes, name, getattr(sizes, name) + n_bytes)
-                sizes.places[match.group(1)] += n_bytes
-        return sizes
-
-
-def _strip(line: str) -> str:
-    return re.sub(r"^[a-z_0-9:~]+:\s+", "", line.strip())
+                found[match[1], match[2]] += round(float(match[3]) * _MIB)
+        return found
 
 
 log = NativeLog()
@@ -182,7 +157,6 @@ GGML_TYPES = {
 _GGML_DEVICE_GPU, _GGML_DEVICE_IGPU = 1, 2
 # A list of devices that ends where it begins.
 _NO_DEVICES = (ctypes.c_void_p * 1)()
-_started = False
 
 
 class GgmlInitParams(ctypes.Structure):
@@ -195,13 +169,11 @@ class GgmlInitParams(ctypes.Structure):
     ]
 
 
+@cache
 def start_native() -> Any:
     """Initialise llama.cpp once per process and return the bindings module."""
-    global _started
     log.install()
-    if not _started:
-        bindings().llama_backend_init()
-        _started = True
+    bindings().llama_backend_init()
     return bindings()
 
 
@@ -303,19 +275,3 @@ def c_string(function: Any, *args: Any, size: int = 2048) -> str | None:
         if n < size:
             return buffer.value.decode("utf-8", "replace")
         size = n + 1
-
-
-def cause(default: str) -> str:
-    """Why llama.cpp refused the last load, in its own words; `default` where it said nothing."""
-    lines = log.errors()
-    useful = [
-        line
-        for line in lines
-        if "failed to load model" not in line and "error loading model" not in line
-    ]
-    loading = [
-        line.split("error loading model:", 1)[1].strip()
-        for line in lines
-        if "error loading model:" in line
-    ]
-    return "; ".join(dict.fromkeys((loading or useful)[:2])) or default

@@ -15,13 +15,14 @@ import threading
 import time
 from dataclasses import replace
 from itertools import count
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from localllm_backends.contract import Backend, BackendFailure, LoadSpec, PrefillSlices, StepError
 from localllm_backends.llamacpp import kv_blocks
 from localllm_backends.llamacpp.batch import Batch
 from localllm_backends.llamacpp.context import new_context
-from localllm_backends.llamacpp.native import BufferSizes, log
+from localllm_backends.llamacpp.native import log
 from localllm_backends.llamacpp.threads import lower_priority, release_helpers
 
 if TYPE_CHECKING:
@@ -62,11 +63,12 @@ class PausingPrefill(PrefillSlices):
         self._timer = PauseTimer()
         self._failure: BackendFailure | None = None
         self._stopping = False
-        self._continue, self._paused_or_done = threading.Semaphore(0), threading.Semaphore(0)
-        # Paused between two nodes, so that it can do something else; and what that is.
-        self.paused = self._finished = False
-        self._other_work: Callable[[], int] | None = None
-        self._answer: int | Exception = 0
+        # Of the owner: None to go on, or what it wants computed meanwhile. To the owner: what came
+        # of that, or whether all has been computed, told at each pause.
+        self._orders: SimpleQueue[Callable[[], int] | None] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        # Between two nodes, so that it can do something else.
+        self.paused = False
         self._callback = llama.ggml_backend_sched_eval_callback(self._at_node)
         self._abort = llama.ggml_abort_callback(lambda _user_data: True)
         self._context: Any = None
@@ -99,9 +101,10 @@ class PausingPrefill(PrefillSlices):
         if self._failure is None and self._read < len(self._tokens):
             self._timer.until = until
             self._timer.longest_wanted_s = seconds
-            self._continue.release()
-            self._paused_or_done.acquire()
-            self._pause()
+            self._orders.put(None)
+            self.paused = not self._answers.get()
+            if self.paused:
+                release_helpers(self._llama.llama_n_threads(self._context))
         if self._failure is not None:
             raise self._failure
         return self._read
@@ -111,18 +114,11 @@ class PausingPrefill(PrefillSlices):
         thread has helpers."""
         if not self.paused:
             return step()
-        self._other_work = step
-        self._continue.release()
-        self._paused_or_done.acquire()
-        answer = self._answer
+        self._orders.put(step)
+        answer = self._answers.get()
         if isinstance(answer, Exception):
             raise answer
-        return answer
-
-    def _pause(self) -> None:
-        before, self.paused = self.paused, not self._finished
-        if self.paused and not before:
-            release_helpers(self._llama.llama_n_threads(self._context))
+        return int(answer)
 
     def join(self) -> int:
         """Append one piece of what is computed to the sequence; returns how many tokens are still
@@ -145,7 +141,7 @@ class PausingPrefill(PrefillSlices):
             # computes at a time, and the next one would go on from what was never computed: expert
             # numbers out of range abort the process.
             self._llama.llama_set_abort_callback(self._context, self._abort, None)
-        self._continue.release()
+        self._orders.put(None)
         self._thread.join()
         return self._read
 
@@ -178,15 +174,14 @@ class PausingPrefill(PrefillSlices):
 
     def _work(self) -> None:
         self._made.wait()
-        self._continue.acquire()
+        self._wait()
         try:
             if self._failure is None:
                 self._compute()
         except Exception as e:
             self._failure = _as_failure(e)
         # Whatever happened: the owner waits for this.
-        self._finished = True
-        self._paused_or_done.release()
+        self._answers.put(True)
 
     def _compute(self) -> None:
         batch = Batch(self._llama, MICRO_BATCH)
@@ -214,22 +209,18 @@ class PausingPrefill(PrefillSlices):
         if ask:
             return self._timer.stops_here()
         if not self._stopping and self._timer.time_is_up():
-            self._paused_or_done.release()
+            self._answers.put(False)
             self._wait()
             self._timer.resume()
         return True
 
     def _wait(self) -> None:
         """Until the owner says to go on; what it wants computed meanwhile is computed here."""
-        self._continue.acquire()
-        while self._other_work is not None:
-            work, self._other_work = self._other_work, None
+        for work in iter(self._orders.get, None):
             try:
-                self._answer = work()
+                self._answers.put(work())
             except Exception as e:
-                self._answer = e
-            self._paused_or_done.release()
-            self._continue.acquire()
+                self._answers.put(e)
 
 
 class PauseTimer:
@@ -244,14 +235,12 @@ class PauseTimer:
         self._since = 0.0
         self._before: list[float] = []
         self._spent: list[float] = []
-        self._was_s = self._is_s = 0.0
         self._n_tokens = 0
 
     def begin(self, n_tokens: int) -> None:
         scale = n_tokens / self._n_tokens if self._n_tokens else 1.0
         self._before, self._spent = [s * scale for s in self._spent], []
         self._n_tokens = n_tokens
-        self._was_s = self._is_s = 0.0
         self._nodes = count(1)
         self._since = self._clock()
 
@@ -266,10 +255,9 @@ class PauseTimer:
         self._since = now
         following = len(self._spent)
         if following < len(self._before):
-            self._was_s += self._before[following - 1]
-            self._is_s += self._spent[-1]
+            was_s = sum(self._before[:following])
             # It is deeper now, and the machine may be slower than it was.
-            slower = max(1.0, self._is_s / self._was_s) if self._was_s > 0 else 1.0
+            slower = max(1.0, sum(self._spent) / was_s) if was_s > 0 else 1.0
             now += slower * self._before[following]
         return now > self.until
 
@@ -296,11 +284,3 @@ def _as_failure(error: Exception) -> BackendFailure:
 def cells_for(n_tokens: int) -> int:
     """KV cells of a context that holds `n_tokens`: llama.cpp pads to 256."""
     return -(-n_tokens // 256) * 256
-
-
-def bytes_for(n_tokens: int, sizes: BufferSizes, n_ctx: int, n_batch: int) -> int:
-    """Memory of a prefill that ends up with `n_tokens`, by the buffers of a context of `n_ctx`
-    cells and micro-batches of
-    `n_batch`: its own KV, and buffers for its larger micro-batches."""
-    kv = sizes.kv_bytes * cells_for(n_tokens) // n_ctx
-    return kv + sizes.compute_bytes * MICRO_BATCH // min(MICRO_BATCH, n_batch)

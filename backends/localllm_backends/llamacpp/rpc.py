@@ -13,33 +13,18 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from itertools import product, starmap
-from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import OtherMachineError
 from localllm_backends.llamacpp.devices import GPU, INTEGRATED, PROCESSOR, devices_of_type
-from localllm_backends.llamacpp.native import ggml_function, start_native
+from localllm_backends.llamacpp.native import ggml_function, library_path, start_native
 
-_NAMES = ("libggml-rpc.so", "libggml-rpc.dylib", "ggml-rpc.dll")
 _CONNECT_S = 5.0
 _connected: set[str] = set()
 
 
-def library_path() -> Path | None:
-    """The library that speaks RPC, in the build of llama.cpp that runs here; None where it was
-    built without."""
-    from importlib.util import find_spec
-
-    own = find_spec("llama_cpp")
-    folders = [Path(os.environ[name]) for name in ("LLAMA_CPP_LIB_PATH",) if os.environ.get(name)]
-    if own is not None and own.origin is not None:
-        folders.append(Path(own.origin).parent / "lib")
-    return next((path for path in starmap(Path, product(folders, _NAMES)) if path.exists()), None)
-
-
 def _library() -> Any:
-    path = library_path()
+    path = library_path("ggml-rpc")
     if path is None:
         raise OtherMachineError(
             "this build of llama.cpp has no RPC: `localllm setup --rpc` makes one that has"

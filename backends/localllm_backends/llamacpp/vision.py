@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.util
 import os
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,35 +32,19 @@ from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.batch import Batch, LlamaCppStepResult
 from localllm_backends.llamacpp.cells import PlacedImage
 from localllm_backends.llamacpp.devices import accelerators
-from localllm_backends.llamacpp.native import bindings, bindings_version, log
+from localllm_backends.llamacpp.native import bindings, bindings_version, log, purpose_bytes
 from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file, fingerprint
 
 _TEXT, _IMAGE = 0, 1
 _FLASH_AUTO, _FLASH_OFF = -1, 0
-_BUFFER = re.compile(r"(\S+) compute buffer size\s*=\s*([0-9.]+)\s*MiB")
-_MIB = 2**20
 WITHOUT = (
     "this build of llama-cpp-python reads no images: it was made without mtmd (`-DLLAVA_BUILD=OFF`)"
 )
 
 
-def library_there() -> bool:
-    """Is mtmd among the libraries of the llama-cpp-python that would be imported? Looks at files
-    only."""
-    folder = os.environ.get("MTMD_CPP_LIB")
-    if folder is None:
-        found = importlib.util.find_spec("llama_cpp")
-        if found is None or found.origin is None:
-            return False
-        folder = str(Path(found.origin).parent / "lib")
-    return any(Path(folder).glob("*mtmd*"))
-
-
 def why_not() -> str | None:
     """What is missing to read images here (None: nothing)."""
-    if not library_there():
-        return WITHOUT
     try:
         bindings("mtmd_cpp")
     except (ImportError, FileNotFoundError, RuntimeError, AttributeError, OSError):
@@ -102,7 +84,7 @@ class Projector:
         log.mark()
         self._context = mtmd.mtmd_init_from_file(str(path).encode(), model, params)
         if not self._context:
-            why = log.reason("llama.cpp gave no reason")
+            why = log.reason()
             kind = OutOfMemoryError if "alloc" in why else LoadError
             raise kind(f"the image projector {path.name!r} can't be loaded: {why}")
         if not mtmd.mtmd_support_vision(self._context):
@@ -111,9 +93,7 @@ class Projector:
         self.two_dimensional = bool(mtmd.mtmd_decode_use_mrope(self._context))
         self.whole = bool(mtmd.mtmd_decode_use_non_causal(self._context, None))
         self.width = int(llama.llama_model_n_embd_inp(model))
-        buffers = [_BUFFER.search(line) for _, line in log.lines]
-        self.buffer_bytes = sum(round(float(found.group(2)) * _MIB) for found in buffers if found)
-        self.bytes = path.stat().st_size + self.buffer_bytes
+        self.bytes = path.stat().st_size + purpose_bytes(log.buffers(), "compute")
         # Embeddings are bound to the weights that made them, and to the library that computed them.
         self._identity = f"{fingerprint(path)} {bindings_version()}".encode()
 
@@ -149,9 +129,7 @@ class Projector:
             # Steps are computed by another thread, and until the next image by nobody else.
             release_helpers(self._n_threads)
             if code:
-                raise BackendFailure(
-                    f"the image could not be encoded: {log.reason('llama.cpp gave no reason')}"
-                )
+                raise BackendFailure(f"the image could not be encoded: {log.reason()}")
             found = mtmd.mtmd_get_output_embd(self._context)
             values = np.ctypeslib.as_array(
                 ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (run.n_tokens, self.width)
@@ -282,13 +260,6 @@ class LlamaCppVisionBackend(LlamaCppBackend):
                 chunk.sequence, PlacedImage(start, image.run.n_tokens, image.run.n_positions)
             )
         return rows
-
-    def _can_undo(self, chunks: Sequence[Chunk]) -> bool:
-        """Not the middle of an image whose tokens stand at one position: its beginning would go
-        with it."""
-        return not (
-            self._two_dimensional and any(c.image is not None and c.image.start for c in chunks)
-        )
 
     def _places(
         self, sequence: SequenceId, start: int, image: ImagePart, n: int

@@ -14,10 +14,9 @@ from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
 from localllm_backends.fingerprints import add_samples
 from localllm_backends.llamacpp import context
 from localllm_backends.llamacpp.native import (
-    BufferSizes,
+    Buffers,
     bindings,
     bindings_version,
-    cause,
     log,
     start_native,
     token_piece,
@@ -89,7 +88,7 @@ def open_file(path: Path, params: Any, on_progress: Callable[[float], None] | No
     log.mark()
     model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        why = cause("llama.cpp gave no reason")
+        why = log.reason()
         if "unable to allocate" in why or "failed to allocate" in why:
             raise OutOfMemoryError(f"not enough memory for the weights of {path.name!r}: {why}")
         raise LoadError(f"llama.cpp can't load {path.name!r}: {why}", what_to_do(why))
@@ -102,7 +101,7 @@ def load_model(
     on_progress: Callable[[float], None] | None,
     *,
     drafter: bool = False,
-) -> tuple[Any, BufferSizes]:
+) -> tuple[Any, Buffers]:
     """The model in `path` and the buffers its weights are in; LoadError, also for one that makes no
     text. A `drafter` makes none by itself."""
     llama = start_native()
@@ -119,12 +118,11 @@ def load_model(
             "name a model that makes text; models of embeddings and rerankers are served by their "
             "name",
         )
-    sizes = log.buffer_sizes()
-    if spec.placement.weights != "locked" and any(
-        not place.endswith("_Mapped") for place in sizes.places
-    ):
+    buffers = log.buffers()
+    copied = any(not place.endswith("_Mapped") for place, _ in buffers)
+    if copied and spec.placement.weights != "locked":
         context.release_pages(path)
-    return model, sizes
+    return model, buffers
 
 
 # What llama.cpp says of files that are cut short or spoilt (src/llama-model-loader.cpp,

@@ -45,7 +45,7 @@ def worker(
     Loopback only, unless --allow names who may come from elsewhere: the protocol has no
     authentication."""
     from localllm.server.http.settings import is_loopback
-    from localllm_backends.llamacpp.rpc import library_path
+    from localllm_backends.llamacpp.native import library_path
 
     allowed = networks(allow or ())
     if not is_loopback(host) and not allowed:
@@ -53,7 +53,7 @@ def worker(
             f"a worker on {host} without --allow would be open to everybody who reaches it",
             hint=RECIPE.format(port=port),
         )
-    if library_path() is None:
+    if library_path("ggml-rpc") is None:
         raise BackendMissingError(
             "this build of llama.cpp has no RPC", hint="`localllm setup --rpc` makes one that has"
         )
