@@ -33,7 +33,8 @@ from localllm.engine.messages import Finish, Generation, Request, Sampling, Text
 from localllm.engine.sampling.grammar import GrammarCompiler
 from localllm_backends.contract import Backend, Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
-from localllm_backends.llamacpp.companion import kind_of
+from localllm_backends.llamacpp.companion import KINDS
+from localllm_backends.llamacpp.gguf_header import NativeHeader
 
 
 def _chat(*turns: str) -> str:
@@ -98,7 +99,7 @@ class Bench:
     ) -> None:
         threads = int(cpu)
         spec = LoadSpec(path=str(path), n_ctx=8192, n_seq_max=4, n_threads=threads)
-        companion = draft is not None and bool(kind_of(draft))
+        companion = draft is not None and NativeHeader(draft).text("general.architecture") in KINDS
         backend = backend_type.load(replace(spec, drafter=str(draft)) if companion else spec)
         small = (
             backend_type.load(replace(spec, path=str(draft))) if draft and not companion else None

@@ -173,36 +173,33 @@ def a_step_appends_and_counts(subject: Subject) -> None:
     backend = subject.backend
     free = backend.cells_free()
     sequence = subject.new()
-    subject.feed(sequence, subject.line(40))
+    subject.feed(sequence, subject.line(35))
+    without = backend.step([Chunk(sequence, subject.line(5), outputs=0)])
+    require(
+        not without.argmax(0) and not len(without.logits(0)), "a step without outputs gave some"
+    )
     require(backend.length(sequence) == 40, "40 tokens were appended, others are held")
     require(backend.cells_free() == free - 40, "40 tokens did not take 40 cells")
     subject.drop(sequence)
     require(backend.cells_free() == free, "a dropped sequence did not give its cells back")
 
 
-def one_step_serves_several_sequences(subject: Subject) -> None:
-    a, b = subject.line(20, 1), subject.line(9, 30)
-    expected = [subject.fresh(a), subject.fresh(b)]
-    result = subject.backend.step([Chunk(subject.new(), a), Chunk(subject.new(), b)])
-    for i in range(2):
-        subject.same(expected[i], result.logits(i)[0], "two sequences in a step")
-
-
-def several_outputs_come_in_order_and_argmax_agrees(subject: Subject) -> None:
-    """The last n outputs of a chunk are its last n tokens', and argmax is the largest logit's."""
-    backend, tokens = subject.backend, subject.line(12)
-    result = backend.step([Chunk(subject.new(), tokens, outputs=5)])
-    rows = result.logits(0)
-    require(rows.shape == (5, backend.info.n_vocab), f"5 outputs came as {rows.shape}")
-    require(
-        result.argmax(0) == [int(r.argmax()) for r in rows],
-        "argmax is not where the largest logit is",
+def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
+    """The last n outputs of a chunk are its last n tokens', as if each sequence had been stepped
+    alone, and argmax is the largest logit's."""
+    backend = subject.backend
+    lines = [subject.line(12), subject.line(9, 30), subject.line(5, 20)]
+    expected = [subject.fresh(lines[0][:n]) for n in range(8, 13)]
+    expected.append(subject.fresh(lines[1]))
+    result = backend.step(
+        [Chunk(subject.new(), line, n) for line, n in zip(lines, (5, 1, 0), strict=True)]
     )
-    rows = rows.copy()  # a result is good until the next step
-    again = subject.new()
-    backend.step([Chunk(again, tokens[:-5], outputs=0)])
-    for i, token in enumerate(tokens[-5:]):
-        subject.same(rows[i], backend.step([Chunk(again, [token])]).logits(0)[0], f"output {i}")
+    rows = [row for i in range(3) for row in result.logits(i)]
+    require(len(rows) == 6, f"6 outputs were asked for, {len(rows)} came")
+    for i, row in enumerate(rows):
+        subject.same(expected[i][0], row, f"output {i} of a step of three sequences")
+    best = [token for i in range(3) for token in result.argmax(i)]
+    require(best == [int(row.argmax()) for row in rows], "argmax is not where the largest logit is")
 
 
 def what_is_sampled_follows_from_the_logits(subject: Subject) -> None:
@@ -306,13 +303,6 @@ def _draws(token: int, row: NDArray[np.float64], spec: SampleSpec, by: float, ne
     return bool(len(at) and begins[at[0]] - near <= spec.uniform <= ends[at[0]] + near)
 
 
-def no_outputs_means_no_rows(subject: Subject) -> None:
-    result = subject.backend.step([Chunk(subject.new(), subject.line(5), outputs=0)])
-    require(
-        result.argmax(0) == [] and len(result.logits(0)) == 0, "a chunk without outputs gave some"
-    )
-
-
 def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     """Two that share a past have futures of their own, and one may go."""
     backend, tokens = subject.backend, subject.line(30)
@@ -335,68 +325,47 @@ def a_fork_at_the_end_continues_independently(subject: Subject) -> None:
     subject.feed(other, subject.line(3, 5))
 
 
-def rewind_is_what_the_capabilities_say(subject: Subject) -> None:
-    """`truncate` works where it is promised, and says so where it is not."""
-    backend, tokens, sequence = subject.backend, subject.line(24), subject.new()
-    subject.feed(sequence, tokens)
-    if backend.capabilities.rewind == "none":
-        with refused(CannotRewindError, "a memory that can't rewind did"):
-            backend.truncate(sequence, 20)
-        require(backend.length(sequence) == 24, "a refused rewind changed the sequence")
-    else:
-        stays = 24 - _rewindable(backend, 6)
-        backend.truncate(sequence, stays)
-        require(backend.length(sequence) == stays, "a rewind left another length")
-        other = subject.line(4, 50)
-        expected = subject.fresh(tokens[:stays] + other)
-        subject.same(expected, subject.feed(sequence, other), "a rewind")
-    backend.truncate(sequence, 0)
-    require(backend.length(sequence) == 0, "a sequence that is cut to 0 holds tokens")
-
-
-def _rewindable(backend: Backend, n_tokens: int) -> int:
-    """How many of the last `n_tokens` of a step can be taken back."""
+def what_is_taken_back_leaves_no_trace(subject: Subject) -> None:
+    """`truncate` works where it is promised, what is rejected is as if it had never been appended,
+    and a memory that can't rewind says so."""
+    backend, tokens, sequence = subject.backend, subject.line(90), subject.new()
     capabilities = backend.capabilities
-    return n_tokens if capabilities.rewind == "any" else min(n_tokens, capabilities.rewind_tokens)
-
-
-def rejected_draft_tokens_leave_no_trace(subject: Subject) -> None:
-    """What was appended and taken back again is as if it had never been."""
-    backend = subject.backend
-    most = _rewindable(backend, 8)
-    if not most:
-        raise NotHere("this memory can't take tokens back")
-    tokens, sequence = subject.line(90), subject.new()
+    most = 8 if capabilities.rewind == "any" else min(8, capabilities.rewind_tokens)
     for start in range(0, 90, 10):
         accepted, rejected = tokens[start : start + 10], subject.line(most, start + 40)
         backend.step([Chunk(sequence, [*accepted, *rejected], outputs=1 + most)])
         backend.truncate(sequence, start + 10)
+        require(backend.length(sequence) == start + 10, "a rewind left another length")
     expected = subject.fresh([*tokens, 11])
     subject.same(expected, subject.feed(sequence, [11]), "rejected drafts")
+    if capabilities.rewind == "none":
+        with refused(CannotRewindError, "a memory that can't rewind did"):
+            backend.truncate(sequence, 80)
+        require(backend.length(sequence) == 91, "a refused rewind changed the sequence")
+    backend.truncate(sequence, 0)
+    require(backend.length(sequence) == 0, "a sequence that is cut to 0 holds tokens")
 
 
-def export_and_import_give_the_same_continuation(subject: Subject) -> None:
-    backend, source, copy = subject.backend, subject.new(), subject.new()
-    subject.feed(source, subject.line(50))
-    backend.import_range(copy, backend.export_range(source, 0, 50), 0, 50)
-    if backend.capabilities.states:
-        backend.import_state(copy, backend.export_state(source), 50)
-    require(backend.length(copy) == 50, "an import of 50 tokens left another length")
+def exported_kv_gives_the_same_continuation(subject: Subject) -> None:
+    """Whole, and where a prefix can be kept in pieces, put together again in part."""
+    backend, tokens, source = subject.backend, subject.line(60), subject.new()
+    able = backend.capabilities
+    expected = subject.feed(source, tokens)
+    edges = (0, 25, 60) if able.segments else (0, 60)
+    pieces = [(a, b, backend.export_range(source, a, b)) for a, b in pairwise(edges)]
+    copy = subject.new()
+    for start, stop, data in pieces:
+        backend.import_range(copy, data, start, stop)
+    if able.states:
+        backend.import_state(copy, backend.export_state(source), 60)
+    require(backend.length(copy) == 60, "an import of 60 tokens left another length")
     a = backend.step([Chunk(source, [9])]).logits(0)[0].copy()
     subject.same(a, backend.step([Chunk(copy, [9])]).logits(0)[0], "exported and imported KV")
-
-
-def segments_can_be_joined_and_clipped(subject: Subject) -> None:
-    """A prefix that is kept in pieces can be put together again, in part."""
-    backend = subject.backend
-    if not backend.capabilities.segments or backend.capabilities.states:
-        raise NotHere("this memory can't be cut into segments")
-    tokens, source, joined = subject.line(60), subject.new(), subject.new()
-    expected = subject.feed(source, tokens)
-    blocks = [backend.export_range(source, 0, 25), backend.export_range(source, 25, 60)]
-    backend.import_range(joined, blocks[0], 0, 25)
-    backend.import_range(joined, blocks[1], 25, 59)
-    subject.same(expected, subject.feed(joined, tokens[59:]), "joined segments")
+    if able.segments and not able.states:
+        backend.truncate(copy, 0)
+        for start, stop, data in pieces:
+            backend.import_range(copy, data, start, min(stop, 59))
+        subject.same(expected, subject.feed(copy, tokens[59:]), "joined segments")
 
 
 def foreign_bytes_are_refused_and_append_nothing(subject: Subject) -> None:
@@ -461,15 +430,11 @@ def text_survives_tokens(subject: Subject) -> None:
 CHECKS: tuple[Check, ...] = (
     rounding_is_far_below_what_a_token_changes,
     a_step_appends_and_counts,
-    one_step_serves_several_sequences,
-    several_outputs_come_in_order_and_argmax_agrees,
+    one_step_serves_several_sequences_and_outputs,
     what_is_sampled_follows_from_the_logits,
-    no_outputs_means_no_rows,
     a_fork_at_the_end_continues_independently,
-    rewind_is_what_the_capabilities_say,
-    rejected_draft_tokens_leave_no_trace,
-    export_and_import_give_the_same_continuation,
-    segments_can_be_joined_and_clipped,
+    what_is_taken_back_leaves_no_trace,
+    exported_kv_gives_the_same_continuation,
     foreign_bytes_are_refused_and_append_nothing,
     running_out_of_cells_is_said_and_changes_nothing,
     running_out_of_sequences_is_said,

@@ -28,6 +28,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -104,13 +105,11 @@ def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> 
     tokens = backend.tokenize(text, special=False)
     found = backend.compare_kv([(k, v) for k, v in pairs], tokens)
     info = backend.info
-    model = info.metadata.get("general.name", "") or info.description
-    said = [asdict(fidelity) for fidelity in found]
     return {
-        "model": model,
+        "model": info.metadata.get("general.name", "") or info.description,
         "fingerprint": info.fingerprint,
         "meaning": info.kv_meaning,
-        "found": said,
+        "found": [asdict(fidelity) for fidelity in found],
     }
 
 
@@ -161,26 +160,14 @@ def _main(arguments: Sequence[str]) -> int:
         backend_type = registry.named(engine) or registry.named(registry.running(engine).name)
         if backend_type is None:
             raise LoadError(f"there is no backend {engine!r}")
-        backend = backend_type.load(
-            LoadSpec(
-                path,
-                n_ctx=512,
-                n_seq_max=4,
-                n_batch=_BATCH,
-                placement=Placement(gpu_layers=wanted.get("layers", -1)),
-            )
-        )
+        placement = Placement(gpu_layers=wanted.get("layers", -1))
+        spec = LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=_BATCH, placement=placement)
+        with closing(backend_type.load(spec)) as backend:
+            for answer in _answers(backend, what, wanted):
+                print(json.dumps(answer), flush=True)
     except (BackendFailure, ImportError, OSError, RuntimeError, AttributeError) as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1
-    try:
-        for answer in _answers(backend, what, wanted):
-            print(json.dumps(answer), flush=True)
-    except BackendFailure as e:
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
-        return 1
-    finally:
-        backend.close()
     return 0
 
 

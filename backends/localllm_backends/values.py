@@ -200,14 +200,8 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        held = (
-            self.weights_bytes
-            + self.kv_bytes
-            + self.recurrent_bytes
-            + self.compute_bytes
-            + self.output_bytes
-        )
-        return held + self.projector_bytes
+        context = self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.output_bytes
+        return self.weights_bytes + context + self.projector_bytes
 
 
 # A `SampleSpec` may keep at most so many tokens by top_k.

@@ -174,10 +174,9 @@ def test_what_was_allocated_is_told_by_where_it_lies(tmp_path: Path) -> None:
 
 def test_no_accelerator_is_used_for_no_layers(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
-    with context.model_params(
-        start_native(), LoadSpec(str(path), placement=Placement(gpu_layers=0))
-    ) as params:
-        assert params.devices  # an empty list, where no list means every device
+    spec = LoadSpec(str(path), placement=Placement(gpu_layers=0))
+    # An empty list, where no list means every device.
+    assert context.model_params(start_native(), spec).devices
     with loaded(path, 0) as backend:
         assert {name.split("_")[0] for name in backend.memory().places} == {"CPU"}
 

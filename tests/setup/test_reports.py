@@ -177,8 +177,8 @@ def spark_loads() -> None:
     plan = planned(resolve("DGX Spark"), "gpt-oss-20b")
     assert plan.settings.placement.weights == "auto"
     llama = start_native()
-    with model_params(llama, load_spec("x.gguf", plan.settings)) as params:
-        assert params.load_mode == llama.LLAMA_LOAD_MODE_AUTO
+    params = model_params(llama, load_spec("x.gguf", plan.settings))
+    assert params.load_mode == llama.LLAMA_LOAD_MODE_AUTO
 
 
 def order_of_cards() -> None:

@@ -50,7 +50,7 @@ from localllm_backends.llamacpp.kv_fidelity import compared
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabilities, model_info
 from localllm_backends.llamacpp.native import Buffers, has_gpu, log, purpose_bytes
 from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
-from localllm_backends.llamacpp.top_logits import SortedOut, TopLogits
+from localllm_backends.llamacpp.top_logits import TopLogits
 from localllm_backends.llamacpp.weights import fingerprint
 from localllm_backends.owned import OwnedBackend
 
@@ -95,7 +95,8 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._magic = MAGIC if heads is None else MAGIC_MTP
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
-        self._states: SplitMemory | None = None
+        # The same memory, where its states can be had apart (Capabilities.states).
+        self._states: Any = None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
         self.info = self._model_info(path, n_batch)
         warm = self._warm_up(1)
@@ -207,45 +208,33 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks; all or nothing."""
         self._check_owner()
-        n_tokens = n_outputs = 0
-        offsets: list[tuple[int, int]] = []
-        for chunk in chunks:
-            n_tokens += len(chunk.tokens)
-            wanted = min(chunk.outputs, len(chunk.tokens))
-            offsets.append((n_outputs, n_outputs + wanted))
-            n_outputs += wanted
-        self._check_step(n_tokens, n_outputs)
+        n_outputs = sum(min(chunk.outputs, len(chunk.tokens)) for chunk in chunks)
+        self._check_step(sum(len(chunk.tokens) for chunk in chunks), n_outputs)
         if self._n_rewind and len(chunks) > 1:
-            return self._step_apart(chunks, offsets)
-        return self._decode(chunks, offsets, n_outputs)
+            return self._step_apart(chunks)
+        return self._decode(chunks)
 
-    def _step_apart(
-        self, chunks: Sequence[Chunk], offsets: list[tuple[int, int]]
-    ) -> LlamaCppStepResult:
+    def _step_apart(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """Each chunk in a sweep of its own: with sequences of unequal lengths in one llama_decode,
         recurrent rollback (n_rs_seq, "experimental" in llama.h) was seen to restore wrong
         states."""
         rows = []
-        for chunk, (start, stop) in zip(chunks, offsets, strict=True):
+        for chunk in chunks:
             try:
-                rows.append(self._decode([chunk], [(0, stop - start)], stop - start).rows.copy())
+                rows.append(self._decode([chunk]).rows.copy())
             except NoCellsError as e:
                 raise StepError(str(e)) from e
-        return LlamaCppStepResult(partial(np.concatenate, rows), offsets)
+        return LlamaCppStepResult(partial(np.concatenate, rows), chunks)
 
-    def _decode(
-        self, chunks: Sequence[Chunk], offsets: list[tuple[int, int]], n_outputs: int
-    ) -> LlamaCppStepResult:
+    def _decode(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         batch = self._batch
         batch.clear()
         for chunk in chunks:
             batch.add(chunk.sequence, self._end(chunk.sequence), chunk.tokens, chunk.outputs)
-        return self._sweep(batch, chunks, offsets, n_outputs)
+        return self._sweep(batch, chunks)
 
-    def _sweep(
-        self, batch: Batch, chunks: Sequence[Chunk], offsets: list[tuple[int, int]], n: int
-    ) -> LlamaCppStepResult:
-        """One llama_decode of `batch`, which is made of `chunks` and gives `n` rows."""
+    def _sweep(self, batch: Batch, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
+        """One llama_decode of `batch`, which is made of `chunks`."""
         few = self._top.prepare(chunks)
         decode = partial(self._interrupts.decode, batch.native, can_end=self._can_undo(chunks))
         code = self._slices.beside(decode) if self._slices is not None else decode()
@@ -264,15 +253,13 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
                 self._undoable[chunk.sequence] = min(self._n_rewind, len(chunk.tokens) - 1)
         if self._heads is not None:
             self._heads.stepped(chunks)
-        if not n:
+        n_rows = sum(min(chunk.outputs, len(chunk.tokens)) for chunk in chunks)
+        if not n_rows:
             # A device may only have taken the order: whoever times this step wants to know when it
             # is done.
             self._llama.llama_synchronize(self._context)
-            return LlamaCppStepResult(
-                lambda: np.empty((0, self.n_vocab), dtype=np.float32), offsets
-            )
-        sorted_out = SortedOut(self._top, chunks, few) if few else None
-        return LlamaCppStepResult(partial(self._logits.rows, n), offsets, sorted_out)
+        rows = partial(self._logits.rows, n_rows)
+        return LlamaCppStepResult(rows, chunks, self._top if few else None, few)
 
     def _end(self, sequence: SequenceId) -> int:
         """The position of the next token of a sequence that ends in no unfinished image."""
@@ -387,22 +374,22 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._ledger.append(sequence, stop - start)
 
     def state_bytes(self, sequence: SequenceId) -> int:
-        return self._state_part.state_size(sequence)
+        return self._states.state_size(sequence)
 
     def export_state(self, sequence: SequenceId) -> bytes:
         self._check_owner()
-        return self._state_part.export_state(sequence, self._ledger.length(sequence))
+        return self._states.export_state(sequence, self._ledger.length(sequence))
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         self._check_owner()
         self._check_range(sequence, 0, n_tokens)
         last = self._positions.last(sequence, n_tokens)
         try:
-            self._state_part.load_state(sequence, data, n_tokens, last)
+            self._states.load_state(sequence, data, n_tokens, last)
         except BackendFailure:
             if not self._separate_windows():
                 raise
-            self._state_part.load_state(sequence, data, n_tokens, last)
+            self._states.load_state(sequence, data, n_tokens, last)
         # Recurrent layers have it by now, and refuse to be cut before.
         if not self._memory.cut(sequence, self._positions.at(sequence, n_tokens)):
             raise BackendFailure("llama.cpp did not cut the sequence where its state ends")
@@ -421,12 +408,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self.drop(target)
             raise
         return target
-
-    @property
-    def _state_part(self) -> SplitMemory:
-        if self._states is None:
-            raise BackendFailure("this model's state can't be had apart from its KV")
-        return self._states
 
     def memory(self) -> MemoryReport:
         """What llama.cpp said it allocated for the context (and the draft heads'), and the weights'

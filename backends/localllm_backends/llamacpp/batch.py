@@ -6,14 +6,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm_backends.contract import StepResult
+from localllm_backends.contract import Chunk, StepResult
 from localllm_backends.llamacpp.threads import Threads
-from localllm_backends.llamacpp.top_logits import SortedOut
+from localllm_backends.llamacpp.top_logits import TopLogits
 
 Rows = NDArray[np.float32]
 
@@ -101,11 +102,13 @@ class LogitsView:
     def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
         self._llama, self._context, self._n_vocab = llama, context, n_vocab
         self._seen: tuple[int | None, int] = (None, 0)
-        self._rows: Rows = np.empty((0, n_vocab), dtype=np.float32)
+        self._rows: Rows
 
     def rows(self, n: int) -> Rows:
         """The `n` rows [n, n_vocab] of the last step; they are the next one's as soon as that
         begins."""
+        if not n:
+            return np.empty((0, self._n_vocab), dtype=np.float32)
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
         if self._seen != (address, n):
             self._seen, self._rows = (address, n), floats(address, n, self._n_vocab)
@@ -114,33 +117,42 @@ class LogitsView:
 
 class LlamaCppStepResult(StepResult):
     """Logits of the last step: a view of llama.cpp's own output rows. Asking for them waits for a
-    device to compute them; some of them may be `sorted_out` there."""
+    device to compute them. Of the chunks with the numbers `few` the greatest are sorted out there,
+    by `top`."""
 
     def __init__(
         self,
         rows: Callable[[], Rows],
-        offsets: list[tuple[int, int]],
-        sorted_out: SortedOut | None = None,
+        chunks: Sequence[Chunk],
+        top: TopLogits | None = None,
+        few: Sequence[int] = (),
     ) -> None:
-        self._read, self._offsets, self._sorted_out = rows, offsets, sorted_out
+        self._read, self._chunks, self._top, self._few = rows, chunks, top, few
+        self._ends = list(accumulate(min(c.outputs, len(c.tokens)) for c in chunks))
 
     @cached_property
     def rows(self) -> Rows:
         """All of them, of all chunks; those that were sorted out hold nothing of use."""
         return self._read()
 
+    @cached_property
+    def _tokens(self) -> list[int | None]:
+        """What the few greatest decide of each chunk; None where they don't."""
+        nothing: list[int | None] = [None] * len(self._chunks)
+        return nothing if self._top is None else self._top.read(self._chunks, self._few)
+
     def argmax(self, chunk: int) -> list[int]:
-        token = self._sorted_out.best(chunk) if self._sorted_out is not None else None
+        # Where a token is sampled another than the best may be.
+        token = self._tokens[chunk] if self._chunks[chunk].sample is None else None
         return [int(row.argmax()) for row in self.logits(chunk)] if token is None else [token]
 
     def sampled(self, chunk: int) -> int | None:
-        return self._sorted_out.sampled(chunk) if self._sorted_out is not None else None
+        return self._tokens[chunk] if self._chunks[chunk].sample is not None else None
 
     def logits(self, chunk: int) -> Rows:
-        start, stop = self._offsets[chunk]
-        if self._sorted_out is None or chunk not in self._sorted_out.numbers:
-            return self.rows[start:stop]
-        return self._sorted_out.row(chunk)
+        if self._top is not None and chunk in self._few:
+            return self._top.row(self._chunks[chunk].sequence)
+        return self.rows[self._ends[chunk - 1] if chunk else 0 : self._ends[chunk]]
 
 
 # Asking costs a microsecond per node: nothing beside a step with so many tokens, a twentieth of a

@@ -220,13 +220,6 @@ class _BlockLayout:
 # --- opening one ----------------------------------------------------------------------------------
 
 
-def kind_of(path: Path) -> str:
-    """ "eagle3" or "dflash" of a drafter's file; "" of any other GGUF."""
-    check_file(path)
-    architecture = NativeHeader(path).text("general.architecture")
-    return architecture if architecture in KINDS else ""
-
-
 def open_drafter(
     llama: Any, model: Any, target: Any, spec: LoadSpec, n_seq_max: int
 ) -> tuple[DraftHeads, Buffers]:

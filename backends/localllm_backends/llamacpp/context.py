@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, LoraAdapter, OutOfMemoryError
-from localllm_backends.llamacpp.devices import accelerators
+from localllm_backends.llamacpp.devices import PROCESSOR, accelerators
 from localllm_backends.llamacpp.native import (
     GGML_TYPES,
     ggml_function,
@@ -29,7 +29,6 @@ from localllm_backends.llamacpp.native import (
 )
 from localllm_backends.llamacpp.threads import usable_cores
 
-_CPU_DEVICE = 0  # ggml-backend.h: enum ggml_backend_dev_type
 _LOAD_MODES = {"auto": -1, "read": 0, "mapped": 1, "locked": 3}  # llama.h: enum llama_load_mode
 _LAZY_MODES = {"memory": 0, "auto": 1, "disk": 2}  # llama.h: enum llama_lazy_mode
 # As llama.cpp's own tools name them; `ch` are experts chunked over several tensors.
@@ -47,18 +46,17 @@ def experts_pattern(n_layers: int) -> str:
     return rf"blk\.{layers}{_EXPERTS}"
 
 
-@contextmanager
-def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
-    """llama_model_params that place the weights as `spec` says. What they point to lives as long as
-    the block."""
+def model_params(llama: Any, spec: LoadSpec) -> Any:
+    """llama_model_params that place the weights as `spec` says."""
     placed = spec.placement
     params = llama.llama_model_default_params()
     offload(params, spec.n_gpu_layers)
     params.load_mode, params.lazy_mode = _LOAD_MODES[placed.weights], _LAZY_MODES[placed.tables]
     params.use_extra_bufts = placed.layout != "stored"
-    kept: list[Any] = []
+    # What they point to lives as long as they do.
+    params.kept = kept = []
     if placed.experts_on_host:
-        processor = ggml_function("ggml_backend_dev_by_type")(_CPU_DEVICE)
+        processor = ggml_function("ggml_backend_dev_by_type")(PROCESSOR)
         system_memory = ggml_function("ggml_backend_dev_buffer_type")(processor)
         pattern = experts_pattern(placed.experts_on_host).encode()
         kept.append((_Override * 2)(_Override(pattern, system_memory), _Override(None, None)))
@@ -76,29 +74,20 @@ def model_params(llama: Any, spec: LoadSpec) -> Iterator[Any]:
             )
         kept.append((ctypes.c_float * most)(*placed.tensor_split))
         params.tensor_split = kept[-1]
-    try:
-        yield params
-    finally:
-        kept.clear()
+    return params
 
 
-def release_pages(path: Path) -> int:
-    """Let go of the pages of `path` that are mapped into this process; the bytes that were mapped.
-    Linux only.
+def release_pages(path: Path) -> None:
+    """Let go of the pages of `path` that are mapped into this process. Linux only.
 
     Weights that llama.cpp laid out anew or copied to a device stay resident a second time in the
     mapped file. What is still used of it comes back from the system's file cache when it is next
     touched.
     """
-    if sys.platform != "linux":
-        return 0
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    given = 0
-    for start, stop in mapped_at(path):
-        if libc.madvise(start, stop - start, _MADV_DONTNEED) == 0:
-            given += stop - start
-    return given
+    if sys.platform == "linux":
+        release = ctypes.CDLL(None).madvise
+        for start, stop in mapped_at(path):
+            release(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
 
 
 def mapped_at(path: Path) -> list[tuple[int, int]]:

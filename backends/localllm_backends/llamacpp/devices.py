@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from localllm_backends.llamacpp.native import (
     c_string,
     ggml_function,
     log,
+    start_native,
 )
 from localllm_backends.program import print_answer
 
@@ -142,13 +144,10 @@ def _most_cells(device: Accelerator, kind: int, width: int, cells: int) -> int |
         or not _writes_rows(device, kind, width, _CELLS)
     ):
         return None
-    low, high = 1, cells // _CELLS
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (
-            (middle, high) if _writes_rows(device, kind, width, middle * _CELLS) else (low, middle)
-        )
-    return low * _CELLS
+    sizes = range(_CELLS, cells, _CELLS)
+    return _CELLS * bisect(
+        sizes, False, key=lambda size: not _writes_rows(device, kind, width, size)
+    )
 
 
 def _writes_rows(device: Accelerator, kind: int, width: int, cells: int) -> bool:
@@ -200,7 +199,7 @@ class _Feature(ctypes.Structure):
 def devices() -> dict[str, Any]:
     """Every device of this process's llama.cpp, as the module says. Loads every driver that it was
     compiled for."""
-    log.install()
+    start_native()
     found: list[dict[str, Any]] = []
     features: dict[str, dict[str, str]] = {}
     for device in _handles():

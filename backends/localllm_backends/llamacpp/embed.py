@@ -109,6 +109,8 @@ class LlamaCppEmbedder(Embedder):
         if not inputs:
             return np.zeros((0, self.n_embd), dtype=np.float32)
         n_vocab = self._words.n_vocab
+        rows: list[Rows] = []
+        group: list[Sequence[int]] = []
         for tokens in inputs:
             if not 0 < len(tokens) <= self._n_batch:
                 raise BackendFailure(
@@ -116,18 +118,12 @@ class LlamaCppEmbedder(Embedder):
                 )
             if any(not 0 <= t < n_vocab for t in tokens):
                 raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
-        groups: list[list[Sequence[int]]] = [[]]
-        size = 0
-        for tokens in inputs:
-            size += len(tokens)
-            if size > self._n_batch or len(groups[-1]) == self._n_seq_max:
-                groups.append([])
-                size = len(tokens)
-            groups[-1].append(tokens)
-        rows: list[Rows] = []
-        for group in groups:
-            rows += self._run(group)
-        return np.stack(rows)
+            n_tokens = len(tokens) + sum(map(len, group))
+            if n_tokens > self._n_batch or len(group) == self._n_seq_max:
+                rows += self._run(group)
+                group = []
+            group.append(tokens)
+        return np.stack(rows + self._run(group))
 
     def _run(self, group: Sequence[Sequence[int]]) -> list[Rows]:
         self._batch.clear()

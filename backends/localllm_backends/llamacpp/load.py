@@ -27,7 +27,7 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
     llama = start_native()
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
-    spec, left_out = _with_own_heads(llama, spec, path)
+    spec, left_out = _with_own_heads(spec, path)
     model, buffers = load_model(path, spec, on_progress)
     with ExitStack() as freed:
         freed.callback(llama.llama_model_free, model)
@@ -49,7 +49,7 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         buffers += more
         if heads is not None:
             freed.callback(heads.free)
-        projector = vision.open_projector(llama, model, spec) if spec.projector else None
+        projector = vision.Projector(llama, model, spec) if spec.projector else None
         freed.pop_all()
     loaded = (llama, model, context, spec, path, buffers, heads)
     backend = (
@@ -92,12 +92,12 @@ def _open_heads(
     return heads, weights + log.buffers()
 
 
-def _with_own_heads(llama: Any, spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:
+def _with_own_heads(spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:
     """`spec` with what can draft, as far as files' headers say, and why the model's own heads
     can't. Raises LoadError."""
     if spec.mtp:
         check_file(path)
-    reason = mtp.why_not(llama, path) if spec.mtp else ""
+    reason = mtp.why_not(path) if spec.mtp else ""
     if not reason:
         return spec, ""
     left_out = f"{path.name!r} can't draft for itself: {reason}"

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,26 +32,11 @@ from localllm_backends.program import print_answer
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
 _F32, _I32, _CPU = 0, 26, 0
-_TYPES = {
-    "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11,
-    "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
-    "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ4_NL": 20, "IQ3_S": 21, "IQ2_S": 22,
-    "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
-}  # fmt: skip
+_N_TYPES = 40
 # The best of so many seconds' products, and of so many at least, is what the kernels give.
 _SECONDS = 0.1
 _FEWEST = 3
 _CONTEXT_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """FLOP/s (two per weight and token) at a prompt's product, at a prompt's with experts, and at
-    one token's."""
-
-    prompt_flops_s: float
-    experts_flops_s: float
-    token_flops_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +64,10 @@ _PROMPT, _EXPERTS, _TOKEN = (
 )
 
 
+# FLOP/s (two per weight and token) by kind of product.
+Rates = dict[str, float]
+
+
 def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
     """What the CPU backend makes of matrices of each of `types` with `n_threads` threads: "stored"
     as they lie in a file, and "laid_out" anew where this build has a layout for them on this
@@ -90,13 +79,8 @@ def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
     start_native()
     processor = _Processor(n_threads)
     name_of = ggml_function("ggml_type_name")
-    numbers = {name: _TYPES[name] for name in types if name in _TYPES}
-    known = [
-        name
-        for name, n in numbers.items()
-        if (name_of(n) or b"").decode(errors="replace").upper() == name
-    ]
-    return {name: processor.rates(numbers[name]) for name in known}
+    known = {(name_of(n) or b"").decode(errors="replace").upper(): n for n in range(_N_TYPES)}
+    return {name: processor.rates(known[name]) for name in types if name in known}
 
 
 class _Processor:
@@ -131,8 +115,12 @@ class _Processor:
                 continue
             if experts is None and found:
                 # Experts that this layout does not take are multiplied as they are stored.
-                experts = found["stored"].experts_flops_s
-            found[layout] = Rates(prompt, experts or prompt, token)
+                experts = found["stored"]["experts_flops_s"]
+            found[layout] = {
+                "prompt_flops_s": prompt,
+                "experts_flops_s": experts or prompt,
+                "token_flops_s": token,
+            }
         return found
 
     def _laid_out(self) -> list[int]:
@@ -210,8 +198,6 @@ def _best_s(work: Callable[[], object]) -> float:
 
 def _context(freed: ExitStack) -> int:
     made = ggml_function("ggml_init")(GgmlInitParams(_CONTEXT_BYTES, None, True))
-    if not made:
-        raise RuntimeError("llama.cpp made no context for a graph")
     freed.callback(ggml_function("ggml_free"), made)
     return int(made)
 
@@ -222,9 +208,7 @@ def _tensor(context: int, kind: int, *shape: int) -> int:
 
 def _answer() -> dict[str, Any]:
     threads = usable_cores()
-    found: dict[str, dict[str, Any]] = {}
-    for name, layouts in rates(threads, sys.argv[1:]).items():
-        found[name] = {layout: asdict(rate) for layout, rate in layouts.items()}
+    found = rates(threads, sys.argv[1:])
     return {"rates": found, "threads": threads, "cpu_s": time.process_time()}
 
 

@@ -31,7 +31,7 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
-def why_not(llama: Any, path: Path) -> str:
+def why_not(path: Path) -> str:
     """Why the heads in this GGUF can't draft here; "" if they can. Reads headers only."""
     if staging_functions() is None:
         return (

@@ -52,7 +52,6 @@ def connect(workers: Sequence[str]) -> None:
                 "there?"
             ) from e
         rpc.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
-        rpc.ggml_backend_rpc_add_server.argtypes = [ctypes.c_char_p]
         found = rpc.ggml_backend_rpc_add_server(worker.encode())
         if not found:
             raise OtherMachineError(
@@ -68,16 +67,9 @@ def serve(endpoint: str, n_threads: int) -> None:
     rpc = _library()
     lent = devices_of_type(GPU, INTEGRATED) or devices_of_type(PROCESSOR)
     devices = (ctypes.c_void_p * len(lent))(*lent)
-    start = rpc.ggml_backend_rpc_start_server
-    start.restype = None
-    start.argtypes = [
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ]
-    start(endpoint.encode(), None, n_threads, len(lent), devices)
+    rpc.ggml_backend_rpc_start_server(
+        endpoint.encode(), None, ctypes.c_size_t(n_threads), ctypes.c_size_t(len(lent)), devices
+    )
 
 
 if __name__ == "__main__":

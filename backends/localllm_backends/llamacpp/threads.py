@@ -70,12 +70,8 @@ def cpu_quota(root: Path = _SYSTEM) -> float | None:
 
 def _groups(root: Path) -> list[Path]:
     """The folders of the control groups around this process, in both versions of the interface."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
     folders = []
-    for line in lines:
+    for line in _words(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -120,12 +116,9 @@ def _words(path: Path) -> list[str]:
 
 def _numbers(ranges: str) -> set[int]:
     found: set[int] = set()
-    try:
-        for part in ranges.split(","):
-            first, _, last = part.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
-    except ValueError:
-        return set()
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
     return found
 
 

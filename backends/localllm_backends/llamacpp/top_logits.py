@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -199,27 +198,3 @@ class TopLogits:
     def close(self) -> None:
         for sequence in [*self._chains]:
             self.unbind(sequence)
-
-
-class SortedOut:
-    """The rows of one step that the device sorted out: of the chunks with these `numbers`."""
-
-    def __init__(self, top: TopLogits, chunks: Sequence[Chunk], numbers: list[int]) -> None:
-        self._top, self._chunks, self.numbers = top, chunks, numbers
-
-    @cached_property
-    def _tokens(self) -> list[int | None]:
-        return self._top.read(self._chunks, self.numbers)
-
-    def sampled(self, chunk: int) -> int | None:
-        """What its `sample` asked for; None where it has none, or the few don't decide it."""
-        return self._tokens[chunk] if self._chunks[chunk].sample is not None else None
-
-    def best(self, chunk: int) -> int | None:
-        """The best logit's token, which somebody may forbid; None where something else was asked
-        for."""
-        return self._tokens[chunk] if self._chunks[chunk].sample is None else None
-
-    def row(self, chunk: int) -> Rows:
-        """Its row [1, n_vocab] all the same."""
-        return self._top.row(self._chunks[chunk].sequence)

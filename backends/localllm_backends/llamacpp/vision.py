@@ -7,8 +7,9 @@ import ctypes
 import hashlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,21 +53,16 @@ def why_not() -> str | None:
     return None
 
 
-def open_projector(llama: Any, model: Any, spec: LoadSpec) -> Projector:
-    """The projector that `spec` names, for the loaded `model`; LoadError or OutOfMemoryError."""
-    reason = why_not()
-    path = Path(spec.projector)
-    if reason is not None:
-        raise LoadError(f"{path.name!r} can't be loaded: {reason}")
-    check_file(path)
-    return Projector(llama, model, path, spec)
-
-
 class Projector:
-    """One loaded mtmd context. `tokenize_images` may be called by any thread, `encode_image` by one
-    at a time (it holds a lock)."""
+    """The mtmd context of the projector that `spec` names, for the loaded `model`; LoadError or
+    OutOfMemoryError. `tokenize_images` may be called by any thread, `encode_image` by one at a time
+    (it holds a lock)."""
 
-    def __init__(self, llama: Any, model: Any, path: Path, spec: LoadSpec) -> None:
+    def __init__(self, llama: Any, model: Any, spec: LoadSpec) -> None:
+        reason, path = why_not(), Path(spec.projector)
+        if reason is not None:
+            raise LoadError(f"{path.name!r} can't be loaded: {reason}")
+        check_file(path)
         mtmd = bindings("mtmd_cpp")
         self._mtmd, self._lock = mtmd, threading.Lock()
         mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(0))
@@ -111,14 +107,16 @@ class Projector:
         # Pixels are not needed to lay a prompt out: that takes no longer for a large picture than
         # for a small one.
         with self._chunks(parts, pixels=False, add_bos=add_bos) as chunks:
-            owners = self._owners(chunks, pictures)
+            parts_of: Counter[int] = Counter()
             for chunk in chunks:
                 if self._mtmd.mtmd_input_chunk_get_type(chunk) == _TEXT:
                     n = ctypes.c_size_t()
                     tokens = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
                     runs.append(list(tokens[: n.value]))
                 else:
-                    runs.append(self._run(chunk, *next(owners)))
+                    number = int(self._mtmd.mtmd_input_chunk_get_id(chunk))
+                    runs.append(self._run(chunk, pictures[number], parts_of[number]))
+                    parts_of[number] += 1
         return runs
 
     def encode_image(self, run: ImageRun) -> NDArray[np.float32]:
@@ -135,18 +133,6 @@ class Projector:
                 ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (run.n_tokens, self.width)
             )
             return values.astype(np.float32, copy=True)
-
-    def _owners(
-        self, chunks: list[Any], pictures: list[ImagePixels]
-    ) -> Iterator[tuple[ImagePixels, int]]:
-        """For each image chunk in turn, its picture and its number among the chunks of that
-        picture."""
-        kind, key = self._mtmd.mtmd_input_chunk_get_type, self._mtmd.mtmd_input_chunk_get_id
-        ids = [key(chunk) for chunk in chunks if kind(chunk) == _IMAGE]
-        part = 0
-        for i, found in enumerate(ids):
-            part = part + 1 if i and ids[i - 1] == found else 0
-            yield pictures[int(found)], part
 
     def _run(self, chunk: Any, picture: ImagePixels, part: int) -> ImageRun:
         mtmd = self._mtmd
@@ -169,11 +155,9 @@ class Projector:
     ) -> Iterator[list[Any]]:
         """The prompt as mtmd lays it out. Each bitmap's id is its number among the pictures."""
         mtmd = self._mtmd
-        native = mtmd.mtmd_input_chunks_init()
         made: list[Any] = []
-        kept: list[Any] = []
-        bitmaps: list[Any] = []
-        try:
+        n_pictures = 0
+        with ExitStack() as freed:
             for part in parts:
                 if isinstance(part, str):
                     text = part.encode("utf-8", "replace")
@@ -186,10 +170,12 @@ class Projector:
                 if pixels:
                     data = ctypes.cast(ctypes.c_char_p(part.data), ctypes.POINTER(ctypes.c_uint8))
                 bitmap = mtmd.mtmd_bitmap_init(part.width, part.height, data)
-                mtmd.mtmd_bitmap_set_id(bitmap, str(len(bitmaps)).encode())
-                bitmaps.append(bitmap)
-                kept.append(data)
+                freed.callback(mtmd.mtmd_bitmap_free, bitmap)
+                mtmd.mtmd_bitmap_set_id(bitmap, str(n_pictures).encode())
+                n_pictures += 1
                 made.append(mtmd.mtmd_input_part(None, bitmap))
+            native = mtmd.mtmd_input_chunks_init()
+            freed.callback(mtmd.mtmd_input_chunks_free, native)
             pointers = (ctypes.POINTER(mtmd.mtmd_input_part) * len(made))(
                 *[ctypes.pointer(p) for p in made]
             )
@@ -202,10 +188,6 @@ class Projector:
                 mtmd.mtmd_input_chunks_get(native, i)
                 for i in range(mtmd.mtmd_input_chunks_size(native))
             ]
-        finally:
-            mtmd.mtmd_input_chunks_free(native)
-            for bitmap in bitmaps:
-                mtmd.mtmd_bitmap_free(bitmap)
 
 
 class LlamaCppVisionBackend(LlamaCppBackend):
@@ -251,7 +233,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         if whole:
             self._llama.llama_set_causal_attn(self._context, False)
         try:
-            rows = self._sweep(batch, chunks, [(0, outputs)], outputs)
+            rows = self._sweep(batch, chunks)
         finally:
             if whole:
                 self._llama.llama_set_causal_attn(self._context, True)

@@ -105,10 +105,9 @@ def load_model(
     """The model in `path` and the buffers its weights are in; LoadError, also for one that makes no
     text. A `drafter` makes none by itself."""
     llama = start_native()
-    check_file(path)
-    with context.model_params(llama, spec) as params:
-        params.load_mtp = spec.mtp and not drafter
-        model = open_file(path, params, on_progress)
+    params = context.model_params(llama, spec)
+    params.load_mtp = spec.mtp and not drafter
+    model = open_file(path, params, on_progress)
     if not drafter and (
         not llama.llama_model_has_decoder(model) or llama.llama_model_has_encoder(model)
     ):
