@@ -64,8 +64,9 @@ class Reference:
         found = heads.staging_functions()
         assert found is not None
         self._staging, self._block = found, block
-        n = found["n_target_layers"](self._drafter)
-        self._layers = found["target_layers"](self._drafter)[:n]
+        fields = gguf.GGUFReader(drafter).fields.items()
+        layers = [field.contents() for name, field in fields if name.endswith(".target_layers")]
+        self._layers = layers[0] if layers else []
 
     def _context(self, model: int, other: int | None = None) -> int:
         params = llama_cpp.llama_context_default_params()

@@ -60,7 +60,7 @@ class LlamaCppType(BackendType):
             return f.read(4) == b"GGUF"
 
     def vocabulary(self, path: str) -> list[bytes]:
-        from localllm_backends.llamacpp.weights import vocabulary
+        from localllm_backends.llamacpp.model_info import vocabulary
 
         return vocabulary(path)
 

@@ -96,7 +96,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
         # The same memory, where its states can be had apart (Capabilities.states).
-        self._states: Any = None
+        self._states: SplitMemory | None = None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
         self.info = self._model_info(path, n_batch)
         warm = self._warm_up(1)
@@ -374,14 +374,17 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._ledger.append(sequence, stop - start)
 
     def state_bytes(self, sequence: SequenceId) -> int:
+        assert self._states is not None
         return self._states.state_size(sequence)
 
     def export_state(self, sequence: SequenceId) -> bytes:
         self._check_owner()
+        assert self._states is not None
         return self._states.export_state(sequence, self._ledger.length(sequence))
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         self._check_owner()
+        assert self._states is not None
         self._check_range(sequence, 0, n_tokens)
         last = self._positions.last(sequence, n_tokens)
         try:

@@ -203,17 +203,15 @@ class _BlockLayout:
     """How a block of DFlash's is laid out: `rows` tokens, the newest and masks behind it, guesses
     from row `anchor` on."""
 
-    def __init__(
-        self, llama: Any, drafter: Any, functions: dict[str, Any], header: NativeHeader
-    ) -> None:
+    def __init__(self, header: NativeHeader) -> None:
         self.rows = header.number("dflash.block_size") or 16
-        self.mask = int(llama.llama_vocab_mask(llama.llama_model_get_vocab(drafter)))
+        self.mask = header.number("tokenizer.ggml.mask_token_id", -1)
         self.causal = bool(header.number("dflash.attention.causal"))
         markov = header.has_tensor("markov_w1.weight")
         # DSpark's first guess is at the newest token's own place, unless it was trained otherwise.
         self.anchor = 0 if markov and header.number("dflash.sample_from_anchor", 1) else 1
         self.confidence = markov and header.has_tensor("conf_proj.weight")
-        self.selector_top_k = int(functions["selector_top_k"](drafter))
+        self.selector_top_k = header.number("dflash.selector_top_k")
         self.most = self.rows - self.anchor
 
 
@@ -227,28 +225,18 @@ def open_drafter(
     its weights lie in. LoadError where it is not one for this model, or can't run here."""
     path = Path(spec.drafter)
     check_file(path)
-    functions = staging_functions()
-    if functions is None:
+    if staging_functions() is None:
         raise _refused(
             path,
             "this build of llama.cpp does not export what drafting from a model's features needs",
         )
     header, main = NativeHeader(path), NativeHeader(parts(Path(spec.path))[0])
     kind = _check_headers(path, header, main)
+    layers, block = header.numbers(f"{kind}.target_layers"), _BlockLayout(header)
     drafter, buffers = load_model(path, spec, None, drafter=True)
     with ExitStack() as freed:
         freed.callback(llama.llama_model_free, drafter)
         _check_vocabulary(llama, path, model, drafter)
-        block = _BlockLayout(llama, drafter, functions, header)
-        if kind == "dflash" and (not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0):
-            raise _refused(
-                path, f"its block of {block.rows} tokens, or its mask token, can't be used"
-            )
-        layers = list(
-            functions["target_layers"](drafter)[: int(functions["n_target_layers"](drafter))]
-        )
-        if kind != _ASSISTANT:
-            _check_layers(llama, path, model, layers, kind, main.text("general.architecture"))
         context = new_context(
             drafter,
             spec,
@@ -295,6 +283,10 @@ def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architect
     )
     made_for = header.number("eagle3.target_hidden_size") if kind == "eagle3" else own
     has_embeddings = header.has_tensor("token_embd.weight") and header.has_tensor("output.weight")
+    layers, block = header.numbers(f"{kind}.target_layers"), _BlockLayout(header)
+    n_layers = main.number(f"{architecture}.block_count") - main.number(
+        f"{architecture}.nextn_predict_layers"
+    )
     return first_reason(
         [
             (
@@ -314,6 +306,20 @@ def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architect
                 own != width and not has_embeddings,
                 f"it is {own:,} wide and would share the embeddings of a model that is {width:,} "
                 "wide",
+            ),
+            (
+                not layers or min(layers) < 0 or max(layers) > n_layers,
+                f"it reads the layers {', '.join(map(str, layers)) or 'none'}, and this model has "
+                f"{n_layers}",
+            ),
+            (
+                n_layers in layers and architecture not in _GIVE_LAST[kind],
+                "it reads behind the last layer, which llama.cpp does not give of "
+                f"{architecture!r} models",
+            ),
+            (
+                kind == "dflash" and (not 2 <= block.rows <= _LONGEST_BLOCK or block.mask < 0),
+                f"its block of {block.rows} tokens, or its mask token, can't be used",
             ),
         ]
     )
@@ -361,25 +367,6 @@ def _kept_by_layer(header: NativeHeader, architecture: str) -> list[tuple[int, i
     widths = [header.number(f"{architecture}.attention.key_length{end}") for end in ("", "_swa")]
     heads = heads if len(heads) == len(windows) else heads * len(windows)
     return [(window, n, widths[window]) for window, n in zip(windows, heads, strict=False)]
-
-
-def _check_layers(
-    llama: Any, path: Path, model: Any, layers: Sequence[int], kind: str, architecture: str
-) -> None:
-    n_layers = int(llama.llama_model_n_layer(model))
-    if not layers or min(layers) < 0 or max(layers) > n_layers:
-        raise _refused(
-            path,
-            f"it reads the layers {', '.join(map(str, layers)) or 'none'}, and this model "
-            "has "
-            f"{n_layers}",
-        )
-    if max(layers) == n_layers and architecture not in _GIVE_LAST[kind]:
-        raise _refused(
-            path,
-            "it reads behind the last layer, which llama.cpp does not give of "
-            f"{architecture!r} models",
-        )
 
 
 def _check_vocabulary(llama: Any, path: Path, model: Any, drafter: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from localllm_backends.llamacpp.native import (
     ggml_function,
     has_gpu,
     log,
+    mappings,
     offload,
     start_native,
 )
@@ -54,7 +54,8 @@ def model_params(llama: Any, spec: LoadSpec) -> Any:
     params.load_mode, params.lazy_mode = _LOAD_MODES[placed.weights], _LAZY_MODES[placed.tables]
     params.use_extra_bufts = placed.layout != "stored"
     # What they point to lives as long as they do.
-    params.kept = kept = []
+    kept: list[Any] = []
+    params.kept = kept
     if placed.experts_on_host:
         processor = ggml_function("ggml_backend_dev_by_type")(PROCESSOR)
         system_memory = ggml_function("ggml_backend_dev_buffer_type")(processor)
@@ -93,16 +94,8 @@ def release_pages(path: Path) -> None:
 def mapped_at(path: Path) -> list[tuple[int, int]]:
     """(start, stop) of the addresses at which `path` is mapped into this process; none where that
     can't be read."""
-    name, found = str(path.resolve()), []
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s+(.*)", line)
-        if match is not None and match[3] == name:
-            found.append((int(match[1], 16), int(match[2], 16)))
-    return found
+    name = str(path.resolve())
+    return [(start, stop) for start, stop, file in mappings() if file == name]
 
 
 # Tokens of a micro-batch: larger ones bring little. A step is one, or on a GPU up to `_GPU_STEP`,

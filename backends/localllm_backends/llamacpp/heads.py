@@ -31,10 +31,6 @@ SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
     ),
     "layer_rows": ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", ctypes.c_void_p,
     [ctypes.c_uint32]),
-    "target_layers": ("_Z28llama_model_target_layer_idsPK11llama_model",
-    ctypes.POINTER(ctypes.c_int32), []),
-    "n_target_layers": ("_Z30llama_model_target_layer_ids_nPK11llama_model", ctypes.c_uint32, []),
-    "selector_top_k": ("_Z33llama_model_dflash_selector_top_kPK11llama_model", ctypes.c_int32, []),
 }  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from localllm_backends.contract import Capabilities, LoadSpec, ModelInfo
 from localllm_backends.control_text import LiteralText
 from localllm_backends.llamacpp.heads import DraftHeads
-from localllm_backends.llamacpp.native import GGML_TYPES, c_string, token_piece
-from localllm_backends.llamacpp.weights import kv_meaning
+from localllm_backends.llamacpp.native import GGML_TYPES, c_string, start_native
+from localllm_backends.llamacpp.weights import kv_meaning, open_file
 from localllm_backends.vocabulary import TokenBytes
 
 # Longer texts are read in pieces of about so many characters: a millisecond's work.
@@ -74,10 +74,29 @@ class LlamaCppVocabulary(TokenBytes):
         return list(buffer[:n])
 
     def _bytes(self, token: int, special: bool) -> bytes:
-        return token_piece(self._llama, self._vocab, token, special=special)
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = self._llama.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if n >= 0:
+                return bytes(buffer.raw[:n])
+            size = -n
 
     def is_control(self, token: int) -> bool:
         return bool(self._llama.llama_vocab_is_control(self._vocab, token))
+
+
+def vocabulary(path: str) -> list[bytes]:
+    """Every token's bytes, control tokens as written. Reads the header only; LoadError when it
+    can't be read."""
+    llama = start_native()
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    model = open_file(Path(path), params)
+    words = LlamaCppVocabulary(llama, model)
+    tokens = [words.token_bytes(token, special=True) for token in range(words.n_vocab)]
+    llama.llama_model_free(model)
+    return tokens
 
 
 _FIM = ("pre", "suf", "mid", "pad", "rep", "sep")

@@ -84,6 +84,17 @@ def library_path(name: str) -> Path | None:
     return next((file for file in files if file.suffix in (".so", ".dylib", ".dll")), None)
 
 
+def mappings() -> list[tuple[int, int, str]]:
+    """(start, stop, file) of the files that are mapped into this process; none where that can't be
+    read."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = (re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s+(/.*)", line) for line in lines)
+    return [(int(match[1], 16), int(match[2], 16), match[3]) for match in found if match]
+
+
 @dataclass
 class NativeLog:
     """Collects llama.cpp's log lines; install once per process, before anything is loaded."""
@@ -252,16 +263,6 @@ def offload(params: Any, n_gpu_layers: int) -> None:
     params.n_gpu_layers = n_gpu_layers if n_gpu_layers >= 0 else 999
     if not n_gpu_layers:
         params.devices = ctypes.addressof(_NO_DEVICES)
-
-
-def token_piece(llama: Any, vocab: Any, token: int, *, special: bool) -> bytes:
-    size = 64
-    while True:
-        buffer = ctypes.create_string_buffer(size)
-        n = llama.llama_token_to_piece(vocab, token, buffer, size, 0, special)
-        if n >= 0:
-            return bytes(buffer.raw[:n])
-        size = -n
 
 
 def c_string(function: Any, *args: Any, size: int = 2048) -> str | None:

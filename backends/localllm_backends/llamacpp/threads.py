@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from localllm_backends.llamacpp.native import mappings
+
 _SYSTEM = Path("/")
 # A tenth of what a thread of usual niceness gets beside it (Linux: each is 1.25 times less).
 _NICE = 10
@@ -144,15 +146,10 @@ def release_helpers(n_threads: int) -> None:
 def libgomp() -> Any:
     """The one ggml's CPU backend is linked with, once that is loaded: asked through it, since other
     packages bring copies of their own into this process."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8") as maps:
-            path = next(
-                (line[line.index("/") :].strip() for line in maps if "/libggml-cpu" in line), None
-            )
-        library = ctypes.CDLL(path) if path else None
-        return library if hasattr(library, "omp_pause_resource_all") else None
-    except OSError:
-        return None
+    loaded = (file for _, _, file in mappings() if "/libggml-cpu" in file and Path(file).exists())
+    path = next(loaded, None)
+    library = ctypes.CDLL(path) if path else None
+    return library if hasattr(library, "omp_pause_resource_all") else None
 
 
 # With more tokens than this a step computes long between its barriers: the more threads the better,

@@ -19,7 +19,6 @@ from localllm_backends.llamacpp.native import (
     bindings_version,
     log,
     start_native,
-    token_piece,
 )
 
 
@@ -153,18 +152,3 @@ def what_to_do(why: str) -> str:
         "are: fetch a GGUF file of the "
         "model from the hub, or get a newer llama.cpp (`localllm setup`)"
     )
-
-
-def vocabulary(path: str) -> list[bytes]:
-    """Every token's bytes, control tokens as written. Reads the header only; LoadError when it
-    can't be read."""
-    llama = start_native()
-    params = llama.llama_model_default_params()
-    params.vocab_only = True
-    model = open_file(Path(path), params)
-    vocab = llama.llama_model_get_vocab(model)
-    tokens = [
-        token_piece(llama, vocab, t, special=True) for t in range(llama.llama_vocab_n_tokens(vocab))
-    ]
-    llama.llama_model_free(model)
-    return tokens
