@@ -194,11 +194,11 @@ def one_step_serves_several_sequences_and_outputs(subject: Subject) -> None:
     result = backend.step(
         [Chunk(subject.new(), line, n) for line, n in zip(lines, (5, 1, 0), strict=True)]
     )
-    rows = [row for i in range(3) for row in result.logits(i)]
+    rows = np.concatenate([result.logits(i) for i in range(3)])
     require(len(rows) == 6, f"6 outputs were asked for, {len(rows)} came")
     for i, row in enumerate(rows):
         subject.same(expected[i][0], row, f"output {i} of a step of three sequences")
-    best = [token for i in range(3) for token in result.argmax(i)]
+    best = [*result.argmax(0), *result.argmax(1), *result.argmax(2)]
     require(best == [int(row.argmax()) for row in rows], "argmax is not where the largest logit is")
 
 
