@@ -28,6 +28,7 @@ from localllm.engine.messages import Failure, Finish, Generation, Prefill, Reque
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, OtherMachineGoneError
+from localllm_backends import conformance
 from localllm_backends.contract import LoadSpec, OtherMachineError, Placement
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_mlx
@@ -148,7 +149,8 @@ def test_the_contract_holds_for_a_shared_model(tmp_path: Path, shape: str) -> No
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.count("holds:") >= 14, ran.stdout
+    # A check may not be for this memory.
+    assert ran.stdout.count("holds:") >= len(conformance.CHECKS) - 1, ran.stdout
 
 
 @pytest.mark.long
