@@ -62,12 +62,8 @@ class ControlTexts:
         self._heads = re.compile(f"(?={heads})" if heads else r"(?!)")
         # What could become one together with the letters that a template writes beside it; one
         # letter is in any text.
-        begun: set[str] = set()
-        ended: set[str] = set()
-        for text in self._texts:
-            begun.update(text[:n] for n in range(2, len(text)))
-            ended.update(text[n:] for n in range(1, len(text) - 1))
-        self._begun, self._ended = begun, ended
+        self._begun = {text[:n] for text in self._texts for n in range(2, len(text))}
+        self._ended = {text[n:] for text in self._texts for n in range(1, len(text) - 1)}
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Where each spelling begins and ends, the longest at its place; they may overlap."""

@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from localllm_backends import registry
@@ -41,6 +42,7 @@ from localllm_backends.contract import (
     LoadSpec,
     Placement,
 )
+from localllm_backends.program import print_answers
 
 # The next words are as good as certain for the smallest model: near ties say nothing about a
 # device.
@@ -142,34 +144,24 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
         }
 
 
-def _answers(backend: Backend, what: str, wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if what == "conformance":
-        yield from conformance(backend)
-    elif what == "kv":
-        yield kv_fidelity(backend, wanted["text"], wanted["pairs"])
-    elif what == "turn":
-        yield turn(backend)
-    else:
-        yield greedy(backend, wanted.get("follow", ()))
-
-
-def _main(arguments: Sequence[str]) -> int:
-    engine, what, path, body = arguments
+def answers(engine: str, what: str, path: str, body: str) -> Iterator[dict[str, Any]]:
+    """What the program prints for these arguments."""
     wanted = json.loads(body)
-    try:
-        backend_type = registry.named(engine) or registry.named(registry.running(engine).name)
-        if backend_type is None:
-            raise LoadError(f"there is no backend {engine!r}")
-        placement = Placement(gpu_layers=wanted.get("layers", -1))
-        spec = LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=_BATCH, placement=placement)
-        with closing(backend_type.load(spec)) as backend:
-            for answer in _answers(backend, what, wanted):
-                print(json.dumps(answer), flush=True)
-    except (BackendFailure, ImportError, OSError, RuntimeError, AttributeError) as e:
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
-        return 1
-    return 0
+    backend_type = registry.named(engine) or registry.named(registry.running(engine).name)
+    if backend_type is None:
+        raise LoadError(f"there is no backend {engine!r}")
+    placement = Placement(gpu_layers=wanted.get("layers", -1))
+    spec = LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=_BATCH, placement=placement)
+    with closing(backend_type.load(spec)) as backend:
+        if what == "conformance":
+            yield from conformance(backend)
+        elif what == "kv":
+            yield kv_fidelity(backend, wanted["text"], wanted["pairs"])
+        elif what == "turn":
+            yield turn(backend)
+        else:
+            yield greedy(backend, wanted.get("follow", ()))
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    sys.exit(print_answers(partial(answers, *sys.argv[1:])))

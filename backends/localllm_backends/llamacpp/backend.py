@@ -30,7 +30,7 @@ from localllm_backends.llamacpp import huge_weights
 from localllm_backends.llamacpp.batch import (
     ABORTED,
     Batch,
-    Interrupts,
+    Decoder,
     LlamaCppStepResult,
     LogitsView,
 )
@@ -72,7 +72,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._take_ownership()
         self._heads, self._buffers = heads, buffers
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
-        self._memory, self._interrupts = SequenceMemory(llama, context), Interrupts(llama, context)
+        self._memory, self._decoder = SequenceMemory(llama, context), Decoder(llama, context)
         self._logits = LogitsView(llama, context, self.n_vocab)
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = bool(
@@ -187,21 +187,18 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return self._ledger.free
 
     def can_rewind(self, sequence: SequenceId, n_tokens: int) -> bool:
+        """Is everything still in memory that the attention of position `n_tokens` sees?"""
         length = self._ledger.length(sequence)
-        return n_tokens >= length or not n_tokens or self._holds_window(sequence, n_tokens)
-
-    def _holds_window(self, sequence: SequenceId, n_tokens: int) -> bool:
-        """Can position `n_tokens` be computed again: is everything its attention sees still in
-        memory?"""
+        if n_tokens >= length or not n_tokens:
+            return True
         if self._recurrent:
             # llama.cpp keeps one snapshot per token of the last step, and would hand out older,
             # stale ones too.
-            return 0 < self._ledger.length(sequence) - n_tokens <= self._undoable.get(sequence, 0)
+            return length - n_tokens <= self._undoable.get(sequence, 0)
         if not self._n_swa:
             return True
-        return self._memory.first(sequence) <= max(
-            0, self._positions.at(sequence, n_tokens) - self._n_swa
-        )
+        first = self._positions.at(sequence, n_tokens) - self._n_swa
+        return self._memory.first(sequence) <= max(0, first)
 
     # --- compute ----------------------------------------------------------------------------------
 
@@ -236,10 +233,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def _sweep(self, batch: Batch, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode of `batch`, which is made of `chunks`."""
         few = self._top.prepare(chunks)
-        decode = partial(self._interrupts.decode, batch.native, can_end=self._can_undo(chunks))
+        decode = partial(self._decoder.decode, batch.native, can_end=self._can_undo(chunks))
         code = self._slices.beside(decode) if self._slices is not None else decode()
         if code == 1 and self._separate_windows(chunks):
-            code = self._interrupts.decode(batch.native)
+            code = self._decoder.decode(batch.native)
         if code:
             self._undo(chunks)
             if code == ABORTED:
@@ -276,7 +273,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return True
 
     def interrupt(self) -> None:
-        self._interrupts.interrupt()
+        self._decoder.interrupt()
 
     def _can_undo(self, chunks: Sequence[Chunk]) -> bool:
         """Not the middle of an image whose tokens stand at one position: its beginning would go
@@ -301,12 +298,12 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return self._slices
 
     def use_threads(self, most: int) -> None:
-        self._interrupts.threads.use(most)
+        self._decoder.use_threads(most)
 
     @property
     def threads_in_use(self) -> tuple[int, int]:
         """(threads of a step of one token, of a batch) that llama.cpp computes with now."""
-        return self._interrupts.threads.in_use
+        return self._decoder.threads
 
     def idle_work(self, spare_bytes: int | None) -> bool:
         """Weights that steps read in the mapped file move into huge pages."""

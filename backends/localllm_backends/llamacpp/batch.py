@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import Chunk, StepResult
-from localllm_backends.llamacpp.threads import Threads
 from localllm_backends.llamacpp.top_logits import TopLogits
 
 Rows = NDArray[np.float32]
@@ -158,25 +157,45 @@ class LlamaCppStepResult(StepResult):
 # Asking costs a microsecond per node: nothing beside a step with so many tokens, a twentieth of a
 # small model's with one.
 _WORTH_TOKENS = 32
+# With more tokens than this a step computes long between its barriers: the more threads the better,
+# whoever else there is.
+_SHORT_TOKENS = 32
 # llama_decode's word for it (llama.h).
 ABORTED = 2
 
 
-class Interrupts:
-    """Ends a `decode` of one llama_context from another thread. `threads`: those that compute
-    it."""
+class Decoder:
+    """llama_decode of one context, which was made with as many threads as it may have. Another
+    thread may end it."""
 
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama, self._context = llama, context
-        self.threads = Threads(llama, context)
+        self._all = self.threads
+        self._now, self._few = self._all, max(self._all)
         self._wanted = False
         self._asked = llama.ggml_abort_callback(lambda _: self._wanted)
         self._never = llama.ggml_abort_callback()
 
+    @property
+    def threads(self) -> tuple[int, int]:
+        """(those of a step of one token, of a batch), as llama.cpp has them now."""
+        return int(self._llama.llama_n_threads(self._context)), int(
+            self._llama.llama_n_threads_batch(self._context)
+        )
+
+    def use_threads(self, most: int) -> None:
+        """Short steps take no more than `most` from now on."""
+        self._few = max(1, most)
+
     def decode(self, batch: Any, *, can_end: bool = True) -> int:
         """llama_decode's code; `ABORTED` where `interrupt` was called meanwhile, and it `can_end`
         in the middle."""
-        self.threads.ready(batch.n_tokens)
+        one, many = self._all
+        short = batch.n_tokens <= _SHORT_TOKENS
+        wanted = (min(one, self._few), min(many, self._few)) if short else self._all
+        if wanted != self._now:
+            self._llama.llama_set_n_threads(self._context, *wanted)
+            self._now = wanted
         long = can_end and batch.n_tokens >= _WORTH_TOKENS
         if long:
             self._llama.llama_set_abort_callback(self._context, self._asked, None)

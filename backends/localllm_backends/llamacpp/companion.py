@@ -256,9 +256,11 @@ def open_drafter(
     return Eagle3Heads(llama, target, context, rows), buffers
 
 
-def _refused(path: Path, why: str, what_fits: str = "") -> LoadError:
-    hint = what_fits or "use the drafter published for this very model, or `--draft auto`"
-    return LoadError(f"{path.name!r} can't draft for this model: {why}", hint)
+def _refused(path: Path, why: str) -> LoadError:
+    return LoadError(
+        f"{path.name!r} can't draft for this model: {why}",
+        "use the drafter published for this very model, or `--draft auto`",
+    )
 
 
 def _check_headers(path: Path, header: NativeHeader, main: NativeHeader) -> str:

@@ -18,6 +18,7 @@ import sys
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from localllm_backends.llamacpp.native import (
     log,
     start_native,
 )
-from localllm_backends.program import print_answer
+from localllm_backends.program import print_answers
 
 # ggml-backend.h: enum ggml_backend_dev_type
 PROCESSOR, GPU, INTEGRATED = 0, 1, 2
@@ -241,12 +242,8 @@ def _features(registry: int) -> dict[str, str]:
     if not address:
         return {}
     listed = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)(registry)
-    found: dict[str, str] = {}
-    index = 0
-    while listed and listed[index].name:
-        found[_text(listed[index].name)] = _text(listed[index].value)
-        index += 1
-    return found
+    named = takewhile(lambda feature: feature.name, map(listed.__getitem__, count()))
+    return {_text(feature.name): _text(feature.value) for feature in named}
 
 
 def _text(value: bytes | None) -> str:
@@ -254,4 +251,4 @@ def _text(value: bytes | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(print_answer(devices))
+    sys.exit(print_answers(lambda: [devices()]))

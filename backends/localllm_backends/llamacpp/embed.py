@@ -4,6 +4,7 @@ names a pooling."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -169,33 +170,27 @@ def load_embedder(
     params = llama.llama_model_default_params()
     offload(params, n_gpu_layers)
     model = open_file(file, params, on_progress)
-    try:
-        context = _context(llama, model, file, n_ctx, n_threads)
-    except Exception:
-        llama.llama_model_free(model)
-        raise
+    with ExitStack() as freed:
+        freed.callback(llama.llama_model_free, model)
+        trained = int(llama.llama_model_n_ctx_train(model))
+        tokens = min(n_ctx or _DEFAULT_CTX, trained or n_ctx or _DEFAULT_CTX)
+        made = llama.llama_context_default_params()
+        made.embeddings = True
+        if llama.llama_model_cls_label(model, 0):
+            # Named classes: a classifier on top of an encoder, whose header may name the encoder's
+            # own pooling.
+            made.pooling_type = _RANK
+        made.n_ctx = made.n_batch = made.n_ubatch = tokens
+        made.n_seq_max = min(_MOST_SEQUENCES, tokens)
+        made.kv_unified = True
+        made.n_threads = made.n_threads_batch = n_threads or usable_cores()
+        made.no_perf = True
+        context = made_context(model, made)
+        freed.callback(llama.llama_free, context)
+        if int(llama.llama_pooling_type(context)) not in _POOLINGS:
+            raise LoadError(
+                f"{file.name!r} makes no embeddings (its header names no pooling: it generates "
+                "text)"
+            )
+        freed.pop_all()
     return LlamaCppEmbedder(llama, model, context, file)
-
-
-def _context(llama: Any, model: Any, file: Path, n_ctx: int, n_threads: int) -> Any:
-    trained = int(llama.llama_model_n_ctx_train(model))
-    tokens = min(n_ctx or _DEFAULT_CTX, trained) if trained > 0 else n_ctx or _DEFAULT_CTX
-    params = llama.llama_context_default_params()
-    params.embeddings = True
-    if llama.llama_model_cls_label(model, 0):
-        # Named classes: a classifier on top of an encoder, whose header may name the encoder's own
-        # pooling.
-        params.pooling_type = _RANK
-    params.n_ctx = params.n_batch = params.n_ubatch = tokens
-    params.n_seq_max = min(_MOST_SEQUENCES, tokens)
-    params.kv_unified = True
-    params.n_threads = params.n_threads_batch = n_threads or usable_cores()
-    params.no_perf = True
-    context = made_context(model, params)
-    pooling = int(llama.llama_pooling_type(context))
-    if pooling not in _POOLINGS:
-        llama.llama_free(context)
-        raise LoadError(
-            f"{file.name!r} makes no embeddings (its header names no pooling: it generates text)"
-        )
-    return context

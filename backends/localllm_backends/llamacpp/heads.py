@@ -38,12 +38,11 @@ def staging_functions() -> dict[str, Any] | None:
     """llama.cpp's functions for hidden rows, by our names; None where this build does not export
     them."""
     library = bindings()._lib
+    if not all(hasattr(library, symbol) for symbol, _, _ in SYMBOLS.values()):
+        return None
     found = {}
     for name, (symbol, result, arguments) in SYMBOLS.items():
-        try:
-            function = getattr(library, symbol)
-        except AttributeError:
-            return None
+        function = getattr(library, symbol)
         function.restype, function.argtypes = result, [ctypes.c_void_p, *arguments]
         found[name] = function
     return found

@@ -30,7 +30,7 @@ _PIECE_BYTES = 4 * 2**20  # one to ten milliseconds, which is what a request may
 _LOOK_BYTES = 256 * 2**20  # so many are looked through at once where nothing is to be moved
 _FIRST_INTERVAL_S = 60.0
 _AMPLE = 2  # times what is mapped must be spare
-_MOSTLY = 0.9  # of a huge page's small ones are in use: less would make resident what nobody reads
+_MOSTLY = 0.9  # of a piece's small pages are in use: less would make resident what nobody reads
 _PRESENT = 1 << 63  # Documentation/admin-guide/mm/pagemap.rst
 _PROT_READ, _PROT_WRITE = 1, 2
 _MAP_PRIVATE, _MAP_ANONYMOUS = 2, 0x20
@@ -97,23 +97,16 @@ class HugeWeights:
         return True
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of runs of huge pages whose small pages are in use, a piece at most
-        each; 0 bytes where much was looked through."""
-        most = max(1, _PIECE_BYTES // self._page)
+        """(address, bytes) of pieces of whole huge pages whose small pages are in use; 0 bytes
+        where much was looked through."""
+        piece = max(self._page, _PIECE_BYTES)
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             for start, stop in mapped_at(self._path):
-                first, last = -(-start // self._page) * self._page, stop // self._page * self._page
-                run = 0  # huge pages in use before `at`
-                for at in range(first, last, self._page):
-                    used = _in_use(pagemap, at, self._page)
-                    if run and (not used or run == most):
-                        yield at - run * self._page, run * self._page
-                        run = 0
-                    run += used
-                    if not run and (at - first) % _LOOK_BYTES == 0:
-                        yield at, 0
-                if run:
-                    yield last - run * self._page, run * self._page
+                first = -(-start // self._page) * self._page
+                for at in range(first, stop - piece + 1, piece):
+                    used = _in_use(pagemap, at, piece)
+                    if used or (at - first) % _LOOK_BYTES == 0:
+                        yield at, piece * used
 
     def _replace(self, address: int, n_bytes: int) -> bool:
         """Put a copy in huge pages where `n_bytes` at `address` are mapped; False (nothing changed)

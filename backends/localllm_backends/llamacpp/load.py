@@ -49,14 +49,9 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         buffers += more
         if heads is not None:
             freed.callback(heads.free)
-        projector = vision.Projector(llama, model, spec) if spec.projector else None
+        make = vision.LlamaCppVisionBackend if spec.projector else LlamaCppBackend
+        backend = make(llama, model, context, spec, path, buffers, heads)
         freed.pop_all()
-    loaded = (llama, model, context, spec, path, buffers, heads)
-    backend = (
-        LlamaCppBackend(*loaded)
-        if projector is None
-        else vision.LlamaCppVisionBackend(*loaded, projector=projector)
-    )
     if note:
         backend.info.metadata[KV_FALLBACK] = note
     if left_out:

@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, takewhile
 from typing import Any
 
 from localllm_backends.llamacpp.native import GgmlInitParams, ggml_function, start_native
 from localllm_backends.llamacpp.threads import usable_cores
-from localllm_backends.program import print_answer
+from localllm_backends.program import print_answers
 
 # ggml.h: enum ggml_type; ggml-backend.h: enum ggml_backend_dev_type
 _F32, _I32, _CPU = 0, 26, 0
@@ -132,10 +133,7 @@ class _Processor:
         listed = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(
             self.device
         )
-        found: list[int] = []
-        while listed and listed[len(found)]:
-            found.append(int(listed[len(found)]))
-        return found
+        return [int(memory) for memory in takewhile(bool, map(listed.__getitem__, count()))]
 
     def _flops_s(self, memory: int, weights: int, size: _Size) -> float | None:
         with _product(self, memory, weights, size) as graph:
@@ -213,4 +211,4 @@ def _answer() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(print_answer(_answer))
+    sys.exit(print_answers(lambda: [_answer()]))

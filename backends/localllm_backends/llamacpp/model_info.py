@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
@@ -26,9 +26,30 @@ class LlamaCppVocabulary(TokenBytes):
         self._llama = llama
         self._vocab = llama.llama_model_get_vocab(model)
         n_vocab = int(llama.llama_vocab_n_tokens(self._vocab))
-        self.special = _special_tokens(llama, self._vocab, n_vocab)
-        controls, added, cuts = _special_texts(llama, self._vocab, self.special)
+        control = llama.LLAMA_TOKEN_ATTR_CONTROL
+        asked_for = control | llama.LLAMA_TOKEN_ATTR_UNKNOWN
+        more_than_text = asked_for | llama.LLAMA_TOKEN_ATTR_USER_DEFINED
+        # Each is asked about, so Python's lock isn't given up for every one: that takes twice as
+        # long.
+        address = ctypes.cast(llama.llama_vocab_get_attr, ctypes.c_void_p).value or 0
+        ask = ctypes.PYFUNCTYPE(ctypes.c_int)(address)
+        attributes = map(ask, repeat(ctypes.c_void_p(self._vocab)), range(n_vocab))
+        # With their attributes (llama.h: enum llama_token_attr).
+        self.special = {t: kind for t, kind in enumerate(attributes) if kind & more_than_text}
+        spelled = {
+            token: llama.llama_vocab_get_text(self._vocab, token).decode("utf-8", "replace")
+            for token in self.special
+        }
+        # Some are read out of a text only where that is asked for, the others anyway.
+        controls = [spelled[token] for token, kind in self.special.items() if kind & asked_for]
+        added = [spelled[token] for token, kind in self.special.items() if not kind & asked_for]
         super().__init__(n_vocab, controls, added)
+        # Those that leave what stands before them as it is.
+        cuts = [
+            spelled[token]
+            for token, kind in self.special.items()
+            if spelled[token] and kind & control and not kind & llama.LLAMA_TOKEN_ATTR_LSTRIP
+        ]
         self._cuts = re.compile(
             "|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) or r"(?!)"
         )
@@ -190,37 +211,4 @@ def _metadata(llama: Any, model: Any) -> dict[str, str]:
         value = c_string(llama.llama_model_meta_val_str_by_index, model, i)
         if key and value is not None and not key.startswith("tokenizer.") and len(value) < 1000:
             found[key] = value
-    return found
-
-
-def _special_tokens(llama: Any, vocab: Any, n_vocab: int) -> dict[int, int]:
-    """The tokens that are more than text, with their attributes (llama.h: enum llama_token_attr).
-    Each is asked about, so Python's lock isn't given up for every one: that takes twice as long."""
-    special = (
-        llama.LLAMA_TOKEN_ATTR_CONTROL
-        | llama.LLAMA_TOKEN_ATTR_UNKNOWN
-        | llama.LLAMA_TOKEN_ATTR_USER_DEFINED
-    )
-    address = ctypes.cast(llama.llama_vocab_get_attr, ctypes.c_void_p).value or 0
-    ask = ctypes.PYFUNCTYPE(ctypes.c_int)(address)
-    attributes = map(ask, repeat(ctypes.c_void_p(vocab)), range(n_vocab))
-    return {token: kind for token, kind in enumerate(attributes) if kind & special}
-
-
-def _special_texts(
-    llama: Any, vocab: Any, special: Mapping[int, int]
-) -> tuple[list[str], list[str], list[str]]:
-    """How the tokens are written that are read out of a text only where that is asked for, those
-    read anyway, and of the first those that leave what stands before them as it is."""
-    asked_for = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
-    found: tuple[list[str], list[str], list[str]] = ([], [], [])
-    for token, kind in special.items():
-        spelled = llama.llama_vocab_get_text(vocab, token).decode("utf-8", "replace")
-        found[not kind & asked_for].append(spelled)
-        if (
-            spelled
-            and kind & llama.LLAMA_TOKEN_ATTR_CONTROL
-            and not kind & llama.LLAMA_TOKEN_ATTR_LSTRIP
-        ):
-            found[2].append(spelled)
     return found

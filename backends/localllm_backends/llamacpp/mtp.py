@@ -33,10 +33,6 @@ _ARCHITECTURES = {
 
 def why_not(path: Path) -> str:
     """Why the heads in this GGUF can't draft here; "" if they can. Reads headers only."""
-    if staging_functions() is None:
-        return (
-            "this build of llama.cpp does not export what drafting with a model's own heads needs"
-        )
     headers = [NativeHeader(p) for p in parts(path)]
     first = headers[0]
     architecture = first.text("general.architecture")
@@ -45,6 +41,11 @@ def why_not(path: Path) -> str:
     is_v2 = architecture == "deepseek2"
     return first_reason(
         [
+            (
+                staging_functions() is None,
+                "this build of llama.cpp does not export what drafting with a model's own heads "
+                "needs",
+            ),
             (not n_heads, "its header names no draft heads (nextn_predict_layers)"),
             (
                 architecture not in _ARCHITECTURES,

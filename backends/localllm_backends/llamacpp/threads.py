@@ -1,5 +1,4 @@
-"""Threads of a step: how many are worth it here, how many a short step takes beside others, and
-OpenMP's idle helpers."""
+"""Threads of a step: how many are worth it here, and OpenMP's idle helpers."""
 
 from __future__ import annotations
 
@@ -25,17 +24,15 @@ def usable_cores(root: Path = _SYSTEM) -> int:
     `root`: where the system's own files begin."""
     import psutil
 
-    allowed = _allowed()
-    logical = processors()
-    cores = min(logical, psutil.cpu_count(logical=False) or logical)
-    fast = _performance_cores(root, allowed)
-    if fast is not None:
-        cores = min(cores, fast)
     quota = cpu_quota(root)
-    if quota is not None:
+    limits = [
+        processors(),
+        psutil.cpu_count(logical=False),
+        _performance_cores(root, _allowed()),
         # Threads that are stopped in the middle of a step, its quota spent, hold up all others.
-        cores = min(cores, math.floor(quota + 0.5))
-    return max(1, cores)
+        None if quota is None else math.floor(quota + 0.5),
+    ]
+    return max(1, min(limit for limit in limits if limit is not None))
 
 
 def processors() -> int:
@@ -150,38 +147,3 @@ def libgomp() -> Any:
     path = next(loaded, None)
     library = ctypes.CDLL(path) if path else None
     return library if hasattr(library, "omp_pause_resource_all") else None
-
-
-# With more tokens than this a step computes long between its barriers: the more threads the better,
-# whoever else there is.
-_SHORT_TOKENS = 32
-
-
-class Threads:
-    """Of `context`, which was made with as many as it may have."""
-
-    def __init__(self, llama: Any, context: Any) -> None:
-        self._llama, self._context = llama, context
-        self._all = self.in_use
-        self._now, self._few = self._all, max(self._all)
-
-    def use(self, most: int) -> None:
-        """Short steps take no more than `most` from now on."""
-        self._few = max(1, most)
-
-    @property
-    def in_use(self) -> tuple[int, int]:
-        """(threads of a step of one token, of a batch), as llama.cpp has them now."""
-        return int(self._llama.llama_n_threads(self._context)), int(
-            self._llama.llama_n_threads_batch(self._context)
-        )
-
-    def ready(self, n_tokens: int) -> None:
-        """A step of `n_tokens` is computed next."""
-        one, many = self._all
-        wanted = (
-            (min(one, self._few), min(many, self._few)) if n_tokens <= _SHORT_TOKENS else self._all
-        )
-        if wanted != self._now:
-            self._llama.llama_set_n_threads(self._context, *wanted)
-            self._now = wanted

@@ -191,11 +191,11 @@ class Projector:
 
 
 class LlamaCppVisionBackend(LlamaCppBackend):
-    def __init__(self, *args: Any, projector: Projector, **options: Any) -> None:
-        self._projector = projector
+    def __init__(self, llama: Any, model: Any, context: Any, spec: LoadSpec, *rest: Any) -> None:
+        self._projector = projector = Projector(llama, model, spec)
         self._two_dimensional = projector.two_dimensional
         self._projector_bytes = projector.bytes
-        super().__init__(*args, **options)
+        super().__init__(llama, model, context, spec, *rest)
         self.capabilities = replace(self.capabilities, vision=True, whole_images=projector.whole)
         self.info = replace(self.info, vision=True)
 
@@ -229,14 +229,11 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         batch.add(chunk.sequence, 0, [0] * n, outputs)
         batch.rows[:] = part
         batch.place(positions)
-        whole = self.capabilities.whole_images
-        if whole:
-            self._llama.llama_set_causal_attn(self._context, False)
+        self._llama.llama_set_causal_attn(self._context, not self._projector.whole)
         try:
             rows = self._sweep(batch, chunks)
         finally:
-            if whole:
-                self._llama.llama_set_causal_attn(self._context, True)
+            self._llama.llama_set_causal_attn(self._context, True)
         if self._two_dimensional:
             self._positions.place(
                 chunk.sequence, PlacedImage(start, image.run.n_tokens, image.run.n_positions)

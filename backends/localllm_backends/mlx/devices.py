@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from localllm_backends.program import print_answer
+from localllm_backends.program import print_answers
 
 
 def _device() -> dict[str, Any]:
@@ -23,4 +23,4 @@ def _device() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(print_answer(_device))
+    sys.exit(print_answers(lambda: [_device()]))
