@@ -62,8 +62,11 @@ class ControlTexts:
         self._heads = re.compile(f"(?={heads})" if heads else r"(?!)")
         # What could become one together with the letters that a template writes beside it; one
         # letter is in any text.
-        self._begun = {text[:n] for text in self._texts for n in range(2, len(text))}
-        self._ended = {text[n:] for text in self._texts for n in range(1, len(text) - 1)}
+        self._begun: set[str] = set()
+        self._ended: set[str] = set()
+        for text in self._texts:
+            self._begun.update(text[:n] for n in range(2, len(text)))
+            self._ended.update(text[n:] for n in range(1, len(text) - 1))
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Where each spelling begins and ends, the longest at its place; they may overlap."""
