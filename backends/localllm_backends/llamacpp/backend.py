@@ -32,7 +32,6 @@ from localllm_backends.llamacpp.batch import (
     Batch,
     Decoder,
     LlamaCppStepResult,
-    LogitsView,
 )
 from localllm_backends.llamacpp.cells import CellLedger, PlacedImage, Positions, without_tail
 from localllm_backends.llamacpp.context import outputs_reserved
@@ -73,7 +72,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._heads, self._buffers = heads, buffers
         self._llama, self._model, self._context, self._spec = llama, model, context, spec
         self._memory, self._decoder = SequenceMemory(llama, context), Decoder(llama, context)
-        self._logits = LogitsView(llama, context, self.n_vocab)
         self._n_swa = int(llama.llama_model_n_swa(model))
         self._recurrent = bool(
             llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
@@ -111,9 +109,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self.drop(warm)
         self._mapped = huge_weights.weights_of(path, spec)
         self.capabilities = capabilities(
-            llama,
-            context,
             heads,
+            window_rewind=n_batch if self._n_swa else 0,
+            recurrent=self._recurrent,
+            n_rewind=self._n_rewind,
             states=self._states is not None,
             on_device=spec.n_gpu_layers != 0 and has_gpu(),
         )
@@ -255,7 +254,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             # A device may only have taken the order: whoever times this step wants to know when it
             # is done.
             self._llama.llama_synchronize(self._context)
-        rows = partial(self._logits.rows, n_rows)
+        rows = partial(self._decoder.logits, n_rows)
         return LlamaCppStepResult(rows, chunks, self._top if few else None, few)
 
     def _end(self, sequence: SequenceId) -> int:

@@ -94,26 +94,6 @@ def floats(address: int | None, rows: int, width: int) -> Rows:
     return flat.reshape(rows, width)
 
 
-class LogitsView:
-    """Sees a context's logits where llama.cpp keeps them: mostly where they were, and the view is
-    the one of before."""
-
-    def __init__(self, llama: Any, context: Any, n_vocab: int) -> None:
-        self._llama, self._context, self._n_vocab = llama, context, n_vocab
-        self._seen: tuple[int | None, int] = (None, 0)
-        self._rows: Rows
-
-    def rows(self, n: int) -> Rows:
-        """The `n` rows [n, n_vocab] of the last step; they are the next one's as soon as that
-        begins."""
-        if not n:
-            return np.empty((0, self._n_vocab), dtype=np.float32)
-        address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
-        if self._seen != (address, n):
-            self._seen, self._rows = (address, n), floats(address, n, self._n_vocab)
-        return self._rows
-
-
 class LlamaCppStepResult(StepResult):
     """Logits of the last step: a view of llama.cpp's own output rows. Asking for them waits for a
     device to compute them. Of the chunks with the numbers `few` the greatest are sorted out there,
@@ -154,11 +134,9 @@ class LlamaCppStepResult(StepResult):
         return self.rows[self._ends[chunk - 1] if chunk else 0 : self._ends[chunk]]
 
 
-# Asking costs a microsecond per node: nothing beside a step with so many tokens, a twentieth of a
-# small model's with one.
-_WORTH_TOKENS = 32
 # With more tokens than this a step computes long between its barriers: the more threads the better,
-# whoever else there is.
+# whoever else there is. Asking whether to end it costs a microsecond per node: nothing beside it, a
+# twentieth of a small model's with one token.
 _SHORT_TOKENS = 32
 # llama_decode's word for it (llama.h).
 ABORTED = 2
@@ -170,6 +148,10 @@ class Decoder:
 
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama, self._context = llama, context
+        vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
+        self._n_vocab = int(llama.llama_vocab_n_tokens(vocab))
+        self._seen: tuple[int | None, int] = (None, 0)
+        self._rows: Rows
         self._all = self.threads
         self._now, self._few = self._all, max(self._all)
         self._wanted = False
@@ -196,15 +178,25 @@ class Decoder:
         if wanted != self._now:
             self._llama.llama_set_n_threads(self._context, *wanted)
             self._now = wanted
-        long = can_end and batch.n_tokens >= _WORTH_TOKENS
-        if long:
+        may_end = can_end and not short
+        if may_end:
             self._llama.llama_set_abort_callback(self._context, self._asked, None)
         try:
             return int(self._llama.llama_decode(self._context, batch))
         finally:
             self._wanted = False
-            if long:
+            if may_end:
                 self._llama.llama_set_abort_callback(self._context, self._never, None)
+
+    def logits(self, n: int) -> Rows:
+        """The `n` rows [n, n_vocab] of the last step where llama.cpp keeps them, which is mostly
+        where they were; they are the next one's as soon as that begins."""
+        if not n:
+            return np.empty((0, self._n_vocab), dtype=np.float32)
+        address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
+        if self._seen != (address, n):
+            self._seen, self._rows = (address, n), floats(address, n, self._n_vocab)
+        return self._rows
 
     def interrupt(self) -> None:
         """End the `decode` that runs now, or the next one if none does, unless it is short. From

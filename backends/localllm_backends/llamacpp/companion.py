@@ -11,8 +11,9 @@ attention sees distances only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ class DflashHeads(DraftHeads):
             line = self._lines[sequence]
             self._inject.add_row(0, line.read + i, sequence, line.rows[i], output=False)
         self._inject.place_text()
-        return int(self._llama.llama_decode(self._context, self._inject.native)) == 0
+        return self._decoder.decode(self._inject.native) == 0
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """Always whole blocks, of the length that they were trained with: masks see each other."""
@@ -170,33 +171,30 @@ class DflashHeads(DraftHeads):
             self._masked.add(sequence, at + 1, tokens, 0 if block.selector_top_k else block.rows)
         # The newest row of each, which has no token behind it yet that the model has read.
         done = self._read([(sequence, 0) for sequence, _, _ in wanted])
-        if not done or int(self._llama.llama_decode(self._context, self._masked.native)):
+        if not done or self._decoder.decode(self._masked.native):
             return [[] for _ in wanted]
         n = len(wanted) * block.rows
-        choose = self._chosen_by_selector if block.selector_top_k else self._chosen
-        return [choose(n, k * block.rows, most) for k, (_, _, most) in enumerate(wanted)]
+        drafts = []
+        for i, (_, _, most) in enumerate(wanted):
+            guesses = self._guesses(n, i * block.rows)
+            sure = takewhile(lambda guess: guess[1] >= LEAST_PROBABILITY, guesses)
+            drafts.append([token for token, _ in islice(sure, most)])
+        return drafts
 
-    def _chosen(self, n: int, begin: int, most: int) -> list[int]:
-        logits = self._logits.rows(n)
-        sure = self._hidden(n)[:, 0] if self._block.confidence else None
-        tokens: list[int] = []
-        for i in range(begin + self._block.anchor, begin + self._block.rows)[:most]:
-            token, probability = best(logits[i])
-            if (probability if sure is None else sure[i]) < LEAST_PROBABILITY:
-                break
-            tokens.append(token)
-        return tokens
-
-    def _chosen_by_selector(self, n: int, begin: int, most: int) -> list[int]:
-        k, before = self._block.selector_top_k, 0
-        tokens: list[int] = []
-        for row in self._hidden(n)[begin + 1 : begin + self._block.rows][:most]:
-            scores = row[k + before * k : k + (before + 1) * k].astype(np.float64)
-            before = int(scores.argmax())
-            if 1.0 / np.exp(scores - scores[before]).sum() < LEAST_PROBABILITY:
-                break
-            tokens.append(int(row[before]))
-        return tokens
+    def _guesses(self, n: int, begin: int) -> Iterator[tuple[int, float]]:
+        """The best token for each place of the block from row `begin` of `n` on, and how sure that
+        is."""
+        block, before = self._block, 0
+        k = block.selector_top_k
+        hidden: Any = self._hidden(n) if k or block.confidence else None
+        for i in range(begin + block.anchor, begin + block.rows):
+            if k:
+                scores = hidden[i][k + before * k : k + (before + 1) * k].astype(np.float64)
+                before = int(scores.argmax())
+                yield int(hidden[i][before]), float(1.0 / np.exp(scores - scores[before]).sum())
+            else:
+                token, probability = best(self._decoder.logits(n)[i])
+                yield token, float(hidden[i, 0]) if block.confidence else probability
 
 
 class _BlockLayout:

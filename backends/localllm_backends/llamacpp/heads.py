@@ -14,7 +14,7 @@ import numpy as np
 
 from localllm_backends.contract import Chunk, SequenceId
 from localllm_backends.following import CANDIDATES, FollowingHeads
-from localllm_backends.llamacpp.batch import LogitsView, Rows, floats
+from localllm_backends.llamacpp.batch import Decoder, Rows, floats
 from localllm_backends.llamacpp.kv_blocks import SequenceMemory
 from localllm_backends.llamacpp.native import bindings
 
@@ -64,8 +64,7 @@ class DraftHeads(FollowingHeads[Rows]):
         # The model that they are, where they are no part of another.
         self._drafter = None if own == model else own
         self._n_hidden = int(llama.llama_model_n_embd_out(own))
-        n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(own)))
-        self._logits = LogitsView(llama, context, n_vocab)
+        self._decoder = Decoder(llama, context)
         # Where each part of a row lies, and how many numbers it has.
         self._given: list[tuple[Callable[[], int], int]] = []
         for layer in layers:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm_backends.contract import BackendFailure, KvFidelity, LoadError, LoadSpec
-from localllm_backends.llamacpp.batch import Batch
+from localllm_backends.llamacpp.batch import Batch, Decoder
 from localllm_backends.llamacpp.context import trial_context
 from localllm_backends.llamacpp.native import GGML_TYPES
 
@@ -42,23 +42,25 @@ def compared(
     sizes = {"n_ctx": len(tokens), "n_batch": PIECE_TOKENS, "n_outputs": PIECE_TOKENS}
     batch = Batch(llama, PIECE_TOKENS)
     with ExitStack() as opened:
-        exact = opened.enter_context(trial_context(model, spec, ("f16", "f16"), **sizes))
-        contexts: dict[tuple[str, str], Any] = {}
+        plain = opened.enter_context(trial_context(model, spec, ("f16", "f16"), **sizes))
+        exact = Decoder(llama, plain)
+        decoders: dict[tuple[str, str], Decoder] = {}
         for pair in pairs:
             with suppress(LoadError):  # no rows of whole blocks, or no kernel
-                contexts[pair] = opened.enter_context(trial_context(model, spec, pair, **sizes))
-        divergence: dict[tuple[str, str], list[Rows]] = {pair: [] for pair in contexts}
-        flips: dict[tuple[str, str], list[NDArray[np.bool_]]] = {pair: [] for pair in contexts}
+                context = opened.enter_context(trial_context(model, spec, pair, **sizes))
+                decoders[pair] = Decoder(llama, context)
+        divergence: dict[tuple[str, str], list[Rows]] = {pair: [] for pair in decoders}
+        flips: dict[tuple[str, str], list[NDArray[np.bool_]]] = {pair: [] for pair in decoders}
         for at in range(0, len(tokens), PIECE_TOKENS):
             piece = tokens[at : at + PIECE_TOKENS]
-            right = _log_probabilities(llama, exact, batch, at, piece)
-            for pair, context in contexts.items():
-                near = _log_probabilities(llama, context, batch, at, piece)
+            right = _log_probabilities(exact, batch, at, piece)
+            for pair, decoder in decoders.items():
+                near = _log_probabilities(decoder, batch, at, piece)
                 divergence[pair].append((np.exp(right) * (right - near)).sum(axis=1))
                 flips[pair].append(right.argmax(axis=1) != near.argmax(axis=1))
     return tuple(
         _fidelity(pair, np.concatenate(divergence[pair]), np.concatenate(flips[pair]))
-        for pair in contexts
+        for pair in decoders
     )
 
 
@@ -67,19 +69,14 @@ def _fidelity(pair: tuple[str, str], divergence: Rows, flips: NDArray[np.bool_])
     return KvFidelity(*pair, len(flips), mean, worst, float(flips.mean()))
 
 
-def _log_probabilities(
-    llama: Any, context: Any, batch: Batch, at: int, piece: Sequence[int]
-) -> Rows:
+def _log_probabilities(decoder: Decoder, batch: Batch, at: int, piece: Sequence[int]) -> Rows:
     """Of each token behind those of `piece`, which stands at `at`: [tokens, vocabulary]."""
     batch.clear()
     batch.add(0, at, piece, len(piece))
-    code = llama.llama_decode(context, batch.native)
+    code = decoder.decode(batch.native)
     if code:
         raise BackendFailure(f"llama_decode failed with code {code} while KV types were compared")
-    vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
-    shape = (len(piece), int(llama.llama_vocab_n_tokens(vocab)))
-    rows = np.ctypeslib.as_array(llama.llama_get_logits(context), shape)
-    values = np.maximum(rows.astype(np.float64), _LEAST)
+    values = np.maximum(decoder.logits(len(piece)).astype(np.float64), _LEAST)
     values -= values.max(axis=1, keepdims=True)
     normal: Rows = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
     return normal

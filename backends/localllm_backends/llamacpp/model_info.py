@@ -169,23 +169,23 @@ def _eog_tokens(llama: Any, model: Any, likely: set[int]) -> tuple[int, ...]:
 
 
 def capabilities(
-    llama: Any, context: Any, heads: DraftHeads | None, *, states: bool, on_device: bool
+    heads: DraftHeads | None,
+    *,
+    window_rewind: int,
+    recurrent: bool,
+    n_rewind: int,
+    states: bool,
+    on_device: bool,
 ) -> Capabilities:
-    """What the memory of `context` can do; `states`: they can be had apart."""
-    model = llama.llama_get_model(context)
-    windowed = llama.llama_model_n_swa(model) > 0
-    recurrent = bool(llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model))
-    plain = not windowed and not recurrent
-    n_rewind = 0
-    if recurrent:
-        n_rewind = int(llama.llama_n_rs_seq(context))
-    elif windowed:
-        n_rewind = int(llama.llama_n_batch(context))
-    rewind: Literal["bounded", "none"] = "bounded" if windowed or n_rewind else "none"
+    """What a context's memory can do. `window_rewind`: tokens that sliding windows still have room
+    for beside their own (0: there are none); `n_rewind`: snapshots of a recurrent state; `states`:
+    they can be had apart."""
+    plain = not window_rewind and not recurrent
+    rewind: Literal["bounded", "none"] = "bounded" if window_rewind or n_rewind else "none"
     drafts, draft_kind = (heads.longest, heads.kind) if heads is not None else (0, "")
     return Capabilities(
         rewind="any" if plain else rewind,
-        rewind_tokens=n_rewind,
+        rewind_tokens=n_rewind if recurrent else window_rewind,
         shares_cells=True,
         segments=plain or states,
         states=states,

@@ -117,7 +117,7 @@ class MtpHeads(DraftHeads):
 
     def decode(self, head: int) -> bool:
         self._functions["set_head"](self._context, head)
-        return int(self._llama.llama_decode(self._context, self._batch.native)) == 0
+        return self._decoder.decode(self._batch.native) == 0
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
         """All sequences in lockstep."""
@@ -139,7 +139,7 @@ class MtpHeads(DraftHeads):
             # outputs, they are these.
             n = int(self._batch.native.n_tokens)
             each = n // len(active)
-            logits, hidden = self._logits.rows(n), self._hidden(n)
+            logits, hidden = self._decoder.logits(n), self._hidden(n)
             for k, i in enumerate(active, start=1):
                 token, probability = best(logits[k * each - 1])
                 if probability >= LEAST_PROBABILITY:
