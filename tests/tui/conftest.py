@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from textual.strip import Strip
+from textual.widget import Widget
 
 from localllm.conversation.history import History
 from localllm_tui.app import ChatApp
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
+from localllm_tui.widgets.text import GrowingText
 from tui.scripted_sse import ScriptedServer
 
 MOST_TURNS = 2500
@@ -69,6 +71,12 @@ def _file_of(connection: sqlite3.Connection) -> str:
 def history(tmp_path: Path, connections: list[sqlite3.Connection]) -> Iterator[History]:
     with History(tmp_path / "conversations.db") as store:
         yield store
+
+
+def words_of(view: Widget) -> str:
+    """What a turn on screen says, its thinking apart."""
+    texts = [*view.query(GrowingText)]
+    return texts[-1].source if texts else ""
 
 
 class Driver:

@@ -46,7 +46,7 @@ class ScriptedModelService:
         self.fails: LocalLLMError | None = None
         self.gate: threading.Event | None = None  # what planning waits for
         self.row_gate: threading.Semaphore | None = None  # what each plan of it waits for
-        self.measured: threading.Event | None = None  # the speed is guessed until it is set
+        self.guessed = False  # the speed of this machine's memory
 
     def plan(
         self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
@@ -66,12 +66,8 @@ class ScriptedModelService:
             machine,
             tuple(fitting),
             {"too large": too_large} if too_large else {},
-            guessed=self.measured is not None and not self.measured.is_set(),
+            guessed=self.guessed,
         )
-
-    def measure(self) -> None:
-        assert self.measured is not None
-        assert self.measured.wait(60)
 
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         return [f"the arithmetic of {ref} with {request.context} tokens"]

@@ -16,7 +16,6 @@ from localllm_tui.control.stream_events import (
     AnswerUsage,
     MessagesLeftOut,
     PromptProgress,
-    ReasoningDelta,
     StreamEvent,
     TextDelta,
     WaitNote,
@@ -58,7 +57,7 @@ async def said(*events: StreamEvent | Exception) -> AsyncGenerator[StreamEvent, 
 def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Session) -> None:
     answering, page = AnswerStream(session.answer()), Page()
     events = (
-        WaitNote("loading"), PromptProgress(5, 20), MessagesLeftOut(4, 300), ReasoningDelta("hm"),
+        WaitNote("loading"), PromptProgress(5, 20), MessagesLeftOut(4), TextDelta("", "hm"),
         PromptProgress(20, 20), TextDelta("a"), WaitNote("busy"),
         TextDelta("b"), AnswerDone("length", AnswerUsage(20, 9)),
     )  # fmt: skip

@@ -18,7 +18,6 @@ from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerUsage,
     PromptProgress,
-    ReasoningDelta,
     TextDelta,
     WaitNote,
 )
@@ -48,7 +47,7 @@ def test_a_whole_stream(server: ScriptedServer) -> None:
     assert collect(ChatClient(server.base_url, sampling={"temperature": 0})) == [
         WaitNote("loading the model"),
         PromptProgress(512, 2048),
-        ReasoningDelta("hm"),
+        TextDelta("", "hm"),
         TextDelta("Hello"),
         TextDelta(" you"),
         AnswerDone("stop", AnswerUsage(11, 2, 3), "the prompts part at token 3"),

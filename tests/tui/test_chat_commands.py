@@ -10,7 +10,7 @@ from localllm.conversation.history import History
 from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.turns import QuestionView
-from tui.conftest import Driver
+from tui.conftest import Driver, words_of
 from tui.scripted_sse import Finish, Refuse, Say, ScriptedServer
 
 
@@ -155,8 +155,8 @@ def test_edit_asks_differently_and_the_old_question_stays_beside_it(
         await d.send("/edit last")
         assert d.app.page.composer.text == "b"
         await d.ask("!")
-        assert [w.text for w in d.app.page.transcript.query(QuestionView)] == ["a", "b!"]
-        assert [w.text for w in d.app.page.transcript.query(AnswerView)] == ["one", "three"]
+        assert [words_of(w) for w in d.app.page.transcript.query(QuestionView)] == ["a", "b!"]
+        assert [words_of(w) for w in d.app.page.transcript.query(AnswerView)] == ["one", "three"]
         assert "◂ 2/2 ▸" in d.screen()
         assert d.app.page.composer.text == ""  # and no stray command
 

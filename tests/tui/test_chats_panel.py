@@ -11,7 +11,7 @@ from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.screens.turn_window import TURNS_SHOWN
 from localllm_tui.widgets.transcript import TurnView
 from localllm_tui.widgets.turns import HiddenTurns
-from tui.conftest import Driver
+from tui.conftest import Driver, words_of
 
 
 def _said(history: History, *texts: str) -> Session:
@@ -28,7 +28,7 @@ def _said(history: History, *texts: str) -> Session:
 
 
 def _shown(d: Driver) -> list[str]:
-    return [w.text for w in d.app.page.transcript.query(TurnView)]
+    return [words_of(w) for w in d.app.page.transcript.query(TurnView)]
 
 
 async def _panel(d: Driver, key: str = "ctrl+o") -> None:
@@ -53,7 +53,7 @@ def test_a_word_is_shown_where_it_was_said_and_opened_there(drive: Any, history:
         await d.until(lambda: not isinstance(d.app.screen, ConversationPicker))
         await d.until(lambda: _shown(d) == ["rivers", "the Danube and others", "more"])
         assert d.app.page.transcript.selected is not None
-        assert d.app.page.transcript.selected.text == "the Danube and others"
+        assert words_of(d.app.page.transcript.selected) == "the Danube and others"
 
     drive(play)
 

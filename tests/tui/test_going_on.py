@@ -8,7 +8,7 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm_tui.widgets.answer import AnswerView
-from tui.conftest import Driver
+from tui.conftest import Driver, words_of
 from tui.scripted_sse import Drop, Finish, Refuse, Say, ScriptedServer, UntilGone
 
 
@@ -34,7 +34,9 @@ def test_a_stopped_answer_is_gone_on_with(
         await d.press("escape")
         await d.until(lambda: "/more goes on" in d.screen())
         await d.ask("/more")
-        assert [w.text for w in d.app.page.transcript.query(AnswerView)] == ["one two three four"]
+        assert [words_of(w) for w in d.app.page.transcript.query(AnswerView)] == [
+            "one two three four"
+        ]
         assert "22/1,000" in d.screen()
         assert "stopped" not in d.screen()
         await d.ask("/more")
@@ -87,7 +89,7 @@ def test_continue_goes_on_with_what_was_stopped_and_else_opens_the_last_conversa
     async def play(d: Driver) -> None:
         await d.ask("q")
         await d.ask("/continue")
-        assert [w.text for w in d.app.page.transcript.query(AnswerView)] == ["half way"]
+        assert [words_of(w) for w in d.app.page.transcript.query(AnswerView)] == ["half way"]
         await d.ask("/continue")
         assert d.app.chat.session.title == "before"
 

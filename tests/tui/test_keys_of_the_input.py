@@ -47,14 +47,6 @@ def test_backspace_delete_and_the_arrows_take_what_is_seen_as_one(
             assert box.cursor_location == (0, 1), alone
             await d.press("delete")
             assert box.text == "xy", alone
-            await d.press("ctrl+r")
-            field = d.app.screen.query_one(Input)
-            field.value = f"{alone}{alone}"
-            await d.press("end", "left", "backspace")
-            assert field.value == alone
-            await d.press("delete")
-            assert field.value == "", alone
-            await d.press("escape")
             box.replace_text("")
 
     drive(play)

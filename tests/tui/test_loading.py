@@ -140,7 +140,7 @@ def test_a_model_that_can_not_be_loaded_leaves_the_others(tiny_model: Path, tmp_
 
     async def main() -> None:
         with History(tmp_path / "c.db") as history:
-            client = ChatClient.of(engine, {"max_tokens": 4})
+            client = ChatClient(engine.base_url, None, {"max_tokens": 4}, engine=engine)
             app = ChatApp(ChatOptions(client, history, engine.model))
             app.chat.titles_after_s = None
             async with app.run_test(size=(100, 30)) as pilot:

@@ -11,7 +11,7 @@ from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.contrast import contrast
 from localllm_tui.widgets.text import GrowingText
 from support.long_markdown import words
-from tui.conftest import Driver
+from tui.conftest import Driver, words_of
 from tui.scripted_models import ScriptedModelService, choice
 from tui.scripted_sse import Finish, Say, ScriptedServer
 
@@ -80,7 +80,7 @@ def test_a_stored_long_answer_looks_as_it_did(drive: Any, server: ScriptedServer
         await d.until(lambda: "the very end" in d.screen())
         await d.until(lambda: d.app.page.transcript.virtual_size.height == height)
         assert d.screen() == shown
-        assert d.app.screen.query_one(AnswerView).text == said
+        assert words_of(d.app.screen.query_one(AnswerView)) == said
 
     drive(play)
 

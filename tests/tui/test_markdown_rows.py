@@ -104,13 +104,9 @@ def test_a_long_listing_is_coloured_once() -> None:
     assert sum(a is not b for a, b in zip(after, before, strict=False)) <= 60
 
 
-def test_where_a_link_leads_may_be_said_at_the_end() -> None:
-    rows = MarkdownRows()
-    rows.at(60)
-    rows.add("see [there][1]\n\nand more\n\n")
-    rows.add("[1]: https://example.org\n")
-    assert rows.end()
-    assert shown(rows) == "see there\n\nand more"
+def test_a_link_by_reference_stands_as_it_was_written() -> None:
+    said = "see [there][1]\n\nand more\n\n[1]: https://example.org"
+    assert shown(MarkdownRows(said)) == said
 
 
 def test_lists_tables_quotes_and_code_are_drawn() -> None:

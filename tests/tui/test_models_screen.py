@@ -12,7 +12,7 @@ from textual.widgets import OptionList, Static
 
 from localllm.errors import DownloadError
 from localllm_tui.control.interfaces import InstalledModel
-from localllm_tui.control.model_list import Pulls, disk_head, disk_line, plan_line
+from localllm_tui.control.model_list import DISK_COLUMNS, Pulls, disk_line, head_line, plan_line
 from localllm_tui.screens.models import ModelsScreen
 from tui.conftest import Driver
 from tui.scripted_models import ScriptedModelService, choice
@@ -238,21 +238,13 @@ def test_the_first_run_says_what_the_starter_is_and_one_key_pulls_a_better_one(d
         drive(play, model_service=it, first_run=True, server_=server, size=(100, 40))
 
 
-def test_where_the_speed_is_assumed_the_first_run_says_so_and_one_key_measures_it(
-    drive: Any,
-) -> None:
+def test_where_the_speed_is_assumed_the_first_run_says_so(drive: Any) -> None:
     it = service()
-    it.measured = threading.Event()
+    it.guessed = True
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: "speed is assumed: F8 measures it" in d.screen())
-        await d.press("f8")
-        await d.until(lambda: "Measuring how fast this machine is" in d.screen())
-        assert "F5  BIG" not in d.screen()
-        assert it.measured is not None
-        it.measured.set()
-        await d.until(lambda: "F5  BIG Q4" in d.screen())
-        assert "assumed" not in d.screen()
+        await d.until(lambda: "By an assumed speed" in d.screen())
+        assert "F5  BIG Q4" in d.screen()
 
     drive(play, model_service=it, first_run=True, size=(100, 40))
 
@@ -290,7 +282,7 @@ def test_columns_are_whole_and_no_figure_is_less_than_nothing_by_a_sign() -> Non
     theirs = replace(THEIRS, name="n" * 60, owner="a Python package")
     for width in (75, 115):
         assert disk_line(theirs, width, in_use=False).endswith("a Python package")
-    assert disk_head(35).endswith("size")
+    assert head_line(DISK_COLUMNS, 35).endswith("size")
     assert disk_line(theirs, 35, in_use=False).endswith(" GB")
     plan = choice("a", 1, quality={"points": -0.4, "basis": "ours"})
     assert " 0 " in plan_line(plan, 100)

@@ -19,7 +19,7 @@ from localllm.conversation.history import History, HistoryError
 from localllm_tui.control.session import Session
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.transcript import TurnView
-from tui.conftest import Disk, Driver
+from tui.conftest import Disk, Driver, words_of
 from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
 
@@ -57,7 +57,7 @@ def test_a_disk_that_fills_up_in_mid_answer_costs_nothing_on_screen(
         disk.fill()
         gate.opened.set()
         await d.until(lambda: not d.app.chat.answering)
-        assert len(d.app.page.transcript.query(AnswerView).last().text) > 10_000
+        assert len(words_of(d.app.page.transcript.query(AnswerView).last())) > 10_000
         disk.free()
         await d.ask("r")
         assert d.app.is_running

@@ -11,7 +11,7 @@ from localllm.conversation.history import History
 from localllm_tui.control.session import Session
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.transcript import TurnView
-from tui.conftest import Driver
+from tui.conftest import Driver, words_of
 from tui.scripted_sse import Finish, Gate, Refuse, Say, ScriptedServer, UntilGone
 
 
@@ -29,31 +29,12 @@ def conversation(history: History) -> str:
 
 
 def _shown(d: Driver) -> list[str]:
-    return [w.text.partition("\n")[0] for w in d.app.page.transcript.query(TurnView)]
+    return [words_of(w).partition("\n")[0] for w in d.app.page.transcript.query(TurnView)]
 
 
 def _selected(d: Driver) -> str:
     view = d.app.page.transcript.selected
-    return view.text.partition("\n")[0] if view is not None else ""
-
-
-def test_the_footer_names_the_key_for_versions_where_there_are_some(
-    drive: Any, server: ScriptedServer, conversation: str
-) -> None:
-    server.answer("another")
-
-    async def play(d: Driver) -> None:
-        await d.press("f2")
-        await d.until(lambda: "Esc back" in d.screen())
-        assert "version" not in d.screen()
-        await d.press("r")
-        await d.until(lambda: "another" in d.screen() and not d.app.chat.answering)
-        await d.press("f2")
-        await d.until(lambda: "←→ version" in d.screen())
-        await d.press("up")
-        await d.until(lambda: "←→ version" not in d.screen())
-
-    drive(play, resume=conversation)
+    return words_of(view).partition("\n")[0] if view is not None else ""
 
 
 def test_looking_at_another_version_says_that_it_stopped_the_answer_that_was_being_written(

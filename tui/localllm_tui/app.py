@@ -14,6 +14,7 @@ from textual.widgets import Input, TextArea
 from localllm import json_store
 from localllm_tui.bindings import HasKeys
 from localllm_tui.control import commands
+from localllm_tui.control.chat import QUIT_WITHIN_S
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import APP, remapped
 from localllm_tui.control.terminal import (
@@ -24,8 +25,6 @@ from localllm_tui.control.terminal import (
 )
 from localllm_tui.look import LookApp
 from localllm_tui.screens.chat import ChatScreen
-
-QUIT_WITHIN_S = 2.0
 
 
 class ChatApp(HasKeys, LookApp[None], keys=APP):

@@ -67,9 +67,6 @@ class Attached:
 
         return EngineProgress()
 
-    def stop(self) -> None:
-        """It is not ours."""
-
 
 def checked(wanted: Wanted) -> Wanted:
     """`wanted`, unless it contradicts itself: then UsageError."""

@@ -89,12 +89,6 @@ class LocalModelService:
             guessed=decode_cost.bandwidth_of(device)[1] == "assumed",
         )
 
-    def measure(self) -> None:
-        from localllm.device.detect import detect
-
-        detect(measure=True)
-        self._devices.clear()
-
     def check(self, request: PlanRequest) -> None:
         """Raises DeviceNotFoundError or UsageError for a machine that can't be planned for."""
         self._device(request)

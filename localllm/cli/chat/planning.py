@@ -39,9 +39,6 @@ class PlanningProcess(LocalModelService):
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         return self._asked("explain", request, ref, columns)  # type: ignore[no-any-return]
 
-    def measure(self) -> None:
-        self._asked("measure")
-
     def fit(self, model: InstalledModel) -> str:
         return str(self._asked("fit", model))
 

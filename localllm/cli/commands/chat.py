@@ -206,7 +206,8 @@ def _run(stack: ExitStack, asked: _Asked) -> None:
     engine = engines.engine_for(
         stack, asked.wanted, last.model if last is not None else None, at_once=screen
     )
-    client, name = ChatClient.of(engine, sampling), engine.model
+    client = ChatClient(engine.base_url, engine.api_key, sampling, engine=engine)
+    name = engine.model
     resume = last.id if last else None
     if asked.question is not None:
         session = (

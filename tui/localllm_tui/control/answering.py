@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Protocol
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control.meter import AnswerMeter, load_of_each_core
+from localllm_tui.control.meter import AnswerMeter
 from localllm_tui.control.physics import AnswerSpeed
 from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.stream_events import (
@@ -18,7 +17,6 @@ from localllm_tui.control.stream_events import (
     AnswerUsage,
     MessagesLeftOut,
     PromptProgress,
-    ReasoningDelta,
     StreamEvent,
     TextDelta,
     ToolResult,
@@ -41,8 +39,8 @@ class AnswerDisplay(Protocol):
     def progress(self, what: str) -> None:
         """Say what happens before the first piece; "" when it is over."""
 
-    def tool(self, ran: ToolResult) -> None:
-        """Show a tool's call and what came of it; tools are switched on on a screen alone."""
+    def tool(self, ran: Mapping[str, Any]) -> None:
+        """Show a tool's call and what came of it, as it is kept; tools are switched on on a screen alone."""
         return
 
 
@@ -68,18 +66,16 @@ class AnswerStream:
         self._known_tokens = keep.session.used_tokens if keep is not None else 0
         self._cache_miss = ""
         self.timings: AnswerTimings | None = None
-        self.load = 0.0
         self._tools: list[dict[str, Any]] = []
 
     def speed(self, used_before: int) -> AnswerSpeed:
         """Its speed: the server's timings once it is complete, until then the rate at which tokens
         arrive."""
         meter = self.meter
-        usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
-        speed = AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
         if self.timings is not None and meter.usage is not None:
-            speed = AnswerSpeed(meter.usage, self.timings, self._cache_miss)
-        return replace(speed, load=self.load if self.closed else load_of_each_core())
+            return AnswerSpeed(meter.usage, self.timings, self._cache_miss)
+        usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
+        return AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
 
     @property
     def text(self) -> str:
@@ -114,7 +110,6 @@ class AnswerStream:
         if self.closed:
             return
         self.closed = True
-        self.load = load_of_each_core()
         keep, meta = self._keep, self.meter.meta()
         if keep is None:
             return
@@ -157,10 +152,8 @@ class AnswerStream:
     def _take(self, event: StreamEvent, shown: AnswerDisplay) -> None:
         first = self.meter.tokens == 0
         match event:
-            case TextDelta(text):
-                self._add(shown, text=text)
-            case ReasoningDelta(text):
-                self._add(shown, reasoning=text)
+            case TextDelta(text, reasoning):
+                self._add(shown, text, reasoning)
             case PromptProgress(done, total):
                 said = self.meter.reading(done, total)
                 if first:
@@ -179,20 +172,20 @@ class AnswerStream:
                 }
                 self._tools.append(ran)
                 shown.progress("")
-                shown.tool(event)
+                shown.tool(ran)
             case AnswerDone():
                 self.meter.usage, self.reason = event.usage, event.reason
                 self._cache_miss, self.timings = event.cache_miss, event.timings
 
-    def _add(self, shown: AnswerDisplay, **piece: str) -> None:
-        """Show, count and keep a piece of the `text` or of the `reasoning`."""
+    def _add(self, shown: AnswerDisplay, text: str, reasoning: str) -> None:
+        """Show, count and keep a piece."""
         if self.meter.tokens == 0:
             shown.progress("")
         self.meter.delta()
-        shown.feed(**piece)
+        shown.feed(text, reasoning)
         keep = self._keep
         if keep is not None:
-            self._saving(lambda: keep.add(**piece))
+            self._saving(lambda: keep.add(text, reasoning))
 
     def _saving(self, write: Callable[[], object]) -> bool:
         """Call `write`; False where it failed and `not_saved` was told."""

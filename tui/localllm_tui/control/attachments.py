@@ -131,21 +131,19 @@ def check_room(attached: Sequence[tuple[str, str]], n_ctx: int | None) -> None:
         )
 
 
-_STARTS = (
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"\xff\xd8\xff", "jpeg"),
-    (b"GIF87a", "gif"),
-    (b"GIF89a", "gif"),
+_IMAGE = re.compile(
+    rb"(?P<png>\x89PNG\r\n\x1a\n)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8[79]a)|(?P<webp>RIFF.{4}WEBP)",
+    re.DOTALL,
 )
 _MARKED = re.compile(r"!\[([^\]\n]*)\]\((data:image/[a-z]+;base64,[A-Za-z0-9+/=]+)\)\n*")
 
 
 def data_url(data: bytes) -> str:
     """The file as a data: URL where it is an image that servers read; else ""."""
-    kind = next((kind for start, kind in _STARTS if data.startswith(start)), "")
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        kind = "webp"
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}" if kind else ""
+    image = _IMAGE.match(data)
+    if image is None:
+        return ""
+    return f"data:image/{image.lastgroup};base64,{base64.b64encode(data).decode()}"
 
 
 def is_image(text: str) -> bool:
@@ -167,16 +165,13 @@ def _in_parts(message: Mapping[str, Any], *, items: bool) -> Mapping[str, Any]:
         return message
     *marked, rest = _MARKED.split(content)  # a text, a name and an image by turns
     parts: list[dict[str, Any]] = []
+    kind = "input_text" if items else "text"
     for text, url in zip(marked[::3], marked[2::3], strict=True):
-        parts += [_text(text.strip("\n"), items=items)] if text.strip("\n") else []
+        parts.append({"type": kind, "text": text.strip("\n")})
         image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
         parts.append({"type": "input_image", "image_url": url} if items else image)
-    parts += [_text(rest, items=items)] if rest else []
-    return {**message, "content": parts}
-
-
-def _text(text: str, *, items: bool) -> dict[str, Any]:
-    return {"type": "input_text" if items else "text", "text": text}
+    parts.append({"type": kind, "text": rest})
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 
 def typed_in(question: StoredMessage) -> str:

@@ -32,6 +32,8 @@ from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tools
 
 CONTEXT_WARNING = 0.9
+# Ctrl+C leaves when it is pressed twice within this.
+QUIT_WITHIN_S = 2.0
 # The server knows how the model performs after an answer or two.
 NOTICE_ASKS = 8
 # Long enough that nobody is about to ask, short enough that titles are there when one looks for
@@ -73,8 +75,7 @@ class ChatController:
             if options.first_run and self.pulls is not None
             else None
         )
-        # answers that the disk refused: tried again by the timer, and before the next question
-        self._unsaved: list[tuple[AnswerStream, AnswerDisplay]] = []
+        self._shown: AnswerDisplay | None = None  # of the newest answer
         self._running: asyncio.Task[None] | None = None
         self._engine_loads = self._save_failed = self._warned_full = False
         self._last_error: LocalLLMError | None = None
@@ -127,7 +128,7 @@ class ChatController:
         """Store a question, or the changed text of a turn, and have it answered."""
         editing = self.editing
         try:
-            self._save_all()
+            self._save_answer()
             if editing is not None and editing.role == "assistant":
                 turn = self.session.change_answer(editing, text)
             else:
@@ -160,7 +161,7 @@ class ChatController:
 
         Raises UsageError when nothing was asked, or there is nothing to go on with.
         """
-        self._save_all()
+        self._save_answer()
         await self._start_answer(
             self.session.answer(to, continues=continues, model=model), again=True
         )
@@ -182,7 +183,7 @@ class ChatController:
             await self._running
 
     async def _start_answer(self, keep: PendingAnswer, *, again: bool = False) -> None:
-        shown = await self.face.show_answer(keep, again=again)
+        shown = self._shown = await self.face.show_answer(keep, again=again)
         stream = self.stream = AnswerStream(keep, self._not_saved)
         shown.progress("waiting for the first token…")
         self._running = asyncio.create_task(self._answer(keep, stream, shown))
@@ -242,8 +243,6 @@ class ChatController:
         self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
     ) -> None:
         await self.face.end_answer(shown, stream, error)
-        if stream.unsaved:
-            self._unsaved.append((stream, shown))
         await self._note_other_window()
         if error is not None:
             if stream.turn is None:
@@ -271,20 +270,22 @@ class ChatController:
                 markup=False,
             )
 
-    def _save_all(self) -> None:
-        """Write the answers that the disk refused. Raises LocalLLMError where it still refuses."""
-        for stream, _ in self._unsaved:
-            stream.save()
+    def _save_answer(self) -> None:
+        """Write what the disk refused of the newest answer. Raises LocalLLMError where it still
+        refuses."""
+        if self.stream is not None:
+            self.stream.save()
         self._say_saved()
 
     def _say_saved(self) -> None:
-        """Tell of those of them that are written now."""
-        for stream, shown in [one for one in self._unsaved if not one[0].unsaved]:
-            self._unsaved.remove((stream, shown))
-            self._save_failed = False
-            self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
-            if stream.turn is not None:
-                self.face.show_place(shown, stream.turn)
+        """Tell that an answer which the disk refused is written now."""
+        stream = self.stream
+        if not self._save_failed or stream is None or not stream.closed or stream.unsaved:
+            return
+        self._save_failed = False
+        self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
+        if stream.turn is not None and self._shown is not None:
+            self.face.show_place(self._shown, stream.turn)
 
     async def _note_other_window(self) -> None:
         tree = self.session.tree
@@ -400,11 +401,10 @@ class ChatController:
                 pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False
             )
         self._look_at_engine()
-        for stream, _ in self._unsaved:
-            stream.save_if_due()
+        if self.stream is not None:
+            self.stream.save_if_due()
         self._say_saved()
         if self.streaming is not None:
-            self.streaming.save_if_due()
             self.busy()
         elif (
             self.titles_after_s is not None
@@ -438,5 +438,5 @@ class ChatController:
         if self.stream is not None:
             self.stream.close()
         with suppress(LocalLLMError):
-            self._save_all()
+            self._save_answer()
         await self.face.close()

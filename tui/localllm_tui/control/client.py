@@ -22,7 +22,6 @@ from localllm_tui.control.stream_events import (
     AnswerUsage,
     MessagesLeftOut,
     PromptProgress,
-    ReasoningDelta,
     StreamEvent,
     TextDelta,
     ToolCall,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 _PREFILL = re.compile(r"prefill\D+(\d+)\s*/\s*(\d+)")
 _CACHE = re.compile(r"cache \d+/\d+ tokens; (.+)")
-_LEFT_OUT = re.compile(r"compacted (\d+) messages, (\d+) tokens")
+_LEFT_OUT = re.compile(r"compacted (\d+) messages, \d+ tokens")
 # SSE comments that keep the connection open, or come at the end, are not shown.
 _NO_NEWS = re.compile(r"|ping|keep-?alive|heartbeat|cache\b.*", re.IGNORECASE)
 # Comments of our server, as they are shown.
@@ -92,10 +91,6 @@ class ChatClient:
     engine: ChatEngine | None = None
     _http: httpx.AsyncClient | None = field(default=None, init=False, repr=False)
     _counts: bool = field(default=True, init=False, repr=False)
-
-    @classmethod
-    def of(cls, engine: ChatEngine, sampling: Mapping[str, Any]) -> ChatClient:
-        return cls(engine.base_url, engine.api_key, sampling, engine=engine)
 
     @property
     def http(self) -> httpx.AsyncClient:
@@ -296,7 +291,7 @@ class _AnswerSoFar:
         if prefill:
             yield PromptProgress(int(prefill[1]), int(prefill[2]))
         elif left_out:
-            yield MessagesLeftOut(int(left_out[1]), int(left_out[2]))
+            yield MessagesLeftOut(int(left_out[1]))
         elif not _NO_NEWS.fullmatch(text):
             yield WaitNote(_SAID.get(text, text))
 
@@ -319,11 +314,9 @@ class _AnswerSoFar:
             yield from self._delta(choice.get("delta") or {})
 
     def _delta(self, delta: Mapping[str, Any]) -> Iterator[StreamEvent]:
-        thinking = delta.get("reasoning_content") or delta.get("reasoning")
-        if thinking:
-            yield ReasoningDelta(thinking)
-        if delta.get("content"):
-            yield TextDelta(delta["content"])
+        thinking = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        if thinking or delta.get("content"):
+            yield TextDelta(delta.get("content") or "", thinking)
         for piece in delta.get("tool_calls") or ():
             self._add_to_call(piece)
 
@@ -355,12 +348,10 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 
 def _usage(usage: Mapping[str, Any]) -> AnswerUsage:
     details = usage.get("prompt_tokens_details") or {}
-    drafts = usage.get("completion_tokens_details") or {}
     return AnswerUsage(
         int(usage.get("prompt_tokens") or 0),
         int(usage.get("completion_tokens") or 0),
         int(details.get("cached_tokens") or 0),
-        int(drafts.get("accepted_prediction_tokens") or 0),
     )
 
 

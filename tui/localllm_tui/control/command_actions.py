@@ -30,7 +30,7 @@ from localllm_tui.control.terminal import one_line
 
 async def new(chat: ChatController, _: str) -> None:
     """Start an empty conversation with the same system prompt, and say so."""
-    system = chat.session.system if chat.session.system_set else chat.options.system
+    system = chat.session.system
     await chat.open(Session(chat.history, chat.model, system=system))
     if system:
         await chat.face.show_note(
@@ -153,15 +153,11 @@ async def title(chat: ChatController, text: str) -> None:
 
 
 async def import_from(chat: ChatController, name: str) -> None:
-    """Import the conversations of a file; a single one is opened."""
+    """Import the conversation of a file, and open it."""
     if not name:
-        raise UsageError("/import needs a file name", hint="for example /import conversations.json")
-    ids = import_export.store(chat.history, import_export.read(Path(name)), chat.model)
-    if len(ids) == 1:
-        await resume(chat, ids[0])
-    await chat.face.show_note(
-        f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} read from {name}; /list has all"
-    )
+        raise UsageError("/import needs a file name", hint="for example /import chat.json")
+    await resume(chat, import_export.store(chat.history, Path(name), chat.model))
+    await chat.face.show_note(f"read from {name}; /list has it too")
 
 
 async def attach(chat: ChatController, name: str) -> None:
@@ -303,7 +299,7 @@ async def switch_tools(chat: ChatController, what: str) -> None:
         if chat.tools.on
         else ("\n/tools on starts them")
     )
-    await chat.face.show_note(chat.tools.overview() + (asks if chat.tools.names else ""))
+    await chat.face.show_note(chat.tools.overview() + (asks if chat.tools.hosts else ""))
 
 
 async def run_on_turn(

@@ -116,7 +116,7 @@ COMMANDS = (
     ),
     Command("title", actions.title, "show or change the conversation's title", "[TEXT]"),
     Command("import", actions.import_from,
-    "read conversations from a JSON file: ours, ChatGPT's", "FILE"),
+    "read a conversation that /save wrote as JSON", "FILE"),
     Command("attach", actions.attach,
     "send a file or a folder along with the next question (- takes back)", "FILE"),
     Command(

@@ -63,13 +63,6 @@ def how_many(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def span(seconds: float) -> str:
-    """Seconds as people read them: 0.4 s, 12 s, 3 min."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"
-
-
 def title_of(text: str) -> str:
     """A conversation's title: the first line of its first question, cut at a word where that is
     possible."""

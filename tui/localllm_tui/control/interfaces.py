@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from localllm.errors import LocalLLMError
 
-PURPOSES = ("chat", "coding", "autocomplete", "long")
 PURPOSE_WORDS = {
     "chat": "chat",
     "coding": "coding, agents",
@@ -114,9 +113,6 @@ class ModelService(Protocol):
     ) -> PlanList:
         """All models that fit; `on_choice` gets each as it is planned, before any is ranked."""
 
-    def measure(self) -> None:
-        """Measure how fast this machine is; what is planned afterwards goes by that."""
-
     def explain(self, request: PlanRequest, ref: str, columns: int) -> Sequence[str]:
         """The arithmetic of one plan, line by line."""
 
@@ -134,15 +130,12 @@ class ModelService(Protocol):
         ends it."""
 
 
-State = Literal["loading", "ready", "failed"]
-
-
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
     """How far the first model is loaded: `share` from 0 to 1. After `failed` with `error`, a
     request for this or another model may still work unless the engine is `down`."""
 
-    state: State = "ready"
+    state: Literal["loading", "ready", "failed"] = "ready"
     share: float = 1.0
     error: LocalLLMError | None = None
     down: bool = False
@@ -178,8 +171,6 @@ class ChatEngine(Protocol):
         """Begin to load, in a thread; once is enough."""
 
     def progress(self) -> EngineProgress: ...
-
-    def stop(self) -> None: ...
 
 
 def is_here(engine: ChatEngine) -> bool:

@@ -114,7 +114,7 @@ def remapped() -> Mapping[str, str]:
     return _remapped
 
 
-APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL = (
+APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, MODELS, SLIDER, APPROVAL = (
     "app",
     "chat",
     "composer",
@@ -122,7 +122,6 @@ APP, CHAT, COMPOSER, TURN, PICKER, HELP, FILES, GLASS, MODELS, SLIDER, APPROVAL 
     "picker",
     "help",
     "files",
-    "glass",
     "models",
     "slider",
     "approval",
@@ -208,8 +207,6 @@ KEYS = (
     "on the first run: pull one of the models named, then use it", priority=True),
     Key(CHAT, "f6", "F6", "pull(2)", priority=True),
     Key(CHAT, "f7", "F7", "pull(3)", priority=True),
-    Key(CHAT, "f8", "F8", "measure", "on the first run: measure how fast this machine is",
-    priority=True),
     Key(APPROVAL, "y", "Y", "yes", hints={"approving": "runs it"}),
     Key(APPROVAL, "n,escape,q", "N", "no", hints={"approving": "does not"}),
     Key(MODELS, "enter", "Enter",
@@ -223,14 +220,14 @@ KEYS = (
     Key(MODELS, "p", "P", "next('purpose')", "the next purpose (Tab goes to every slider)"),
     Key(MODELS, "t", "T", "next('wait')", "how long one may wait for an answer"),
     Key(MODELS, "g", "G", "next('memory')", "plan as if there were so much memory"),
-    Key(MODELS, "m", "M", "machine", "another machine, by its name",
+    Key(MODELS, "m", "M", "ask('machine')", "another machine, by its name",
     hints={"models": "machine"}),
     Key(MODELS, "w", "W", "why", "the arithmetic of a plan", hints={"models": "why"}),
     Key(
         MODELS, "d", "D", "disk", "what is on this disk, and whose it is",
         hints={"models": "disk", "on disk": "plans"},
     ),
-    Key(MODELS, "f,slash", "F", "filter", "only models with these words",
+    Key(MODELS, "f,slash", "F", "ask('filter')", "only models with these words",
     hints={"models": "filter"}),
     Key(MODELS, "o", "O", "sort", "another order: best, speed, memory",
     hints={"models": "sort"}),
@@ -243,7 +240,6 @@ KEYS = (
     hints={"models": "back", "on disk": "back"}),
     Key(SLIDER, "left", "Left, Right", "move(-1)", "move a slider"),
     Key(SLIDER, "right", "Right", "move(1)"),
-    Key(GLASS, "escape,q,f3,enter", "Esc", "close"),
     Key(HELP, "escape,q,f1,enter", "Esc", "close", hints={"help": "closes"}),
     Key(FILES, "enter", "Enter",
     hints={"filing": "sends it along", "asked": "brings it back"}),

@@ -44,13 +44,8 @@ class Drafts:
         self._writer = ThreadPoolExecutor(1, "drafts")
         self._lock = Lock()
         self._unwritten: dict[Path, str] = {}
-        self._held: int | None = None
-        self._place = 1
-        for place in range(1, _WINDOWS + 1):
-            self._held = self._take(place)
-            if self._held is not None:
-                self._place = place
-                break
+        places = ((place, self._take(place)) for place in range(1, _WINDOWS + 1))
+        self._place, self._held = next((one for one in places if one[1] is not None), (1, None))
 
     def load(self, conv_id: str | None) -> str:
         file = self._file(conv_id, self._place)
@@ -98,15 +93,12 @@ class Drafts:
         """Take over a draft of this conversation from a window that is closed."""
         for place in range(1, _WINDOWS + 1):
             left = self._file(conv_id, place)
-            if place != self._place and left.exists():
+            held = self._take(place) if place != self._place and left.exists() else None
+            if held is not None:
                 with suppress(OSError):
-                    held = self._take(place)
-                    if held is not None:
-                        try:
-                            os.replace(left, file)
-                        finally:
-                            os.close(held)
-                        return
+                    os.replace(left, file)
+                os.close(held)
+                return
 
     def _take(self, place: int) -> int | None:
         """The lock of a place, as a descriptor that holds it until it is closed; None where another

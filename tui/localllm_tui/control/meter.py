@@ -4,17 +4,16 @@ input cost in tokens."""
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
 
 from localllm.errors import ContextLengthError, UsageError
-from localllm.formatting import byte_size
+from localllm.formatting import byte_size, span
 from localllm_tui.control.attachments import (
     check_room,
     is_image,
@@ -23,7 +22,7 @@ from localllm_tui.control.attachments import (
     with_files,
 )
 from localllm_tui.control.client import ChatClient
-from localllm_tui.control.formatting import BAR_CELLS, bar, elide, span
+from localllm_tui.control.formatting import BAR_CELLS, bar, elide
 from localllm_tui.control.session import Session
 from localllm_tui.control.stream_events import (
     AnswerUsage,
@@ -31,12 +30,6 @@ from localllm_tui.control.stream_events import (
 from localllm_tui.control.terminal import one_line
 
 _GAP = "  "
-
-
-def load_of_each_core() -> float:
-    """Threads that wanted a core each in the last minute; 0 where the system does not count them
-    (Windows)."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 class AnswerMeter:
@@ -114,36 +107,18 @@ class AnswerMeter:
             meta |= {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion}
             if self.usage:
                 meta["cached_tokens"] = usage.cached
-                if usage.drafts_right:
-                    # The share of the answer that came from accepted draft tokens.
-                    meta["drafted_share"] = round(usage.drafts_right / max(usage.completion, 1), 3)
         return meta
 
 
 @dataclass(frozen=True, slots=True)
 class StatusFigures:
-    """What the status line shows. Tokens, tokens per second, seconds; None: not known (yet)."""
+    """What the status line shows: tokens of context in use, and of how many (None: not known);
+    `meta` is what the history keeps with an answer (AnswerMeter.meta)."""
 
     model: str
-    tok_s: float | None = None
-    ttft_s: float | None = None
     used: int = 0
     n_ctx: int | None = None
-    cached: int | None = None
-    drafted_share: float | None = None
-
-    @classmethod
-    def of(cls, model: str, n_ctx: int | None, meta: dict[str, Any], used: int) -> StatusFigures:
-        """From what the history keeps with an answer, or of one on its way."""
-        return cls(
-            model,
-            meta.get("tok_s"),
-            meta.get("ttft_s"),
-            used,
-            n_ctx,
-            meta.get("cached_tokens"),
-            meta.get("drafted_share"),
-        )
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 def status_text(n: StatusFigures, width: int) -> str:
@@ -166,15 +141,14 @@ _NAMES = {True: ("context", "first token", "cached tokens"), False: ("ctx", "TTF
 
 def _parts(n: StatusFigures, words: bool, bar_cells: int) -> list[str]:
     _, first_token, cached = _NAMES[words]
-    parts = [f"{n.tok_s:.1f} tok/s"] if n.tok_s is not None else []
+    meta = n.meta
+    parts = [f"{meta['tok_s']:.1f} tok/s"] if "tok_s" in meta else []
     if n.used or n.n_ctx:
         parts.append(_context(n, words, bar_cells))
-    if n.ttft_s is not None:
-        parts.append(f"{first_token} {n.ttft_s:.{2 if n.ttft_s < 9.995 else 0}f} s")
-    if n.cached is not None:
-        parts.append(f"{cached} {n.cached:,}")
-    if n.drafted_share:
-        parts.append(f"drafted {100 * n.drafted_share:.0f}%")
+    if "ttft_s" in meta:
+        parts.append(f"{first_token} {meta['ttft_s']:.{2 if meta['ttft_s'] < 9.995 else 0}f} s")
+    if "cached_tokens" in meta:
+        parts.append(f"{cached} {meta['cached_tokens']:,}")
     return parts
 
 

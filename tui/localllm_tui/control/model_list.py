@@ -15,8 +15,8 @@ from typing import Any
 from rich.cells import cell_len
 
 from localllm.errors import LocalLLMError
-from localllm.formatting import byte_size
-from localllm_tui.control.formatting import bar, elide, span
+from localllm.formatting import byte_size, span
+from localllm_tui.control.formatting import bar, elide
 from localllm_tui.control.interfaces import (
     InstalledModel,
     ModelService,
@@ -94,12 +94,13 @@ class Pulls(dict[str, Pull]):
 
     def start(self, ref: str) -> Pull:
         """Start or resume a download; one in progress is left alone."""
-        old = self.pop(ref, None)
-        if old is not None and not old.ended:
-            self[ref] = old
-            return old
-        pull = self[ref] = Pull(ref)
-        threading.Thread(target=self._run, args=(pull,), name=f"pull {ref}", daemon=True).start()
+        pull = self.pop(ref, None)
+        if pull is None or pull.ended:
+            pull = Pull(ref)
+            threading.Thread(
+                target=self._run, args=(pull,), name=f"pull {ref}", daemon=True
+            ).start()
+        self[ref] = pull
         return pull
 
     def stop(self, ref: str) -> None:
@@ -161,7 +162,7 @@ class Column:
         return f"{elide(text, self.cells):{side}{self.cells}}"
 
 
-_WORDS = ("quant", "of usable")
+_WORDS = ("quant", "of usable", " kept by")
 PLAN_COLUMNS = (
     Column("quant", 10, 50, lambda c: str(c.plan["variant"]["quant"])),
     Column("quality", 7, 72, lambda c: _points(c.plan)),
@@ -184,6 +185,7 @@ PLAN_COLUMNS = (
 DISK_COLUMNS = (
     Column("quant", 10, 0, lambda m: str(m.quant)),
     Column("size", 8, 0, lambda m: byte_size(m.size_bytes)),
+    Column(" kept by", 18, 60, lambda m: f" {m.owner}"),
 )
 
 
@@ -198,13 +200,9 @@ def _line(columns: Sequence[Column], width: int, name: str, value: Callable[[Col
     )
 
 
-def _head(column: Column) -> str:
-    return column.head
-
-
-def catalog_head(width: int) -> str:
+def head_line(columns: Sequence[Column], width: int) -> str:
     """The heads of the columns that a line of so many cells has room for."""
-    return _line(PLAN_COLUMNS, width, "  model", _head)
+    return _line(columns, width, "  model", lambda column: column.head).rstrip()
 
 
 def plan_line(choice: PlanChoice, width: int, mark: str = "  ") -> str:
@@ -255,24 +253,10 @@ def plan_details(
     return [elide(line, width) for line in lines]
 
 
-# A line has room for who keeps a model, which the details say too, from so many cells on.
-_LEAST_WITH_OWNER = 60
-_OWNER_CELLS = 2 + len("a folder of yours")
-
-
-def disk_head(width: int) -> str:
-    if width < _LEAST_WITH_OWNER:
-        return _line(DISK_COLUMNS, width, "  model", _head)
-    return _line(DISK_COLUMNS, width - _OWNER_CELLS, "  model", _head) + "  kept by"
-
-
 def disk_line(model: InstalledModel, width: int, *, in_use: bool) -> str:
     """One model on this disk; `▸` answers now."""
-    with_owner = width >= _LEAST_WITH_OWNER
     name = ("▸ " if in_use else "  ") + one_line(model.name)
-    room = width - _OWNER_CELLS if with_owner else width
-    line = _line(DISK_COLUMNS, room, name, lambda column: column.value(model))
-    return elide(f"{line}  {model.owner}", width) if with_owner else line
+    return _line(DISK_COLUMNS, width, name, lambda column: column.value(model)).rstrip()
 
 
 def disk_details(model: InstalledModel, fit: str, width: int) -> list[str]:
@@ -286,7 +270,6 @@ def _rate(tok_s: float) -> str:
     return f"{tok_s:.1f}" if tok_s < 9.95 else f"{tok_s:.0f}"
 
 
-FIRST_RUN_SHOWN = 3
 FIRST_RUN_KEYS = ("F5", "F6", "F7")
 _ALL_MODELS = "  F4  all models, with what each needs and why"
 STARTER = (
@@ -297,7 +280,7 @@ STARTER = (
 
 
 _OFFERED = "Worth having on this machine; one key pulls one, while you chat on:"
-_GUESSED = "This machine's speed is assumed: F8 measures it first (20 s). One key pulls one:"
+_GUESSED = "By an assumed speed (`localllm device --measure` finds it). One key pulls one:"
 
 
 @dataclass(slots=True)
@@ -309,7 +292,6 @@ class FirstRun:
     pulls: Pulls
     choices: Sequence[PlanChoice] | None = None
     guessed: bool = False
-    doing: str = "Planning what this machine could run …"
 
     async def plan(self, plans: dict[PlanRequest, PlanList]) -> None:
         """Plan what this machine could run; what is planned joins `plans`."""
@@ -318,31 +300,20 @@ class FirstRun:
             found = plans[request] = await asyncio.to_thread(self.pulls.service.plan, request)
         self.choices, self.guessed = found.choices, found.guessed
 
-    async def measure(self, plans: dict[PlanRequest, PlanList]) -> None:
-        """Measure how fast this machine is, and plan anew. Raises LocalLLMError."""
-        offered, self.choices = self.choices, None
-        self.doing = "Measuring how fast this machine is, about 20 s …"
-        try:
-            await asyncio.to_thread(self.pulls.service.measure)
-        except LocalLLMError:
-            self.choices = offered
-            raise
-        plans.clear()
-        await self.plan(plans)
-
     @property
     def best(self) -> list[PlanChoice]:
+        """What is offered, a key each: the best that are not the starter."""
         larger = [
             c for c in self.choices or () if not self.starter.startswith(c.ref.partition(":")[0])
         ]
-        return larger[:FIRST_RUN_SHOWN]
+        return larger[: len(FIRST_RUN_KEYS)]
 
     def lines(self) -> list[str]:
         """The page; as many lines while it is planned as there will be: nothing moves when they
         come."""
         if self.choices is None:
             dots = [f"  {key}  …" for key in FIRST_RUN_KEYS]
-            return [STARTER, "", self.doing, *dots, _ALL_MODELS]
+            return [STARTER, "", "Planning what this machine could run …", *dots, _ALL_MODELS]
         if not self.best:
             return [STARTER, "", "Nothing larger fits this machine: F4 shows why."]
         offers = [

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from localllm.formatting import byte_size
 from localllm_tui.control.interfaces import InstalledModel, PlanChoice, PlanList
 from localllm_tui.control.model_list import (
+    DISK_COLUMNS,
     ORDERS,
+    PLAN_COLUMNS,
     Pulls,
-    catalog_head,
-    disk_head,
     disk_line,
+    head_line,
     plan_line,
     used_line,
 )
@@ -57,11 +58,6 @@ class ModelRows:
     def _in_use(self, choice: PlanChoice) -> bool:
         return bool(choice.installed) and choice.installed == self.current
 
-    def sort_next(self) -> None:
-        """Take the next order: best, speed, memory."""
-        orders = [*ORDERS]
-        self.order = orders[(orders.index(self.order) + 1) % len(orders)]
-
     def choice(self, key: str) -> PlanChoice | None:
         return None if self.of_files else next((o for o in self.ordered if o.ref == key), None)
 
@@ -69,7 +65,7 @@ class ModelRows:
         return next((m for m in self.disk or () if m.path == key), None)
 
     def head(self, width: int) -> str:
-        return disk_head(width) if self.of_files else catalog_head(width)
+        return head_line(DISK_COLUMNS if self.of_files else PLAN_COLUMNS, width)
 
     def rows(self, width: int, words: Sequence[str]) -> list[ModelRow]:
         """The rows that have all of these words."""
@@ -79,9 +75,7 @@ class ModelRows:
         return rows
 
     def _file_rows(self, width: int) -> list[ModelRow]:
-        found = self.disk or ()
-        if not self.shows_disk:
-            found = sorted(found, key=lambda m: m.name != self.current)
+        found = sorted(self.disk or (), key=lambda m: m.name != self.current)
         return [ModelRow(m.path, disk_line(m, width, in_use=m.name == self.current)) for m in found]
 
     def _plan_rows(self, width: int) -> list[ModelRow]:

@@ -80,15 +80,13 @@ class AnswerSpeed:
     """An answer's speed as the server measured it, or as it streams (`live`: tokens per second as
     they arrive, None: measured).
 
-    `coming`: it is still streaming. For a stopped answer the server sends no timings. `load`:
-    threads that wanted a core each as it ended, its own among them (0: not known)."""
+    `coming`: it is still streaming. For a stopped answer the server sends no timings."""
 
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     timings: AnswerTimings = field(default_factory=AnswerTimings)
     cache_miss: str = ""
     live: float | None = None
     coming: bool = False
-    load: float = 0.0
 
     @property
     def depth(self) -> float:
@@ -132,24 +130,23 @@ _BAR = 12
 def panel_lines(
     physics: ModelPhysics | None,
     speed: AnswerSpeed | None,
-    width: int = PANEL_WIDTH,
     *,
     loading: str = "",
 ) -> list[str]:
     """The panel's lines; `loading`: how far the model is that will have figures."""
     if loading:
         return textwrap.wrap(
-            f"Still {printable(loading)}: what a token costs is known then.", width
+            f"Still {printable(loading)}: what a token costs is known then.", PANEL_WIDTH
         )
     if physics is None:
         return ["This server does not say what", "a token costs it."]
-    shown = speed or AnswerSpeed()
     parts = (_answer, _bandwidth, _token, _prompt, _time, _memory)
-    lines: list[str] = []
-    for part in parts:
-        block = part(physics, shown)
-        lines += ["", *block] if lines and block else block
-    return [line[:width] for line in lines]
+    blocks = [part(physics, speed or AnswerSpeed()) for part in parts]
+    text = "\n\n".join("\n".join(lines) for lines in blocks if lines)
+    return [line[:PANEL_WIDTH] for line in text.split("\n")]
+
+
+_ASSUMED = ["  the plan assumes a bandwidth:", "  `localllm device --measure` finds it"]
 
 
 def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
@@ -162,29 +159,14 @@ def _answer(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
         if rate is not None
         else ("  nothing measured yet")
     )
+    beside_plan = rate is not None and not low <= rate <= high
     return [
         f"THIS ANSWER{as_it_came}",
         now,
         f"  planned  {planned:>8.1f}  ({low:.0f} to {high:.0f})",
-        *_why_not_as_planned(physics, speed),
+        *(_ASSUMED if physics.bandwidth_basis == "assumed" and beside_plan else []),
         *([f"  paced to {physics.power:>8.0%} of the time"] if physics.power < 1 else []),
     ]
-
-
-# One answer alone wants a core a thread, and no engine has more threads than there are cores.
-_BUSY_LOAD = 1.25
-
-
-def _why_not_as_planned(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
-    """What is known of why the answer was outside the planned range; nothing within it."""
-    rate, (_, low, high) = speed.tok_s, physics.planned_tok_s
-    if rate is None or low <= rate <= high:
-        return []
-    if rate < low and speed.load >= _BUSY_LOAD:
-        return [f"  busy: {speed.load:.1f} threads want each core"]
-    if physics.bandwidth_basis == "assumed":
-        return ["  the plan assumes a bandwidth:", "  `localllm device --measure` finds it"]
-    return []
 
 
 def _bandwidth(physics: ModelPhysics, speed: AnswerSpeed) -> list[str]:
@@ -243,10 +225,10 @@ def _prompt(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
 
 def _time(_: ModelPhysics, speed: AnswerSpeed) -> list[str]:
     took = speed.timings
-    if speed.live is not None and not speed.coming:
-        return ["TIME", "  not told of a stopped answer"]
     if speed.coming or speed.live is not None or not speed.usage.prompt:
-        return ["TIME", "  told once the answer is complete"]
+        stopped = speed.live is not None and not speed.coming
+        said = "not told of a stopped answer" if stopped else "told once the answer is complete"
+        return ["TIME", f"  {said}"]
     drawn = bars([took.queued_s, took.prefill_s, took.decode_s], _BAR)
     rows = [
         "TIME",

@@ -61,11 +61,6 @@ class Session:
         return self.tree.systems[-1].content if self.tree.systems else self._system or ""
 
     @property
-    def system_set(self) -> bool:
-        """Whether a system prompt was set here, or removed."""
-        return self._system is not None or bool(self.tree.systems)
-
-    @property
     def last_answer(self) -> StoredMessage | None:
         return next((t for t in reversed(self.turns) if t.role == "assistant"), None)
 
@@ -92,8 +87,7 @@ class Session:
 
     @property
     def unanswered(self) -> bool:
-        turns = self.turns
-        return bool(turns) and turns[-1].role == "user"
+        return any(turn.role == "user" for turn in self.turns[-1:])
 
     @property
     def compacts(self) -> bool:
@@ -192,15 +186,17 @@ class Session:
             except HistoryError:
                 self.tree.replace(old, meta=meta)  # what is sent next must not wait for the disk
 
-    def context_to(self, turn: StoredMessage) -> list[dict[str, str]]:
+    def context_to(
+        self, turn: StoredMessage, instead: StoredMessage | None = None
+    ) -> list[dict[str, str]]:
         """The messages up to a turn and with it: what to send so that a question is answered, or an
-        answer goes on.
+        answer goes on. `instead`: as if the turn stood in the place of this one.
 
         Questions that got no answer are joined with the next: many templates insist on alternating
         roles. Those that failed are left out, so that one question too long does not spoil what
         comes after it.
         """
-        before = self._before(turn)
+        before = self._before(instead or turn)
         return self._messages([*(t for t in self.sent_turns if t.id in before), turn])
 
     def _before(self, turn: StoredMessage) -> set[int]:
@@ -221,13 +217,9 @@ class Session:
     ) -> list[dict[str, str]]:
         """The messages if this were asked now; `instead`: as a version of this question; `alone`:
         without the earlier turns."""
-        turns, files = self.sent_turns, ""
-        if instead is not None:
-            files = files_of(instead)[0]
-            before = self._before(instead)
-            turns = [t for t in turns if t.id in before]
+        files = files_of(instead)[0] if instead is not None else ""
         asked = StoredMessage(0, "user", with_files(text, attached, files))
-        return self._messages([asked] if alone else [*turns, asked])
+        return self._messages([asked]) if alone else self.context_to(asked, instead)
 
     @property
     def sent_turns(self) -> list[StoredMessage]:
@@ -264,7 +256,8 @@ class Session:
         """
         last = self.turns[-1] if self.turns else None
         if continues:
-            return PendingAnswer.more(self, self._continued(to or last))
+            begun = self._continued(to or last)
+            return PendingAnswer(self, self.tree.turns.get(begun.parent_id, begun), begun)
         to = to or self.last_question
         question = self.tree.turns.get(to.parent_id) if to.role == "assistant" else to
         if question is None:
@@ -359,24 +352,11 @@ class PendingAnswer:
         self._message = (
             begun if begun is not None and not session.tree.has_followers(begun) else None
         )
-        self._text: list[str] = [begun.content] if begun is not None else []
-        self._reasoning: list[str] = [begun.reasoning or ""] if begun is not None else []
+        self.text = begun.content if begun is not None else ""
+        self.reasoning = (begun.reasoning or "") if begun is not None else ""
         self._grown = self.unsaved = False
         self._meta: dict[str, Any] | None = None  # what is known at its end
         self._next_save_s = float("-inf")
-
-    @classmethod
-    def more(cls, session: Session, begun: StoredMessage) -> PendingAnswer:
-        return cls(session, session.tree.turns.get(begun.parent_id, begun), begun)
-
-    @property
-    def text(self) -> str:
-        self._text = ["".join(self._text)]  # joined once: the screen reads it often
-        return self._text[0]
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self._reasoning)
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -384,10 +364,8 @@ class PendingAnswer:
 
     def add(self, text: str = "", reasoning: str = "") -> None:
         """Take a new piece, and write if the last write is SAVE_EVERY_S ago."""
-        if text:
-            self._text.append(text)
-        if reasoning:
-            self._reasoning.append(reasoning)
+        self.text += text
+        self.reasoning += reasoning
         self.unsaved = self._grown = True
         self.save_if_due()
 

@@ -9,24 +9,19 @@ from typing import TypeAlias
 @dataclass(frozen=True, slots=True)
 class AnswerUsage:
     """Tokens of one request as the server counted them; `cached` prompt tokens came from the prefix
-    cache, `drafts_right` are accepted draft tokens."""
+    cache."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
-    drafts_right: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    text: str
+    """A piece of the answer, or of the model's thinking, which is not part of it."""
 
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """A piece of the model's thinking, which is not part of the answer."""
-
-    text: str
+    text: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +44,6 @@ class MessagesLeftOut:
     """The conversation did not fit: the server left out this many of its oldest messages."""
 
     messages: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +90,5 @@ class ToolResult:
 
 
 StreamEvent: TypeAlias = (
-    TextDelta
-    | ReasoningDelta
-    | PromptProgress
-    | WaitNote
-    | MessagesLeftOut
-    | ToolCall
-    | ToolResult
-    | AnswerDone
+    TextDelta | PromptProgress | WaitNote | MessagesLeftOut | ToolCall | ToolResult | AnswerDone
 )

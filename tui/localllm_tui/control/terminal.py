@@ -263,25 +263,17 @@ class DeferredGc:
     """From `begin` to `end` full collections run only when `quiet` reports idle time; young
     generations as ever."""
 
-    def __init__(self) -> None:
-        self._before: tuple[int, int, int] | None = None
-        self._due = False
-
     def begin(self) -> None:
+        self._tidy = False
         self._before = gc.get_threshold()
         gc.set_threshold(*self._before[:2], _NEVER)
 
     def end(self) -> None:
-        if self._before is not None:
-            gc.set_threshold(*self._before)
-            self._before = None
-
-    def busy(self) -> None:
-        """Something happened: there will be garbage to collect."""
-        self._due = True
+        gc.set_threshold(*self._before)
 
     def quiet(self, for_s: float) -> None:
-        """Idle for `for_s` seconds: collect now, once."""
-        if self._due and for_s >= TIDY_AFTER_S:
-            self._due = False
+        """Idle for `for_s` seconds: collect now, once until something happens again."""
+        idle = for_s >= TIDY_AFTER_S
+        if idle and not self._tidy:
             gc.collect()
+        self._tidy = idle

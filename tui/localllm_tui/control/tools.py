@@ -35,37 +35,33 @@ class ToolBox:
     """The hosts of config.toml, and the tools of those that are on."""
 
     def __init__(self, hosts: Sequence[ToolHost] = ()) -> None:
-        self._hosts = {host.name: host for host in hosts}
+        self.hosts = {host.name: host for host in hosts}
         self._open: dict[str, Sequence[ToolSpec]] = {}
 
     @property
     def on(self) -> bool:
         return any(self._open.values())
 
-    @property
-    def names(self) -> list[str]:
-        return [*self._hosts]
-
     async def switch_on(self, name: str = "") -> None:
         """Start one host, or all. Raises UsageError or what starting one ended in."""
-        if not self._hosts:
+        if not self.hosts:
             raise UsageError(
                 "config.toml names no program that offers tools",
                 hint='add one: [mcp.files] with command = "npx" and args = ["-y", '
                 '"@modelcontextprotocol/server-filesystem", "."]',
             )
-        if name and name not in self._hosts:
+        if name and name not in self.hosts:
             raise UsageError(
-                f"config.toml has no [mcp.{name}]", hint=f"it has {', '.join(self._hosts)}"
+                f"config.toml has no [mcp.{name}]", hint=f"it has {', '.join(self.hosts)}"
             )
-        for host in [self._hosts[name]] if name else [*self._hosts.values()]:
+        for host in [self.hosts[name]] if name else [*self.hosts.values()]:
             if host.name not in self._open:
                 self._open[host.name] = await host.open()
 
     async def switch_off(self) -> None:
         for name in [*self._open]:
             del self._open[name]
-            await self._hosts[name].close()
+            await self.hosts[name].close()
 
     def specs(self) -> dict[str, ToolSpec]:
         """The tools on offer by the names the model gets; equal names of two hosts are told
@@ -78,7 +74,7 @@ class ToolBox:
 
     def overview(self) -> str:
         lines = []
-        for name in self._hosts:
+        for name in self.hosts:
             tools = self._open.get(name)
             what = (
                 ", ".join(spec.name for spec in tools)
@@ -117,10 +113,13 @@ class ToolBox:
         if not await approves(call, spec):
             return ToolResult(call, NOT_ALLOWED, allowed=False)
         try:
-            said = await self._hosts[spec.host].call(spec.name, arguments)
+            said = await self.hosts[spec.host].call(spec.name, arguments)
         except LocalLLMError as e:
             said = f"The call failed: {e.message}"
-        return ToolResult(call, _cut(printable(said)), allowed=True)
+        result = printable(said)
+        if len(result) > MOST_CHARS:
+            result = f"{result[:MOST_CHARS]}\n(cut: {len(result) - MOST_CHARS:,} more characters)"
+        return ToolResult(call, result, allowed=True)
 
 
 def approval_texts(call: ToolCall, spec: ToolSpec) -> tuple[str, str, str]:
@@ -164,10 +163,13 @@ async def stream_with_tools(
             if done is not None:
                 yield done
             return
-        functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in calls]
         asked = [
-            {"id": call_id, "type": "function", "function": function}
-            for call_id, function in functions
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
         ]
         said.append({"role": "assistant", "content": text, "tool_calls": asked})
         for call in calls:
@@ -175,9 +177,3 @@ async def stream_with_tools(
             ran = await box.run(call, approves)
             yield ran
             said.append({"role": "tool", "tool_call_id": call.id, "content": ran.result})
-
-
-def _cut(text: str) -> str:
-    if len(text) <= MOST_CHARS:
-        return text
-    return f"{text[:MOST_CHARS]}\n(cut: {len(text) - MOST_CHARS:,} more characters)"

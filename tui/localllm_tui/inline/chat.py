@@ -21,6 +21,7 @@ from localllm.errors import LocalLLMError
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream
 from localllm_tui.control.attachments import files_and_folders, typed_in
+from localllm_tui.control.chat import QUIT_WITHIN_S
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.meter import FileCost
 from localllm_tui.control.session import PendingAnswer, Session
@@ -37,7 +38,6 @@ from localllm_tui.line_chat import LineFace, how_it_ended
 from localllm_tui.widgets.code import palette
 from localllm_tui.widgets.markdown import MarkdownRows
 
-QUIT_WITHIN_S = 2.0
 # Of a conversation that is opened: longer ones are in the full screen, or in the terminal already.
 TURNS_SHOWN = 6
 PROSE_COLUMNS = 100

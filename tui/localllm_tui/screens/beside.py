@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from textual.app import SuspendNotSupported
 from textual.dom import DOMNode
@@ -26,7 +26,7 @@ from localllm_tui.widgets.composer import Composer
 
 def start(
     node: DOMNode,
-    what: Callable[[], Coroutine[Any, Any, None]],
+    what: Callable[[], Coroutine[None, None, None]],
     group: str,
     *,
     exclusive: bool = True,
@@ -38,8 +38,7 @@ def start(
     Takes the function and not its coroutine: one that an exit keeps from being started would be
     warned of.
     """
-    work = cast("Callable[[], Coroutine[None, None, None]]", what)
-    return node.run_worker(work, group=group, exclusive=exclusive, exit_on_error=exit_on_error)
+    return node.run_worker(what, group=group, exclusive=exclusive, exit_on_error=exit_on_error)
 
 
 # Where neither variable is set: the first of these that is there.

@@ -24,7 +24,6 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.local_state import Drafts
-from localllm_tui.control.model_list import FirstRun
 from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.terminal import DeferredGc, keyboard
 from localllm_tui.messages import (
@@ -35,7 +34,7 @@ from localllm_tui.messages import (
 )
 from localllm_tui.screens.beside import start
 from localllm_tui.screens.frames import ChatFrames
-from localllm_tui.screens.turn_window import FoundTurns, TurnWindow
+from localllm_tui.screens.turn_window import TurnWindow
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.composer import Composer, SlashMenu
 from localllm_tui.widgets.figures import LEAST_COLUMNS, GlassPanel, HeadLine, StatusLine
@@ -61,9 +60,8 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self.chat = chat = ChatController(options, self)
         self.transcript = Transcript(id="transcript")
         self.composer = Composer(SlashMenu())
-        self._window = TurnWindow(chat, self.transcript)
-        self.found = FoundTurns(chat, self.transcript, self._window)
-        self._frames = ChatFrames(self, chat, self._window, self.found)
+        self.window = TurnWindow(chat, self.transcript)
+        self._frames = ChatFrames(self, chat, self.window)
         self._drafts = Drafts(options.history.path.parent / "drafts")
         self._copy_with_tool = copy
         self._keyboard = keyboard()
@@ -73,12 +71,12 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._deferred_gc = DeferredGc()
 
     def compose(self) -> ComposeResult:
-        yield GlassPanel()
-        yield HeadLine()
+        yield GlassPanel(id="glass", markup=False)
+        yield HeadLine(id="head", markup=False)
         yield self.transcript
         yield self.composer.menu
         yield self.composer
-        yield StatusLine()
+        yield StatusLine(id="status")
 
     async def on_mount(self) -> None:
         self._deferred_gc.begin()
@@ -108,9 +106,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             await chat.leave()
         elif chat.streaming is not None:
             self._frames.show_numbers()
-            self._deferred_gc.busy()
-        else:
-            self._deferred_gc.quiet(chat.quiet_s)
+        self._deferred_gc.quiet(chat.quiet_s)
 
     # -- what is typed -----------------------------------------------------------------------------
 
@@ -124,7 +120,6 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             return
         self.chat.queued = ""
         self.chat.busy()
-        self._deferred_gc.busy()
         self.workers.cancel_group(self, "title")
         text = self.composer.text
         self.composer.menu.offer(text)
@@ -178,7 +173,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self.transcript.page(pages)
 
     async def on_more_turns_wanted(self, event: MoreTurnsWanted) -> None:
-        await (self._window.show_earlier() if event.step < 0 else self._window.show_later())
+        await (self.window.show_earlier() if event.step < 0 else self.window.show_later())
         self._frames.show_all()
 
     def action_select(self) -> None:
@@ -189,7 +184,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
 
     def on_turn_selected(self) -> None:
         if self.transcript.selected is None:
-            self.found.clear()
+            self.window.mark("", [])
             self.composer.focus()
         self._frames.show_state()
 
@@ -204,7 +199,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             if isinstance(view, AnswerView):
                 view.toggle_thinking()
         elif what == "found":
-            if not await self.found.show_next(turns[0].id, argument):
+            if not await self.window.show_next(turns[0].id, argument):
                 self.notify("Ctrl+F finds words in this conversation", timeout=3, markup=False)
         elif what == "remove" and removing != turns[0].id:
             frames.removing = turns[0].id
@@ -257,15 +252,6 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
 
     # -- the first run -----------------------------------------------------------------------------
 
-    async def action_measure(self) -> None:
-        """Measure the machine, where the offers of the first run go by an assumed speed."""
-        first_run = self.chat.first_run
-        if first_run is not None and first_run.guessed and first_run.choices is not None:
-            self.run_beside(partial(self._measure, first_run), "first run")
-
-    async def _measure(self, first_run: FirstRun) -> None:
-        await self.chat.reporting(first_run.measure(self.chat.plans))
-
     async def action_pull(self, nth: int) -> None:
         """Pull one of the plans of the first run, counted from 1; use it once it is here."""
         first_run = self.chat.first_run
@@ -299,14 +285,14 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._draft = None
         await self._show_session(at)
         if at:
-            self.transcript.select(self._window.view(at))
+            self.transcript.select(self.window.view(at))
             self._frames.show_state()
 
     async def _show_session(self, at: int) -> None:
         """Draw the session from scratch, around the turn of this id (0: its end), and load its
         draft."""
         self._draft_of = self.chat.session.id
-        self._window.choose(at)
+        self.window.choose(at)
         await self.transcript.remove_children()
         await self.redraw()
         self.composer.replace_text(self._drafts.load(self.chat.session.id))
@@ -315,7 +301,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self.transcript.restart()
 
     async def redraw(self) -> None:
-        await self._window.draw()
+        await self.window.draw()
         self.composer.earlier_questions = [
             typed_in(t) for t in self.chat.session.turns if t.role == "user"
         ]
@@ -327,11 +313,11 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
     async def show_asked(self, turn: StoredMessage, *, edited: bool) -> None:
         if edited:
             self._end_edit()
-            self._window.choose(self.chat.session.turns[-1].id)
+            self.window.choose(self.chat.session.turns[-1].id)
             await self.redraw()
             self.transcript.follow(always=True)
         else:
-            await self._window.ensure_shown(0)
+            await self.window.ensure_shown(0)
             self._drafts.save(self._draft_of, "")
             self.composer.replace_text("")
             await self.transcript.mount(QuestionView(turn, place=self.chat.session.place(turn)))
@@ -348,7 +334,8 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
 
     async def show_answer(self, keep: PendingAnswer, *, again: bool) -> AnswerView:
         if again:
-            await self._window.remove_after(keep.question.id)
+            await self.window.ensure_shown(keep.question.id)
+            await self.window.draw(until=keep.question.id)
         view = AnswerView(keep.model, keep.text, keep.reasoning)
         await self.transcript.mount(view)
         view.start()

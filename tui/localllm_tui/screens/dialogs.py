@@ -1,10 +1,9 @@
-"""What opens on top of the chat and is closed by a key: help, texts and tables, figures,
-an approval."""
+"""What opens on top of the chat and is closed by a key: help, texts and tables, an approval; and
+the panel beside it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.console import RenderableType
@@ -17,11 +16,10 @@ from textual.widgets import Static
 from localllm_tui.bindings import HasKeys
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.commands import HelpSection, help_sections
-from localllm_tui.control.keys import APPROVAL, GLASS, HELP, KeyContext, hints
-from localllm_tui.control.physics import PANEL_WIDTH, AnswerSpeed, ModelPhysics, panel_lines
+from localllm_tui.control.keys import APPROVAL, HELP, KeyContext, hints
 from localllm_tui.control.terminal import printable
-from localllm_tui.widgets.figures import LEAST_COLUMNS, GlassPanel, glass_text
-from localllm_tui.widgets.line_filters import title as frame_title
+from localllm_tui.widgets.figures import GlassPanel
+from localllm_tui.widgets.line_filters import frame_title
 
 T = TypeVar("T")
 
@@ -46,8 +44,7 @@ class Dialog(HasKeys, ModalScreen[T], Generic[T]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
-            if self._title:
-                box.border_title = frame_title(self._title)
+            box.border_title = frame_title(self._title)
             box.border_subtitle = hints(self.KEYS)
             for content in self._contents:
                 yield Static(content, markup=False)
@@ -84,34 +81,6 @@ def _key_table(section: HelpSection) -> Table:
     return table
 
 
-_LOOK_S = 0.25
-
-
-class GlassScreen(Dialog[None], keys=GLASS):
-    """Asks `read` for the figures again and again while it is open."""
-
-    DEFAULT_CSS = f"""
-    GlassScreen > VerticalScroll {{ width: {PANEL_WIDTH + 8}; max-width: 100%; max-height: 100%; }}
-    GlassScreen Static {{ text-wrap: nowrap; }}
-    """
-
-    def __init__(
-        self, read: Callable[[], tuple[ModelPhysics | None, AnswerSpeed | None, str]]
-    ) -> None:
-        super().__init__("", "")
-        self._read = read
-
-    def on_mount(self) -> None:
-        self._draw()
-        self.set_interval(_LOOK_S, self._draw)
-
-    def _draw(self) -> None:
-        physics, speed, loading = self._read()
-        width = self.query_one(Static).size.width or PANEL_WIDTH
-        lines = panel_lines(physics, speed, min(PANEL_WIDTH, width), loading=loading)
-        self.query_one(Static).update(glass_text(lines))
-
-
 class Approval(Dialog[bool], keys=APPROVAL):
     """Dismisses with True for a yes alone."""
 
@@ -134,15 +103,10 @@ class Approval(Dialog[bool], keys=APPROVAL):
 async def approved(app: App[Any], about: str, *texts: str) -> bool:
     """Ask the user whether what the `texts` say may be done. To cancel this (the answer is stopped) closes
     the dialog."""
-    dialog, answer = Approval(about, *texts), asyncio.get_running_loop().create_future()
-
-    def answered(yes: bool | None) -> None:
-        if not answer.done():
-            answer.set_result(yes)
-
-    await app.push_screen(dialog, answered)
+    dialog, answers = Approval(about, *texts), asyncio.Queue[bool | None]()
+    await app.push_screen(dialog, answers.put_nowait)
     try:
-        return await answer is True
+        return await answers.get() is True
     finally:
         if dialog.is_attached and app.screen is dialog:
             dialog.dismiss(False)
@@ -152,12 +116,6 @@ async def open_help(screen: Screen[Any], _: ChatController, __: str) -> None:
     await screen.app.push_screen(HelpScreen())
 
 
-async def open_glass(screen: Screen[Any], chat: ChatController, _: str) -> None:
-    """/glass: show or hide the panel; on a screen of its own where there is no room beside the
-    conversation."""
-    if screen.size.width < LEAST_COLUMNS:
-        await screen.app.push_screen(
-            GlassScreen(lambda: (chat.physics, chat.speed, chat.loading_words))
-        )
-    else:
-        screen.query_one(GlassPanel).toggle()
+async def open_glass(screen: Screen[Any], _: ChatController, __: str) -> None:
+    """/glass: show or hide the panel."""
+    screen.query_one(GlassPanel).toggle_class("wanted")

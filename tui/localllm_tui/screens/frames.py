@@ -19,10 +19,10 @@ from localllm_tui.control.meter import StatusFigures, TokenCosts
 from localllm_tui.control.physics import memory_size, panel_lines
 from localllm_tui.control.terminal import one_line
 from localllm_tui.screens.beside import start
-from localllm_tui.screens.turn_window import TURNS_SHOWN, FoundTurns, TurnWindow
+from localllm_tui.screens.turn_window import TURNS_SHOWN, TurnWindow
 from localllm_tui.widgets.composer import Composer
 from localllm_tui.widgets.figures import GlassPanel, HeadLine, StatusLine
-from localllm_tui.widgets.line_filters import title as frame_title
+from localllm_tui.widgets.line_filters import frame_title
 from localllm_tui.widgets.transcript import Transcript
 
 # Long enough that not every key sends a request.
@@ -32,10 +32,8 @@ COUNT_AFTER_S = 0.25
 class ChatFrames:
     """Draws them on `screen` from what the chat and the transcript say now."""
 
-    def __init__(
-        self, screen: Screen[Any], chat: ChatController, window: TurnWindow, found: FoundTurns
-    ) -> None:
-        self._screen, self._chat, self._window, self._found = screen, chat, window, found
+    def __init__(self, screen: Screen[Any], chat: ChatController, window: TurnWindow) -> None:
+        self._screen, self._chat, self._window = screen, chat, window
         self._costs = TokenCosts()
         self._more_below = False
         self.columns = 0  # of the screen, as the last resize said
@@ -94,18 +92,8 @@ class ChatFrames:
         )
         self.show_head()
         room = (self.columns or self._screen.size.width) - 8
-        versions = self._versions_of_selected()
-        said = footer(context, box.text, room, queued=bool(chat.queued), one_version=versions == 1)
-        box.border_subtitle = frame_title(said)
+        box.border_subtitle = frame_title(footer(context, box.text, room, bool(chat.queued)))
         self._show_selected(box)
-
-    def _versions_of_selected(self) -> int:
-        """How many versions the selected turn has; 0 without one."""
-        selected = self._transcript.selected
-        turns = [
-            t for t in self._chat.session.turns if selected is not None and t.id == selected.turn_id
-        ]
-        return self._chat.session.place(turns[0])[1] if turns else 0
 
     def _show_selected(self, box: Composer) -> None:
         """What was found in the selected turn; and keep the warning about the next D while its turn
@@ -113,7 +101,7 @@ class ChatFrames:
         selected, turns = self._transcript.selected, [turn.id for turn in self._chat.session.turns]
         if selected is None:
             return
-        found = self._found.words_at(selected.turn_id)
+        found = self._window.words_at(selected.turn_id)
         if found:
             box.border_title = frame_title(found)
             box.border_subtitle = fitted(hints("found"), self._screen.size.width - 8)
@@ -146,7 +134,7 @@ class ChatFrames:
     def _reads(self) -> str:
         """What a token of the newest answer read; "" before one, or where the panel says so."""
         physics, speed = self._chat.physics, self._chat.speed
-        panel = self._screen.query_one(GlassPanel).wanted
+        panel = self._screen.query_one(GlassPanel).has_class("wanted")
         if panel or physics is None or speed is None or not speed.tok_s:
             return ""
         return f"each token reads {memory_size(physics.token_bytes(speed.depth))}"
@@ -169,30 +157,22 @@ class ChatFrames:
         else:
             meta = session.last_answer.meta if session.last_answer is not None else {}
             used = session.used_tokens if session.counted or counted is None else counted
-        self._screen.query_one(StatusLine).show(
-            StatusFigures.of(chat.model, chat.n_ctx, meta, used)
-        )
+        self._screen.query_one(StatusLine).show(StatusFigures(chat.model, used, chat.n_ctx, meta))
         self.show_head()
         panel = self._screen.query_one(GlassPanel)
-        if panel.wanted:
+        if panel.has_class("wanted"):
             panel.show(panel_lines(chat.physics, chat.speed, loading=chat.loading_words))
 
 
-def footer(
-    context: KeyContext, typed: str, width: int, *, queued: bool = False, one_version: bool = False
-) -> str:
+def footer(context: KeyContext, typed: str, width: int, queued: bool) -> str:
     """The line under the input: the key hints, those of the menu where `typed` opens it.
 
-    `queued`: a question waits for the answer to end. `one_version`: the turn that is selected has
-    no other.
+    `queued`: a question waits for the answer to end.
     """
-    if context == "answering":
-        return fitted(hints(context) + (" · sent when this answer ends" if queued else ""), width)
-    if context == "selecting":
-        return fitted(hints(context, without="turn.version-back" if one_version else ""), width)
-    if commands.offered(typed):
-        return fitted(hints("commands"), width)
-    return fitted(hints(context) + (" · F1 help" if context == "writing" else ""), width)
+    if context in ("writing", "editing") and commands.offered(typed):
+        context = "commands"
+    more = {"answering": " · sent when this answer ends" if queued else "", "writing": " · F1 help"}
+    return fitted(hints(context) + more.get(context, ""), width)
 
 
 def title(context: KeyContext, attached: Sequence[str], costs: str) -> str:

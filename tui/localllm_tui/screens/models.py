@@ -27,7 +27,6 @@ from localllm_tui.control.interfaces import (
     MACHINES,
     MEMORIES_GB,
     PURPOSE_WORDS,
-    PURPOSES,
     WAITS_S,
     InstalledModel,
     ModelService,
@@ -37,6 +36,7 @@ from localllm_tui.control.interfaces import (
 )
 from localllm_tui.control.keys import MODELS, hints
 from localllm_tui.control.model_list import (
+    ORDERS,
     Pulls,
     context_words,
     disk_details,
@@ -46,7 +46,7 @@ from localllm_tui.control.model_rows import ModelRows
 from localllm_tui.control.terminal import printable
 from localllm_tui.screens.beside import start
 from localllm_tui.screens.dialogs import TextDialog
-from localllm_tui.widgets.graphemes import WholeInput
+from localllm_tui.widgets.inputs import SearchInput
 from localllm_tui.widgets.slider import Slider
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
     DEFAULT_CSS = """
     ModelsScreen { background: $background; }
     ModelsScreen > Vertical { padding: 0 2; }
-    ModelsScreen #machine { height: auto; max-height: 2; text-style: bold; }
+    ModelsScreen #summary { height: auto; max-height: 2; text-style: bold; }
     ModelsScreen .sliders { height: 1; }
     ModelsScreen .sliders > Slider { margin-right: 2; }
     ModelsScreen #columns { height: 1; color: $hint; text-wrap: nowrap; margin-top: 1; }
@@ -111,7 +111,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         machines = [*dict.fromkeys(("", *MACHINES, request.machine))]
         contexts = sorted({*CONTEXTS, request.context})
         with Vertical():
-            yield Static("", id="machine", markup=False)
+            yield Static("", id="summary", markup=False)
             yield Slider(
                 "context", "←→", contexts, context_words, value=request.context, name="context"
             )
@@ -119,7 +119,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                 yield Slider(
                     "for",
                     "P",
-                    PURPOSES,
+                    [*PURPOSE_WORDS],
                     PURPOSE_WORDS.__getitem__,
                     value=request.purpose,
                     name="purpose",
@@ -151,12 +151,12 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
                     value=int(request.memory_gb),
                     name="memory",
                 )
-            yield WholeInput(
+            yield SearchInput(
                 placeholder='another machine, as you would say it: "M4 Max 64GB", "2x rtx 3090"',
-                id="typed",
+                id="machine",
                 compact=True,
             )
-            yield WholeInput(
+            yield SearchInput(
                 placeholder="part of a name: the list is what has it", id="filter", compact=True
             )
             yield Static("", id="columns", markup=False)
@@ -167,7 +167,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
-        self._write("#machine", "planning …")
+        self._write("#summary", "planning …")
         self.set_interval(_LOOK_S, self._show_downloads)
         self.set_interval(_LOOK_S, self._show_arrived)
         self._replan()
@@ -246,7 +246,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         self.set_class(self.rows.shows_disk, "-disk")
         at, was = listed.highlighted, self._highlighted_key()
         self._write("#columns", self.rows.head(self._columns))
-        self._write("#machine", in_lines(self.rows.summary(), self._columns))
+        self._write("#summary", in_lines(self.rows.summary(), self._columns))
         rows = self.rows.rows(self._columns, self.query_one("#filter", Input).value.lower().split())
         listed.set_options(
             [
@@ -278,7 +278,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         lines: list[str] = []
         choice, model = self._choice, self._model
         without = "models.remove" if model is None or not model.ours else ""
-        said = hints("on disk", without=without) if self.rows.shows_disk else hints("models")
+        said = hints("on disk" if self.rows.shows_disk else "models", without=without)
         self._write("#keys", in_lines(said, self._columns))
         if choice is not None:
             accounts = self.rows.planned.accounts if self.rows.planned is not None else ()
@@ -363,12 +363,9 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
         if not isinstance(self.focused, Input):
             self.query_one(f"#{which}", Slider).action_next()
 
-    def action_machine(self) -> None:
-        self._ask("#typed", asked=True)
-
-    def action_filter(self) -> None:
-        """List what has the words that are typed from now on."""
-        self._ask("#filter", asked=True)
+    def action_ask(self, which: str) -> None:
+        """Have another machine typed, or words that the list is to have."""
+        self._ask(f"#{which}", asked=True)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         if event.input.id == "filter":
@@ -393,7 +390,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self.query_one(OptionList).focus()  # what is filtered stays so: Esc ends it
             return
         self.query_one("#device", Slider).choose(event.value.strip())
-        self._ask("#typed", asked=False)
+        self._ask("#machine", asked=False)
 
     def action_why(self) -> None:
         if self._choice is not None:
@@ -408,7 +405,8 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def action_sort(self) -> None:
         """List by the next order: best, speed, memory."""
-        self.rows.sort_next()
+        orders = [*ORDERS]
+        self.rows.order = orders[(orders.index(self.rows.order) + 1) % len(orders)]
         self._list()
         self.query_one(OptionList).highlighted = 0 if self.rows.choices else None
 

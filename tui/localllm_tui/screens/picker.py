@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 from rich.text import Text as RichText
 from textual import events
-from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from localllm.conversation.history import ConversationSummary, History, StoredMessage
@@ -23,12 +22,11 @@ from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import ago, elide, how_many
 from localllm_tui.control.keys import PICKER
 from localllm_tui.control.terminal import one_line, printable
-from localllm_tui.screens.picking import Picker
+from localllm_tui.screens.picking import LISTED, Picker
 
 if TYPE_CHECKING:
     from localllm_tui.screens.chat import ChatScreen
 
-LISTED = 200
 LEAST_PREVIEW_LINES = 20
 _LEAST_WITH_MODEL = 64
 # Of one conversation; all of them where only one is looked at.
@@ -49,7 +47,7 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
 
     DEFAULT_CSS = """
     ConversationPicker > Vertical { max-width: 110; height: 80%; }
-    ConversationPicker #preview { height: 6; border-top: solid $panel; color: $hint; }
+    ConversationPicker #preview { display: block; height: 6; border-top: solid $panel; color: $hint; }
     ConversationPicker.-low #preview { display: none; }
     """
 
@@ -61,9 +59,6 @@ class ConversationPicker(Picker[TurnPlace], keys=PICKER):
             self.key_context = "finding"
             about, looks_in = "find in this conversation", "all that was said here, on every branch"
         super().__init__(about, query, f"search {looks_in}")
-
-    def below(self) -> list[Widget]:
-        return [Static("", id="preview", markup=False)]
 
     @property
     def width(self) -> int:
@@ -222,13 +217,10 @@ async def _open(screen: ChatScreen, chat: ChatController, picker: ConversationPi
         elif chat.session.id is not None and not chat.history.holds(chat.session.id):
             await command_actions.new(chat, "")  # it was removed in the list
         if place is not None and place.words:
-            screen.found.search(chat.history, place.conversation_id, place.words)
+            screen.window.search(place.conversation_id, place.words)
 
     async def report(place: TurnPlace | None) -> None:
         await chat.reporting(show(place))
         chat.face.changed()
 
-    def chosen(place: TurnPlace | None) -> None:
-        screen.call_later(report, place)
-
-    await screen.app.push_screen(picker, chosen)
+    await screen.app.push_screen(picker, report)

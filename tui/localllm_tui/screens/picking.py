@@ -16,7 +16,6 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.fuzzy import Matcher
 from textual.screen import ModalScreen, Screen
-from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -31,8 +30,8 @@ from localllm_tui.control.meter import FileCost
 from localllm_tui.control.terminal import one_line
 from localllm_tui.screens.beside import start
 from localllm_tui.widgets.composer import Composer
-from localllm_tui.widgets.graphemes import WholeInput
-from localllm_tui.widgets.line_filters import title
+from localllm_tui.widgets.inputs import SearchInput
+from localllm_tui.widgets.line_filters import frame_title
 
 T = TypeVar("T")
 
@@ -48,6 +47,7 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
         border: round $accent-text; border-title-color: $accent-text; border-subtitle-color: $hint; padding: 0 1; background: $surface;
     }
     Picker OptionList { height: 1fr; border: none; background: transparent; }
+    Picker #preview { display: none; }
     """
     key_context: KeyContext = "filing"
 
@@ -66,16 +66,12 @@ class Picker(HasKeys, ModalScreen[T | None], Generic[T], keys=FILES):
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = title(self._about)
+            box.border_title = frame_title(self._about)
             box.border_subtitle = fitted(hints(self.key_context), self.width)
-            yield WholeInput(self._typed, placeholder=self._placeholder, select_on_focus=False)
+            yield SearchInput(self._typed, placeholder=self._placeholder, select_on_focus=False)
             yield self.options
-            yield from self.below()
+            yield Static("", id="preview", markup=False)
             yield Static(self._waiting, id="found", markup=False)
-
-    def below(self) -> list[Widget]:
-        """What stands between the list and what was found."""
-        return []
 
     @property
     def width(self) -> int:
@@ -225,7 +221,7 @@ def _has_letters(name: str, query: str) -> bool:
     return all(letter in letters for letter in query.lower() if letter != " ")
 
 
-_LISTED = 200
+LISTED = 200
 
 
 class AskedPicker(Picker[str]):
@@ -238,7 +234,7 @@ class AskedPicker(Picker[str]):
         self._history = history
 
     def fill(self, query: str) -> None:
-        asked = [*self._history.asked(query, limit=_LISTED)]
+        asked = [*self._history.asked(query, limit=LISTED)]
         said = how_many(len(asked), "question") if asked else "nothing like it was asked"
         self.show([(RichText(elide(one_line(q), self.width)), q) for q in asked], said)
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from textual.widget import Widget
 
-from localllm.conversation.history import ConversationSummary, History, StoredMessage
+from localllm.conversation.history import ConversationSummary, StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control import command_actions, wording
 from localllm_tui.control.chat import ChatController
@@ -23,16 +23,19 @@ EARLIER_SHOWN = 3
 # A long conversation opens with its newest turns.
 TURNS_SHOWN = 24
 TURNS_ABOVE = 5  # above a turn that was searched for
+HITS = 2_000
 
 
 class TurnWindow:
     """The chat's turns from `first` to the last but one (`last` None: to the end), as views in the
-    transcript."""
+    transcript; and the words that are marked in them."""
 
     def __init__(self, chat: ChatController, transcript: Transcript) -> None:
         self._chat, self._transcript = chat, transcript
         self._first = 0
         self.last: int | None = None
+        self._words = ""  # that were searched for
+        self._ids: list[int] = []  # the turns that have them, oldest first
 
     @property
     def _turns(self) -> list[StoredMessage]:
@@ -50,33 +53,30 @@ class TurnWindow:
     def view(self, turn_id: int) -> TurnView | None:
         return next((v for v in self._transcript.views if v.turn_id == turn_id), None)
 
-    async def draw(self) -> None:
-        """Show the session's current branch; turns that are on screen already stay."""
+    async def draw(self, until: int = 0) -> None:
+        """Show the session's current branch, `until` the turn of this id, and then nothing below
+        it; turns that are on screen already stay."""
         if self._first >= len(self._turns) or (
             self.last is not None and self.last >= len(self._turns)
         ):
             self.choose()
-        wanted = self._turns[self._first : self.last]
+        wanted, below = self._turns[self._first : self.last], self._after_turns()
+        ids = [turn.id for turn in wanted]
+        if until in ids:
+            wanted, below, self.last = wanted[: ids.index(until) + 1], [], None
         keep = self._unchanged(wanted)
-        await self._remove_all_but(keep)
-        await self._transcript.mount_all([*self._views(wanted[len(keep) :]), *self._after_turns()])
+        gone = [child for child in self._transcript.children if child not in keep]
+        await self._transcript.remove_children(gone)
+        await self._transcript.mount_all([*self._views(wanted[len(keep) :]), *below])
         await self._mount_earlier()
 
     def _unchanged(self, wanted: Sequence[StoredMessage]) -> list[TurnView]:
         """The views that show the first of these turns already."""
-        views = self._transcript.views
-        same = takewhile(
-            lambda pair: pair[0].turn_id == pair[1].id, zip(views, wanted, strict=False)
-        )
-        keep = [*same]
+        pairs = zip(self._transcript.views, wanted, strict=False)
+        keep = [*takewhile(lambda pair: pair[0].turn_id == pair[1].id, pairs)]
         for view, turn in keep:
             view.show_place(turn.id, self._chat.session.place(turn))
         return [view for view, _ in keep]
-
-    async def _remove_all_but(self, keep: Sequence[Widget]) -> None:
-        await self._transcript.remove_children(
-            [w for w in self._transcript.children if w not in keep]
-        )
 
     def _views(self, turns: Sequence[StoredMessage]) -> list[Widget]:
         sent = {t.id for t in self._chat.session.sent_turns}
@@ -109,15 +109,6 @@ class TurnWindow:
             self.choose(turn_id)
             await self.draw()
 
-    async def remove_after(self, turn_id: int) -> None:
-        """Take what follows this turn off the screen, to its end."""
-        await self.ensure_shown(turn_id)
-        views = self._transcript.views
-        after = next((i + 1 for i, v in enumerate(views) if v.turn_id == turn_id), len(views))
-        above = self._transcript.children[:1] if self._first else []
-        await self._remove_all_but([*above, *views[:after]])
-        self.last = None
-
     async def show_later(self) -> None:
         """Turns below the last one shown come in."""
         if self.last is not None:
@@ -146,31 +137,17 @@ class TurnWindow:
         if self._first:
             await self._transcript.mount(HiddenTurns(self._first, -1), before=0)
 
+    # -- what was searched for ---------------------------------------------------------------------
 
-HITS = 2_000
-
-
-class FoundTurns:
-    """Marks the words in the transcript, and goes from hit to hit."""
-
-    def __init__(self, chat: ChatController, transcript: Transcript, window: TurnWindow) -> None:
-        self._chat, self._transcript, self._window = chat, transcript, window
-        self._words = ""
-        self._ids: list[int] = []  # the turns that have them, oldest first
-
-    def clear(self) -> None:
-        self._mark("", [])
-
-    def _mark(self, words: str, ids: list[int]) -> None:
+    def mark(self, words: str, ids: list[int]) -> None:
+        """Mark the words that these turns have, oldest first; "": none any more."""
         self._words, self._ids = words, ids
         self._transcript.search(words)
 
-    def search(self, history: History, conversation_id: str, words: str) -> None:
+    def search(self, conversation_id: str, words: str) -> None:
         """Mark the words, and go to the first hit of the selected turn."""
-        hits = history.search(words, limit=HITS)
-        self._mark(
-            words, sorted(h.message_id for h in hits if h.conversation_id == conversation_id)
-        )
+        hits = self._chat.history.search(words, limit=HITS)
+        self.mark(words, sorted(h.message_id for h in hits if h.conversation_id == conversation_id))
         self._enter(1)
 
     def _enter(self, step: int) -> None:
@@ -190,11 +167,11 @@ class FoundTurns:
             return bool(self._ids)
         at = (self._ids.index(turn_id) + step) % len(self._ids) if turn_id in self._ids else 0
         words, ids = self._words, self._ids
-        view = self._window.view(ids[at])
+        view = self.view(ids[at])
         if view is not None:
             self._transcript.select(view)
         elif self._chat.session.id is not None:
             await command_actions.resume(self._chat, self._chat.session.id, ids[at])
-        self._mark(words, ids)  # to open a conversation ends a search
+        self.mark(words, ids)  # to open a conversation ends a search
         self._enter(step)
         return True

@@ -14,13 +14,9 @@ from textual.widgets import Collapsible, Static
 
 from localllm.conversation.history import StoredMessage
 from localllm_tui.control.formatting import elide
-from localllm_tui.control.stream_events import (
-    ToolCall,
-    ToolResult,
-)
-from localllm_tui.control.terminal import printable
+from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.control.wording import note_under
-from localllm_tui.widgets.line_filters import label
+from localllm_tui.widgets.line_filters import frame_title
 from localllm_tui.widgets.text import GrowingText
 from localllm_tui.widgets.transcript import Transcript, TurnView
 
@@ -53,30 +49,29 @@ class AnswerView(TurnView):
         who = str(turn.meta.get("model") or model)
         view = cls(who, turn.content, turn.reasoning or "", note_under(turn))
         view.turn_id, view.place = turn.id, place
-        view._ran = [tool_ran(told) for told in turn.meta.get("tools") or ()]
+        view._ran = [*(turn.meta.get("tools") or ())]
         return view
 
     def __init__(self, who: str, text: str = "", reasoning: str = "", note: str = "") -> None:
         super().__init__(who)
         self._answer = GrowingText(printable(text))
         self._thought = GrowingText(printable(reasoning), plain=True, classes="thinking")
-        self._words = len(reasoning.split())
         self._pending = self._pending_thought = ""
         self._note = note
-        self._ran: list[ToolResult] = []
+        self._ran: list[Mapping[str, Any]] = []
         self._timer: Timer | None = None
         # CPU seconds of this thread, and the time, at the last frame
         self._drawn = (0.0, float("-inf"))
 
     def compose(self) -> ComposeResult:
-        yield self._headline()
-        yield Static("", classes="progress", markup=False)
+        yield Static(self.headline, classes="who", markup=False)
+        yield Static(classes="progress", markup=False)
         with Collapsible(title="Thinking", **FOLDED):
             yield self._thought
         for ran in self._ran:
             yield ToolFold(ran)
         yield self._answer
-        yield Static(self._note, classes="note", markup=False)
+        yield Static(classes="note", markup=False)
 
     def on_mount(self) -> None:
         self._set_reasoning_title(done=True)
@@ -84,13 +79,8 @@ class AnswerView(TurnView):
         fold.display = bool(self._thought.source)
         for part in fold.walk_children(Widget):
             part.can_focus = False  # a click folds; the keys stay with the input
-        self.query_one(".progress").display = False
-        self.query_one(".note").display = bool(self._note)
-
-    @property
-    def text(self) -> str:
-        """The answer as shown, what is not drawn yet included."""
-        return self._answer.source + self._pending
+        self.progress("")
+        self._say(".note", self._note)
 
     @property
     def _thinking(self) -> Collapsible:
@@ -98,7 +88,10 @@ class AnswerView(TurnView):
 
     def progress(self, what: str) -> None:
         """Say what happens before the first text; "" when it is over."""
-        line = self.query_one(".progress", Static)
+        self._say(".progress", what)
+
+    def _say(self, where: str, what: str) -> None:
+        line = self.query_one(where, Static)
         line.display = bool(what)
         line.update(what)
 
@@ -110,7 +103,7 @@ class AnswerView(TurnView):
         self._pending += printable(text)
         self._pending_thought += printable(reasoning)
 
-    def tool(self, ran: ToolResult) -> None:
+    def tool(self, ran: Mapping[str, Any]) -> None:
         """Show a call and what came of it, folded, above the text."""
         self.mount(ToolFold(ran), before=self._answer)
 
@@ -121,12 +114,7 @@ class AnswerView(TurnView):
             self._timer = None
         self.progress("")
         self._draw(last=True)
-        self.note(note)
-
-    def note(self, note: str) -> None:
-        line = self.query_one(".note", Static)
-        line.display = bool(note)
-        line.update(note)
+        self._say(".note", note)
 
     def toggle_thinking(self) -> bool:
         """Fold or unfold the thinking; False when there is none."""
@@ -144,8 +132,6 @@ class AnswerView(TurnView):
             self._draw_thought(done=last or bool(self._answer.source + new))
         if new:
             self._answer.add(new)
-        if last:
-            self._answer.end()
         if isinstance(self.parent, Transcript):
             self.parent.follow()
 
@@ -159,16 +145,13 @@ class AnswerView(TurnView):
     def _draw_thought(self, *, done: bool) -> None:
         new, self._pending_thought = self._pending_thought, ""
         if new:
-            began_in_word = self._thought.source[-1:].strip() and new[:1].strip()
-            self._words += len(new.split()) - bool(began_in_word)
             self._thought.add(new)
         self._thinking.display = bool(self._thought.source)
         self._set_reasoning_title(done=done)
 
     def _set_reasoning_title(self, *, done: bool) -> None:
-        title = f"{'Thought' if done else 'Thinking…'} ({self._words:,} words, Ctrl+T)"
-        if title != self._thinking.title:
-            self._thinking.title = title
+        words = len(self._thought.source.split())
+        self._thinking.title = f"{'Thought' if done else 'Thinking…'} ({words:,} words, Ctrl+T)"
 
 
 class ToolFold(Collapsible):
@@ -177,20 +160,18 @@ class ToolFold(Collapsible):
     ToolFold Contents { padding: 0 0 0 2; height: auto; }
     """
 
-    def __init__(self, ran: ToolResult) -> None:
-        said = f"{len(ran.result):,} characters" if ran.allowed else "did not run"
-        call = " ".join(printable(f"{ran.call.name} {ran.call.arguments}").split())
-        inside = Static(printable(f"{ran.call.arguments}\n→ {ran.result}"), markup=False)
+    def __init__(self, ran: Mapping[str, Any]) -> None:
+        name, arguments, result = (
+            str(ran.get(part, "")) for part in ("name", "arguments", "result")
+        )
+        said = f"{len(result):,} characters" if ran.get("allowed") else "did not run"
+        call = one_line(f"{name} {arguments}")
+        inside = Static(printable(f"{arguments}\n→ {result}"), markup=False)
         # Collapsible asks for a string, and takes what needs no parsing: there is no escape that
         # Textual always undoes.
-        title = label(f"tool: {elide(call, 60)} · {said}")
-        super().__init__(inside, title=title, **FOLDED)  # type: ignore[arg-type]
+        head = frame_title(f"tool: {elide(call, 60)} · {said}")
+        super().__init__(inside, title=head, **FOLDED)  # type: ignore[arg-type]
 
     def on_mount(self) -> None:
         for part in self.walk_children(Widget):
             part.can_focus = False  # a click folds; the keys stay with the input
-
-
-def tool_ran(told: Mapping[str, Any]) -> ToolResult:
-    call = ToolCall("", str(told.get("name", "")), str(told.get("arguments", "")))
-    return ToolResult(call, str(told.get("result", "")), bool(told.get("allowed")))

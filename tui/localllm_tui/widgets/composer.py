@@ -20,7 +20,7 @@ from localllm_tui.control.characters import after, before
 from localllm_tui.control.commands import Command, offered, parse
 from localllm_tui.control.keys import COMPOSER
 from localllm_tui.messages import FilesWanted, PastedToAttach, QuestionSubmitted
-from localllm_tui.widgets.graphemes import KeysInOrder
+from localllm_tui.widgets.inputs import done_at_once
 
 # A longer paste would make each key slow: it is attached as a file.
 MUCH_CHARS = 300_000
@@ -68,14 +68,8 @@ class SlashMenu(OptionList, can_focus=False):
         self.set_options([Option(Text(row, no_wrap=True, overflow="ellipsis")) for row in rows])
         self.highlighted = 0 if found else None
 
-    def move(self, step: int) -> None:
-        if step < 0:
-            self.action_cursor_up()
-        else:
-            self.action_cursor_down()
 
-
-class Composer(HasKeys, KeysInOrder, TextArea, keys=COMPOSER):
+class Composer(HasKeys, TextArea, keys=COMPOSER):
     """A TextArea that grows with its text up to eight rows. Posts QuestionSubmitted; never clears
     itself."""
 
@@ -99,11 +93,18 @@ class Composer(HasKeys, KeysInOrder, TextArea, keys=COMPOSER):
         self._shown_earlier = 0
 
     async def _on_key(self, event: events.Key) -> None:
-        action = _CAUGHT.get(event.key)
-        if action is not None and self._act(action):
+        acts: dict[str, Callable[[], bool]] = {
+            "send": self._send,
+            "complete": self._complete,
+            "earlier": lambda: self._browse(-1),
+            "later": lambda: self._browse(1),
+            "files": self._at,
+        }
+        act = acts.get(_CAUGHT.get(event.key, ""))
+        if act is not None and act():  # False leaves the key to TextArea
             event.stop()
             event.prevent_default()
-        else:
+        elif not await done_at_once(self, event):
             await super()._on_key(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
@@ -121,17 +122,6 @@ class Composer(HasKeys, KeysInOrder, TextArea, keys=COMPOSER):
         if not before or before[-1].isspace():
             self.post_message(FilesWanted())
         return False
-
-    def _act(self, action: str) -> bool:
-        """Do a caught key's action; False leaves the key to TextArea."""
-        acts: dict[str, Callable[[], bool]] = {
-            "send": self._send,
-            "complete": self._complete,
-            "earlier": lambda: self._browse(-1),
-            "later": lambda: self._browse(1),
-            "files": self._at,
-        }
-        return acts[action]()
 
     async def keys_handled(self) -> None:
         """Wait until what was typed before is in the text: a key that the screen takes overtakes
@@ -199,7 +189,7 @@ class Composer(HasKeys, KeysInOrder, TextArea, keys=COMPOSER):
     def _browse(self, step: int) -> bool:
         """Bring back an earlier question, unless something else is being written."""
         if self._chosen is not None:
-            self.menu.move(step)
+            (self.menu.action_cursor_up if step < 0 else self.menu.action_cursor_down)()
             return True
         if self._shown_earlier and self.text != self.earlier_questions[-self._shown_earlier]:
             self._shown_earlier = 0

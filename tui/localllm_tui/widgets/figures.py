@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from rich.cells import cell_len
 from rich.text import Text
-from textual import events
 from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
@@ -22,18 +21,12 @@ class StatusLine(Widget):
     """Shows what `show` was last told, fitted anew when its width changes."""
 
     DEFAULT_CSS = "StatusLine { height: 1; padding: 0 2; color: $hint; }"
-
-    def __init__(self) -> None:
-        super().__init__(id="status")
-        self._numbers: StatusFigures | None = None
+    _numbers: StatusFigures | None = None
 
     def show(self, numbers: StatusFigures) -> None:
         if numbers != self._numbers:
             self._numbers = numbers
             self.refresh()
-
-    def on_resize(self, _: events.Resize) -> None:
-        self.refresh()
 
     def render(self) -> Text:
         width = max(_LEAST_COLUMNS, self.content_size.width)
@@ -56,10 +49,6 @@ class HeadLine(Static):
     HeadLine.-busy { color: $accent-text; }
     """
 
-    def __init__(self) -> None:
-        super().__init__("", id="head", markup=False)
-        self._shown = ("", False)
-
     def show(
         self, parts: list[str], system: str, *, busy: bool, width: int, title: str = ""
     ) -> None:
@@ -76,25 +65,19 @@ class HeadLine(Static):
         said = elide(_HEAD_GAP.join(shown_parts), max(8, room))
         line = _HEAD_GAP.join(part for part in (said, prompt) if part)
         shown = Text.assemble((title, "bold"), _HEAD_GAP if title and line else "", line)
-        if (shown.plain, busy) != self._shown:
-            self._shown = shown.plain, busy
-            self.set_class(busy, "-busy")
-            self.display = bool(shown.plain)
+        self.set_class(busy, "-busy")
+        self.display = bool(shown.plain)
+        if shown != self.content:
             self.update(shown)
 
 
-# Narrower, the panel would leave the conversation less than 60 columns.
+# Narrower, the panel beside the conversation would leave it less than 60 columns.
 LEAST_COLUMNS = 100
 
 
-def glass_text(lines: list[str]) -> Content:
-    """The panel's lines: its heads bold, its bars in the theme's accent."""
-    text = Content("\n".join(lines)).highlight_regex(r"(?m)^[A-Z]{4,}[A-Z ]*", style="bold")
-    return text.highlight_regex("[▁-▏]+", style="$accent-text")
-
-
 class GlassPanel(Static):
-    """Shows what `show` was last told; hidden until asked for."""
+    """Shows what `show` was last told, its heads bold, its bars in the theme's accent; hidden until
+    asked for. `narrow`: above the conversation."""
 
     DEFAULT_CSS = f"""
     GlassPanel {{
@@ -102,22 +85,13 @@ class GlassPanel(Static):
         border-left: solid $panel; overflow-y: auto; text-wrap: nowrap;
     }}
     GlassPanel.wanted {{ display: block; }}
-    GlassPanel.wanted.narrow {{ display: none; }}
+    GlassPanel.narrow {{
+        dock: top; width: 100%; height: auto; max-height: 50%; padding: 0 1;
+        border-left: none; border-bottom: solid $panel;
+    }}
     """
 
-    def __init__(self) -> None:
-        super().__init__("", id="glass", markup=False)
-        self._lines: list[str] = []
-
-    @property
-    def wanted(self) -> bool:
-        return self.has_class("wanted")
-
-    def toggle(self) -> None:
-        """Ask for it, or no longer."""
-        self.toggle_class("wanted")
-
     def show(self, lines: list[str]) -> None:
-        if lines != self._lines:
-            self._lines = lines
-            self.update(glass_text(lines))
+        said = Content("\n".join(lines)).highlight_regex(r"(?m)^[A-Z]{4,}[A-Z ]*", style="bold")
+        if said != self.content:
+            self.update(said.highlight_regex("[▁-▏]+", style="$accent-text"))

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from rich.segment import Segment
 from rich.style import Style
-from rich.text import Text
 from textual.color import Color
 from textual.content import Content
 from textual.filter import LineFilter
@@ -27,13 +26,9 @@ class NoControls(LineFilter):
         return [Segment(printable(text), style, control) for text, style, control in segments]
 
 
-def title(text: str) -> Text:
-    """A frame's title without the markup that Textual would look for in a plain string."""
-    return Text(printable(text))
-
-
-def label(text: str) -> Content:
-    """The same for a fold's title."""
+def frame_title(text: str) -> Content:
+    """The title of a frame or fold, without the markup that Textual would look for in a plain
+    string."""
     return Content(printable(text))
 
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
@@ -34,9 +33,6 @@ _BULLETS = "•▪‣⭑◦"
 _LISTS = ("bullet_list", "ordered_list")
 _MARKS = {"strong": "bold", "em": "italic", "s": "strike", "link": "link"}
 _ADDRESSES = {"image": "src", "link": "href"}
-_FOLD = re.compile(
-    r"</?details\b[^<>]{0,80}>|<summary>(.*?)</summary>\s*", re.IGNORECASE | re.DOTALL
-)
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 
@@ -75,9 +71,6 @@ class MarkdownRows:
         self._rows: list[MarkdownRow] = []
         # of the item that the tail begins with, where its list began before
         self._number: int | None = None
-        # Where links lead may be said at the end, for all of the text.
-        self._links: dict[str, Any] = {}
-        self._links_came = False
         self._fences = 0  # before the tail
 
     def at(self, width: int) -> list[MarkdownRow]:
@@ -92,18 +85,10 @@ class MarkdownRows:
         if self._width:
             self._lay_out()
 
-    def end(self) -> bool:
-        """Nothing more comes; whether that changed what was finished."""
-        late = self._links_came and bool(self._width)
-        if late:
-            self._relayout()
-        return late
-
     def _relayout(self) -> None:
         self._rows, self.finished, self._tail, self._number = [], 0, self.source, None
         self._fences = 0
         self._lay_out()
-        self._links_came = False
 
     def _lay_out(self) -> None:
         """Lay out the last piece again, and those after it."""
@@ -126,13 +111,10 @@ class MarkdownRows:
 
     def _pieces(self) -> Iterator[_Piece]:
         """The blocks of the tail, of a list each item: lists grow long."""
-        links = dict(self._links)
-        root = SyntaxTreeNode(_parser().parse(self._tail, {"references": links}))
+        root = SyntaxTreeNode(_parser().parse(self._tail))
         fences = [node for node in root.walk() if node.type == "fence"]
         for number, fence in enumerate(fences, self._fences + 1):
             fence.meta["number"] = number
-        self._links_came |= len(links) > len(self._links)
-        self._links = links
         above = bool(self.finished)  # something to keep apart from: an empty quote has no rows
         for n, node in enumerate(root.children):
             if node.type in _LISTS:
@@ -160,7 +142,8 @@ def _line(node: SyntaxTreeNode) -> int:
 
 @lru_cache(maxsize=1)
 def _parser() -> MarkdownIt:
-    return with_formulas(MarkdownIt("gfm-like"))
+    # Links by reference stand as they were written: where they lead may be said much later.
+    return with_formulas(MarkdownIt("gfm-like").disable("reference"))
 
 
 def _lines(text: str) -> list[str]:
@@ -190,19 +173,6 @@ def _code_block(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
     if "number" in node.meta:
         yield _code_label(node.meta["number"], language, width)
     yield from _code(node.content, language, width)
-
-
-def _html(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
-    """As it was written, but the tags of <details>, whose summaries are bold."""
-    at, said = 0, Text()
-    for tag in _FOLD.finditer(node.content):
-        said.append(node.content[at : tag.start()])
-        if tag[1]:
-            said.append(f"{' '.join(tag[1].split())}\n", "bold")
-        at = tag.end()
-    said.append(node.content[at:])
-    said.rstrip()
-    yield from _wrapped(said, width) if said else ()
 
 
 def _formula(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
@@ -277,8 +247,9 @@ def _table(node: SyntaxTreeNode, width: int) -> Iterator[MarkdownRow]:
         for cell in node.children[0].children[0].children
     ]
     for n, line in enumerate(lines):
-        cells = [_cell_rows(cell, room) for cell, room in zip(line, widths, strict=True)]
-        for pieces in itertools.zip_longest(*cells, fillvalue=Text("")):
+        cells = [_wrapped(cell, room) for cell, room in zip(line, widths, strict=True)]
+        for rows in itertools.zip_longest(*cells, fillvalue=MarkdownRow(Text(""))):
+            pieces = [row.text for row in rows]
             padded = (_padded(*cell) for cell in zip(pieces, widths, right, strict=True))
             yield MarkdownRow(Text.assemble((" │ ", "rule")).join(padded))
         if n == 0:
@@ -289,14 +260,10 @@ def _cells(line: SyntaxTreeNode, style: str) -> list[Text]:
     return [_inline(cell, style) for cell in line.children]
 
 
-def _cell_rows(cell: Text, room: int) -> list[Text]:
-    return [row.text for row in _wrapped(cell, room)]
-
-
 _LEAVES: dict[str, Callable[[SyntaxTreeNode, int], Iterator[MarkdownRow]]] = {
     "heading": lambda node, width: _wrapped(_inline(node, f"heading.{node.tag}"), width),
-    "fence": _code_block, "code_block": _code_block, "table": _table, "html_block": _html,
-    "formula_block": _formula,
+    "fence": _code_block, "code_block": _code_block, "table": _table, "formula_block": _formula,
+    "html_block": lambda node, width: _wrapped(Text(node.content.rstrip()), width),
     "hr": lambda _, width: iter([MarkdownRow(Text("─" * width, "rule"))]),
 }  # fmt: skip
 
@@ -310,14 +277,8 @@ def _columns(lines: Sequence[Sequence[Text]], width: int) -> list[int]:
     """Column widths: as wide as the text while there is room; then the widest ones shrink."""
     widths = [max([1, *map(_cell_width, column)]) for column in zip(*lines, strict=True)]
     too_much = sum(widths) + 3 * (len(widths) - 1) - width
-    while too_much > 0 and max(widths) > 1:
-        widest = max(widths)
-        others = [room for room in widths if room < widest]
-        step = min(widest - max(others, default=1), max(1, too_much // widths.count(widest)))
-        for n, room in enumerate(widths):
-            if room == widest and too_much > 0:
-                widths[n] -= min(step, too_much)
-                too_much -= min(step, too_much)
+    for _ in range(min(too_much, sum(widths) - len(widths))):
+        widths[widths.index(max(widths))] -= 1
     return widths
 
 
@@ -352,7 +313,8 @@ def _words(node: SyntaxTreeNode, text: Text) -> None:
     if node.type in _MARKS:
         text.stylize(_MARKS[node.type], start)
     if node.type in _ADDRESSES:
-        text.stylize(_link(str(node.attrs.get(_ADDRESSES[node.type], ""))), start)
+        address = str(node.attrs.get(_ADDRESSES[node.type], ""))
+        text.stylize(Style(meta={"@click": ("link", (address,))}), start)
 
 
 # What a part of a line says, and its style.
@@ -365,8 +327,3 @@ _SAID: dict[str, Callable[[SyntaxTreeNode], tuple[str] | tuple[str, str]]] = {
     "html_inline": lambda node: ("\n" if _BREAK.fullmatch(node.content) else node.content,),
     "image": lambda node: (f"🖼  {node.content}".rstrip(),),
 }
-
-
-def _link(address: str) -> Style:
-    """What a click on it does, which Textual reads from the style."""
-    return Style(meta={"@click": ("link", (address,))})

@@ -44,10 +44,6 @@ class GrowingText(Widget):
     def source(self) -> str:
         return self.rows.source
 
-    def add(self, new: str) -> None:
-        self.rows.add(new)
-        self._changed(self.rows.finished)
-
     def mark(self, searched: re.Pattern[str] | None, now: int = -1) -> list[int]:
         """Mark what was searched for, most of all in the row `now`; returns the rows that have
         it."""
@@ -62,11 +58,9 @@ class GrowingText(Widget):
             if searched is not None and searched.search(row.text.plain)
         ]
 
-    def end(self) -> None:
-        if self.rows.end():
-            self._changed(0)
-
-    def _changed(self, first: int) -> None:
+    def add(self, new: str) -> None:
+        first = self.rows.finished  # what is before it is not laid out again
+        self.rows.add(new)
         for y in [y for y in self._strips if y >= first]:
             del self._strips[y]
         taller = self.size.height != len(self.rows.at(self.size.width)) if self.size.width else True

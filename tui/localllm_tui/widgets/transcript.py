@@ -20,14 +20,9 @@ from localllm_tui.widgets.contrast import SELECTED
 from localllm_tui.widgets.text import GrowingText
 
 
-def headline(who: str, place: tuple[int, int]) -> str:
-    """The line above a turn; `place` is which version of how many."""
-    at, of, who = *place, one_line(who)
-    return f"{who}  ◂ {at}/{of} ▸" if of > 1 else who
-
-
 class TurnView(Vertical):
-    """A turn. `turn_id` is its message's id; 0 while it has none."""
+    """A turn. `turn_id` is its message's id; 0 while it has none. `place` is which version it is of
+    how many."""
 
     DEFAULT_CSS = f"""
     TurnView {{ margin-top: 1; padding-left: 1; height: auto; max-width: 104; }}
@@ -39,21 +34,19 @@ class TurnView(Vertical):
 
     def __init__(self, who: str, turn_id: int = 0, place: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
-        self.who = who
+        self.who = one_line(who)
         self.turn_id = turn_id
         self.place = place
 
     @property
-    def text(self) -> str:
-        raise NotImplementedError
-
-    def _headline(self) -> Static:
-        return Static(headline(self.who, self.place), classes="who", markup=False)
+    def headline(self) -> str:
+        at, of = self.place
+        return f"{self.who}  ◂ {at}/{of} ▸" if of > 1 else self.who
 
     def show_place(self, turn_id: int, place: tuple[int, int]) -> None:
         self.turn_id, self.place = turn_id, place
         for line in self.query(".who").results(Static):  # none before it is composed
-            line.update(headline(self.who, place))
+            line.update(self.headline)
 
     def on_mount(self) -> None:
         if isinstance(self.parent, Transcript) and self.parent.searched is not None:

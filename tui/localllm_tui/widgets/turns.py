@@ -33,18 +33,14 @@ class QuestionView(TurnView):
         self.left_out = left_out
         self.attached = turn.meta.get("attached", ())
 
-    @property
-    def text(self) -> str:
-        return self._said
-
     def compose(self) -> ComposeResult:
-        yield self._headline()
+        yield Static(self.headline, classes="who", markup=False)
         if self.attached:
             yield Static(
                 "attached: " + one_line(", ".join(self.attached)), classes="files", markup=False
             )
-        if self.text:
-            yield GrowingText(printable(self.text), plain=True)
+        if self._said:
+            yield GrowingText(printable(self._said), plain=True)
         if self.left_out:
             yield Static(
                 "not answered, and left out of what the model gets", classes="note", markup=False
@@ -80,14 +76,8 @@ class ChatNote(Vertical):
     """
 
     def __init__(self, text: str, *, markdown: bool = False) -> None:
-        super().__init__()
+        super().__init__(GrowingText(text) if markdown else Static(printable(text), markup=False))
         self.text = text
-        self.markdown = markdown
-
-    def compose(self) -> ComposeResult:
-        yield (
-            GrowingText(self.text) if self.markdown else Static(printable(self.text), markup=False)
-        )
 
 
 class ErrorNote(Vertical):
@@ -95,20 +85,12 @@ class ErrorNote(Vertical):
 
     DEFAULT_CSS = """
     ErrorNote { max-width: 104; margin-top: 1; padding-left: 1; border-left: double $error; }
-    ErrorNote > .message { text-style: bold; }
+    ErrorNote > Static:first-child { text-style: bold; }
     """
 
     def __init__(self, message: str, hint: str = "", next_steps: str = "") -> None:
-        super().__init__()
-        self.lines = (message, hint, next_steps)
-
-    def compose(self) -> ComposeResult:
-        message, hint, next_steps = (printable(line) for line in self.lines)
-        yield Static(f"Error: {message}", classes="message", markup=False)
-        if hint:
-            yield Static(f"Hint: {hint}", markup=False)
-        if next_steps:
-            yield Static(next_steps, markup=False)
+        lines = [f"Error: {message}", f"Hint: {hint}" if hint else "", next_steps]
+        super().__init__(*(Static(printable(line), markup=False) for line in lines if line))
 
 
 def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionView | AnswerView:
@@ -138,7 +120,7 @@ class FirstRunPage(Static):
 
     def __init__(self, first_run: FirstRun) -> None:
         super().__init__("", id="first-run", markup=False)
-        self._first_run, self._shown = first_run, ""
+        self._first_run = first_run
 
     def on_mount(self) -> None:
         self._look()
@@ -146,6 +128,5 @@ class FirstRunPage(Static):
 
     def _look(self) -> None:
         said = printable("\n".join(self._first_run.lines()))
-        if said != self._shown:
-            self._shown = said
+        if said != self.content:
             self.update(said)

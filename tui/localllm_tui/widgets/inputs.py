@@ -1,0 +1,32 @@
+"""What is typed is taken in its order, Backspace and arrows too."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.widget import Widget
+from textual.widgets import Input
+
+
+async def done_at_once(widget: Widget, event: events.Key) -> bool:
+    """Do at once what a key is bound to in this widget; False where that is nothing.
+
+    Textual does it when the key has come up to the app, and what is typed meanwhile overtakes it:
+    of "ab", Backspace, "c" on a slow machine the c was removed.
+    """
+    bound = None if event.is_printable else widget.screen.active_bindings.get(event.key)
+    if bound is None or bound.node is not widget or not bound.enabled:
+        return False
+    if bound.binding.action.startswith(("scroll_", "screen.")):
+        return False  # nothing to the text or its cursor: the screen's, as it always was
+    event.stop()
+    event.prevent_default()
+    await widget.run_action(bound.binding.action)
+    return True
+
+
+class SearchInput(Input):
+    """One line of input."""
+
+    async def _on_key(self, event: events.Key) -> None:
+        if not await done_at_once(self, event):
+            await super()._on_key(event)
