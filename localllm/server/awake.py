@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import sys
-from asyncio.subprocess import DEVNULL
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Mapping
 
 # Requests that are answered sooner can't be slept through: nothing is started for them.
@@ -74,18 +74,11 @@ class Awake:
     async def _hold(self) -> None:
         await asyncio.sleep(self._after_s)
         with contextlib.suppress(OSError):
-            theirs, ours = os.pipe()
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=theirs, stdout=DEVNULL, stderr=DEVNULL
-                )
-            except BaseException:
-                os.close(ours)
-                raise
-            finally:
-                os.close(theirs)
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL
+            )
             try:
                 await process.wait()
             finally:
-                os.close(ours)
+                process.stdin.close()  # type: ignore[union-attr]
                 await process.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from localllm.server.http.accounts import caller, used_lines
@@ -42,9 +42,7 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
         *metric("localllm_http_requests_total", "counter", [("", server.requests)]),
         *metric("localllm_http_active", "gauge", [("", server.active)]),
         *metric("localllm_model_loaded", "gauge", loaded),
-        *_plain(snapshots),
-        *_recomputed(snapshots),
-        *_pressure(snapshots),
+        *_counted(snapshots),
         *used_lines(server.accounts.visible_to(caller())),
     ]
     for name, value in power.items():
@@ -54,38 +52,35 @@ async def render_metrics(server: Server, power: Mapping[str, float]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plain(snapshots: Snapshots) -> list[str]:
-    """Each number of the snapshots as a metric, with a series for each model that has it."""
-    found: dict[str, list[tuple[str, object]]] = {}
-    for name, snapshot in snapshots.items():
+def _counted(snapshots: Snapshots) -> list[str]:
+    """What the engines count, with a series for each model that has it."""
+    found: dict[tuple[str, str], list[tuple[str, object]]] = {}
+    for model, snapshot in snapshots.items():
         for key, value in snapshot.items():
-            if isinstance(value, (int, float)) and not _RECOMPUTED.fullmatch(key):
-                found.setdefault(key, []).append((labels(model=name), _number(value)))
+            for metric_of, series in _series(model, key, value):
+                found.setdefault(metric_of, []).append(series)
     lines: list[str] = []
-    for key, series in sorted(found.items()):
-        counter = key in _COUNTERS
-        named = "localllm_" + _NAME.sub("_", key) + ("_total" if counter else "")
-        lines += metric(named, "counter" if counter else "gauge", series)
+    for (name, kind), named in sorted(found.items()):
+        lines += metric(name, kind, named)
     return lines
 
 
-def _recomputed(snapshots: Snapshots) -> list[str]:
-    """Tokens whose KV was computed again, by reason: shows a cache that is too small."""
-    series: list[tuple[str, object]] = []
-    for name, snapshot in snapshots.items():
-        for key, value in snapshot.items():
-            found = _RECOMPUTED.fullmatch(key)
-            if found:
-                series.append((labels(model=name, reason=found[1]), value))
-    return metric("localllm_recomputed_tokens_total", "counter", series) if series else []
-
-
-def _pressure(snapshots: Snapshots) -> list[str]:
-    series: list[tuple[str, object]] = []
-    for name, snapshot in snapshots.items():
-        for level in _PRESSURES if "pressure" in snapshot else ():
-            series.append((labels(model=name, level=level), int(snapshot["pressure"] == level)))
-    return metric("localllm_memory_pressure", "gauge", series) if series else []
+def _series(
+    model: str, key: str, value: Any
+) -> Iterator[tuple[tuple[str, str], tuple[str, object]]]:
+    """The metric (its name and kind) and the series (its labels and value) of a snapshot's entry."""
+    recomputed = _RECOMPUTED.fullmatch(key)
+    name = "localllm_" + _NAME.sub("_", key)
+    if key == "pressure":
+        for level in _PRESSURES:
+            at = labels(model=model, level=level)
+            yield ("localllm_memory_pressure", "gauge"), (at, int(value == level))
+    elif recomputed is not None:
+        at = labels(model=model, reason=recomputed[1])
+        yield ("localllm_recomputed_tokens_total", "counter"), (at, value)
+    elif isinstance(value, (int, float)):
+        named = (f"{name}_total", "counter") if key in _COUNTERS else (name, "gauge")
+        yield named, (labels(model=model), _number(value))
 
 
 def _number(value: float) -> str:

@@ -18,13 +18,19 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError, LocalLLMError, WorkerDiedError
 from localllm.grammars.json_schema import enforceable
 from localllm.server.awake import Awake
-from localllm.server.generation.chat import ChatRequest, TokenCounts, chat_job, count_tokens
+from localllm.server.generation.chat import (
+    MOST_COUNTS,
+    ChatRequest,
+    KeptCounts,
+    chat_job,
+    count_tokens,
+)
 from localllm.server.generation.generate import run
 from localllm.server.generation.image_fetching import ImageFetcher
 from localllm.server.generation.job import (
     GenerationJob,
     PrefillProgress,
-    ReplyCollector,
+    Reply,
     ReplyUsage,
     ReplyWriter,
 )
@@ -64,7 +70,7 @@ class TranslatedRequest:
     `stream_id`: a kept stream is found by it too."""
 
     task: ChatRequest | JobFactory
-    body: Callable[[ReplyCollector, GenerationJob], Any]
+    body: Callable[[Reply, GenerationJob], Any]
     writer: Callable[[Outbox, GenerationJob, PrefillProgress], ReplyWriter]
     ignored: tuple[str, ...] = ()
     frame_error: Callable[[LocalLLMError], bytes] | None = None
@@ -84,7 +90,7 @@ class Server:
         self.store = store
         self.accounts = Accounts(settings.keys, settings.api_key)
         self.reasoning = PerCaller(ReasoningCache)
-        self.counts = TokenCounts()
+        self.counts = KeptCounts(MOST_COUNTS)
         self.images = ImageFetcher(settings.image_hosts)
         self.pdfs = PdfReader()
         self.keep_alive = KeepAlive()
@@ -145,14 +151,15 @@ class Server:
         """The reply in one piece: the stream, collected. Cancelled when the client disconnects."""
 
         async def work() -> Response:
-            collected = ReplyCollector()
-            job = await self._generate(model, translated, PrefillProgress(), lambda job: collected)
+            job, reply = await self._generate(
+                model, translated, PrefillProgress(), lambda job: ReplyWriter()
+            )
             headers = {
                 **request_id(),
                 **_headers(translated, job),
-                "x-localllm-cache": collected.usage.cache_note,
+                "x-localllm-cache": reply.usage.cache_note,
             }
-            return JSONResponse(translated.body(collected, job), headers=headers)
+            return JSONResponse(translated.body(reply, job), headers=headers)
 
         return await unless_left(request, work())
 
@@ -183,15 +190,14 @@ class Server:
             engine = await model.engine()
             job = await self.job(translated.task, model, engine)
             assert isinstance(job.prompt, str)
-            n_tokens = await count_tokens(
-                engine, job.prompt, add_bos=job.add_bos, images=job.images
-            )
+            n_tokens = await count_tokens(engine, job.prompt, job.images, add_bos=job.add_bos)
             return without_marks(job.prompt), n_tokens, [*translated.ignored, *job.ignored]
 
     @contextmanager
     def serving(self, model: ServedModel, keep_s: float | None = None) -> Iterator[None]:
         """A block in which a request of `model` runs: it is counted, and the model stays loaded;
-        for `keep_s` after the last request, where a client that may unload it says so."""
+        for `keep_s` after the last request, where a client that may unload it says so. Of a prompt
+        that is too long it is said which context this machine has room for."""
         self.requests += 1
         self.active += 1
         self.awake.request_started()
@@ -200,6 +206,9 @@ class Server:
                 if keep_s is not None and caller().admin:
                     self.keep_alive.set(model.worker, keep_s)
                 yield
+        except ContextLengthError as error:
+            error.hint = model.room_hint or error.hint
+            raise
         finally:
             self.active -= 1
             self.awake.request_ended()
@@ -210,8 +219,8 @@ class Server:
         translated: TranslatedRequest,
         progress: PrefillProgress,
         begin: Callable[[GenerationJob], ReplyWriter],
-    ) -> GenerationJob:
-        with self.serving(model, translated.keep_s), _with_room_hint(model):
+    ) -> tuple[GenerationJob, Reply]:
+        with self.serving(model, translated.keep_s):
             engine = await model.engine()
             try:
                 job = await self.job(translated.task, model, engine)
@@ -219,44 +228,31 @@ class Server:
                 engine = await model.engine()
                 job = await self.job(translated.task, model, engine)
             writer = begin(job)
-            if job.asked is not None:
-                writer = ReplyCollector(writer, shows=not job.hides_reasoning)
             account = caller()
             salt = salt_of(job.generation.salt)
             job = replace(job, generation=replace(job.generation, tenant=account.name, salt=salt))
             usage: ReplyUsage | None = None
             try:
                 try:
-                    usage = await run(engine, job, writer, progress)
+                    reply = await run(engine, job, writer, progress)
                 except WorkerDiedError:
                     # Of an answer that has a beginning there is no second.
                     if progress.written or job.answer.prefix or job.choices > 1:
                         raise
-                    usage = await run(await model.engine(), job, writer, progress)
-                self._remember(job, writer)
+                    reply = await run(await model.engine(), job, writer, progress)
+                usage = reply.usage
             finally:
                 # Of an answer that was cancelled or failed: what is known so far.
                 usage = usage or ReplyUsage(progress.done, progress.written, progress.cached)
                 account.charge(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-            return job
-
-    def _remember(self, job: GenerationJob, collected: ReplyWriter) -> None:
-        """Put the reasoning of an answer that was collected for it into the reasoning cache."""
-        if job.asked is None or not isinstance(collected, ReplyCollector):
-            return
-        for choice in collected.choices:
-            calls = [(call.name, call.arguments) for call in choice.begun_calls]
-            self.reasoning.current().remember(job.asked, choice.text, calls, choice.reasoning)
-
-
-@contextmanager
-def _with_room_hint(model: ServedModel) -> Iterator[None]:
-    """Says of a prompt that is too long which context this machine has room for."""
-    try:
-        yield
-    except ContextLengthError as error:
-        error.hint = model.room_hint or error.hint
-        raise
+            if job.asked is not None:
+                for choice in reply.choices:
+                    calls = [(call.name, call.arguments) for call in choice.begun_calls]
+                    cache = self.reasoning.current()
+                    cache.remember(job.asked, choice.text, calls, choice.reasoning)
+                    if job.hides_reasoning:
+                        choice.thoughts.clear()
+            return job, reply
 
 
 async def _enforceable(

@@ -127,7 +127,7 @@ class _Sent:
 
 def test_a_body_of_many_brackets_does_not_hold_the_server_up() -> None:
     """Refused for its depth, which is only seen at its end; meanwhile the loop turns."""
-    body = b'{"x":[' + b"{}," * 49_000 + b"[" * 200
+    body = b'{"x":[' + b"{}," * 49_000 + b"[" * 200 + b"]" * 201 + b"}"
 
     async def story() -> int:
         turns, done = 0, asyncio.Event()

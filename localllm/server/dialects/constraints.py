@@ -56,14 +56,13 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
     return "regex", "|".join(map(re.escape, texts))
 
 
-def of_response_format(response_format: Any) -> Constraint | None:
-    """The engine's constraint for OpenAI's `response_format`; raises RequestError."""
+def of_response_format(response_format: Any, where: str = "response_format") -> Constraint | None:
+    """The engine's constraint for OpenAI's `response_format`, which a client calls `where`; raises
+    RequestError."""
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
-        raise RequestError(
-            "the response format must be an object with a type", param="response_format"
-        )
+        raise RequestError(f"{where} must be an object with a type", param=where)
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -76,14 +75,9 @@ def of_response_format(response_format: Any) -> Constraint | None:
         said = wrapped if isinstance(wrapped, Mapping) else response_format
         schema = said.get("schema")
         if not isinstance(schema, Mapping):
-            raise RequestError(
-                "response_format.json_schema.schema must be an object",
-                param="response_format.json_schema",
-            )
+            raise RequestError(f"the schema of {where} must be an object", param=where)
         return of_schema(schema, strict=said.get("strict") is not False)
-    raise RequestError(
-        f"a response format's type must be one of {', '.join(FORMS.known)}", param="response_format"
-    )
+    raise RequestError(f"{where}.type must be one of {', '.join(FORMS.known)}", param=where)
 
 
 class StructuredFields(BodyPart):

@@ -24,9 +24,9 @@ _BETWEEN = "__"
 _OPENING = re.compile(r':[^"]*"')
 # Of a JSON string: characters and whole escapes. Half of a surrogate pair waits for what may be the
 # other half.
-_ESCAPE = re.compile(r"\\(?:u[dD][89abAB].{8}|u(?![dD][89abAB]).{4}|[^u])", re.DOTALL)
-_COMPLETE = re.compile(rf'(?:[^"\\]+|{_ESCAPE.pattern})*', re.DOTALL)
-_PAIRS = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
+_COMPLETE = re.compile(
+    r'(?:[^"\\]+|\\(?:u[dD][89abAB].{8}|u(?![dD][89abAB]).{4}|[^u]))*', re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +198,7 @@ class CustomInputReader:
         text = complete[0] if complete is not None else ""
         # Behind the closing quote nothing is complete.
         self._unread = self._unread[len(text) :]
-        return _ESCAPE.sub(_unescaped, text)
-
-
-def _unescaped(escape: re.Match[str]) -> str:
-    sent = escape[0]
-    if sent[1] != "u":
-        return _PAIRS.get(sent[1], sent[1])
-    try:
-        return str(json.loads(f'"{sent}"'))
-    except ValueError:
-        return sent
+        try:
+            return str(json.loads(f'"{text}"', strict=False))
+        except ValueError:  # no grammar held it, and these are no escapes
+            return text

@@ -5,7 +5,6 @@ of `documents`, in that of text-embeddings-inference."""
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Texts to embed; `body` makes the answer of the vectors (little-endian float32) and the token
+    """Texts to embed; `body` makes the answer of the vectors (float32) and the token
     count. `truncate`: cut inputs that are too long instead of refusing them. `keep_s`: as in
     TranslatedRequest."""
 
@@ -99,23 +98,13 @@ def cut(row: bytes, dimensions: int | None) -> bytes:
         raise RequestError(
             f"dimensions: this model's vectors have {len(row) // 4}", param="dimensions"
         )
-    short = _floats(row[: 4 * dimensions])
+    short = numbers(row[: 4 * dimensions])
     length = math.sqrt(sum(x * x for x in short))
-    scaled = array("f", (x / length if length else x for x in short))
-    if sys.byteorder == "big":
-        scaled.byteswap()
-    return scaled.tobytes()
+    return array("f", (x / length if length else x for x in short)).tobytes()
 
 
 def numbers(row: bytes) -> list[float]:
-    return list(_floats(row))
-
-
-def _floats(row: bytes) -> array[float]:
-    found = array("f", row)
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found
+    return list(array("f", row))
 
 
 _ALIASES = ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 from localllm.conversation.compaction import Compacted, MessageCost, compact
 from localllm.conversation.images import prepare_images
@@ -37,40 +37,52 @@ _ANSWER_SHARE = 4
 # Counts of single messages may differ from the whole prompt; the budget shrinks until the prompt
 # fits.
 _TIGHTER, _TRIES = 0.75, 8
-_MAX_COUNTS = 65_536
+MOST_COUNTS = 65_536
 # Tokens of a message's frame (role, markers), if it can't be measured from the template.
 _FRAME_TOKENS = 8
 _PROBE = "zqx"
 
 Messages = Sequence[Mapping[str, Any]]
+KeptCounts: TypeAlias = RecentlyUsed[bytes, int]
 Render = Callable[[Messages], Awaitable[Prompt]]
 
 
+@dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """A cache of token counts, since a conversation comes back with every turn; the least recently
-    used evicted first."""
+    """How many tokens the texts of a conversation have in the engine's vocabulary. `files`: its
+    images in base64, by their marks. `kept`: earlier counts, since a conversation comes back with
+    every turn."""
 
-    def __init__(self) -> None:
-        self._kept: RecentlyUsed[bytes, int] = RecentlyUsed(_MAX_COUNTS)
+    engine: EngineClient
+    files: Mapping[str, str]
+    kept: KeptCounts
 
-    async def of(self, engine: EngineClient, text: str) -> int:
-        """How many tokens `text` has in the engine's vocabulary."""
+    async def of(self, text: str) -> int:
+        """The tokens of a part of a message."""
         if not text:
             return 0
         key = hashlib.sha256(
-            f"{engine.info.fingerprint}\0{text}".encode(errors="surrogatepass")
+            f"{self.engine.info.fingerprint}\0{text}".encode(errors="surrogatepass")
         ).digest()
-        count = self._kept.get(key)
+        count = self.kept.get(key)
         if count is None:
-            count = self._kept.put(key, await count_tokens(engine, text))
+            count = self.kept.put(key, await count_tokens(self.engine, text, self.files))
         return count
 
+    async def of_prompt(self, text: str) -> int:
+        """The tokens of a whole prompt."""
+        bos = wants_bos(self.engine.info, text)
+        return await count_tokens(self.engine, text, self.files, add_bos=bos)
 
-async def count_tokens(engine: EngineClient, text: str, **how: Any) -> int:
-    """How many tokens `text` has, about so many where nobody takes that many; `how` it is
-    tokenised."""
+
+async def count_tokens(
+    engine: EngineClient, text: str, files: Mapping[str, str], *, add_bos: bool = False
+) -> int:
+    """How many tokens `text` has with those of the images `files` that are in it, about so many
+    where nobody takes that many."""
+    images = {mark: file for mark, file in files.items() if mark in text}
     try:
-        return len(await engine.tokenize(text, **how))
+        return len(await engine.tokenize(text, add_bos=add_bos, images=images or None))
     except ContextLengthError as e:
         if e.counts is None:
             raise
@@ -78,28 +90,28 @@ async def count_tokens(engine: EngineClient, text: str, **how: Any) -> int:
 
 
 async def fit_to_context(
-    engine: EngineClient,
+    counts: TokenCounts,
     template: ChatTemplate,
     messages: Messages,
     render: Render,
     max_tokens: int | None,
-    counts: TokenCounts,
 ) -> tuple[Prompt, str]:
     """The prompt for `messages`, without the oldest if they do not fit beside an answer of
     `max_tokens` (at most a quarter of the context is reserved for it), and how much was left out.
     Raises ContextLengthError with the counts."""
-    n_ctx = engine.info.n_ctx
+    n_ctx = counts.engine.info.n_ctx
     most = n_ctx // _ANSWER_SHARE
     budget = n_ctx - max(1, most if max_tokens is None else min(max_tokens, most))
     prompt = await render(messages)
     if len(prompt.text.encode()) < budget:  # a token has at least one byte
         return prompt, ""
-    whole = await _size(engine, prompt)
+    whole = await counts.of_prompt(prompt.text)
     if whole <= budget:
         return prompt, ""
     head = list(takewhile(lambda m: m["role"] == "system", messages))
-    fixed = await _size(engine, await render([*head, {"role": "user", "content": _PROBE}]))
-    costs = await _costs(engine, template, messages, counts)
+    least = await render([*head, {"role": "user", "content": _PROBE}])
+    fixed = await counts.of_prompt(least.text)
+    costs = await _costs(counts, template, messages)
     room = max(0, budget - fixed)
     kept: Compacted | None = None
     for attempt in range(_TRIES):
@@ -109,7 +121,7 @@ async def fit_to_context(
         if was is not None and was.dropped == kept.dropped and not last:
             continue
         prompt = await render(kept.messages)
-        size = await _size(engine, prompt)
+        size = await counts.of_prompt(prompt.text)
         if size <= budget or kept.exhausted:
             break
     assert kept is not None
@@ -126,23 +138,17 @@ async def fit_to_context(
     return prompt, f"{len(kept.dropped)} messages, {whole - size} tokens" if kept.dropped else ""
 
 
-async def _size(engine: EngineClient, prompt: Prompt) -> int:
-    return await count_tokens(engine, prompt.text, add_bos=wants_bos(engine.info, prompt.text))
-
-
 async def _costs(
-    engine: EngineClient, template: ChatTemplate, messages: Messages, counts: TokenCounts
+    counts: TokenCounts, template: ChatTemplate, messages: Messages
 ) -> list[MessageCost]:
-    frame = await _frame_tokens(engine, template, counts)
+    frame = await _frame_tokens(counts, template)
     stays = await asyncio.to_thread(_keeps_reasoning, template)
 
     async def cost(message: Mapping[str, Any]) -> MessageCost:
-        tokens = frame + await counts.of(engine, message["content"])
+        tokens = frame + await counts.of(message["content"])
         for call in message.get("tool_calls", ()):
-            tokens += frame + await counts.of(
-                engine, json.dumps(call["function"], ensure_ascii=False)
-            )
-        reasoning_tokens = await counts.of(engine, message.get("reasoning_content") or "")
+            tokens += frame + await counts.of(json.dumps(call["function"], ensure_ascii=False))
+        reasoning_tokens = await counts.of(message.get("reasoning_content") or "")
         return (
             MessageCost(tokens + reasoning_tokens)
             if stays
@@ -152,7 +158,7 @@ async def _costs(
     return list(await asyncio.gather(*map(cost, messages)))
 
 
-async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: TokenCounts) -> int:
+async def _frame_tokens(counts: TokenCounts, template: ChatTemplate) -> int:
     """Tokens that the template adds to each message: measured from one more question and answer."""
     question, answer = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
     try:
@@ -162,9 +168,9 @@ async def _frame_tokens(engine: EngineClient, template: ChatTemplate, counts: To
         ]
     except TemplateError:
         return _FRAME_TOKENS
-    more = await counts.of(engine, two) - await counts.of(engine, one)
+    more = await counts.of(two) - await counts.of(one)
     # Rounded up: too high a count only compacts a little early.
-    return max(1, (more - 2 * await counts.of(engine, _PROBE) + 1) // 2)
+    return max(1, (more - 2 * await counts.of(_PROBE) + 1) // 2)
 
 
 def _keeps_reasoning(template: ChatTemplate) -> bool:
@@ -196,22 +202,20 @@ async def chat_job(
     model: ServedModel,
     engine: EngineClient,
     cache: ReasoningCache,
-    counts: TokenCounts,
+    kept_counts: KeptCounts,
 ) -> GenerationJob:
     """Render the conversation with the model's chat template. Raises RequestError."""
     attached = prepare_images(chat.messages, vision=engine.info.vision)
     messages, normalised = without_changing_lines(cache.restore(attached.messages))
-    if attached.files:
-        # Whatever it does not do itself that engine does.
-        engine = cast("EngineClient", EngineWithImages(engine, attached.files))
     template, controls = model.template(engine.info), control_texts(engine.info.control_texts)
 
     async def render(remaining: Messages) -> Prompt:
         return await build_prompt(template, remaining, chat.options, engine.tokenize, controls)
 
     if chat.compaction:
+        counts = TokenCounts(engine, attached.files, kept_counts)
         prompt, compacted = await fit_to_context(
-            engine, template, messages, render, chat.generation.max_tokens, counts
+            counts, template, messages, render, chat.generation.max_tokens
         )
     else:
         prompt, compacted = await render(messages), ""
@@ -250,25 +254,3 @@ def _reasoning(
         return generation, ignored
     heard = tuple(name for name in ignored if name != UNHEARD)
     return replace(generation, thinking_tokens=0), heard
-
-
-class EngineWithImages:
-    """An engine whose `tokenize` counts the images of one conversation; `files` in base64, by their
-    marks."""
-
-    def __init__(self, engine: EngineClient, files: dict[str, str]) -> None:
-        self._engine, self._files = engine, files
-        self.info = engine.info
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def tokenize(
-        self,
-        text: str,
-        *,
-        images: dict[str, str] | None = None,
-        **how: Any,
-    ) -> list[int]:
-        there = images or {mark: file for mark, file in self._files.items() if mark in text}
-        return await self._engine.tokenize(text, images=there or None, **how)

@@ -1,5 +1,5 @@
-"""Runs a generation job on an engine and reports it to a ReplyWriter; the only reader of the engine's
-events. Log-probabilities go to visible text: reasoning, tool calls and markers get none."""
+"""Runs a generation job on an engine, reports it to a ReplyWriter and collects it; the only reader of
+the engine's events. Log-probabilities go to visible text: reasoning, tool calls and markers get none."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import asyncio
 import codecs
 import json
 import secrets
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections import deque
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 from localllm.conversation.reply import CallArguments, CallStart, Content, Delta, ReasoningText
 from localllm.conversation.reply_parser import ReplyParser
@@ -30,16 +30,20 @@ from localllm.errors import ContextLengthError, UnsupportedError, by_code
 from localllm.server.generation.job import (
     CUT,
     AnswerPlan,
+    CollectedCall,
+    CollectedChoice,
     GenerationJob,
     Outcome,
     PrefillProgress,
     Reason,
+    Reply,
     ReplyUsage,
     ReplyWriter,
 )
 
 # What is shown of a partial UTF-8 character, once it is known to stay one.
 _BROKEN = "\ufffd"
+Made = TypeVar("Made")
 
 
 class VisibleTokens:
@@ -108,31 +112,30 @@ _AFTER_REASONING = "\n\n"
 _MOST_ALIKE = 4
 
 
+async def all_of(works: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:
+    """What each of `works` returns. The first that fails cancels the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except* Exception as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 async def run(
     engine: EngineClient, job: GenerationJob, writer: ReplyWriter, progress: PrefillProgress
-) -> ReplyUsage:
-    """Generate every choice of `job`; returns their usage together. The first choice that fails
-    cancels the others, and its LocalLLMError is raised; cancelling this coroutine cancels the
-    engine's requests."""
+) -> Reply:
+    """Generate every choice of `job`. The first choice that fails cancels the others, and its
+    LocalLLMError is raised; cancelling this coroutine cancels the engine's requests."""
     if job.choices > 1:
         choices_of = secrets.token_hex(8)
         job = replace(job, generation=replace(job.generation, choices_of=choices_of))
     jobs = [replace(job, prompt=p, also=()) for p in (job.prompt, *job.also)]
-    if job.choices == 1:
-        outcomes = [await _choice(engine, jobs[0], 0, 0, writer, progress)]
-    else:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        _choice(engine, jobs[i // job.n], i, i % job.n, writer, progress)
-                    )
-                    for i in range(job.choices)
-                ]
-        except* Exception as failures:
-            raise failures.exceptions[0] from None
-        outcomes = [t.result() for t in tasks]
-    usages = [o.usage for o in outcomes]
+    choices = await all_of(
+        _choice(engine, jobs[i // job.n], i, i % job.n, writer, progress)
+        for i in range(job.choices)
+    )
+    usages = [choice.outcome.usage for choice in choices]
     spent = ReplyUsage(
         prompt_tokens=sum(u.prompt_tokens for u in usages[:: job.n]),
         completion_tokens=sum(u.completion_tokens for u in usages),
@@ -142,8 +145,9 @@ async def run(
         cache_miss=usages[0].cache_miss,
         reasoning_tokens=sum(u.reasoning_tokens for u in usages),
     )
-    writer.end(spent, outcomes[0].timings)
-    return spent
+    timings = choices[0].outcome.timings
+    writer.end(spent, timings)
+    return Reply(choices, spent, timings)
 
 
 async def _choice(
@@ -153,7 +157,7 @@ async def _choice(
     variant: int,
     writer: ReplyWriter,
     progress: PrefillProgress,
-) -> Outcome:
+) -> CollectedChoice:
     generation, answer = job.generation, job.answer
     seed = generation.sampling.seed
     if variant and seed is not None:
@@ -171,90 +175,53 @@ async def _choice(
         answer_start=answer.begun,
         images=job.images,
     )
-    parser = None if answer.reply.plain else ReplyParser(answer.reply)
-    stream = _ChoiceStream(
-        writer,
-        choice,
-        progress,
-        parser,
-        frozenset(answer.marks) - {*job.generation.stop},
-        reports_tokens=job.reports_tokens,
-    )
-    before: Finish | None = None
+    stream = _ChoiceStream(engine, job, request, choice, writer, progress)
     if generation.max_tokens == 0:  # the prompt is computed, and nothing written
-        return stream.finish(await stream.generate(engine, replace(request, grammar=None)))
+        await stream.generate(replace(request, grammar=None))
+        return stream.finish()
     # A constraint waits for the end of the reasoning.
-    if answer.reply.thinking and any((answer.grammar, answer.prefix)):
-        request, before = await _generate_reasoning(engine, answer, request, stream)
-        if request.generation.max_tokens == 0:
-            return stream.finish(
-                before if before.reason in CUT else replace(before, reason="length")
-            )
+    if answer.reply.thinking and answer.reply.think and any((answer.grammar, answer.prefix)):
+        closing = answer.reply.think[1]
+        stops = (*generation.stop, closing)
+        free = replace(_with_generation(request, stop=stops, ignore_eos=False), grammar=None)
+        await stream.generate(free)
+        request = await stream.rest(closing + _AFTER_REASONING)
     if answer.prefix:
-        stream.feed(answer.prefix)
-        prompt = await _append_to_prompt(engine, request, answer.prefix)
-        request = replace(request, prompt=prompt)
-    if not answer.calls:
-        return stream.finish(await stream.generate(engine, request, so_far=before))
-    return stream.finish(
-        _merge_ends(before, await _generate_with_calls(engine, answer, request, stream))
-    )
+        request = await stream.rest(answer.prefix)
+    if answer.calls:
+        await _generate_with_calls(answer, request, stream)
+    else:
+        await stream.generate(request)
+    return stream.finish()
 
 
-async def _generate_with_calls(
-    engine: EngineClient, answer: AnswerPlan, request: Request, stream: _ChoiceStream
-) -> Finish:
+async def _generate_with_calls(answer: AnswerPlan, request: Request, stream: _ChoiceStream) -> None:
     """Generate freely up to the opening of a tool call, then constrain the call to its tool's
     schema, and so on."""
     stops = (*request.generation.stop, *answer.calls)
-    free = _with_generation(request, stop=stops)
-    text: list[str] = []
-    end: Finish | None = None
-    while True:
-        end = await stream.generate(engine, free, text, end)
+    while not stream.cut:
+        end = await stream.generate(_with_generation(request, stop=stops))
         start = answer.calls.get(end.stop or "")
-        if start is None or end.reason in CUT:
-            return end
-        text.append(stream.feed(end.stop or ""))
+        if start is None or stream.cut:
+            return
+        stream.feed(end.stop or "")
         if stream.in_call:
-            text.append(stream.feed(start.lead))
-            rest = await _continued(engine, request, text, end)
+            rest = await stream.rest(start.lead)
             try:
-                strict = replace(
-                    _with_generation(rest, stop=(), ignore_eos=False), grammar=start.grammar
-                )
-                end = await stream.generate(engine, strict, text, end)
+                strict = _with_generation(rest, stop=(), ignore_eos=False)
+                await stream.generate(replace(strict, grammar=start.grammar))
             except UnsupportedError:
                 # No grammar for this schema: the call comes as the model writes it.
-                return await stream.generate(engine, rest, so_far=end)
-            if end.reason in CUT:
-                return end
-            text.append(stream.feed(start.closing))
+                await stream.generate(rest)
+                return
+            if stream.cut:
+                return
+            stream.feed(start.closing)
             # Small models repeat a call until the context is full: that ends the answer, as does
             # none.
             if not (start.again and answer.reply.parallel) or not stream.new_call():
-                return end
-        rest = await _continued(engine, request, text, end)
-        if rest.generation.max_tokens == 0:
-            return replace(end, reason="length")
-        free = _with_generation(rest, stop=stops)
-
-
-async def _continued(
-    engine: EngineClient, request: Request, text: list[str], so_far: Finish
-) -> Request:
-    """`request` continued after the text generated so far."""
-    prompt = await _append_to_prompt(engine, request, "".join(text))
-    return _rest(request, prompt, so_far)
-
-
-def _rest(request: Request, prompt: str | list[int], so_far: Finish) -> Request:
-    """`request` for the rest of an answer whose reasoning has ended."""
-    least = max(0, request.generation.min_tokens - so_far.usage.completion_tokens)
-    most = request.generation.max_tokens
-    left = None if most is None else max(0, most - so_far.usage.completion_tokens)
-    rest = _with_generation(request, max_tokens=left, min_tokens=least)
-    return replace(rest, prompt=prompt, continues=True, thinking=None)
+                return
+        request = await stream.rest()
 
 
 def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | None:
@@ -268,35 +235,9 @@ def _thinking_limit(answer: AnswerPlan, tokens: int | None) -> ThinkingLimit | N
     return ThinkingLimit(tokens, opening, closing, between, opened=answer.reply.thinking)
 
 
-async def _generate_reasoning(
-    engine: EngineClient, answer: AnswerPlan, request: Request, stream: _ChoiceStream
-) -> tuple[Request, Finish]:
-    """Generate the reasoning unconstrained; returns the request for the constrained answer, and how
-    the reasoning ended."""
-    assert answer.reply.think is not None
-    closing = answer.reply.think[1]
-    reasoning: list[str] = []
-    stops = (*request.generation.stop, closing)
-    free = replace(_with_generation(request, stop=stops, ignore_eos=False), grammar=None)
-    end = await stream.generate(engine, free, reasoning)
-    if end.reason in CUT:
-        return _with_generation(request, max_tokens=0), end
-    bridge = closing + _AFTER_REASONING
-    stream.feed(bridge)
-    prompt = await _append_to_prompt(engine, request, "".join(reasoning) + bridge)
-    return _rest(request, prompt, end), end
-
-
 def _with_generation(request: Request, **changes: Any) -> Request:
     """`request` with some fields of its Generation changed."""
     return replace(request, generation=replace(request.generation, **changes))
-
-
-async def _append_to_prompt(engine: EngineClient, request: Request, text: str) -> str | list[int]:
-    """The request's prompt with `text` appended."""
-    if isinstance(request.prompt, str):
-        return request.prompt + text
-    return request.prompt + await engine.tokenize(text)
 
 
 def _merge_ends(first: Finish | None, second: Finish) -> Finish:
@@ -330,74 +271,99 @@ def _is_json(text: str) -> bool:
 
 
 class _ChoiceStream:
-    """Parses the events of one choice and reports them to the writer."""
+    """Generates one choice in parts, parses its events, reports them to the writer and collects
+    them."""
 
     def __init__(
         self,
-        writer: ReplyWriter,
+        engine: EngineClient,
+        job: GenerationJob,
+        request: Request,
         choice: int,
+        writer: ReplyWriter,
         progress: PrefillProgress,
-        parser: ReplyParser | None,
-        marks: frozenset[str],
-        *,
-        reports_tokens: bool,
     ) -> None:
-        self._writer, self._choice, self._progress, self._parser = writer, choice, progress, parser
-        self._marks, self._reports_tokens = marks, reports_tokens
-        self._raw: list[str] | None = None
+        self._engine, self._job, self._request = engine, job, request
+        self._choice, self._writer, self._progress = choice, writer, progress
+        reply = job.answer.reply
+        self._parser = None if reply.plain else ReplyParser(reply)
+        self._end: Finish | None = None  # of the parts so far
+        self._raw: list[str] = []
         self._reasoned = 0
         self._tokens = VisibleTokens()
-        self._arguments: list[str] = []  # of the last call
-        self._call = ""  # the last one, since it was asked for
-        self._seen_calls: Counter[str] = Counter()
+        self._collected = CollectedChoice()
+        self._n_calls = 0  # when they were last asked for
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer was cut off: nothing more is generated."""
+        return self._end is not None and self._end.reason in CUT
 
     def new_call(self) -> bool:
         """Whether there was a tool call since this was last asked, and it is not one that is made
         over and over: the same dice may be thrown more than once."""
-        call, self._call = self._call, ""
-        self._seen_calls[call] += 1
-        return bool(call) and self._seen_calls[call] < _MOST_ALIKE
+        said = [(call.name, call.arguments) for call in self._collected.begun_calls]
+        before, self._n_calls = self._n_calls, len(said)
+        return len(said) > before and said.count(said[-1]) < _MOST_ALIKE
 
     @property
     def in_call(self) -> bool:
         """Whether the parser is inside a tool call."""
         return self._parser is not None and self._parser.in_call
 
-    def feed(self, text: str) -> str:
-        """Parse text that the model did not generate itself; returns it."""
+    def feed(self, text: str) -> None:
+        """Parse text that the model did not generate itself."""
+        self._raw.append(text)
         if self._parser is not None:
             self._emit(self._parser.feed(text), ())
         else:
-            self._writer.text(self._choice, text, ())
-        return text
+            self._show(text)
 
-    async def generate(
-        self,
-        engine: EngineClient,
-        request: Request,
-        raw: list[str] | None = None,
-        so_far: Finish | None = None,
-    ) -> Finish:
-        """Generate; returns the engine's Finish, raises its Failure. `raw` collects the raw text.
-        `so_far` is the end of the part of the answer before this one; if the context has no room
-        for more, the answer ends there."""
-        self._raw = raw
-        end = await engine.listen(request, self._event)
+    async def rest(self, text: str = "") -> Request:
+        """The request for the rest of the answer, behind `text` that the model did not write."""
+        if self.cut:
+            return self._request
+        if text:
+            self.feed(text)
+        prompt, raw = self._request.prompt, "".join(self._raw)
+        tail = raw if isinstance(prompt, str) else await self._engine.tokenize(raw)
+        spent = self._end.usage.completion_tokens if self._end is not None else 0
+        most = self._request.generation.max_tokens
+        left = None if most is None else max(0, most - spent)
+        if self._end is not None and left == 0:
+            self._end = replace(self._end, reason="length")
+        least = max(0, self._request.generation.min_tokens - spent)
+        return replace(
+            _with_generation(self._request, max_tokens=left, min_tokens=least),
+            prompt=prompt + tail,  # type: ignore[operator]
+            continues=self._end is not None,
+            thinking=None,
+        )
+
+    async def generate(self, request: Request) -> Finish:
+        """Generate a part; returns how the answer has ended so far. Raises the engine's Failure; if
+        only the context has no room for more, the answer ends there. Of one that was cut off there
+        is no further part."""
+        if self._end is not None and self.cut:
+            return self._end
+        end = await self._engine.listen(request, self._event)
         if isinstance(end, Failure):
             error = by_code(end.code, end.message, hint=end.hint or None, counts=end.counts)
-            if so_far is not None and isinstance(error, ContextLengthError):
-                return replace(so_far, reason="length")
-            raise error
-        return _merge_ends(so_far, end)
+            if self._end is None or not isinstance(error, ContextLengthError):
+                raise error
+            self._end = replace(self._end, reason="length")
+        else:
+            self._end = _merge_ends(self._end, end)
+        return self._end
 
     def _event(self, event: Event) -> None:
         """Called once per token while the event loop reads the engine's pipe: kept minimal."""
         if type(event) is Text:
             self._progress.written += len(event.tokens)
-            if self._reports_tokens:
+            if self._job.reports_tokens:
+                self._collected.tokens += event.tokens
                 self._writer.tokens(self._choice, event.tokens)
-            if self._raw is not None:
-                self._raw.append(event.text)
+            self._raw.append(event.text)
             parser = self._parser
             if parser is not None:
                 if parser.thinking:
@@ -405,7 +371,7 @@ class _ChoiceStream:
                 self._emit(parser.feed(event.text), event.logprobs)
             elif event.text or event.logprobs:
                 self._tokens.add(event.logprobs)
-                self._writer.text(self._choice, event.text, self._tokens.take(event.text))
+                self._show(event.text)
         elif isinstance(event, Prefill):
             progress = self._progress
             progress.done, progress.total, progress.cached = event.done, event.total, event.cached
@@ -416,42 +382,49 @@ class _ChoiceStream:
                 progress.accepted = True
                 self._writer.start()
 
-    def finish(self, end: Finish) -> Outcome:
-        if end.stop in self._marks:
+    def finish(self) -> CollectedChoice:
+        assert self._end is not None
+        end = self._end
+        if end.stop in self._job.answer.marks and end.stop not in self._job.generation.stop:
             # The turn end of this format, not a stop string of the client's.
             end = replace(end, stop=None)
-        calls, half_call = 0, False
+        calls, half_call = self._collected.begun_calls, False
         if self._parser is not None:
             # A client's stop string may cut in the middle of an argument, as a limit does.
             cut = end.reason != "stop" or end.stop is not None
             self._emit(self._parser.close(cut), ())
-            half_call = cut and self._parser.calls > 0 and not _is_json("".join(self._arguments))
-            calls = self._parser.calls - half_call
-        reason: Reason = "tool_calls" if calls else "stop"
+            half_call = cut and bool(calls) and not _is_json(calls[-1].arguments)
+        reason: Reason = "tool_calls" if len(calls) > half_call else "stop"
         if end.reason == "length" or end.reason == "repetition":
             reason = end.reason
-        outcome = Outcome(
-            reason, ReplyUsage.of(end.usage, self._reasoned), end.timings, end.stop, half_call
-        )
+        usage = ReplyUsage(**asdict(end.usage), reasoning_tokens=self._reasoned)
+        outcome = Outcome(reason, usage, end.timings, end.stop, half_call)
+        self._collected.outcome = outcome
         self._writer.finish(self._choice, outcome)
-        return outcome
+        return self._collected
+
+    def _show(self, text: str) -> None:
+        logprobs = self._tokens.take(text)
+        self._collected.texts.append(text)
+        self._collected.logprobs += logprobs
+        self._writer.text(self._choice, text, logprobs)
 
     def _emit(self, deltas: list[Delta], logprobs: tuple[TokenLogprob, ...]) -> None:
-        writer, choice, tokens = self._writer, self._choice, self._tokens
-        tokens.add(logprobs)
+        writer, choice, collected = self._writer, self._choice, self._collected
+        self._tokens.add(logprobs)
         for delta in deltas:
             if isinstance(delta, Content):
-                writer.text(choice, delta.text, tokens.take(delta.text))
+                self._show(delta.text)
             elif isinstance(delta, ReasoningText):
-                tokens.take(delta.text)
-                writer.reasoning(choice, delta.text)
+                self._tokens.take(delta.text)
+                collected.thoughts.append(delta.text)
+                if not self._job.hides_reasoning:
+                    writer.reasoning(choice, delta.text)
             elif isinstance(delta, CallStart):
-                self._call = delta.name
-                self._arguments = []
+                collected.begun_calls.append(CollectedCall(delta.name))
                 writer.call_start(choice, delta.index, delta.name)
             elif isinstance(delta, CallArguments):
-                self._call += delta.text
-                self._arguments.append(delta.text)
+                collected.begun_calls[delta.index].pieces.append(delta.text)
                 writer.call_arguments(choice, delta.index, delta.text)
         if self.in_call:
-            tokens.clear()
+            self._tokens.clear()

@@ -48,14 +48,6 @@ class _FetchBudget:
     n_bytes: int = MOST_REQUEST_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """An image that may be used again for a while."""
-
-    data: bytes
-    until_s: float
-
-
 @dataclass
 class ImageFetcher:
     """Fetches from `hosts` (name, port), by https alone. `whole_s`: the longest that one image may
@@ -64,9 +56,10 @@ class ImageFetcher:
     hosts: Collection[tuple[str, int]] = ()
     whole_s: float = _WHOLE_S
     most_images: int = MOST_IMAGES
-    _cache: RecentlyUsed[str, _Fetched] = field(
+    # Images by their addresses, and until when each may be used again.
+    _cache: RecentlyUsed[str, tuple[bytes, float]] = field(
         default_factory=lambda: RecentlyUsed(
-            _CACHED_IMAGES, _CACHE_BYTES, lambda image: len(image.data)
+            _CACHED_IMAGES, _CACHE_BYTES, lambda cached: len(cached[0])
         )
     )
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_PARALLEL))
@@ -89,8 +82,8 @@ class ImageFetcher:
             if not self._allowed(httpx.URL(address)):
                 return None
             cached = self._cache.get(address)
-            if cached is not None and time.monotonic() < cached.until_s:
-                return cached.data
+            if cached is not None and time.monotonic() < cached[1]:
+                return cached[0]
             budget.images -= 1
             if budget.images < 0:
                 return f"{self.most_images} images of a request are fetched at most"
@@ -104,7 +97,7 @@ class ImageFetcher:
             return f"the image could not be fetched within {self.whole_s:.0f} seconds"
         except (httpx.HTTPError, OSError) as e:
             return f"the image could not be fetched: {type(e).__name__}"
-        return self._cache.put(address, _Fetched(data, time.monotonic() + _CACHE_TTL_S)).data
+        return self._cache.put(address, (data, time.monotonic() + _CACHE_TTL_S))[0]
 
     def _allowed(self, url: httpx.URL) -> bool:
         """Whether the host is allowed. Raises RequestError for an allowed host without https."""

@@ -3,9 +3,8 @@ collected, and how it ended."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from localllm.conversation.reply import ReplyFormat
@@ -79,13 +78,6 @@ class ReplyUsage(Usage):
     """The engine's counts, and how many of the completion's tokens were reasoning."""
 
     reasoning_tokens: int = 0
-
-    @classmethod
-    def of(cls, usage: Usage, reasoning_tokens: int) -> ReplyUsage:
-        return cls(
-            **{f.name: getattr(usage, f.name) for f in fields(usage)},
-            reasoning_tokens=reasoning_tokens,
-        )
 
     @property
     def cache_note(self) -> str:
@@ -167,8 +159,8 @@ class PrefillProgress:
 class CollectedCall:
     """One tool call; `arguments` is JSON text."""
 
-    id: str
     name: str
+    id: str = field(default_factory=lambda: new_id("call_"))
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -201,49 +193,10 @@ class CollectedChoice:
         return self.begun_calls[:-1] if self.outcome.half_call else self.begun_calls
 
 
-class ReplyCollector(ReplyWriter):
-    """Collects a reply, and passes it on to `inner`, its reasoning only if that `shows` it."""
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole reply: every choice in order, and the sums over them."""
 
-    def __init__(self, inner: ReplyWriter | None = None, *, shows: bool = True) -> None:
-        self._inner, self._shows = inner or ReplyWriter(), shows
-        self._choices: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
-        self.usage = ReplyUsage()
-        self.timings = Timings()
-
-    @property
-    def choices(self) -> list[CollectedChoice]:
-        """Every choice, in order."""
-        return [choice for _, choice in sorted(self._choices.items())]
-
-    def start(self) -> None:
-        self._inner.start()
-
-    def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        self._choices[choice].texts.append(text)
-        self._choices[choice].logprobs += logprobs
-        self._inner.text(choice, text, logprobs)
-
-    def tokens(self, choice: int, ids: tuple[int, ...]) -> None:
-        self._choices[choice].tokens += ids
-        self._inner.tokens(choice, ids)
-
-    def reasoning(self, choice: int, text: str) -> None:
-        self._choices[choice].thoughts.append(text)
-        if self._shows:
-            self._inner.reasoning(choice, text)
-
-    def call_start(self, choice: int, index: int, name: str) -> None:
-        self._choices[choice].begun_calls.append(CollectedCall(new_id("call_"), name))
-        self._inner.call_start(choice, index, name)
-
-    def call_arguments(self, choice: int, index: int, text: str) -> None:
-        self._choices[choice].begun_calls[index].pieces.append(text)
-        self._inner.call_arguments(choice, index, text)
-
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        self._choices[choice].outcome = outcome
-        self._inner.finish(choice, outcome)
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        self.usage, self.timings = usage, timings
-        self._inner.end(usage, timings)
+    choices: list[CollectedChoice]
+    usage: ReplyUsage
+    timings: Timings

@@ -165,9 +165,10 @@ class Account:
             self._tokens.take(max(0, prompt_tokens - cached_tokens) + completion_tokens)
 
 
-_NOBODY = Account("")
+# Of requests that need no key.
+NOBODY = Account("")
 # The account of the request that this task answers; set by the gate.
-_CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=_NOBODY)
+_CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=NOBODY)
 
 
 def caller() -> Account:

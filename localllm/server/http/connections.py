@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import h11
@@ -22,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from localllm.server.http.asgi import PROBES, WRITE, Receive, Scope, Send
 from localllm.server.http.settings import ServerSettings, is_loopback
 
-# ASGI scope key of `Connection.admit`.
+# ASGI scope key of a function that lets the request in; it returns False where there is no place.
 ADMIT = "localllm.admit"
 _LOOK_S = 1.0
 _BEGINNING = b"HTTP/1.1 "
@@ -36,52 +37,47 @@ _WANTED_DESCRIPTORS = 4096
 
 
 class Connections:
-    """The open connections of one server, strangers and known, each in the order of coming."""
+    """The open connections of one server, in the order of coming, known ones in that of their last
+    answers."""
 
     def __init__(self, settings: ServerSettings, descriptors: int) -> None:
         self.settings = settings
         self._most = min(settings.max_connections, descriptors // _SHARES)
         self._most_strangers = min(settings.max_unknown_connections, self._most)
-        # By whether they are of this machine.
-        self._strangers: dict[bool, dict[Connection, None]] = {True: {}, False: {}}
-        self._known: dict[Connection, None] = {}
+        self._open: dict[Connection, None] = {}
 
     def add(self, new: Connection) -> None:
         """Count `new` as a stranger; close another one where there are too many."""
-        strangers = self._strangers[new.local]
+        strangers = [c for c in self._open if not c.known and c.local == new.local]
         if len(strangers) >= self._most_strangers:
             aged_s = new.loop.time() - _FRESH_S
             full = len(strangers) >= self._most
             oldest = next((c for c in strangers if full or c.resting or c.since_s < aged_s), None)
             if oldest is not None:
                 oldest.end()
-        strangers[new] = None
+        self._open[new] = None
 
     def admit(self, connection: Connection) -> bool:
         """Move a stranger whose request was let in to the known; False where all of them are
         busy."""
-        if connection in self._known:
+        if connection.known:
             return True
-        if len(self._known) >= self._most:
-            idle = next((c for c in self._known if c.resting), None)
+        known = [c for c in self._open if c.known]
+        if len(known) >= self._most:
+            idle = next((c for c in known if c.resting), None)
             if idle is None:
                 return False
             idle.end()
-        self._strangers[connection.local].pop(connection, None)
-        self._known[connection] = None
+        connection.known = True
         return True
 
     def touch(self, connection: Connection) -> None:
         """It has answered: of the known, the one that has rested the longest is closed first."""
-        if connection in self._known:
-            self._known[connection] = self._known.pop(connection)
+        if connection.known and connection in self._open:
+            self._open[connection] = self._open.pop(connection)
 
     def remove(self, connection: Connection) -> None:
-        self._strangers[connection.local].pop(connection, None)
-        self._known.pop(connection, None)
-
-    def has_admitted(self, connection: Connection) -> bool:
-        return connection in self._known
+        self._open.pop(connection, None)
 
 
 class Connection(H11Protocol):
@@ -90,6 +86,7 @@ class Connection(H11Protocol):
 
     all: Connections
     local = True
+    known = False
     since_s = 0.0
     _deadline: asyncio.TimerHandle | None = None
     _in_headers = True
@@ -107,10 +104,10 @@ class Connection(H11Protocol):
         inner = self.app
 
         async def admitting(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[ADMIT] = self._admit
+            scope[ADMIT] = partial(self.all.admit, self)
             self._probes: list[Callable[[], None]] = []
             scope[PROBES] = self._probes
-            if scope["http_version"] == "1.1":
+            if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
                 scope[WRITE] = self.write_piece
             await inner(scope, receive, send)
 
@@ -209,20 +206,12 @@ class Connection(H11Protocol):
         if self.cycle is answered and not self.transport.is_closing():
             self._in_headers = False
             limits = self.all.settings
-            self._close_in(
-                limits.idle_timeout_s
-                if self.all.has_admitted(self)
-                else limits.idle_unknown_timeout_s
-            )
+            self._close_in(limits.idle_timeout_s if self.known else limits.idle_unknown_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
         self.all.remove(self)
         super().connection_lost(exc)
-
-    def _admit(self) -> bool:
-        """The gate lets this connection's request in; False where there is no place."""
-        return self.all.admit(self)
 
     def _close_in(self, seconds: float) -> None:
         self._stop_deadline()

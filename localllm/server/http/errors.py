@@ -122,20 +122,15 @@ def headers_of(error: LocalLLMError) -> dict[str, str]:
     return {"retry-after": "1"} if error.http_status == 503 else {}
 
 
-def log_failure(error: BaseException) -> None:
-    """Log where the server failed, without the exception's message, which could quote a prompt."""
+def for_client(error: BaseException) -> LocalLLMError:
+    """`error` fit for a client: our own as they are. Of any other it is logged where the server
+    failed; its message, which could quote a prompt or name a path, nowhere."""
+    if isinstance(error, LocalLLMError):
+        return error
     places = [
         f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} {f.name}"
         for f in traceback.extract_tb(error.__traceback__)
     ]
-    log.error("unforeseen %s at %s", type(error).__name__, " < ".join(reversed(places)))
-
-
-def internal(error: BaseException) -> LocalLLMError:
-    """`error` fit for a client: our own as they are, any other without its text, which could name
-    paths or prompts."""
-    if isinstance(error, LocalLLMError):
-        return error
-    return LocalLLMError(
-        f"the server failed on this request ({type(error).__name__})", hint="see the server's log"
-    )
+    kind = type(error).__name__
+    log.error("unforeseen %s at %s", kind, " < ".join(reversed(places)))
+    return LocalLLMError(f"the server failed on this request ({kind})", hint="see the server's log")

@@ -12,20 +12,19 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 
 from localllm.errors import AuthError, BusyError, LocalLLMError, RequestError
-from localllm.server.http.accounts import DELEGATION, Account, Accounts, called_by
-from localllm.server.http.asgi import OWN_SEND, WRITE, App, Message, Receive, Scope, Send
+from localllm.server.http.accounts import DELEGATION, NOBODY, Account, Accounts, called_by
+from localllm.server.http.asgi import App, Message, Receive, Scope, Send
 from localllm.server.http.connections import ADMIT
 from localllm.server.http.errors import (
     BodyTooLargeError,
     KeyRequiredError,
     MediaTypeError,
     envelope,
+    for_client,
     headers_of,
-    internal,
-    log_failure,
 )
 from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import (
@@ -80,11 +79,7 @@ class SecurityGate:
         self._origins = {o.lower().rstrip("/") for o in settings.allowed_origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
+        if scope["type"] != "http":  # the server is run without anything else
             return
         headers = dict(scope["headers"])
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
@@ -103,37 +98,22 @@ class SecurityGate:
                 return
             account = self._admitted(scope, headers)
             self._check_body(scope["method"], headers)
+            counted = account.request() if scope["method"] == "POST" else nullcontext()
+            with called_by(account), counted:
+                await self.app(scope, receive, send)
         except LocalLLMError as e:
             await refuse(scope, send, e)
-            return
-        await self._pass(account, scope, receive, send)
 
-    def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account | None:
-        """Whose request it is, with a place for its connection; None where no key is needed. Raises
-        KeyRequiredError or BusyError."""
+    def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account:
+        """Whose request it is, with a place for its connection. Raises KeyRequiredError or
+        BusyError."""
         if scope["path"] in _OPEN_PATHS:
-            return None
+            return NOBODY
         account = self._caller(headers)
         admit = scope.get(ADMIT)  # None: it came by no connection of ours
         if admit is not None and not admit():
             raise BusyError("this server has as many connections as it takes")
         return account
-
-    async def _pass(
-        self, account: Account | None, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """On to the routes, within the limits of the key's account."""
-        if account is None or not (account.name or account.owner):
-            await self.app(scope, receive, send)
-            return
-        with called_by(account), ExitStack() as running:
-            if scope["method"] == "POST" and account.name:
-                try:
-                    running.enter_context(account.request())
-                except LocalLLMError as e:
-                    await refuse(scope, send, e)
-                    return
-            await self.app(scope, receive, send)
 
     def _check_host(self, value: bytes | None) -> None:
         if value is None:
@@ -164,10 +144,10 @@ class SecurityGate:
         known = is_loopback(name) or rest in _APP_NAMES
         return known or (self.settings.keyed and below_localhost(name))
 
-    def _caller(self, headers: dict[bytes, bytes]) -> Account | None:
-        """The account of the key; None where no key is required. Raises KeyRequiredError."""
+    def _caller(self, headers: dict[bytes, bytes]) -> Account:
+        """The account of the key. Raises KeyRequiredError."""
         if not self._accounts:
-            return None
+            return NOBODY
         sent = headers.get(b"authorization", b"")
         key = sent[7:] if sent[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
         account = self._accounts.of(key.strip())
@@ -261,23 +241,15 @@ def _with_cors(send: Send, origin: str) -> Send:
 
 
 class EdgeMiddleware:
-    """ASGI middleware: strips trailing slashes, answers HEAD as GET without a body, and turns
-    exceptions into an error object, which of unexpected ones says nothing about internals."""
+    """ASGI middleware: strips trailing slashes, and turns exceptions into an error object, which of
+    unexpected ones says nothing about internals."""
 
     def __init__(self, app: App) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         if scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        if scope["method"] == "HEAD":
-            scope = {
-                name: value for name, value in scope.items() if name not in (OWN_SEND, WRITE)
-            } | {"method": "GET"}
-            send = _headers_only(send)
         started = False
 
         async def sending(message: Message) -> None:
@@ -296,22 +268,6 @@ class EdgeMiddleware:
                 )
             raise
         except Exception as e:
-            if not isinstance(e, LocalLLMError):
-                log_failure(e)
+            failure = for_client(e)
             if not started:
-                await refuse(scope, send, internal(e))
-
-
-def _headers_only(send: Send) -> Send:
-    """`send` without bodies. They end at once: an event stream may have no end."""
-    ended = False
-
-    async def sending(message: Message) -> None:
-        nonlocal ended
-        if message["type"] != "http.response.body":
-            await send(message)
-        elif not ended:
-            ended = True
-            await send({"type": "http.response.body", "body": b""})
-
-    return sending
+                await refuse(scope, send, failure)

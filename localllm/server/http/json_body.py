@@ -6,30 +6,39 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from starlette.requests import Request
 
 from localllm.errors import BusyError, RequestError
-from localllm.server.http.asgi import Scope, Send
+from localllm.server.http.asgi import Send
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
-from localllm.server.http.large_json import FEW, POOL, SlicedDecoder, Turns
 from localllm.server.http.settings import ServerSettings
 
 _GZIP, _ZLIB, _RAW = 31, 15, -15
-_PIECE_BYTES = 2**18
-# Larger bodies are read in slices, so as not to block the event loop.
+_PIECE_BYTES = _PIECE_CHARS = 2**18
+# Larger bodies are read beside the event loop, which comes first after each slice of work.
 _SMALL_BYTES = 2**17
-# What is made of them is validated in one go, so this bounds how long: 32 MiB could hold a hundred
+_SLICE_S, _PAUSE_S = 0.002, 0.001
+# They have two threads of their own, to be read and for what is made of them: more that compute
+# would keep everybody waiting for each of them.
+_LARGE_BODIES: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
+# They are parsed and validated in one go each, so this bounds how long: 32 MiB could hold a hundred
 # times as many. Real conversations with tools have thousands; a prompt of token numbers has as many
 # values as tokens.
 _MOST_CONTAINERS, _MOST_VALUES = 50_000, 1_000_000
-# ASGI scope key of a body that was read already.
-_READ = "localllm.body"
+# Of JSON text: up to the next mark that counts; and of a string, whole escapes and what lies
+# between them, up to its end.
+_PLAIN = re.compile(r'[^"\[{,]*(.?)', re.DOTALL)
+_QUOTED = re.compile(r'(?:[^"\\]+|\\.)*("?)', re.DOTALL)
+# ASGI scope key of a body that was read already, for the next reader of the same request.
+BODY = "localllm.body"
 # Set where a request's body was a large one.
 _LARGE: ContextVar[bool] = ContextVar("large body", default=False)
 Made = TypeVar("Made")
@@ -55,7 +64,10 @@ def unpack(
     while True:
         unpacker = zlib.decompressobj(wbits)
         try:
-            for piece in _unpacked(unpacker, packed):
+            piece = b""
+            while not unpacker.eof and (packed or piece):
+                piece = unpacker.decompress(packed, _PIECE_BYTES)
+                packed = unpacker.unconsumed_tail
                 size += len(piece)
                 if size > limit_bytes:
                     raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
@@ -89,15 +101,6 @@ def _window_bits(body: bytes, encoding: str) -> int | None:
     raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
 
 
-def _unpacked(unpacker: zlib._Decompress, packed: bytes) -> Iterator[bytes]:
-    """What is packed, up to its end or that of `packed`."""
-    piece = b""
-    while not unpacker.eof and (packed or piece):
-        piece = unpacker.decompress(packed, _PIECE_BYTES)
-        packed = unpacker.unconsumed_tail
-        yield piece
-
-
 class BadJsonError(RequestError, code="invalid_json"):
     """The body is not JSON, or not a JSON object."""
 
@@ -110,11 +113,6 @@ class JsonBody:
     value: dict[str, Any]
 
 
-def keep_body(scope: Scope, body: JsonBody) -> None:
-    """Keep a body that was read, for the next reader of the same request."""
-    scope[_READ] = body
-
-
 async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
     """The request's JSON object, decoded, within the limits of size, depth and time. Raises
     RequestError."""
@@ -123,7 +121,7 @@ async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any
 
 async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
     """The same, with its bytes."""
-    known = request.scope.get(_READ)
+    known = request.scope.get(BODY)
     if isinstance(known, JsonBody):
         return known
 
@@ -137,7 +135,7 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
                 return JsonBody(raw, parse(raw, settings.max_json_depth))
         _LARGE.set(True)
         return await asyncio.get_running_loop().run_in_executor(
-            POOL, _large, body, encoding, settings
+            _LARGE_BODIES, _large, body, encoding, settings
         )
 
 
@@ -145,14 +143,15 @@ async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
     """What `work` makes of the body that was read for this request: in a thread where it `takes_ms`
     of any, and in one of those for large bodies where that was one."""
     if _LARGE.get():
-        return await asyncio.get_running_loop().run_in_executor(FEW, copy_context().run, work)
+        return await asyncio.get_running_loop().run_in_executor(
+            _LARGE_BODIES, copy_context().run, work
+        )
     return await asyncio.to_thread(work) if takes_ms else work()
 
 
 class _Held:
     """Bytes of one large body while it comes and waits to be read: at most `most_bytes` of all of
-    them. Small ones are not
-    counted: whoever sends large ones keeps nobody out. The event loop's alone."""
+    them. Small ones are not counted: whoever sends large ones keeps nobody out. The event loop's alone."""
 
     all_bytes = 0
 
@@ -202,37 +201,57 @@ async def _received(request: Request, settings: ServerSettings, held: _Held) -> 
     return b"".join(pieces)
 
 
+class _Turns:
+    """Work in a thread that lets others come first after each slice of it. It may take `most_s`
+    seconds of processor time."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s, self._latest_s = most_s, time.thread_time() + most_s
+        self._slice_ends_s = time.monotonic() + _SLICE_S
+
+    def give(self) -> None:
+        """Raises BodyTooLargeError where it has taken too long."""
+        if time.monotonic() < self._slice_ends_s:
+            return
+        if time.thread_time() > self._latest_s:
+            raise BodyTooLargeError(
+                f"the body takes more than {self._most_s:g} seconds to read",
+                hint="send fewer values at once",
+            )
+        time.sleep(_PAUSE_S)
+        self._slice_ends_s = time.monotonic() + _SLICE_S
+
+
 def _large(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:
-    """The same as `unpack` and `parse`, in slices."""
+    """The same as `unpack` and `parse`, in turn with others."""
+    turns = _Turns(settings.body_work_s)
+    raw = unpack(body, encoding, settings.max_body_bytes, turns.give)
+    value = parse(raw, settings.max_json_depth, lambda text: _check_counts(text, turns))
+    turns.give()
+    return JsonBody(raw, value)
 
-    def late() -> NoReturn:
-        raise BodyTooLargeError(
-            f"the body takes more than {settings.body_work_s:g} seconds to read",
-            hint="send fewer values at once",
-        )
 
-    def count(depth: int, containers: int, values: int) -> None:
-        if depth > settings.max_json_depth:
-            raise BadJsonError(f"the body nests deeper than {settings.max_json_depth} levels")
+def _check_counts(text: str, turns: _Turns) -> None:
+    """Raises RequestError where `text` holds too many values. What stands in strings is none: they
+    are told apart only where that matters."""
+    brackets = text.count("[") + text.count("{")
+    if brackets <= _MOST_CONTAINERS and brackets + text.count(",") <= _MOST_VALUES:
+        return
+    at = containers = values = 0
+    quoted = False
+    found = _PLAIN.match(text, at, _PIECE_CHARS)
+    # Where nothing more is found the text ends, or is broken: then parsing it says where.
+    while found is not None and found.end() > at:
+        at, mark = found.end(), found[1]
+        quoted ^= mark == '"'
+        containers += mark in ("[", "{")
+        values += mark in ("[", "{", ",")
         if containers > _MOST_CONTAINERS:
             raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")
         if values > _MOST_VALUES:
             raise BodyTooLargeError(f"the body holds more than {_MOST_VALUES:,} values")
-
-    with Turns(settings.body_work_s, late) as turns:
-        raw = unpack(body, encoding, settings.max_body_bytes, turns.give_turn)
-        turns.give_turn()
-        clean = None
-        for start in range(0, len(raw), _PIECE_BYTES):
-            if _may_hold_surrogates(raw[start : start + _PIECE_BYTES + 2]):
-                clean = _without_surrogates
-                break
-            turns.give_turn()
-        decoder = SlicedDecoder(turns, count, clean, _refuse_constant)
-        return JsonBody(
-            raw,
-            _object(lambda: decoder.decode(raw.decode(json.detect_encoding(raw), "surrogatepass"))),
-        )
+        turns.give()
+        found = (_QUOTED if quoted else _PLAIN).match(text, at, at + _PIECE_CHARS)
 
 
 async def send_json(
@@ -253,31 +272,16 @@ async def _send_body(send: Send, status: int, data: bytes, headers: Mapping[str,
     await send({"type": "http.response.body", "body": data})
 
 
-def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
-    """The JSON object in a small `body`; raises BadJsonError. Lone surrogates (editors cut text in
-    mid-character) become U+FFFD, so that the result can be encoded as UTF-8."""
-    value = _object(lambda: json.loads(body, parse_constant=_refuse_constant))
-    if body.count(b"[") + body.count(b"{") > max_depth:
-        _check_depth(value, max_depth, max_depth)
-    if _may_hold_surrogates(body):
-        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
-    return value
-
-
-def _check_depth(value: Any, levels: int, max_depth: int) -> None:
-    """Raises BadJsonError where `value` nests deeper than `levels`."""
-    if not isinstance(value, dict | list):
-        return
-    if not levels:
-        raise BadJsonError(f"the body nests deeper than {max_depth} levels")
-    for inner in value.values() if isinstance(value, dict) else value:
-        _check_depth(inner, levels - 1, max_depth)
-
-
-def _object(read: Callable[[], Any]) -> dict[str, Any]:
-    """What `read` returns, which must be an object; what it fails with as a BadJsonError."""
+def parse(
+    body: bytes, max_depth: int = 96, look: Callable[[str], object] = lambda text: None
+) -> dict[str, Any]:
+    """The JSON object in `body`, after a `look` at its text; raises BadJsonError, and what `look`
+    does. Lone surrogates (editors cut text in mid-character) become U+FFFD, so that the result can
+    be encoded as UTF-8."""
     try:
-        value = read()
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        look(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except UnicodeDecodeError as e:
         raise BadJsonError(f"the body is not UTF-8 text: byte {e.start} is invalid") from e
     except json.JSONDecodeError as e:
@@ -290,11 +294,21 @@ def _object(read: Callable[[], Any]) -> dict[str, Any]:
         ) from e
     if not isinstance(value, dict):
         raise BadJsonError("the body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > max_depth:
+        _check_depth(value, max_depth, max_depth)
+    if b"\\ud" in body or b"\\uD" in body or b"\xed" in body:
+        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
     return value
 
 
-def _may_hold_surrogates(body: bytes) -> bool:
-    return b"\\ud" in body or b"\\uD" in body or b"\xed" in body
+def _check_depth(value: Any, levels: int, max_depth: int) -> None:
+    """Raises BadJsonError where `value` nests deeper than `levels`."""
+    if not isinstance(value, dict | list):
+        return
+    if not levels:
+        raise BadJsonError(f"the body nests deeper than {max_depth} levels")
+    for inner in value.values() if isinstance(value, dict) else value:
+        _check_depth(inner, levels - 1, max_depth)
 
 
 def _without_surrogates(value: Any) -> Any:

@@ -62,8 +62,7 @@ async def serve_on(
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         scope[OWN_SEND] = send
-        if scope["type"] == "http":
-            plain_target(scope)
+        plain_target(scope)
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:

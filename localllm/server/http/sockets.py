@@ -16,7 +16,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
 
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.http.settings import TlsFiles
@@ -167,55 +166,33 @@ def unix_file(path: Path) -> Iterator[None]:
                 path.unlink()
 
 
-class _EncryptedError(Exception):
-    """The key asks for a password."""
-
-
 def check_tls(files: TlsFiles) -> None:
     """Raise UsageError unless a server can be run with these files."""
-    for name, path in (
-        ("--tls-cert", files.certificate),
-        ("--tls-key", files.key or files.certificate),
-    ):
+    key = files.key or files.certificate
+    for name, path in (("--tls-cert", files.certificate), ("--tls-key", key)):
         try:
-            _start(path)
+            pem = path.read_bytes()
         except OSError as e:
             raise UsageError(f"{name} {path} can't be read: {e.strerror or e}") from e
-    key = files.key or files.certificate
+    hint = "both are files as certbot, mkcert or openssl write them"
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            files.certificate, files.key, _refuse_password
-        )
-    except _EncryptedError:
-        raise UsageError(
-            f"the private key in {key} is encrypted, and nobody is there to type its password",
-            hint="write one without a password: openssl pkey -in KEY -out PLAIN_KEY",
-        ) from None
+        # Nobody is there to type a password.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files.certificate, files.key, password="")
     except ssl.SSLError as e:
         if e.reason == "KEY_VALUES_MISMATCH":
-            why = (
-                f"the private key in {key} does not belong to the certificate in "
-                f"{files.certificate}"
-            )
-        elif files.key is None and b"PRIVATE KEY-----" not in _start(files.certificate):
-            why = f"there is no private key in {files.certificate}: name its file with --tls-key"
+            why = f"the private key in {key} does not belong to the certificate in {files.certificate}"
+        elif b"ENCRYPTED" in pem:
+            why = f"the private key in {key} is encrypted, and nobody is there to type its password"
+            hint = "write one without a password: openssl pkey -in KEY -out PLAIN_KEY"
+        elif files.key is None and b"PRIVATE KEY-----" not in pem:
+            why = f"there is no private key in {key}: name its file with --tls-key"
         else:
             why = (
                 f"{files.certificate} and {key} are not a certificate and its key as PEM text "
                 f"({e.reason or e})"
             )
-        raise UsageError(
-            f"TLS: {why}", hint="both are files as certbot, mkcert or openssl write them"
-        ) from e
-
-
-def _start(path: Path) -> bytes:
-    with path.open("rb") as f:
-        return f.read(1_000_000)
-
-
-def _refuse_password() -> NoReturn:
-    raise _EncryptedError
+        raise UsageError(f"TLS: {why}", hint=hint) from e
 
 
 @functools.cache

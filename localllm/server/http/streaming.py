@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -15,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError, NotFoundError
-from localllm.server.http.accounts import Account, caller
+from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import OWN_SEND, PROBES, WRITE, Receive, Scope, Send
-from localllm.server.http.errors import envelope, headers_of, internal, log_failure
+from localllm.server.http.errors import envelope, for_client, headers_of
 from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import ServerSettings
 
@@ -136,7 +135,9 @@ class StreamResponse(Response):
         send = scope.get(OWN_SEND, send)
         if outbox.empty and not outbox.closed:
             outbox.write(self._keepalive())
-        ticker = _Ticker(outbox, self._keepalive, self._settings.keepalive_s)
+        ticker = asyncio.create_task(
+            _keep_alive(outbox, self._keepalive, self._settings.keepalive_s)
+        )
         # Before an event a comment, before a line of JSON a blank.
         nothing = b": \n" if self._media_type.startswith("text/event-stream") else b" "
         scope.get(PROBES, []).append(lambda: outbox.write(nothing))
@@ -150,7 +151,7 @@ class StreamResponse(Response):
             )
             raise
         finally:
-            ticker.stop()
+            ticker.cancel()
 
     async def _send_last(self, send: Send, error: LocalLLMError | None) -> None:
         last = self._frame_error(error) if error is not None else b""
@@ -178,39 +179,25 @@ async def run_into(produce: Callable[[Outbox], Coroutine[Any, Any, None]], outbo
         outbox.close()
         raise
     except Exception as e:
-        if not isinstance(e, LocalLLMError):
-            log_failure(e)
-        outbox.close(internal(e))
+        outbox.close(for_client(e))
     else:
         outbox.close()
 
 
-class _Ticker:
-    """Sends keep-alives: checks once a second whether the stream was silent, and sends a frame if
-    it has changed or the silence is long. One timer per stream, none per token."""
-
-    def __init__(self, outbox: Outbox, keepalive: Callable[[], bytes], longest_s: float) -> None:
-        self._outbox, self._keepalive = outbox, keepalive
-        self._period_s = min(_TICK_S, longest_s)
-        self._max_silent = max(1, int(longest_s / self._period_s) - 1)
-        self._seen, self._silent, self._last_frame = outbox.writes, 0, b""
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(self._period_s, self._tick)
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-    def _tick(self) -> None:
-        if self._outbox.writes != self._seen:
-            self._silent = 0
-        else:
-            self._silent += 1
-            frame = self._keepalive()
-            if frame and (frame != self._last_frame or self._silent >= self._max_silent):
-                self._outbox.write(frame)
-                self._silent, self._last_frame = 0, frame
-        self._seen = self._outbox.writes
-        self._timer = self._loop.call_later(self._period_s, self._tick)
+async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s: float) -> None:
+    """Send keep-alives until cancelled: look once a second whether the stream was silent, and send a
+    frame if it has changed or the silence is long. One timer per stream, none per token."""
+    period_s = min(_TICK_S, longest_s)
+    most_silent = max(1, int(longest_s / period_s) - 1)
+    seen, silent, last_frame = outbox.writes, 0, b""
+    while True:
+        await asyncio.sleep(period_s)
+        silent = silent + 1 if outbox.writes == seen else 0
+        frame = keepalive() if silent else b""
+        if frame and (frame != last_frame or silent >= most_silent):
+            outbox.write(frame)
+            silent, last_frame = 0, frame
+        seen = outbox.writes
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
@@ -256,32 +243,23 @@ class StreamGoneError(
     """A stream that can't be joined where the client wants to."""
 
 
-@dataclass(eq=False)
 class KeptStream(Outbox):
     """Server-sent events as they are written, each with its number as `id`. `answer` makes a
     response that begins behind an event's number; `asked` tells requests apart that are sent under
     one key."""
 
-    account: Account
-    asked: bytes
-    longest_gone_s: float
-    forget: Callable[[KeptStream], None]
-    answer: Callable[[int], Response] = field(init=False)
+    answer: Callable[[int], Response]
 
-    def __post_init__(self) -> None:
+    def __init__(self, kept: KeptStreams, asked: bytes) -> None:
         super().__init__()
+        self.account, self.asked, self._kept = caller(), asked, kept
+        self.readers: list[Outbox] = []
         self._blocks: deque[bytes] = deque()
         self._first = self._bytes = 0
         self._part = b""
-        self._readers: list[Outbox] = []
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def followed(self) -> bool:
-        """Whether a client reads it now."""
-        return bool(self._readers)
 
     def begin(self, produce: Callable[[Outbox], Coroutine[Any, Any, None]]) -> None:
         """Let `produce` write it, whoever reads it."""
@@ -293,17 +271,17 @@ class KeptStream(Outbox):
             numbered = b"id: %d\n%b\n\n" % (self._first + len(self._blocks), block)
             self._blocks.append(numbered)
             self._bytes += len(numbered)
-            for reader in self._readers:
+            for reader in self.readers:
                 reader.write(numbered)
         while self._bytes > _MOST_BYTES and len(self._blocks) > 1:
             self._bytes -= len(self._blocks.popleft())
             self._first += 1
 
-    def close(self, error: Any = None) -> None:
+    def close(self, error: LocalLLMError | None = None) -> None:
         super().close(error)
         self._ended.set()
         if error is not None and not self._blocks:  # nothing began: the same request may try again
-            self.forget(self)
+            self._kept.forget(self)
 
     async def follow(self, outbox: Outbox, after: int) -> None:
         """Write what comes behind event `after` into `outbox`, to the end. Raises StreamGoneError
@@ -313,32 +291,32 @@ class KeptStream(Outbox):
             raise StreamGoneError(f"of this stream the events behind {after} are not here")
         if self._timer is not None:
             self._timer.cancel()
-        self._readers.append(outbox)
+        self.readers.append(outbox)
         try:
             for block in islice(self._blocks, begin, None):
                 outbox.write(block)
             await self._ended.wait()
         finally:
-            self._readers.remove(outbox)
-            if not self._readers:
-                self._timer = asyncio.get_running_loop().call_later(self.longest_gone_s, self.drop)
+            self.readers.remove(outbox)
+            if not self.readers:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self._kept.longest_gone_s, self.drop)
         if self.error is not None:
             raise self.error
 
     def drop(self) -> None:
         """Cancel what still writes it, and forget it."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-        self.forget(self)
+        for running in (self._timer, self._task):
+            if running is not None:
+                running.cancel()
+        self._kept.forget(self)
 
 
 class KeptStreams:
     """All that are kept, by whose they are and what they are called (a key, a response's id)."""
 
     def __init__(self, longest_gone_s: float) -> None:
-        self._longest_gone_s = longest_gone_s
+        self.longest_gone_s = longest_gone_s
         self._streams: dict[tuple[str, str], KeptStream] = {}
 
     def find(self, name: str) -> KeptStream | None:
@@ -350,7 +328,7 @@ class KeptStreams:
         too many, or if as many of the caller's are running on as it may have requests. Raises
         BusyError while all that are kept have clients."""
         every = list(dict.fromkeys(self._streams.values()))
-        left = [stream for stream in every if not stream.followed]
+        left = [stream for stream in every if not stream.readers]
         mine = [stream for stream in left if stream.account is caller() and not stream.closed]
         if len(every) >= _MOST_STREAMS and not left:
             raise BusyError(
@@ -360,11 +338,11 @@ class KeptStreams:
             mine[0].drop()
         elif len(every) >= _MOST_STREAMS:
             left[0].drop()
-        made = KeptStream(caller(), asked, self._longest_gone_s, self._forget)
+        made = KeptStream(self, asked)
         self._streams |= {(caller().name, name): made for name in names if name}
         return made
 
-    def _forget(self, stream: KeptStream) -> None:
+    def forget(self, stream: KeptStream) -> None:
         self._streams = {
             name: other for name, other in self._streams.items() if other is not stream
         }

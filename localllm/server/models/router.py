@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,9 +16,8 @@ from localllm.server.models.served import ServedModel as ServedModel
 from localllm.server.models.worker import ModelAdmission, ModelWorker
 from localllm.server.proxy.upstreams import RemoteModel, Upstreams
 
-log = logging.getLogger("localllm.server")
-# Suffixes that clients add without meaning another model.
-_TAGS = (":latest",)
+# A suffix that clients add without meaning another model.
+_TAG = ":latest"
 _MAX_LISTED = 20
 
 
@@ -106,7 +104,9 @@ class ModelRouter:
     async def find(self, name: str | None) -> ServedModel:
         """`resolve`, in a thread where it has to read the disk; then plans the model, so that its
         metadata is known. Raises ModelNotFoundError and what planning ends in."""
-        known = not name or self._installed_models is None or self._known(name) is not None
+        known = (
+            not name or self._installed_models is None or self._names.get(_key(name)) is not None
+        )
         model = self.resolve(name) if known else await asyncio.to_thread(self.resolve, name)
         await model.worker.planned()
         return model
@@ -132,7 +132,7 @@ class ModelRouter:
 
     def _listed(self, name: str) -> ServedModel | None:
         installed = self._installed_models.models() if self._installed_models is not None else ()
-        return self._known(name) or next(
+        return self._names.get(_key(name)) or next(
             (m for m in installed if m.name.lower() == _key(name)), None
         )
 
@@ -147,13 +147,10 @@ class ModelRouter:
                     first,
                 )
             raise ModelNotFoundError("this server serves no model")
-        model = self._known(name) or self._installed(name) or self._by_pattern(name)
+        model = self._names.get(_key(name)) or self._installed(name) or self._by_pattern(name)
         if model is None:
             raise self._unknown(name)
         return model
-
-    def _known(self, name: str) -> ServedModel | None:
-        return self._names.get(_key(name))
 
     def _installed(self, name: str) -> ServedModel | None:
         model = (
@@ -239,7 +236,4 @@ def is_pattern(alias: str) -> bool:
 
 
 def _key(name: str) -> str:
-    key = name.lower()
-    for tag in _TAGS:
-        key = key.removesuffix(tag)
-    return key
+    return name.lower().removesuffix(_TAG)

@@ -24,8 +24,7 @@ class KeepAlive:
 
     def __init__(self) -> None:
         self._owners_idle_s: dict[str, float | None] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._unloading: set[asyncio.Task[None]] = set()
+        self._waiting: dict[str, asyncio.Task[None]] = {}
 
     def set(self, model: ModelWorker, seconds: float) -> None:
         """`model` stays loaded for `seconds` after its last request (0: until the running ones end;
@@ -36,7 +35,7 @@ class KeepAlive:
             model.idle_s = 0.0 if owners_s == 0 else math.inf
         else:
             model.idle_s = seconds or owners_s
-            self._check_later(model, seconds, max(seconds, _MIN_CHECK_S))
+            self._waiting[model.name] = asyncio.create_task(self._unload_after(model, seconds))
 
     async def unload(self, model: ModelWorker) -> None:
         """Unload `model` now, or once its requests have ended."""
@@ -47,32 +46,23 @@ class KeepAlive:
         except BusyError:
             self.set(model, 0.0)
         else:
-            self._forget(model)
+            if model.name in self._owners_idle_s:
+                model.idle_s = self._owners_idle_s.pop(model.name)
 
-    def _check_later(self, model: ModelWorker, seconds: float, delay_s: float) -> None:
-        self._timers[model.name] = asyncio.get_running_loop().call_later(
-            delay_s, self._check, model, seconds
-        )
-
-    def _check(self, model: ModelWorker, seconds: float) -> None:
-        left_s = model.last_used_s + seconds - asyncio.get_running_loop().time()
-        if model.in_use:
-            self._check_later(model, seconds, max(seconds, _MIN_CHECK_S))
-        elif model.loaded and left_s > 0:
-            self._check_later(model, seconds, left_s)
-        else:
-            task = asyncio.create_task(self.unload(model))
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+    async def _unload_after(self, model: ModelWorker, seconds: float) -> None:
+        left_s = max(seconds, _MIN_CHECK_S)
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            silent_s = asyncio.get_running_loop().time() - model.last_used_s
+            left_s = seconds - silent_s if model.loaded else 0.0
+            if model.in_use:
+                left_s = max(seconds, _MIN_CHECK_S)
+        await self.unload(model)
 
     def _stop(self, model: ModelWorker) -> None:
-        timer = self._timers.pop(model.name, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _forget(self, model: ModelWorker) -> None:
-        if model.name in self._owners_idle_s:
-            model.idle_s = self._owners_idle_s.pop(model.name)
+        waiting = self._waiting.pop(model.name, None)
+        if waiting is not None and waiting is not asyncio.current_task():
+            waiting.cancel()
 
 
 def _idle_limit_s(model: ModelWorker, servers_s: float) -> float | None:
@@ -93,7 +83,6 @@ async def unload_idle(
     `idle_s` where it has one; 0 never), or after `pressed_idle_s` while `pressed()`: memory is
     short. A client's infinity means never only where the server's own `idle_s` is 0."""
     models.idle_s = idle_s
-    closed_at: dict[str, float] = {}
     shortest_s = min(
         filter(None, [idle_s, *(worker.idle_s for worker in models.workers())]), default=math.inf
     )
@@ -106,10 +95,8 @@ async def unload_idle(
             own_s = _idle_limit_s(model, idle_s)
             if own_s is None or not model.loaded or model.in_use:
                 continue
-            used = model.last_used_s
             limit_s = min(own_s, pressed_idle_s) if short else own_s
-            if closed_at.get(model.name) == used or now - used < limit_s:
-                continue
-            closed_at[model.name] = used
-            log.info("unloading %s after %.0f s without a request", model.name, now - used)
-            await model.unload()
+            silent_s = now - model.last_used_s
+            if silent_s >= limit_s:
+                log.info("unloading %s after %.0f s without a request", model.name, silent_s)
+                await model.unload()

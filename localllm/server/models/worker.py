@@ -81,31 +81,29 @@ class ModelAdmission:
 
     async def fits(self, model: ModelWorker) -> bool:
         """Whether `model` could be loaded now without unloading another."""
-        if model in self._admitted or not self._admitted:
-            return has_room("memory", model.needs_bytes, self.limit_bytes)
-        left = self.limit_bytes - self.held_bytes
-        if self._available is None or not has_room("memory", model.needs_bytes, left):
-            return has_room("memory", model.needs_bytes, left)
-        return has_room("memory", model.needs_bytes, await self._free())
+        alone = model in self._admitted or not self._admitted
+        room_bytes = self.limit_bytes if alone else await self._room_bytes()
+        return has_room("memory", model.needs_bytes, room_bytes)
 
-    async def _free(self) -> int:
-        assert self._available is not None
-        # Models that are still loading have not taken all their memory yet.
-        promised = sum(m.needs_bytes for m in self._admitted if not m.loaded)
-        return max(0, await asyncio.to_thread(self._available) - promised)
+    async def _room_bytes(self) -> int:
+        """What one more model may take beside those that are admitted."""
+        room_bytes = self.limit_bytes - self.held_bytes
+        if self._available is not None:
+            # Models that are still loading have not taken all their memory yet.
+            promised_bytes = sum(m.needs_bytes for m in self._admitted if not m.loaded)
+            free_bytes = await asyncio.to_thread(self._available) - promised_bytes
+            room_bytes = min(room_bytes, free_bytes)
+        return max(0, room_bytes)
 
     def _least_recently_used(self) -> ModelWorker | None:
         idle = [m for m in self._admitted if m.loaded and not m.in_use]
         return min(idle, key=lambda m: m.last_used_s, default=None)
 
     async def _why(self, model: ModelWorker) -> str:
-        free = self.limit_bytes - self.held_bytes
-        if self._available is not None:
-            free = min(free, await self._free())
+        free_bytes = await self._room_bytes()
         others = ", ".join(f"{m.name} ({gb(m.needs_bytes, 2)})" for m in self._admitted)
         return (
-            f"{model.name} needs {gb(model.needs_bytes, 2)} and {gb(max(0, free), 2)} are "
-            "free; "
+            f"{model.name} needs {gb(model.needs_bytes, 2)} and {gb(free_bytes, 2)} are free; "
             f"in use: {others}"
         )
 
@@ -214,18 +212,16 @@ class ModelWorker:
     async def planned(self) -> None:
         """Make a fresh plan if there is none. Raises what planning ends in: no such file, no memory
         …"""
-        if self._plan is None or self.loaded or self._is_planned():
+        if self._plan is None or self.loaded:
             return
+        loop = asyncio.get_running_loop()
         async with self._lock:
-            if not self._is_planned():
+            if loop.time() - self._planned_s >= _PLAN_TTL_S:
                 spare_bytes = self.admission.idle_bytes if self.admission is not None else 0
                 found = await asyncio.to_thread(self._plan, spare_bytes)
                 await self.host.close()  # it may have crashed
                 self.host, self.facts, self._loading = found.host, found.facts, found.loading
-                self._planned_s = asyncio.get_running_loop().time()
-
-    def _is_planned(self) -> bool:
-        return asyncio.get_running_loop().time() - self._planned_s < _PLAN_TTL_S
+                self._planned_s = loop.time()
 
     async def engine(self) -> EngineClient:
         """The loaded engine; loads it if needed, once for all concurrent callers.
@@ -237,11 +233,10 @@ class ModelWorker:
                 return await self._shared_load()
             try:
                 engine = await self.host.engine()
-            except BaseException as e:
-                if isinstance(e, LocalLLMError):
-                    self.loaded = False
-                    if self.in_use == 1:
-                        self._release()
+            except LocalLLMError:
+                self.loaded = False
+                if self.in_use == 1:
+                    self._release()
                 raise
             self.info = engine.info
             return engine

@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from starlette.requests import Request
 
 from localllm.server.http.asgi import App, Receive, Scope, Send
-from localllm.server.http.json_body import JsonBody, keep_body, read_body
+from localllm.server.http.json_body import BODY, JsonBody, read_body
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy.relay import (
     ProxyRequest,
@@ -49,23 +50,23 @@ class ProxyMiddleware:
         self._lock = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not names_a_model(scope["path"]):
-            if scope["type"] == "http" and scope["path"].startswith(_LIST_PATHS):
+        if scope["method"] != "POST" or not names_a_model(scope["path"]):
+            if scope["path"].startswith(_LIST_PATHS):
                 await self.refresh()
             await self.app(scope, receive, send)
             return
         body = await read_body(Request(scope, receive), self._settings)
         model = await self._remote_model(body)
         if model is None:
-            keep_body(scope, body)
+            scope[BODY] = body
             await self.app(scope, receive, send)
             return
         outgoing = self._outgoing(scope, model, body)
         await until_disconnect(receive, self._relay(outgoing, scope, send), outgoing.meter)
 
-    async def _relay(self, outgoing: ProxyRequest, scope: Scope, send: Send) -> None:
+    async def _relay(self, outgoing: ProxyRequest, scope: Scope, send: Send) -> Literal[True]:
         async with self._http.open(outgoing) as answer:
-            await relay(answer, outgoing, scope, send)
+            return await relay(answer, outgoing, scope, send)
 
     async def _remote_model(self, body: JsonBody) -> RemoteModel | None:
         """The upstream's model that is to answer; None where one of ours is."""
@@ -73,7 +74,8 @@ class ProxyMiddleware:
         if not isinstance(name, str) or not name:
             return None
         model = self.upstreams.find(name)
-        if model is None and self.upstreams.unlisted and not await self._is_local(name):
+        unlisted = any(not upstream.models for upstream in self.upstreams.all)
+        if model is None and unlisted and not await self._is_local(name):
             await self.refresh()
             model = self.upstreams.find(name)
         if model is None or not await self._is_local(name):

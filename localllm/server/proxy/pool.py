@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 
@@ -114,8 +114,6 @@ class PoolFront:
         await self._http.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         if scope["method"] == "GET" and scope["path"] == "/usage.csv":
             await send_text(send, self.accounts.table(caller()), "text/csv; charset=utf-8")
         elif scope["method"] == "GET" and scope["path"] == "/metrics":
@@ -145,7 +143,7 @@ class PoolFront:
         refused = (*_REFUSED, _NOT_FOUND) if stored else _REFUSED
         nodes = by_preference(self.nodes, key, time.monotonic())
 
-        async def ask() -> None:
+        async def ask() -> Literal[True]:
             for node in nodes:
                 outgoing = self._outgoing(scope, node, raw, meter)
                 node.active += 1
@@ -153,13 +151,11 @@ class PoolFront:
                     async with self._http.open(outgoing) as answer:
                         if answer.status in refused and node is not nodes[-1]:
                             continue
-                        await relay(answer, outgoing, scope, send)
-                        return
+                        return await relay(answer, outgoing, scope, send)
                 except UpstreamError:
                     node.failed_s = time.monotonic()
                 finally:
                     node.active -= 1
-            meter.fail()
             raise BusyError("no server of this pool answers", hint="see whether they run")
 
         await until_disconnect(receive, ask(), meter)

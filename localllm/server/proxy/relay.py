@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from yarl import URL
@@ -95,12 +95,10 @@ class UpstreamClient:
                 ssl=trusted_certificates() if outgoing.url.startswith("https:") else True,
             )
         except (aiohttp.ClientError, TimeoutError) as e:
-            outgoing.meter.fail()
             raise upstream_error(outgoing, e) from e
         outgoing.meter.begin(answer.status, streams=is_stream(answer))
         try:
             if 300 <= answer.status < 400:
-                outgoing.meter.fail()
                 raise UpstreamError(
                     f"the server {outgoing.name} sends requests on to another address, which is "
                     "not followed",
@@ -190,7 +188,7 @@ def accepted(scope: Scope) -> str:
 
 async def relay(
     answer: aiohttp.ClientResponse, outgoing: ProxyRequest, scope: Scope, send: Send
-) -> None:
+) -> Literal[True]:
     """Send `answer` to the client, a stream as it comes. Raises UpstreamError as long as nothing
     was sent."""
     body = None if is_stream(answer) else await read_body(answer, outgoing)
@@ -200,7 +198,7 @@ async def relay(
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     if body is not None:
         await send({"type": "http.response.body", "body": body})
-        return
+        return True
     send = scope.get(OWN_SEND) or send
     last = b""
     try:
@@ -210,6 +208,7 @@ async def relay(
     except (aiohttp.ClientError, TimeoutError) as e:
         last = _error_frame(answer.headers.get("content-type", ""), upstream_error(outgoing, e))
     await send({"type": "http.response.body", "body": last, "more_body": False})
+    return True
 
 
 def _relayed_headers(answer: aiohttp.ClientResponse, name: str) -> list[tuple[bytes, bytes]]:
@@ -226,18 +225,13 @@ def _error_frame(content_type: str, error: LocalLLMError) -> bytes:
 
 
 async def until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, None], meter: UsageMeter
+    receive: Receive, work: Coroutine[Any, Any, Literal[True]], meter: UsageMeter
 ) -> None:
     """Await `work`, cancelled when the client disconnects; closes the request's `meter`. Raises
     what `work` raises."""
-
-    async def completed() -> bool:
-        await work
-        return True
-
     left = True
     try:
-        left = await unless_gone(receive, completed()) is None
+        left = await unless_gone(receive, work) is None
     except Exception:
         left = False
         raise

@@ -104,11 +104,6 @@ class Upstreams:
         for upstream in self.all:
             self.learn(upstream, ())
 
-    @property
-    def unlisted(self) -> tuple[Upstream, ...]:
-        """Those whose models are not named in the settings."""
-        return tuple(u for u in self.all if not u.models)
-
     def learn(self, upstream: Upstream, entries: Iterable[Mapping[str, Any]]) -> None:
         """Take over the list of models that `upstream` gave (the `data` of its GET /v1/models)."""
         facts = {

@@ -12,19 +12,14 @@ from typing import Any
 
 from localllm.server.http.accounts import Account, caller
 
-_TAIL_BYTES = 8192
+# Usage stands at the beginning or the end of an answer: so much of both is looked at.
+_END_BYTES = 8192
+_COUNT = re.compile(rb'"(\w+)"\s*:\s*(\d{1,12})')
 # Of every dialect: OpenAI's, Responses' and Anthropic's, Ollama's, llama.cpp's.
-_PROMPT = re.compile(
-    rb'"(?:prompt_tokens|input_tokens|prompt_eval_count|tokens_evaluated)"\s*:\s*(\d{1,12})'
-)
-_WRITTEN = re.compile(
-    rb'"(?:completion_tokens|output_tokens|eval_count|tokens_predicted)"\s*:\s*(\d{1,12})'
-)
-_CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
+_PROMPT = (b"prompt_tokens", b"input_tokens", b"prompt_eval_count", b"tokens_evaluated")
+_WRITTEN = (b"completion_tokens", b"output_tokens", b"eval_count", b"tokens_predicted")
 # Anthropic's input_tokens excludes cache reads and writes.
-_CACHE_READ = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d{1,12})')
-_CACHE_WRITTEN = re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d{1,12})')
-_HINTS = (b"_tokens", b"eval_count", b"tokens_")
+_CACHE_READ, _CACHE_WRITTEN = b"cache_read_input_tokens", b"cache_creation_input_tokens"
 # The estimate for a prompt that was never counted: about English.
 _CHARACTERS_PER_TOKEN = 4
 # These paths count tokens and compute nothing.
@@ -38,57 +33,37 @@ class UsageMeter:
 
     def __init__(self, account: Account | None = None, prompt_estimate: int = 0) -> None:
         self._account, self._prompt_estimate = account, prompt_estimate
-        self._tail = b""
-        self._charged = [0, 0, 0]
-        self._frames = 0
+        self._costs: bool | None = None
         self._streams = False
-        self._refused = False
+        self._seen, self._frames = b"", 0
 
     def begin(self, status: int, *, streams: bool) -> None:
-        """An answer begins; an error status costs nothing."""
-        self._refused, self._streams = status >= 400, streams
-        self._tail, self._frames = b"", 0
-
-    def fail(self) -> None:
-        self._refused = True
+        """An answer begins, in place of one of another node; an error costs nothing."""
+        self._costs, self._streams = status < 300, streams
+        self._seen, self._frames = b"", 0
 
     def feed(self, piece: bytes) -> None:
-        if self._account is None:
-            return
         if self._streams:
             self._frames += piece.count(b"data:") or piece.count(b"\n")
-        seen = self._tail + piece
-        self._tail = seen[-_TAIL_BYTES:]
-        if self._refused or not any(hint in seen for hint in _HINTS):
-            return
-        prompt, written, cached, cache_read, cache_written = (
-            _last(p, seen) for p in (_PROMPT, _WRITTEN, _CACHED, _CACHE_READ, _CACHE_WRITTEN)
-        )
-        self._charge(
-            prompt + cache_read + cache_written if prompt else 0, cached or cache_read, written
-        )
-
-    def _charge(self, *counts: int) -> None:
-        # Usage that grows in a stream, or is repeated on another node, is charged once.
-        new = [max(0, now - before) for now, before in zip(counts, self._charged, strict=True)]
-        if self._account is not None and any(new):
-            self._charged = [max(a, b) for a, b in zip(counts, self._charged, strict=True)]
-            self._account.charge(*new)
+        self._seen += piece
+        if len(self._seen) > 4 * _END_BYTES:
+            self._seen = self._seen[:_END_BYTES] + b"\n" + self._seen[-_END_BYTES:]
 
     def close(self, *, left: bool = False) -> None:
         """The request is over; `left`: the client disconnected early. What was not reported is
         charged by estimate: the prompt by its length, a stream by its frames, each of which has a
         token or more."""
-        if self._refused:
+        if self._account is None or not (left if self._costs is None else self._costs):
             return
-        prompt, cached, written = self._charged
+        counts = {name: int(n) for name, n in _COUNT.findall(self._seen)}
+        prompt = max(counts.get(name, 0) for name in _PROMPT)
+        written = max(counts.get(name, 0) for name in _WRITTEN)
+        read = counts.get(_CACHE_READ, 0)
+        if prompt:
+            prompt += read + counts.get(_CACHE_WRITTEN, 0)
         counted = max(written, self._frames) if left else written or self._frames
-        self._charge(prompt or self._prompt_estimate, cached, counted)
-
-
-def _last(pattern: re.Pattern[bytes], seen: bytes) -> int:
-    counts = pattern.findall(seen)
-    return int(counts[-1]) if counts else 0
+        cached = counts.get(b"cached_tokens") or read
+        self._account.charge(prompt or self._prompt_estimate, cached, counted)
 
 
 def meter_for(path: str, body: dict[str, Any]) -> UsageMeter:

@@ -54,6 +54,7 @@ _BASH = _object(
         "restart": _of(_FLAG, "True restarts the shell."),
     },
 )
+_BASH_ABOUT = "Run a command in a bash shell that stays open between calls."
 _EDITS = ("view", "create", "str_replace", "insert")
 _FILE = {
     "file_text": _of(_TEXT, "create: the file's whole text."),
@@ -84,6 +85,10 @@ _MEMORY = _object(
         "new_path": _of(_TEXT, "rename: the path as it will be."),
     },
 )
+_MEMORY_ABOUT = (
+    "Read and write the files below /memories, which stay from one conversation to the next. View "
+    "them before you begin a task."
+)
 _POINTER = (
     "key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click",
     "double_click",
@@ -97,19 +102,6 @@ _PARAMETERS_SINCE_2025 = {
     "duration": _of({"type": "number"}, "hold_key, wait: seconds."),
 }
 _REGION = {"type": "array", "items": _WHOLE, "minItems": 4, "maxItems": 4}
-
-
-def _bash(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
-    return "Run a command in a bash shell that stays open between calls.", _BASH
-
-
-def _memory(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
-    about = (
-        "Read and write the files below /memories, which stay from one conversation to the next. "
-        "View them before you "
-        "begin a task."
-    )
-    return about, _MEMORY
 
 
 def _text_editor(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any]]:
@@ -146,8 +138,8 @@ def _computer(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any
 
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], int], tuple[str, dict[str, Any]]]] = {
-    "bash": _bash,
+    "bash": lambda tool, version: (_BASH_ABOUT, _BASH),
     "text_editor": _text_editor,
-    "memory": _memory,
+    "memory": lambda tool, version: (_MEMORY_ABOUT, _MEMORY),
     "computer": _computer,
 }

@@ -13,7 +13,7 @@ from localllm.conversation.tools.prompt import checked, choice_of
 from localllm.engine.messages import Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import client_tool, is_client_tool
-from localllm.server.dialects.constraints import Constraint, of_schema, only_one
+from localllm.server.dialects.constraints import Constraint, of_response_format, only_one
 from localllm.server.dialects.fields import Count, StopText, stop_texts
 from localllm.server.dialects.known import (
     FORM,
@@ -110,7 +110,10 @@ class MessagesFields(ReasonedFields):
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """`output_config.format`, or the form in another dialect's words."""
         wanted = (self.output_config and self.output_config.format) or self.output_format
-        return only_one(output_config=_form(wanted), grammar=super().constraint(response_format))
+        return only_one(
+            output_config=of_response_format(wanted, "output_config.format"),
+            grammar=super().constraint(response_format),
+        )
 
 
 def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
@@ -137,21 +140,6 @@ def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest
     )
     chat = ChatRequest(normalise(messages, omitted), fields.generation(default), options)
     return chat, [*skipped, *dict.fromkeys(omitted)]
-
-
-def _form(wanted: Any) -> Constraint | None:
-    """The JSON schema that the answer must match."""
-    if wanted is None:
-        return None
-    if (
-        not isinstance(wanted, Mapping)
-        or wanted.get("type") != "json_schema"
-        or not isinstance(wanted.get("schema"), Mapping)
-    ):
-        raise RequestError(
-            "output_config.format must be {type: json_schema, schema: {…}}", param="output_config"
-        )
-    return of_schema(wanted["schema"])
 
 
 def _tools(sent: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:

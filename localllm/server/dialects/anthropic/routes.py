@@ -15,7 +15,7 @@ from localllm.server.dialects.wire import EVENT_STREAM, arguments_object, quote
 from localllm.server.generation.job import (
     Outcome,
     PrefillProgress,
-    ReplyCollector,
+    Reply,
     ReplyUsage,
     ReplyWriter,
 )
@@ -42,7 +42,6 @@ class MessageEvents(ReplyWriter):
         self._block = -1
         self._kind = ""
         self._begun = False
-        self._outcome: Outcome | None = None
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not text:
@@ -67,7 +66,6 @@ class MessageEvents(ReplyWriter):
         self._outcome = outcome
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        assert self._outcome is not None
         reason, sequence = stop_reason(self._outcome, self._model.served_n_ctx)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         self._send("message_delta", json.dumps({"delta": delta, "usage": usage_body(usage)})[1:-1])
@@ -126,8 +124,8 @@ def frame_error(error: LocalLLMError) -> bytes:
     return b"event: error\ndata: " + json.dumps(anthropic_envelope(error)).encode() + b"\n\n"
 
 
-def message(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
-    choice = collected.choices[0]
+def message(reply: Reply, model: ServedModel) -> dict[str, Any]:
+    choice = reply.choices[0]
     content: list[dict[str, Any]] = []
     if choice.reasoning:
         content.append({"type": "thinking", "thinking": choice.reasoning, "signature": "localllm"})
@@ -151,7 +149,7 @@ def message(collected: ReplyCollector, model: ServedModel) -> dict[str, Any]:
         "content": content,
         "stop_reason": reason,
         "stop_sequence": sequence,
-        "usage": usage_body(collected.usage),
+        "usage": usage_body(reply.usage),
     }
 
 
@@ -185,7 +183,7 @@ def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
 
     return TranslatedRequest(
         chat,
-        lambda collected, job: message(collected, model),
+        lambda reply, job: message(reply, model),
         lambda outbox, job, progress: MessageEvents(outbox, model, progress),
         tuple(skipped),
     )

@@ -19,7 +19,7 @@ from localllm.server.dialects.wire import logprob_entry, quote, timings_body
 from localllm.server.generation.job import (
     GenerationJob,
     Outcome,
-    ReplyCollector,
+    Reply,
     ReplyUsage,
     ReplyWriter,
 )
@@ -105,7 +105,7 @@ def translate(fields: LlamaCppFields, model: ServedModel) -> TranslatedRequest:
 
     return TranslatedRequest(
         job,
-        lambda collected, job: completions(collected, job, model, fields.response_fields),
+        lambda reply, job: completions(reply, job, model, fields.response_fields),
         lambda outbox, job, progress: CompletionEvents(outbox, job, model, fields.response_fields),
     )
 
@@ -174,7 +174,6 @@ class CompletionEvents(ReplyWriter):
         self, outbox: Outbox, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
     ) -> None:
         self._outbox, self._job, self._model, self._wanted = outbox, job, model, wanted
-        self._outcome: Outcome | None = None
         self._ids: list[int] = []
 
     def tokens(self, choice: int, ids: tuple[int, ...]) -> None:
@@ -194,7 +193,6 @@ class CompletionEvents(ReplyWriter):
         self._outcome = outcome
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        assert self._outcome is not None
         outcome = replace(self._outcome, usage=usage, timings=timings)
         last = {**final("", outcome, self._job, self._model), "tokens": self._ids}
         self._outbox.write(f"data: {json.dumps(selected(last, self._wanted))}\n\n".encode())
@@ -242,11 +240,11 @@ def final(text: str, outcome: Outcome, job: GenerationJob, model: ServedModel) -
 
 
 def completions(
-    collected: ReplyCollector, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
+    reply: Reply, job: GenerationJob, model: ServedModel, wanted: Sequence[str] | None
 ) -> Any:
     """The whole reply: one object, or a list of several choices."""
     bodies = []
-    for i, choice in enumerate(collected.choices):
+    for i, choice in enumerate(reply.choices):
         body = final(choice.text, choice.outcome, job, model)
         body |= {"index": i, "tokens": choice.tokens}
         if choice.logprobs:

@@ -199,6 +199,8 @@ def routes(server: Server) -> Paths:
     @paths.answers("GET", "/models/sse", about="")
     async def model_events(request: Request) -> Response:
         """Zed's subscription to loading and unloading."""
+        if request.method == "HEAD":  # it has no end
+            return Response(media_type="text/event-stream")
         return StreamingResponse(changes(server.models), media_type="text/event-stream")
 
     _managing(paths, server)

@@ -7,15 +7,14 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.wire import arguments_object, logprob_entry, token_logprob
-from localllm.server.generation.job import Outcome, ReplyCollector, ReplyUsage, ReplyWriter
+from localllm.server.generation.job import Outcome, Reply, ReplyUsage, ReplyWriter
 from localllm.server.http.asgi import new_id
 from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.streaming import Outbox
@@ -150,42 +149,42 @@ def _parameters(model: ServedModel) -> list[str]:
     return [*lines, f"{'num_ctx':<30} {model.served_n_ctx}"] if model.served_n_ctx else lines
 
 
-@dataclass(frozen=True, slots=True)
-class LineShape:
-    """Where /api/chat and /api/generate put text, thinking and tool calls."""
+# A function that puts text, thinking and tool calls where the lines of a path have them.
+Part: TypeAlias = Callable[..., dict[str, Any]]
 
-    chat: bool
 
-    def body(
-        self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None
-    ) -> dict[str, Any]:
-        """The answer's part of a line."""
-        if not self.chat:
-            return {"response": text, **({"thinking": thinking} if thinking else {})}
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if thinking:
-            message["thinking"] = thinking
-        if calls:
-            message["tool_calls"] = calls
-        return {"message": message}
+def chat_part(
+    text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The answer's part of a line of /api/chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def generated_part(text: str, thinking: str = "", calls: object = None) -> dict[str, Any]:
+    """The same of /api/generate, which offers no tools."""
+    return {"response": text, **({"thinking": thinking} if thinking else {})}
 
 
 class JsonLines(ReplyWriter):
     """Writes JSON lines. A tool call is one object, so it waits until its arguments are
     complete."""
 
-    def __init__(self, outbox: Outbox, model: str, shape: LineShape) -> None:
-        self._outbox, self._model, self._shape = outbox, model, shape
+    def __init__(self, outbox: Outbox, model: str, part: Part) -> None:
+        self._outbox, self._model, self._part = outbox, model, part
         self._call: tuple[int, str, list[str]] | None = None
-        self._outcome: Outcome | None = None
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         self._flush()
         if text or logprobs:
-            self._line({**self._shape.body(text), **_logprobs(logprobs)})
+            self._line({**self._part(text), **_logprobs(logprobs)})
 
     def reasoning(self, choice: int, text: str) -> None:
-        self._line(self._shape.body("", thinking=text))
+        self._line(self._part("", thinking=text))
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         self._flush()
@@ -202,14 +201,13 @@ class JsonLines(ReplyWriter):
         self._outcome = outcome
 
     def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        assert self._outcome is not None
-        self._line({**self._shape.body(""), **done(self._outcome, usage, timings)})
+        self._line({**self._part(""), **done(self._outcome, usage, timings)})
 
     def _flush(self) -> None:
         if self._call is not None:
             index, name, pieces = self._call
             self._call = None
-            self._line(self._shape.body("", calls=[call(index, name, "".join(pieces))]))
+            self._line(self._part("", calls=[call(index, name, "".join(pieces))]))
 
     def _line(self, body: Mapping[str, Any]) -> None:
         line = {"model": self._model, "created_at": now(), **body}
@@ -217,25 +215,25 @@ class JsonLines(ReplyWriter):
         self._outbox.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
-def answer(collected: ReplyCollector, model: str, shape: LineShape) -> dict[str, Any]:
+def answer(reply: Reply, model: str, part: Part) -> dict[str, Any]:
     """The whole answer, in one line."""
-    choice = collected.choices[0]
+    choice = reply.choices[0]
     calls = [call(i, c.name, c.arguments) for i, c in enumerate(choice.calls)]
-    body = {**shape.body(choice.text, choice.reasoning, calls), **_logprobs(choice.logprobs)}
+    body = {**part(choice.text, choice.reasoning, calls), **_logprobs(choice.logprobs)}
     return {
         "model": model,
         "created_at": now(),
         **body,
-        **done(choice.outcome, collected.usage, collected.timings),
+        **done(choice.outcome, reply.usage, reply.timings),
     }
 
 
-def loaded(model: str, shape: LineShape, reason: str = "load") -> dict[str, Any]:
+def loaded(model: str, part: Part, reason: str = "load") -> dict[str, Any]:
     """The answer to a request that only loads or unloads (`reason`) its model."""
     return {
         "model": model,
         "created_at": now(),
-        **shape.body(""),
+        **part(""),
         "done": True,
         "done_reason": reason,
     }

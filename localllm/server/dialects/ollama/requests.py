@@ -103,10 +103,6 @@ class OllamaBody(ThinkingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    def keep_s(self) -> float | None:
-        """`keep_alive` in seconds; None if absent."""
-        return keep_alive_s(self.keep_alive)
-
     def _options(self) -> Options:
         return self.options if self.options is not None else Options.model_validate({})
 

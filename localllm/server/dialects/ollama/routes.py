@@ -19,7 +19,7 @@ from localllm.errors import ModelNotFoundError, UnsupportedError
 from localllm.server.dialects import vectors
 from localllm.server.dialects.known import read
 from localllm.server.dialects.ollama import lines, requests
-from localllm.server.dialects.ollama.lines import LineShape
+from localllm.server.dialects.ollama.lines import Part
 from localllm.server.dialects.ollama.requests import (
     OllamaBody,
     OllamaChat,
@@ -62,30 +62,26 @@ class _DisconnectedError(Exception):
     """The client disconnected."""
 
 
-class ModelPuller:
-    """Downloads one model at a time."""
+async def _pull(
+    thread: ThreadPoolExecutor, store: ModelStore, ref: str, report: Callable[[Line], None]
+) -> None:
+    """Download `ref` in `thread`, reporting lines to `report`. If cancelled it stops, and the next
+    call resumes. Raises what the store raises."""
+    loop, left = asyncio.get_running_loop(), threading.Event()
+    lines = _ProgressLines()
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
+    def on_progress(progress: StoreProgress) -> None:
+        if left.is_set():
+            raise _DisconnectedError
+        line = lines.line(progress)
+        if line is not None:
+            loop.call_soon_threadsafe(report, line)
 
-    async def pull(self, store: ModelStore, ref: str, report: Callable[[Line], None]) -> None:
-        """Download `ref`, reporting lines to `report`. If cancelled it stops, and the next call
-        resumes. Raises what the store raises."""
-        loop, left = asyncio.get_running_loop(), threading.Event()
-        lines = _ProgressLines()
-
-        def on_progress(progress: StoreProgress) -> None:
-            if left.is_set():
-                raise _DisconnectedError
-            line = lines.line(progress)
-            if line is not None:
-                loop.call_soon_threadsafe(report, line)
-
-        try:
-            await loop.run_in_executor(self._thread, store.pull, ref, on_progress)
-        finally:
-            left.set()
-        report({"status": "success"})
+    try:
+        await loop.run_in_executor(thread, store.pull, ref, on_progress)
+    finally:
+        left.set()
+    report({"status": "success"})
 
 
 class _ProgressLines:
@@ -99,7 +95,14 @@ class _ProgressLines:
         if not self._digest and len(progress.digest) == _SHA256_DIGITS:
             # Clients show one bar per digest: keep the first for the whole model.
             self._digest = progress.digest
-        line = self._words(progress)
+        line: Line = {
+            "status": _STATUS.get(
+                progress.state, f"pulling {self._digest[:_NAMED_DIGITS]}".rstrip()
+            )
+        }
+        if progress.state not in _STATUS and self._digest:
+            counts = {"total": progress.total_bytes, "completed": progress.done_bytes}
+            line |= {"digest": f"sha256:{self._digest}", **counts}
         now = time.monotonic()
         if (
             line["status"] == self._status
@@ -109,19 +112,6 @@ class _ProgressLines:
             return None
         self._status, self._next_s = line["status"], now + _INTERVAL_S
         return line
-
-    def _words(self, progress: StoreProgress) -> Line:
-        status = _STATUS.get(progress.state)
-        if status is not None:
-            return {"status": status}
-        if not self._digest:
-            return {"status": "pulling"}
-        return {
-            "status": f"pulling {self._digest[:_NAMED_DIGITS]}",
-            "digest": f"sha256:{self._digest}",
-            "total": progress.total_bytes,
-            "completed": progress.done_bytes,
-        }
 
 
 def allowed(store: ModelStore | None) -> ModelStore:
@@ -144,18 +134,18 @@ _UNSUPPORTED = ("/api/create", "/api/push", "/api/copy")
 
 def chat(fields: OllamaChat, model: ServedModel) -> TranslatedRequest | PreloadRequest:
     """A chat; without messages it loads the model, or unloads it."""
-    ignored, shape = fields.ignored(), LineShape(chat=True)
+    ignored = fields.ignored()
     if not fields.messages:
-        return _preload(fields, model, shape)
+        return _preload(fields, model, lines.chat_part)
     chat, omitted = requests.chat_request(fields, model.sampling_for(fields.effort()))
-    return _translated(chat, model, shape, [*ignored, *omitted], fields.keep_s())
+    return _translated(chat, model, lines.chat_part, [*ignored, *omitted], fields)
 
 
 def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | PreloadRequest:
     """A prompt: templated, raw, or with a suffix."""
-    ignored, shape = fields.ignored(), LineShape(chat=False)
+    ignored = fields.ignored()
     if not fields.prompt and not fields.suffix:
-        return _preload(fields, model, shape)
+        return _preload(fields, model, lines.generated_part)
     task: ChatRequest | JobFactory
     if fields.untemplated:
         grammar = fields.constraint()
@@ -169,29 +159,28 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | 
         task = raw
     else:
         task = requests.generate_request(fields, model.sampling_for(fields.effort()))
-    return _translated(task, model, shape, ignored, fields.keep_s())
+    return _translated(task, model, lines.generated_part, ignored, fields)
 
 
-def _preload(fields: OllamaBody, model: ServedModel, shape: LineShape) -> PreloadRequest:
-    keep_s = fields.keep_s()
-    return PreloadRequest(
-        lines.loaded(model.name, shape, "unload" if keep_s == 0 else "load"), keep_s
-    )
+def _preload(fields: OllamaBody, model: ServedModel, part: Part) -> PreloadRequest:
+    keep_s = requests.keep_alive_s(fields.keep_alive)
+    reason = "unload" if keep_s == 0 else "load"
+    return PreloadRequest(lines.loaded(model.name, part, reason), keep_s)
 
 
 def _translated(
     task: ChatRequest | JobFactory,
     model: ServedModel,
-    shape: LineShape,
+    part: Part,
     ignored: list[str],
-    keep_s: float | None,
+    fields: OllamaBody,
 ) -> TranslatedRequest:
     return TranslatedRequest(
         task,
-        lambda collected, job: lines.answer(collected, model.name, shape),
-        lambda outbox, job, progress: lines.JsonLines(outbox, model.name, shape),
+        lambda reply, job: lines.answer(reply, model.name, part),
+        lambda outbox, job, progress: lines.JsonLines(outbox, model.name, part),
         tuple(ignored),
-        keep_s=keep_s,
+        keep_s=requests.keep_alive_s(fields.keep_alive),
     )
 
 
@@ -238,7 +227,8 @@ def routes(server: Server) -> Paths:
 
 
 def _managing(paths: Paths, server: Server) -> None:
-    puller = ModelPuller()
+    # One model at a time is downloaded.
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pull")
 
     @paths.answers(
         "POST", "/api/pull", **body_of(OllamaPull, "status", streams="application/x-ndjson")
@@ -251,7 +241,7 @@ def _managing(paths: Paths, server: Server) -> None:
         name, headers = fields.wanted(), answer_headers(ignored)
         if fields.stream is False:
             reported: list[dict[str, Any]] = []
-            await unless_gone(request.receive, puller.pull(store, name, reported.append))
+            await unless_gone(request.receive, _pull(thread, store, name, reported.append))
             return (
                 JSONResponse(reported[-1], headers=headers)
                 if reported
@@ -259,8 +249,8 @@ def _managing(paths: Paths, server: Server) -> None:
             )
 
         async def produce(outbox: Outbox) -> None:
-            await puller.pull(
-                store, name, lambda line: outbox.write(json.dumps(line).encode() + b"\n")
+            await _pull(
+                thread, store, name, lambda line: outbox.write(json.dumps(line).encode() + b"\n")
             )
 
         return StreamResponse(

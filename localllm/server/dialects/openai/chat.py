@@ -23,7 +23,7 @@ from localllm.server.generation.job import (
     CollectedCall,
     CollectedChoice,
     Outcome,
-    ReplyCollector,
+    Reply,
     ReplyUsage,
     ReplyWriter,
 )
@@ -121,7 +121,7 @@ def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
     chat, ignored = chat_request(fields, model.sampling_for(fields.effort()), toolbox)
     return TranslatedRequest(
         chat,
-        lambda collected, job: chat_completion(collected, model.name, toolbox),
+        lambda reply, job: chat_completion(reply, model.name, toolbox),
         lambda outbox, job, progress: ChatChunks(
             outbox,
             model.name,
@@ -243,18 +243,16 @@ class ChatChunks(Chunks):
         self._outbox.write(f"{self._openings[choice]}{delta}{self._closing}".encode())
 
 
-def chat_completion(
-    collected: ReplyCollector, model: str, toolbox: Toolbox = _NO_TOOLS
-) -> dict[str, Any]:
+def chat_completion(reply: Reply, model: str, toolbox: Toolbox = _NO_TOOLS) -> dict[str, Any]:
     return {
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "system_fingerprint": None,
-        "choices": [_choice(i, c, toolbox) for i, c in enumerate(collected.choices)],
-        "usage": usage_body(collected.usage),
-        "timings": timings_body(collected.usage, collected.timings),
+        "choices": [_choice(i, c, toolbox) for i, c in enumerate(reply.choices)],
+        "usage": usage_body(reply.usage),
+        "timings": timings_body(reply.usage, reply.timings),
     }
 
 

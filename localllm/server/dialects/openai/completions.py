@@ -24,7 +24,7 @@ from localllm.server.dialects.openai.chat import (
     wants_usage,
 )
 from localllm.server.dialects.wire import quote, timings_body, token_logprob
-from localllm.server.generation.job import GenerationJob, Outcome, ReplyCollector, ReplyUsage
+from localllm.server.generation.job import GenerationJob, Outcome, Reply, ReplyUsage
 from localllm.server.generation.prompt import text_job
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
@@ -76,7 +76,7 @@ def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest
     """Raw text, answered as text_completion or its chunks."""
     return TranslatedRequest(
         _task(fields, model),
-        lambda collected, job: text_completion(collected, job, model.name, echo=bool(fields.echo)),
+        lambda reply, job: text_completion(reply, job, model.name, echo=bool(fields.echo)),
         lambda outbox, job, progress: CompletionChunks(
             outbox,
             model.name,
@@ -91,7 +91,7 @@ def translate_fill_in(fields: CompletionFields, model: ServedModel) -> Translate
     """Mistral's fill-in-the-middle: a completion with a suffix, answered like a chat."""
     return TranslatedRequest(
         _task(fields, model),
-        lambda collected, job: chat_completion(collected, model.name),
+        lambda reply, job: chat_completion(reply, model.name),
         lambda outbox, job, progress: FillInChunks(
             outbox, model.name, n=job.choices, include_usage=False
         ),
@@ -177,12 +177,10 @@ class CompletionChunks(Chunks):
         )
 
 
-def text_completion(
-    collected: ReplyCollector, job: GenerationJob, model: str, *, echo: bool
-) -> dict[str, Any]:
+def text_completion(reply: Reply, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
     prompts = (job.prompt, *job.also)
     choices = []
-    for i, choice in enumerate(collected.choices):
+    for i, choice in enumerate(reply.choices):
         text = f"{prompts[i // job.n]}{choice.text}" if echo else choice.text
         logprobs = (
             logprobs_body(tuple(choice.logprobs)) if job.generation.logprobs is not None else None
@@ -197,8 +195,8 @@ def text_completion(
         "model": model,
         "system_fingerprint": None,
         "choices": choices,
-        "usage": usage_body(collected.usage),
-        "timings": timings_body(collected.usage, collected.timings),
+        "usage": usage_body(reply.usage),
+        "timings": timings_body(reply.usage, reply.timings),
     }
 
 

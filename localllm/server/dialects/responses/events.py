@@ -16,7 +16,7 @@ from localllm.server.generation.job import (
     CUT,
     Outcome,
     PrefillProgress,
-    ReplyCollector,
+    Reply,
     ReplyUsage,
     ReplyWriter,
 )
@@ -55,7 +55,7 @@ class ResponseEvents(ReplyWriter):
         keep: Callable[[dict[str, Any]], None],
         silence_s: float,
     ) -> None:
-        self._outbox: Outbox | None = None
+        self._outbox = Outbox()  # of an answer that is not streamed nobody reads it
         self._compacted = ""
         self._toolbox, self._keep, self._silence_s = toolbox, keep, silence_s
         self._sequence = 0
@@ -101,8 +101,6 @@ class ResponseEvents(ReplyWriter):
         return self
 
     def start(self) -> None:
-        if self._outbox is None:
-            return
         if self._compacted:
             self._outbox.write(compacted_comment(self._compacted))
         if not self._begun:
@@ -267,8 +265,6 @@ class ResponseEvents(ReplyWriter):
 
     def _delta(self, event: str, text: str, more: str) -> None:
         self._pieces.append(text)
-        if self._outbox is None:
-            return
         assert self._open is not None
         self._said_s = time.monotonic()
         self._outbox.write(
@@ -279,9 +275,8 @@ class ResponseEvents(ReplyWriter):
         self._sequence += 1
 
     def _event(self, event: str, fields: Mapping[str, Any]) -> None:
-        if self._outbox is not None:
-            self._said_s = time.monotonic()
-            self._outbox.write(self._frame(event, fields))
+        self._said_s = time.monotonic()
+        self._outbox.write(self._frame(event, fields))
 
     def _frame(self, event: str, fields: Mapping[str, Any]) -> bytes:
         data = json.dumps({"type": event, "sequence_number": self._sequence, **fields})
@@ -289,9 +284,9 @@ class ResponseEvents(ReplyWriter):
         return f"event: {event}\ndata: {data}\n\n".encode()
 
 
-def replay(collected: ReplyCollector, response: ResponseEvents) -> dict[str, Any]:
-    """The response object of a collected reply: made by the stream's own writer."""
-    choice = collected.choices[0]
+def replay(reply: Reply, response: ResponseEvents) -> dict[str, Any]:
+    """The response object of a whole reply: made by the stream's own writer."""
+    choice = reply.choices[0]
     if choice.reasoning:
         response.reasoning(0, choice.reasoning)
     if choice.text:
@@ -300,5 +295,5 @@ def replay(collected: ReplyCollector, response: ResponseEvents) -> dict[str, Any
         response.call_start(0, index, call.name)
         response.call_arguments(0, index, call.arguments)
     response.finish(0, choice.outcome)
-    response.end(collected.usage, collected.timings)
+    response.end(reply.usage, reply.timings)
     return response.body

@@ -77,12 +77,13 @@ class PreviousResponseError(NotFoundError, code="previous_response_not_found", d
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredResponse:
-    """A response, the items before it, those of its own request, and the length of all as JSON."""
+class StoredResponse:
+    """A response, the items it answers (those of earlier responses first, then from `own` on those of
+    its request), and the length of all as JSON."""
 
     body: dict[str, Any]
-    before: Sequence[dict[str, Any]]
-    sent: Sequence[dict[str, Any]]
+    given: Sequence[dict[str, Any]]
+    own: int
     chars: int
 
 
@@ -90,7 +91,7 @@ class ResponseStore:
     """Past responses with their whole conversations."""
 
     def __init__(self) -> None:
-        self._entries: RecentlyUsed[str, _StoredResponse] = RecentlyUsed(
+        self._entries: RecentlyUsed[str, StoredResponse] = RecentlyUsed(
             _MAX_ENTRIES, _MAX_CHARS, lambda stored: stored.chars
         )
 
@@ -102,25 +103,14 @@ class ResponseStore:
     ) -> None:
         """Store a finished response with its input items: those of earlier responses, then its
         own."""
-        own = list(map(typed, sent))
-        earlier = list(map(dict, before))
-        chars = len(json.dumps([earlier, own, body["output"]]))
-        self._entries.put(body["id"], _StoredResponse(body, earlier, own, chars))
-
-    def items(self, response_id: str) -> list[dict[str, Any]]:
-        """The conversation up to and including that response; raises PreviousResponseError."""
-        stored = self._get(response_id)
-        return [*stored.before, *stored.sent, *stored.body["output"]]
-
-    def sent(self, response_id: str) -> Sequence[dict[str, Any]]:
-        """The input items of that response, with those before it; raises PreviousResponseError."""
-        stored = self._get(response_id)
-        return [*stored.before, *stored.sent]
+        given = [*map(dict, before), *map(typed, sent)]
+        chars = len(json.dumps([given, body["output"]]))
+        self._entries.put(body["id"], StoredResponse(body, given, len(before), chars))
 
     def item(self, item_id: str, where: str) -> dict[str, Any]:
         """The item that `where` refers to; raises RequestError."""
         for stored in reversed(self._entries.values()):
-            items: list[dict[str, Any]] = [*stored.body["output"], *stored.sent]
+            items: list[dict[str, Any]] = [*stored.body["output"], *stored.given[stored.own :]]
             for item in items:
                 if item["id"] == item_id:
                     return item
@@ -130,16 +120,13 @@ class ResponseStore:
             param=where,
         )
 
-    def body(self, response_id: str) -> dict[str, Any]:
-        """The response object; raises PreviousResponseError."""
-        return self._get(response_id).body
-
     def drop(self, response_id: str) -> None:
         """Forget it; raises PreviousResponseError."""
-        self._get(response_id)
+        self.get(response_id)
         self._entries.pop(response_id)
 
-    def _get(self, response_id: str) -> _StoredResponse:
+    def get(self, response_id: str) -> StoredResponse:
+        """That response; raises PreviousResponseError."""
         stored = self._entries.get(response_id)
         if stored is None:
             raise PreviousResponseError(
@@ -255,7 +242,8 @@ def input_items(fields: ResponsesFields, store: ResponseStore) -> tuple[list[Any
     to stored items resolved."""
     before: list[Any] = []
     if fields.previous_response_id:
-        before = store.items(fields.previous_response_id)
+        stored = store.get(fields.previous_response_id)
+        before = [*stored.given, *stored.body["output"]]
     elif fields.input is None:
         raise RequestError(
             "input is missing: send a text, items or a previous_response_id", param="input"

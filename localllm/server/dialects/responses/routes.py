@@ -59,7 +59,7 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]
         `starting_after`."""
         response_id, asked = request.path_params["response_id"], request.query_params
         return (
-            stores.current().body(response_id)
+            stores.current().get(response_id).body
             if asked.get("stream", "false").lower() in ("false", "0")
             else _joined(server, response_id, asked)
         )
@@ -75,7 +75,7 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]
     async def list_input(request: Request) -> dict[str, Any]:
         """The items a stored response answers, the newest first unless asked otherwise."""
         wanted, _ = read(PageFields, request.query_params)
-        return page(stores.current().sent(request.path_params["response_id"]), wanted)
+        return page(stores.current().get(request.path_params["response_id"]).given, wanted)
 
     @paths.answers("POST", "/v1/responses/compact", about="")
     async def compact(request: Request) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]
     @paths.answers("POST", "/v1/responses/{response_id}/cancel")
     async def cancel(request: Request) -> dict[str, Any]:
         """Refused: a stored response has ended, and a running one is cancelled by disconnecting."""
-        stores.current().body(request.path_params["response_id"])
+        stores.current().get(request.path_params["response_id"])
         raise UnsupportedError(
             "only a background response can be cancelled, and there are none here",
             hint="close the connection: generation ends at once",
@@ -124,7 +124,7 @@ def translate(
 
     return TranslatedRequest(
         chat,
-        lambda collected, job: replay(collected, response),
+        lambda reply, job: replay(reply, response),
         lambda outbox, job, progress: response.into(outbox, job.compacted),
         tuple(dict.fromkeys(skipped)),
         frame_error=response.frame_error,

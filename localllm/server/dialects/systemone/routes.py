@@ -10,7 +10,7 @@ import math
 import secrets
 import string
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product, takewhile
 from typing import Annotated, Any, ClassVar
@@ -36,6 +36,7 @@ from localllm.server.dialects.systemone.questions import (
     softmax,
 )
 from localllm.server.generation.chat import ChatRequest
+from localllm.server.generation.generate import all_of
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.accounts import admins_only, caller, salt_of
@@ -51,31 +52,18 @@ class CannotDecideError(UnsupportedError, code="not_implemented", http_status=50
     """A model that can't answer by the probabilities of labels."""
 
 
-@dataclass(slots=True)
-class Spent:
-    """Tokens of the prompts, their common beginning counted once; how many of them were in the
-    cache before; forks."""
-
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-    def add(self, other: Spent) -> None:
-        self.input_tokens += other.input_tokens
-        self.cached_tokens += other.cached_tokens
-        self.output_tokens += other.output_tokens
-
-    def body(self) -> dict[str, Any]:
-        """The usage of an answer."""
-        details = {
-            "cached_tokens": self.cached_tokens,
-            "prefilled_tokens": self.input_tokens - self.cached_tokens,
-        }
-        return {
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
-            "input_tokens_details": details,
-        }
+def _spent(costs: Sequence[Usage]) -> dict[str, Any]:
+    """The usage of an answer: tokens of the prompts, their common beginning counted once; how many
+    of them were in the cache before; forks."""
+    tokens, cached = (
+        sum(cost.prompt_tokens for cost in costs),
+        sum(c.cached_tokens for c in costs),
+    )
+    return {
+        "input_tokens": tokens,
+        "output_tokens": sum(cost.completion_tokens for cost in costs),
+        "input_tokens_details": {"cached_tokens": cached, "prefilled_tokens": tokens - cached},
+    }
 
 
 def _codes() -> Iterator[str]:
@@ -95,60 +83,47 @@ class Forks:
 
     async def log_probabilities(
         self, texts: Callable[[Sequence[str]], list[str]], counts: Sequence[int]
-    ) -> tuple[list[list[float]], Spent]:
+    ) -> tuple[list[list[float]], Usage]:
         """For each of `texts(labels)` the log-probabilities of its `counts` first labels as its
         next token. Raises LocalLLMError; CannotDecideError where the model has too few labels that
         are one token at the end of a prompt."""
-        jobs, prompts, ids = await self._labelled(texts, max(counts))
+        jobs, ids = await self._labelled(texts, max(counts))
+        prompts = [await self._tokens(job) for job in jobs]
         # What the first and the last of them in order have in common, all have.
-        alike = takewhile(
-            lambda pair: pair[0] == pair[1], zip(min(prompts), max(prompts), strict=False)
-        )
-        shared = sum(1 for _ in alike) if len(prompts) > 1 else 0
-        computed = 0
+        pairs = zip(min(prompts), max(prompts), strict=False)
+        alike = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        shared = len(alike) if len(prompts) > 1 else 0
+        usages: list[Usage] = []
         if shared:
             # A prompt of images stays text: its first fork computes what the others share.
             begin = replace(jobs[0], prompt=prompts[0][:shared])
-            computed += _computed((await self._ask(jobs[0] if jobs[0].images else begin, ()))[1])
+            usages.append((await self._ask(jobs[0] if jobs[0].images else begin, ()))[1])
         gate = asyncio.Semaphore(_AT_ONCE)
 
         async def ask(job: GenerationJob, prompt: list[int], n: int) -> tuple[list[float], Usage]:
             async with gate:
                 return await self._ask(job if job.images else replace(job, prompt=prompt), ids[:n])
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(ask(*asked))
-                    for asked in zip(jobs, prompts, counts, strict=True)
-                ]
-        except* Exception as failures:
-            raise failures.exceptions[0] from None
-        answers = [task.result() for task in tasks]
-        computed += sum(_computed(usage) for _, usage in answers)
+        asked = zip(jobs, prompts, counts, strict=True)
+        answers = await all_of(ask(job, prompt, n) for job, prompt, n in asked)
+        usages += (usage for _, usage in answers)
+        computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
         total = shared + sum(len(p) - shared for p in prompts)
-        return [found for found, _ in answers], Spent(total, max(0, total - computed), len(prompts))
+        spent = Usage(total, len(prompts), max(0, total - computed))
+        return [found for found, _ in answers], spent
 
     async def _labelled(
         self, texts: Callable[[Sequence[str]], list[str]], n: int
-    ) -> tuple[list[GenerationJob], list[list[int]], list[int]]:
-        """The prompts with `n` labels, as text and as tokens, and the labels' tokens behind each of
-        them."""
+    ) -> tuple[list[GenerationJob], list[int]]:
+        """The prompts with `n` labels, and the labels' tokens behind them. All prompts end alike
+        behind their options, so the first one tells."""
         labels = list(islice(_codes(), n))
         for _ in range(2):
             jobs = [await self.render(text) for text in texts(labels)]
-            prompts = [await self._tokens(job) for job in jobs]
-            # One check for each way in which a prompt ends.
-            ends = {
-                str(job.prompt)[-64:]: (job, prompt)
-                for job, prompt in zip(jobs, prompts, strict=True)
-            }
-            found = [await self._single(job, prompt, labels) for job, prompt in ends.values()]
-            if all(ids == found[0] and None not in ids for ids in found):
-                return jobs, prompts, [i for i in found[0] if i is not None]
-            every = list(_codes())
-            ids = await self._single(jobs[0], prompts[0], every)
-            labels = [code for code, token in zip(every, ids, strict=True) if token is not None][:n]
+            ids = await self._single(jobs[0], labels)
+            if len(ids) == n:
+                return jobs, list(ids.values())
+            labels = [*islice(await self._single(jobs[0], _codes()), n)]
             if len(labels) < n:
                 break
         raise CannotDecideError(
@@ -158,16 +133,15 @@ class Forks:
             param="questions",
         )
 
-    async def _single(
-        self, job: GenerationJob, prompt: list[int], labels: Sequence[str]
-    ) -> list[int | None]:
-        """The one token that each label is behind this prompt; None for one that is more, or
-        changes the prompt's end."""
-        found: list[int | None] = []
+    async def _single(self, job: GenerationJob, labels: Iterable[str]) -> dict[str, int]:
+        """Those of `labels` that are one token behind this prompt and leave its end as it is, each
+        with its token."""
+        prompt = await self._tokens(job)
+        found: dict[str, int] = {}
         for label in labels:
-            tokens = await self._tokens(replace(job, prompt=f"{job.prompt} {label}"))
-            single = tokens[:-1] == prompt and tokens[-1] not in found
-            found.append(tokens[-1] if single else None)
+            *before, last = await self._tokens(replace(job, prompt=f"{job.prompt} {label}"))
+            if before == prompt and last not in found.values():
+                found[label] = last
         return found
 
     async def _tokens(self, job: GenerationJob) -> list[int]:
@@ -201,10 +175,6 @@ class Forks:
             end.usage.prompt_tokens, end.usage.cached_tokens, end.usage.completion_tokens
         )
         return [found[token] for token in labels], end.usage
-
-
-def _computed(usage: Usage) -> int:
-    return usage.prompt_tokens - usage.cached_tokens
 
 
 _MOST_QUESTIONS = 256
@@ -259,27 +229,27 @@ def routes(server: Server) -> Paths:
     async def decide(fields: SystemOneFields) -> Any:
         model = await _model(server, fields)
         with server.serving(model):
-            scores, spent, fingerprint = await _scores(server, model, fields, fields.orders)
+            scores, cost, fingerprint = await _scores(server, model, fields, fields.orders)
         t = fields.temperature or saved_temperature(fingerprint)
         answers = {name: q.answer(softmax(scores[name], t)) for name, q in fields.questions.items()}
-        return {"model": model.name, "answers": answers, "temperature": t, "usage": spent.body()}
+        return {"model": model.name, "answers": answers, "temperature": t, "usage": _spent([cost])}
 
     async def fit(fields: FitFields) -> Any:
         admins_only("fitting a model's temperature")
         right = [_right(i, example) for i, example in enumerate(fields.examples)]
         model = await _model(server, fields)
         examples: list[tuple[Sequence[float], int]] = []
-        spent = Spent()
+        costs: list[Usage] = []
         with server.serving(model):
             for example, options in zip(fields.examples, right, strict=True):
                 scores, cost, fingerprint = await _scores(server, model, example, fields.orders)
-                spent.add(cost)
+                costs.append(cost)
                 examples += ((scores[name], option) for name, option in options.items())
         t = await asyncio.to_thread(fit_temperature, examples)
         save_temperature(fingerprint, t, len(examples))
         losses = {"before": loss(examples, 1.0), "after": loss(examples, t)}
         found = {"temperature": t, "examples": len(examples), "loss_nats": losses}
-        return {"model": model.name, **found, "usage": spent.body()}
+        return {"model": model.name, **found, "usage": _spent(costs)}
 
     mount_whole(
         paths,
@@ -337,7 +307,7 @@ def _right(i: int, example: _Example) -> dict[str, int]:
 
 async def _scores(
     server: Server, model: ServedModel, asked: SystemOneFields | _Example, orders: int
-) -> tuple[dict[str, list[float]], Spent, str]:
+) -> tuple[dict[str, list[float]], Usage, str]:
     """What the model thinks of each question's options, as log-odds; what that cost, and the
     model's fingerprint."""
     shown: list[tuple[str, list[int]]] = []
@@ -354,7 +324,7 @@ async def _scores(
 
     generation = Generation(ignore_eos=True, tenant=caller().name, salt=salt_of(""))
 
-    async def ask() -> tuple[list[list[float]], Spent, str]:
+    async def ask() -> tuple[list[list[float]], Usage, str]:
         engine = await model.engine()
         if asked.images and not engine.info.vision:
             raise CannotDecideError(f"{model.name} reads text only, not images", param="images")
