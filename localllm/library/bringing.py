@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,6 @@ from localllm.library.types import LocalModel
 from localllm.library.variants import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import httpx
 
 _CONFIG = "config.json"
@@ -136,10 +133,15 @@ def _bring_file(
 ) -> None:
     """One file: its blob (fetched, or checked if another program left it there), then the link in
     the snapshot."""
+    from huggingface_hub.utils import WeakFileLock
+
     blob = folder / "blobs" / file.digest
     try:
         blob.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder, file.digest):
+        # huggingface-hub's own lock of this blob: two programs never fetch it at the same time
+        locks = folder.parent / ".locks" / folder.name
+        locks.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(locks / f"{file.digest}.lock"):
             if blob.exists() and not _has_its_content(blob, file, meter):
                 _demote(blob)
             if not blob.exists():
@@ -149,13 +151,20 @@ def _bring_file(
         raise transfer.disk_trouble(e, blob) from e
 
 
-def _has_its_content(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
+def has_content(path: Path, file: RepoFile, on_bytes: Callable[[int], None]) -> bool:
     """True if a file has the content that was published: other programs check lengths only, and
-    disks fail. Raises OSError."""
-    if blob.stat().st_size != file.size_bytes:
+    disks fail. `on_bytes` hears how many bytes each step has read. Raises OSError."""
+    if path.stat().st_size != file.size_bytes:
         return False
-    if digests.is_known(blob, file.digest):
+    if digests.is_known(path, file.digest):
         return True
+    is_whole = store.digest_file(path, file.digest, on_bytes) == file.digest
+    if is_whole:
+        digests.remember(path, file.digest)
+    return is_whole
+
+
+def _has_its_content(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
     have = 0
 
     def count(n: int) -> None:
@@ -163,10 +172,7 @@ def _has_its_content(blob: Path, file: RepoFile, meter: DownloadMeter) -> bool:
         have += n
         meter.report("verifying", file.name, have, file.digest)
 
-    is_whole = store.digest_file(blob, file.digest, count) == file.digest
-    if is_whole:
-        digests.remember(blob, file.digest)
-    return is_whole
+    return has_content(blob, file, count)
 
 
 def _demote(blob: Path) -> None:
@@ -204,17 +210,6 @@ def _fetch(
         os.fsync(f.fileno())
     os.replace(partial, blob)
     digests.remember(blob, file.digest)
-
-
-@contextmanager
-def _lock(folder: Path, digest: str) -> Iterator[None]:
-    """huggingface-hub's own lock of this blob: two programs never fetch it at the same time."""
-    from huggingface_hub.utils import WeakFileLock
-
-    place = folder.parent / ".locks" / folder.name
-    place.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(place / f"{digest}.lock"):
-        yield
 
 
 def _link(blob: Path, pointer: Path) -> None:

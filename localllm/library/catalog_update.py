@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import DownloadError, ModelNotFoundError
-from localllm.library import variants
+from localllm.library import names, variants
 from localllm.library.catalog import UPDATE_FILE
 from localllm.library.hub import HubUnreachableError, Listing
 from localllm_catalog.names import Format
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 # part, another model.
 _PLAUSIBLE = 0.4
 _LEAST_BITS, _MOST_BITS = 1.0, 20.0
-_FORMS = tuple(Format)
 # Sizes nearer than this to the old ones are the same file, counted in another way.
 _SAME = 0.005
 
@@ -64,22 +63,24 @@ def read(models: Iterable[Model], list_files: Callable[[str], Listing]) -> Updat
     found = Update()
     known: dict[str, Listing | None] = {}
     for model in models:
-        repos = list(dict.fromkeys((v.format, v.repo) for v in model.variants if v.repo))
-        tables: dict[str, list[dict[str, Any]]] = {form: [] for form in _FORMS}
-        for form, repo in repos:
+        new: list[Variant] = []
+        places = list(dict.fromkeys((v.format, v.repo) for v in model.variants if v.repo))
+        for form, repo in places:
             if repo not in known:
                 known[repo] = _listing(repo, list_files, found)
-            listing, old = (
-                known[repo],
-                [v for v in model.variants if v.repo == repo and v.format == form],
-            )
-            tables[form] += (
-                _tables(model, form, listing) if listing else _kept(old, is_gone=repo in found.gone)
-            )
-        lines = _changes(model, tables)
+            listing = known[repo]
+            if listing is not None:
+                new += _there(model, form, listing)
+            else:
+                new += _kept(model, form, repo, is_gone=repo in found.gone)
+        lines = _changes(model, new)
         if lines:
             found.changes.append(Change(model, tuple(lines)))
-        found.tables[model.id] = {form: tables[form] for form, _ in repos}
+        with_heads = {v.repo for v in model.variants if v.mtp_bytes}
+        found.tables[model.id] = {form: [] for form, _ in places}
+        for variant in new:
+            row = _row(variant) | ({"heads": True} if variant.repo in with_heads else {})
+            found.tables[model.id][variant.format].append(row)
     return found
 
 
@@ -87,15 +88,20 @@ def add(repo: str, list_files: Callable[[str], Listing], found: Update) -> None:
     """A model that the catalog does not know, from the header of a GGUF file of `repo`, into
     `found`.
 
-    Raises HubUnreachableError, ModelNotFoundError and DownloadError.
+    Raises what `list_files` does, and DownloadError where the repository holds no GGUF file with a
+    readable header.
     """
-    model, table, listing = from_hub(repo, list_files)
-    rows = _tables(model, Format.GGUF, listing, sure=table.pop("file"))
-    name = table.pop("id")
-    found.tables[name] = {**table, Format.GGUF: rows}
-    sizes = [
-        f"{quant} ({size / 1e9:.1f} GB)" for row in rows for quant, size in row["bytes"].items()
-    ]
+    listing = list_files(repo)
+    there = [s for s in variants.selections(listing) if s.format is Format.GGUF]
+    if not there:
+        raise DownloadError(
+            f"{repo} holds no GGUF files", hint="name the repository of the model's GGUF files"
+        )
+    model = variants.model_of(listing, there)
+    rows = _there(model, Format.GGUF, listing, sure=there[0].files[0].name)
+    name = repo.rpartition("/")[2].lower().removesuffix("-gguf")
+    found.tables[name] = {**table_of(model, repo), Format.GGUF: [_row(v) for v in rows]}
+    sizes = [f"{v.quant} ({v.file_bytes / 1e9:.1f} GB)" for v in rows]
     found.changes.append(Change(model, (*summary(model), f"files: {', '.join(sizes)}")))
 
 
@@ -106,28 +112,17 @@ def write(update: Update, folder: Path, today: datetime.date | None = None) -> P
 
     paths.private_dir(folder)
     target = folder / UPDATE_FILE
-    earlier = _earlier(target)
-    tables = {
-        **earlier,
-        **{name: {**earlier.get(name, {}), **table} for name, table in update.tables.items()},
-    }
+    tables = _earlier(target)
+    for name, table in update.tables.items():
+        tables[name] = {**tables.get(name, {}), **table}
     lines = [
         f"# Read from the hub on {(today or datetime.date.today()).isoformat()} by `localllm "
         "catalog update`.",
         "# Written anew by the next update; delete this file to go back to the shipped listings.",
     ]
     for name, table in tables.items():
-        forms = {form: rows for form, rows in table.items() if form in _FORMS}
         lines += ["", "[[models]]", f"id = {_toml(name)}"]
-        lines += [f"{key} = {_toml(value)}" for key, value in table.items() if key not in _FORMS]
-        lines += [f"{form} = []" for form, rows in forms.items() if not rows]
-        for form, rows in forms.items():
-            for row in rows:
-                lines += [
-                    "",
-                    f"[[models.{form}]]",
-                    *(f"{key} = {_toml(value)}" for key, value in row.items()),
-                ]
+        lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
     paths.write_private(target, "\n".join(lines) + "\n")
     return target
 
@@ -151,6 +146,8 @@ def _toml(value: Any) -> str:
 
 
 def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> Listing | None:
+    if not names.safe_repo(repo):  # a Python package's
+        return None
     try:
         return list_files(repo)
     except HubUnreachableError:
@@ -162,33 +159,45 @@ def _listing(repo: str, list_files: Callable[[str], Listing], found: Update) -> 
         return None
 
 
-def _tables(model: Model, form: str, listing: Listing, sure: str = "") -> list[dict[str, Any]]:
-    """The catalog's tables of one repository: none where it holds nothing of this model. `sure`: a
-    file that is of it."""
-    found = (s for s in variants.selections(listing) if s.format == form)
-    there = [s for s in found if is_of(model, s) or sure in s.names]
-    if Format(form).is_folder:
-        return [
-            {"repo": listing.repo, "quant": s.quant, "bytes": s.weights_bytes, "source": "hf-api"}
-            for s in there
-        ]
-    chosen: dict[str, variants.Selection] = {}
-    for selection in there:
-        chosen.setdefault(selection.quant, selection)
-    if not chosen:
-        return []
-    with_heads = {v.repo for v in model.variants if v.mtp_bytes}
-    table: dict[str, Any] = {
-        "repo": listing.repo,
-        "files": {quant: list(s.names) for quant, s in chosen.items()},
-        "bytes": {quant: s.weights_bytes for quant, s in chosen.items()},
-        "source": "hf-api",
-        **({"heads": True} if listing.repo in with_heads else {}),
-    }
-    projector = variants.projector_of(listing, there[0].files[0].name)
-    if projector is not None:
-        table |= {"mmproj": projector.name, "mmproj_bytes": projector.size_bytes}
-    return [table]
+def _there(model: Model, form: Format, listing: Listing, sure: str = "") -> list[Variant]:
+    """What one repository holds of this model, of each quant of GGUF the first. `sure`: a file that
+    is of it."""
+    found = [
+        variants.listed(s, listing)
+        for s in variants.selections(listing)
+        if s.format == form and (is_of(model, s) or sure in s.names)
+    ]
+    return found if form.is_folder else [*{v.quant: v for v in reversed(found)}.values()][::-1]
+
+
+def _kept(model: Model, form: Format, repo: str, *, is_gone: bool) -> list[Variant]:
+    """What was known of a repository that could not be read, without what was constructed where it
+    `is_gone`."""
+    old = [v for v in model.variants if v.repo == repo and v.format == form]
+    return [v for v in old if not (v.is_estimate and is_gone)]
+
+
+def _row(variant: Variant) -> dict[str, Any]:
+    """The catalog's table of one variant; what was constructed is constructed again."""
+    row: dict[str, Any] = {"repo": variant.repo}
+    size = "bytes" if variant.exact else "about"
+    if variant.source == variants.OF_THE_HUB:
+        row["source"] = variant.source
+    if variant.is_folder:
+        return (
+            row
+            | {"quant": variant.quant}
+            | ({} if variant.is_estimate else {size: variant.file_bytes})
+        )
+    if variant.is_estimate:
+        row["estimate"] = [variant.quant]
+    else:
+        row[size] = {variant.quant: variant.file_bytes}
+    if variant.files:
+        row["files"] = {variant.quant: list(variant.files)}
+    if variant.mmproj_file:
+        row |= {"mmproj": variant.mmproj_file, "mmproj_bytes": variant.mmproj_bytes}
+    return row
 
 
 def is_of(model: Model, selection: variants.Selection) -> bool:
@@ -206,58 +215,20 @@ def is_of(model: Model, selection: variants.Selection) -> bool:
     )
 
 
-def _kept(old: Sequence[Variant], *, is_gone: bool) -> list[dict[str, Any]]:
-    """Tables of a repository that could not be read: as they were, without what was constructed
-    where it `is_gone`."""
-    rows: list[dict[str, Any]] = []
-    for variant in old:
-        if variant.is_estimate and is_gone:
-            continue
-        row: dict[str, Any] = {"repo": variant.repo}
-        size = "bytes" if variant.exact else "about"
-        if variant.is_folder:
-            row |= {"quant": variant.quant} | (
-                {} if variant.is_estimate else {size: variant.file_bytes}
-            )
-        elif variant.is_estimate:
-            row |= {"estimate": [variant.quant]}
-        else:
-            row |= {size: {variant.quant: variant.file_bytes}}
-        if variant.files and not variant.is_folder:
-            row |= {"files": {variant.quant: list(variant.files)}}
-        rows.append(row)
-    return rows
-
-
-def _changes(model: Model, tables: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """What a person wants to know of the difference, in the order of the table."""
-    new: dict[tuple[str, str, str], int] = {}
-    for row in tables[Format.GGUF]:
-        for quant, size in {**row.get("about", {}), **row.get("bytes", {})}.items():
-            new[Format.GGUF, row["repo"], quant] = size
-        new |= {(Format.GGUF, row["repo"], quant): 0 for quant in row.get("estimate", ())}
-    for row in tables[Format.MLX]:
-        new[Format.MLX, row["repo"], row["quant"]] = row.get("bytes", row.get("about", 0))
-    old: dict[tuple[str, str, str], Variant] = {
-        (v.format, v.repo, v.quant): v for v in model.variants
-    }
+def _changes(model: Model, new: Sequence[Variant]) -> list[str]:
+    """What a person wants to know of the difference."""
+    old = {(v.format, v.repo, v.quant): v for v in model.variants}
     lines = []
-    for key, size in new.items():
-        before = old.get(key)
-        if not size:  # as it was
-            continue
+    for now in new:
+        before, size = old.pop((now.format, now.repo, now.quant), None), now.file_bytes
         if before is None:
-            lines.append(f"new: {key[2]} ({size / 1e9:.1f} GB) in {key[1]}")
-        elif before.is_estimate:
-            lines.append(
-                f"{key[2]} is there: {size / 1e9:.1f} GB, {before.file_bytes / 1e9:.1f} estimated"
-            )
+            lines.append(f"new: {now.quant} ({size / 1e9:.1f} GB) in {now.repo}")
+        elif before.is_estimate and not now.is_estimate:
+            was = f"{before.file_bytes / 1e9:.1f} estimated"
+            lines.append(f"{now.quant} is there: {size / 1e9:.1f} GB, {was}")
         elif abs(size / max(1, before.file_bytes) - 1) > _SAME:
-            lines.append(f"{key[2]}: {size / 1e9:.2f} GB, was {before.file_bytes / 1e9:.2f}")
-    lines += [
-        f"gone: {quant} in {repo}" for form, repo, quant in old if (form, repo, quant) not in new
-    ]
-    return lines
+            lines.append(f"{now.quant}: {size / 1e9:.2f} GB, was {before.file_bytes / 1e9:.2f}")
+    return lines + [f"gone: {quant} in {repo}" for _, repo, quant in old]
 
 
 # --- a model that the catalog does not know yet: what the header of its smallest GGUF file says ---
@@ -273,29 +244,10 @@ _HEADER_NAMES = {
 }
 
 
-def from_hub(
-    repo: str, list_files: Callable[[str], Listing]
-) -> tuple[Model, dict[str, Any], Listing]:
-    """(the model, its table and the `file` it is from, its files) of a GGUF repository that no
-    known model claims.
-
-    Raises what `list_files` does, and DownloadError where the repository holds no GGUF file with a
-    readable header.
-    """
-    listing = list_files(repo)
-    there = [s for s in variants.selections(listing) if s.format is Format.GGUF]
-    if not there:
-        raise DownloadError(
-            f"{repo} holds no GGUF files", hint="name the repository of the model's GGUF files"
-        )
-    model = variants.model_of(listing, there)
-    name = repo.rpartition("/")[2].lower().removesuffix("-gguf")
-    return model, {"id": name, "file": there[0].files[0].name, **table_of(model, repo)}, listing
-
-
 def table_of(model: Model, repo: str) -> dict[str, Any]:
     """What the header says of `model`, in the words of a catalog file; what it does not say is left
     out."""
+    experts = asdict(model.experts) if model.experts is not None else {}
     said: dict[str, Any] = {
         "name": model.name,
         "family": model.family,
@@ -322,6 +274,8 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
         "tokenizer": model.tokenizer_family,
         "tokenizer_pre": model.tokenizer_pre,
         "sampling": _sampling(model),
+        "experts": {_HEADER_NAMES[key]: n for key, n in experts.items() if n},
+        "reasoning": {"kind": model.reasoning_kind} if model.reasoning_kind != "none" else {},
     }
     if model.lookup_params:
         (variant,) = model.variants
@@ -333,17 +287,14 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
             "rows": model.lookup_rows,
             "bits": round(bits, 2),
         }
-    if model.experts is not None:
-        said["experts"] = {_HEADER_NAMES[key]: n for key, n in asdict(model.experts).items() if n}
-    if model.reasoning_kind != "none":
-        said["reasoning"] = {"kind": model.reasoning_kind}
     return {key: value for key, value in said.items() if value not in ("", 0, False, {}, [])}
 
 
 def _layer(layer: Layer, times: int) -> dict[str, Any]:
     said = {f.name: getattr(layer, f.name) for f in fields(layer)}
-    defaults = {f.name: f.default for f in fields(layer)}
-    return {"times": times, **{key: value for key, value in said.items() if value != defaults[key]}}
+    return {"times": times} | {
+        f.name: said[f.name] for f in fields(layer) if said[f.name] != f.default
+    }
 
 
 def _sampling(model: Model) -> dict[str, Any]:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _LARGEST_CONFIG = 4 << 20
-_OF_THE_HUB = "hf-api"
 
 
 def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tuple[Model, str]:
@@ -113,9 +112,14 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
         # says what is wrong with the repository
         variants.pick(listing, described=None, choose=None)
     known = catalog.recognise(listing.repo)
-    whole = known if known is not None else _read(listing, there)
+    if known is not None:
+        whole = known
+    elif there[0].format.is_folder:
+        whole = _of_config(listing, there[0])
+    else:  # what the smallest states, of which only the header is fetched
+        whole = variants.model_of(listing, there)
     found = tuple(
-        _variant(s, listing)
+        variants.listed(s, listing)
         for s in there
         if known is None or asked.file or catalog_update.is_of(known, s)
     )
@@ -125,26 +129,6 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
             hint="name one of its files by its address",
         )
     return replace(whole, variants=found)
-
-
-def _variant(selection: Selection, listing: Listing) -> Variant:
-    projector = variants.projector_of(listing, selection.files[0].name)
-    return replace(
-        selection.variant(listing.repo),
-        mmproj_file=projector.name if projector else "",
-        mmproj_bytes=projector.size_bytes if projector else 0,
-        source=_OF_THE_HUB,
-    )
-
-
-def _read(listing: Listing, there: list[Selection]) -> Model:
-    """The shapes that the smallest of these files state, of which only the header is fetched."""
-    if there[0].format.is_folder:
-        return _of_config(listing, there[0])
-    model, _, _ = catalog_update.from_hub(
-        listing.repo, lambda _: replace(listing, files=tuple(f for s in there for f in s.files))
-    )
-    return model
 
 
 def _of_config(listing: Listing, selection: Selection) -> Model:

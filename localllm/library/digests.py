@@ -60,4 +60,4 @@ def remember(file: Path, digest: str) -> None:
     """Remember the hash of `file` as it is. Raises OSError."""
     with _lock:
         kept = {**json_store.read(kept_in()), _key(file): digest}
-        json_store.write(kept_in(), dict(list(kept.items())[-_MOST_REMEMBERED:]))
+        json_store.keep(kept_in(), dict(list(kept.items())[-_MOST_REMEMBERED:]))

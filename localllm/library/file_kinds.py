@@ -143,16 +143,9 @@ def check_is_model(file: Path) -> None:
     if kind is None or kind in kinds.MODELS:
         return
     what, instead = kinds.WORDS[kind]
-    there = of_files({f.name: f for f in _ggufs_beside(file)})
+    there = of_files({f.name: f for f in file.parent.glob("*") if is_gguf(f.name)})
     beside = sorted(
         name for name, (other, k) in there.items() if k in kinds.MODELS and other != file
     )
     hint = f"{instead}; beside it lies {', '.join(beside[:3])}" if beside else instead
     raise ModelFileError(f"{file.name} is {what}, not a language model", hint=hint)
-
-
-def _ggufs_beside(file: Path) -> list[Path]:
-    try:
-        return [f for f in file.parent.iterdir() if is_gguf(f.name)]
-    except OSError:
-        return []

@@ -75,15 +75,10 @@ def ggufs(
     weights = {name: f for name, (f, kind) in kinds_of.items() if kind in MODELS}
     others = [(str(kind), f) for f, kind in kinds_of.values() if kind not in MODELS]
     projectors = {name: f for name, (f, kind) in kinds_of.items() if kind == "projector"}
+    sizes = {name: _total_size([file]) for name, file in weights.items()}
     found = []
-    for name, file in weights.items():
-        if not names.is_first_part(name):
-            continue
-        wanted = names.split_parts(name)
-        parts = [weights[part] for part in wanted if part in weights]
-        size = _total_size(parts)
-        if not size or len(parts) != len(wanted):
-            continue
+    for name, parts in names.whole_models(sizes):
+        file = weights[name]
         projector = _own_projector(name, weights, projectors, one_repo=bool(repo))
         quant = names.quant_of(file.name) or names.quant_of(name)
         companions = tuple(other for other in others if other[1] != projector)
@@ -92,11 +87,11 @@ def ggufs(
                 names.shown(names.stem_of(name)),
                 file,
                 Format.GGUF,
-                size,
+                sum(sizes[part] for part in parts),
                 quant,
                 origin,
                 repo,
-                tuple(parts),
+                tuple(weights[part] for part in parts),
                 projector,
                 companions,
             )
@@ -117,14 +112,8 @@ def _own_projector(
     if not mine:
         said = file_kinds.said_names(weights[name])
         mine = [p for p, file in projectors.items() if said & file_kinds.said_names(file)]
-    return best_projector([projectors[p] for p in mine])
-
-
-def best_projector(candidates: list[Path]) -> Path | None:
-    """The projector to use of several: F16 as published, else the smallest that is whole."""
-    sizes = {file: _total_size([file]) for file in candidates}
-    there = [file for file, size in sizes.items() if size]
-    return min(there, key=lambda file: names.projector_rank(file.name, sizes[file]), default=None)
+    best = names.best_projector({p: _total_size([projectors[p]]) for p in mine})
+    return projectors[best] if best is not None else None
 
 
 def mlx(

@@ -56,11 +56,9 @@ def snapshots(folder: Path) -> list[Path]:
         return []
     heads = _heads(folder)
 
-    def rank(snapshot: Path) -> tuple[int, float]:
-        place = (
-            0 if heads.get("main") == snapshot.name else 1 if snapshot.name in heads.values() else 2
-        )
-        return place, -snapshot.stat().st_mtime
+    def rank(snapshot: Path) -> tuple[bool, bool, float]:
+        name = snapshot.name
+        return name != heads.get("main"), name not in heads.values(), -snapshot.stat().st_mtime
 
     return sorted(found, key=rank)
 

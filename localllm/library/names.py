@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -92,10 +92,24 @@ def is_first_part(name: str) -> bool:
     return split is None or split[1] == 1
 
 
-def projector_rank(name: str, size_bytes: int) -> tuple[bool, int]:
-    """By what the projector to use of several is the least: F16 as published goes first, then the
-    smallest."""
-    return "f16" not in name.lower().replace("bf16", ""), size_bytes
+def whole_models(sizes: Mapping[str, int]) -> Iterator[tuple[str, list[str]]]:
+    """Of GGUF files by name, with their bytes: the first part and all parts of each one that is
+    whole, none of its parts empty."""
+    for name in sizes:
+        parts = split_parts(name)
+        if is_first_part(name) and all(map(sizes.get, parts)):
+            yield name, parts
+
+
+def best_projector(sizes: Mapping[str, int]) -> str | None:
+    """The projector to use of several by name, with their bytes: F16 as published, else the
+    smallest that is whole."""
+    whole = [name for name, size_bytes in sizes.items() if size_bytes]
+    return min(
+        whole,
+        key=lambda name: ("f16" not in name.lower().replace("bf16", ""), sizes[name]),
+        default=None,
+    )
 
 
 _RAW_PART = re.compile(

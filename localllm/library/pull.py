@@ -20,7 +20,7 @@ from localllm.library import (
     targets,
     variants,
 )
-from localllm.library.bringing import bring
+from localllm.library.bringing import bring, has_content
 from localllm.library.catalog import load_catalog
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
 from localllm.library.resolve import resolve
@@ -207,9 +207,7 @@ def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
     held = next(
         (f for f in files if (f.name == base or f.name.endswith(f"_{base}")) and f.exists()), None
     )
-    if held is None or held.stat().st_size != wanted.size_bytes:
-        return False
-    return not wanted.digest or store.digest_file(held, wanted.digest) == wanted.digest
+    return held is not None and has_content(held, wanted, lambda _: None)
 
 
 def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:

@@ -108,17 +108,12 @@ def by_path(ref: str) -> LocalModel | None:
     """The model at a path, or None if `ref` is no path. `PATH:QUANT` is the file at PATH, which
     must be of that quant, or the one of that quant in the folder PATH. Raises ModelNotFoundError
     and ModelFileError for a path to none."""
-    looks_like_path = _looks_like_path(ref)
+    looks_like_path = is_path(ref)
     if not _exists(ref):
         path_alone, colon, quant = ref.rpartition(":")
-        if (
-            colon
-            and not set(quant) & {"/", "\\"}
-            and _looks_like_path(path_alone)
-            and _exists(path_alone)
-        ):
+        if colon and not set(quant) & {"/", "\\"} and is_path(path_alone) and _exists(path_alone):
             return _of_quant(Path(path_alone).expanduser(), quant)
-        if looks_like_path and "://" not in ref:
+        if looks_like_path:
             raise ModelNotFoundError(
                 f"there is no file {ref!r}", hint="check the path, or see `localllm models list`"
             )
@@ -160,12 +155,14 @@ def _files_of(folder: Path) -> list[Path]:
     return next((files for _, files in folders.walk(folder, 0)), [])
 
 
-def _looks_like_path(ref: str) -> bool:
-    return (
+def is_path(ref: str) -> bool:
+    """True for what looks like a path, or is one."""
+    looks_like_one = (
         ref.startswith((".", "/", "~"))
         or "\\" in ref
         or (ref.lower().endswith(".gguf") and "/" in ref)
     )
+    return "://" not in ref and (looks_like_one or _exists(ref))
 
 
 def _exists(path: str) -> bool:
@@ -310,35 +307,30 @@ def _near(name: str, installed: list[LocalModel]) -> list[str]:
 def _best_at_hand() -> LocalModel:
     """The biggest installed model that leaves half the memory free and has a chat template; else
     the starter."""
-    fitting = sorted(_runnable(store.scan()), key=lambda m: -m.size_bytes)
-    candidates = [m for m in fitting if not _NOT_CHAT.search(m.name)]
-    limit = sensible_bytes() if candidates else 0
-    for model in candidates:
-        if model.size_bytes <= limit and _can_chat(model):
-            return model
-    raise ModelNotFoundError(
-        "no chat model is installed",
-        hint="see `localllm recommend` for what fits here, then `localllm pull ID`",
-    )
+    candidates = [m for m in store.scan() if not _NOT_CHAT.search(m.name)]
+    best = next(filter(_can_chat, _sensible(candidates)), None)
+    if best is None:
+        raise ModelNotFoundError(
+            "no chat model is installed",
+            hint="see `localllm recommend` for what fits here, then `localllm pull ID`",
+        )
+    return best
 
 
 def best_of(candidates: list[LocalModel]) -> LocalModel:
-    """One of several that answer to a name: the biggest sensible one this machine can run."""
-    if len(candidates) == 1:
-        return candidates[0]
-    ranked = sorted(_runnable(candidates) or candidates, key=lambda m: m.size_bytes)
-    limit = sensible_bytes()
-    return next((m for m in reversed(ranked) if m.size_bytes <= limit), ranked[0])
+    """One of several that answer to a name: the biggest sensible one this machine can run, else the
+    smallest."""
+    smallest = min(candidates, key=lambda m: (m.is_folder, m.size_bytes))
+    return next(iter(_sensible(candidates)), smallest)
 
 
-def _runnable(models: list[LocalModel]) -> list[LocalModel]:
+def _sensible(models: list[LocalModel]) -> list[LocalModel]:
+    """Those that can run here and leave half of what is available now for a context and for
+    whatever else runs, the biggest first."""
     has_mlx = importlib.util.find_spec("mlx_lm") is not None
-    return [m for m in models if not m.is_folder or has_mlx]
-
-
-def sensible_bytes() -> int:
-    """Half of what is available now: the other half is for a context and for whatever else runs."""
-    return int((SystemMemory().available_bytes() or 0) * _SENSIBLE_SHARE)
+    limit_bytes = (SystemMemory().available_bytes() or 0) * _SENSIBLE_SHARE
+    fitting = [m for m in models if m.size_bytes <= limit_bytes and (has_mlx or not m.is_folder)]
+    return sorted(fitting, key=lambda m: -m.size_bytes)
 
 
 def _can_chat(model: LocalModel) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import ModelNotFoundError
-from localllm.library import names, variants
+from localllm.library import names, store, variants
 from localllm.library.catalog import load_catalog
-from localllm.library.resolve import resolve
+from localllm.library.resolve import is_path, resolve
 from localllm.library.types import LocalModel
 from localllm.library.variants import Choose
 
@@ -34,7 +32,7 @@ class PullTarget:
 def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> PullTarget | LocalModel:
     """What to ask the hub for, or the model where nothing needs fetching. Raises UsageError,
     ModelNotFoundError."""
-    if _is_local_only(ref):
+    if is_path(ref):
         return resolve(ref, catalog=catalog)
     reference = names.parse(ref)
     if reference.repo:
@@ -43,17 +41,16 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> PullTarg
         )
     known = catalog if catalog is not None else load_catalog()
     model = known.get(reference.name)
-    if model is None:
-        # Not the catalog's: a name on this disk needs no fetching, and resolve's error says what is
-        # near.
+    listed = model.variants if model is not None else ()
+    packaged = [v for v in listed if v.repo.startswith("pypi:")]
+    on_hub = tuple(v for v in listed if v not in packaged)
+    if model is None or not on_hub:
+        # A name on this disk needs no fetching, and resolve's error says what is near.
         return resolve(ref, catalog=known)
-    packaged = [v for v in model.variants if v.repo.startswith("pypi:")]
-    on_hub = tuple(v for v in model.variants if v not in packaged)
-    if not on_hub:
-        return resolve(ref, catalog=known)
-    is_packaged = packaged and reference.quant in ("", packaged[0].quant)
-    here = _of_package(ref, known) if is_packaged else None
-    return here or _offered(reference, replace(model, variants=on_hub), choose)
+    here = store.packaged()
+    if here and packaged and reference.quant in ("", packaged[0].quant):
+        return here[0]
+    return _offered(reference, replace(model, variants=on_hub), choose)
 
 
 def _offered(reference: names.ModelReference, offered: Model, choose: Choose | None) -> PullTarget:
@@ -61,31 +58,14 @@ def _offered(reference: names.ModelReference, offered: Model, choose: Choose | N
     if reference.quant:
         listed = [v for v in offered.variants if names.same_quant(reference.quant, v.quant)]
         # A quant that the catalog does not list may still be in the repository.
-        variant = listed[0] if listed else variants.usual_variant(offered)
+        variant = listed[0] if listed else variants.usual_variant(offered.variants)
     else:
-        variant = choose(offered) if choose is not None else variants.usual_variant(offered)
+        variant = (
+            choose(offered) if choose is not None else variants.usual_variant(offered.variants)
+        )
     target = PullTarget(variant.repo, projector=variant.mmproj_file, name=offered.id)
     if variant.is_folder:
         return target
     is_file = variant.files and variant.exact and reference.quant in ("", variant.quant)
     file = variant.files[0] if is_file else ""
     return replace(target, quant=reference.quant or variant.quant, file=file)
-
-
-def _of_package(ref: str, catalog: Catalog) -> LocalModel | None:
-    """The model where the Python package that carries it is installed: nothing to fetch."""
-    try:
-        found = resolve(ref, catalog=catalog)
-    except ModelNotFoundError:
-        return None
-    return found if found.origin == "starter" else None
-
-
-def _is_local_only(ref: str) -> bool:
-    """A path, or a model that comes as a package: nothing to fetch."""
-    if "://" in ref:
-        return False
-    try:
-        return Path(ref).expanduser().exists() or ref.startswith(("/", "./", "../", "~"))
-    except OSError:
-        return False

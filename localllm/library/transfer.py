@@ -10,14 +10,13 @@ as huggingface-hub before 2 did, continued by Range.
 from __future__ import annotations
 
 import errno
-import os
 import re
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from localllm.errors import DownloadError
 from localllm.library.hub import LATER_HINT, HubUnreachableError, Patience, RepoFile, status_error
@@ -145,19 +144,6 @@ class Fetch:
         self._digest = new_digest(self._file.digest, self._file.size_bytes)
         self._have = 0
 
-    def _append(self, block: bytes) -> None:
-        """Write, hash and count the same bytes, so that the three agree whatever happens between
-        them."""
-        view = memoryview(block)
-        while view:
-            try:
-                n = os.write(self._out, view)
-            except OSError as e:
-                raise disk_trouble(e, self._partial) from e
-            self._digest.update(view[:n])
-            self._have += n
-            view = view[n:]
-
     # --- one try ----------------------------------------------------------------------------------
 
     def _stream(self) -> None:
@@ -170,26 +156,22 @@ class Fetch:
         with self._client.stream("GET", self._url, headers=wanted) as response:
             self._check(response)
             try:
-                self._out = os.open(
-                    self._partial,
-                    os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0),
-                    0o644,
-                )
+                with self._partial.open("ab") as out:
+                    self._receive(response, out)
             except OSError as e:
                 raise disk_trouble(e, self._partial) from e
-            try:
-                self._receive(response)
-            finally:
-                os.close(self._out)
         if self._have < end:
             raise HubUnreachableError("the connection ended early")
 
-    def _receive(self, response: httpx.Response) -> None:
+    def _receive(self, response: httpx.Response, out: BinaryIO) -> None:
         began, had = time.monotonic(), self._have
         for block in response.iter_raw():
             if self._have + len(block) > self._file.size_bytes:
                 raise HubUnreachableError("the server sent more than it announced")
-            self._append(block)
+            out.write(block)
+            out.flush()  # `on_bytes` may look into it
+            self._digest.update(block)
+            self._have += len(block)
             self._on_bytes(self._have, "downloading")
             elapsed = time.monotonic() - began
             if elapsed > self._patience.slow_window_s:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from localllm.errors import DownloadError, ModelFileError
 from localllm.library import hub, names, remote_header
@@ -18,7 +17,6 @@ from localllm_catalog.kinds import Kind
 from localllm_catalog.names import Format
 from localllm_catalog.types import Model, Variant
 
-_T = TypeVar("_T")
 Choose = Callable[["Model"], "Variant"]
 
 # Without anybody to ask what fits: the usual compromise first, then its neighbours in size.
@@ -26,6 +24,7 @@ _USUAL = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "IQ4_XS", "Q4_0", "Q4_1", "MXFP4", "MXFP4_MOE", "4BIT",
     "Q5_K_M", "Q6_K", "Q8_0",
 )  # fmt: skip
+OF_THE_HUB = "hf-api"
 _ELSEWHERE = "look for a repository whose name ends in -GGUF, or for one of mlx-community"
 # A file that says it is no model, or nothing, is passed over for the next; so many headers are
 # asked for at most.
@@ -69,15 +68,12 @@ def selections(listing: Listing) -> list[Selection]:
     """Every whole variant of a repository, those in its folders last, else smallest first. Left
     out are splits of which a part is
     missing, files without a byte, and what is no model (projectors, adapters, drafters …)."""
-    found = []
-    for name in [n for n, kind in _kinds(listing).items() if kind in kinds.MODELS]:
-        if not names.is_first_part(name):
-            continue
-        parts = [listing.get(part) for part in names.split_parts(name)]
-        whole = tuple(p for p in parts if p is not None and p.size_bytes)
-        if len(whole) == len(parts):
+    found, kinds_of = [], _kinds(listing)
+    files = {f.name: f for f in listing.files if f.name in kinds_of}
+    for name, parts in names.whole_models({f.name: f.size_bytes for f in files.values()}):
+        if kinds_of[name] in kinds.MODELS:
             quant = names.quant_of(name.rpartition("/")[2]) or names.quant_of(name)
-            found.append(Selection(Format.GGUF, quant, whole))
+            found.append(Selection(Format.GGUF, quant, tuple(files[part] for part in parts)))
     folder_model = _mlx(listing)
     if folder_model is not None and not found:
         found.append(folder_model)
@@ -121,6 +117,17 @@ def model_of(listing: Listing, there: Sequence[Selection], hint: str | None = No
     ) from first
 
 
+def listed(selection: Selection, listing: Listing) -> Variant:
+    """What these files of a listing are, with their projector."""
+    projector = projector_of(listing, selection.files[0].name)
+    return replace(
+        selection.variant(listing.repo),
+        mmproj_file=projector.name if projector else "",
+        mmproj_bytes=projector.size_bytes if projector else 0,
+        source=OF_THE_HUB,
+    )
+
+
 def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | None:
     """The projector to bring with the file `model`: the one named, else of its own F16, else the
     smallest; or None."""
@@ -131,8 +138,9 @@ def projector_of(listing: Listing, model: str, wanted: str = "") -> RepoFile | N
     models = [name for name, kind in found.items() if kind in kinds.MODELS]
     projectors = [name for name, kind in found.items() if kind == "projector"]
     mine = kinds.own_projectors(model, models, projectors, one_repo=True)
-    there = (f for f in listing.files if f.name in mine)
-    return min(there, key=lambda f: names.projector_rank(f.name, f.size_bytes), default=None)
+    there = {f.name: f for f in listing.files if f.name in mine}
+    best = names.best_projector({f.name: f.size_bytes for f in there.values()})
+    return there[best] if best is not None else None
 
 
 def pick(
@@ -159,10 +167,12 @@ def pick(
         return _of_quant(there, quant, listing)
     if file:
         raise DownloadError(f"{listing.repo} has no model file {file}", hint=_what_there_is(there))
+    offered = tuple(s.variant(listing.repo) for s in there)
     if len(there) > 1 and choose is not None and described is not None:
-        chosen = _chosen(there, listing, described(), choose)
+        variant = choose(replace(described(), variants=offered))
     else:
-        chosen = _usual(there, lambda s: (s.quant, s.weights_bytes), sensible_bytes())
+        variant = usual_variant(offered)
+    chosen = next((s for s in there if s.names[:1] == variant.files[:1]), there[0])
     others = [s.files[0].name for s in there if s.quant == chosen.quant and s is not chosen]
     others += [f"{name} (not a name to keep a file under)" for name in listing.left_out]
     if others:
@@ -233,45 +243,18 @@ def _only(near: Sequence[Selection], quant: str, listing: Listing) -> Selection:
     return near[0]
 
 
-def _usual(choices: Sequence[_T], facts: Callable[[_T], tuple[str, int]], limit_bytes: int) -> _T:
-    """The most usual quant of those whose weights stay below `limit_bytes`; of unusual ones the
-    biggest; else the smallest there is. `facts` gives quant and bytes of a choice."""
-    fitting = [c for c in choices if facts(c)[1] <= limit_bytes]
+def usual_variant(variants: Sequence[Variant]) -> Variant:
+    """The variant to take when nobody is asked what fits: the most usual quant of those whose
+    weights leave half of this machine's memory free, of unusual ones the biggest, else the smallest
+    there is. GGUF runs everywhere; MLX is taken where it is all there is."""
+    choices = [v for v in variants if not v.is_folder] or variants
+    limit_bytes = (SystemMemory().total_bytes or 0) // 2
+    fitting = [v for v in choices if v.file_bytes <= limit_bytes]
     if not fitting:
-        return min(choices, key=lambda c: facts(c)[1])
-    for usual in _USUAL:
-        for choice in fitting:
-            if facts(choice)[0].upper() == usual:
-                return choice
-    return max(fitting, key=lambda c: facts(c)[1])
-
-
-def sensible_bytes() -> int:
-    """Half of this machine's memory: weights above that leave too little for a context and
-    everything else."""
-    return (SystemMemory().total_bytes or 0) // 2
-
-
-def _chosen(there: list[Selection], listing: Listing, model: Model, choose: Choose) -> Selection:
-    """What `choose` picks of the variants that are really there, with their real sizes."""
-    offered = {selection.files[0].name: selection.variant(listing.repo) for selection in there}
-    variant = choose(replace(model, variants=tuple(offered.values())))
-    return next(
-        (s for s in there if variant.files and s.files[0].name == variant.files[0]), there[0]
-    )
-
-
-def usual_variant(model: Model) -> Variant:
-    """The catalog's variant to take when nobody is asked what fits: a usual GGUF whose weights
-    leave half the memory free. Raises DownloadError if the hub has none of the model."""
-    on_hub = [v for v in model.variants if not v.repo.startswith("pypi:")]
-    if not on_hub:
-        raise DownloadError(
-            f"{model.name} has no files on the hub", hint="see `localllm models info`"
-        )
-    # GGUF runs everywhere; MLX is taken where it is all there is, or where somebody chooses it.
-    ggufs = [v for v in on_hub if not v.is_folder]
-    return _usual(ggufs or on_hub, lambda v: (v.quant, v.file_bytes), sensible_bytes())
+        return min(choices, key=lambda v: v.file_bytes)
+    by_quant = {v.quant.upper(): v for v in reversed(fitting)}
+    usual = next((by_quant[quant] for quant in _USUAL if quant in by_quant), None)
+    return usual or max(fitting, key=lambda v: v.file_bytes)
 
 
 def _what_there_is(there: Sequence[Selection]) -> str:

@@ -139,6 +139,16 @@ def test_a_hub_that_is_down_changes_nothing(hub: Hub) -> None:
     assert not (user_folder() / UPDATE_FILE).exists()
 
 
+def test_a_model_that_comes_as_a_package_stays_as_it_is(hub: Hub) -> None:
+    starter = "smollm2-135m-instruct"
+    before = load_catalog().by_id[starter].variants
+    assert any(v.repo.startswith("pypi:") for v in before)
+    assert "not read" in run("update", starter)
+    after = load_catalog().by_id[starter].variants
+    kept = [(v.quant, v.file_bytes, v.files) for v in after if v.repo.startswith("pypi:")]
+    assert kept == [(v.quant, v.file_bytes, v.files) for v in before if v.repo.startswith("pypi:")]
+
+
 def test_offline_it_is_refused() -> None:
     with pytest.raises(UsageError):
         run("update", "--offline")

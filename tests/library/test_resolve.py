@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from localllm.errors import LocalLLMError, ModelFileError, ModelNotFoundError, UsageError
 from localllm.library import app_folders, names, starter
 from localllm.library.resolve import resolve
+from localllm.memory.system import SystemMemory
 from localllm_catalog import catalog as catalogs
 from support.examples import examples
 
@@ -74,7 +75,7 @@ def test_nothing_named_takes_the_biggest_chat_model_that_leaves_half_the_memory(
     cached("maker/Big-GGUF", "Big-Q4_K_M.gguf", big)
     cached("maker/Big-embed-GGUF", "Big-embed-Q8_0.gguf", big + b"\0" * 4096)
     assert resolve(None).name == "Big-Q4_K_M"
-    monkeypatch.setattr("localllm.library.resolve.sensible_bytes", lambda: len(small))
+    monkeypatch.setattr(SystemMemory, "available_bytes", lambda self: 2 * len(small))
     assert resolve(None).name == "Small-Q4_K_M"
 
 
