@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from localllm.errors import UnsupportedError
@@ -34,23 +35,11 @@ def on_deep_stack(grammar: str, work: Callable[[], Made]) -> Made:
     """What `work` makes of a grammar's text. Raises what it raises, and UnsupportedError for a text
     of too many parts."""
     check_parts(grammar)
-    made: list[Made] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            made.append(work())
-        except BaseException as e:
-            failed.append(e)
-
-    with _LOCK:
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            thread = threading.Thread(target=run, name="grammar", daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    with ThreadPoolExecutor(1, "grammar") as pool:
+        with _LOCK:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                made = pool.submit(work)
+            finally:
+                threading.stack_size(before)
+        return made.result()

@@ -16,15 +16,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
-from localllm.grammars.reasons import check_schema
+from localllm.grammars.reasons import UNSATISFIABLE, check_schema
 
 _MAX_LETTERS = 1 << 16
 _MOST_REPEATS = 100_000
 _MOST_NESTED = 200
 _LAST = 0x10FFFF
-_ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]"}
-_HEX = {"x": 2, "u": 4, "U": 8}
-_NAME = re.compile(r"[\w-]+", re.ASCII)
+_ESCAPES = {"t": "\t", "r": "\r", "n": "\n"}
+_LETTER = r'(?:\\[trn\\"\[\]]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|[^\\])'
+_LETTERS = re.compile(f"({_LETTER})(?:-({_LETTER}))?")
+_PIECE = re.compile(
+    r"(?P<space>[ \t]+|\#[^\n]*)|(?P<line>\n)|(?P<is>::=)|(?P<name>[a-zA-Z0-9_-]+)"
+    rf'|"(?P<text>(?:(?!"){_LETTER})*)"|\[(?P<letters>(?:(?!\]){_LETTER})+)\]'
+    r"|(?P<times>[*+?]|\{\s*([0-9]+)\s*(?:(,)\s*([0-9]*)\s*)?\})|(?P<mark>[.()|])"
+)
 _LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:=))")
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -71,165 +76,131 @@ class _GbnfReader:
     """Reads rules as llama.cpp does."""
 
     def __init__(self, source: str) -> None:
-        self._text, self._at = source.replace("\r\n", "\n").replace("\r", "\n"), 0
-        self._depth = 0
+        self._text = source.replace("\r\n", "\n").replace("\r", "\n")
+        self._at = self._depth = 0
+        self._piece: re.Match[str] | None = None
+        self._kind = ""
+        self._go_on()
 
     def rules(self) -> dict[str, _Ways]:
         found: dict[str, _Ways] = {}
-        self._space(lines=True)
-        while self._at < len(self._text):
-            name = self._name()
-            self._space()
-            if not self._text.startswith("::=", self._at):
-                raise self._wrong("expected ::=")
-            self._at += 3
-            self._space(lines=True)
+        self._skip_lines()
+        while self._kind:
+            name = self._expect("name", "a name")
+            self._expect("is", "::=")
+            self._skip_lines()
             found[name] = self._ways(nested=False)
-            if self._at < len(self._text) and self._text[self._at] != "\n":
-                raise self._wrong("expected the end of the line")
-            self._space(lines=True)
+            if self._kind:
+                self._expect("line", "the end of the line")
+            self._skip_lines()
         if "root" not in found:
             raise ValueError("it has no rule called root")
-        for rule in found.values():
-            for name in _names(rule):
-                if name not in found:
-                    raise ValueError(f"it has no rule called {name}")
+        for node in chain.from_iterable(map(_parts, found.values())):
+            if isinstance(node, _Named) and node.name not in found:
+                raise ValueError(f"it has no rule called {node.name}")
         return found
 
     def _wrong(self, what: str) -> ValueError:
-        line = self._text.count("\n", 0, self._at) + 1
-        return ValueError(f"{what} in line {line}, at {self._text[self._at : self._at + 20]!r}")
+        at = self._piece.start() if self._piece is not None else self._at
+        line = self._text.count("\n", 0, at) + 1
+        return ValueError(f"{what} in line {line}, at {self._text[at : at + 20]!r}")
 
-    def _space(self, *, lines: bool = False) -> None:
-        while self._at < len(self._text):
-            letter = self._text[self._at]
-            if letter == "#":
-                end = self._text.find("\n", self._at)
-                self._at = len(self._text) if end < 0 else end
-            elif letter in " \t" or (lines and letter == "\n"):
-                self._at += 1
-            else:
+    def _go_on(self) -> None:
+        """To the next piece that is no space; none is left where its kind is empty."""
+        self._kind, self._piece = "space", None
+        while self._kind == "space":
+            if self._at == len(self._text):
+                self._kind = ""
                 return
+            found = _PIECE.match(self._text, self._at)
+            if found is None:
+                raise self._wrong("this can't be read (nor are tokens by name)")
+            self._at, self._kind = found.end(), found.lastgroup or ""
+            self._piece = found
 
-    def _name(self) -> str:
-        found = _NAME.match(self._text, self._at)
-        if found is None:
-            raise self._wrong("expected a name")
-        self._at = found.end()
-        return found[0]
+    def _skip_lines(self) -> None:
+        while self._kind == "line":
+            self._go_on()
+
+    def _expect(self, kind: str, called: str) -> str:
+        """What the piece says, which must be of this kind; goes on behind it."""
+        if self._piece is None or self._kind != kind:
+            raise self._wrong(f"expected {called}")
+        said = self._piece[kind]
+        self._go_on()
+        return said
 
     def _ways(self, *, nested: bool) -> _Ways:
         self._depth += 1
         if self._depth > _MOST_NESTED:
             raise self._wrong("it is nested too deeply")
         ways = [self._sequence(nested)]
-        while self._text.startswith("|", self._at):
-            self._at += 1
-            self._space(lines=True)
+        while self._piece is not None and self._piece[0] == "|":
+            self._go_on()
+            self._skip_lines()
             ways.append(self._sequence(nested))
         self._depth -= 1
         return _Ways(tuple(ways))
 
     def _sequence(self, nested: bool) -> tuple[_Node, ...]:
         items: list[tuple[_Node, ...]] = []  # a text's letters are repeated together
-        while self._at < len(self._text):
-            letter = self._text[self._at]
-            if letter == '"':
-                items.append(tuple(_Letter(((code, code),)) for code in self._literal()))
-            elif letter == "[":
-                items.append((self._letters(),))
-            elif letter == "(":
-                items.append((self._group(),))
-            elif letter == ".":
-                self._at += 1
-                items.append((_Letter(((0, _LAST),)),))
-            elif letter in "*+?{":
-                if not items:
-                    raise self._wrong("nothing to repeat")
-                low, high = self._times()
-                last = items[-1]
-                items[-1] = (_Times(last[0] if len(last) == 1 else _Ways((last,)), low, high),)
-            elif _NAME.match(letter):
-                items.append((_Named(self._name()),))
-            elif letter in "<!":
-                raise self._wrong("tokens by name are not supported")
-            else:
+        while self._piece is not None and self._piece[0] not in ("|", ")", "::="):
+            kind, said = self._kind, self._piece[self._kind]
+            if kind == "line" and not nested:
                 break
-            self._space(lines=nested)
+            if kind == "times":
+                items[-1:] = [(self._repeated(items[-1:], self._piece),)]
+            elif kind != "line":
+                items.append(self._item(kind, said))
+            self._go_on()
         return tuple(chain.from_iterable(items))
 
-    def _group(self) -> _Ways:
-        """What stands between ( and )."""
-        self._at += 1
-        self._space(lines=True)
+    def _item(self, kind: str, inside: str) -> tuple[_Node, ...]:
+        if kind == "text":
+            codes = map(self._code, re.findall(_LETTER, inside))
+            return tuple(_Letter(((code, code),)) for code in codes)
+        if kind == "letters":
+            return (self._letters(inside),)
+        if kind == "name":
+            return (_Named(inside),)
+        if inside == ".":
+            return (_Letter(((0, _LAST),)),)
+        self._go_on()
         ways = self._ways(nested=True)
-        if not self._text.startswith(")", self._at):
+        if self._piece is None or self._piece[0] != ")":
             raise self._wrong("expected )")
-        self._at += 1
-        return ways
+        return (ways,)
 
-    def _literal(self) -> list[int]:
-        self._at += 1
-        codes: list[int] = []
-        while not self._text.startswith('"', self._at):
-            codes.append(self._code())
-        self._at += 1
-        return codes
+    def _code(self, letter: str) -> int:
+        if letter[2:]:
+            code = int(letter[2:], 16)
+            if code > _LAST or 0xD800 <= code < 0xE000:
+                raise self._wrong("no letter has this code")
+            return code
+        return ord(_ESCAPES.get(letter[-1], letter[-1]) if letter[1:] else letter)
 
-    def _code(self) -> int:
-        if self._at >= len(self._text):
-            raise self._wrong("unexpected end")
-        letter = self._text[self._at]
-        self._at += 1
-        if letter != "\\":
-            return ord(letter)
-        kind = self._text[self._at : self._at + 1]
-        self._at += 1
-        if kind in _ESCAPES:
-            return ord(_ESCAPES[kind])
-        digits = self._text[self._at : self._at + _HEX.get(kind, 0)]
-        if kind not in _HEX or not re.fullmatch(f"[0-9a-fA-F]{{{_HEX[kind]}}}", digits):
-            self._at -= 2
-            raise self._wrong("unknown escape")
-        self._at += len(digits)
-        code = int(digits, 16)
-        if code > _LAST or 0xD800 <= code < 0xE000:
-            raise self._wrong("no letter has this code")
-        return code
-
-    def _letters(self) -> _Letter:
-        self._at += 1
-        other = self._text.startswith("^", self._at)
-        self._at += other
-        if self._text.startswith("]", self._at):  # to llama.cpp no letter at all
-            raise self._wrong("no letter is in []")
+    def _letters(self, inside: str) -> _Letter:
+        is_other = inside.startswith("^")
         ranges: list[tuple[int, int]] = []
-        while not self._text.startswith("]", self._at):
-            low = high = self._code()
-            if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
-                self._at += 1
-                high = self._code()
+        for found in _LETTERS.finditer(inside, int(is_other)):
+            low, high = self._code(found[1]), self._code(found[2] or found[1])
             if low <= high:  # llama.cpp takes the others for empty
                 ranges.append((low, high))
-        self._at += 1
-        if not ranges and not other:
+        if inside == "^" or not (ranges or is_other):  # to llama.cpp no letter at all
             raise self._wrong("no letter is in []")
-        return _Letter(_outside(ranges) if other else tuple(ranges))
+        return _Letter(_outside(ranges) if is_other else tuple(ranges))
 
-    def _times(self) -> tuple[int, int | None]:
-        mark = self._text[self._at]
-        self._at += 1
-        if mark != "{":
-            return (1 if mark == "+" else 0), (1 if mark == "?" else None)
-        found = re.compile(r"\s*(\d+)\s*(,?)\s*(\d*)\s*\}").match(self._text, self._at)
-        if found is None or (found[3] and not found[2]):
-            raise self._wrong("expected {m}, {m,} or {m,n}")
-        low = int(found[1])
-        high = low if not found[2] else int(found[3]) if found[3] else None
+    def _repeated(self, last: list[tuple[_Node, ...]], found: re.Match[str]) -> _Times:
+        if not last:
+            raise self._wrong("nothing to repeat")
+        node = last[0][0] if len(last[0]) == 1 else _Ways((last[0],))
+        least, comma, most = found.groups()[-4:-1]
+        if least is None:
+            return _Times(node, int(found[0] == "+"), 1 if found[0] == "?" else None)
+        low, high = int(least), int(most or least) if most or not comma else None
         if max(low, high or 0) > _MOST_REPEATS or (high is not None and high < low):
             raise self._wrong("too many repetitions, or fewer at most than at least")
-        self._at = found.end()
-        return low, high
+        return _Times(node, low, high)
 
 
 def _outside(ranges: Sequence[tuple[int, int]]) -> Ranges:
@@ -243,15 +214,14 @@ def _outside(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return tuple([*left, (at, _LAST)] if at <= _LAST else left)
 
 
-def _names(node: _Node) -> Iterator[str]:
-    if isinstance(node, _Named):
-        yield node.name
-    elif isinstance(node, _Times):
-        yield from _names(node.node)
+def _parts(node: _Node) -> Iterator[_Node]:
+    """`node`, and all that it is made of."""
+    yield node
+    if isinstance(node, _Times):
+        yield from _parts(node.node)
     elif isinstance(node, _Ways):
-        for way in node.ways:
-            for inner in way:
-                yield from _names(inner)
+        for inner in chain.from_iterable(node.ways):
+            yield from _parts(inner)
 
 
 class _LarkWriter:
@@ -316,7 +286,9 @@ class _LarkWriter:
         runs = {
             run
             for rule in self._rules.values()
-            for way in _all_ways(rule)
+            for node in _parts(rule)
+            if isinstance(node, _Ways)
+            for way in node.ways
             for run in self._runs(way)
         }
         ends = {
@@ -326,9 +298,9 @@ class _LarkWriter:
         }
         good: set[str] = set()
         for run, expression in ends.items():
-            first = self._first(run)
-            others = [r for r in self._letters_beside(run) if _meet(first, r)]
-            if not others:
+            first = run[0]
+            assert isinstance(first, _Letter)
+            if not any(_meet(first.ranges, other) for other in self._letters_beside(run)):
                 good.add(expression)
         return good
 
@@ -343,11 +315,6 @@ class _LarkWriter:
                     and self._joined(way[i:j]) is not None
                 ):
                     yield tuple(way[i:j])
-
-    def _first(self, run: Sequence[_Node]) -> Ranges:
-        first = run[0]
-        assert isinstance(first, _Letter)
-        return first.ranges
 
     def _letters_beside(self, run: tuple[_Node, ...]) -> Iterator[Ranges]:
         """What else in the grammar a terminal may begin with."""
@@ -401,16 +368,6 @@ class _LarkWriter:
         return " ".join(parts) or '""'
 
 
-def _all_ways(node: _Node) -> Iterator[tuple[_Node, ...]]:
-    if isinstance(node, _Times):
-        yield from _all_ways(node.node)
-    elif isinstance(node, _Ways):
-        for way in node.ways:
-            yield way
-            for inner in way:
-                yield from _all_ways(inner)
-
-
 def _class(ranges: Ranges) -> str:
     """The expression of one letter. Every code is spelled out: signs between brackets mean
     something there."""
@@ -432,4 +389,4 @@ def _ends_where_it_matches(expression: str) -> bool:
     """True where nothing that matches goes on as something else that does."""
     parts = [f"^(?:{expression})$", f"^(?:{expression}(?s:.)+)$"]
     schema = {"type": "string", "allOf": [{"pattern": part} for part in parts]}
-    return check_schema(json.dumps(schema)).matches_nothing
+    return UNSATISFIABLE in check_schema(json.dumps(schema)).error

@@ -12,7 +12,7 @@ from localllm.grammars.deep_stack import on_deep_stack
 _FUEL, _SIZE = 2_000_000, 100_000
 _NOT_KNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _BLAMED = re.compile(r"\bfor '(\$?\w+)'|(\$?\w+) must be an? ")
-_UNSATISFIABLE = "Unsatisfiable schema"
+UNSATISFIABLE = "Unsatisfiable schema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,6 @@ class GrammarCheck:
 
     error: str
     warnings: tuple[str, ...] = ()
-
-    @property
-    def matches_nothing(self) -> bool:
-        return _UNSATISFIABLE in self.error
 
 
 def check_schema(schema: str) -> GrammarCheck:
