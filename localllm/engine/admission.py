@@ -10,16 +10,15 @@ the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from localllm.engine.cache import tunables
 from localllm.engine.cache.eviction import Block
 from localllm.engine.cache.matching import (
     NO_SOURCE,
     PrefixSource,
     PromptMatch,
-    miss_reason,
-    recomputed,
 )
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.messages import Failure, Prefill
@@ -82,7 +81,7 @@ class Admission:
         ready = [job for job in self.jobs.waiting.values() if job.compilation is None]
         sources, wants = {}, []
         for job in ready:
-            source = sources[job.id] = self._source(job, self.jobs.running.values())
+            source = sources[job.id] = self._source(job)
             to_read = len(job.tokens) - source.length
             computed = shares.computed_for(job.sharer, placed)
             wants.append(Want(job.id, to_read, 0, now - job.arrived_s, computed))
@@ -101,7 +100,7 @@ class Admission:
         """Have the tenant that has most requests running give a place to `job`, whose tenant is
         next: its youngest wait again (what they have read stays in the cache). True if the job was
         let in."""
-        source = self._source(job, self.jobs.running.values())
+        source = self._source(job)
         waits = prefix_in_progress(job, source, self.jobs.running.values()) or not self._in_memory(
             job, source.state
         )
@@ -114,9 +113,7 @@ class Admission:
                 break
             victims = [j for j in running.values() if shares.party(j.sharer) == party]
             self.jobs.park(max(victims, key=lambda j: j.arrived_s))
-            if len(running) < most and self._try_admit(
-                job, self._source(job, running.values()), now
-            ):
+            if len(running) < most and self._try_admit(job, self._source(job), now):
                 return True
         # Nobody is parked for it again: it waits for room like others.
         self._in_vain.add(job.id)
@@ -125,7 +122,7 @@ class Admission:
     def _try_admit(self, job: RunningRequest, source: PrefixSource, now: float) -> bool:
         if not self._holds(source):
             # Room was made, or a place given, for one that did not get in after all.
-            source = self._source(job, self.jobs.running.values())
+            source = self._source(job)
         rewinds = self.backend.capabilities.rewind == "any"
         if rewinds and prefix_in_progress(job, source, self.jobs.running.values()):
             return False
@@ -135,7 +132,7 @@ class Admission:
             if self.jobs.running:
                 return False
             self.jobs.pool.make_room(self.backend.info.n_ctx, live=1)
-            source = self._source(job, ())
+            source = self._source(job)
         elif not self._in_memory(job, source.state):
             # Making room took it out of memory.
             return False
@@ -168,7 +165,7 @@ class Admission:
         due = sum(j.restoring.due_tokens for j in running if j.restoring is not None)
         if not pool.can_reserve(need + growing + due, source):
             return False
-        live = len(running) + (0 if source.kind == "idle" else 1)
+        live = len(running) + (source.idle is None)
         # What comes from the cache has its cells made free as it comes: what leaves for it finds
         # room where that was.
         coming = source.plan.saved if source.plan.divisible else 0
@@ -176,9 +173,10 @@ class Admission:
 
     def _holds(self, source: PrefixSource) -> bool:
         """Is the line still there that `source` takes from?"""
-        if source.kind == "running":
-            return any(job.sequence == source.sequence for job in self.jobs.running.values())
-        return source.idle is None or self.jobs.pool.has(source.idle)
+        if source.idle is not None:
+            return self.jobs.pool.has(source.idle)
+        running = self.jobs.running.values()
+        return source.sequence is None or any(job.sequence == source.sequence for job in running)
 
     def _in_memory(self, job: RunningRequest, state: Block | None) -> bool:
         """Is the state in memory that a waiting job needs (None: it needs none)? If not, it is read
@@ -195,12 +193,13 @@ class Admission:
         self.awaits_disk = True
         return False
 
-    def _source(self, job: RunningRequest, live: Iterable[RunningRequest]) -> PrefixSource:
+    def _source(self, job: RunningRequest) -> PrefixSource:
         """Where its prefix can come from; a job that does not share takes nothing, and nobody takes
         from it."""
         if not job.shares:
             return NO_SOURCE
-        return self.jobs.pool.lookup(_matching(job), [j for j in live if j.shares])
+        running = [j for j in self.jobs.running.values() if j.shares]
+        return self.jobs.pool.lookup(_matching(job), running)
 
     def evict_idle(self) -> None:
         """Idle sequences leave before a prompt is read."""
@@ -213,38 +212,35 @@ class Admission:
         else all of it. What is still being read is not waited for."""
         streams = self.jobs.decoding
         imported = False
-        for job in self.jobs.running.values():
-            if job.running:
+        jobs = self.jobs.running.values()
+        for job in jobs:
+            restoring = job.restoring
+            if restoring is None:
                 continue
-            while job.gap is None and job.restoring is not None and not job.restoring.done:
+            while restoring.computes_to is None and not restoring.done:
                 if streams and imported:
                     break
-                if job.restoring.awaits:
+                if restoring.awaits:
                     self.awaits_disk = True
                     break
-                if not job.restoring.done and job.gap is None:
-                    self._make_room_for(job.restoring)
-                    job.restoring.step()
+                # What took too long to read may have been given up.
+                if restoring.computes_to is None and not restoring.done:
+                    if restoring.next_tokens:
+                        # besides the cells that running requests are to compute
+                        cells = restoring.next_tokens + sum(j.to_compute for j in jobs)
+                        self.jobs.pool.make_room(cells, live=len(jobs))
+                    restoring.step()
                     imported = True
-                job.n_kv = job.restoring.held
-            if job.restoring is None or job.restoring.done:
-                self._begin(job)
+                job.n_kv = restoring.held
+            if restoring.done:
+                self._begin(job, restoring)
 
-    def _make_room_for(self, restoring: Restoration) -> None:
-        """Cells for what comes next of it, besides those that running requests are to compute."""
-        if restoring.next_tokens:
-            jobs = self.jobs.running.values()
-            cells = restoring.next_tokens + sum(j.to_compute for j in jobs)
-            self.jobs.pool.make_room(cells, live=len(jobs))
-
-    def _begin(self, job: RunningRequest) -> None:
+    def _begin(self, job: RunningRequest, restoring: Restoration) -> None:
         """All of its prefix that can be had is there: now it prefills."""
-        restoring = job.restoring
-        assert restoring is not None
         taken = restoring.in_place + restoring.imported
         self.jobs.pool.restored_tokens += restoring.imported
         if job.admissions:
-            self.jobs.metrics.recomputed("parked", max(0, job.parked_tokens - taken))
+            self.jobs.metrics.recomputed_tokens["parked"] += max(0, job.parked_tokens - taken)
         else:
             self.jobs.metrics.prompt_tokens += job.n_prompt
             if job.shares:
@@ -254,14 +250,16 @@ class Admission:
                 job.known, taken, restoring.missed, has_points=self.jobs.pool.kv.has_points
             )
             for reason, n_tokens in again.items():
-                self.jobs.metrics.recomputed(reason, n_tokens)
+                self.jobs.metrics.recomputed_tokens[reason] += n_tokens
             job.miss = miss_reason(
                 job, again, lambda token: token >= 0 and self.backend.is_control(token)
             )
             self.jobs.metrics.cached_tokens += taken
         job.restoring = None
         job.admissions += 1
-        job.checkpoints = self.jobs.pool.checkpoints(job)
+        prompt = job.tokens[: job.n_prompt]
+        if job.shares:
+            job.checkpoints = self.jobs.pool.checkpoints(prompt, job.n_kv, job.known)
         self.jobs.events.append(Prefill(job.id, job.n_kv, job.n_prompt, job.cached))
 
     def relieve(self) -> None:
@@ -332,3 +330,54 @@ def _matching(job: RunningRequest) -> PromptMatch:
     if job.matching is None:
         job.matching = PromptMatch(job.line())
     return job.matching
+
+
+# --- why it is computed again ---------------------------------------------------------------------
+
+_REASONS = {
+    "evicted": "were evicted",
+    "unread": "were quicker computed than read from disk",
+    "lost": "were lost on disk",
+    "no_cells": "did not fit the context",
+    "short": "were too few to be copied",
+    "no_snapshot": "have no snapshot this model could go on from",
+}
+
+
+def recomputed(
+    known: int, taken: int, missed: dict[str, int], *, has_points: bool
+) -> dict[str, int]:
+    """Tokens of a prompt that had their KV once and are computed now, by reason
+    (`metrics.RECOMPUTED`): of `known` tokens `taken` are there, and `missed` says what became of
+    some of the others."""
+    lacking = known - taken
+    found = {}
+    for reason, n_tokens in missed.items():
+        found[reason] = min(n_tokens, max(lacking, 0))
+        lacking -= found[reason]
+    if lacking > 0:
+        rest = (
+            "short" if known < tunables.MIN_TOKENS else "no_snapshot" if has_points else "evicted"
+        )
+        found[rest] = found.get(rest, 0) + lacking
+    return {reason: n for reason, n in found.items() if n}
+
+
+def miss_reason(
+    job: RunningRequest, again: dict[str, int], is_control: Callable[[int], bool]
+) -> str:
+    """Why the rest of the prompt had to be computed, in words; "" when all of it was there.
+    `again`: see `recomputed`."""
+    most = job.n_prompt - 1
+    if job.cached >= most:
+        return ""
+    if not job.shares:
+        return "the request asked for no cache"
+    if sum(again.values()) > tunables.MIN_TOKENS or (job.known >= most and again):
+        return "; ".join(f"{n} known tokens {_REASONS[reason]}" for reason, n in again.items())
+    if job.known == 0:
+        return "nothing like it was seen before"
+    # Asked of each kind of token once: a known prompt may have a hundred thousand.
+    known = job.tokens[: job.known]
+    turns = sum(map(known.count, filter(is_control, set(known))))
+    return f"diverged from what is cached at token {job.known} (after {turns} control tokens)"

@@ -26,14 +26,13 @@ from localllm.engine.outputs import OutputProcessor
 from localllm.engine.prefill_slices import PrefillInterrupt, SlicedPrefill
 from localllm.engine.request import RunningRequest, running_request
 from localllm.engine.request_table import RequestTable
-from localllm.engine.sampling.grammar import BackgroundCompiler
+from localllm.engine.sampling.grammar import BackgroundCompiler, GrammarCompiler
 from localllm.engine.scheduler import (
     Grant,
     Limits,
     Shares,
     plan_step,
 )
-from localllm.engine.speculation import DraftContext
 from localllm.engine.speculation.speculator import Speculator
 from localllm.engine.step_costs import PROMPT_STEP_S, SINGLE_STEP_S, ChunkSizer
 from localllm.engine.tokens import Placed
@@ -78,15 +77,11 @@ class Engine:
         self.metrics = Metrics(self.clock())
         self.guard = guard_of(self.available, wanted.headroom_bytes)
         others = of_this_process()
-        drafting = DraftContext(
-            self.backend,
-            self.draft_backend,
-            wanted.draft,
-            self.clock,
-        )
         able, n_batch = self.backend.capabilities, self.backend.info.n_batch
         self._sizer = ChunkSizer(n_batch, on_device=able.kv_on_device, gap_s=wanted.gap_s)
-        self.speculator = Speculator(drafting, others, self._sizer)
+        self.speculator = Speculator(
+            self.backend, self.draft_backend, wanted.draft, self.clock, others, self._sizer
+        )
         kv.speed = self._sizer
         self._last_step_s = 0.0
         self._worked_s = self._step_began_s = self._rests_until_s = self.clock()
@@ -106,10 +101,9 @@ class Engine:
             self.pool, self.speculator, self.prefill, self.metrics, self.clock, shares=shares
         )
         self.pool.running = self.jobs.running
-        self._compiler = (
-            BackgroundCompiler(wanted.make_constraint, wanted.grammar_trials or Stages([]))
-            if wanted.make_constraint
-            else None
+        self._compiler = BackgroundCompiler(
+            wanted.make_constraint or GrammarCompiler(self.backend),
+            wanted.grammar_trials or Stages([]),
         )
         self._images = image_steps(self.backend, wanted.disk_dir if wanted.disk_bytes > 0 else None)
         self._admission = Admission(self.backend, self.jobs, self.guard, wanted.cache_bytes)
@@ -154,19 +148,10 @@ class Engine:
         before = sum(job.sharer[0] == generation.tenant for job in self.jobs.waiting.values())
         if before >= self.settings.queue_limit:
             return [Failure(request.id, "server_busy", f"{before} requests are waiting already")]
-        if request.grammar is not None and self._compiler is None:
-            return [
-                Failure(
-                    request.id,
-                    "unsupported_parameter",
-                    "this engine was built without constrained output",
-                )
-            ]
-        job = running_request(request, prompt, info.n_ctx - len(prompt), self.backend, self.clock())
-        job.images = images
+        job = running_request(request, prompt, images, self.backend, self.clock())
         self._stalled, self._housekeeping = False, True
         self.jobs.enter(job)
-        if request.grammar is not None and self._compiler is not None:
+        if request.grammar is not None:
             job.compilation = self._compiler.start(request.grammar, request.answer_start)
             return []
         return [self.jobs.queued(job)]
@@ -252,7 +237,7 @@ class Engine:
     def _wait(self) -> None:
         """Until something comes that a request waits for, or a moment."""
         self._stalled = False
-        if self._compiler is not None and self.jobs.compiling_alone:
+        if self.jobs.compiling_alone:
             self._compiler.wait(WAIT_S)
         elif self._images is not None and self._images.waiting:
             self._images.encoder.wait(WAIT_S)
@@ -355,8 +340,7 @@ class Engine:
     def close(self) -> None:
         """Finish exporting what is resident, write it, and free the backend."""
         self.prefill.close()
-        if self._compiler is not None:
-            self._compiler.close()
+        self._compiler.close()
         if self._images is not None:
             self._images.encoder.close()
         self.pool.finish()
@@ -463,7 +447,8 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Cells: free + held == capacity; cache: its own laws; no sequence is held by nobody."""
-        self.pool.kv.check_integrity()
+        for tree in self.pool.kv.trees:
+            tree.check_integrity()
         self.backend.check_integrity()
         assert all(j.sequence is not None for j in self.jobs.running.values()), (
             "a running request without a sequence"

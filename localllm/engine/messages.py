@@ -16,6 +16,7 @@ from typing import (
     ClassVar,
     Literal,
     TypeAlias,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -308,15 +309,9 @@ def _from_json(kind: Any, value: Any) -> Any:
     return _from_json(kinds[0], value) if type(None) in kinds and value is not None else value
 
 
-def request_to_json(request: Request) -> dict[str, Any]:
-    """A Request as plain JSON values."""
-    return asdict(request)
-
-
 def request_from_json(data: dict[str, Any]) -> Request:
-    """The inverse of `request_to_json`."""
-    request: Request = _from_json(Request, data)
-    return request
+    """The inverse of `asdict`, of what came through JSON."""
+    return cast("Request", _from_json(Request, data))
 
 
 def event_text(event: Event) -> str:
@@ -332,5 +327,5 @@ def event_from_json(data: dict[str, Any]) -> Event:
     """The inverse of `event_text`, of what json.loads makes of it."""
     if data["kind"] == "text" and not data.get("logprobs"):
         return Text(data["id"], data["text"], tuple(data["tokens"]))
-    event: Event = _from_json(_EVENTS[data["kind"]], {k: v for k, v in data.items() if k != "kind"})
-    return event
+    fields = {name: value for name, value in data.items() if name != "kind"}
+    return cast("Event", _from_json(_EVENTS[data["kind"]], fields))

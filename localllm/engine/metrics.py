@@ -24,7 +24,8 @@ RECOMPUTED = ("evicted", "unread", "lost", "no_cells", "short", "no_snapshot", "
 
 @dataclass
 class Metrics:
-    """Totals since `started_s`; its speed is that of the last steps."""
+    """Totals since `started_s`; its speed is that of the last steps. `recomputed_tokens` had their
+    KV once and were computed again, by one of the reasons in `RECOMPUTED`."""
 
     started_s: float
     requests: int = 0
@@ -43,11 +44,6 @@ class Metrics:
     sliced_prefill_tokens: int = 0
     longest_slice_s: float = 0.0
     recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RECOMPUTED, 0))
-
-    def recomputed(self, reason: str, n_tokens: int) -> None:
-        """Count tokens that had their KV once and are computed again, by one of the reasons in
-        `RECOMPUTED`."""
-        self.recomputed_tokens[reason] += max(0, n_tokens)
 
     def step(self, *, decoded: int, emitted: int, prefilled: int, seconds: float) -> None:
         """Count one step of `decoded` sequences, which emitted `emitted` tokens, and of `prefilled`

@@ -134,8 +134,8 @@ class SlicedPrefill:
         try:
             if before < self._stop - self._start:
                 self._read = self._slices.run(seconds)
-                return self._read - before
-            self._join(seconds)
+            else:
+                self._join(seconds)
         except BackendFailure:
             self._refused.add(self.job.id)
             self._keep()

@@ -6,11 +6,9 @@ from __future__ import annotations
 import codecs
 import itertools
 import re
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -218,11 +216,15 @@ class RunningRequest:
 
 
 def running_request(
-    request: Request, prompt: list[int], room: int, backend: Backend, submitted_s: float
+    request: Request,
+    prompt: list[int],
+    images: tuple[Placed, ...],
+    backend: Backend,
+    submitted_s: float,
 ) -> RunningRequest:
-    """`request` as the engine works on it; `room` tokens fit behind its `prompt`: agents ask for
-    32,000 whatever the context, and get what there is."""
-    generation = request.generation
+    """`request` as the engine works on it. Agents ask for 32,000 tokens whatever the context, and
+    get what there is."""
+    generation, room = request.generation, backend.info.n_ctx - len(prompt)
 
     def spell(token: int) -> bytes:
         return backend.token_bytes(token, special=True) if token >= 0 else b""
@@ -248,6 +250,7 @@ def running_request(
             partial(backend.token_bytes, special=request.render_control), generation.stop, spell
         ),
         submitted_s=submitted_s,
+        images=images,
         predicted=backend.tokenize(generation.prediction, special=False)
         if generation.prediction
         else [],
@@ -265,7 +268,7 @@ class TextStream:
     def __init__(
         self,
         token_bytes: Callable[[int], bytes],
-        stops: Seq[str] = (),
+        stops: Sequence[str] = (),
         spell: Callable[[int], bytes] | None = None,
     ) -> None:
         self._token_bytes, self._spell = token_bytes, spell or token_bytes
@@ -310,7 +313,7 @@ class TextStream:
 
     def _take(self, n: int) -> str:
         """The first `n` held letters that are to be shown."""
-        out = "".join(compress(self._held[:n], self._shown))
+        out = "".join(itertools.compress(self._held[:n], self._shown))
         self._held, self._shown = self._held[n:], self._shown[n:]
         return out
 

@@ -11,8 +11,7 @@ slices of time between the steps instead: prefill_slices.py.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -58,7 +57,7 @@ class Limits:
     prompt_only: int
 
 
-def plan_step(wants: Seq[Want], limits: Limits) -> list[Grant]:
+def plan_step(wants: Sequence[Want], limits: Limits) -> list[Grant]:
     """Grants for the next step, decodes first. Every decoding request gets at least its one token
     if the batch has room for all of them; drafts are shortened evenly before anybody is left
     out."""
@@ -71,7 +70,7 @@ def plan_step(wants: Seq[Want], limits: Limits) -> list[Grant]:
     return [*grants, *_prefill_grants(prefilling, sum(shares), limits)]
 
 
-def _prefill_grants(prefilling: Seq[Want], used: int, limits: Limits) -> list[Grant]:
+def _prefill_grants(prefilling: Sequence[Want], used: int, limits: Limits) -> list[Grant]:
     """Grants for prompts in a step of which decodes have `used` tokens and rows of logits."""
     grants: list[Grant] = []
     rows = limits.n_outputs - used
@@ -96,7 +95,7 @@ def _prefill_grants(prefilling: Seq[Want], used: int, limits: Limits) -> list[Gr
     return grants
 
 
-def _share(wanted: Seq[int], budget: int) -> list[int]:
+def _share(wanted: Sequence[int], budget: int) -> list[int]:
     """Give everybody one, then round by round one more, until `budget` is spent or nobody wants
     more."""
     given = [0] * len(wanted)
@@ -115,7 +114,7 @@ def arrival(submitted_s: float, priority: int) -> float:
     return submitted_s - priority * _HEAD_START_S
 
 
-def admission_order(waiting: Seq[Want]) -> list[str]:
+def admission_order(waiting: Sequence[Want]) -> list[str]:
     """Keys, least to read first, with age counted against that, within a tenant; the tenant that
     has had least first."""
     return [w.key for w in sorted(waiting, key=_rank)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
@@ -54,16 +53,12 @@ _SURPRISED_RATE, _MOST_SURPRISE_TWICE, _BESIDE = 0.5, math.log(2.0), 0.7
 _DRIFTED = math.log(1.3)
 
 
-def _around(rows: int) -> tuple[int, int, float]:
-    """The knots on both sides of `rows` and how far it is from the first to the second (0 … 1)."""
-    high = bisect_left(KNOTS, max(rows, 1))
-    if KNOTS[high] == max(rows, 1):
-        return high, high, 0.0
-    return high - 1, high, (rows - KNOTS[high - 1]) / (KNOTS[high] - KNOTS[high - 1])
-
-
-# Looked up some dozens of times per step.
-_AROUND = [_around(rows) for rows in range(KNOTS[-1] + 1)]
+# By rows: the numbers of the knots on both sides and how far it is from the first to the second
+# (0 … 1). Looked up some dozens of times per step.
+_AROUND = [
+    (math.floor(at), math.ceil(at), at % 1.0)
+    for at in np.interp(range(KNOTS[-1] + 1), KNOTS, range(len(KNOTS))).tolist()
+]
 
 
 class StepCost:

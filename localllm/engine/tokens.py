@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,7 +32,7 @@ _KNOWN_PIECES, _KNOWN_CHARS = 64, 2**17
 _SALTED_TOKENS, _ABOVE_VOCABULARIES = 4, 2**30
 
 
-def salted(tokens: Seq[int] | Tokens, salt: str, start: int = 0) -> Tokens:
+def salted(tokens: Sequence[int] | Tokens, salt: str, start: int = 0) -> Tokens:
     """`tokens`, the first of them number `start` of their line, as the cache knows them: a line
     with a `salt` ("": none) has nothing in common with one that has another. An image's have its
     hash, which is salted too."""
@@ -106,7 +105,7 @@ def numbers(key: bytes, n_tokens: int) -> list[int]:
 
 
 def laid_out(
-    runs: Seq[list[int] | ImageRun], salt: str = ""
+    runs: Sequence[list[int] | ImageRun], salt: str = ""
 ) -> tuple[list[int], tuple[Placed, ...]]:
     """The tokens of a prompt, and where its images are."""
     tokens: list[int] = []
@@ -120,7 +119,7 @@ def laid_out(
     return tokens, tuple(placed)
 
 
-def image_boundary(line: Seq[int] | Tokens, n: int) -> int:
+def image_boundary(line: Sequence[int] | Tokens, n: int) -> int:
     """The largest number of tokens, at most `n`, at which `line` may be cut."""
     if n <= 0 or line[n - 1] >= 0 or (-1 - int(line[n - 1])) & _LAST:
         return n
@@ -131,7 +130,7 @@ def image_boundary(line: Seq[int] | Tokens, n: int) -> int:
     return n
 
 
-def next_image_boundary(line: Seq[int] | Tokens, n: int) -> int:
+def next_image_boundary(line: Sequence[int] | Tokens, n: int) -> int:
     """The smallest number of tokens, at least `n`, at which `line` may be cut; all of it where
     there is none."""
     while 0 < n < len(line) and line[n - 1] < 0 and not (-1 - int(line[n - 1])) & _LAST:
@@ -142,7 +141,7 @@ def next_image_boundary(line: Seq[int] | Tokens, n: int) -> int:
 class TokenLine:
     """A growing line of token ids, as one numpy array."""
 
-    def __init__(self, tokens: Seq[int] | Tokens = ()) -> None:
+    def __init__(self, tokens: Sequence[int] | Tokens = ()) -> None:
         self._data: Tokens = np.empty(256, dtype=np.int32)
         self._n = 0
         self.extend(tokens)
@@ -155,7 +154,7 @@ class TokenLine:
         """The tokens (int32 [n]); valid until the next `extend`."""
         return self._data[: self._n]
 
-    def extend(self, tokens: Seq[int] | Tokens) -> None:
+    def extend(self, tokens: Sequence[int] | Tokens) -> None:
         n = self._n + len(tokens)
         if n > len(self._data):
             grown = np.empty(2 * n, dtype=np.int32)
@@ -164,7 +163,7 @@ class TokenLine:
         self._data[self._n : n] = tokens
         self._n = n
 
-    def follow(self, line: Seq[int]) -> Tokens:
+    def follow(self, line: Sequence[int]) -> Tokens:
         """All of `line`, which goes on from that of the last call: only what is new is read."""
         self._n = min(self._n, len(line))
         self.extend(line[self._n :])

@@ -15,7 +15,7 @@ import io
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,8 +89,7 @@ class Encoder:
     def want(self, run: ImageRun) -> None:
         """Have it encoded soon, unless it is or will be."""
         if run.key not in self._found:
-            future = self._found[run.key] = self._thread.submit(self._encode, run)
-            future.add_done_callback(lambda done: self._write_file(run, done))
+            self._found[run.key] = self._thread.submit(self._encode, run)
 
     def embeddings(self, run: ImageRun) -> Embeddings | None:
         """What the image came to; None while it is being encoded. Raises BackendFailure where it
@@ -157,6 +156,7 @@ class Encoder:
         found = self.backend.encode_image(run)
         self.encodes += 1
         self.encode_s += time.monotonic() - started
+        self._write_file(run, found)
         return found
 
     def _read_file(self, run: ImageRun) -> Embeddings | None:
@@ -174,13 +174,11 @@ class Encoder:
             return None
         return np.frombuffer(body, dtype=np.float32).reshape(run.n_tokens, -1)
 
-    def _write_file(self, run: ImageRun, done: Future[Embeddings]) -> None:
-        if self.folder is None or done.cancelled() or done.exception() is not None:
+    def _write_file(self, run: ImageRun, found: Embeddings) -> None:
+        if self.folder is None:
             return
         file = self.folder / f"{run.key.hex()}.image"
-        if file.exists():
-            return
-        body = np.ascontiguousarray(done.result(), dtype=np.float32).tobytes()
+        body = np.ascontiguousarray(found, dtype=np.float32).tobytes()
         try:
             paths.private_dir(self.folder)
             part = file.with_suffix(".part")
@@ -304,7 +302,7 @@ class ImageSteps:
     chosen: Embeddings | None = None
     _last: bool = False
 
-    def unreadable(self, images: Seq[Placed], n_batch: int) -> str:
+    def unreadable(self, images: Sequence[Placed], n_batch: int) -> str:
         """Why these can't be read, "" if they can."""
         largest = max((i.run.n_tokens for i in images), default=0)
         if self.indivisible and largest > n_batch:
@@ -328,7 +326,7 @@ class ImageSteps:
         self.waiting = self.waiting or found is None
         return found
 
-    def plan(self, ready: Seq[RunningRequest], most: int) -> Grant | None:
+    def plan(self, ready: Sequence[RunningRequest], most: int) -> Grant | None:
         """The image to read in this step, at most `most` tokens of it; None where text is read."""
         due: dict[str, tuple[RunningRequest, Embeddings]] = {}
         self.waiting, self.failed = False, []

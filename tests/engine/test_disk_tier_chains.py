@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.cache.disk import DiskTier
-from localllm.engine.cache.eviction import Block, EvictablePool, OtherPlaces
 from localllm.engine.cache.tree import PrefixCache, as_tokens
 from support.examples import examples
 
@@ -111,11 +110,9 @@ def test_room_in_memory_costs_no_file_of_what_the_context_holds(tmp_path: Path) 
         tier.sync([cache])
     cache.budget.resize(BLOCK_BYTES)
 
-    class Context(OtherPlaces):
-        def in_context(self) -> list[tuple[EvictablePool, Block]]:
-            return [(cache, b) for line in lines for b in cache.covered(as_tokens(line))]
-
-    cache.budget.elsewhere = Context()
+    cache.budget.in_context = lambda: [
+        (cache, block) for line in lines for block in cache.covered(as_tokens(line))
+    ]
     assert cache.budget.make_room(BLOCK_BYTES, force=True) == "free"
     assert [cache.peek(line).length for line in lines] == [PIECE, PIECE]
     tier.close()

@@ -189,7 +189,7 @@ def test_a_running_line_is_gone_on_from_once_its_state_is_read(
         outcome.take(engine.step())
     assert engine.pool.kv.disk is not None
     engine.pool.kv.disk.flush()
-    engine.pool.kv.sync()
+    engine.pool.kv.disk.sync(engine.pool.kv.trees)
     # Memory forgets what is on disk.
     engine.pool.kv.budget.shrink(10**12)
     disk.let.clear()

@@ -299,7 +299,7 @@ def idle_lines_leave() -> None:
     """On a device: with no more than 3 % of a step in attention over them they may stay, beyond
     that they may not."""
     able = replace(ScriptedBackend().capabilities, kv_on_device=True)
-    idle = [eviction.IdleSequence(i, np.zeros(0, np.int32), "exported") for i in range(2)]
+    idle = [eviction.IdleSequence(i, np.zeros(0, np.int32), exported=True) for i in range(2)]
     info, free = ScriptedBackend().info, 8192
     assert eviction.may_stay(able, info, free, 1, 0.02)
     assert not eviction.may_stay(able, info, free, 1, 0.04)

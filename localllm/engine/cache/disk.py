@@ -306,7 +306,9 @@ class DiskTier:
             return "failed"
         if block.path.exists():
             return "written"
-        if self.budget.used_up:
+        # Others may have written meanwhile.
+        self.budget.written_bytes()
+        if self.budget.known()[1]:
             return "held back"
         try:
             self._write_file(tokens, block, data, until_ns)

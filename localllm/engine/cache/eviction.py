@@ -124,13 +124,8 @@ class EvictablePool(Protocol):
 
 
 class OtherPlaces:
-    """Where blocks may be besides memory. As it is here, nowhere; a store with a disk and a context
-    says where (store.py)."""
-
-    def in_context(self) -> Iterable[tuple[EvictablePool, Block]]:
-        """Blocks whose tokens the context holds too, the first to go where something has to leave
-        it."""
-        return ()
+    """Where blocks can be written. As it is here, nowhere; a store with a disk says where
+    (store.py)."""
 
     def save(self, candidate: Candidate, until: int) -> Space:
         """Have a block written that only memory holds, for which what was used until then may go
@@ -149,7 +144,8 @@ class CacheBudget:
     always on.
     `changes` grows with all that may make room or changes what is found: who was refused, or
     remembers what it found, asks again.
-    `elsewhere`: who knows what the context and the disk have of them."""
+    `elsewhere`: who has them written. `in_context`: blocks whose tokens the context holds too, the
+    first to go where something has to leave it."""
 
     capacity_bytes: int
     uses: int = 0
@@ -157,6 +153,7 @@ class CacheBudget:
     pools: list[EvictablePool] = field(default_factory=list)
     clock: Callable[[], int] = time.time_ns
     elsewhere: OtherPlaces = field(default_factory=OtherPlaces)
+    in_context: Callable[[], Iterable[tuple[EvictablePool, Block]]] = tuple
 
     def use(self) -> int:
         """Something is used now: when, as `uses` counts."""
@@ -218,7 +215,7 @@ class CacheBudget:
         """Free up to `n_bytes` of what the context holds too, locked or not. Returns the bytes
         freed."""
         freed = 0
-        for pool, block in self.elsewhere.in_context():
+        for pool, block in self.in_context():
             if freed >= n_bytes:
                 break
             held = block.held_bytes
@@ -303,26 +300,20 @@ def surplus_snapshots(points: Sequence[tuple[int, bool]], interval: int) -> set[
 
 # --- the context ----------------------------------------------------------------------------------
 
-# Exporting: there is more of it to export. Awaiting: there is room for that once what is in memory
-# is written. Refused: there is no room. Exported: all of it is in the cache.
-ExportState = Literal["exporting", "awaiting", "refused", "exported"]
-
 
 @dataclass(eq=False)
 class IdleSequence:
-    """A finished sequence still in the context, and how far its export to the prefix cache is:
-    `state`, which held when the cache had seen `as_of` changes. `used`: when its request ended, in
-    uses of the cache; it takes no room in the cache from what was used since."""
+    """A finished sequence still in the context. `exported`: all of it is in the prefix cache;
+    `space`: what room there was for more of it, when the cache had seen `as_of` changes.
+    `used`: when its request ended, in uses of the cache; it takes no room in the cache from what
+    was used since."""
 
     sequence: int
     tokens: Tokens
-    state: ExportState = "exporting"
+    exported: bool = False
     used: int | None = None
+    space: Space = "free"
     as_of: int | None = None
-
-    @property
-    def exported(self) -> bool:
-        return self.state == "exported"
 
     def line(self, start: int = 0, stop: int | None = None) -> Tokens:
         """Its tokens [start, stop)."""

@@ -77,10 +77,6 @@ def label(folder: Path) -> str | None:
         return None
 
 
-def today() -> str:
-    return time.strftime("%Y-%m-%d")
-
-
 @dataclass
 class WriteBudget:
     """What all models under `root` together may write in a day: `limit_bytes` (0: no limit). A
@@ -88,7 +84,7 @@ class WriteBudget:
 
     root: Path
     limit_bytes: int = 0
-    day: Callable[[], str] = today
+    day: Callable[[], str] = lambda: time.strftime("%Y-%m-%d")
     # The day, and what its files said when they were last read.
     _known: tuple[str, int] = ("", 0)
 
@@ -107,11 +103,6 @@ class WriteBudget:
         name, total = self._known
         total = total if name == _COUNT_PREFIX + self.day() else 0
         return total, 0 < self.limit_bytes <= total
-
-    @property
-    def used_up(self) -> bool:
-        """Nothing more is written today."""
-        return 0 < self.limit_bytes <= self.written_bytes()
 
     def count(self, folder: Path, n_bytes: int) -> None:
         """So many bytes are about to be written into `folder`. Raises OSError."""

@@ -4,10 +4,9 @@ the cache, which of those to restore, and why the rest is computed although it w
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from localllm.engine.cache import tunables
@@ -23,7 +22,7 @@ class TokenSequence(Protocol):
     but never change."""
 
     @property
-    def tokens(self) -> Seq[int] | Tokens:
+    def tokens(self) -> Sequence[int] | Tokens:
         """All of them, computed or not."""
 
     def line(self, start: int = 0, stop: int | None = None) -> Tokens:
@@ -31,27 +30,17 @@ class TokenSequence(Protocol):
 
 
 class RunningSequence(TokenSequence, Protocol):
-    """A running request as the cache sees it: `n_kv` of its tokens, of which `n_prompt` are its
-    prompt, are in `sequence`; `known` tokens of the prompt followed some known sequence, and
-    `cached` were not computed."""
+    """A running request as the cache sees it: `n_kv` of its tokens are in `sequence`."""
 
-    tokens: list[int]
     sequence: int | None
     n_kv: int
-    n_prompt: int
-    known: int
-    cached: int
-
-    @property
-    def shares(self) -> bool:
-        """May its KV go to others, and come from them?"""
 
 
 class PromptMatch:
     """One waiting prompt's: compared once, then remembered. Requests wait for many steps, and what
     is O(context) must not be done in each of them."""
 
-    def __init__(self, prompt: Seq[int] | Tokens) -> None:
+    def __init__(self, prompt: Sequence[int] | Tokens) -> None:
         self.tokens = as_tokens(prompt)
         # How many leading tokens are the same, and whether the next one is known to differ.
         self._shared: WeakKeyDictionary[TokenSequence, tuple[int, bool]] = WeakKeyDictionary()
@@ -118,15 +107,15 @@ NO_PLAN = RestorePlan(Match((), 0, None), ())
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Where `length` of a prompt's tokens can come from, `held` of them from a sequence in the
-    context and the rest, by `plan`, from the cache.
+    """Where `length` of a prompt's tokens can come from, `held` of them from a `sequence` in the
+    context (that of the `idle` one, if any, else a running request's) and the rest, by `plan`, from
+    the cache.
     `known` is how far the prompt followed any known sequence.
     `state`: the state behind what is held, where the sequence that has it can't go back there by
     itself."""
 
-    kind: Literal["none", "running", "idle", "cached"]
-    length: int
-    known: int
+    length: int = 0
+    known: int = 0
     held: int = 0
     idle: IdleSequence | None = None
     sequence: int | None = None
@@ -135,7 +124,7 @@ class PrefixSource:
 
 
 # For a request that takes nothing from others.
-NO_SOURCE = PrefixSource("none", 0, 0)
+NO_SOURCE = PrefixSource()
 
 
 def plan_restore(
@@ -215,54 +204,3 @@ def _prefixes(tokens: Tokens) -> Iterator[tuple[int, int]]:
     for stop in range(step, len(tokens) + 1, step):
         key = hash((key, tokens[stop - step : stop].tobytes()))
         yield stop, key
-
-
-# --- why it is computed again ---------------------------------------------------------------------
-
-_REASONS = {
-    "evicted": "were evicted",
-    "unread": "were quicker computed than read from disk",
-    "lost": "were lost on disk",
-    "no_cells": "did not fit the context",
-    "short": "were too few to be copied",
-    "no_snapshot": "have no snapshot this model could go on from",
-}
-
-
-def recomputed(
-    known: int, taken: int, missed: dict[str, int], *, has_points: bool
-) -> dict[str, int]:
-    """Tokens of a prompt that had their KV once and are computed now, by reason
-    (`metrics.RECOMPUTED`): of `known` tokens `taken` are there, and `missed` says what became of
-    some of the others."""
-    lacking = known - taken
-    found = {}
-    for reason, n_tokens in missed.items():
-        found[reason] = min(n_tokens, max(lacking, 0))
-        lacking -= found[reason]
-    if lacking > 0:
-        rest = (
-            "short" if known < tunables.MIN_TOKENS else "no_snapshot" if has_points else "evicted"
-        )
-        found[rest] = found.get(rest, 0) + lacking
-    return {reason: n for reason, n in found.items() if n}
-
-
-def miss_reason(
-    job: RunningSequence, again: dict[str, int], is_control: Callable[[int], bool]
-) -> str:
-    """Why the rest of the prompt had to be computed, in words; "" when all of it was there.
-    `again`: see `recomputed`."""
-    most = job.n_prompt - 1
-    if job.cached >= most:
-        return ""
-    if not job.shares:
-        return "the request asked for no cache"
-    if sum(again.values()) > tunables.MIN_TOKENS or (job.known >= most and again):
-        return "; ".join(f"{n} known tokens {_REASONS[reason]}" for reason, n in again.items())
-    if job.known == 0:
-        return "nothing like it was seen before"
-    # Asked of each kind of token once: a known prompt may have a hundred thousand.
-    known = job.tokens[: job.known]
-    turns = sum(map(known.count, filter(is_control, set(known))))
-    return f"diverged from what is cached at token {job.known} (after {turns} control tokens)"

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
 
 from localllm.engine.cache import eviction, tunables
-from localllm.engine.cache.eviction import Block, ExportState, IdleSequence, Space
+from localllm.engine.cache.eviction import Block, IdleSequence
 from localllm.engine.cache.matching import NO_SOURCE, PrefixSource, PromptMatch, RunningSequence
 from localllm.engine.cache.restore import Restoration
 from localllm.engine.cache.store import KvStore, checkpoints
@@ -28,10 +27,8 @@ from localllm.engine.cache.tree import PrefixCache
 from localllm.engine.tokens import Tokens, image_boundary
 from localllm_backends.contract import Backend, BackendFailure, CannotRewindError, NoCellsError
 
-_STATES: dict[Space, ExportState] = {"free": "exporting", "pending": "awaiting", "full": "refused"}
 
-
-class SequencePool(eviction.OtherPlaces):
+class SequencePool:
     """Owns every sequence that no running request owns, and what is kept of others in `kv`."""
 
     def __init__(self, backend: Backend, kv: KvStore) -> None:
@@ -41,7 +38,7 @@ class SequencePool(eviction.OtherPlaces):
         self._states = backend.capabilities.states
         self._idle: list[IdleSequence] = []
         self.running: Mapping[str, RunningSequence] = {}
-        kv.context = self
+        kv.budget.in_context = self.in_context
         self._leaving: int | None = None
         held = backend.memory()
         self._token_share = held.kv_bytes / backend.info.n_ctx / max(held.weights_bytes, 1)
@@ -71,10 +68,9 @@ class SequencePool(eviction.OtherPlaces):
         self._sync()
         most = len(prompt.tokens) - 1
         plan = prompt.plan(self.kv.version(), self.kv.plan)
-        best = PrefixSource("none", 0, 0)
         known = plan.known
-        if plan.saved >= tunables.MIN_TOKENS:
-            best = PrefixSource("cached", plan.saved, known, plan=plan)
+        length = plan.saved if plan.saved >= tunables.MIN_TOKENS else 0
+        best = PrefixSource(length, plan=plan)
         lines: list[RunningSequence | IdleSequence] = [*running, *self._idle]
         for line in lines:
             if line.sequence is None:
@@ -93,8 +89,7 @@ class SequencePool(eviction.OtherPlaces):
             length = held + further.saved
             if length < least or (idle is not None and not self._can_take(idle, held)):
                 continue
-            kind: Literal["idle", "running"] = "running" if idle is None else "idle"
-            best = PrefixSource(kind, length, known, held, idle, line.sequence, further, state)
+            best = PrefixSource(length, known, held, idle, line.sequence, further, state)
         return replace(best, known=known)
 
     def has(self, idle: IdleSequence) -> bool:
@@ -125,9 +120,7 @@ class SequencePool(eviction.OtherPlaces):
     def needs_cells(self, source: PrefixSource, n_tokens: int) -> int:
         """Free cells needed to hold `n_tokens` of which `source` brings its share: an idle
         sequence's own, a running one's where forks share cells."""
-        brings = source.kind == "idle" or (
-            source.kind == "running" and self._backend.capabilities.shares_cells
-        )
+        brings = source.idle is not None or self._backend.capabilities.shares_cells
         return n_tokens - (source.held if brings else 0)
 
     # --- taking -----------------------------------------------------------------------------------
@@ -138,7 +131,7 @@ class SequencePool(eviction.OtherPlaces):
         when there is no sequence left."""
         # However it comes back, the sequence is in use again: its copies in the cache are the last
         # to go.
-        if source.kind != "none":
+        if source.length:
             self.kv.touch(prompt[:-1])
         sequence = None
         if source.idle is not None:
@@ -148,8 +141,7 @@ class SequencePool(eviction.OtherPlaces):
         if sequence is not None:
             self._keep_state(sequence, source, prompt)
             return Restoration(self.kv, self._backend, sequence, prompt, source.plan, source.held)
-        is_planned = source is NO_SOURCE or source.kind == "cached"
-        plan = source.plan if is_planned else self.kv.plan(prompt)
+        plan = source.plan if source.sequence is None else self.kv.plan(prompt)
         sequence = self._new_sequence(source.idle)
         return Restoration(self.kv, self._backend, sequence, prompt, plan)
 
@@ -249,8 +241,8 @@ class SequencePool(eviction.OtherPlaces):
             self._backend.drop(sequence)
             return
         self.kv.touch(tokens)
-        state: ExportState = "exporting" if self.kv.missing(tokens) is not None else "exported"
-        self._idle.append(IdleSequence(sequence, tokens.copy(), state, self.kv.budget.uses))
+        exported = self.kv.missing(tokens) is None
+        self._idle.append(IdleSequence(sequence, tokens.copy(), exported, self.kv.budget.uses))
 
     def park(self, sequence: int, tokens: Tokens) -> None:
         """Take a running request out of the context at once, keeping its KV in the cache."""
@@ -264,22 +256,23 @@ class SequencePool(eviction.OtherPlaces):
         elif self.cache.indivisible and self.cache.gap(tokens) is not None:
             self.kv.store(sequence, tokens, 0, newer=True)
 
-    def checkpoints(self, job: RunningSequence) -> list[int]:
-        """Where in its prompt `checkpoint` is to be called for a request."""
-        if not self.kv.has_points or not job.shares:
+    def checkpoints(self, prompt: list[int], n_kv: int, known: int) -> list[int]:
+        """Where in a `prompt`, of which `n_kv` tokens are held and `known` were once, `checkpoint`
+        is to be called."""
+        if not self.kv.has_points:
             return []
-        interval = self.kv.state_interval(job.n_prompt) if self.kv.states is not None else None
+        interval = self.kv.state_interval(len(prompt)) if self.kv.states is not None else None
         backend = self._backend
         found = checkpoints(
-            job.tokens[: job.n_prompt],
-            job.n_kv,
-            job.known,
+            prompt,
+            n_kv,
+            known,
             lambda token: token >= 0 and backend.is_control(token),
             lambda token: token >= 0 and backend.token_bytes(token).endswith(b"\n\n"),
             interval,
         )
-        points = {image_boundary(job.tokens, point) for point in found}
-        return sorted(point for point in points if point > job.n_kv)
+        points = {image_boundary(prompt, point) for point in found}
+        return sorted(point for point in points if point > n_kv)
 
     # --- leaving the context ----------------------------------------------------------------------
 
@@ -363,7 +356,7 @@ class SequencePool(eviction.OtherPlaces):
             tokens, idle.tokens = idle.tokens, idle.tokens[:start].copy()
             self.kv.export_end(idle.sequence, tokens, start, idle.used)
             self._backend.truncate(idle.sequence, start)
-            idle.state = "exporting" if self.kv.missing(idle.tokens) is not None else "exported"
+            idle.exported, idle.space = self.kv.missing(idle.tokens) is None, "free"
         return start > least
 
     def in_context(self) -> Iterator[tuple[PrefixCache, Block]]:
@@ -400,7 +393,7 @@ class SequencePool(eviction.OtherPlaces):
     @property
     def waiting(self) -> bool:
         """True while something could be exported if only what is in memory were written."""
-        return any(idle.state == "awaiting" for idle in self._idle)
+        return any(idle.space == "pending" for idle in self._idle)
 
     def _has_room(self, cells: int, live: int) -> bool:
         return (
@@ -438,24 +431,21 @@ class SequencePool(eviction.OtherPlaces):
 
     def _sync(self) -> None:
         """Learn what became of the copies since: written, demoted to disk, evicted."""
-        self.kv.sync()
+        self.kv.disk.sync(self.kv.trees)
         changes = self.kv.budget.changes
         for idle in self._idle:
             if idle.exported and idle.as_of != changes:
-                idle.state = "exported" if self.kv.missing(idle.tokens) is None else "exporting"
-                idle.as_of = changes
+                idle.exported, idle.as_of = self.kv.missing(idle.tokens) is None, changes
 
     def _refused(self, idle: IdleSequence) -> bool:
         """There was no room for it, and nothing has changed since."""
-        return idle.state in ("awaiting", "refused") and idle.as_of == self.kv.budget.changes
+        return idle.space != "free" and idle.as_of == self.kv.budget.changes
 
     def _export_next(self, idle: IdleSequence, *, force: bool = False) -> bool:
         """Export one piece; False if it can't be had, or there is no room for it in the cache."""
         if self._refused(idle) and not force:
             return False
         space = self.kv.export_next(idle.sequence, idle.tokens, idle.used, force=force)
-        if self.kv.missing(idle.tokens) is None:
-            idle.state, idle.as_of = "exported", None
-        else:
-            idle.state, idle.as_of = _STATES[space or "full"], self.kv.budget.changes
+        idle.exported, idle.as_of = self.kv.missing(idle.tokens) is None, self.kv.budget.changes
+        idle.space = "free" if idle.exported else space or "full"
         return space in (None, "free")

@@ -43,7 +43,6 @@ class KvStore(OtherPlaces):
         self._backend, self._clock = backend, clock
         self.disk = DiskTier() if disk is None else disk
         self.budget = CacheBudget(cache_bytes, elsewhere=self)
-        self.context = OtherPlaces()  # who knows what the context holds
         able = backend.capabilities
         self.cache = PrefixCache("kv" if able.segments else "snapshot", budget=self.budget)
         self.states = PrefixCache("state", budget=self.budget) if able.states else None
@@ -103,9 +102,6 @@ class KvStore(OtherPlaces):
         return block.data is not None or self.disk.reads.ready(block)
 
     # --- other places than memory (OtherPlaces) ---------------------------------------------------
-
-    def in_context(self) -> Iterable[tuple[EvictablePool, Block]]:
-        return self.context.in_context()
 
     def save(self, candidate: Candidate, until: int) -> Space:
         return self._write(candidate.pool, candidate.block, until, leaves=True)
@@ -276,7 +272,7 @@ class KvStore(OtherPlaces):
     def _copies(self, before_ns: float) -> list[Copy]:
         """What has a file and is elsewhere too, and was used before then, unused the longest
         first."""
-        held = {block: pool for pool, block in self.in_context()}
+        held = {block: pool for pool, block in self.budget.in_context()}
         held |= {c.block: c.pool for c in self.budget.candidates()}
         found = [
             (pool, block)
@@ -289,7 +285,7 @@ class KvStore(OtherPlaces):
         """Nothing stays in memory: have it written, the newest first, once it is known what became
         of what waits for that."""
         self.disk.flush()
-        self.sync()
+        self.disk.sync(self.trees)
         for candidate in reversed(self.budget.candidates()):
             if self._write(candidate.pool, candidate.block, self.budget.uses) == "full":
                 return
@@ -305,10 +301,6 @@ class KvStore(OtherPlaces):
 
     # --- the disk ---------------------------------------------------------------------------------
 
-    def sync(self) -> None:
-        """Learn what became of the copies since: written, demoted to disk, removed."""
-        self.disk.sync(self.trees)
-
     def be_patient(self, n_tokens: int) -> None:
         """What leaves the context for so many tokens may wait for room that writing makes: for a
         part of what reading them costs."""
@@ -321,12 +313,8 @@ class KvStore(OtherPlaces):
         self.disk.hurry(True)
         written = self._patience_s > 0 and self.disk.wait(self._patience_s)
         self._patience_s = until_s - self._clock()
-        self.sync()
+        self.disk.sync(self.trees)
         return written
-
-    def check_integrity(self) -> None:
-        for tree in self.trees:
-            tree.check_integrity()
 
 
 # --- at which points of a prompt a state or snapshot is kept --------------------------------------

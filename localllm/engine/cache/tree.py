@@ -21,8 +21,7 @@ Laws, checked by `check_integrity` and by random histories in the tests:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,7 +97,7 @@ class Match:
         return sum(part.n_tokens for part in self.parts)
 
 
-def as_tokens(tokens: Seq[int] | Tokens) -> Tokens:
+def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     """Token ids as the int32 array the tree compares."""
     return np.asarray(tokens, dtype=np.int32)
 
@@ -127,7 +126,7 @@ class PrefixCache:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def peek(self, tokens: Seq[int] | Tokens) -> Match:
+    def peek(self, tokens: Sequence[int] | Tokens) -> Match:
         """What can be restored of `tokens`. Changes nothing."""
         prefix = as_tokens(tokens)
         parts: list[CachedPart] = []
@@ -146,7 +145,7 @@ class PrefixCache:
                 parts.append(CachedPart(node.block, node.start, known))
         return Match(tuple(parts), known, deepest)
 
-    def match(self, tokens: Seq[int] | Tokens) -> Match:
+    def match(self, tokens: Sequence[int] | Tokens) -> Match:
         """What can be restored of `tokens`, which counts as a use of it."""
         found = self.peek(tokens)
         now = self.budget.use()
@@ -186,7 +185,7 @@ class PrefixCache:
             self._prune(match.node)
         self.budget.changes += 1
 
-    def gap(self, tokens: Seq[int] | Tokens, start: int = 0) -> tuple[int, int] | None:
+    def gap(self, tokens: Sequence[int] | Tokens, start: int = 0) -> tuple[int, int] | None:
         """The first [start, stop) of `tokens`, from `start` on, that has no KV here; None where all
         of it has."""
         reached = start
@@ -198,7 +197,7 @@ class PrefixCache:
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def insert(self, tokens: Seq[int] | Tokens, block: Block, used: int | None = None) -> bool:
+    def insert(self, tokens: Sequence[int] | Tokens, block: Block, used: int | None = None) -> bool:
         """Store `block` for the end of the sequence `tokens` (its stop must be the sequence's
         length), which was last used at `used`, in `uses` (None: now).
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -141,7 +140,7 @@ class Constraint:
         if self._number_end:
             self._digits = self._number_end.digits_behind(token, self._digits)
 
-    def acceptable(self, tokens: Seq[int]) -> int:
+    def acceptable(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` the grammar would accept in a row from here, without advancing."""
         return int(self._matcher.validate_tokens(list(tokens)))
 

@@ -8,8 +8,7 @@ does not grow with the window.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +18,10 @@ from localllm.engine.sampling.row import Row
 from localllm.engine.tokens import TokenLine, Tokens
 from localllm_backends.contract import SeenTokens
 
-# So many tokens are counted quicker together than one by one.
-_AT_ONCE = 64
-
 
 class Tallies:
-    """How often each token stands among the last `window` of one growing line (< 0: in all of
-    it)."""
+    """How often each token stands among the last `window` of one growing line (< 0: in all of it),
+    but for those below zero, which are images'."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -35,26 +31,16 @@ class Tallies:
         # By token: as long as the greatest that came needs, and never longer than a vocabulary.
         self.of = np.zeros(0, dtype=np.int32)
 
-    def follow(self, line: Seq[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    def follow(self, line: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Ids, in no order, and their counts in the window at the end of `line`, which goes on from
         that of the last call."""
         first = self._first(len(line))
         for token in line[self._first(self._seen) : min(first, self._seen)]:
             if token >= 0:
                 self._take(token)
-        new = line[max(first, self._seen) :]
-        if self._at or len(new) < _AT_ONCE:
-            for token in new:
-                if token >= 0:
-                    self._add(token)
-        else:
-            ids = np.asarray(new, dtype=np.int64)
-            # Below zero are images.
-            found, counts = np.unique(ids[ids >= 0], return_counts=True)
-            self._widen(int(found[-1]) + 1 if len(found) else 0)
-            if len(found):
-                self._ids, self.of[found] = found, counts
-            self._at = {token: at for at, token in enumerate(found.tolist())}
+        for token in line[max(first, self._seen) :]:
+            if token >= 0:
+                self._add(token)
         self._seen = len(line)
         ids = self._ids[: len(self._at)].copy()
         return ids, self.of[ids]
@@ -62,17 +48,15 @@ class Tallies:
     def _first(self, length: int) -> int:
         return 0 if self._window < 0 else max(0, length - self._window)
 
-    def _widen(self, n_vocab: int) -> None:
-        if n_vocab > len(self.of):
-            self.of = np.concatenate([self.of, np.zeros(n_vocab - len(self.of), dtype=np.int32)])
-
     def _add(self, token: int) -> None:
         if token not in self._at:
             n = self._at[token] = len(self._at)
             if n == len(self._ids):
                 self._ids = np.concatenate([self._ids, self._ids])
             self._ids[n] = token
-            self._widen(token + 1)
+            if token >= len(self.of):
+                more = np.zeros(token + 1 - len(self.of), dtype=np.int32)
+                self.of = np.concatenate([self.of, more])
         self.of[token] += 1
 
     def _take(self, token: int) -> None:
@@ -126,7 +110,7 @@ class Penalties:
         self._dry = text if sampling.dry_multiplier else None
         self.active = counted(sampling) or self.bias is not None or self._dry is not None
 
-    def seen(self, history: Seq[int]) -> SeenTokens | None:
+    def seen(self, history: Sequence[int]) -> SeenTokens | None:
         """What the penalties count behind `history`; None where they count nothing."""
         s = self._sampling
         if not counted(s) or not s.repeat_last_n:
@@ -137,7 +121,7 @@ class Penalties:
             ids, counts, leaving, s.repeat_penalty, s.presence_penalty, s.frequency_penalty
         )
 
-    def repetitions(self, history: Seq[int]) -> tuple[NDArray[np.int64], Row] | None:
+    def repetitions(self, history: Sequence[int]) -> tuple[NDArray[np.int64], Row] | None:
         """The tokens that would go on with a repetition, and what is added to each; None where that
         costs nothing."""
         if self._dry is None:
@@ -146,7 +130,7 @@ class Penalties:
         amounts = [-dry_penalty(self._sampling, length) for length in found.values()]
         return np.array(list(found), dtype=np.int64), np.array(amounts, dtype=np.float32)
 
-    def apply(self, row: Row, history: Seq[int]) -> None:
+    def apply(self, row: Row, history: Sequence[int]) -> None:
         """Change `row` in place, for the token behind `history`."""
         _add(row, self.bias)
         if counted(self._sampling):
@@ -178,7 +162,7 @@ def dry_penalty(sampling: Sampling, length: int) -> float:
 
 
 def dry_repetitions(
-    sampling: Sampling, history: Seq[int], text: TokenBytes, recent: TokenLine | None = None
+    sampling: Sampling, history: Sequence[int], text: TokenBytes, recent: TokenLine | None = None
 ) -> dict[int, int]:
     """The tokens that would go on with a repetition, each with the longest one's length (counted as
     far as it matters)."""
@@ -236,7 +220,7 @@ def _most_exponent(base: float) -> int:
     return int(_MOST_LOG / math.log(base)) if base > 1.000001 else 0
 
 
-def _since_breaker(window: Tokens, breakers: Seq[bytes], text: TokenBytes, most: int) -> int:
+def _since_breaker(window: Tokens, breakers: Sequence[bytes], text: TokenBytes, most: int) -> int:
     """How many whole tokens stand behind the last breaker in the window; all of them where there is
     none. It is not looked for where the answer would be more than `most`."""
     longest = max((len(b) for b in breakers), default=0)
@@ -244,27 +228,21 @@ def _since_breaker(window: Tokens, breakers: Seq[bytes], text: TokenBytes, most:
         return len(window)
     tail = b""
     spelled = 0
-    for behind in range(len(window)):
+    for whole in range(len(window)):
         # A breaker that begins here ends at most so many tokens on, but for those that spell
         # nothing.
         if spelled > most + longest:
             break
-        piece = text(int(window[-1 - behind]))
+        piece = text(int(window[-1 - whole]))
         spelled += bool(piece)
         # A breaker that begins in this token; one that begins later was found before.
         tail = piece + tail[: longest - 1]
         found = {b: tail.rfind(b, 0, len(piece) + len(b) - 1) for b in breakers}
         ends = [at + len(b) for b, at in found.items() if at >= 0]
         if ends:
-            return _whole_behind(window, len(window) - 1 - behind, max(ends), text)
+            further = max(ends) - len(piece)
+            while further > 0 and whole:
+                further -= len(text(int(window[-whole])))
+                whole -= 1
+            return whole
     return len(window)
-
-
-def _whole_behind(window: Tokens, first: int, n_bytes: int, text: TokenBytes) -> int:
-    """How many tokens stand behind the one in which `n_bytes` from the beginning of token `first`
-    end."""
-    at, end = first, len(text(int(window[first])))
-    while end < n_bytes and at + 1 < len(window):
-        at += 1
-        end += len(text(int(window[at])))
-    return len(window) - 1 - at

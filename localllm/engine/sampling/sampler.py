@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,12 +73,12 @@ class Sampler:
             self._rules.thought is not None and self._rules.thought.may_force(length, ahead)
         )
 
-    def allows(self, tokens: Seq[int], length: int) -> bool:
+    def allows(self, tokens: Sequence[int], length: int) -> bool:
         """True when each of `tokens` may come in its place, the first of them behind `length`
         tokens."""
         return not any(token in self._rules.banned(at) for at, token in enumerate(tokens, length))
 
-    def sample_spec(self, history: Seq[int]) -> SampleSpec | None:
+    def sample_spec(self, history: Sequence[int]) -> SampleSpec | None:
         """How a backend may sample the token behind `history`, and begin with the next one where
         that does not depend on this one by a grammar or a repetition; None where that takes a look
         here, or where the best logit is the choice anyway."""
@@ -124,7 +123,7 @@ class Sampler:
             return True
         return self.takes_argmax(length) or (thought is not None and thought.may_force(length))
 
-    def _next_uniforms(self, n: int) -> Seq[float]:
+    def _next_uniforms(self, n: int) -> Sequence[float]:
         """The next `n` draws, which stay the next ones until they are used."""
         while len(self._uniforms) < n:
             self._uniforms.append(float(self._random.random()))
@@ -137,12 +136,12 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.accept(token)
 
-    def prepared(self, logits: Row, history: Seq[int]) -> Row:
+    def prepared(self, logits: Row, history: Sequence[int]) -> Row:
         """Logits after bias, penalties and constraint, behind any `history`; the input is never
         written to."""
         return self._prepared(logits, history, Penalties(self.sampling, self._rules.text)).copy()
 
-    def _prepared(self, logits: Row, history: Seq[int], penalties: Penalties) -> Row:
+    def _prepared(self, logits: Row, history: Sequence[int], penalties: Penalties) -> Row:
         """The same in a buffer, or the row itself where nothing changes it. `penalties` follow one
         growing line."""
         rules = self._rules
@@ -171,7 +170,7 @@ class Sampler:
                 row[banned] = before
         return row
 
-    def choose(self, logits: Row, history: Seq[int]) -> int:
+    def choose(self, logits: Row, history: Sequence[int]) -> int:
         """The next token after `history` (token ids so far, those of the last call and what came
         since), given its logits (float32 [n_vocab])."""
         row = self._prepared(logits, history, self._penalties)
@@ -185,7 +184,7 @@ class Sampler:
         return token
 
     def log_probabilities(
-        self, logits: Row, token: int, n: int, also: Seq[int] = ()
+        self, logits: Row, token: int, n: int, also: Sequence[int] = ()
     ) -> tuple[float, list[tuple[int, float]]]:
         """Natural-log probabilities as the model has them, before anything is changed or filtered
         out: that of `token`, and with their tokens the `n` greatest and those of `also`."""
@@ -201,7 +200,7 @@ class Sampler:
         ]
 
     def verify(
-        self, logits: Row, history: Seq[int], drafted: int, drawn_from: Distribution
+        self, logits: Row, history: Sequence[int], drafted: int, drawn_from: Distribution
     ) -> tuple[int, bool]:
         """(next token, whether it is `drafted`) for a token drafted from `drawn_from`: rejection
         sampling against the distribution `choose` would draw from. Needs temperature > 0."""
@@ -238,9 +237,7 @@ class ThinkingBudget:
     ) -> None:
         self._limit, self._n_prompt, self._tokenize, self._text = limit, n_prompt, tokenize, text
         self._opening, self._closing = limit.opening.encode(), limit.closing.encode()
-        # A model that was cut off in the middle of its closing marker is given the rest of it.
-        self._endings = {0: tokenize(limit.closing + limit.after)}
-        longest = len(self._endings[0]) + len(self._closing)
+        longest = len(tokenize(limit.closing + limit.after)) + len(self._closing)
         self._first = n_prompt + limit.tokens
         self._last = self._first + longest + (0 if limit.opened else _OPENS_WITHIN)
 
@@ -248,7 +245,7 @@ class ThinkingBudget:
         """False where none of the tokens at `length` and up to `ahead` behind it can be forced."""
         return self._first <= length + ahead and length <= self._last
 
-    def forced(self, history: Seq[int]) -> int | None:
+    def forced(self, history: Sequence[int]) -> int | None:
         """The token that must follow `history` (prompt and answer so far); None where the model may
         choose."""
         if not self.may_force(len(history)):
@@ -263,10 +260,12 @@ class ThinkingBudget:
         thought = b"".join(self._text(t) for t in history[begin:end])
         if self._closing in thought:
             return None
-        ending = self._ending(_overlap(thought, self._closing))
+        # A model that was cut off in the middle of its closing marker is given the rest of it.
+        rest = self._closing[_overlap(thought, self._closing) :].decode("utf-8", "replace")
+        ending = self._tokenize(rest + self._limit.after)
         return ending[at] if at < len(ending) else None
 
-    def _begin(self, history: Seq[int]) -> int | None:
+    def _begin(self, history: Sequence[int]) -> int | None:
         if self._limit.opened:
             return self._n_prompt
         said = b""
@@ -277,12 +276,6 @@ class ThinkingBudget:
             if not self._opening.startswith(said):
                 return None
         return None
-
-    def _ending(self, overlap: int) -> list[int]:
-        if overlap not in self._endings:
-            rest = self._closing[overlap:].decode("utf-8", "replace")
-            self._endings[overlap] = self._tokenize(rest + self._limit.after)
-        return self._endings[overlap]
 
 
 def _overlap(text: bytes, marker: bytes) -> int:

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
 from localllm.engine.request import RunningRequest
@@ -27,18 +24,6 @@ Drafts = dict[str, tuple[list[int], list[Distribution] | None]]
 _SMOOTHING = 0.2
 # A probe takes the least of so many measurements.
 _PROBES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class DraftContext:
-    """What a drafter is made from: the engine's `backend`, the backend of the draft model if one
-    was named, the engine's `mode` (auto, mtp, ngram, off; see `EngineSettings.draft`) and its
-    clock."""
-
-    backend: Backend
-    draft_backend: Backend | None = None
-    mode: str = "auto"
-    clock: Callable[[], float] = time.monotonic
 
 
 class Drafter(ABC):
@@ -59,15 +44,19 @@ class Drafter(ABC):
 
     @classmethod
     @abstractmethod
-    def for_engine(cls, context: DraftContext) -> Self | None:
-        """One for this engine; None where there is nothing to draft with, or it is not wanted."""
+    def for_engine(
+        cls, backend: Backend, draft_backend: Backend | None, mode: str, clock: Callable[[], float]
+    ) -> Self | None:
+        """One for an engine of that `backend`, whose `mode` is auto, mtp, ngram or off
+        (`EngineSettings.draft`); None where there is nothing to draft with, or it is not wanted.
+        `draft_backend`: of the draft model, if one was named."""
 
     @abstractmethod
     def ready(self, job: RunningRequest) -> bool:
         """True once it knows enough of `job` to draft for it; until then it may read on in it."""
 
     @abstractmethod
-    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[RunningRequest, int]]) -> Drafts:
         """Drafts of at most the wanted lengths. A request it can't draft for is left out."""
 
     @abstractmethod

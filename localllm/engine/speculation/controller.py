@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ class DraftCandidate:
     non-increasing, and the seconds every drafted token costs before it is verified (0 for lookups),
     or a whole draft that is made `at_once`."""
 
-    survival: Seq[float]
+    survival: Sequence[float]
     token_s: float = 0.0
     at_once: bool = False
 
@@ -42,7 +41,7 @@ class DraftCandidate:
 
 
 def choose_lengths(
-    candidates: Seq[DraftCandidate], cost: Callable[[int], float], most_steps: float = math.inf
+    candidates: Sequence[DraftCandidate], cost: Callable[[int], float], most_steps: float = math.inf
 ) -> list[int]:
     """Draft length of every decoding sequence for the next step; `cost(rows)` in seconds. With
     drafts it may take `most_steps` times as long as without.
@@ -83,7 +82,10 @@ def choose_lengths(
 
 
 def promises(
-    candidates: Seq[DraftCandidate], lengths: Seq[int], cost: Callable[[int], float], gain: float
+    candidates: Sequence[DraftCandidate],
+    lengths: Sequence[int],
+    cost: Callable[[int], float],
+    gain: float,
 ) -> bool:
     """Whether the streams that draft are expected to be faster by so much in a step with these
     drafts."""

@@ -6,7 +6,7 @@ prefix cache, so nothing is prefilled twice there either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -16,7 +16,7 @@ from localllm.engine.cache.store import KvStore
 from localllm.engine.request import RunningRequest
 from localllm.engine.sampling.filters import distribution
 from localllm.engine.sampling.rejection import Distribution
-from localllm.engine.speculation import DraftContext, Drafter, Drafts, longest_draft
+from localllm.engine.speculation import Drafter, Drafts, longest_draft
 from localllm.engine.tokens import salted
 from localllm_backends.contract import Backend, BackendFailure, Chunk, StepResult
 
@@ -26,7 +26,7 @@ _PADDING_TOKENS = 128
 _CACHE_BYTES = 256 * 2**20
 
 
-def vocabulary_difference(target: Seq[bytes], draft: Seq[bytes]) -> str | None:
+def vocabulary_difference(target: Sequence[bytes], draft: Sequence[bytes]) -> str | None:
     """None when a draft's token ids mean the same to the target, else what differs (token ids as
     they are, bytes as they are written)."""
     if abs(len(target) - len(draft)) > _PADDING_TOKENS:
@@ -51,16 +51,18 @@ class DraftModel(Drafter):
 
     name = "model"
 
-    def __init__(self, backend: Backend, context: DraftContext) -> None:
-        self.backend, self.clock = backend, context.clock
+    def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
+        self.backend, self.clock = backend, clock
         self._pool = SequencePool(backend, KvStore(backend, _CACHE_BYTES))
         self._lines: dict[str, _Line] = {}
         self.most = longest_draft(backend)
 
     @classmethod
-    def for_engine(cls, context: DraftContext) -> Self | None:
+    def for_engine(
+        cls, backend: Backend, draft_backend: Backend | None, mode: str, clock: Callable[[], float]
+    ) -> Self | None:
         """Where a draft model was named."""
-        return cls(context.draft_backend, context) if context.draft_backend is not None else None
+        return cls(draft_backend, clock) if draft_backend is not None else None
 
     def ready(self, job: RunningRequest) -> bool:
         """Read on in `job` (one batch at most); True once the draft model knows all but the newest
@@ -85,7 +87,7 @@ class DraftModel(Drafter):
             self.forget(job)
         return False
 
-    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[RunningRequest, int]]) -> Drafts:
         """Drafts of the wanted lengths by job id: tokens, and the distributions they were drawn
         from (None: each is the draft model's best, drawn from nothing)."""
         drafts: Drafts = {}

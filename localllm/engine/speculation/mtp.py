@@ -3,12 +3,12 @@ the sequences they draft for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from localllm.engine.request import RunningRequest
-from localllm.engine.speculation import DraftContext, Drafter, Drafts
-from localllm_backends.contract import BackendFailure
+from localllm.engine.speculation import Drafter, Drafts
+from localllm_backends.contract import Backend, BackendFailure
 
 
 class MtpDrafter(Drafter):
@@ -17,27 +17,29 @@ class MtpDrafter(Drafter):
     name = "mtp"
     stops_when_unsure = True
 
-    def __init__(self, context: DraftContext) -> None:
-        self.backend, self.clock = context.backend, context.clock
+    def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
+        self.backend, self.clock = backend, clock
         self._eog = frozenset(self.backend.info.eog_tokens)
         self.most = self.backend.capabilities.drafts
         self.name = self.backend.capabilities.draft_kind or "mtp"  # type: ignore[misc]
         self.at_once = self.name == "dflash"
 
     @classmethod
-    def for_engine(cls, context: DraftContext) -> Self | None:
+    def for_engine(
+        cls, backend: Backend, draft_backend: Backend | None, mode: str, clock: Callable[[], float]
+    ) -> Self | None:
         """Where heads are loaded: a companion's in any mode but those that name another drafter,
         the model's own by name."""
-        able = context.backend.capabilities
-        companion = context.mode == "auto" and able.draft_kind not in ("", "mtp")
-        return cls(context) if able.drafts and (companion or context.mode == "mtp") else None
+        able = backend.capabilities
+        companion = mode == "auto" and able.draft_kind not in ("", "mtp")
+        return cls(backend, clock) if able.drafts and (companion or mode == "mtp") else None
 
     def ready(self, job: RunningRequest) -> bool:
         """True where the model has read all but the newest token: the heads follow it on their
         own."""
         return job.sequence is not None and job.n_kv == len(job.tokens) - 1
 
-    def draft(self, wanted: Seq[tuple[RunningRequest, int]]) -> Drafts:
+    def draft(self, wanted: Sequence[tuple[RunningRequest, int]]) -> Drafts:
         """Drafts by job id, of the wanted lengths or as long as the heads are sure. They are the
         heads' best guesses, drawn from nothing."""
         jobs = [(job, length) for job, length in wanted if length > 0]

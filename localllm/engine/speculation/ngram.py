@@ -9,7 +9,7 @@ right: acceptance is known without ever verifying a draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ class RecentOutputs:
         self._capacity = capacity_tokens
         self.line = TokenLine()
 
-    def add(self, tokens: Seq[int]) -> None:
+    def add(self, tokens: Sequence[int]) -> None:
         """A new line each time: who follows the one before goes on in that."""
         if len(tokens) >= 8:
             known = np.concatenate([self.line.view, [*tokens, _SEPARATOR]])
@@ -78,7 +78,11 @@ class Lookup:
     """The n-gram drafter of one request."""
 
     def __init__(
-        self, tokens: Seq[int], rates: HitRates, recent: RecentOutputs, predicted: Seq[int] = ()
+        self,
+        tokens: Sequence[int],
+        rates: HitRates,
+        recent: RecentOutputs,
+        predicted: Sequence[int] = (),
     ) -> None:
         self._line = TokenLine(tokens)
         self._predicted = TokenLine(predicted)
@@ -89,7 +93,7 @@ class Lookup:
             # A client that sends the expected output says where to start.
             self._pointer = _Pointer(self._predicted, 0, _TRUSTED_MATCH)
 
-    def advance(self, tokens: Seq[int]) -> None:
+    def advance(self, tokens: Sequence[int]) -> None:
         """These tokens were emitted: learn from each whether it was foreseen, and move on."""
         for token in tokens:
             pointer = self._valid()

@@ -4,13 +4,13 @@ learns what came of them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from localllm.engine.contention import CpuContention
 from localllm.engine.request import RunningRequest
-from localllm.engine.speculation import DraftContext, Drafter, longest_draft, registered
+from localllm.engine.speculation import Drafter, longest_draft, registered
 from localllm.engine.speculation.controller import (
     RETRY_TOKENS,
     Acceptance,
@@ -24,7 +24,7 @@ from localllm.engine.speculation.controller import (
 )
 from localllm.engine.speculation.ngram import Lookup, RecentOutputs
 from localllm.engine.step_costs import DecayedRatio, PrefillCost, StepCost
-from localllm_backends.contract import BackendFailure
+from localllm_backends.contract import Backend, BackendFailure
 
 # A grammar that leaves one way to go on is nearly always followed token by token.
 _FORCED_RATE = 0.95
@@ -104,11 +104,14 @@ class _DraftState:
 
 @dataclass
 class Speculator:
-    """Drafts for every decoding request of one engine, with every registered drafter that `context`
-    is enough for and with lookups, which cost nothing. `cost` and `reading`: what steps cost, which
-    is measured while nobody asks."""
+    """Drafts for every decoding request of one engine, with every registered drafter that there is
+    one of for it (`Drafter.for_engine`) and with lookups, which cost nothing. `cost` and `reading`:
+    what steps cost, which is measured while nobody asks."""
 
-    context: DraftContext
+    backend: Backend
+    draft_backend: Backend | None
+    mode: str
+    clock: Callable[[], float]
     others: CpuContention
     reading: PrefillCost = field(default_factory=PrefillCost)
     cost: StepCost = field(default_factory=StepCost)
@@ -116,13 +119,8 @@ class Speculator:
     def __post_init__(self) -> None:
         self._states: dict[str, _DraftState] = {}
         self._rates = HitRates()
-        self.backend, self.mode, self.clock = (
-            self.context.backend,
-            self.context.mode,
-            self.context.clock,
-        )
-        kinds = registered()
-        made = [kind.for_engine(self.context) for kind in kinds]
+        kinds, given = registered(), (self.backend, self.draft_backend, self.mode, self.clock)
+        made = [kind.for_engine(*given) for kind in kinds]
         self.drafters: dict[str, Drafter] = {
             drafter.name: drafter for drafter in made if drafter is not None
         }
@@ -143,7 +141,7 @@ class Speculator:
 
     # --- before a step ----------------------------------------------------------------------------
 
-    def propose(self, running: Seq[RunningRequest], *, hurry: bool = False) -> None:
+    def propose(self, running: Sequence[RunningRequest], *, hurry: bool = False) -> None:
         """Fill in `draft` of every decoding job for which drafting pays now. `hurry`: the step is
         between two slices of somebody's prompt, and no drafts may lengthen it."""
         if self.off_because:
@@ -167,7 +165,10 @@ class Speculator:
         self._fill_in(decoding, proposals, self._lengths(decoding, proposals))
 
     def _fill_in(
-        self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal], lengths: Seq[int]
+        self,
+        decoding: Sequence[RunningRequest],
+        proposals: Sequence[_Proposal],
+        lengths: Sequence[int],
     ) -> None:
         """Give every job a draft of its length: what was looked up, or what its drafter computes
         now."""
@@ -192,7 +193,9 @@ class Speculator:
         )
         self._most_steps = max(_MOST_STEPS_TOGETHER, _MOST_STEPS_BESIDE_OTHERS * single)
 
-    def _lengths(self, decoding: Seq[RunningRequest], proposals: Seq[_Proposal]) -> list[int]:
+    def _lengths(
+        self, decoding: Sequence[RunningRequest], proposals: Sequence[_Proposal]
+    ) -> list[int]:
         """How much of each proposal is drafted."""
         most_steps = self._most_steps
         pay = choose_lengths(proposals, self.cost.seconds, most_steps)
@@ -242,17 +245,15 @@ class Speculator:
             return _Proposal(())
         tokens, match = state.lookup.propose(most)
         constraint = job.sampler.constraint
-        found_by = "ngram"
-        if constraint is not None:
-            tokens = tokens[: constraint.acceptable(tokens)] if tokens else []
-            forced = constraint.forced() if len(tokens) < 2 else []
-            if forced:
-                tokens, found_by = forced[:most], "grammar"
-        if found_by == "grammar":
-            survival = [_FORCED_RATE ** (k + 1) for k in range(len(tokens))]
+        if constraint is not None and tokens:
+            tokens = tokens[: constraint.acceptable(tokens)]
+        forced = constraint.forced()[:most] if constraint is not None and len(tokens) < 2 else []
+        if forced:
+            survival = [_FORCED_RATE ** (k + 1) for k in range(len(forced))]
+            best = _Proposal(survival, drafter="grammar", tokens=forced)
         else:
             survival = state.lookup.rates.survival(match, len(tokens))
-        best = _Proposal(survival, drafter=found_by, tokens=tokens)
+            best = _Proposal(survival, drafter="ngram", tokens=tokens)
         if self.mode != "ngram" and job.request.draft != "ngram":
             for name, drafter in self.drafters.items():
                 best = self._better_of(job, state.back_offs[name], best, most, name, drafter)
@@ -320,7 +321,9 @@ class Speculator:
 
     # --- after a step -----------------------------------------------------------------------------
 
-    def emitted(self, job: RunningRequest, tokens: Seq[int], drafted: int, accepted: int) -> None:
+    def emitted(
+        self, job: RunningRequest, tokens: Sequence[int], drafted: int, accepted: int
+    ) -> None:
         """`job` got `tokens` out of a step that verified `drafted` tokens, of which `accepted` were
         right."""
         state = self._states.get(job.id)
@@ -381,17 +384,13 @@ class Speculator:
         if self._probe.failed:
             self.off_because = self._probe.failed
         elif self.cost.known and not more:
-            self._probe_drafters()
+            for name, drafter in self.drafters.items():
+                try:
+                    if not drafter.token_s:
+                        drafter.probe()
+                except BackendFailure as e:
+                    self.off_because = f"a trial draft ({name}) failed: {e}"
         return more
-
-    def _probe_drafters(self) -> None:
-        for name, drafter in list(self.drafters.items()):
-            if drafter.token_s:
-                continue
-            try:
-                drafter.probe()
-            except BackendFailure as e:
-                self.off_because = f"a trial draft ({name}) failed: {e}"
 
     def close(self) -> None:
         for drafter in self.drafters.values():
@@ -419,7 +418,7 @@ class _Proposal(DraftCandidate):
     pay, to learn."""
 
     drafter: str = ""
-    tokens: Seq[int] = ()
+    tokens: Sequence[int] = ()
     trial: int = 0
 
     def likely(self, length: int) -> int:

@@ -155,5 +155,9 @@ def _as_error(error: Exception, otherwise: type[LocalLLMError]) -> LocalLLMError
 
 
 def _error_json(error: LocalLLMError) -> dict[str, Any]:
-    said = {"code": error.code, "message": error.message, "hint": error.hint}
-    return {**said, "counts": getattr(error, "counts", None)}
+    return {
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        "counts": getattr(error, "counts", None),
+    }

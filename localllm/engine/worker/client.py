@@ -15,7 +15,6 @@ from localllm.engine.messages import (
     Finish,
     Request,
     event_from_json,
-    request_to_json,
 )
 from localllm.engine.worker import pipe
 from localllm.engine.worker.child_pipe import Pulse
@@ -100,7 +99,7 @@ class WorkerClient(EngineClient):
 
         self._streams[request.id] = take
         try:
-            if not self._process.send({"op": "submit", "request": request_to_json(request)}):
+            if not self._process.send({"op": "submit", "request": asdict(request)}):
                 del self._streams[request.id]
                 return self._death(request.id)
             return await ended

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from localllm.engine.messages import Event, Failure, Finish, Request
 from localllm.engine.worker.child_pipe import Pulse
@@ -306,13 +306,11 @@ class EngineClient(ABC):
         message = {"op": "tokenize", "text": text, "special": special, "add_bos": add_bos}
         if images:
             message["images"] = images
-        tokens: list[int] = await self._process.ask(message)
-        return tokens
+        return cast("list[int]", await self._process.ask(message))
 
     async def detokenize(self, tokens: list[int]) -> str:
         """Text of `tokens`; bytes that are no UTF-8 as surrogate escapes (PEP 383)."""
-        text: str = await self._process.ask({"op": "detokenize", "tokens": tokens})
-        return text
+        return cast("str", await self._process.ask({"op": "detokenize", "tokens": tokens}))
 
     @property
     def has_waiters(self) -> bool:

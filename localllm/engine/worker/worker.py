@@ -29,8 +29,10 @@ from localllm.engine.core import Engine
 from localllm.engine.messages import Event, Failure, event_text, request_from_json
 from localllm.engine.sampling.grammar import GrammarCompiler, trials
 from localllm.engine.speculation import registered
+from localllm.engine.speculation.draft_model import vocabulary_difference
 from localllm.engine.tokens import Placed, Tokenizer
 from localllm.engine.vision import ImageReader
+from localllm.engine.worker import backends
 from localllm.engine.worker.child_pipe import ChildPipe, Message, Pulse, reason
 from localllm.errors import ContextLengthError, UnsupportedError
 from localllm_backends.contract import Backend, BackendFailure, BackendType, LoadSpec, Placement
@@ -76,8 +78,6 @@ class Worker:
         engine.close()
 
     def _load(self, options: Message) -> Engine:
-        from localllm.engine.worker import backends
-
         spec = LoadSpec.from_json(options["spec"])
         backend_type = backends.for_path(spec.path, options.get("backend", "auto"))
         reported = -1.0
@@ -106,9 +106,6 @@ class Worker:
     ) -> Backend | None:
         """The draft model, once its vocabulary is known to be the model's; the weights of neither
         are read before."""
-        from localllm.engine.speculation.draft_model import vocabulary_difference
-        from localllm.engine.worker import backends
-
         if path is None:
             return None
         draft_type = backends.for_path(path, "auto")
