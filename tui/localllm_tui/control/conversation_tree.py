@@ -50,12 +50,11 @@ class ConversationTree:
         self._set_path(stored_head if head is None else head)
 
     def _set_path(self, head: int) -> None:
-        path, seen = [], {0}
-        while head in self.turns and head not in seen:
-            seen.add(head)
-            path.append(self.turns[head])
-            head = self.turns[head].parent_id
-        self.path = path[::-1]
+        path: dict[int, StoredMessage] = {}
+        while head in self.turns and head not in path:
+            path[head] = self.turns[head]
+            head = path[head].parent_id
+        self.path = [*path.values()][::-1]
 
     @property
     def head(self) -> int:
@@ -174,10 +173,7 @@ class ConversationTree:
         """Change a turn in memory alone."""
         new = replace(old, **changes)
         self.turns[old.id] = new
-        for i in range(len(self.path) - 1, -1, -1):  # most often the last
-            if self.path[i].id == old.id:
-                self.path[i] = new
-                break
+        self.path = [new if turn.id == old.id else turn for turn in self.path]
         return new
 
     def remove(self, turn: StoredMessage) -> None:

@@ -68,12 +68,9 @@ class Session:
     def used_tokens(self) -> int:
         """Context in use after the last answer whose tokens the server counted (0 when there is
         none)."""
-        for turn in reversed(self.turns):
-            if turn.role == "assistant" and "prompt_tokens" in turn.meta:
-                return int(turn.meta["prompt_tokens"]) + int(
-                    turn.meta.get("completion_tokens") or 0
-                )
-        return 0
+        answers = (turn.meta for turn in reversed(self.turns) if turn.role == "assistant")
+        counted = next((meta for meta in answers if "prompt_tokens" in meta), {})
+        return sum(int(counted.get(f"{part}_tokens") or 0) for part in ("prompt", "completion"))
 
     @property
     def counted(self) -> bool:
@@ -293,8 +290,7 @@ class Session:
         if len(versions) == 1:
             how = "/retry makes one" if turn.role == "assistant" else "/edit makes one"
             raise UsageError("this turn has no other version", hint=how)
-        at = next(i for i, v in enumerate(versions) if v.id == turn.id)
-        other = versions[(at + step) % len(versions)]
+        other = versions[(self.place(turn)[0] - 1 + step) % len(versions)]
         self.tree.show(other.id)
         return other
 

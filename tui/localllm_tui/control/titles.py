@@ -39,10 +39,7 @@ def wanted(session: Session) -> bool:
 
 async def generate(client: ChatClient, model: str, session: Session) -> None:
     """Ask the model for a title, once, and keep it if it looks like one."""
-    conv_id, turns = session.id, list(session.turns)
-    if conv_id is None:
-        return
-    text = ""
+    conv_id, turns, text = session.id, list(session.turns), ""
     messages = [*session.context(), {"role": "user", "content": _ASK}]
     try:
         # The conversation is in the server's prefix cache, so this costs few tokens; typing cancels
@@ -52,17 +49,11 @@ async def generate(client: ChatClient, model: str, session: Session) -> None:
         ):
             if isinstance(event, TextDelta):
                 text += event.text
+        if session.id == conv_id and not session.titled:
+            session.rename(clean(text, turns) or session.title, titled=1)
     except LocalLLMError:
         # here, not on disk: it is asked for again when the conversation is opened again
         session.titled = 1
-        return
-    title = clean(text, turns)
-    if session.id != conv_id or session.titled:
-        return
-    try:
-        session.rename(title or session.title, titled=1)
-    except LocalLLMError:
-        session.titled = 1  # removed meanwhile, or the disk refuses: as above
 
 
 def clean(text: str, turns: list[StoredMessage]) -> str | None:

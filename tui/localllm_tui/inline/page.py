@@ -206,23 +206,17 @@ class InlinePage:
         typing = Condition(lambda: self.app.layout.current_control is self._input.content)
         buffer = self.buffer
 
-        def newline(_: KeyPressEvent) -> None:
-            buffer.insert_text("\n")
-
-        def backspace(_: KeyPressEvent) -> None:
-            buffer.delete_before_cursor(
-                buffer.cursor_position - before(buffer.text, buffer.cursor_position)
-            )
-
-        def delete(_: KeyPressEvent) -> None:
-            buffer.delete(after(buffer.text, buffer.cursor_position) - buffer.cursor_position)
+        def length(to: Callable[[str, int], int]) -> int:
+            """How many code points the character before or after the cursor has."""
+            at = int(buffer.cursor_position)
+            return abs(to(buffer.text, at) - at)
 
         own: list[tuple[tuple[str, ...], Callable[[KeyPressEvent], object]]] = [
             (("enter",), self._enter),
-            (("c-j",), newline),
-            (("escape", "enter"), newline),
-            (("backspace",), backspace),
-            (("delete",), delete),
+            (("c-j",), lambda _: buffer.insert_text("\n")),
+            (("escape", "enter"), lambda _: buffer.insert_text("\n")),
+            (("backspace",), lambda _: buffer.delete_before_cursor(length(before))),
+            (("delete",), lambda _: buffer.delete(length(after))),
             (("left",), partial(self._go, before)),
             (("right",), partial(self._go, after)),
             (("c-z",), lambda _: buffer.undo()),

@@ -422,13 +422,10 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
 
     def action_stop(self) -> None:
         """Stop the download of the plan, else the newest."""
-        choice = self._choice
-        running = self._pulls.running()
-        pull = self._pulls.get(choice.ref) if choice is not None else None
-        if pull is None or pull.ended:
-            pull = running[-1] if running else None
-        if pull is not None:
-            self._pulls.stop(pull.ref)
+        running = [pull.ref for pull in self._pulls.running()]
+        chosen = self._choice.ref if self._choice is not None else ""
+        for ref in [chosen] if chosen in running else running[-1:]:
+            self._pulls.stop(ref)
 
     def action_remove(self) -> None:
         """Remove files; asks by wanting the key twice."""

@@ -55,7 +55,8 @@ _COLUMNS = re.compile(r"(?<=\S) {4,}(?=\S)")
 _SAID = {
     "ne": "≠", "neq": "≠", "iff": "⟺", "implies": "⟹", "land": "∧", "lor": "∨", "lnot": "¬",
     "dots": "…", "|": "‖",
-    "quad": "  ", "qquad": "  ", "bmod": " mod ", "mod": " mod ",
+    "quad": "  ", "qquad": "  ", "bmod": " mod ", "mod": " mod ", "pmod": " (mod %s)",
+    "binom": "(%s choose %s)", "boxed": "[%s]", "operatorname": "%s", "mathsf": "%s",
     **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits",
     "displaystyle", "!"), ""),
 }  # fmt: skip
@@ -204,9 +205,7 @@ def _reader() -> tuple[Any, Any]:
     ours = [
         MacroTextSpec(name, simplify_repl=fraction) for name in ("frac", "dfrac", "tfrac", "cfrac")
     ]
-    ours += [MacroTextSpec("sqrt", simplify_repl=root), MacroTextSpec("binom", "(%s choose %s)")]
-    ours += [MacroTextSpec(name, "%s") for name in ("operatorname", "mathsf")]
-    ours += [MacroTextSpec("boxed", "[%s]"), MacroTextSpec("pmod", " (mod %s)")]
+    ours += [MacroTextSpec("sqrt", simplify_repl=root)]
     ours += [MacroTextSpec(name, said) for name, said in _SAID.items()]
     texts, walker = get_default_latex_context_db(), latexwalker.get_default_latex_context_db()
     texts.add_context_category("terminal", prepend=True, macros=ours)
