@@ -36,16 +36,6 @@ def bindings_of(owner: str) -> list[BindingType]:
     return own
 
 
-def caught_by(owner: str) -> dict[str, str]:
-    """The actions of the keys that one part of the screen must take before Textual's own widget
-    does."""
-    caught = {}
-    for key in KEYS:
-        if key.owner == owner and key.caught:
-            caught.update(dict.fromkeys(key.keys.split(","), key.action))
-    return caught
-
-
 class HasKeys:
     """A part of the screen that has the keys of one owner, named in the head of its class."""
 

@@ -342,8 +342,8 @@ class InlineFace(LineFace):
         """SIGHUP and SIGTERM leave; a sleep (SIGTSTP, SIGSTOP) gives the terminal back and takes it
         again."""
         on_signals(self.chat.leave, lambda: None)
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self.page.keep_terminal_over_sleep)  # once the terminal is as it is kept
+        # once the terminal is as it is kept
+        asyncio.get_running_loop().call_soon(self.page.keep_terminal_over_sleep)
 
 
 def talk_inline(options: ChatOptions) -> Session:

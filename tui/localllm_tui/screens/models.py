@@ -344,8 +344,7 @@ class ModelsScreen(HasKeys, ModalScreen[str | None], keys=MODELS):
             self._list()
 
     def action_close(self) -> None:
-        asking = self.query("Input.-asked").results(Input)
-        box = next(iter(asking), None)
+        box = next(iter(self.query("Input.-asked").results(Input)), None)
         if box is None:
             self.dismiss(None)
             return

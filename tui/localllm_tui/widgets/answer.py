@@ -80,7 +80,7 @@ class AnswerView(TurnView):
         for part in fold.walk_children(Widget):
             part.can_focus = False  # a click folds; the keys stay with the input
         self.progress("")
-        self._say(".note", self._note)
+        self._show_line(".note", self._note)
 
     @property
     def _thinking(self) -> Collapsible:
@@ -88,9 +88,9 @@ class AnswerView(TurnView):
 
     def progress(self, what: str) -> None:
         """Say what happens before the first text; "" when it is over."""
-        self._say(".progress", what)
+        self._show_line(".progress", what)
 
-    def _say(self, where: str, what: str) -> None:
+    def _show_line(self, where: str, what: str) -> None:
         line = self.query_one(where, Static)
         line.display = bool(what)
         line.update(what)
@@ -114,7 +114,7 @@ class AnswerView(TurnView):
             self._timer = None
         self.progress("")
         self._draw(last=True)
-        self._say(".note", note)
+        self._show_line(".note", note)
 
     def toggle_thinking(self) -> bool:
         """Fold or unfold the thinking; False when there is none."""

@@ -14,11 +14,11 @@ from textual.geometry import Offset
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
-from localllm_tui.bindings import HasKeys, caught_by
+from localllm_tui.bindings import HasKeys
 from localllm_tui.control.attachments import dropped_files
 from localllm_tui.control.characters import after, before
 from localllm_tui.control.commands import Command, offered, parse
-from localllm_tui.control.keys import COMPOSER
+from localllm_tui.control.keys import COMPOSER, KEYS
 from localllm_tui.messages import FilesWanted, PastedToAttach, QuestionSubmitted
 from localllm_tui.widgets.inputs import done_at_once
 
@@ -28,7 +28,8 @@ MUCH_CHARS = 300_000
 # Of colours and the like in what was copied elsewhere; line ends and tabs stay.
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
-_CAUGHT = caught_by(COMPOSER)
+# The actions of the keys that are taken before TextArea does.
+_CAUGHT = {key.keys: key.action for key in KEYS if key.owner == COMPOSER and key.caught}
 
 _NAME_CELLS = 22
 
