@@ -260,10 +260,10 @@ _NEVER = 1_000_000
 
 
 class DeferredGc:
-    """From `begin` to `end` full collections run only when `quiet` reports idle time; young
+    """From here to `end` full collections run only when `quiet` reports idle time; young
     generations as ever."""
 
-    def begin(self) -> None:
+    def __init__(self) -> None:
         self._tidy = False
         self._before = gc.get_threshold()
         gc.set_threshold(*self._before[:2], _NEVER)

@@ -59,7 +59,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         super().__init__()
         self.chat = chat = ChatController(options, self)
         self.transcript = Transcript(id="transcript")
-        self.composer = Composer(SlashMenu())
+        self.composer = Composer(SlashMenu(id="slash"))
         self.window = TurnWindow(chat, self.transcript)
         self._frames = ChatFrames(self, chat, self.window)
         self._drafts = Drafts(options.history.path.parent / "drafts")
@@ -68,7 +68,6 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         self._typed_before = typed
         self._draft: str | None = None  # what was in the input when an edit began
         self._draft_of: str | None = None  # the conversation that what is typed is the draft of
-        self._deferred_gc = DeferredGc()
 
     def compose(self) -> ComposeResult:
         yield GlassPanel(id="glass", markup=False)
@@ -79,7 +78,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         yield StatusLine(id="status")
 
     async def on_mount(self) -> None:
-        self._deferred_gc.begin()
+        self._deferred_gc = DeferredGc()
         self.set_interval(STATUS_EVERY_S, self._tick)
         await self._show_session(0)
         self.composer.focus()

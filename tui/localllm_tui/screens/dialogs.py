@@ -66,9 +66,6 @@ class HelpScreen(Dialog[None], keys=HELP):
     HelpScreen Static { margin-bottom: 1; }
     """
 
-    def __init__(self) -> None:
-        super().__init__("keys and commands", *map(_key_table, help_sections()))
-
 
 def _key_table(section: HelpSection) -> Table:
     title, entries = section
@@ -113,7 +110,7 @@ async def approved(app: App[Any], about: str, *texts: str) -> bool:
 
 
 async def open_help(screen: Screen[Any], _: ChatController, __: str) -> None:
-    await screen.app.push_screen(HelpScreen())
+    await screen.app.push_screen(HelpScreen("keys and commands", *map(_key_table, help_sections())))
 
 
 async def open_glass(screen: Screen[Any], _: ChatController, __: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.text import Text
 from textual import events
@@ -46,9 +46,7 @@ class SlashMenu(OptionList, can_focus=False):
     }
     """
 
-    def __init__(self) -> None:
-        super().__init__(id="slash")
-        self._offered: list[Command] = []
+    _offered: Sequence[Command] = ()
 
     @property
     def chosen(self) -> Command | None:

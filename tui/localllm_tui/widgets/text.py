@@ -36,7 +36,6 @@ class GrowingText(Widget):
         self.rows = MarkdownRows(text, plain=plain)
         self._strips: dict[int, Strip] = {}
         self._drawn_as: tuple[int, str, Style] | None = None
-        self._look: Console
         self._searched: re.Pattern[str] | None = None
         self._found_now = -1  # the row of the hit one is at
 

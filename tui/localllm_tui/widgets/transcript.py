@@ -72,8 +72,9 @@ class TurnView(Vertical):
             self.parent.select(self)
 
 
-class Transcript(HasKeys, VerticalScroll, keys=TURN):
-    """Scrolls; stays at its end while new text arrives, until the user scrolls up."""
+class Transcript(HasKeys, VerticalScroll, keys=TURN, can_focus=False):
+    """Scrolls; stays at its end while new text arrives, until the user scrolls up. The input passes
+    scroll keys on and keeps the focus, except while a turn is selected."""
 
     DEFAULT_CSS = """
     Transcript { height: 1fr; padding: 0 1; }
@@ -84,10 +85,6 @@ class Transcript(HasKeys, VerticalScroll, keys=TURN):
     searched: re.Pattern[str] | None = None
     _anchored_here = _wanted_more = False
     _found_at = 0  # among the rows of the selected turn that have what was searched for
-
-    def on_mount(self) -> None:
-        # The input passes scroll keys on and keeps the focus, except while a turn is selected.
-        self.can_focus = False
 
     # -- the turn that is selected -----------------------------------------------------------------
 
