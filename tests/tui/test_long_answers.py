@@ -13,7 +13,7 @@ from localllm_tui.widgets.text import GrowingText
 from support.long_markdown import words
 from tui.conftest import Driver, words_of
 from tui.scripted_models import ScriptedModelService, choice
-from tui.scripted_sse import Finish, Say, ScriptedServer
+from tui.scripted_sse import Finish, Gate, Say, ScriptedServer
 
 
 async def reopen(d: Driver) -> None:
@@ -180,3 +180,17 @@ def test_a_first_question_stands_at_the_top_however_long_the_page_before_it_was(
 
     service = ScriptedModelService(choice("big", 20))
     drive(play, size=(40, 20), model_service=service, first_run=True)
+
+
+def test_what_one_frame_ends_and_begins_is_whole(drive: Any, server: ScriptedServer) -> None:
+    gate = Gate()
+    server.play(Say(["hello wor"]), gate, Say(["ld\n\nnext\n\nlast\n"]), Finish())
+
+    async def play(d: Driver) -> None:
+        await d.send("go on")
+        await d.until(lambda: "hello wor" in d.screen())
+        gate.opened.set()
+        await d.until(lambda: "last" in d.screen())
+        assert "hello world" in d.screen()
+
+    drive(play)
