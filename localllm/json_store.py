@@ -25,6 +25,14 @@ _JSON_OF: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
+def parsed(text: str) -> Any:
+    """What a text in JSON says; None where it says nothing, or is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def load(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     """What a file of ordinary size holds. Raises OSError, and ValueError where it is too large or
     no JSON."""

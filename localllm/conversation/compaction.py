@@ -187,14 +187,13 @@ def _with_notes(
             continue
         plain = dict(message)
         if plain["role"] != "system":
-            if missing and plain["role"] == "user":
-                plain["content"] = f"{note(missing)}\n\n{plain['content']}"
-                missing = 0
-            elif missing and spoken is not None and spoken["role"] == "user":
-                spoken["content"] += f"\n\n{note(missing)}"
-                missing = 0
-            elif missing and spoken is None:
+            question = plain if plain["role"] == "user" else spoken
+            if missing and question is None:
                 kept.append({"role": "user", "content": note(missing)})
+                missing = 0
+            elif missing and question is not None and question["role"] == "user":
+                parts = [note(missing), question["content"]]
+                question["content"] = "\n\n".join(parts if question is plain else parts[::-1])
                 missing = 0
             spoken = plain
         kept.append(plain)

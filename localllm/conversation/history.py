@@ -385,12 +385,8 @@ class History:
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                try:
+                with self._db:  # commits, or rolls back
                     yield self._db
-                except BaseException:
-                    self._db.execute("ROLLBACK")
-                    raise
-                self._db.execute("COMMIT")
             except sqlite3.Error as e:
                 raise HistoryError(f"the conversations can't be written: {e}") from e
 

@@ -73,16 +73,13 @@ def prepare(db: sqlite3.Connection) -> None:
         return
     # else the old table's end would end what refers to it; not in a transaction
     db.execute("PRAGMA foreign_keys=OFF")
-    db.execute("BEGIN IMMEDIATE")
     try:
-        upgrade = _FROM.get(_version(db))  # asked again: another window may have been first
-        if upgrade is not None:
-            upgrade(db)
-            db.execute(f"PRAGMA user_version={VERSION}")
-        db.execute("COMMIT")
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
+        db.execute("BEGIN IMMEDIATE")
+        with db:  # commits, or rolls back
+            upgrade = _FROM.get(_version(db))  # asked again: another window may have been first
+            if upgrade is not None:
+                upgrade(db)
+                db.execute(f"PRAGMA user_version={VERSION}")
     finally:
         db.execute("PRAGMA foreign_keys=ON")
 

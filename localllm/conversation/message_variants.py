@@ -20,7 +20,6 @@ Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = Sequence[Message]
 Variables: TypeAlias = dict[str, Any]
 
-_ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -117,12 +116,7 @@ def with_short_ids(messages: Messages) -> Messages:
 def _short_id(identity: str) -> str:
     if _SHORT_ID.fullmatch(identity):
         return identity
-    number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
-    letters = []
-    for _ in range(9):
-        number, at = divmod(number, len(_ID_CHARS))
-        letters.append(_ID_CHARS[at])
-    return "".join(letters)
+    return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
 
 def one_call_a_turn(messages: Messages) -> Messages:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from localllm import json_store
 from localllm.conversation import documents
 from localllm.conversation import images as pictures
 from localllm.conversation.documents import AttachedPdf
@@ -42,7 +43,7 @@ class Attachments:
     pdfs: list[AttachedPdf] = field(default_factory=list)
 
 
-def normalise(messages: Any, omitted: list[str] | None = None) -> list[dict[str, Any]]:
+def normalise(messages: Sequence[Any], omitted: list[str] | None = None) -> list[dict[str, Any]]:
     """Check and flatten a `messages` array: known roles, text content, tool calls with parsed
     arguments.
 
@@ -55,8 +56,6 @@ def normalise(messages: Any, omitted: list[str] | None = None) -> list[dict[str,
     conversation that once held one goes on; `omitted` gets their names for the client. Raises
     RequestError naming the offending element.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise RequestError("messages must be an array", param="messages")
     if not messages:
         raise RequestError("messages is empty: send at least one", param="messages")
     kinds: list[str] = []
@@ -288,10 +287,7 @@ def parse_arguments(arguments: Any) -> Any:
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments
+        parsed = json_store.parsed(arguments)
         return parsed if isinstance(parsed, dict) else arguments
     return arguments
 

@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from localllm import json_store
+
 _MAX_ENTRIES = 4096
 _MAX_CHARS = 64 * 2**20
 # Claude Code puts its billing header, with a fresh checksum each time, first into the system
@@ -68,12 +70,8 @@ class ReasoningCache:
 
 
 def _canonical(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return str(arguments)
-    return json.dumps(arguments, sort_keys=True)
+    parsed = json_store.parsed(arguments) if isinstance(arguments, str) else arguments
+    return json.dumps(arguments if parsed is None else parsed, sort_keys=True)
 
 
 def _key(asked: str, text: str, calls: Sequence[tuple[str, str]]) -> str:

@@ -3,7 +3,8 @@ marker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from localllm.conversation.reply import (
     CallArguments,
@@ -153,16 +154,12 @@ class ReplyParser:
 
     def _begin_possible(self, marker: str, gap: str, out: list[Delta]) -> None:
         """A call's marker stands inside the reasoning, behind some of it."""
-        think, new_reader = self._format.think, self._format.new_reader
-        assert think is not None
-        assert new_reader is not None
+        assert self._format.think is not None
         if self._format.quotable and "\n" not in gap:
             self._show(gap + marker, out)
             return
         self._gap = gap
-        self._possible = _PossibleCall(
-            new_reader, self.calls, self._format.call_markers, think[1], marker
-        )
+        self._possible = _PossibleCall(self._format, self.calls, self._format.think[1], marker)
 
     def _dismiss(self, possible: _PossibleCall, out: list[Delta]) -> str:
         """No call but part of the thought: its marker is shown, the rest is returned to be read."""
@@ -220,14 +217,11 @@ class ReplyParser:
 
 def _first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
     """Where the first marker begins; of two at one place, the longer."""
-    best, found = len(text), None
-    for marker in markers:
-        at = text.find(marker)
-        if at >= 0 and (
-            at < best or (at == best and found is not None and len(marker) > len(found))
-        ):
-            best, found = at, marker
-    return best, found
+    places = [(text.find(marker), -len(marker), marker) for marker in markers if marker in text]
+    if not places:
+        return len(text), None
+    at, _, found = min(places)
+    return at, found
 
 
 def _partial(text: str, markers: Sequence[str]) -> int:
@@ -248,80 +242,40 @@ class _PossibleCall:
     words follow, or that the closing marker interrupts, was part of the thought.
     """
 
-    def __init__(
-        self,
-        new_reader: Callable[[int, str], CallReader],
-        first: int,
-        markers: Sequence[str],
-        closing: str,
-        opened: str,
-    ) -> None:
-        """`opened` is the marker that was seen, `first` the number that a call here would have."""
-        self._new_reader, self._markers, self._closing = new_reader, markers, closing
-        self._reader: CallReader | None = new_reader(first, opened)
-        self._next = first
-        self._block = ""  # what the reader has taken
-        self._following = ""
-        self._closed = False
-        self.opened = self.raw = opened
+    def __init__(self, reply: ReplyFormat, calls: int, closing: str, opened: str) -> None:
+        """`opened` is the marker that was seen behind so many calls."""
+        self._parser = ReplyParser(
+            replace(reply, think=None, thinking=False, parallel=True, lead="")
+        )
+        self._parser.calls = calls
+        self._closing = closing
+        self._n_read = 0  # of `raw`; half a closing marker waits
+        self._closed = self._has_words = False
+        self.opened, self.raw = opened, ""
         self.deltas: list[Delta] = []
+        self.feed(opened)
 
     def feed(self, text: str) -> bool:
         """Take more text; False once it is clear that this is no call."""
         self.raw += text
-        while True:
-            if self._reader is None:
-                text = self._following + text
-            elif not self._read(text):
-                return False
-            elif self._reader is not None:
-                return True
-            else:
-                text = self._following
-            said = text.lstrip()
-            self._following = said
-            following = [*self._markers, self._closing]
-            found = max((m for m in following if said.startswith(m)), key=len, default=None)
-            if found is None:
-                return any(m.startswith(said) for m in following)
-            if self._closed:
-                return False  # the thought ended with it; the real call, or the answer, comes now
-            text, self._following = said[len(found) :], ""
-            if found == self._closing:
-                self._closed = True
-            else:
-                self._reader, self._block = self._new_reader(self._next, found), ""
+        at = self.raw.find(self._closing, self._n_read)
+        self._closed = at >= 0
+        end = at if self._closed else len(self.raw) - _partial(self.raw, [self._closing])
+        self._take(self._parser.feed(self.raw[self._n_read : end]))
+        self._n_read = end
+        if self._closed and (self._parser.in_call or self.raw[end + len(self._closing) :].strip()):
+            return False
+        return not self._has_words
 
     def close(self, cut: bool) -> bool:
         """The reply ended: True if this is a call, whose deltas are then complete."""
-        if self._reader is not None:
-            late = self._reader.close(cut)
-            self.deltas += late
-            last = not (self._reader.rest or "").strip()
-            return (
-                not cut
-                and last
-                and _starts(self.deltas) > 0
-                and not any(isinstance(d, Content) for d in late)
-            )
-        return not self._following or cut
+        if cut:
+            return not self._parser.in_call
+        if not self._closed:
+            self._take(self._parser.feed(self.raw[self._n_read :]))
+        self._take(self._parser.close())
+        return bool(self.deltas) and not self._has_words
 
-    def _read(self, text: str) -> bool:
-        assert self._reader is not None
-        before = max(0, len(self._block) - len(self._closing))
-        self._block += text
-        deltas = self._reader.feed(text)
+    def _take(self, deltas: list[Delta]) -> None:
         self.deltas += deltas
-        self._next += _starts(deltas)
-        rest = self._reader.rest
-        taken = len(self._block) - (len(rest) if rest is not None else 0)
-        if self._closing in self._block[before:taken]:
-            return False
-        if rest is not None:
-            self._reader, self._following = None, rest
-            return _starts(self.deltas) > 0 and not any(isinstance(d, Content) for d in deltas)
-        return True
-
-
-def _starts(deltas: Sequence[Delta]) -> int:
-    return sum(isinstance(d, CallStart) for d in deltas)
+        self._has_words |= any(isinstance(delta, Content) for delta in deltas)

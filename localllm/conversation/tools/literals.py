@@ -10,8 +10,10 @@ from typing import ClassVar
 
 _SPACE = re.compile(r"\s*")
 _NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|inf|nan)(?![\w.])")
-_PLAIN = re.compile(r"[^'\"\\]+")
-_ESCAPE = re.compile(r"u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})")
+_QUOTED = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(?:u([0-9a-fA-F]{4})|U(00[01][0-9a-fA-F]{5})|x([0-9a-fA-F]{2})|.)", re.DOTALL
+)
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _WORD = re.compile(r"(?:true|True|false|False|null|None)(?!\w)")
 _LETTERS = {
@@ -86,34 +88,19 @@ def literal(text: str) -> object:
 
 
 def _text(text: str, at: int) -> tuple[str, int]:
-    quote, at = text[at], at + 1
-    said: list[str] = []
-    while not text.startswith(quote, at):
-        if plain := _PLAIN.match(text, at):
-            said.append(plain[0])
-            at = plain.end()
-        elif text.startswith("\\", at):
-            escaped, at = _escaped(text, at + 1)
-            said.append(escaped)
-        elif at < len(text):
-            said.append(text[at])  # the other quote
-            at += 1
-        else:
-            raise ValueError("a text without an end")
-    joined = "".join(said)
-    try:  # two halves of a letter outside the first plane are one
-        return joined.encode("utf-16", "surrogatepass").decode("utf-16"), at + 1
-    except UnicodeDecodeError:
-        return joined, at + 1
-
-
-def _escaped(text: str, at: int) -> tuple[str, int]:
-    if code := _ESCAPE.match(text, at):
-        return chr(int(code[1] or code[2] or code[3], 16)), code.end()
-    letter = text[at : at + 1]
-    if not letter:
+    quoted = _QUOTED.match(text, at)
+    if quoted is None:
         raise ValueError("a text without an end")
-    return _LETTERS.get(letter, "\\" + letter), at + 1
+    said = _ESCAPE.sub(_unescaped, quoted[1] or quoted[2] or "")
+    try:  # two halves of a letter outside the first plane are one
+        return said.encode("utf-16", "surrogatepass").decode("utf-16"), quoted.end()
+    except UnicodeDecodeError:
+        return said, quoted.end()
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    return chr(int(code, 16)) if code else _LETTERS.get(found[0][1:], found[0])
 
 
 def _after_comma(text: str, at: int, closing: str) -> int:

@@ -35,14 +35,14 @@ class Choice:
     name: str | None = None
 
 
-def checked(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
+def checked(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """The function tools of a request, complete with a description and parameters. Raises
     RequestError."""
     if tools is None:
         return []
     found: dict[str, dict[str, Any]] = {}
     for i, sent in enumerate(tools):
-        spot = f"{where}[{i}]"
+        spot = f"tools[{i}]"
         tool = _checked_tool(sent, spot)
         name = tool["function"]["name"]
         if name in found:
@@ -51,9 +51,7 @@ def checked(tools: Any, where: str = "tools") -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _checked_tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise RequestError(f"{where} must be an object", param=where)
+def _checked_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type", "function")
     if kind != "function":
         raise UnsupportedError(
@@ -97,7 +95,7 @@ def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
     named = [
         t.get("function") if isinstance(t.get("function"), Mapping) else t
         for t in listed
-        if _is_function(t)
+        if isinstance(t, Mapping) and t.get("type", "function") == "function"
     ]
     kept = [t for t in tools if parameters_of(t)[0] in [n.get("name") for n in named]]
     if len(kept) < len(named):
@@ -105,10 +103,6 @@ def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
             "allowed_tools names a function that is not among the tools", param="tool_choice"
         )
     return kept, mode
-
-
-def _is_function(tool: Any) -> bool:
-    return isinstance(tool, Mapping) and tool.get("type", "function") == "function"
 
 
 def choice_of(sent: Any, tools: Sequence[Tool]) -> Choice:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from localllm import json_store
 from localllm.conversation.reply import CallArguments, CallReader, CallStart, Content, Delta
 from localllm.conversation.tools.base import Reader
 
@@ -65,8 +66,8 @@ class JsonEnd:
 class JsonReader(CallReader):
     """Calls whose arguments are a JSON object after a recognisable head.
 
-    `head` matches up to the arguments' `{` with the name in its first non-empty group;
-    `end` closes the block (None: it is over when the arguments are).
+    `head` matches up to the arguments' `{` with the name in its first non-empty group; `end` closes
+    the block.
     `names` limits calls to known functions, for formats whose opening could as well be an answer in
     JSON.
     `is_part`: the opening itself is the beginning of the block.
@@ -77,47 +78,45 @@ class JsonReader(CallReader):
         first: int,
         opening: str,
         head: re.Pattern[str],
+        end: str,
         *,
-        end: str | None,
         names: frozenset[str] | None = None,
         is_part: bool = False,
     ) -> None:
-        self._next = first
-        self._first = first
+        self._next = self._first = first
         self._head, self._end, self._names = head, end, names
         self._opening, self._held = ("", opening) if is_part else (opening, "")
         self._scan: JsonEnd | None = None
 
     def feed(self, text: str) -> list[Delta]:
         out: list[Delta] = []
+        self._held += text
         while self.rest is None:
             if self._scan is not None:
-                text = self._arguments(text, out)
-                if self._scan is not None:
-                    return out
-                if self._end is None:
-                    self.rest = text
-                    return out
-                continue
-            self._held += text
-            text = ""
+                at = self._scan.feed(self._held)
+                piece = self._held[:at] if at >= 0 else self._held
+                self._held = self._held[len(piece) :]
+                if piece:
+                    out.append(CallArguments(self._next - 1, piece))
+                if at < 0:
+                    break
+                self._scan = None
             match = self._head.match(self._held)
             if match is not None:
-                name = _unquote(next(g for g in match.groups() if g))
+                name = _unquote(next(filter(None, match.groups())))
                 if self._names is not None and name not in self._names:
-                    self._give_up(out)
-                    return out
+                    out.append(Content(self._opening + self._held))
+                    self.rest, self._held = "", ""
+                    break
                 out.append(CallStart(self._next, name))
                 self._next += 1
-                self._scan = JsonEnd()
-                text, self._held = self._held[match.end() :], ""
+                self._scan, self._held = JsonEnd(), self._held[match.end() :]
                 continue
-            at = self._held.find(self._end) if self._end is not None else -1
-            if at < 0:
-                return out
-            assert self._end is not None
-            block, self.rest = self._held[:at], self._held[at + len(self._end) :]
-            self._block(block, out, self._end)
+            block, end, behind = self._held.partition(self._end)
+            if not end:
+                break
+            self._block(block, out, end)
+            self.rest = behind
         return out
 
     def close(self, cut: bool) -> list[Delta]:
@@ -129,17 +128,6 @@ class JsonReader(CallReader):
         self._held = ""
         return out
 
-    def _arguments(self, text: str, out: list[Delta]) -> str:
-        assert self._scan is not None
-        at = self._scan.feed(text)
-        piece = text if at < 0 else text[:at]
-        if piece:
-            out.append(CallArguments(self._next - 1, piece))
-        if at < 0:
-            return ""
-        self._scan = None
-        return text[at:]
-
     def _block(self, block: str, out: list[Delta], end: str) -> None:
         """A block that ended without the head having matched (again)."""
         if self._next > self._first:
@@ -150,19 +138,22 @@ class JsonReader(CallReader):
         ):
             out.append(Content(self._opening + block + end))
             return
-        for name, arguments in calls:
-            out += [CallStart(self._next, name), CallArguments(self._next, arguments)]
-            self._next += 1
+        out += whole_calls(self._next, calls)
+        self._next += len(calls)
 
-    def _give_up(self, out: list[Delta]) -> None:
-        out.append(Content(self._opening + self._held))
-        self.rest, self._held = "", ""
+
+def whole_calls(first: int, calls: list[Call]) -> list[Delta]:
+    """Calls that are known whole, the first of which is the reply's call of that number."""
+    deltas: list[Delta] = []
+    for index, (name, arguments) in enumerate(calls, first):
+        deltas += [CallStart(index, name), CallArguments(index, arguments)]
+    return deltas
 
 
 def json_block(end: str = "\0", head: re.Pattern[str] = JSON_HEAD) -> Reader:
     """Reads calls whose arguments are a JSON object behind `head`, in a block up to `end`; a block
     that nothing closes lasts to the end of the reply."""
-    return lambda first, marker, tools: JsonReader(first, marker, head, end=end)
+    return lambda first, marker, tools: JsonReader(first, marker, head, end)
 
 
 class BlockReader(CallReader):
@@ -181,13 +172,8 @@ class BlockReader(CallReader):
         tail: str = "",
         is_open: Callable[[str], bool] | None = None,
     ) -> None:
-        self._next, self._opening, self._end, self._parse, self._tail = (
-            first,
-            opening,
-            end,
-            parse,
-            tail,
-        )
+        self._first, self._opening, self._end = first, opening, end
+        self._parse, self._tail = parse, tail
         self._is_open = is_open
         self._held = ""
         self._seen = 0  # up to here no end stands in `_held` that could be the block's
@@ -199,22 +185,28 @@ class BlockReader(CallReader):
         if not self._ended:
             at = self._end_at()
             if at < 0:
-                return []
-            out = self._take(at)
-        self._find_rest()
+                return out
+            out = self._read(at)
+        following = self._held.lstrip()
+        if self._tail and following.startswith(self._tail):
+            self.rest = following[len(self._tail) :]
+        elif not (self._tail and self._tail.startswith(following)):
+            self.rest = self._held
         return out
 
     def close(self, cut: bool) -> list[Delta]:
         """The reply ended: what the model left open is read as if closed, what was cut off is not
         read."""
+        if cut:
+            return []
         if self._ended:
-            return [] if cut or not self._held.strip() else [Content(self._held)]
+            return [Content(self._held)] if self._held.strip() else []
         at = self._held.find(self._end)
-        if at >= 0 and not cut:
-            out = self._take(at)
-            self.rest = self._held.removeprefix(self._tail)
-            return out
-        return [] if cut else self._read(self._held, "")
+        if at < 0:
+            return self._read(len(self._held))
+        out = self._read(at)
+        self.rest = self._held.removeprefix(self._tail)
+        return out
 
     def _end_at(self) -> int:
         """Where the block ends, -1 while it goes on."""
@@ -225,35 +217,18 @@ class BlockReader(CallReader):
         self._seen = max(self._seen, len(self._held) - len(self._end) + 1)
         return -1
 
-    def _take(self, at: int) -> list[Delta]:
-        block, self._held, self._ended = self._held[:at], self._held[at + len(self._end) :], True
-        return self._read(block, self._end)
-
-    def _find_rest(self) -> None:
-        following = self._held.lstrip()
-        if self._tail and following.startswith(self._tail):
-            self.rest = following[len(self._tail) :]
-        elif not (self._tail and self._tail.startswith(following)):
-            self.rest = self._held
-
-    def _read(self, block: str, end: str) -> list[Delta]:
-        calls = self._parse(block)
-        if not calls:
-            return [Content(self._opening + block + end)]
-        out: list[Delta] = []
-        for name, arguments in calls:
-            out += [CallStart(self._next, name), CallArguments(self._next, arguments)]
-            self._next += 1
-        return out
+    def _read(self, at: int) -> list[Delta]:
+        """The calls of the block up to `at`, where its end stands or is missing."""
+        block, behind = self._held[:at], at + len(self._end)
+        calls, said = self._parse(block), self._opening + self._held[:behind]
+        self._held, self._ended = self._held[behind:], True
+        return whole_calls(self._first, calls) if calls else [Content(said)]
 
 
 def json_calls(block: str) -> list[Call] | None:
     """Calls in complete JSON: an object or an array of them, under any of the key names models
     use."""
-    try:
-        value = json.loads(block)
-    except (ValueError, RecursionError):
-        return None
+    value = json_store.parsed(block)
     found: list[Call] = []
     for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, dict):
@@ -265,10 +240,7 @@ def json_calls(block: str) -> list[Call] | None:
             (item[k] for k in ("arguments", "parameters", "args") if k in item), {}
         )
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return None
+            arguments = json_store.parsed(arguments)
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         found.append((name, as_json(arguments)))
@@ -277,10 +249,7 @@ def json_calls(block: str) -> list[Call] | None:
 
 def json_arguments(text: str) -> str | None:
     """`text` if it is a JSON object, as arguments are; None otherwise."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    value = json_store.parsed(text)
     return as_json(value) if isinstance(value, dict) else None
 
 
@@ -296,9 +265,7 @@ def as_json(value: object) -> str:
 
 
 def _unquote(name: str) -> str:
-    if name.startswith('"'):
-        try:
-            return str(json.loads(name))
-        except ValueError:
-            return name.strip('"')
-    return name
+    try:
+        return str(json.loads(name)) if name.startswith('"') else name
+    except ValueError:
+        return name.strip('"')

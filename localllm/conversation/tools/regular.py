@@ -32,6 +32,11 @@ _COMMON: Mapping[str, str] = {
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
 }  # fmt: skip
 
+# What stands for itself in a rule, and how its brackets are written.
+_ITEMS = ("name", "text", "regex")
+# A quantifier of a quantifier: to an expression it is another one.
+_TWICE = re.compile(r"[?*+}][?*+{]")
+_MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
 _Piece: TypeAlias = tuple[str, str]
 """A token's kind and its text."""
 
@@ -46,7 +51,7 @@ def regular(lark: str) -> str | None:
     try:
         rules, known = _rules(lark)
         return _Writer(rules, known).rule("start")
-    except (_NotRegularError, ValueError, RecursionError):
+    except (_NotRegularError, ValueError, RecursionError, re.error):
         return None
 
 
@@ -107,55 +112,33 @@ class _Writer:
         if name in self._open or name not in self._rules:
             raise _NotRegularError
         self._open.add(name)
-        pieces = list(self._rules[name])
-        written = f"(?:{self._either(pieces, None)})"
+        pieces = [(kind, self._piece(kind, said)) for kind, said in self._rules[name]]
+        # Brackets and quantifiers are an expression's own, where they stand as one wants them.
+        frame = "".join("x" if kind in _ITEMS else said for kind, said in pieces)
+        re.compile(frame)
+        if _TWICE.search(frame):
+            raise _NotRegularError
+        written = f"(?:{''.join(said for _, said in pieces)})"
         if len(written) > _MAX_CHARS:
             raise _NotRegularError
         self._open.discard(name)
         self._done[name] = written
         return written
 
-    def _either(self, pieces: list[_Piece], end: str | None) -> str:
-        """Alternatives up to `end`, which is taken too; `pieces` loses what was read."""
-        branches: list[list[str]] = [[]]
-        while pieces:
-            kind, said = pieces.pop(0)
-            if kind == "mark" and said == end:
-                return "|".join(map("".join, branches))
-            if kind == "mark" and said == "|":
-                branches.append([])
-            elif kind == "times" or (kind == "mark" and said in "?*+"):
-                if not branches[-1]:
-                    raise _NotRegularError
-                branches[-1][-1] = f"(?:{branches[-1][-1]}){_repeated(said)}"
-            else:
-                branches[-1].append(self._item(kind, said, pieces))
-        if end is not None:
-            raise _NotRegularError
-        return "|".join(map("".join, branches))
-
-    def _item(self, kind: str, said: str, pieces: list[_Piece]) -> str:
+    def _piece(self, kind: str, said: str) -> str:
         if kind == "name":
             return self.rule(said)
         if kind == "text":
-            if pieces[:1] == [("mark", "..")]:
-                raise _NotRegularError
             literal = "".join(map(_escaped, json.loads(said.removesuffix("i"))))
-            return f"(?i:{literal})" if said.endswith("i") else literal
+            return f"(?i:{literal})" if said.endswith("i") else f"(?:{literal})"
         if kind == "regex":
             inner, _, flags = said[1:].rpartition("/")
-            return f"(?{flags}:{inner})" if flags else f"(?:{inner})"
-        if said == "(":
-            return f"(?:{self._either(pieces, ')')})"
-        if said == "[":
-            return f"(?:{self._either(pieces, ']')})?"
-        raise _NotRegularError
-
-
-def _repeated(said: str) -> str:
-    return (
-        "{" + re.sub(r"[~\s]", "", said).replace("..", ",") + "}" if said.startswith("~") else said
-    )
+            return f"(?{flags}:{inner})"
+        if kind == "times":
+            return "{" + re.sub(r"[~\s]", "", said).replace("..", ",") + "}"
+        if said == "..":
+            raise _NotRegularError
+        return _MARKS.get(said, said)
 
 
 def _escaped(char: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas, Tool, parameters_of
@@ -77,12 +78,13 @@ def options_of(
     described = resolved(described, root)
     if described is None or depth > _MOST_REFERENCES:
         return None
-    constant = constants_of(described)
-    if constant is not None:
-        return [{"const": value} for value in constant]
+    constants = [described["const"]] if "const" in described else described.get("enum")
+    if isinstance(constants, list) and constants:
+        return [{"const": value} for value in constants]
     either = described.get("anyOf") or described.get("oneOf")
     if isinstance(either, list) and either:
-        return _options_of_each(either, root, depth + 1)
+        found = [options_of(alternative, root, depth + 1) for alternative in either]
+        return None if None in found else [*chain.from_iterable(filter(None, found))]
     kinds = _stated_kinds(described)
     return [{**described, "type": kind} for kind in kinds] if kinds else None
 
@@ -95,24 +97,6 @@ def _stated_kinds(described: Mapping[str, Any]) -> list[Any]:
         return [kind] if isinstance(kind, str) else kind
     implied = {"properties": "object", "items": "array"}
     return [kind for word, kind in implied.items() if word in described][:1]
-
-
-def _options_of_each(
-    alternatives: Sequence[Any], root: Mapping[str, Any], depth: int
-) -> list[Mapping[str, Any]] | None:
-    found: list[Mapping[str, Any]] = []
-    for alternative in alternatives:
-        options = options_of(alternative, root, depth)
-        if options is None:
-            return None
-        found += options
-    return found
-
-
-def constants_of(described: Mapping[str, Any]) -> list[Any] | None:
-    """The values that an enumeration or a constant allows; None for any other schema."""
-    options = [described["const"]] if "const" in described else described.get("enum")
-    return options if isinstance(options, list) and options else None
 
 
 def kinds_of(described: Any, root: Mapping[str, Any]) -> set[str]:

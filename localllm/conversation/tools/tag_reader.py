@@ -47,15 +47,6 @@ class _OpenError(Exception):
     """A value is not closed."""
 
 
-def tagged_reader(
-    first: int, opening: str, end: str, tags: TagPatterns, parse: Parse, **more: Any
-) -> BlockReader:
-    """A reader of a block up to `end`, which may stand in a value as well."""
-    return BlockReader(
-        first, opening, end, parse, is_open=lambda block: is_open(block, tags), **more
-    )
-
-
 def tagged_format(
     *,
     patterns: TagPatterns,
@@ -76,12 +67,12 @@ def tagged_format(
         return closing or marker.replace("<", "</")
 
     def reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-        return tagged_reader(
+        return BlockReader(
             first,
             marker,
             end_of(marker),
-            patterns,
             lambda block: (calls or typed_calls)(block, tools, patterns),
+            is_open=lambda block: is_open(block, patterns),
         )
 
     def triggers(template: str, tools: NamedSchemas) -> Triggers:
@@ -101,9 +92,9 @@ def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Ca
         name, is_json = function[1], tags.is_json
         if is_json is not None:
             return {m[1]: json.loads(v) if is_json(m) else v for m, v in pairs}
-        return {
-            m[1]: typed(unwrapped(v) if tags.wrapped else v, m[1], name, tools) for m, v in pairs
-        }
+        if tags.wrapped:  # by a template's own newlines, if by any
+            pairs = [(m, v[1:].removesuffix("\n") if v[:1] == "\n" else v) for m, v in pairs]
+        return {m[1]: typed(v, m[1], name, tools) for m, v in pairs}
 
     return read_calls(block, tools, tags, valued)
 
@@ -217,11 +208,6 @@ def _tag_follows(block: str, at: int, tags: TagPatterns, strict: bool) -> bool:
     if tags.parameter.match(block, at) is not None:
         return True
     return bool(tags.function_end) and rest.startswith(tags.function_end)
-
-
-def unwrapped(value: str) -> str:
-    """A value without the newlines that a template puts around it, if it does."""
-    return value[1:].removesuffix("\n") if value.startswith("\n") else value
 
 
 def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from localllm import json_store
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import array_of
@@ -13,10 +13,7 @@ _OPEN, _CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
 
 
 def _parse(block: str) -> list[Call] | None:
-    try:
-        items = json.loads(block)
-    except (ValueError, RecursionError):
-        return None
+    items = json_store.parsed(block)
     calls: list[Call] = []
     for item in items if isinstance(items, list) else [items]:
         if not isinstance(item, dict) or not all(isinstance(a, dict) for a in item.values()):

@@ -27,7 +27,7 @@ _SECTION, _CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 
 def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
     end = "<|tool_calls_section_end|>"
-    return JsonReader(first, marker, _HEAD, end=end, is_part=marker == _CALL)
+    return JsonReader(first, marker, _HEAD, end, is_part=marker == _CALL)
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:

@@ -27,7 +27,7 @@ def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
     """Streams the arguments of calls of `tools`; a marker that is no tag is the call's own
     beginning."""
     names = frozenset(parameters_of(t)[0] for t in tools)
-    return JsonReader(first, marker, JSON_HEAD, end="\0", names=names, is_part=marker != _TAG)
+    return JsonReader(first, marker, JSON_HEAD, "\0", names=names, is_part=marker != _TAG)
 
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:

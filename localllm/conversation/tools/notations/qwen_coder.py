@@ -18,7 +18,7 @@ from localllm.conversation.tools.base import (
 )
 from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.readers import BlockReader, Call, json_arguments
-from localllm.conversation.tools.tag_reader import TagPatterns, is_open, tagged_reader, typed_calls
+from localllm.conversation.tools.tag_reader import TagPatterns, is_open, typed_calls
 from localllm.conversation.tools.values import JsonValues, PythonValues
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
@@ -44,7 +44,9 @@ def _format(outer: str, patterns: TagPatterns, grammar: TagGrammar, **facts: Any
 
     def reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
         if marker == outer:
-            return tagged_reader(first, marker, closing, patterns, partial(_parse, tools, patterns))
+            parse = partial(_parse, tools, patterns)
+            within = partial(is_open, tags=patterns)
+            return BlockReader(first, marker, closing, parse, is_open=within)
         return BlockReader(
             first,
             marker,
