@@ -9,18 +9,25 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TextIO, TypeAlias, cast
+
+import psutil
 
 from localllm import paths
-from localllm.cli.serve.running import running
+from localllm.cli.serve.running import SAME_START_S, running
 from localllm.errors import UsageError
+from localllm.formatting import gb
 from localllm.plain_output import PlainOutput
+from localllm.server.http.settings import is_address
+from localllm.server.http.sockets import has_ipv6_loopback
+from localllm.service.launchd import Launchd
+from localllm.service.systemd import Systemd
+from localllm.service.types import Service, ServiceError, State
+from localllm.service.windows import WindowsTasks
 from localllm.settings import TABLE, Settings
 
-if TYPE_CHECKING:
-    from localllm.service.types import Manager, Service
+Manager: TypeAlias = Systemd | Launchd | WindowsTasks
 
 # Where things lie: a server that looked elsewhere than the terminal does would have other models
 # and settings.
@@ -29,60 +36,38 @@ CARRIED = (
     "HF_HUB_CACHE",
     "OLLAMA_MODELS",
 )  # fmt: skip
+_MANAGERS = {"linux": "systemd", "darwin": "launchd", "win32": "task-scheduler"}
 _LONGEST_START_S = 60.0
 # Less than the unit gives to ending (service/systemd.py: TimeoutStopSec).
 _LONGEST_WRITE_S = 25.0
 
 
-@dataclass(frozen=True, slots=True)
-class ListenAddresses:
-    """Where the server listens: `hosts` with one `port`, or the Unix socket `unix`."""
-
-    hosts: tuple[str, ...]
-    port: int
-    unix: Path | None = None
-
-    @property
-    def streams(self) -> tuple[str, ...]:
-        """As systemd writes them; none where the system's resolver has a say, or any port would
-        do."""
-        from localllm.server.http.settings import is_address
-
-        if self.unix is not None:
-            return (str(self.unix),)
-        if self.port == 0 or not all(is_address(host) for host in self.hosts):
-            return ()
-        return tuple(
-            f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts
-        )
-
-
-def listen_addresses(settings: Settings) -> ListenAddresses:
-    """Where a server with `settings` listens."""
-    from localllm.server.http.sockets import has_ipv6_loopback
-
-    unix = settings.value("unix_socket")
-    host = settings.value("host")
-    hosts: tuple[str, ...] = (host,)
+def listen_streams(settings: Settings) -> tuple[str, ...]:
+    """Where a server with `settings` listens, as systemd writes it; none where the system's
+    resolver has a say, or any port would do."""
+    unix, host, port = (settings.value(name) for name in ("unix_socket", "host", "port"))
+    if unix:
+        return (str(Path(unix).expanduser().absolute()),)
+    hosts = [host]
     if host.lower() == "localhost":
-        hosts = ("127.0.0.1", "::1") if has_ipv6_loopback() else ("127.0.0.1",)
-    return ListenAddresses(
-        hosts, settings.value("port"), Path(unix).expanduser().absolute() if unix else None
-    )
+        hosts = ["127.0.0.1", "::1"] if has_ipv6_loopback() else ["127.0.0.1"]
+    if port == 0 or not all(map(is_address, hosts)):
+        return ()
+    return tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
 
 
 def service_of(
-    models: Sequence[str], settings: Settings, manager: str, memory_max_bytes: int | None
+    models: Sequence[str], settings: Settings, manager: str, memory_gb: float | None = None
 ) -> Service:
     """The service that serves `models` by `settings`, as `manager` has to be told."""
-    from localllm.service.types import Service
-
     environment = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
-    if memory_max_bytes is not None and manager != "systemd":
+    if memory_gb is not None and manager != "systemd":
         raise UsageError(
             f"--memory-gb: {manager} sets no limit",
             hint="leave it out; the plan keeps to free memory",
         )
+    if memory_gb is not None and not 0.5 <= memory_gb < 1e6:
+        raise UsageError(f"--memory-gb must be at least 0.5, not {memory_gb:g}")
     flag = settings["unix_socket"].origin == "flag"
     socket = (
         ["--unix", str(Path(settings.value("unix_socket")).expanduser().absolute())] if flag else []
@@ -108,10 +93,9 @@ def service_of(
     return Service(
         command=(*program, *socket, *named),
         settle=(sys.executable, "-m", "localllm", "service", "settle"),
-        addresses=listen_addresses(settings).streams,
+        addresses=listen_streams(settings),
         environment=environment,
-        log_file=_log(),
-        memory_max_bytes=memory_max_bytes,
+        memory_max_bytes=None if memory_gb is None else int(memory_gb * 1e9),
     )
 
 
@@ -121,95 +105,59 @@ def settings_of_this_terminal() -> list[str]:
     return [setting.env for setting in TABLE if setting.env in os.environ]
 
 
-def memory_bytes(gb: float | None) -> int | None:
-    """`gb` in bytes. Raises UsageError for what no server can run in."""
-    if gb is None:
-        return None
-    if not 0.5 <= gb < 1e6:
-        raise UsageError(f"--memory-gb must be at least 0.5, not {gb:g}")
-    return int(gb * 1e9)
-
-
-def manager_named(name: str) -> Manager:
+def manager_named(name: str | None) -> Manager:
+    """The service manager of that name, or this system's. Raises UsageError where there is none we
+    know."""
+    name = name or _MANAGERS.get(sys.platform)
+    if name not in _MANAGERS.values():
+        known = ", ".join(_MANAGERS.values())
+        raise UsageError(
+            f"the service manager must be one of {known}, not {name or sys.platform!r}",
+            hint="name it: --manager",
+        )
     if name == "systemd":
-        from localllm.service.systemd import Systemd
-
         return Systemd(Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser())
     if name == "launchd":
-        from localllm.service.launchd import Launchd
-
         return Launchd(Path.home(), os.getuid() if hasattr(os, "getuid") else 0, _log())
-    from localllm.service.windows import WindowsTasks
-
     user = "\\".join(filter(None, [os.environ.get("USERDOMAIN"), os.environ.get("USERNAME")]))
     return WindowsTasks(paths.data_dir(), user, _log())
 
 
-def port_is_free(settings: Settings) -> None:
-    """Raises PortInUseError where another program has the server's address: the manager would only
-    say that it failed."""
-    from localllm.cli.serve.listening import server_settings
-    from localllm.server.http.sockets import bind, bind_unix
-
-    secured = server_settings(settings)
-    if secured.unix_socket is not None:
-        path = Path(secured.unix_socket).expanduser()
-        bind_unix(path).close()
-        path.unlink(missing_ok=True)
-        return
-    for sock in bind(secured.host, secured.port):
-        sock.close()
+def wait_until_it_listens(asked_s: float) -> str:
+    """Where the server listens that a manager was `asked_s` (seconds since 1970) to start, once it
+    tells. Raises ServiceError after a minute."""
+    until_s = time.monotonic() + _LONGEST_START_S
+    while time.monotonic() < until_s:
+        for server in running():
+            if server.started_s > asked_s - SAME_START_S:
+                return server.address
+        time.sleep(0.2)
+    raise ServiceError(
+        "the service was started, and does not listen", hint="`localllm service logs` says why"
+    )
 
 
-def wait_until_it_answers(addresses: ListenAddresses, settings: Settings) -> str:
-    """Ask the server for its health until it answers, and return its address. Raises ServiceError
-    after a minute."""
-
-    import httpx
-
-    from localllm.service.types import ServiceError
-
-    scheme = "https" if settings.value("tls_cert") else "http"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(addresses.hosts[0], addresses.hosts[0])
-    base = f"{scheme}://{f'[{host}]' if ':' in host else host}:{addresses.port}"
-    uds = str(addresses.unix) if addresses.unix is not None else None
-    until = time.monotonic() + _LONGEST_START_S
-    # The certificate is the user's own affair here: it is this machine that is asked whether it
-    # answers at all.
-    transport = httpx.HTTPTransport(uds=uds, verify=False)
-    with httpx.Client(
-        transport=transport, base_url=base if uds is None else "http://localhost"
-    ) as client:
-        while True:
-            try:
-                client.get("/health", timeout=max(until - time.monotonic(), 0.1))
-            except httpx.TransportError as e:
-                if time.monotonic() >= until:
-                    raise ServiceError(
-                        f"the service was started, and does not answer: {e}",
-                        hint="`localllm service logs` says why",
-                    ) from e
-                time.sleep(0.2)
-            else:
-                return f"{base}/v1" if uds is None else f"the Unix socket {uds}"
-
-
-def address_of(pid: int | None) -> str | None:
-    """Where the server that is process `pid` answers, as it tells itself; None while it has not
-    told."""
-
-    for server in running():
-        if server.pid == pid:
-            return (
-                f"the Unix socket {server.unix_socket}" if server.unix_socket else server.base_url
-            )
-    return None
+def state_lines(state: State, address: str | None) -> list[str]:
+    """How it stands, for people; `address` is where it answers, as far as that is known."""
+    if not state.installed:
+        return ["not installed: `localllm service install` starts the server now and at each login"]
+    memory, detail = state.memory_bytes, f": {state.detail}" if state.detail else ""
+    of_file = "the model's file in it as far as it was read"
+    rows = (
+        ("state", ("running" if state.running else "not running") + detail),
+        ("address", address),
+        ("since", state.since),
+        ("process", state.pid or None),
+        ("memory", None if memory is None else f"{gb(memory, 2)}, {of_file}"),
+        ("restarts", state.restarts),
+        ("last exit code", None if state.running else state.last_exit or None),
+        ("at login", None if state.at_login is None else "yes" if state.at_login else "no"),
+    )
+    return [f"{name:<15} {value}" for name, value in rows if value not in (None, "")]
 
 
 def show_log(command: Sequence[str]) -> None:
     """Run what shows the server's log. Raises ServiceError."""
-    from localllm.service.types import ServiceError
-
     try:
         code = subprocess.run(command, check=False).returncode
     except FileNotFoundError as e:
@@ -242,8 +190,6 @@ def wait_for_workers(longest_s: float = _LONGEST_WRITE_S) -> int:
 
     They are known by systemd's name of the run, which all of its processes have in their
     environment."""
-    import psutil
-
     run = os.environ.get("INVOCATION_ID")
     if not run:
         return 0

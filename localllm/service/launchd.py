@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from localllm.service.types import (
     Call,
     CommandResult,
     Service,
-    ServiceError,
     State,
+    checked,
     remove_all,
     write_all,
 )
@@ -45,12 +44,11 @@ class Launchd:
         return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
     def files(self, service: Service) -> dict[Path, str]:
-        return {self.plist: agent(service)}
+        return {self.plist: agent(service, self.log_file)}
 
     def install(self, service: Service) -> list[Path]:
         """Write the agent and start it, in the place of one that runs."""
-        if service.log_file is not None:
-            service.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
         changed = write_all(self.files(service))
         self._ask("bootout", self._target, allowed=_NO_SUCH)
         for attempt in range(_TRIES):
@@ -85,20 +83,17 @@ class Launchd:
         return f"gui/{self.uid}/{LABEL}"
 
     def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> CommandResult:
-        answer = self.call(["launchctl", *words])
-        if answer.code and answer.code not in allowed:
-            raise ServiceError(
-                f"`launchctl {' '.join(words)}` failed ({answer.code}): {answer.text}"
-            )
-        return answer
+        command = ["launchctl", *words]
+        answer = self.call(command)
+        return answer if answer.code in allowed else checked(answer, command)
 
 
-def agent(service: Service) -> str:
+def agent(service: Service, log_file: Path) -> str:
     """A launch agent (launchd.plist(5)).
 
     `AbandonProcessGroup`: workers write what they know after the server has gone, and end by
     themselves."""
-    values: dict[str, Any] = {
+    values = {
         "Label": LABEL,
         "ProgramArguments": list(service.command),
         "RunAtLoad": True,
@@ -108,11 +103,10 @@ def agent(service: Service) -> str:
         "AbandonProcessGroup": True,
         "ProcessType": "Interactive",
         "HardResourceLimits": {"Core": 0},
+        "EnvironmentVariables": dict(sorted(service.environment.items())),
+        "StandardOutPath": str(log_file),
+        "StandardErrorPath": str(log_file),
     }
-    if service.environment:
-        values["EnvironmentVariables"] = dict(sorted(service.environment.items()))
-    if service.log_file is not None:
-        values["StandardOutPath"] = values["StandardErrorPath"] = str(service.log_file)
     return plistlib.dumps(values, sort_keys=False).decode()
 
 

@@ -16,6 +16,7 @@ from localllm.service.types import (
     Service,
     ServiceError,
     State,
+    checked,
     remove_all,
     write_all,
 )
@@ -60,7 +61,7 @@ class Systemd:
     def install(self, service: Service) -> list[Path]:
         """Write the units and start them; what listened before is stopped first where that
         changes."""
-        self._ask("is-system-running", refused_by=())  # says so at once where nobody answers
+        self._ask("is-system-running", may_fail=True)  # says so at once where nobody answers
         units = self.files(service)
         stale = [] if service.addresses else [self.folder / SOCKET]
         had_socket = (self.folder / SOCKET).exists()
@@ -80,7 +81,7 @@ class Systemd:
 
     def restart(self) -> None:
         """The socket stays open meanwhile: whoever asks then waits for the new server."""
-        self._ask("reset-failed", SERVICE, refused_by=())
+        self._ask("reset-failed", SERVICE, may_fail=True)
         self._ask("restart", SERVICE)
 
     def uninstall(self) -> list[Path]:
@@ -90,7 +91,7 @@ class Systemd:
         gone = remove_all([self.folder / name for name in there])
         if gone:
             self._ask("daemon-reload")
-            self._ask("reset-failed", SERVICE, refused_by=())
+            self._ask("reset-failed", SERVICE, may_fail=True)
         return gone
 
     def state(self) -> State:
@@ -121,20 +122,16 @@ class Systemd:
         found = re.match(r"systemd (\d+)", self.call(["systemctl", "--version"]).out)
         return int(found[1]) if found else 0
 
-    def _ask(self, *words: str, refused_by: tuple[int, ...] | None = None) -> CommandResult:
-        """Run `systemctl --user`; `refused_by` is which exit codes are errors (None: all but 0)."""
-        answer = self.call(["systemctl", "--user", *words])
-        if answer.code == 127:
-            raise ServiceError("systemctl is not installed: this system has no systemd")
+    def _ask(self, *words: str, may_fail: bool = False) -> CommandResult:
+        command = ["systemctl", "--user", *words]
+        answer = self.call(command)
         if "Failed to connect to bus" in answer.text:
             raise ServiceError(
                 f"systemd does not answer for this user: {answer.text}",
                 hint="log in as this user (not through su or sudo), or once: `sudo loginctl "
                 "enable-linger $USER`",
             )
-        if answer.code and refused_by is None:
-            raise ServiceError(f"`systemctl --user {' '.join(words)}` failed: {answer.text}")
-        return answer
+        return answer if may_fail else checked(answer, command)
 
 
 def service_unit(service: Service, *, backs_off: bool) -> str:

@@ -1,5 +1,12 @@
 """A service and its state; and what the managers share: running programs, writing and removing unit
-files."""
+files.
+
+Each manager has a `name` (as `--manager` says it) and the same methods, which raise ServiceError:
+`files` are those that `install` writes, with their texts; `install` starts the service, now and at
+each login, and returns the files that changed; `restart` and `uninstall` wait for the server to
+write what it knows; `state` is how it stands now; `log_command` shows its log's last lines and, to
+`follow` it, what comes after them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,6 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from localllm.errors import LocalLLMError
 
@@ -25,7 +31,7 @@ class ServiceError(
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a program answered: its exit code (127: it is not installed) and what it wrote."""
+    """What a program answered: its exit code and what it wrote."""
 
     code: int
     out: str
@@ -54,7 +60,6 @@ class Service:
     settle: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    log_file: Path | None = None
     memory_max_bytes: int | None = None
 
 
@@ -75,41 +80,13 @@ class State:
     at_login: bool | None = None
 
 
-class Manager(Protocol):
-    @property
-    def name(self) -> str:
-        """As `--manager` names it."""
-
-    def files(self, service: Service) -> dict[Path, str]:
-        """What `install` writes: each file and its text."""
-
-    def install(self, service: Service) -> list[Path]:
-        """Write the files, start the service now and at each login; returns the files that changed.
-        Raises ServiceError."""
-
-    def restart(self) -> None:
-        """Stop it, waiting for it to write what it knows, and start it again. Raises
-        ServiceError."""
-
-    def uninstall(self) -> list[Path]:
-        """Stop it and take its files away; returns them. Nothing else is removed. Raises
-        ServiceError."""
-
-    def state(self) -> State:
-        """How it stands now. Raises ServiceError where the manager does not answer."""
-
-    def log_command(self, lines: int, follow: bool) -> list[str]:
-        """What shows the log's last `lines`, and with `follow` what comes after them."""
-
-
-_NOT_INSTALLED = 127
 # A restart waits for the server to write what it knows (systemd.py: TimeoutStopSec).
 _LONGEST_S = 90
 
 
 def call(command: Sequence[str]) -> CommandResult:
-    """Run `command` and wait for it; code 127 where there is no such program. Raises ServiceError
-    when it hangs."""
+    """Run `command` and wait for it. Raises ServiceError where there is no such program, and when
+    it hangs."""
     try:
         done = subprocess.run(
             list(command),
@@ -119,11 +96,19 @@ def call(command: Sequence[str]) -> CommandResult:
             timeout=_LONGEST_S,
             check=False,
         )
-    except FileNotFoundError:
-        return CommandResult(_NOT_INSTALLED, "", f"{command[0]} is not installed")
+    except FileNotFoundError as e:
+        raise ServiceError(f"{command[0]} is not installed") from e
     except subprocess.TimeoutExpired as e:
         raise ServiceError(f"`{' '.join(command)}` did not answer in {_LONGEST_S} s") from e
     return CommandResult(done.returncode, done.stdout, done.stderr)
+
+
+def checked(answer: CommandResult, command: Sequence[str]) -> CommandResult:
+    """`answer` of `command`. Raises ServiceError where that failed."""
+    if answer.code:
+        shown = " ".join(command[:4])  # PowerShell's script is long
+        raise ServiceError(f"`{shown}` failed ({answer.code}): {answer.text}")
+    return answer
 
 
 def write_all(files: Mapping[Path, str], encoding: str = "utf-8") -> list[Path]:

@@ -12,10 +12,10 @@ from xml.sax.saxutils import escape
 from localllm.service.types import (
     NAME,
     Call,
-    CommandResult,
     Service,
     ServiceError,
     State,
+    checked,
     remove_all,
     write_all,
 )
@@ -71,20 +71,16 @@ class WindowsTasks:
 
     def state(self) -> State:
         """From PowerShell's ScheduledTasks."""
-        answer = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _ASK_STATE)
-        return parse_state(answer.out)
+        said = self._ask("powershell", "-NoProfile", "-NonInteractive", "-Command", _ASK_STATE)
+        return parse_state(said)
 
     def log_command(self, lines: int, follow: bool) -> list[str]:
         quoted = str(self.log_file).replace("'", "''")
         show = f"Get-Content -LiteralPath '{quoted}' -Encoding UTF8 -Tail {lines}"
         return ["powershell", "-NoProfile", "-Command", show + (" -Wait" if follow else "")]
 
-    def _ask(self, *words: str) -> CommandResult:
-        answer = self.call(words)
-        if answer.code:
-            shown = " ".join(words[:4])
-            raise ServiceError(f"`{shown}` failed ({answer.code}): {answer.text}")
-        return answer
+    def _ask(self, *words: str) -> str:
+        return checked(self.call(words), words).out
 
 
 def task(service: Service, user: str) -> str:

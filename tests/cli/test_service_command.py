@@ -18,11 +18,12 @@ from localllm import paths
 from localllm.cli.all_commands import app
 from localllm.cli.serve.running import published
 from localllm.cli.service_unit import (
-    listen_addresses,
+    listen_streams,
     service_of,
     settings_of_this_terminal,
     show_log,
     wait_for_workers,
+    wait_until_it_listens,
 )
 from localllm.errors import UsageError
 from localllm.server.http.settings import ServerSettings
@@ -56,11 +57,11 @@ def test_windows_is_told_the_environment_and_the_log_in_words() -> None:
 
 
 def test_where_it_listens() -> None:
-    assert listen_addresses(Settings({})).streams[0] == "127.0.0.1:11535"
-    assert listen_addresses(Settings({"host": "::", "port": 80})).streams == ("[::]:80",)
+    assert listen_streams(Settings({}))[0] == "127.0.0.1:11535"
+    assert listen_streams(Settings({"host": "::", "port": 80})) == ("[::]:80",)
     # What a resolver says can change, and any free port is not one.
-    assert listen_addresses(Settings({"host": "nas.lan"})).streams == ()
-    assert listen_addresses(Settings({"port": 0})).streams == ()
+    assert listen_streams(Settings({"host": "nas.lan"})) == ()
+    assert listen_streams(Settings({"port": 0})) == ()
 
 
 def test_a_dry_run_prints_every_managers_files_and_writes_nothing(
@@ -124,6 +125,7 @@ def test_the_status_of_one_that_runs_says_where_it_answers(
     with published(ServerSettings(port=8080), 8080):
         assert "address         http://127.0.0.1:8080/v1" in status()
         assert json.loads(status("--json"))["address"] == "http://127.0.0.1:8080/v1"
+        assert wait_until_it_listens(0.0) == "http://127.0.0.1:8080/v1"
     with published(ServerSettings(unix_socket=str(tmp_path / "s.sock")), 0):
         assert f"address         the Unix socket {tmp_path.resolve() / 's.sock'}" in status()
     assert "address" not in status()
@@ -149,7 +151,9 @@ def test_an_unknown_manager_and_a_limit_that_nobody_sets_are_refused() -> None:
     said = CliRunner().invoke(app, ["service", "status", "--manager", "upstart"])
     assert isinstance(said.exception, UsageError)
     with pytest.raises(UsageError, match="sets no limit"):
-        service_of([], Settings({}), "launchd", 10**9)
+        service_of([], Settings({}), "launchd", 4.0)
+    with pytest.raises(UsageError, match=r"at least 0\.5"):
+        service_of([], Settings({}), "systemd", 0.1)
 
 
 def test_the_last_lines_of_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

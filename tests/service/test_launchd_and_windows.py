@@ -27,7 +27,7 @@ TASK = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
 
 @given(st.lists(xml_text, min_size=1))
 def test_a_plist_holds_the_command_whatever_the_names(words: list[str]) -> None:
-    read = plistlib.loads(agent(Service(tuple(words))).encode())
+    read = plistlib.loads(agent(Service(tuple(words)), Path("/tmp/serve.log")).encode())
     assert read["ProgramArguments"] == words
     assert read["KeepAlive"] == {"SuccessfulExit": False}
     assert read["AbandonProcessGroup"] is True

@@ -157,7 +157,9 @@ def test_its_words_are_read() -> None:
     assert (none.installed, none.running) == (False, False)
 
 
-def test_no_manager_for_this_user_is_said_with_what_helps(tmp_path: Path) -> None:
+def test_no_manager_for_this_user_is_said_with_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = Systemd(
         tmp_path, Recorded({"systemctl --user": CommandResult(1, "", recorded.NO_BUS)})
     )
@@ -165,5 +167,6 @@ def test_no_manager_for_this_user_is_said_with_what_helps(tmp_path: Path) -> Non
         manager.install(SERVE)
     assert "enable-linger" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ServiceError, match="no systemd"):
-        Systemd(tmp_path, Recorded({"systemctl": CommandResult(127, "")})).state()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ServiceError, match="systemctl is not installed"):
+        Systemd(tmp_path).state()

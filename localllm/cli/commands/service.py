@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,14 +15,10 @@ from localllm.cli.commands.shared import Json, print_json
 from localllm.errors import UsageError
 from localllm.settings import Settings
 
-if TYPE_CHECKING:
-    from localllm.service.types import Manager, State
-
 app = typer.Typer(
     help="Keep `localllm serve` running: at login, after a crash.", no_args_is_help=True
 )
 
-MANAGERS = {"linux": "systemd", "darwin": "launchd", "win32": "task-scheduler"}
 ManagerName = Annotated[
     str | None,
     typer.Option(
@@ -52,19 +49,18 @@ def install(
 
     Settings come from config.toml (`localllm config`), as for `localllm serve`.
     """
+    from localllm.cli.serve.listening import listening, server_settings
     from localllm.cli.serve.model_router import router_of
     from localllm.cli.service_unit import (
-        listen_addresses,
-        memory_bytes,
-        port_is_free,
+        manager_named,
         service_of,
         settings_of_this_terminal,
-        wait_until_it_answers,
+        wait_until_it_listens,
     )
 
     settings = Settings({"unix_socket": unix})
-    kind = _manager(manager)
-    service = service_of(models or [], settings, kind.name, memory_bytes(memory_gb))
+    kind = manager_named(manager)
+    service = service_of(models or [], settings, kind.name, memory_gb)
     if dry_run:
         for path, text in kind.files(service).items():
             print(f"<!-- {path} -->" if path.suffix in (".plist", ".xml") else f"# {path}")
@@ -73,17 +69,19 @@ def install(
     # What would end the server at its start is said here, not in its log.
     router_of(models or [], (), settings)
     if not kind.state().running:
-        port_is_free(settings)
+        # Of a port that is in use the manager would only say that the server failed.
+        with listening(server_settings(settings)):
+            pass
     if left_out := settings_of_this_terminal():
         print(
             f"not for the service, set here alone: {', '.join(left_out)} (`localllm config set` "
             "keeps one)",
             file=sys.stderr,
         )
+    asked_s = time.time()
     for path in kind.install(service):
         print(f"wrote {path}", file=sys.stderr)
-    address = wait_until_it_answers(listen_addresses(settings), settings)
-    print(f"serving on {address}, now and at each login", file=sys.stderr)
+    print(f"serving on {wait_until_it_listens(asked_s)}, now and at each login", file=sys.stderr)
     if kind.name == "systemd":
         print(
             "to start at boot, and stay when you log out: sudo loginctl enable-linger $USER",
@@ -96,12 +94,13 @@ def status(as_json: Json = False, manager: ManagerName = None) -> None:
     """Show whether it runs. Exits with 3 where it is not installed, with 6 where it is and does not
     run."""
 
-    from localllm.cli.service_unit import address_of
+    from localllm.cli.serve.running import running
+    from localllm.cli.service_unit import manager_named, state_lines
 
-    state = _manager(manager).state()
-    address = address_of(state.pid)
+    state = manager_named(manager).state()
+    address = next((server.address for server in running() if server.pid == state.pid), None)
     told = {**asdict(state), "address": address}
-    print_json(told) if as_json else print("\n".join(_lines(state, address)))
+    print_json(told) if as_json else print("\n".join(state_lines(state, address)))
     if not state.running:
         raise typer.Exit(6 if state.installed else 3)
 
@@ -117,31 +116,31 @@ def logs(
     manager: ManagerName = None,
 ) -> None:
     """Show what the server wrote: its starts, models and errors. Prompts are never in it."""
-    from localllm.cli.service_unit import show_log
+    from localllm.cli.service_unit import manager_named, show_log
 
-    show_log(_manager(manager).log_command(lines, follow))
+    show_log(manager_named(manager).log_command(lines, follow))
 
 
 @app.command()
 def restart(manager: ManagerName = None) -> None:
     """Start the server again, for example after an upgrade. Requests that come meanwhile wait
     (systemd)."""
-    from localllm.cli.service_unit import listen_addresses, wait_until_it_answers
+    from localllm.cli.service_unit import manager_named, wait_until_it_listens
 
-    kind = _manager(manager)
+    kind = manager_named(manager)
     if not kind.state().installed:
         raise UsageError("the service is not installed", hint="`localllm service install`")
+    asked_s = time.time()
     kind.restart()
-    settings = Settings({})
-    print(
-        f"serving on {wait_until_it_answers(listen_addresses(settings), settings)}", file=sys.stderr
-    )
+    print(f"serving on {wait_until_it_listens(asked_s)}", file=sys.stderr)
 
 
 @app.command()
 def uninstall(manager: ManagerName = None) -> None:
     """Stop the server and take the service away. Models, chats and settings stay."""
-    gone = _manager(manager).uninstall()
+    from localllm.cli.service_unit import manager_named
+
+    gone = manager_named(manager).uninstall()
     for path in gone:
         print(f"removed {path}", file=sys.stderr)
     if not gone:
@@ -181,48 +180,3 @@ def settle() -> None:
 
     if left := wait_for_workers():
         print(f"{left} workers of the server that ended did not leave: ended", file=sys.stderr)
-
-
-def _manager(name: str | None) -> Manager:
-    """The service manager of that name, or this system's. Raises UsageError where there is none we
-    know."""
-    from localllm.cli.service_unit import manager_named
-
-    known = name or MANAGERS.get("linux" if sys.platform.startswith("linux") else sys.platform)
-    if known is None or known not in MANAGERS.values():
-        where = f"--manager must be one of {', '.join(MANAGERS.values())}, not {name!r}"
-        raise UsageError(where if name else f"no service manager is known for {sys.platform}")
-    return manager_named(known)
-
-
-def _lines(state: State, address: str | None) -> list[str]:
-    """How it stands, for people; `address` is where it answers, as far as that is known."""
-    if not state.installed:
-        return ["not installed: `localllm service install` starts the server now and at each login"]
-    rows = [
-        (
-            "state",
-            ("running" if state.running else "not running")
-            + (f": {state.detail}" if state.detail else ""),
-        )
-    ]
-    if address is not None:
-        rows.append(("address", address))
-    if state.since:
-        rows.append(("since", state.since))
-    if state.pid:
-        rows.append(("process", str(state.pid)))
-    if state.memory_bytes is not None:
-        rows.append(
-            (
-                "memory",
-                f"{state.memory_bytes / 1e9:.2f} GB, the model's file in it as far as it was read",
-            )
-        )
-    if state.restarts is not None:
-        rows.append(("restarts", str(state.restarts)))
-    if state.last_exit and not state.running:
-        rows.append(("last exit code", str(state.last_exit)))
-    if state.at_login is not None:
-        rows.append(("at login", "yes" if state.at_login else "no"))
-    return [f"{name:<15} {value}" for name, value in rows]

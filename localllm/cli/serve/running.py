@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # somebody chose.
 Key = Literal["none", "kept", "chosen"]
 # A process's start is told in hundredths of a second, and computed from the boot's.
-_SAME_START_S = 2.0
+SAME_START_S = 2.0
 _LONGEST_FILE_BYTES = 4096
 
 
@@ -37,6 +37,11 @@ class Running:
     host: str
     key: Key = "none"
     unix_socket: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where it listens, for people."""
+        return f"the Unix socket {self.unix_socket}" if self.unix_socket else self.base_url
 
 
 def folder() -> Path:
@@ -124,7 +129,7 @@ def _lives(told: Running) -> bool:
     try:
         process = psutil.Process(told.pid)
         return (
-            abs(process.create_time() - told.started_s) < _SAME_START_S
+            abs(process.create_time() - told.started_s) < SAME_START_S
             and process.status() != psutil.STATUS_ZOMBIE
         )
     except (psutil.Error, ValueError):
