@@ -187,10 +187,8 @@ def _serve(
     from localllm.cli.serve.installed_models import LibraryStore
     from localllm.cli.serve.listening import listening, port_of, server_settings
     from localllm.cli.serve.model_router import router_of
-    from localllm.cli.serve.pool import check_pool, serve_pool
     from localllm.cli.serve.run import serve_until_stopped
     from localllm.cli.serve.running import published
-    from localllm.engine.worker.pipe import end_ahead
     from localllm.library import names
     from localllm.settings import Settings
 
@@ -198,13 +196,13 @@ def _serve(
     names.check_said(*named)
     settings = Settings(flags)
     secured = server_settings(settings, new_key=new_key)
-    check_pool(settings, [*named, *aliases])
+    if settings.value("pool"):
+        from localllm.cli.serve.pool import serve_pool
+
+        runner.run(serve_pool(settings, secured, [*named, *aliases], quiet=quiet))
+        return
     # The port is taken before anything loads: a minute of loading must not end in "address in use".
     with listening(secured) as (socks, address), published(secured, port_of(socks)):
-        if settings.value("pool"):
-            runner.run(end_ahead())
-            runner.run(serve_pool(settings, secured, socks, address, quiet=quiet))
-            return
         router = router_of(named, aliases, settings)
         idle_s = 60.0 * settings.value("idle_unload_min")
         store = LibraryStore(settings.value("offline")) if settings.value("allow_pull") else None

@@ -3,19 +3,18 @@ word."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localllm import json_store, paths
-
-if TYPE_CHECKING:
-    from localllm.server.models.router import ModelRouter
-    from localllm.server.models.worker import ModelWorker
+from localllm.server.models.router import ModelRouter
+from localllm.server.models.worker import ModelWorker
 
 # So much more time a step takes where speed has fallen by a fifth.
 SLOWER = 1.25
@@ -122,8 +121,6 @@ class DecodeSpeedWatch:
 
     async def run(self) -> None:
         """Until cancelled."""
-        import asyncio
-
         while True:
             await asyncio.sleep(INTERVAL_S)
             await self.check()

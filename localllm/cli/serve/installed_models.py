@@ -7,24 +7,33 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.serve.served_models import ServedModels, real_path
+from localllm.library import names, store
 from localllm.library.catalog import load_catalog
+from localllm.library.resolve import best_of, matching, resolve
+from localllm.library.types import LocalModel
 from localllm.load.candidates import variant_choice
+from localllm.server.models.served import ServedModel, StoreProgress
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from localllm.library.transfer import DownloadProgress
-    from localllm.library.types import LocalModel
-    from localllm.server.models.served import ServedModel, StoreProgress
-
 
 # The disk is looked at again when a list is asked for this long after the last look, and for a name
 # nobody has sooner.
 _FRESH_S = 10.0
 _LOOK_AGAIN_S = 1.0
+
+
+@dataclass(eq=False)
+class DiskModel:
+    """A model on this disk as it is offered, and whether it says more than its name does."""
+
+    local: LocalModel
+    model: ServedModel
+    described: bool = False
 
 
 class DiskModels:
@@ -37,11 +46,10 @@ class DiskModels:
         self, served: ServedModels, named: Sequence[tuple[LocalModel, ServedModel]], *, only: bool
     ) -> None:
         self._served, self._only = served, only
-        self._named = {real_path(local.path): model for local, model in reversed(named)}
-        self._named_locals = [local for local, _ in named]
-        self._locals: list[LocalModel] = list(self._named_locals)
-        self._listed: dict[Path, ServedModel] = {}
-        self._undescribed: dict[Path, LocalModel] = {}
+        self._named = {
+            real_path(local.path): DiskModel(local, model, described=True) for local, model in named
+        }
+        self._listed: dict[Path, DiskModel] = {}
         self._lock = threading.Lock()
         self._looked_s = -_FRESH_S
         self._looking: threading.Thread | None = None
@@ -49,12 +57,13 @@ class DiskModels:
 
     def models(self) -> Sequence[ServedModel]:
         """See InstalledModels. A look at the disk that is due goes on in a thread meanwhile."""
-        if (self._stale or self._undescribed) and (
+        listed = [*self._listed.values()]
+        if (self._stale or not all(found.described for found in listed)) and (
             self._looking is None or not self._looking.is_alive()
         ):
             self._looking = threading.Thread(target=self._look_closely, name="library", daemon=True)
             self._looking.start()
-        return [*self._listed.values()]
+        return [found.model for found in listed]
 
     @property
     def _stale(self) -> bool:
@@ -63,13 +72,14 @@ class DiskModels:
     def _look_closely(self) -> None:
         if self._stale:
             self.look()
-        for path in [*self._undescribed]:
-            self._describe(path)
+        for found in [*self._listed.values()]:
+            self._described(found)
 
-    def _describe(self, path: Path) -> None:
-        local, model = self._undescribed.pop(path, None), self._listed.get(path)
-        if local is not None and model is not None:
-            self._served.describe(local, model)
+    def _described(self, found: DiskModel) -> ServedModel:
+        if not found.described:
+            found.described = True
+            self._served.describe(found.local, found.model)
+        return found.model
 
     def find(self, name: str) -> ServedModel | None:
         found = self._find(name)
@@ -81,59 +91,45 @@ class DiskModels:
     def look(self) -> None:
         """Look at the disk. Models that are there no more are no longer listed; one that is loaded
         stays until it is unloaded."""
-        from localllm.library import store
-
         if self._only:
             self._looked_s = time.monotonic()
             return
         with self._lock:
-            found = {real_path(local.path): local for local in reversed(store.scan())}
-            taken = {model.name.lower() for model in self._named.values()}
-            listed: dict[Path, ServedModel] = {}
-            for path, local in reversed(found.items()):
+            on_disk = {real_path(local.path): local for local in reversed(store.scan())}
+            taken = {found.model.name.lower() for found in self._named.values()}
+            listed: dict[Path, DiskModel] = {}
+            for path, local in reversed(on_disk.items()):
                 if path in self._named:
                     continue
-                model = self._listed.get(path) or self._listed_as(local, taken)
-                if model is not None:
-                    taken.add(model.name.lower())
-                    listed[path] = model
-                    if path not in self._listed:
-                        self._undescribed[path] = local
-            for path, model in self._listed.items():
-                if model.loaded:
-                    listed.setdefault(path, model)
-            self._locals = [*self._named_locals, *(found[path] for path in listed if path in found)]
+                found = self._listed.get(path) or self._under_a_free_name(local, taken)
+                if found is not None:
+                    taken.add(found.model.name.lower())
+                    listed[path] = found
+            for path, found in self._listed.items():
+                if found.model.loaded:
+                    listed.setdefault(path, found)
             self._listed = listed
             self._looked_s = time.monotonic()
 
-    def _listed_as(self, local: LocalModel, taken: set[str]) -> ServedModel | None:
+    def _under_a_free_name(self, local: LocalModel, taken: set[str]) -> DiskModel | None:
         """A model for the list, under a name nobody has; None where there is none left."""
-
         for name in (local.name, f"{local.name}:{local.quant}"):
             if name.lower() not in taken:
-                return self._served.model(replace(local, name=name), None)
+                return DiskModel(local, self._served.model(replace(local, name=name), None))
         return None
 
     def _find(self, name: str) -> ServedModel | None:
-        from localllm.library.resolve import best_of, matching
-
-        locals_ = self._locals
-        candidates = matching(name, locals_)
+        named, listed = [*self._named.values()], [*self._listed.values()]
+        offered = {found.local: found for found in (*named, *listed)}
+        candidates = matching(name, [*offered])
         if not candidates:
             return None
-        models = [model for local in candidates if (model := self._of(local)) is not None]
         # One that is in memory answers first: what is free now must not decide between two quants
         # of a model.
-        in_memory = [m for m in models if m.state != "available"]
-        named = [m for m in models if m in self._named.values()]
-        if in_memory or named:
-            return (in_memory or named)[0]
-        return self._of(best_of(candidates))
-
-    def _of(self, local: LocalModel) -> ServedModel | None:
-        path = real_path(local.path)
-        self._describe(path)
-        return self._named.get(path) or self._listed.get(path)
+        matched = [offered[local] for local in candidates]
+        first = [found for found in matched if found.model.state != "available"]
+        first += [found for found in matched if found in named]
+        return self._described(first[0] if first else offered[best_of(candidates)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +141,6 @@ class LibraryStore:
 
     def pull(self, ref: str, on_progress: Callable[[StoreProgress], None]) -> None:
         from localllm.library.pull import pull
-        from localllm.server.models.served import StoreProgress
 
         def hear(p: DownloadProgress) -> None:
             on_progress(StoreProgress(p.state, p.done_bytes, p.total_bytes, p.digest))
@@ -154,17 +149,12 @@ class LibraryStore:
         pull(name, on_progress=hear, choose=variant_choice(name), offline=self.offline, mmproj=True)
 
     def remove(self, ref: str) -> None:
-        from localllm.library import store
-        from localllm.library.resolve import resolve
-
         store.rm(resolve(_ours(ref), offline=True))
 
 
 def _ours(ref: str) -> str:
     """`ref` as the library knows it: Ollama's `qwen3:8b` is the catalog's qwen3-8b. Raises
     UsageError for a path."""
-    from localllm.library import names
-
     names.parse(ref)
     ref = ref.removesuffix(":latest")
     family, colon, size = ref.partition(":")

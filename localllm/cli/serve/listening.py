@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 
+from localllm.cli.serve.api_keys import kept_key, load_keys
 from localllm.errors import UsageError
-
-if TYPE_CHECKING:
-    import socket
-
-    from localllm.server.http.settings import ServerSettings
-    from localllm.settings import Settings
+from localllm.library.hub import is_offline
+from localllm.server.http.settings import (
+    CONNECTION_LIMITS,
+    ServerSettings,
+    TlsFiles,
+    image_host,
+    is_loopback,
+)
+from localllm.server.http.sockets import bind, bind_unix, check_tls, inherited, unix_file
+from localllm.settings import Settings
 
 
 def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSettings:
@@ -20,18 +28,6 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
     replaces that.
 
     Raises UsageError, also for a certificate that no server can be run with."""
-    from dataclasses import replace
-    from pathlib import Path
-
-    from localllm.cli.serve.api_keys import kept_key, load_keys
-    from localllm.library.hub import is_offline
-    from localllm.server.http.settings import (
-        CONNECTION_LIMITS,
-        ServerSettings,
-        TlsFiles,
-        image_host,
-    )
-
     certificate, private = settings.value("tls_cert"), settings.value("tls_key")
     tls = None
     if certificate is not None:
@@ -59,8 +55,6 @@ def server_settings(settings: Settings, *, new_key: bool = False) -> ServerSetti
         **{name: settings.value(name) for name in CONNECTION_LIMITS},
     ).secured()
     if tls is not None:
-        from localllm.server.http.sockets import check_tls
-
         check_tls(tls)
     if not secured.generated_key:
         if new_key:
@@ -79,37 +73,26 @@ def listening(settings: ServerSettings) -> Iterator[tuple[Sequence[socket.socket
     with it. Where a service manager opened them already, those.
 
     Raises PortInUseError or UsageError."""
-    from pathlib import Path
-
-    from localllm.server.http.sockets import bind, bind_unix, inherited, unix_file
-
-    if given := inherited():
-        try:
-            yield given, _address_of(given, settings)
-        finally:
-            for sock in given:
-                sock.close()
-        return
-    if settings.unix_socket is None:
-        socks = bind(settings.host, settings.port)
-        try:
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            scheme = "http" if settings.tls is None else "https"
-            yield socks, f"{scheme}://{host}:{socks[0].getsockname()[1]}/v1"
-        finally:
-            for sock in socks:
-                sock.close()
-        return
-    path = Path(settings.unix_socket).expanduser()
-    with bind_unix(path) as sock, unix_file(path):
-        yield [sock], f"the Unix socket {path} (path /v1)"
+    with ExitStack() as opened:
+        socks = inherited()
+        if socks:
+            host = _host_of(socks, settings)
+        elif settings.unix_socket is None:
+            host, socks = settings.host, bind(settings.host, settings.port)
+        else:
+            path = Path(settings.unix_socket).expanduser()
+            host, socks = "", [bind_unix(path)]
+            opened.enter_context(unix_file(path))
+        for sock in socks:
+            opened.enter_context(sock)
+        scheme = "http" if settings.tls is None else "https"
+        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port_of(socks)}/v1"
+        yield socks, address if host else f"the Unix socket {socks[0].getsockname()} (path /v1)"
 
 
 def from_elsewhere(address: str) -> str | None:
     """`address` as other machines call it: with this one's own in the place of 0.0.0.0 or ::. None
     where it is not open to them all, or this machine has no network."""
-    import socket
-
     everywhere = next((wild for wild in ("//0.0.0.0:", "//[::]:") if wild in address), None)
     if everywhere is None:
         return None
@@ -128,31 +111,20 @@ def port_of(socks: Sequence[socket.socket]) -> int:
     return int(name[1]) if isinstance(name, tuple) else 0
 
 
-def _address_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
-    """Where the sockets of the service manager are reached, for people.
-
-    Raises UsageError where they let in more than `settings` do: those decide whether a key is asked
-    for."""
-    import socket
-    import sys
-
-    from localllm.server.http.settings import is_loopback
-
+def _host_of(given: Sequence[socket.socket], settings: ServerSettings) -> str:
+    """Where the service manager's sockets listen, "" for a Unix socket. Raises UsageError where
+    they let in more than `settings` do: those decide whether a key is asked for."""
     again = "`localllm service install` makes them anew"
-    keyed = settings.api_key is not None
     names = [sock.getsockname() for sock in given if sock.family != socket.AF_UNIX]
-    if not keyed and any(not is_loopback(name[0]) for name in names):
+    if settings.api_key is None and not all(is_loopback(name[0]) for name in names):
         raise UsageError(
             "the service manager's socket can be reached from other machines, and no key is set",
             hint=again,
         )
-    if not names:
-        return f"the Unix socket {given[0].getsockname()} (path /v1)"
-    if settings.unix_socket is not None or names[0][1] != settings.port:
+    if names and (settings.unix_socket is not None or names[0][1] != settings.port):
         print(
             f"note: listening on the service manager's socket, port {names[0][1]}; the settings "
             f"say otherwise: {again}",
             file=sys.stderr,
         )
-    host = f"[{names[0][0]}]" if ":" in names[0][0] else names[0][0]
-    return f"{'http' if settings.tls is None else 'https'}://{host}:{names[0][1]}/v1"
+    return str(names[0][0]) if names else ""

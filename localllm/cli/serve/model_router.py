@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from localllm.cli.serve.installed_models import DiskModels
+from localllm.cli.serve.presets import Preset, load_presets
+from localllm.cli.serve.served_models import ServedModels, on_disk, real_path
+from localllm.cli.serve.upstreams import load_upstreams
 from localllm.errors import ModelNotFoundError, UsageError
-
-if TYPE_CHECKING:
-    from localllm.cli.serve.presets import Preset
-    from localllm.cli.serve.served_models import ServedModels
-    from localllm.library.types import LocalModel
-    from localllm.load.load_plan import LoadPlan
-    from localllm.server.models.router import ModelRouter
-    from localllm.server.models.served import ServedModel
-    from localllm.settings import Settings
+from localllm.library.types import LocalModel
+from localllm.load.load_plan import LoadPlan
+from localllm.load.sharing import memory_for_models
+from localllm.server.models.router import ModelRouter
+from localllm.server.models.served import ServedModel
+from localllm.server.models.worker import ModelAdmission
+from localllm.settings import Settings
 
 log = logging.getLogger("localllm.server")
 
@@ -24,10 +25,6 @@ log = logging.getLogger("localllm.server")
 def router_of(named: Sequence[str], aliases: Sequence[str], settings: Settings) -> ModelRouter:
     """What the command line and config.toml say is served; without a name the best model at hand.
     Raises as `load_plan_named` does, and UsageError."""
-    from localllm.cli.serve.presets import load_presets
-    from localllm.cli.serve.served_models import ServedModels
-    from localllm.cli.serve.upstreams import load_upstreams
-
     served = ServedModels(settings, load_presets())
     loads: Sequence[LoadPlan] = ()
     presets: Sequence[Preset | None] = ()
@@ -56,13 +53,6 @@ def router_for(
     with the memory of this machine as their limit.
     `presets`: those that the loads were named by, if any was.
     `aliases`: further names, as `--alias` takes them. Raises UsageError."""
-    from localllm.cli.serve.installed_models import DiskModels
-    from localllm.cli.serve.served_models import ServedModels
-    from localllm.load.sharing import memory_for_models
-    from localllm.server.models.router import ModelRouter
-    from localllm.server.models.worker import ModelAdmission
-    from localllm.settings import Settings
-
     served = served or ServedModels(Settings())
     presets = presets or [None] * len(loads)
     named = [
@@ -90,11 +80,9 @@ def _further_presets(
 ) -> Iterable[tuple[LocalModel, ServedModel]]:
     """The presets of config.toml that were not named; with `only` those of named models. One whose
     model is not on this disk is left out, and the log says so."""
-    from localllm.cli.serve.served_models import on_disk, real_path
-
     taken = {model.name.lower() for _, model in named}
     paths = {real_path(local.path) for local, _ in named}
-    for preset in served.further_presets():
+    for preset in served.presets:
         if preset.name.lower() in taken:
             continue
         local = on_disk(preset)

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from localllm.cli.serve.listening import listening, port_of
+from localllm.cli.serve.run import stop_when_terminated
+from localllm.cli.serve.running import published
+from localllm.cli.serve.upstreams import checked_url
+from localllm.engine.worker.pipe import end_ahead
 from localllm.errors import UsageError
-
-if TYPE_CHECKING:
-    import socket
-
-    from localllm.server.http.settings import ServerSettings
-    from localllm.server.proxy.pool import PoolNode
-    from localllm.settings import Settings
+from localllm.server.http.run import serve_on
+from localllm.server.http.settings import ServerSettings
+from localllm.server.proxy.pool import PoolNode, create_pool_app
+from localllm.settings import Settings
 
 
-def check_pool(settings: Settings, named: Sequence[str]) -> None:
-    """Raises UsageError for a pool that is given models to load, and for addresses that are
-    none."""
-    if not settings.value("pool"):
-        return
+async def serve_pool(
+    settings: Settings, secured: ServerSettings, named: Sequence[str], *, quiet: bool
+) -> None:
+    """Serve the pool until cancelled, and say on stderr where, unless `quiet`. Raises UsageError
+    where models are `named`, and for addresses that are none."""
     if named:
         raise UsageError(
             "--pool loads no model: the servers behind it do", hint=f"leave {named[0]} out"
         )
-    nodes(settings)
+    servers = nodes(settings)
+    await end_ahead()
+    with listening(secured) as (socks, address), published(secured, port_of(socks)):
+        gc.enable()
+        stop_when_terminated()
+        app, front = create_pool_app(servers, secured, settings.value("pool_key"))
+        if secured.generated_key:
+            print(
+                f"API key (this address can be reached from other machines): {secured.api_key}",
+                file=sys.stderr,
+            )
+        if not quiet:
+            said = f"serving {len(servers)} servers on {address}  (Ctrl-C stops)"
+            print(said, file=sys.stderr, flush=True)
+        try:
+            await serve_on(app, socks, secured)
+        finally:
+            await front.close()
 
 
 def nodes(settings: Settings) -> list[PoolNode]:
     """The servers of the pool, each under its host and port. Raises UsageError."""
-    from urllib.parse import urlsplit
-
-    from localllm.cli.serve.upstreams import checked_url
-    from localllm.server.proxy.pool import PoolNode
-
     found: dict[str, PoolNode] = {}
     for text in settings.value("pool"):
         # Whoever named it on the command line, or as a setting, allowed it.
@@ -46,39 +62,3 @@ def nodes(settings: Settings) -> list[PoolNode]:
             raise UsageError(f"--pool names {name} twice")
         found[name] = PoolNode(name, url)
     return [*found.values()]
-
-
-async def serve_pool(
-    settings: Settings,
-    secured: ServerSettings,
-    socks: Sequence[socket.socket],
-    address: str,
-    *,
-    quiet: bool,
-) -> None:
-    """Serve the pool on `socks` until cancelled, and say on stderr where, unless `quiet`."""
-    import gc
-    import sys
-
-    from localllm.cli.serve.run import stop_when_terminated
-    from localllm.server.http.run import serve_on
-    from localllm.server.proxy.pool import create_pool_app
-
-    gc.enable()
-    stop_when_terminated()
-    app, front = create_pool_app(nodes(settings), secured, settings.value("pool_key"))
-    if secured.generated_key:
-        print(
-            f"API key (this address can be reached from other machines): {secured.api_key}",
-            file=sys.stderr,
-        )
-    if not quiet:
-        print(
-            f"serving {len(front.nodes)} servers on {address}  (Ctrl-C stops)",
-            file=sys.stderr,
-            flush=True,
-        )
-    try:
-        await serve_on(app, socks, secured)
-    finally:
-        await front.close()

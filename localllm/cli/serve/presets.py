@@ -12,7 +12,7 @@ aliases = ["claude-*", "gpt-*"]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -55,6 +55,12 @@ def load_presets() -> tuple[Preset, ...]:
     """The presets of config.toml, in its order. Raises UsageError that names what is wrong, and
     where."""
     return tuple(_preset(name, table) for name, table in named_tables("models", "model").items())
+
+
+def preset_named(presets: Iterable[Preset], name: str | None) -> Preset | None:
+    """The one of that name that makes a model of its own; None where there is none."""
+    wanted = (name or "").lower()
+    return next((p for p in presets if p.name.lower() == wanted and not p.of_itself), None)
 
 
 def _preset(name: str, table: dict[str, Any]) -> Preset:

@@ -7,39 +7,46 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from localllm.cli.serve.presets import Preset, preset_named
+from localllm.device.detect import detect
+from localllm.engine.messages import Sampling
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.supervisor import Supervisor
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from localllm.cli.serve.presets import Preset
-    from localllm.engine.messages import Sampling
-    from localllm.engine.worker.client import WorkerOptions
-    from localllm.library.types import LocalModel
-    from localllm.load.load_plan import LoadPlan
-    from localllm.planner.types import Plan
-    from localllm.server.models.served import ServedModel
-    from localllm.server.models.worker import (
-        ModelAdmission,
-        ModelMetadata,
-        ModelWorker,
-        PlannedModel,
-    )
-    from localllm.settings import Settings, Value
+from localllm.library.digests import model_digest
+from localllm.library.file_kinds import header_facts
+from localllm.library.resolve import resolve
+from localllm.library.types import LocalModel
+from localllm.load.load_plan import LoadPlan, make_load_plan
+from localllm.load.sharing import load_plans_together
+from localllm.planner.plan import max_context
+from localllm.planner.serialise import physics
+from localllm.planner.types import Plan
+from localllm.server.models.served import ModelDefaults, ServedModel
+from localllm.server.models.worker import (
+    LoadProgress,
+    ModelAdmission,
+    ModelMetadata,
+    ModelWorker,
+    PlannedModel,
+    UnplannedHost,
+)
+from localllm.settings import Settings, Value
 
 log = logging.getLogger("localllm.server")
 
 
 class ServedModels:
-    """Makes the models that are served, each worker once. `presets` are those of config.toml;
-    `admission` decides which of them may be loaded together."""
+    """Makes the models that are served, each worker once. `presets` are those of config.toml, of
+    which those that make a model of their own are kept; `admission` decides which of them may be
+    loaded together."""
 
     def __init__(self, settings: Settings, presets: Sequence[Preset] = ()) -> None:
         self.admission: ModelAdmission | None = None
         self._settings = settings
-        self._presets = {p.name.lower(): p for p in presets}
+        self.presets = [p for p in presets if not p.of_itself]
         self._of_itself: dict[Path, Preset] = {}
         for preset in presets:
             if preset.of_itself and (local := on_disk(preset)) is not None:
@@ -51,25 +58,13 @@ class ServedModels:
     ) -> tuple[list[LoadPlan], list[Preset | None]]:
         """The models named on the command line, planned together, and the presets that they were
         named by. Raises as `load_plan_named` does."""
-        from localllm.library.resolve import resolve
-        from localllm.load.sharing import load_plans_together
-
-        presets = [self.preset(reference) for reference in references]
+        presets = [preset_named(self.presets, reference) for reference in references]
         texts = [p.model if p is not None else r for r, p in zip(references, presets, strict=True)]
         own = [
             self.settings_for(resolve(text or self._settings.value("model")), preset)
             for text, preset in zip(texts, presets, strict=True)
         ]
         return load_plans_together(texts, self._settings, own), presets
-
-    def preset(self, name: str | None) -> Preset | None:
-        """The preset of that name that makes a model of its own; None where there is none."""
-        found = self._presets.get((name or "").lower())
-        return None if found is None or found.of_itself else found
-
-    def further_presets(self) -> list[Preset]:
-        """Every preset that makes a model of its own."""
-        return [p for p in self._presets.values() if not p.of_itself]
 
     def settings_for(self, local: LocalModel, preset: Preset | None) -> Settings:
         """How `local` is loaded, as itself or by a `preset`."""
@@ -80,8 +75,6 @@ class ServedModels:
     ) -> ServedModel:
         """`local` as it is served, as itself or by a `preset` of it; planned already as `load`, or
         when asked for."""
-        from localllm.server.models.served import ModelDefaults, ServedModel
-
         own = self._of_itself.get(real_path(local.path))
         chosen = [p for p in (own, preset) if p is not None]
         budgets = [p.thinking_tokens for p in chosen if p.thinking_tokens is not None]
@@ -107,8 +100,6 @@ class ServedModels:
     def _worker(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None
     ) -> ModelWorker:
-        from localllm.server.models.worker import ModelWorker, UnplannedHost
-
         key = (real_path(local.path), tuple(sorted(self._loading(local, preset).items())))
         if key not in self._workers:
             name = preset.name if preset is not None and preset.loading else local.name
@@ -144,24 +135,14 @@ class ServedModels:
 
     def _planner(self, local: LocalModel, settings: Settings) -> Callable[[int], PlannedModel]:
         def plan(spare_bytes: int) -> PlannedModel:
-            from localllm.load.load_plan import make_load_plan
-
             return planned(make_load_plan(local, settings, "coding", of=2, spare_bytes=spare_bytes))
 
         return plan
 
 
-def planned(load: LoadPlan, told: Callable[[float], None] | None = None) -> PlannedModel:
-    """A LoadPlan as the server takes it. `told` hears too how much of it is loaded, from 0 to 1."""
-    from localllm.engine.worker.supervisor import Supervisor
-    from localllm.server.models.worker import LoadProgress, ModelMetadata, PlannedModel
-
+def planned(load: LoadPlan) -> PlannedModel:
+    """A LoadPlan as the server takes it."""
     loading = LoadProgress()
-
-    def hear(share: float) -> None:
-        loading(share)
-        if told is not None:
-            told(share)
 
     def smaller() -> WorkerOptions | None:
         less = load.smaller()
@@ -174,7 +155,7 @@ def planned(load: LoadPlan, told: Callable[[float], None] | None = None) -> Plan
     host = (
         Supervisor(load.embedding)
         if load.embedding is not None
-        else Supervisor(load.options, hear, smaller=smaller)
+        else Supervisor(load.options, loading, smaller=smaller)
     )
     plan = load.plan
     facts = ModelMetadata(
@@ -196,28 +177,22 @@ def planned(load: LoadPlan, told: Callable[[float], None] | None = None) -> Plan
 def _given_up(load: LoadPlan, less: LoadPlan) -> str:
     """A sentence on what a load that ran out of memory does without."""
     asked, got = load.options.spec, less.options.spec
-    instead = (
-        [f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}"]
-        if got.n_ctx < asked.n_ctx
-        else []
-    )
-    if (got.kv_type_k, got.kv_type_v) != (asked.kv_type_k, asked.kv_type_v):
-        instead.append(f"{got.kv_type_k} instead of {asked.kv_type_k} for its KV cache")
-    if got.placement != asked.placement:
-        instead.append("less of it on the GPU")
-    if load.projector.file is not None and less.projector.file is None:
-        instead.append("no images")
+    kv_types = ((spec.kv_type_k, spec.kv_type_v) for spec in (asked, got))
+    given_up = {
+        f"{got.n_ctx:,} tokens of context instead of {asked.n_ctx:,}": got.n_ctx < asked.n_ctx,
+        f"{got.kv_type_k} instead of {asked.kv_type_k} for its KV cache": len(set(kv_types)) > 1,
+        "less of it on the GPU": got.placement != asked.placement,
+        "no images": load.projector.file is not None and less.projector.file is None,
+    }
+    instead = " and ".join(text for text, is_given_up in given_up.items() if is_given_up)
     return (
-        "memory ran out while it was loaded: tried once more with "
-        f"{' and '.join(instead) or 'smaller buffers'}"
+        f"memory ran out while it was loaded: tried once more with {instead or 'smaller buffers'}"
     )
 
 
 def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
     """What a request that names no sampling gets: what the model's maker recommends (where the
     request switches reasoning off, unless it `thinks`: for that), and where nobody says, ours."""
-    from localllm.engine.messages import Sampling
-
     if plan is None:
         return Sampling()
     stated, without = plan.model.sampling, plan.model.sampling_non_thinking
@@ -229,10 +204,6 @@ def own_sampling(plan: Plan | None, *, thinks: bool = True) -> Sampling:
 
 
 def _physics(plan: Plan | None, power: object) -> dict[str, object]:
-    from localllm.device.detect import detect
-    from localllm.planner.plan import max_context
-    from localllm.planner.serialise import physics
-
     if plan is None:
         return {}
     device = detect()
@@ -241,15 +212,10 @@ def _physics(plan: Plan | None, power: object) -> dict[str, object]:
 
 def facts_before(local: LocalModel) -> ModelMetadata:
     """What is known of files on this disk by their names and sizes."""
-    from localllm.server.models.worker import ModelMetadata
-
     return ModelMetadata(details=_details(local, ""))
 
 
 def _details(local: LocalModel, architecture: str) -> dict[str, object]:
-    from localllm.library.digests import model_digest
-    from localllm.library.file_kinds import header_facts
-
     return {
         "format": local.format,
         "quant": local.quant,
@@ -263,8 +229,6 @@ def _details(local: LocalModel, architecture: str) -> dict[str, object]:
 def on_disk(preset: Preset) -> LocalModel | None:
     """The files that a preset is of; None where they are not here. Raises UsageError for a preset
     that can't be read."""
-    from localllm.library.resolve import resolve
-
     try:
         return resolve(preset.model)
     except ModelNotFoundError:
@@ -275,6 +239,4 @@ def on_disk(preset: Preset) -> LocalModel | None:
 
 def real_path(path: Path) -> Path:
     """`path` without links: one file, however it is reached."""
-    from pathlib import Path as ThePath
-
-    return ThePath(os.path.realpath(path))
+    return Path(os.path.realpath(path))

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from localllm.cli.serve.config_tables import read_table, variable
 from localllm.errors import UsageError
+from localllm.server.http.settings import is_loopback
+from localllm.server.proxy.upstreams import Dialect, Upstream, Upstreams
 from localllm.settings import config_path, read_config
-
-if TYPE_CHECKING:
-    from localllm.server.proxy.upstreams import Upstream, Upstreams
 
 
 def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
@@ -32,8 +31,6 @@ def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
         raise UsageError(f"{config_path()}: upstreams are written as tables of [[upstream]]")
     if not tables:
         return None
-    from localllm.server.proxy.upstreams import Upstreams
-
     found = [_upstream(table, allowed) for table in tables]
     names = [u.name for u in found]
     for name in names:
@@ -44,8 +41,6 @@ def load_upstreams(allowed: Sequence[str]) -> Upstreams | None:
 
 def _upstream(table: dict[str, Any], allowed: Sequence[str]) -> Upstream:
     from pydantic import Field
-
-    from localllm.server.proxy.upstreams import Dialect, Upstream
 
     where = f"[[upstream]] {table.get('name', '')!r} of config.toml"
     some = Field(min_length=1)
@@ -82,8 +77,6 @@ def checked_url(url: str, allowed: Sequence[str], where: str, *, keyed: bool) ->
     """`url` where requests may be sent: on this machine, or on one of the `allowed` ones (names,
     addresses, networks). Raises UsageError; also for a key that would cross the internet in the
     clear."""
-    from localllm.server.http.settings import is_loopback
-
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     if (
