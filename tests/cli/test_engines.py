@@ -151,9 +151,9 @@ def test_own_and_a_model_loaded_otherwise_need_an_engine_of_ones_own(
 
 def test_flags_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UsageError, match="exclude each other"):
-        engines.checked(engines.Wanted(url="x", own=True))
+        engines.Wanted(url="x", own=True)
     with pytest.raises(UsageError, match="decided by the server"):
-        engines.checked(engines.Wanted(url="x", context=512))
+        engines.Wanted(url="x", context=512)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no AF_UNIX in Python")

@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localllm.cli.serve.api_keys import existing_key
 from localllm.cli.serve.running import Running, running
 from localllm.errors import LocalLLMError, ModelNotFoundError, ServerUnreachableError, UsageError
 from localllm.settings import Settings
-
-if TYPE_CHECKING:
-    from contextlib import ExitStack
-
-    from localllm_tui.control.interfaces import ChatEngine, EngineProgress
-
+from localllm_tui.control.interfaces import ChatEngine, EngineProgress
 
 # What runs on this machine answers within milliseconds; what is elsewhere may be asleep.
 _HERE_S, _ELSEWHERE_S = 1.0, 10.0
@@ -36,6 +32,16 @@ class Wanted:
     url: str | None = None
     api_key: str | None = None
     own: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises UsageError where it contradicts itself."""
+        if self.url is not None and self.own:
+            raise UsageError("--url and --own exclude each other", hint="leave one of them out")
+        if self.url is not None and self.loads_otherwise:
+            raise UsageError(
+                "how a model is loaded was decided by the server at --url",
+                hint="leave out --context, --lora, --gpu-layers, --cpu-moe, --split and --power",
+            )
 
     @property
     def loads_otherwise(self) -> bool:
@@ -63,21 +69,7 @@ class Attached:
 
     def progress(self) -> EngineProgress:
         """It has loaded what it has, and says itself what it loads when it is asked."""
-        from localllm_tui.control.interfaces import EngineProgress
-
         return EngineProgress()
-
-
-def checked(wanted: Wanted) -> Wanted:
-    """`wanted`, unless it contradicts itself: then UsageError."""
-    if wanted.url is not None and wanted.own:
-        raise UsageError("--url and --own exclude each other", hint="leave one of them out")
-    if wanted.url is not None and wanted.loads_otherwise:
-        raise UsageError(
-            "how a model is loaded was decided by the server at --url",
-            hint="leave out --context, --lora, --gpu-layers, --cpu-moe, --split and --power",
-        )
-    return wanted
 
 
 def engine_for(stack: ExitStack, wanted: Wanted, last: str | None, *, at_once: bool) -> ChatEngine:
@@ -142,13 +134,9 @@ def at(url: str, model: str | None, api_key: str | None) -> Attached:
     base_url, key = address_and_key(url, api_key)
     listed = listed_models(base_url, key)
     names = [str(entry["id"]) for entry in listed if _makes_text(entry)]
-    found = _named(listed, model) if model else _at_hand(listed)
+    found = _named(listed, model) if model else _in_memory(listed) or next(iter(names), None)
     if found is None:
-        said = (
-            f"{base_url} has no model {model!r}"
-            if model
-            else (f"{base_url} has no model that makes text")
-        )
+        said = f"{base_url} has no model {repr(model) if model else 'that makes text'}"
         raise ModelNotFoundError(said, hint=f"it has {', '.join(names[:20])}" if names else None)
     return Attached(base_url, found, key)
 
@@ -256,11 +244,6 @@ def _in_memory(listed: Sequence[Mapping[str, Any]]) -> str | None:
     return next(
         (name for state in ("loaded", "loading") for name, s in states.items() if s == state), None
     )
-
-
-def _at_hand(listed: Sequence[Mapping[str, Any]]) -> str | None:
-    """A model in memory, else the first that makes text."""
-    return _in_memory(listed) or next((str(e["id"]) for e in listed if _makes_text(e)), None)
 
 
 def _makes_text(entry: Mapping[str, Any]) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from localllm.errors import LocalLLMError, ModelNotFoundError
+from localllm.library import store
 from localllm.library.catalog import load_catalog
 from localllm.library.types import OWNERS
 from localllm.load import candidates
@@ -47,13 +49,11 @@ class LocalModelService:
 
     def __init__(self, *, offline: bool = False) -> None:
         self._offline = offline
-        self._catalog: Catalog | None = None
         self._devices: dict[tuple[str, float], tuple[Device, Overrides]] = {}
 
     def plan(
         self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
     ) -> PlanList:
-        from localllm.library import store
         from localllm.planner import decode_cost, needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
@@ -107,8 +107,6 @@ class LocalModelService:
         return [*explain(plans[0], device, columns=columns)] if plans else []
 
     def on_disk(self) -> Sequence[InstalledModel]:
-        from localllm.library import store
-
         return [_on_disk(local) for local in store.scan()]
 
     def fit(self, model: InstalledModel) -> str:
@@ -129,8 +127,6 @@ class LocalModelService:
         )
 
     def remove(self, model: InstalledModel) -> int:
-        from localllm.library import store
-
         return store.rm(self._local(model))
 
     def pull(self, ref: str, told: Callable[[PullProgress], None]) -> str:
@@ -151,11 +147,9 @@ class LocalModelService:
 
     # -- what is looked up once --------------------------------------------------------------------
 
-    @property
+    @cached_property
     def catalog(self) -> Catalog:
-        if self._catalog is None:
-            self._catalog = load_catalog()
-        return self._catalog
+        return load_catalog()
 
     def _device(self, request: PlanRequest) -> tuple[Device, Overrides]:
         key = (request.machine.strip(), request.memory_gb)
@@ -167,8 +161,6 @@ class LocalModelService:
         return found
 
     def _local(self, model: InstalledModel) -> LocalModel:
-        from localllm.library import store
-
         for local in store.scan():
             if str(local.path) == model.path:
                 return local

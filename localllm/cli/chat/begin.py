@@ -1,0 +1,128 @@
+"""How a chat is begun: who answers, with what is kept and offered beside it; one answer on stdout, or
+a conversation in one of three faces."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import typer
+
+from localllm.cli.chat import engines
+from localllm.conversation.history import ConversationSummary, History
+from localllm.errors import NotFoundError
+from localllm.settings import Settings
+from localllm_tui.control.attachments import with_files
+from localllm_tui.control.chat_options import ChatOptions
+from localllm_tui.control.client import ChatClient
+from localllm_tui.control.interfaces import ChatEngine
+from localllm_tui.control.session import Session
+from localllm_tui.control.terminal import TerminalQuestion, is_light, one_line
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was typed, read: `attached` are (name, text)."""
+
+    wanted: engines.Wanted
+    attached: list[tuple[str, str]]
+    continues: bool
+    system: str | None
+    sampling: Mapping[str, float | int | str]
+
+
+def answer_once(stack: ExitStack, asked: Asked, question: str) -> None:
+    """One answer on stdout, kept where it is a turn of the conversation that is continued."""
+    from localllm_tui.line_chat import ask_once
+
+    if not asked.continues:
+        client, engine = _opened(stack, asked, None)
+        messages = [{"role": "system", "content": asked.system}] if asked.system else []
+        messages.append({"role": "user", "content": with_files(question, asked.attached)})
+        ask_once(client, engine.model, messages)
+        return
+    history = stack.enter_context(History())
+    last = _last(history)
+    if last is None:
+        raise NotFoundError(
+            "there is no earlier conversation to continue", hint="ask without --continue"
+        )
+    client, engine = _opened(stack, asked, last)
+    session = Session(history, engine.model, conv_id=last.id, system=asked.system)
+    session.ask(question, asked.attached)
+    answer = session.answer()
+    ask_once(client, engine.model, answer.messages, answer)
+
+
+def converse(
+    stack: ExitStack, asked: Asked, background: TerminalQuestion | None, *, inline: bool
+) -> None:
+    """A conversation on the full screen, whose terminal was asked for its `background`; without that
+    `inline`, or line by line."""
+    history = stack.enter_context(History())
+    last = _last(history) if asked.continues else None
+    client, engine = _opened(stack, asked, last, at_once=background is not None)
+    opening = ChatOptions(
+        client,
+        history,
+        engine.model,
+        last.id if last is not None else None,
+        asked.system,
+        tuple(asked.attached),
+        "There is no earlier conversation to continue: this is a new one."
+        if asked.continues and last is None
+        else "",
+    )
+    if background is not None:
+        session = _on_screen(stack, opening, engine, background)
+    elif inline:
+        from localllm_tui.inline.chat import talk_inline
+
+        session = talk_inline(opening)
+    else:
+        from localllm_tui.line_chat import talk
+
+        session = talk(opening)
+    if session.id is not None:
+        print(f"{one_line(session.title)}: localllm chat --continue goes on with it")
+
+
+def _last(history: History) -> ConversationSummary | None:
+    return next(iter(history.list(limit=1)), None)
+
+
+def _opened(
+    stack: ExitStack, asked: Asked, last: ConversationSummary | None, *, at_once: bool = False
+) -> tuple[ChatClient, ChatEngine]:
+    """Who answers, and the client that asks. With `at_once` a screen shows how far it is loaded."""
+    sampling = dict(asked.sampling)
+    if Settings().value("compaction") == "auto":
+        sampling["truncation"] = "auto"
+    if not at_once:
+        gc.enable()  # the screen does so once it is drawn
+    model = last.model if last is not None else None
+    engine = engines.engine_for(stack, asked.wanted, model, at_once=at_once)
+    return ChatClient(engine.base_url, engine.api_key, sampling, engine=engine), engine
+
+
+def _on_screen(
+    stack: ExitStack, opening: ChatOptions, engine: ChatEngine, background: TerminalQuestion
+) -> Session:
+    """The full screen, with what it may call, which ends with `stack`: engines, plans and tools."""
+    from localllm.cli.chat.config import take_keys, tool_hosts
+    from localllm.cli.chat.planning import PlanningProcess
+    from localllm_tui.app import ChatApp
+
+    take_keys()
+    desk = PlanningProcess(offline=bool(Settings().value("offline")))
+    stack.callback(desk.close)
+    first_run = not engine.where and engines.only_the_starter(opening.model)
+    opening = replace(opening, model_service=desk, first_run=first_run, tools=tool_hosts())
+    said, typed = background.answer()
+    app = ChatApp(opening, light=is_light(said), typed=typed)
+    app.run()
+    if app.return_code:
+        raise typer.Exit(app.return_code)
+    return app.chat.session
