@@ -12,7 +12,7 @@ from localllm import paths
 from localllm.device.accelerators import KINDS
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library.catalog import load_catalog
-from localllm.settings import config_path, read_config
+from localllm.settings import read_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,9 +61,6 @@ def activate(command: str | None) -> None:
 def _configured() -> str:
     """config.toml's `build`; "" where it says nothing, or can't be read (whoever needs the rest of
     it says so)."""
-
-    if not config_path().is_file():
-        return ""
     try:
         return str(read_config().get("build") or "")
     except UsageError:
@@ -110,9 +107,7 @@ def yardstick_plan(machine: Device) -> Plan | None:
 def note(machine: Device, plans: Sequence[Plan]) -> list[str]:
     """One line for a list of plans made for `machine`, where this machine has a GPU that the
     installed build can't use; nothing anywhere else, and nothing for a simulated one."""
-    if machine.simulated or not any(
-        finding.fix == "localllm setup" for finding in machine.findings
-    ):
+    if machine.simulated or not any(f.fix == "localllm setup" for f in machine.findings):
         return []
     from localllm.device.detect import hardware
 
@@ -128,7 +123,7 @@ def sentence(planned_for: Device, machine: Device, plan: Plan | None) -> str:
 
     if plan is None or machine.accelerator == planned_for.accelerator:
         return ""
-    best = preferred(machine) if KINDS[machine.accelerator].lighter is not None else None
+    best = preferred(machine)
     if best is not None:
         machine = replace(machine, accelerator=best.backend)
     other = plan_for(machine, plan.model, plan.variant, Workload())

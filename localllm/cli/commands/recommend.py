@@ -4,28 +4,19 @@ arithmetic on request."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, cast
 
 import typer
 
-from localllm.cli import engine_builds
 from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split, at_a_terminal
 from localllm.errors import UsageError
-from localllm.library.catalog import age_days, load_catalog, user_folder
-from localllm.load import candidates
-from localllm.load.candidates import device_named, installed_names, of_quant, overrides_for
+from localllm.library.catalog import load_catalog
+from localllm.load.candidates import device_named, overrides_for
 from localllm.load.plan_inputs import check_offload, offload_options
 from localllm.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from localllm.device.types import Device
-    from localllm.planner.starting_settings import Overrides
-    from localllm.planner.types import Plan, Recommendation, Workload
-    from localllm_catalog.catalog import Catalog
-    from localllm_catalog.types import Model, Purpose
+from localllm_catalog.types import Purpose
 
 _PURPOSES = ("chat", "coding", "agents", "autocomplete", "long")
 
@@ -167,14 +158,13 @@ def recommend(
     which pulls and starts models too; --plain, a pipe, --json and the options that ask for one
     answer print a list.
     """
-    from localllm.cli.recommend import answers, page
     from localllm.device.overrides import with_memory
     from localllm.library.describe import describe
     from localllm.planner.types import Workload
 
     workload = Workload(_purpose(purpose), context, parallel=parallel, min_decode_tok_s=min_speed)
     if link is not None:
-        from localllm.cli.recommend import cluster
+        from localllm.cli.recommend import cluster, page
 
         page.out(cluster.answer(device, link, model, workload, as_json=as_json))
         return
@@ -205,6 +195,8 @@ def recommend(
         gc.enable()  # a screen stays open
         _open_screen(workload.purpose, context, device or "", memory or 0.0, offline=offline)
         return
+    from localllm.cli.recommend.answers import PlanQuery, reaching
+
     _check_names(names or [], compare=compare, plot=plot)
     if at and model is None:
         raise UsageError(
@@ -213,9 +205,7 @@ def recommend(
     catalog = load_catalog()
     no_network = bool(Settings({"offline": offline or None}).value("offline"))
     if model is not None and at:
-        answers.reaching(
-            describe(model, catalog, offline=no_network), workload, at, as_json=as_json
-        )
+        reaching(describe(model, catalog, offline=no_network), workload, at, as_json=as_json)
         return
     machine = with_memory(
         device_named(device, memory, bandwidth),
@@ -228,118 +218,15 @@ def recommend(
         machine,
     )
     overrides = replace(overrides_for(machine, catalog), offload=placed, sees=sees)
-    question = _PlanQuery(machine, workload, overrides, catalog, as_json=as_json, explain=explain)
+    query = PlanQuery(machine, workload, overrides, catalog, everything, explain, as_json)
     if plot:
-        answers.plot_roofline(machine, list(question.answer(everything).plans), names)
+        query.roofline(names)
     elif names:
-        _answer_side_by_side(question, names, everything=everything)
+        query.side_by_side(names)
     elif model is not None:
-        _answer_for_model(question, *describe(model, catalog, offline=no_network))
+        query.for_model(*describe(model, catalog, offline=no_network))
     else:
-        _answer_for_machine(question, everything=everything)
-
-
-_PICKS = 8
-
-
-@dataclass(frozen=True)
-class _PlanQuery:
-    """What is asked of the planner, and how its answer is shown."""
-
-    machine: Device
-    workload: Workload
-    overrides: Overrides
-    catalog: Catalog
-    as_json: bool
-    explain: bool
-
-    @property
-    def models(self) -> Sequence[Model]:
-        """Those that can be picked: where images are to be read, those that read them."""
-
-        return (
-            candidates.image_readers(self.catalog.models)
-            if self.overrides.sees
-            else self.catalog.models
-        )
-
-    def answer(self, everything: bool) -> Recommendation:
-        from localllm.planner import recommend as planner
-
-        limit = 0 if everything else _PICKS
-        return planner.recommend(
-            self.machine, self.models, self.workload, overrides=self.overrides, limit=limit
-        )
-
-
-def _answer_for_model(question: _PlanQuery, model: Model, quant: str) -> None:
-    """Every variant of one model, whether it fits or not."""
-    from localllm.cli.recommend import answers
-    from localllm.planner import recommend as planner
-
-    machine, workload, overrides, catalog = (
-        question.machine,
-        question.workload,
-        question.overrides,
-        question.catalog,
-    )
-    if overrides.sees:
-        model = next(iter(candidates.image_readers([model])), model)
-    plans = of_quant(planner.variants_of(machine, model, workload, overrides=overrides), quant)
-    best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
-    if best is not None:
-        plain, best = (
-            best,
-            planner.detailed_plan(machine, best, catalog.models, workload, overrides),
-        )
-        plans = [best if p is plain else p for p in plans]
-    installed = _installed(plans, machine, catalog)
-    explain, as_json = question.explain, question.as_json
-    answers.show_model(
-        model, plans, best, machine, workload, installed, explain=explain, as_json=as_json
-    )
-
-
-def _answer_side_by_side(question: _PlanQuery, names: Sequence[str], *, everything: bool) -> None:
-    """The machines of these names; one alone beside the machine in question."""
-    from localllm.cli.recommend import answers
-
-    machines = [device_named(name, None, None) for name in names]
-    sees = question.overrides.sees
-    known = [replace(overrides_for(device, question.catalog), sees=sees) for device in machines]
-    if len(names) == 1:
-        machines = [question.machine, *machines]
-        known = [question.overrides, *known]
-    answers.side_by_side(
-        machines,
-        known,
-        question.models,
-        question.workload,
-        limit=0 if everything else _PICKS,
-        as_json=question.as_json,
-    )
-
-
-def _answer_for_machine(question: _PlanQuery, *, everything: bool) -> None:
-    """The plans worth running."""
-    from localllm.cli.recommend import page, view
-
-    machine, answer = question.machine, question.answer(everything)
-    if question.as_json:
-        page.out([view.json_text(answer, machine)])
-        return
-    if question.explain and answer.plans:
-        from localllm.planner.explain import explain as lines
-
-        page.out([*lines(answer.plans[0], machine, columns=page.width()), ""])
-    installed = _installed(answer.plans, machine, question.catalog)
-    listings_days = age_days(user_folder())
-    page.out(
-        view.table(
-            answer, machine, everything=everything, installed=installed, listings_days=listings_days
-        )
-    )
-    page.out(engine_builds.note(machine, answer.plans))
+        query.for_machine()
 
 
 def _open_screen(
@@ -364,13 +251,6 @@ def _open_screen(
         from localllm.cli.commands.chat import chat
 
         chat(model=chosen)
-
-
-def _installed(
-    plans: Sequence[Plan], device: Device, catalog: Catalog
-) -> frozenset[tuple[str, str]]:
-    """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
-    return frozenset() if device.simulated else frozenset(installed_names(plans, catalog))
 
 
 def _check_names(names: Sequence[str], *, compare: bool, plot: bool) -> None:

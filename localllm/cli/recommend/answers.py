@@ -1,107 +1,148 @@
-"""The answers of `localllm recommend` beside its list: machines side by side, machines for a speed,
-one model, the roofline."""
+"""The answers of `localllm recommend`: plans worth running, one model, machines side by side,
+machines for a speed, the roofline."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from localllm.cli import engine_builds
 from localllm.cli.recommend import machines_view, page, view
+from localllm.device import named
+from localllm.device.types import Device
 from localllm.errors import ModelNotFoundError
+from localllm.library.catalog import age_days, user_folder
+from localllm.library.names import same_quant
+from localllm.load import candidates
+from localllm.planner import recommend as planner
+from localllm.planner.explain import explain
+from localllm.planner.starting_settings import Overrides
+from localllm.planner.types import Plan, Recommendation, Workload
+from localllm_catalog.catalog import Catalog
+from localllm_catalog.types import Model
 
-if TYPE_CHECKING:
-    from localllm.device.types import Device
-    from localllm.planner.starting_settings import Overrides
-    from localllm.planner.types import Plan, Workload
-    from localllm_catalog.types import Model
+_PICKS = 8
 
 
-def side_by_side(
-    machines: list[Device],
-    known: list[Overrides],
-    models: Sequence[Model],
-    workload: Workload,
-    *,
-    limit: int,
-    as_json: bool,
-) -> None:
-    from localllm.planner import recommend as planner
+@dataclass(frozen=True)
+class PlanQuery:
+    """What is asked of the planner, and how its answer is printed: with `everything` that fits,
+    with the arithmetic that `explains` its first plan, or `as_json`."""
 
-    answers = [
-        planner.recommend(d, models, workload, overrides=o, limit=limit)
-        for d, o in zip(machines, known, strict=True)
-    ]
+    machine: Device
+    workload: Workload
+    overrides: Overrides
+    catalog: Catalog
+    everything: bool
+    explains: bool
+    as_json: bool
 
-    def elsewhere(number: int, model: Model) -> Plan | None:
-        plans = planner.recommend(
-            machines[number], [model], workload, overrides=known[number]
-        ).plans
-        return plans[0] if plans else None
+    def for_machine(self) -> None:
+        """Print the plans worth running."""
+        answer, machine = self._recommended(self.machine, self.overrides), self.machine
+        if self.as_json:
+            page.out([view.json_text(answer, machine)])
+            return
+        shown = view.table(
+            answer,
+            machine,
+            everything=self.everything,
+            installed=self._installed(answer.plans),
+            listings_days=age_days(user_folder()),
+        )
+        page.out([*self._arithmetic(answer.plans), *shown])
+        page.out(engine_builds.note(machine, answer.plans))
 
-    page.out(machines_view.comparison(machines, answers, as_json=as_json, elsewhere=elsewhere))
+    def for_model(self, model: Model, quant: str) -> None:
+        """Print every variant of one model, whether it fits or not. Raises ModelNotFoundError."""
+        machine, workload, overrides = self.machine, self.workload, self.overrides
+        if overrides.sees:
+            model = next(iter(candidates.image_readers([model])), model)
+        plans = candidates.of_quant(
+            planner.variants_of(machine, model, workload, overrides=overrides), quant
+        )
+        if not plans:
+            raise ModelNotFoundError(
+                f"{model.name} has no files that this machine's engines can read",
+                hint="see `localllm models info`",
+            )
+        best = max((p for p in plans if p.fits != "no"), key=lambda p: p.score, default=None)
+        if best is not None:
+            rough = best
+            best = planner.detailed_plan(machine, rough, self.catalog.models, workload, overrides)
+            plans = [best if p is rough else p for p in plans]
+        if self.as_json:
+            page.out([view.json_text(Recommendation(tuple(plans), (), workload), machine)])
+            return
+        shown = view.model_table(model, plans, machine, installed=self._installed(plans))
+        page.out([*self._arithmetic([best or plans[0]]), *shown])
+        if best is not None:
+            page.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
+
+    def side_by_side(self, names: Sequence[str]) -> None:
+        """Print the answers for the machines of these names; for one alone beside the machine in
+        question."""
+        machines = [candidates.device_named(name, None, None) for name in names]
+        sees = self.overrides.sees
+        known = [replace(candidates.overrides_for(d, self.catalog), sees=sees) for d in machines]
+        if len(names) == 1:
+            machines = [self.machine, *machines]
+            known = [self.overrides, *known]
+        answers = [self._recommended(d, o) for d, o in zip(machines, known, strict=True)]
+
+        def elsewhere(number: int, model: Model) -> Plan | None:
+            plans = planner.recommend(
+                machines[number], [model], self.workload, overrides=known[number]
+            ).plans
+            return plans[0] if plans else None
+
+        shown = machines_view.comparison(machines, answers, elsewhere, as_json=self.as_json)
+        page.out(shown)
+
+    def roofline(self, files: Sequence[str] | None) -> None:
+        """Print the picture of the plans worth running, or write it to a file."""
+        from localllm.planner import roofline
+
+        plans = self._recommended(self.machine, self.overrides).plans
+        picture = roofline.of(self.machine, list(plans))
+        if not files:
+            page.out(roofline.text(picture))
+            return
+        target = Path(files[0])
+        if target.suffix == ".png":
+            target.write_bytes(roofline.png(picture))
+        else:
+            target.write_text(roofline.svg(picture), encoding="utf-8")
+        print(f"wrote {target}", file=sys.stderr)
+
+    def _recommended(self, machine: Device, overrides: Overrides) -> Recommendation:
+        models: Sequence[Model] = self.catalog.models
+        if overrides.sees:
+            models = candidates.image_readers(models)
+        limit = 0 if self.everything else _PICKS
+        return planner.recommend(machine, models, self.workload, overrides=overrides, limit=limit)
+
+    def _arithmetic(self, plans: Sequence[Plan]) -> list[str]:
+        if not self.explains or not plans:
+            return []
+        return [*explain(plans[0], self.machine, columns=page.width()), ""]
+
+    def _installed(self, plans: Sequence[Plan]) -> frozenset[tuple[str, str]]:
+        """Id and quant of those plans whose model is on this disk; of a simulated machine none."""
+        if self.machine.simulated:
+            return frozenset()
+        return frozenset(candidates.installed_names(plans, self.catalog))
 
 
 def reaching(asked: tuple[Model, str], workload: Workload, tok_s: float, *, as_json: bool) -> None:
-    """The machines of the table that run one model, in the quant asked for, at a speed."""
-
-    from localllm.device.named import everything
-    from localllm.library.names import same_quant
-    from localllm.planner import recommend
-    from localllm.planner.starting_settings import Overrides
-
+    """Print the machines of the table that run one model, in the quant asked for, at a speed."""
     model, quant = asked
     if quant:
         model = replace(
             model, variants=tuple(v for v in model.variants if same_quant(quant, v.quant))
         )
     # Both engines: the question is about machines one does not have, not about this installation.
-    reach = recommend.reaching(everything(), model, workload, tok_s, overrides=Overrides())
+    reach = planner.reaching(named.everything(), model, workload, tok_s, overrides=Overrides())
     page.out(machines_view.reach(model, tok_s, reach, as_json=as_json))
-
-
-def show_model(
-    model: Model,
-    plans: list[Plan],
-    best: Plan | None,
-    device: Device,
-    workload: Workload,
-    installed: frozenset[tuple[str, str]],
-    *,
-    explain: bool,
-    as_json: bool,
-) -> None:
-    from localllm.planner.types import Recommendation
-
-    if not plans:
-        raise ModelNotFoundError(
-            f"{model.name} has no files that this machine's engines can read",
-            hint="see `localllm models info`",
-        )
-    if as_json:
-        page.out([view.json_text(Recommendation(tuple(plans), (), workload), device)])
-        return
-    if explain:
-        from localllm.planner.explain import explain as lines
-
-        page.out([*lines(best or plans[0], device, columns=page.width()), ""])
-    page.out(view.model_table(model, plans, device, installed=installed))
-    if best is not None:
-        page.out(view.further(best, f"about {best.variant.quant}, the best of them here:"))
-
-
-def plot_roofline(device: Device, plans: list[Plan], files: Sequence[str] | None) -> None:
-    from localllm.planner import roofline
-
-    picture = roofline.of(device, plans)
-    if not files:
-        page.out(roofline.text(picture))
-        return
-    target = Path(files[0])
-    if target.suffix == ".png":
-        target.write_bytes(roofline.png(picture))
-    else:
-        target.write_text(roofline.svg(picture), encoding="utf-8")
-    print(f"wrote {target}", file=sys.stderr)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from localllm.device.named import resolve
+from localllm.device.types import Device
 from localllm.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from localllm.device.types import Device
-    from localllm.planner.cluster import ClusterPlan, SharedPlan
-    from localllm.planner.types import Workload
+from localllm.library.catalog import load_catalog
+from localllm.library.describe import describe
+from localllm.planner import cluster
+from localllm.planner.cluster import ClusterPlan, SharedPlan
+from localllm.planner.starting_settings import context_for
+from localllm.planner.types import RunSettings, Workload
 
 _COUNTED = re.compile(r"(\d+)\s*(?:x|×|\*)\s*(.+)", re.IGNORECASE)
 _MOST_MACHINES = 32
@@ -23,8 +26,6 @@ _PARTS = {2: "half", 3: "third", 4: "quarter"}
 def machines(text: str) -> list[Device]:
     """The machines that `text` joins by plus, each counted ("2x dgx spark"). Raises UsageError and
     DeviceNotFoundError."""
-    from localllm.device.named import resolve
-
     found: list[Device] = []
     for part in text.split("+"):
         match = _COUNTED.fullmatch(part.strip())
@@ -41,14 +42,6 @@ def answer(
     device: str | None, link: str, reference: str | None, workload: Workload, *, as_json: bool
 ) -> list[str]:
     """The answer, line by line. Raises UsageError where the question lacks something."""
-    import json
-
-    from localllm.library.catalog import load_catalog
-    from localllm.library.describe import describe
-    from localllm.planner import cluster
-    from localllm.planner.starting_settings import context_for
-    from localllm.planner.types import RunSettings
-
     boxes, reference = _joined(device, link, reference)
     model, quant = describe(reference, load_catalog())
     settings = RunSettings(n_ctx=context_for(model, workload), slots=workload.parallel)
@@ -62,19 +55,12 @@ def answer(
         (v.quant, cluster.tensor_parallel_plan(model, v, settings, boxes, way)) for v in shareable
     ]
     if as_json:
-        return [
-            json.dumps(
-                [*(_json(q, p) for q, p in plans), *(_shared_json(q, p) for q, p in shared)],
-                indent=2,
-            )
-        ]
+        both = [_json(quant, "layers", p) for quant, p in plans]
+        return [json.dumps([*both, *(_json(q, "shared", p) for q, p in shared)], indent=2)]
     lines = [f"{model.id} over {' + '.join(b.name for b in boxes)}, {way.name}"]
     for name, found in plans:
-        lines += (
-            _lines(name, found)
-            if found is not None
-            else [f"{name:8} does not fit on all of them together"]
-        )
+        none = [f"{name:8} does not fit on all of them together"]
+        lines += none if found is None else _lines(name, found)
     if shared:
         lines.append(
             f"a {_PARTS.get(len(boxes), f'{len(boxes)}th')} of every layer on each (MLX, "
@@ -94,8 +80,6 @@ def _basis(plans: Sequence[tuple[str, ClusterPlan | SharedPlan | None]]) -> list
 
 def _joined(device: str | None, link: str, reference: str | None) -> tuple[list[Device], str]:
     """The machines that are joined, and the model."""
-    from localllm.planner import cluster
-
     if link not in cluster.LINKS:
         raise UsageError(
             f"--link {link}: not a link", hint=f"one of: {', '.join(cluster.LINKS)}", param="--link"
@@ -140,22 +124,22 @@ def _shared_lines(quant: str, plan: SharedPlan) -> list[str]:
     ]
 
 
-def _fitting_json(plan: ClusterPlan | SharedPlan) -> dict[str, Any]:
+def _json(quant: str, split: str, plan: ClusterPlan | SharedPlan | None) -> dict[str, Any]:
+    which = {"quant": quant, "split": split, "fits": plan is not None}
+    if plan is None:
+        return which
+    own = _shared_json(plan) if isinstance(plan, SharedPlan) else _layers_json(plan)
     return {
-        "fits": True,
+        **which,
         "n_ctx": plan.settings.n_ctx,
         "decode_tok_s": asdict(plan.decode_tok_s),
         "prefill_tok_s": asdict(plan.prefill_tok_s),
+        **own,
     }
 
 
-def _shared_json(quant: str, plan: SharedPlan | None) -> dict[str, Any]:
-    which = {"quant": quant, "split": "shared"}
-    if plan is None:
-        return {**which, "fits": False}
+def _shared_json(plan: SharedPlan) -> dict[str, Any]:
     return {
-        **which,
-        **_fitting_json(plan),
         "shares": [
             {"device": d.name, "needs_bytes": plan.needs_bytes, "limit_bytes": d.memory.limit_bytes}
             for d in plan.devices
@@ -164,13 +148,8 @@ def _shared_json(quant: str, plan: SharedPlan | None) -> dict[str, Any]:
     }
 
 
-def _json(quant: str, plan: ClusterPlan | None) -> dict[str, Any]:
-    which = {"quant": quant, "split": "layers"}
-    if plan is None:
-        return {**which, "fits": False}
+def _layers_json(plan: ClusterPlan) -> dict[str, Any]:
     return {
-        **which,
-        **_fitting_json(plan),
         "shares": [
             {
                 "device": s.device.name,

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from localllm.cli.recommend.page import clip, speed, width, wrapped
 from localllm.cli.recommend.view import NOTHING, heading, marked, numbered_rows
+from localllm.device.types import Device, device_to_json
 from localllm.formatting import gb, rate
 from localllm.plain_output import ascii_json
-
-if TYPE_CHECKING:
-    from localllm.device.types import Device
-    from localllm.planner.recommend import Reach
-    from localllm.planner.types import Plan, Recommendation
-    from localllm_catalog.types import Model
+from localllm.planner.recommend import Reach
+from localllm.planner.serialise import recommendation_to_json
+from localllm.planner.types import Plan, Recommendation
+from localllm_catalog.types import Model
 
 # Plans of each machine where machines are compared.
 _COMPARED = 4
@@ -25,17 +23,14 @@ _COMPARED = 4
 def comparison(
     devices: Sequence[Device],
     answers: Sequence[Recommendation],
+    elsewhere: Callable[[int, Model], Plan | None],
     *,
     as_json: bool,
-    elsewhere: Callable[[int, Model], Plan | None] = lambda _number, _model: None,
 ) -> list[str]:
     """Machines side by side: each one's best plans, and what is picked on any of them on all of
     them. `elsewhere`: the plan of a model on the machine of that number, where it is not among its
     picks."""
     if as_json:
-        from localllm.device.types import device_to_json
-        from localllm.planner.serialise import recommendation_to_json
-
         both = [
             recommendation_to_json(a, device_to_json(d))
             for d, a in zip(devices, answers, strict=True)
@@ -115,18 +110,7 @@ def reach(model: Model, tok_s: float, found: Reach, *, as_json: bool) -> list[st
         device, plan = found.nearest
         text = (
             f"the fastest that holds it and does not: {device.name}, "
-            f"{_short_of(plan.decode_tok_s.value, tok_s)} tok/s"
+            f"{plan.decode_tok_s.value:.2f} tok/s"
         )
         lines += wrapped(f"{text} ({plan.variant.quant})", further="  ")
     return lines
-
-
-def _short_of(value: float, asked: float) -> str:
-    """A speed below the one asked for, so that it reads as below: 29.7, where 30 was asked for."""
-    return (
-        rate(value)
-        if float(rate(value)) < asked
-        else f"{value:.1f}"
-        if value < asked - 0.05
-        else f"{value:.2f}"
-    )

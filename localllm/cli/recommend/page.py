@@ -1,9 +1,8 @@
-"""The page `recommend` writes on: plain lines as wide as the terminal, in signs that it has."""
+"""The page `recommend` writes on: plain lines as wide as the terminal."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -19,26 +18,7 @@ BAR = 10
 
 
 def out(lines: Iterable[str]) -> None:
-    """Print lines to stdout; signs the terminal's encoding lacks become plain ones."""
-    encoding = sys.stdout.encoding or "utf-8"
-    plain = str.maketrans(
-        {
-            "█": "#",
-            "░": ".",
-            "–": "-",
-            "×": "x",
-            "≥": ">=",
-            "…": "...",
-            "·": ".",
-            "─": "-",
-            "µ": "u",
-        }
-    )
     for line in lines:
-        try:
-            line.encode(encoding)
-        except UnicodeEncodeError:
-            line = line.translate(plain).encode(encoding, "replace").decode(encoding)
         print(line)
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from localllm.cli.recommend.page import BAR, bar, clip, speed, width, wrapped
+from localllm.device.types import Device, device_to_json
 from localllm.formatting import gb, mb, span
 from localllm.library.catalog import OLD_DAYS
 from localllm.load.candidates import image_facts
 from localllm.memory.verdict import TIGHT_MEANS
 from localllm.plain_output import ascii_json
+from localllm.planner import kv_sizes, needs
+from localllm.planner.serialise import recommendation_to_json
 from localllm.planner.types import Plan, Recommendation, backend_of
 from localllm_backends import registry
-
-if TYPE_CHECKING:
-    from localllm.device.types import Device
-    from localllm_backends.declaration import Declaration
-    from localllm_catalog.types import Model
+from localllm_backends.declaration import Declaration
+from localllm_catalog.types import Model
 
 # What says a figure that is assumed, or a processor that is this machine's.
 ASSUMED_FIXES = ("--bandwidth GBPS", "localllm device --measure", "--device NAME")
@@ -111,17 +110,17 @@ def table(
     first.
     `installed`: ids and quants of models that are on this disk.
     `listings_days`: the age of the catalog's listings."""
-    from localllm.planner import needs
-
     need = needs.need_of(answer.workload)
     plans = answer.plans
     at = f" with {plans[0].settings.n_ctx // 1024}k of context" if plans else ""
     lines = heading(device, f"Recommended for {need.what}{at}")
     if not plans:
         lines += ["", "  no model of the catalog fits and is fast enough; the reasons:"]
+    age = f"the catalog's listings are {listings_days} days old"
+    old = wrapped(f"{age}; read them anew: localllm catalog update", further="  ")
     end = [
         *_refused(answer, everything=everything),
-        *_old(listings_days),
+        *(old if listings_days > OLD_DAYS else []),
         *_run(plans, device, installed),
     ]
     if everything:
@@ -197,17 +196,6 @@ def _refused(answer: Recommendation, *, everything: bool) -> list[str]:
     if len(hidden) > len(shown):
         lines.append(f"  … and {len(hidden) - len(shown)} more (--all)")
     return lines
-
-
-def _old(listings_days: int) -> list[str]:
-    if listings_days <= OLD_DAYS:
-        return []
-    text = (
-        f"the catalog's listings are {listings_days} days old; read them anew: localllm "
-        "catalog "
-        "update"
-    )
-    return wrapped(text, further="  ")
 
 
 def _run(plans: Sequence[Plan], device: Device, installed: Installed) -> list[str]:
@@ -332,8 +320,6 @@ def _caches(plans: Sequence[Plan]) -> list[str]:
 
 
 def _slopes(model: Model) -> list[tuple[str, int]]:
-    from localllm.planner import kv_sizes
-
     kinds = ("f16", "q8_0", "q4_0")
     return [
         (k, kv_sizes.kv_bytes_per_1k_tokens(model, k))
@@ -345,7 +331,4 @@ def _slopes(model: Model) -> list[tuple[str, int]]:
 def json_text(answer: Recommendation, device: Device) -> str:
     """The published JSON of an answer: keys sorted as in the schema, identical for identical
     inputs."""
-    from localllm.device.types import device_to_json
-    from localllm.planner.serialise import recommendation_to_json
-
     return ascii_json(recommendation_to_json(answer, device_to_json(device)))
