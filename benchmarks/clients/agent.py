@@ -16,7 +16,7 @@ from typing import Literal
 import psutil
 
 from benchmarks.clients.brain import DONE, NEW, OLD, TASK, TEXT, Worker
-from localllm.cli.commands.connect import write_file
+from localllm.cli.editors.configuring import write_file
 from localllm.cli.editors.recipes import RECIPES, ClientRecipe, ClientTarget
 
 

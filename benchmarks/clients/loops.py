@@ -32,7 +32,7 @@ from benchmarks.clients.brain import Worker
 from benchmarks.clients.model import ScriptedModel
 from benchmarks.clients.notations import NOTATIONS, Notation
 from benchmarks.clients.recorder import Exchange, Recorder
-from localllm.cli.commands.connect import target_of
+from localllm.cli.editors.configuring import target_of
 from localllm.server.models.router import ServedModel
 from support.http_server import running_server
 

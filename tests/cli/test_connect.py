@@ -18,7 +18,9 @@ import pytest
 
 from benchmarks.clients.agents import AGENTS
 from localllm.cli.chat.engines import address_and_key
-from localllm.cli.commands import connect as command
+from localllm.cli.commands.connect import connect
+from localllm.cli.editors.checks import run_checks
+from localllm.cli.editors.configuring import target_of, warn, write_file
 from localllm.cli.editors.recipes import (
     RECIPES,
     ClientTarget,
@@ -105,7 +107,7 @@ def test_a_name_that_a_terminal_would_obey_is_refused() -> None:
     for hidden in ("a\nexport PATH=/x", "a\x1b[2J", "a\u202eb", "a\u2028b"):
         with running_server({hidden: ScriptedEngine()}) as server:
             with pytest.raises(LocalLLMError, match="control characters") as refused:
-                command.connect("zed", None, server.url, None, False, False)
+                connect("zed", None, server.url, None, False, False)
             assert hidden not in str(refused.value)
 
 
@@ -117,7 +119,7 @@ def test_the_target_is_asked_of_the_server() -> None:
         ServedModel("fim", fim, info=fim.info),
     ]
     with running_server(models) as server:
-        target = command.target_of(f"{server.url}/v1", None, None)
+        target = target_of(f"{server.url}/v1", None, None)
     assert (target.model, target.autocomplete, target.embedding) == ("chat", "fim", "bert")
 
 
@@ -147,14 +149,14 @@ def test_writing_keeps_what_was_there_and_a_backup(tmp_path: Path) -> None:
     (file,) = RECIPES["zed"](TARGET, tmp_path).files
     file.path.parent.mkdir(parents=True)
     file.path.write_text('{"theme": "One", "language_models": {"openai": {"x": 1}}}')
-    assert "wrote" in command.write_file(file)
+    assert "wrote" in write_file(file)
     settings = json.loads(file.path.read_text())
     assert settings["theme"] == "One"
     assert settings["language_models"]["openai"] == {"x": 1}
     assert "localllm" in settings["language_models"]["openai_compatible"]
     (backup,) = file.path.parent.glob("*.bak")
     assert json.loads(backup.read_text())["theme"] == "One"
-    assert "up to date" in command.write_file(file)
+    assert "up to date" in write_file(file)
     assert file.path.stat().st_mode & 0o077 == 0
 
 
@@ -165,7 +167,7 @@ def test_a_link_is_written_through_and_its_backup_is_beside_the_target(tmp_path:
     target.write_text('{"theme": "One"}')
     file.path.parent.mkdir(parents=True, exist_ok=True)
     file.path.symlink_to(target)
-    command.write_file(file)
+    write_file(file)
     assert file.path.is_symlink()
     assert json.loads(target.read_text())["theme"] == "One"
     assert len(list(target.parent.glob("*.bak"))) == 1
@@ -175,7 +177,7 @@ def test_a_list_keeps_the_entries_of_others(tmp_path: Path) -> None:
     (file,) = RECIPES["vscode"](TARGET, tmp_path).files
     file.path.parent.mkdir(parents=True)
     file.path.write_text('[{"name": "other"}, {"name": "localllm", "old": true}]')
-    command.write_file(file)
+    write_file(file)
     assert [(e["name"], "old" in e) for e in json.loads(file.path.read_text())] == [
         ("other", False),
         ("localllm", False),
@@ -188,7 +190,7 @@ def test_a_file_with_comments_is_left_alone(tmp_path: Path, old: str) -> None:
     file.path.parent.mkdir(parents=True)
     file.path.write_text(old)
     with pytest.raises(UsageError, match="comments"):
-        command.write_file(file)
+        write_file(file)
     assert file.path.read_text() == old
 
 
@@ -196,22 +198,22 @@ def test_a_yaml_file_that_exists_is_left_alone(tmp_path: Path) -> None:
     file = ConfigFile(tmp_path / "config.yaml", text="ours: 1\n")
     file.path.write_text("theirs: 1\n")
     with pytest.raises(UsageError, match="exists"):
-        command.write_file(file)
+        write_file(file)
 
 
 def test_checks_make_the_editors_calls(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine(script=lambda r: ['{"text": "x"}'] if r.grammar else ["Hi there"])
     with running_server({"tiny": engine}) as server:
         for name in RECIPES:
-            command.connect(name, None, server.url, None, False, True)
+            connect(name, None, server.url, None, False, True)
         assert "FAILED" not in capsys.readouterr().out
         with pytest.raises(NotFoundError, match="tiny"):
-            command.connect("zed", "gone", server.url, None, False, False)
+            connect("zed", "gone", server.url, None, False, False)
         with pytest.raises(NotFoundError, match="known"):
-            command.connect("emacs", None, server.url, None, False, False)
+            connect("emacs", None, server.url, None, False, False)
         engine.script = [Failure("", "worker_died", "gone")]
         with pytest.raises(LocalLLMError, match="3 of Zed's calls failed"):
-            command.connect("zed", None, server.url, None, False, True)
+            connect("zed", None, server.url, None, False, True)
         assert "503" in capsys.readouterr().out
 
 
@@ -231,7 +233,7 @@ def test_a_check_is_a_whole_tool_loop(
 
     engine = ScriptedEngine(script)
     with running_server({"tiny": engine}) as server:
-        failures = command.run_checks(ClientTarget(server.url, "tiny", 4096), [probe])
+        failures = run_checks(ClientTarget(server.url, "tiny", 4096), [probe])
     said = capsys.readouterr().out
     assert failures == (fault == "second"), said
     loop = "Ollama tool loop" if probe == "ollama" else "tool loop"
@@ -262,7 +264,7 @@ def test_a_context_that_a_program_s_own_prompt_does_not_fit_is_warned_of(
 ) -> None:
     def warned(n_ctx: int, max_context: int = 0) -> str:
         target = ClientTarget("http://127.0.0.1:1", "tiny", n_ctx, max_context=max_context)
-        command.warn(RECIPES["claude"](target, tmp_path))
+        warn(RECIPES["claude"](target, tmp_path))
         return capsys.readouterr().err
 
     assert "--context" in warned(4096)
@@ -287,9 +289,9 @@ def test_the_versions_that_recipes_were_checked_with_are_those_that_are_run(tmp_
 
 def test_what_was_not_checked_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with running_server({"tiny": ScriptedEngine()}) as server:
-        command.connect("goose", None, server.url, None, False, False)
+        connect("goose", None, server.url, None, False, False)
         assert "not checked here" in capsys.readouterr().err
-        command.connect("codex", None, server.url, None, False, False)
+        connect("codex", None, server.url, None, False, False)
         assert "not checked here" not in capsys.readouterr().err
 
 
@@ -302,26 +304,26 @@ def test_the_key_that_the_server_made_up_and_keeps_is_used(
         running_server({"tiny": engine}, api_key=kept_key()) as server,
         running.published(secured, urlsplit(server.url).port or 0),
     ):
-        command.connect("codex", None, server.url, None, False, True)
+        connect("codex", None, server.url, None, False, True)
         said = capsys.readouterr().out
         assert "FAILED" not in said
         assert f"export LOCALLLM_API_KEY={kept_key()}" in said
         with pytest.raises(UsageError, match="refuses the key"):
-            command.connect("codex", None, server.url, "another", False, False)
+            connect("codex", None, server.url, "another", False, False)
         elsewhere = server.url.replace("127.0.0.1", "nas.lan")
         assert address_and_key(elsewhere, None) == (f"{elsewhere}/v1", None)
     with running_server({"tiny": engine}) as server:
-        command.connect("codex", None, server.url, None, False, False)
+        connect("codex", None, server.url, None, False, False)
         assert kept_key() not in capsys.readouterr().out, "a server that asks for none needs none"
 
 
 def test_without_a_kept_key_none_is_made_up() -> None:
     with running_server({"tiny": ScriptedEngine()}, api_key="mine") as server:
         with pytest.raises(UsageError, match="asks for a key"):
-            command.connect("zed", None, server.url, None, False, False)
+            connect("zed", None, server.url, None, False, False)
         assert not key_path().exists()
 
 
 def test_no_server_is_said_so() -> None:
     with pytest.raises(ServerUnreachableError, match="no server answers"):
-        command.connect("zed", None, "http://127.0.0.1:9", None, False, False)
+        connect("zed", None, "http://127.0.0.1:9", None, False, False)

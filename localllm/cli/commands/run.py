@@ -84,7 +84,7 @@ def run(
     """
 
     from localllm.cli.chat import engines
-    from localllm.cli.commands.connect import target_of, warn
+    from localllm.cli.editors.configuring import target_of, warn
     from localllm.cli.editors.recipes import ClientTarget, recipe_named
 
     # Everything that can be wrong is said before a model is loaded.
@@ -105,7 +105,7 @@ def run(
     if sandbox:
         _check_sandbox(folder)
     with ExitStack() as stack:
-        wanted = engines.checked(engines.Wanted(model, context, {"lora": lora}, url, api_key))
+        wanted = engines.Wanted(model, context, {"lora": lora}, url, api_key)
         engine = engines.engine_for(stack, wanted, None, at_once=False)
         if engine.unix_socket:
             raise UsageError(

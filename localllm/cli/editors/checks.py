@@ -8,15 +8,15 @@ answer comes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import httpx
 
-from localllm import sse
-from localllm.cli.editors.recipes import Probe
+from localllm.cli.editors.recipes import ClientTarget, Probe
 from localllm.errors import BackendError
 
 _HI = [{"role": "user", "content": "Say hi."}]
@@ -34,6 +34,7 @@ _NOTE: Mapping[str, Any] = {
 _RESULT = "noted"
 _ANSWER_TOKENS = 16
 _CALL_TOKENS = 200
+_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,27 @@ class ClientCheck:
 
     what: str
     run: Callable[[httpx.Client], None]
+
+
+def run_checks(target: ClientTarget, probes: Iterable[Probe]) -> int:
+    """Make the calls and print a line for each; returns how many failed."""
+    failures = 0
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    with httpx.Client(
+        base_url=target.url, headers=headers, timeout=_TIMEOUT_S, trust_env=False
+    ) as client:
+        for check in (c for probe in probes for c in checks(probe, target.model)):
+            started, said = time.monotonic(), ""
+            try:
+                check.run(client)
+            except BackendError as e:
+                said = e.message
+            except httpx.HTTPError as e:
+                said = str(e) or type(e).__name__
+            failures += bool(said)
+            seconds = time.monotonic() - started
+            print(f"{'FAILED' if said else 'ok':<7} {check.what:<22} {seconds:5.1f} s  {said}")
+    return failures
 
 
 def checks(probe: Probe, model: str) -> tuple[ClientCheck, ...]:
@@ -111,13 +133,19 @@ def _taken(reply: httpx.Response) -> httpx.Response:
     return reply
 
 
+def _posted(client: httpx.Client, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The JSON objects of a streamed answer: its events' data, or a line each."""
+    text = _taken(client.post(path, json=body)).text
+    lines = [line.removeprefix("data:").strip() for line in text.split("\n")]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
 def _chat_loop(client: httpx.Client, model: str) -> None:
     tools = [{"type": "function", "function": _NOTE}]
     ask = {"model": model, "tools": tools, "stream": True}
     forced = {**ask, "messages": _ASK, "tool_choice": "required", "max_tokens": _CALL_TOKENS}
-    reply = _taken(client.post("/v1/chat/completions", json=forced))
     call: dict[str, str] = {"id": "", "name": "", "arguments": ""}
-    for event in _events(reply):
+    for event in _posted(client, "/v1/chat/completions", forced):
         for choice in event.get("choices", ()):
             for part in choice["delta"].get("tool_calls") or ():
                 call["id"] += part.get("id") or ""
@@ -132,24 +160,22 @@ def _chat_loop(client: httpx.Client, model: str) -> None:
     }
     result = {"role": "tool", "tool_call_id": call["id"], "content": _RESULT}
     back = {**ask, "messages": [*_ASK, made, result], "max_tokens": _ANSWER_TOKENS}
-    reply = _taken(client.post("/v1/chat/completions", json=back))
-    choices = chain.from_iterable(event.get("choices", ()) for event in _events(reply))
+    events = _posted(client, "/v1/chat/completions", back)
+    choices = chain.from_iterable(event.get("choices", ()) for event in events)
     _check_end(any(choice.get("finish_reason") for choice in choices))
 
 
 def _responses_loop(client: httpx.Client, model: str) -> None:
     ask = {"model": model, "tools": [{"type": "function", **_NOTE}], "stream": True, "store": False}
     forced = {**ask, "input": _ASK, "tool_choice": "required", "max_output_tokens": _CALL_TOKENS}
-    reply = _taken(client.post("/v1/responses", json=forced))
-    items = [e["item"] for e in _events(reply) if e.get("type") == "response.output_item.done"]
+    events = _posted(client, "/v1/responses", forced)
+    items = [e["item"] for e in events if e.get("type") == "response.output_item.done"]
     call = next((i for i in items if i["type"] == "function_call"), {"name": "", "arguments": ""})
     _check_call(call["name"], call["arguments"])
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": _RESULT}
     back = {**ask, "input": [*_ASK, *items, result], "max_output_tokens": _ANSWER_TOKENS}
-    reply = _taken(client.post("/v1/responses", json=back))
-    _check_end(
-        any(e.get("type") in ("response.completed", "response.incomplete") for e in _events(reply))
-    )
+    ends = ("response.completed", "response.incomplete")
+    _check_end(any(e.get("type") in ends for e in _posted(client, "/v1/responses", back)))
 
 
 def _messages_loop(client: httpx.Client, model: str) -> None:
@@ -160,9 +186,8 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
     }
     ask = {"model": model, "tools": [tool], "stream": True}
     forced = {**ask, "messages": _ASK, "tool_choice": {"type": "any"}, "max_tokens": _CALL_TOKENS}
-    reply = _taken(client.post("/v1/messages", json=forced))
     name = call_id = arguments = ""
-    for event in _events(reply):
+    for event in _posted(client, "/v1/messages", forced):
         block, delta = event.get("content_block", {}), event.get("delta", {})
         if block.get("type") == "tool_use":
             name, call_id = block["name"], block["id"]
@@ -171,10 +196,9 @@ def _messages_loop(client: httpx.Client, model: str) -> None:
     made = {"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)}
     result = {"type": "tool_result", "tool_use_id": call_id, "content": _RESULT}
     turns = [*_ASK, {"role": "assistant", "content": [made]}, {"role": "user", "content": [result]}]
-    reply = _taken(
-        client.post("/v1/messages", json={**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS})
-    )
-    _check_end(any(e.get("type") == "message_stop" for e in _events(reply)))
+    back = {**ask, "messages": turns, "max_tokens": _ANSWER_TOKENS}
+    events = _posted(client, "/v1/messages", back)
+    _check_end(any(e.get("type") == "message_stop" for e in events))
 
 
 def _ollama_loop(client: httpx.Client, model: str) -> None:
@@ -186,11 +210,9 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
         "tool_choice": "required",
         "options": {"num_predict": _CALL_TOKENS},
     }
-    reply = _taken(client.post("/api/chat", json=forced))
-    calls = list(
-        chain.from_iterable(line.get("message", {}).get("tool_calls", ()) for line in _lines(reply))
-    )
-    call = calls[0] if calls else {"function": {"name": "", "arguments": ""}}
+    lines = _posted(client, "/api/chat", forced)
+    calls = chain.from_iterable(line.get("message", {}).get("tool_calls", ()) for line in lines)
+    call = next(calls, {"function": {"name": "", "arguments": ""}})
     _check_call(call["function"]["name"], json.dumps(call["function"]["arguments"]))
     made = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {
@@ -200,23 +222,11 @@ def _ollama_loop(client: httpx.Client, model: str) -> None:
         "content": _RESULT,
     }
     back = {**ask, "messages": [*_ASK, made, result], "options": {"num_predict": _ANSWER_TOKENS}}
-    reply = _taken(client.post("/api/chat", json=back))
-    lines = list(_lines(reply))
+    lines = _posted(client, "/api/chat", back)
     for line in lines:
         if "error" in line:
             raise BackendError(line["error"])
     _check_end(any(line.get("done") for line in lines))
-
-
-def _lines(reply: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of lines."""
-    for line in reply.text.splitlines():
-        yield json.loads(line)
-
-
-def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of an event stream."""
-    return sse.objects(reply.text.split("\n"))
 
 
 def _check_call(name: str, arguments: str) -> None:

@@ -1,0 +1,127 @@
+"""Connecting a program to a server: what the server serves, what is done by hand, and the files
+written for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from typing import Any
+
+from localllm import paths
+from localllm.cli.chat.engines import listed_models
+from localllm.cli.editors.recipes import ClientRecipe, ClientTarget, ConfigFile, Shell, assignment
+from localllm.errors import BackendError, NotFoundError, UsageError
+
+
+def target_of(base_url: str, model: str | None, api_key: str | None) -> ClientTarget:
+    """Ask the server at `base_url` (…/v1) what it serves. Raises ServerUnreachableError, UsageError
+    for its key, BackendError for names that no terminal or file should be given, or NotFoundError
+    for a model it does not serve."""
+    served = {str(entry["id"]): entry for entry in listed_models(base_url, api_key)}
+    hidden = next((name for name in served if not name.isprintable()), None)
+    if hidden is not None:
+        raise BackendError(
+            f"the server at {base_url} names a model with control characters: {hidden[:100]!a}",
+            hint="connect to a server that you trust",
+        )
+    can = {name: entry.get("capabilities") or () for name, entry in served.items()}
+    name = model or next((n for n in served if "embedding" not in can[n]), None)
+    if name is None or name not in served:
+        raise NotFoundError(f"the server serves {', '.join(served) or 'nothing'}, not {name!r}")
+    physics = served[name].get("physics") or {}
+    # The model for autocomplete is the one served beside the chat's, where that can fill in.
+    fills = sorted((n for n in served if "insert" in can[n]), key=lambda n: n == name)
+    embeds = [n for n in served if "embedding" in can[n]]
+    return ClientTarget(
+        base_url.removesuffix("/v1"),
+        name,
+        int(served[name].get("context_length") or 4096),
+        api_key,
+        next(iter(fills), None),
+        next(iter(embeds), None),
+        max_context=int(physics.get("max_context") or 0),
+    )
+
+
+def print_steps(recipe: ClientRecipe, shell: Shell, *, write: bool) -> None:
+    """Print what is to be done by hand in `shell`, and with `write` write the files."""
+    warn(recipe)
+    for file in recipe.files:
+        if write:
+            print(write_file(file), file=sys.stderr)
+        else:
+            print(f"# {file.path}\n{file.shown()}\n")
+    for name, value in recipe.environment.items():
+        print(assignment(name, value, shell))
+    for step in recipe.steps:
+        print(f"- {step}")
+    if write and not recipe.files:
+        print(f"{recipe.name} has no file to write: follow the steps above", file=sys.stderr)
+    if not recipe.checked and recipe.probes:
+        print(
+            f"(from {recipe.name}'s documentation; not checked here with the program itself)",
+            file=sys.stderr,
+        )
+
+
+def warn(recipe: ClientRecipe) -> None:
+    """Print why the program can't work as the server runs now, where that is so."""
+    if recipe.warning:
+        print(f"warning: {recipe.warning}", file=sys.stderr)
+
+
+def write_file(file: ConfigFile) -> str:
+    """Write one configuration, keeping what is there and a backup of it; returns a sentence about
+    it.
+
+    Raises UsageError where the file can't be changed without losing something: JSON with comments,
+    or a file of another format that already exists with other content.
+    """
+    path = file.path.resolve()  # through a link, with the backup beside what it leads to
+    old = path.read_text(encoding="utf-8") if path.exists() else None
+    if file.text is not None:
+        new = file.text
+        if old is not None and old != new and path.name != "localllm.config.toml":
+            raise UsageError(
+                f"{path} exists already", hint="add the part printed without --write by hand"
+            )
+    else:
+        new = json.dumps(_merged(file, old), indent=2, ensure_ascii=False) + "\n"
+    if new == old:
+        return f"{path} is up to date"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    said = f"wrote {path}"
+    if old is not None:
+        backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
+        shutil.copy2(path, backup)
+        said += f" (the old one is {backup.name})"
+    # The file may hold a key, and a crash must not leave half of it.
+    paths.write_private(path, new)
+    return said
+
+
+def _merged(file: ConfigFile, old: str | None) -> Any:
+    try:
+        value = json.loads(old) if old and old.strip() else ([] if file.merge_list_by else {})
+    except ValueError as e:
+        raise UsageError(
+            f"{file.path} has comments or is not JSON, and writing it would lose them",
+            hint="add the part printed without --write by hand",
+        ) from e
+    if file.merge_list_by:
+        ours = file.merge
+        names = {e[file.merge_list_by] for e in ours}
+        kept = [
+            e for e in value if not (isinstance(e, dict) and e.get(file.merge_list_by) in names)
+        ]
+        return [*kept, *ours]
+    return deep_merge(value, file.merge)
+
+
+def deep_merge(old: Any, new: Any) -> Any:
+    """`new` put into `old`: objects are joined key by key, everything else is replaced."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {**old, **{k: deep_merge(old.get(k), v) for k, v in new.items()}}
