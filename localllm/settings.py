@@ -28,8 +28,7 @@ class Setting:
     `kind` parses text;
     `choices` limits it; the default None means "automatic".
     `many`: the value is a tuple of texts, given as a list, or as one text with commas between them.
-    A number is 0 or more unless it is `signed`, and never infinite; a `percent` is 1 to 100, with
-    or without its sign."""
+    A number is 0 or more, and never infinite; a `percent` is 1 to 100, with or without its sign."""
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
@@ -37,7 +36,6 @@ class Setting:
     help: str
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     many: bool = False
-    signed: bool = False
     percent: bool = False
 
     @property
@@ -362,12 +360,14 @@ class Settings:
 
 
 def _choose(setting: Setting, flags: dict[str, Any], config: dict[str, Any]) -> Chosen:
-    if setting.name in flags:
-        return Chosen(checked(setting, flags[setting.name], "the command line"), "flag")
-    if setting.env in os.environ and os.environ[setting.env] != "":
-        return Chosen(checked(setting, os.environ[setting.env], setting.env), "environment")
-    if setting.name in config:
-        return Chosen(checked(setting, config[setting.name], "config.toml"), "config")
+    sources: tuple[tuple[Any, str, Origin], ...] = (
+        (flags.get(setting.name), "the command line", "flag"),
+        (os.environ.get(setting.env) or None, setting.env, "environment"),
+        (config.get(setting.name), "config.toml", "config"),
+    )
+    for value, where, origin in sources:
+        if value is not None:
+            return Chosen(checked(setting, value, where), origin)
     return Chosen(setting.default, "default")
 
 
@@ -395,9 +395,7 @@ def _parsed(setting: Setting, value: Any) -> Any:
     if setting.percent and isinstance(value, str):
         value = value.removesuffix("%")
     parsed: Any = setting.kind(value)
-    least, most = (
-        (1.0, 100.0) if setting.percent else (-math.inf if setting.signed else 0.0, math.inf)
-    )
+    least, most = (1.0, 100.0) if setting.percent else (0.0, math.inf)
     if setting.kind in (int, float) and not (math.isfinite(parsed) and least <= parsed <= most):
         raise ValueError
     return parsed
@@ -406,7 +404,7 @@ def _parsed(setting: Setting, value: Any) -> Any:
 def _kind(setting: Setting) -> str:
     if setting.percent:
         return "a percentage of 1 to 100"
-    least = " of 0 or more" if setting.kind in (int, float) and not setting.signed else ""
+    least = " of 0 or more" if setting.kind in (int, float) else ""
     return _KINDS[setting.kind] + least
 
 
@@ -433,13 +431,13 @@ def config_text(path: Path) -> str:
 
 def read_config() -> dict[str, Any]:
     """config.toml as it stands: settings, and tables of single models. Raises UsageError."""
-    import tomllib
-
     path = config_path()
+    if not path.is_file():
+        return {}
+    import tomllib  # whoever has no such file waits for no parser
+
     try:
         data = tomllib.loads(config_text(path))
-    except FileNotFoundError:
-        return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as e:
         is_escape = any(sign in str(e) for sign in ("hex value", "\\", "scaped"))
         hint = (

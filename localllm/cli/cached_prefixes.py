@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from localllm.engine.cache.folder import LABEL, WriteBudget, label, remove_old_counts
+from localllm.engine.cache.folder import WriteBudget, label
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,6 @@ class ModelPrefixes:
     size_bytes: int
     written_today_bytes: int
     used_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """What clearing came to. `n_left`: files that could not be removed."""
-
-    n_files: int = 0
-    freed_bytes: int = 0
-    n_left: int = 0
 
 
 def survey(root: Path) -> list[ModelPrefixes]:
@@ -59,32 +51,22 @@ def survey(root: Path) -> list[ModelPrefixes]:
     return sorted(found, key=lambda m: (-m.size_bytes, m.model or "", m.folder.name))
 
 
-def clear(models: Iterable[ModelPrefixes]) -> Cleared:
-    """Remove what they hold. What was written today stays counted."""
-    n_files = freed_bytes = n_left = 0
-    for model in models:
-        for path in _content(model.folder):
-            try:
-                size_bytes = path.stat().st_size
-                path.unlink()
-            except FileNotFoundError:
-                continue
-            except OSError:
-                n_left += 1
-                continue
-            n_files, freed_bytes = n_files + 1, freed_bytes + size_bytes
-        _remove_if_empty(model.folder)
-    return Cleared(n_files, freed_bytes, n_left)
+def clear(models: Iterable[ModelPrefixes]) -> tuple[list[int], int]:
+    """Remove what they hold: the bytes of each file that is gone, and how many could not be
+    removed. What was written today stays counted."""
+    freed_bytes, n_left = [], 0
+    for path in chain.from_iterable(_content(model.folder) for model in models):
+        try:
+            size_bytes = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            n_left += 1
+            continue
+        freed_bytes.append(size_bytes)
+    return freed_bytes, n_left
 
 
 def _content(folder: Path) -> list[Path]:
     return [*folder.glob("*.kv"), *folder.glob("*.part")]
-
-
-def _remove_if_empty(folder: Path) -> None:
-    budget = WriteBudget(folder.parent)
-    remove_old_counts(folder, budget.day())
-    with contextlib.suppress(OSError):
-        if {path.name for path in folder.iterdir()} <= {LABEL}:
-            (folder / LABEL).unlink(missing_ok=True)
-            folder.rmdir()

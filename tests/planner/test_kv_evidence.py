@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localllm import paths
-from localllm.cli.commands import doctor
+from localllm.cli import doctor_checks
 from localllm.load import kv_evidence
 from localllm.planner.quality import KvPrecision, ladder, passes, why
 from localllm_backends.contract import BackendFailure, LoadError, LoadSpec
@@ -27,7 +27,7 @@ def test_doctor_measures_a_model_and_keeps_what_it_found(
 ) -> None:
     monkeypatch.setattr(kv_evidence, "TEXT", kv_evidence.TEXT[:500])
     monkeypatch.setattr(paths, "kv_evidence_dir", lambda: tmp_path)
-    doctor.measure_kv(str(smollm2 if layers == 30 else few_layers))
+    doctor_checks.measure_kv(str(smollm2 if layers == 30 else few_layers))
     assert "comparing KV types" in capsys.readouterr().err
     (file,) = tmp_path.iterdir()
     found = kv_evidence.read(file).found
@@ -39,7 +39,7 @@ def test_doctor_measures_a_model_and_keeps_what_it_found(
     assert eight.mean_kl < mixed.mean_kl < four.mean_kl
     assert eight.flips < 0.06 < four.flips
     assert kv_evidence.read(file, "another build").found == ()
-    assert [check.name for check in doctor.kv_checks(tmp_path)] == ["KV types"]
+    assert [check.name for check in doctor_checks.kv_checks(tmp_path)] == ["KV types"]
 
 
 @pytest.mark.parametrize(

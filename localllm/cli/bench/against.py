@@ -3,7 +3,6 @@ is named."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -54,13 +53,6 @@ def compare(
         return against.run(others, names, rounds, report)
     with own_server(model, key) as ours:
         return against.run([ours, *others], names, rounds, report)
-
-
-def show(found: against.ScenarioResult, *, as_json: bool) -> None:
-    """Print what was found. Raises BackendError where something failed, once all is said."""
-    print(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))
-    if found.faults:
-        raise BackendError(f"{len(found.faults)} measurements failed: {found.faults[0]}")
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from localllm.cli.bench.measure import ROUNDS, SHORT_PROMPT_TOKENS
-from localllm.cli.commands.shared import Json, Lora, Power, print_json
+from localllm.cli.commands.shared import Json, Lora, Power, show
+from localllm.errors import BackendError
 from localllm.formatting import gb
 from localllm.settings import Settings
 
@@ -60,7 +61,10 @@ def bench(
         from localllm.cli.bench import against as servers_compared
 
         compared = servers_compared.compare(model, against, restart_cmd or (), scenarios, rounds)
-        servers_compared.show(compared, as_json=as_json)
+        show(as_json, compared.to_json(), compared.lines)
+        if compared.faults:
+            first, n = compared.faults[0], len(compared.faults)
+            raise BackendError(f"{n} measurements failed: {first}")
         return
     from localllm.cli.bench.measure import compare_and_keep, measure
     from localllm.load.load_plan import load_plan_named
@@ -73,10 +77,7 @@ def bench(
         figures["power_share"] = power_share  # says nothing of what this machine can do
     else:
         figures.update(compare_and_keep(load, figures))
-    if as_json:
-        print_json(figures)
-        return
-    print("\n".join(lines(figures)))
+    show(as_json, figures, lambda: lines(figures))
 
 
 def lines(figures: dict[str, Any]) -> list[str]:

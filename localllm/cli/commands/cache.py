@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm import paths
-from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, table
+from localllm.cli.commands.shared import Json, Yes, confirmed, print_json, show, table
 from localllm.errors import LocalLLMError, ModelNotFoundError
 from localllm.formatting import byte_size
 from localllm.settings import Settings
@@ -32,12 +32,9 @@ def cache(context: typer.Context, as_json: Json = False) -> None:
     from localllm.cli.cached_prefixes import survey
 
     root = paths.prefixes_dir()
-    found, limits = survey(root), _limits()
-    body = _body(str(root), found, limits)
-    if as_json:
-        print_json(body)
-    else:
-        print("\n".join(_lines(body, found)))
+    found = survey(root)
+    body = _body(str(root), found)
+    show(as_json, body, lambda: _lines(body, found))
 
 
 @app.command()
@@ -61,23 +58,14 @@ def clear(
     names = ", ".join(sorted({_name(m) for m in chosen}))
     if n_files and not yes and not confirmed(f"remove {n_files} file(s), {size}, of {names}?"):
         return
-    cleared = remove(chosen)
+    sizes, n_left = remove(chosen)
     if as_json:
-        print_json(
-            {
-                "removed_files": cleared.n_files,
-                "freed_bytes": cleared.freed_bytes,
-                "left_files": cleared.n_left,
-            }
-        )
+        print_json({"removed_files": len(sizes), "freed_bytes": sum(sizes), "left_files": n_left})
     else:
-        print(
-            f"{cleared.n_files} file(s) removed, {byte_size(cleared.freed_bytes)} freed",
-            file=sys.stderr,
-        )
-    if cleared.n_left:
+        print(f"{len(sizes)} file(s) removed, {byte_size(sum(sizes))} freed", file=sys.stderr)
+    if n_left:
         raise LocalLLMError(
-            f"{cleared.n_left} file(s) could not be removed",
+            f"{n_left} file(s) could not be removed",
             hint="another program may have them open, or they belong to another user: try again "
             "without it",
         )
@@ -101,20 +89,17 @@ def _name(model: ModelPrefixes) -> str:
     return model.model or model.folder.name
 
 
-def _limits() -> dict[str, int]:
-    settings = Settings()
-    return {
-        key: int(settings.value(name) * 1e9)
-        for key, name in (
-            ("capacity_bytes", "cache_disk_gb"),
-            ("daily_bytes", "cache_disk_daily_gb"),
-            ("free_bytes", "cache_disk_free_gb"),
-        )
-    }
+_LIMITS = {
+    "capacity_bytes": "cache_disk_gb",
+    "daily_bytes": "cache_disk_daily_gb",
+    "free_bytes": "cache_disk_free_gb",
+}
 
 
-def _body(folder: str, found: list[ModelPrefixes], limits: dict[str, int]) -> dict[str, Any]:
+def _body(folder: str, found: list[ModelPrefixes]) -> dict[str, Any]:
     """All there is to say, as --json prints it."""
+    settings = Settings()
+    limits = {key: int(settings.value(name) * 1e9) for key, name in _LIMITS.items()}
     written = sum(m.written_today_bytes for m in found)
     return {
         "folder": folder,

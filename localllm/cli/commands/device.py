@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json, print_json
+from localllm.cli.commands.shared import Json, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,6 @@ def device(
     from localllm.errors import UsageError
 
     build = None
-
     if name is not None:
         if measure:
             raise UsageError("--measure measures this machine: it can't be combined with --device")
@@ -66,22 +65,18 @@ def device(
         )
         build = in_use.build_here(fresh=True)
     found = with_memory(found, ram_gb=ram)
-    if as_json:
-        body = device_to_json(found)
-        if build is not None:
-            body["llama_cpp"] = ggml.to_json(build)
-            body["differences"] = [asdict(finding) for finding in ggml.differences(found, build)]
-        print_json(body)
-        return
-    print("\n".join(lines(found)))
+    body = device_to_json(found)
     if build is not None:
-        print("\n".join(build_lines(found, build)))
+        differences = [asdict(finding) for finding in ggml.differences(found, build)]
+        body |= {"llama_cpp": ggml.to_json(build), "differences": differences}
+    show(as_json, body, lambda: [*lines(found), *(build_lines(found, build) if build else [])])
 
 
 def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
     """What the installed llama.cpp can compute on, and where that is not what the system shows."""
+    from localllm.cli import engine_builds
     from localllm.device import ggml
-    from localllm.device.accelerators import KINDS
+    from localllm.device.detect import detect
 
     out = [
         "",
@@ -99,52 +94,28 @@ def build_lines(found: Device, build: ggml.GgmlBuild) -> list[str]:
         told = [*device.details, *device.capabilities]
         if told:
             out.append(f"            {', '.join(told)}")
-    out += _finding_lines(ggml.differences(found, build))
-    if (
-        not KINDS[found.accelerator].in_every_build
-        and not build.failure
-        and ggml.driven_by(found, build) == "cpu"
-    ):
-        out += _more_with_the_gpu(found)
+    differences = ggml.differences(found, build)
+    out += _finding_lines(differences)
+    if any(finding.fix == "localllm setup" for finding in differences):
+        out += [f"    {line}" for line in engine_builds.note(detect(), [])]
     return out
-
-
-def _more_with_the_gpu(found: Device) -> list[str]:
-    """What a build that uses the GPU would give, by the prediction for a model that everybody
-    knows."""
-    from localllm.cli import engine_builds
-    from localllm.device.detect import detect
-
-    used = detect()
-    said = engine_builds.sentence(used, found, engine_builds.yardstick_plan(used))
-    return [f"    {said}"] if said else []
 
 
 def lines(found: Device) -> list[str]:
     """The table as plain lines: figure, then how it is known."""
-    rows: list[tuple[str, str, str]] = [("kind", _kind(found), ""), _memory("memory", found.memory)]
-    if found.host is not None:
-        rows.append(_memory("host memory", found.host))
-    rows.append(("bandwidth", *_figure(found.bandwidth_gbps, "GB/s")))
-    if found.host is not None:
-        rows.append(("host bandwidth", *_figure(found.host_bandwidth_gbps, "GB/s")))
-    for label, figure in (
-        ("FP16", found.fp16_tflops),
-        ("FP8", found.fp8_tflops),
-        ("FP4", found.fp4_tflops),
-    ):
-        if figure is not None:
-            rows.append((f"{label} compute", *_figure(figure, "TFLOP/s dense")))
-    if found.cpu:
-        rows.append(
-            (
-                "processor",
-                f"{found.cpu}, {found.n_cpu_cores} cores" if found.n_cpu_cores else found.cpu,
-                "",
-            )
-        )
-    if found.match:
-        rows.append(("recognised as", found.match, ""))
+    host, cores = found.host, f", {found.n_cpu_cores} cores" if found.n_cpu_cores else ""
+    compute = (("FP16", found.fp16_tflops), ("FP8", found.fp8_tflops), ("FP4", found.fp4_tflops))
+    there: tuple[tuple[str, str, str] | None, ...] = (
+        ("kind", _kind(found), ""),
+        _memory("memory", found.memory),
+        None if host is None else _memory("host memory", host),
+        ("bandwidth", *_figure(found.bandwidth_gbps, "GB/s")),
+        None if host is None else ("host bandwidth", *_figure(found.host_bandwidth_gbps, "GB/s")),
+        *((f"{k} compute", *_figure(f, "TFLOP/s dense")) for k, f in compute if f is not None),
+        ("processor", f"{found.cpu}{cores}", "") if found.cpu else None,
+        ("recognised as", found.match, "") if found.match else None,
+    )
+    rows = [row for row in there if row is not None]
     width = max(len(label) for label, _, _ in rows)
     value_width = max(len(value) for _, value, known in rows if known)
     out = [f"{found.name}{' (simulated)' if found.simulated else ''}"]

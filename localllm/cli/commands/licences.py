@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from localllm.cli.commands.shared import Json, print_json, table
+from localllm.cli.commands.shared import Json, show, table
 from localllm.library.catalog import load_catalog
 
 if TYPE_CHECKING:
@@ -46,18 +46,10 @@ def licences(
         Terms(model.name, "", model.licence or "not known: see its page on the hub")
         for model in (load_catalog().models if models else ())
     ]
-    if as_json:
-        print_json(
-            {"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}
-        )
-        return
-    print(
-        "\n\n".join(
-            table([(f"{x.name} {x.version}", x.licence) for x in rows])
-            for rows in (libraries, known)
-            if rows
-        )
-    )
+    body = {"libraries": [asdict(x) for x in libraries], "models": [asdict(x) for x in known]}
+    rows = [(f"{x.name} {x.version}", x.licence) for x in libraries]
+    further = [("", ""), *((x.name, x.licence) for x in known)] if known else []
+    show(as_json, body, lambda: [table([*rows, *further])])
 
 
 def installed(root: str) -> Iterator[Terms]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from localllm.cli.commands.models_view import as_row, facts, info_lines, listing
-from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, table
+from localllm.cli.commands.shared import Json, Quiet, Yes, confirmed, print_json, show, table
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.formatting import byte_size
 from localllm.library import names, store
@@ -40,15 +40,12 @@ def list_models(as_json: Json = False) -> None:
     """Every model on this disk: the hub's cache, LM Studio, Ollama, llama.cpp, adopted folders."""
 
     found = store.scan()
-    if as_json:
-        print_json({"models": [as_row(m) for m in found]})
-    elif found:
-        print(listing(found))
-    else:
+    if not found and not as_json:
         print(
             "no model is on this disk yet: see `localllm recommend`, then `localllm pull ID`",
             file=sys.stderr,
         )
+    show(as_json, {"models": [as_row(m) for m in found]}, lambda: listing(found))
 
 
 @app.command(short_help="What a model is and where its files are.")
@@ -72,10 +69,8 @@ def info(
             raise
     else:
         known = open_model(local, catalog).model or catalog.recognise(local.name, local.repo)
-    if as_json:
-        print_json({"model": facts(known), "local": as_row(local) if local is not None else None})
-        return
-    print("\n".join(info_lines(known, local)))
+    body = {"model": facts(known), "local": as_row(local) if local is not None else None}
+    show(as_json, body, lambda: info_lines(known, local))
 
 
 @app.command()
@@ -125,13 +120,10 @@ def du(as_json: Json = False) -> None:
 
     usage = store.du()
     total = sum(u.size_bytes for u in usage)
-    if as_json:
-        print_json({"usage": [asdict(u) for u in usage], "total_bytes": total})
-        return
+    body = {"usage": [asdict(u) for u in usage], "total_bytes": total}
     rows = [(u.origin, str(u.n_models), byte_size(u.size_bytes)) for u in usage]
-    print(
-        table([("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", byte_size(total))], right=(1, 2))
-    )
+    shown = [("HELD BY", "MODELS", "SIZE"), *rows, ("total", "", byte_size(total))]
+    show(as_json, body, lambda: [table(shown, right=(1, 2))])
 
 
 @app.command()
@@ -237,7 +229,4 @@ def adopt(
     found = [] if forget else store.adopt(folder)
     if forget:
         store.forget(folder)
-    if as_json:
-        print_json({"models": [as_row(m) for m in found]})
-    elif found:
-        print(listing(found))
+    show(as_json, {"models": [as_row(m) for m in found]}, lambda: listing(found))

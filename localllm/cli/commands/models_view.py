@@ -29,19 +29,18 @@ def as_row(model: LocalModel) -> dict[str, Any]:
     }
 
 
-def listing(found: list[LocalModel]) -> str:
+def listing(found: list[LocalModel]) -> list[str]:
+    """A row for each model, and what lies beside them; nothing where there is none."""
+    if not found:
+        return []
     head = ("NAME", "QUANT", "SIZE", "FORMAT", "FROM")
     ordered = sorted(found, key=lambda m: (m.name.lower(), m.size_bytes))
     rows = [(m.name, m.quant or "?", byte_size(m.size_bytes), m.format, m.origin) for m in ordered]
     attached = {m.mmproj for m in found}
     beside = {file: kind for m in found for kind, file in m.companions if file not in attached}
     lines = [f"{plain(file.name)}: {_what(kind)}" for file, kind in beside.items()]
-    return "\n".join(
-        [
-            table([head, *rows], right=(2,)),
-            *(["", "Beside them, and no models:", *lines] if lines else []),
-        ]
-    )
+    title = ["", "Beside them, and no models:"] if lines else []
+    return [table([head, *rows], right=(2,)), *title, *lines]
 
 
 def _what(kind: str) -> str:
@@ -127,22 +126,17 @@ def _model_facts(model: Model) -> list[tuple[str, str]]:
     from localllm.load.candidates import image_facts
     from localllm_catalog import shapes
 
-    size = f"{model.params_total / 1e9:.2f} B parameters"
-    if model.params_active != model.params_total:
-        size += f", {model.params_active / 1e9:.2f} B active per token"
-    facts = [
+    per_token = f", {model.params_active / 1e9:.2f} B active per token"
+    kv_bytes = shapes.kv_bytes_per_token(model)
+    facts = (
         ("model", f"{model.name} ({model.architecture})"),
-        ("parameters", size),
         (
-            "context",
-            f"{model.native_context:,} tokens; {shapes.kv_bytes_per_token(model):,} bytes "
-            "of "
-            "KV "
-            "each at f16",
+            "parameters",
+            f"{model.params_total / 1e9:.2f} B parameters"
+            f"{per_token if model.params_active != model.params_total else ''}",
         ),
-    ]
-    if seen := image_facts(model):
-        facts.append(("images", seen))
-    if model.licence:
-        facts.append(("licence", model.licence))
-    return facts
+        ("context", f"{model.native_context:,} tokens; {kv_bytes:,} bytes of KV each at f16"),
+        ("images", image_facts(model)),
+        ("licence", model.licence),
+    )
+    return [(name, value) for name, value in facts if value]

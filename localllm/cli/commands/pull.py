@@ -56,7 +56,7 @@ def pull(
     from localllm.settings import Settings
 
     no_network = bool(Settings({"offline": offline}).value("offline"))
-    meter = None if quiet else ProgressLine(raw_write(sys.stderr))
+    meter = ProgressLine((lambda _: None) if quiet else raw_write(sys.stderr))
     try:
         watch = timing_meanwhile(meter)
         found: LocalModel = fetch(
@@ -69,13 +69,12 @@ def pull(
         )
         brought = {c: pull_drafter(c, on_progress=meter) for c in trained[:1]}
     except KeyboardInterrupt:
-        if meter is not None:
-            meter.close()
+        meter.close()
+        if not quiet:
             print("stopped: run the same command again, it goes on from here", file=sys.stderr)
         raise
     finally:
-        if meter is not None:
-            meter.close()
+        meter.close()
     if as_json:
         print_json(
             {**as_row(found), "drafter": next((str(file) for file in brought.values()), None)}
@@ -127,7 +126,7 @@ def offered(ref: str, companion: Companion, here: Path | None) -> str:
 
 
 def timing_meanwhile(
-    meter: Callable[[DownloadProgress], None] | None,
+    meter: Callable[[DownloadProgress], None],
 ) -> Callable[[DownloadProgress], None]:
     """`meter`, and once a download is long: time meanwhile what this processor multiplies and its
     memory delivers, where nobody has, so that no later answer waits for it or goes without."""
@@ -141,8 +140,7 @@ def timing_meanwhile(
 
             started = True
             threading.Thread(target=_time_processor, name="timing", daemon=True).start()
-        if meter is not None:
-            meter(progress)
+        meter(progress)
 
     return watch
 
@@ -180,16 +178,14 @@ class ProgressLine:
 
     def __call__(self, progress: DownloadProgress) -> None:
         now = self._clock()
-        step = (progress.state, progress.file)
+        # Off a terminal a new file is worth a line, a change of state is not.
+        step = (progress.state if self._tty else "", progress.file)
         if step == self._last and now < self._next:
-            return
-        if not self._tty and progress.state in ("listing", "done"):
             return
         if progress.state == "done":
             self.close()
             return
-        # Off a terminal a new file is worth a line, a change of state is not.
-        if not self._tty and step[1] == self._last[1] and now < self._next:
+        if progress.state == "listing" and not self._tty:
             return
         self._last, self._next = step, now + (_REDRAW_EVERY_S if self._tty else _LOG_EVERY_S)
         if self._tty:

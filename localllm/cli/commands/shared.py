@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -63,6 +63,12 @@ def table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
 def at_a_terminal() -> bool:
     """Whether a person is at both ends (screens are drawn on stderr too)."""
     return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def show(as_json: bool, body: Any, lines: Callable[[], Iterable[str]]) -> None:
+    """Print a command's answer: `body` as JSON, or `lines` for people."""
+    for line in [ascii_json(body)] if as_json else lines():
+        print(line)
 
 
 def print_json(body: Any) -> None:
