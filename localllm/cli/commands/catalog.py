@@ -1,37 +1,21 @@
-"""`localllm catalog`: how old the catalog's listings are, and `update`, which reads them anew from
-the hub."""
+"""`localllm catalog update`: reads the catalog's listings anew from the hub."""
 
 from __future__ import annotations
 
 import sys
-from itertools import chain
 from typing import Annotated
 
 import typer
 
 from localllm.errors import UsageError
-from localllm.library.catalog import OLD_DAYS, age_days, load_catalog, user_folder
+from localllm.library.catalog import load_catalog, user_folder
 
-app = typer.Typer(help="Show how old the catalog is; update its listings.")
+app = typer.Typer(no_args_is_help=True)
 
 
-@app.callback(invoke_without_command=True)
-def catalog(context: typer.Context) -> None:
-    """Show how old the catalog is; update its listings."""
-    if context.invoked_subcommand is not None:
-        return
-
-    models = load_catalog().models
-    variants = list(chain.from_iterable(m.variants for m in models))
-    made = sum(v.is_estimate for v in variants)
-    days = age_days(user_folder())
-    print(
-        f"{len(models)} models, {len(variants)} files, {made} of them constructed: no listing "
-        "shows them"
-    )
-    print(
-        f"listings read {days} days ago" + (": localllm catalog update" if days > OLD_DAYS else "")
-    )
+@app.callback()
+def catalog() -> None:
+    """Update the catalog's listings."""
 
 
 @app.command(short_help="Read the models' file listings from the hub.")

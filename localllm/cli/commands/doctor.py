@@ -93,20 +93,17 @@ def lines(checks: list[HealthCheck], columns: int = _UNBROKEN) -> list[str]:
     """Each check in lines of so many columns, the fix under it, and a count that claims nothing
     about what was not checked."""
     width = max(len(check.name) for check in checks)
-    margin = " " * (11 + 2 + width + 2)
-    if columns - len(margin) < _LEAST_MESSAGE:
-        margin = "  "
+    beside = 11 + 2 + width + 2
+    narrow = columns - beside < _LEAST_MESSAGE
+    margin = "  " if narrow else " " * beside
     out = []
     for check in checks:
         head = f"{check.status.upper():<11}  {check.name:<{width}}  "
-        body = _wrapped(check.message, columns, margin)
+        if narrow:
+            out.append(head.rstrip())
+        out += _wrapped(check.message, columns, margin if narrow else head, margin)
         if check.fix:
-            body += _wrapped(f"fix: {check.fix}", columns, margin)
-        if len(margin) == len(head):
-            body[0] = head + body[0].strip()
-            out += body
-        else:
-            out += [head.rstrip(), *body]
+            out += _wrapped(f"fix: {check.fix}", columns, margin, margin)
     counts = {
         status: sum(check.status == status for check in checks)
         for status in ("ok", "warning", "error", "not checked")
@@ -117,8 +114,8 @@ def lines(checks: list[HealthCheck], columns: int = _UNBROKEN) -> list[str]:
     )
     if counts["not checked"]:
         said += f", {counts['not checked']} not checked"
-    return [*out, "", *_wrapped(said, columns, "")]
+    return [*out, "", *_wrapped(said, columns, "", "")]
 
 
-def _wrapped(text: str, columns: int, margin: str) -> list[str]:
-    return textwrap.wrap(text, columns, initial_indent=margin, subsequent_indent=margin)
+def _wrapped(text: str, columns: int, first: str, further: str) -> list[str]:
+    return textwrap.wrap(text, columns, initial_indent=first, subsequent_indent=further)
