@@ -67,12 +67,16 @@ async def serve_until_stopped(
             "wait for it"
         )
     loading = asyncio.create_task(_load(router, report))
-    # The worker has its order before a thread here holds the interpreter for a third of a second.
-    await asyncio.wait({loading}, timeout=_ORDER_S)
-    serving = asyncio.create_task(_serve(router, settings, socks, store, None if quiet else report))
-    watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
-    pace = asyncio.create_task(DecodeSpeedWatch(router, report).run())
+    tasks = [loading]
     try:
+        # The worker has its order before a thread here holds the interpreter for a third of a
+        # second.
+        await asyncio.wait({loading}, timeout=_ORDER_S)
+        serving = asyncio.create_task(
+            _serve(router, settings, socks, store, None if quiet else report)
+        )
+        watch = asyncio.create_task(unload_idle(router, idle_s=idle_s, pressed=memory_is_short))
+        tasks += [serving, watch, asyncio.create_task(DecodeSpeedWatch(router, report).run())]
         await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             await loading
@@ -81,9 +85,9 @@ async def serve_until_stopped(
                 report(f"  from another machine: localllm chat --url {elsewhere} --api-key KEY")
         await serving
     finally:
-        for task in (loading, serving, watch, pace):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(loading, serving, watch, pace, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await router.close()
 
 
