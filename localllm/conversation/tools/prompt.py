@@ -92,7 +92,7 @@ def narrowed(sent: Any, tools: Sequence[Tool]) -> tuple[list[Tool], Any]:
             "allowed_tools needs an array of tools and a mode, auto or required",
             param="tool_choice",
         )
-    named = [
+    named: list[Any] = [
         t.get("function") if isinstance(t.get("function"), Mapping) else t
         for t in listed
         if isinstance(t, Mapping) and t.get("type", "function") == "function"
