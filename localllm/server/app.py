@@ -27,7 +27,7 @@ from localllm.server.http.errors import (
     envelope,
     headers_of,
 )
-from localllm.server.http.gate import EdgeMiddleware, SecurityGate
+from localllm.server.http.gate import SecurityGate
 from localllm.server.http.prometheus import CONTENT_TYPE
 from localllm.server.http.settings import ServerSettings
 from localllm.server.metrics import render_metrics
@@ -78,7 +78,6 @@ def create_app(
             is_full=models.full,
             settings=settings,
         )
-    app.add_middleware(EdgeMiddleware)
     # added last: runs first
     app.add_middleware(SecurityGate, settings=settings, accounts=server.accounts)
     return app

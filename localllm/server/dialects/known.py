@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.fields import FieldInfo
 
 from localllm.errors import RequestError, UnsupportedError
 
@@ -149,27 +148,24 @@ def shape_of(kind: type[BaseModel]) -> Shape:
     """What is known of the body that `kind` reads: its fields, those of the objects in them, and
     what its `shapes` says: the shapes of what is handed on as it is, and fields that are not
     read."""
-    own = {field.alias or name: _inner(field) for name, field in kind.model_fields.items()}
+    own = {
+        field.alias or name: _inner(field.annotation) for name, field in kind.model_fields.items()
+    }
     common = _COMMON if "stream" in own else {}
     shapes = getattr(kind, "shapes", {})
     more = {n: s for n, s in shapes.items() if n in own or not isinstance(s, Mapping)}
     return {**common, **own, **more}
 
 
-def _inner(field: FieldInfo) -> Shape | None:
-    """The shape of the objects that a field may hold; None of a field without."""
-    found: dict[str, Any] = {}
-    for kind in _models(field.annotation):
-        found |= shape_of(kind)
-    return found or None
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models of an annotation, those in lists and unions too."""
+def _inner(annotation: Any) -> Shape | None:
+    """The shape of the objects that a field so annotated may hold, those in lists and unions too;
+    None of a field without."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+        return shape_of(annotation)
+    found: dict[str, Any] = {}
     for part in get_args(annotation):
-        yield from _models(part)
+        found |= _inner(part) or {}
+    return found or None
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
@@ -116,7 +116,16 @@ def document(dialects: Iterable[Paths]) -> dict[str, Any]:
     for paths in dialects:
         for (path, method), said in paths.listed.items():
             shown = path.replace(":path}", "}")
-            described.setdefault(shown, {})[method.lower()] = _operation(shown, method, said)
+            inside = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in re.findall(r"{(\w+)}", shown)
+            ]
+            described.setdefault(shown, {})[method.lower()] = {
+                **said,
+                "operationId": re.sub(r"\W+", "_", method.lower() + shown),
+                "parameters": [*inside, *said.get("parameters", ())],
+                "responses": {**_errors_of(shown), **said.get("responses", answer_of())},
+            }
     _, definitions = models_json_schema(
         [(m, "validation") for m in _BODIES.values()], ref_template="#/components/schemas/{model}"
     )
@@ -126,17 +135,4 @@ def document(dialects: Iterable[Paths]) -> dict[str, Any]:
         "info": {"title": "localllm", "description": about, "version": localllm.__version__},
         "paths": described,
         "components": {"schemas": {**definitions["$defs"], **_ERROR_SCHEMAS}},
-    }
-
-
-def _operation(path: str, method: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    inside = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", path)
-    ]
-    return {
-        **facts,
-        "operationId": re.sub(r"\W+", "_", method.lower() + path),
-        "parameters": [*inside, *facts.get("parameters", ())],
-        "responses": {**_errors_of(path), **facts.get("responses", answer_of())},
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, TypeAlias
 
-from localllm.conversation.compaction import Compacted, MessageCost, compact
+from localllm.conversation.compaction import MessageCost, compact
 from localllm.conversation.images import prepare_images
 from localllm.conversation.prefix_reuse import ReasoningCache, without_changing_lines
 from localllm.conversation.template import ChatTemplate, TemplateError
@@ -113,18 +113,13 @@ async def fit_to_context(
     fixed = await counts.of_prompt(least.text)
     costs = await _costs(counts, template, messages)
     room = max(0, budget - fixed)
-    kept: Compacted | None = None
-    for attempt in range(_TRIES):
-        last = attempt == _TRIES - 1
-        tighter = 0 if last else fixed + int(room * _TIGHTER**attempt)
-        was, kept = kept, compact(messages, costs, fixed_tokens=fixed, budget_tokens=tighter)
-        if was is not None and was.dropped == kept.dropped and not last:
-            continue
+    tighter = [fixed + int(room * _TIGHTER**attempt) for attempt in range(_TRIES - 1)]
+    for budget_tokens in (*tighter, 0):
+        kept = compact(messages, costs, fixed_tokens=fixed, budget_tokens=budget_tokens)
         prompt = await render(kept.messages)
         size = await counts.of_prompt(prompt.text)
         if size <= budget or kept.exhausted:
             break
-    assert kept is not None
     if size >= n_ctx:
         raise ContextLengthError(
             f"the conversation has {whole} tokens, and {size} when the {len(kept.dropped)} "

@@ -151,7 +151,6 @@ async def _get(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) 
     """The file at `url`, or the address it redirects to."""
     import httpx
 
-    refused: Exception | None = None
     for ip in await _addresses(url.host, url.port or 443):
         headers = {
             "host": url.netloc.decode("ascii"),
@@ -163,14 +162,13 @@ async def _get(client: httpx.AsyncClient, url: httpx.URL, budget: _FetchBudget) 
         )
         try:
             answer = await client.send(outgoing, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as e:
-            refused = e
+        except (httpx.ConnectError, httpx.ConnectTimeout):
             continue
         try:
             return await _read(answer, budget)
         finally:
             await answer.aclose()
-    raise RequestError("the image's host can't be reached") from refused
+    raise RequestError("the image's host can't be reached")
 
 
 async def _read(answer: httpx.Response, budget: _FetchBudget) -> bytes | str:

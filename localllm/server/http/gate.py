@@ -1,4 +1,5 @@
-"""The security gate before every route: Host, Origin, key, content type and body size.
+"""The security gate before every route: Host, Origin, key, content type and body size. What fails
+behind it is answered here too.
 
 Loopback is not trust: any web page can make the user's browser send requests here. So Host must be
 a name of this machine (against DNS rebinding), an Origin must be allowed, a request without one
@@ -66,8 +67,9 @@ _ONE_ONLY = (b"host", b"origin", b"content-type", b"content-length", b"sec-fetch
 
 
 class SecurityGate:
-    """ASGI middleware: refuses what the settings do not allow, adds CORS headers for allowed
-    origins."""
+    """ASGI middleware: refuses what the settings do not allow, adds CORS headers for allowed origins,
+    strips trailing slashes, and turns exceptions into an error object, which of unexpected ones says
+    nothing about internals."""
 
     def __init__(
         self, app: App, settings: ServerSettings, accounts: Accounts | None = None
@@ -88,6 +90,13 @@ class SecurityGate:
             # Refusals too: a browser shows a page no answer without these headers, only a failed
             # connection.
             send = _with_cors(send, origin)
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         try:
             if repeated:
                 raise RequestError(f"the request repeats the header {repeated}")
@@ -99,10 +108,19 @@ class SecurityGate:
             account = self._admitted(scope, headers)
             self._check_body(scope["method"], headers)
             counted = account.request() if scope["method"] == "POST" else nullcontext()
+            if scope["path"].endswith("/"):
+                scope["path"] = scope["path"].rstrip("/") or "/"
             with called_by(account), counted:
-                await self.app(scope, receive, send)
-        except LocalLLMError as e:
-            await refuse(scope, send, e)
+                await self.app(scope, receive, sending)
+        except asyncio.CancelledError:
+            if not started:  # the server stops
+                stopping = BusyError("the server is stopping", hint="send the request again later")
+                await refuse(scope, send, stopping)
+            raise
+        except Exception as e:
+            failure = for_client(e)
+            if not started:
+                await refuse(scope, send, failure)
 
     def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account:
         """Whose request it is, with a place for its connection. Raises KeyRequiredError or
@@ -238,36 +256,3 @@ def _with_cors(send: Send, origin: str) -> Send:
         await send(message)
 
     return sending
-
-
-class EdgeMiddleware:
-    """ASGI middleware: strips trailing slashes, and turns exceptions into an error object, which of
-    unexpected ones says nothing about internals."""
-
-    def __init__(self, app: App) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].endswith("/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        started = False
-
-        async def sending(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, sending)
-        except asyncio.CancelledError:
-            if not started:  # the server stops
-                await refuse(
-                    scope,
-                    send,
-                    BusyError("the server is stopping", hint="send the request again later"),
-                )
-            raise
-        except Exception as e:
-            failure = for_client(e)
-            if not started:
-                await refuse(scope, send, failure)

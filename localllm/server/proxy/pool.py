@@ -21,7 +21,7 @@ from starlette.requests import Request
 from localllm.errors import BusyError, RequestError
 from localllm.server.http.accounts import Accounts, caller, used_lines
 from localllm.server.http.asgi import App, Receive, Scope, Send
-from localllm.server.http.gate import EdgeMiddleware, SecurityGate
+from localllm.server.http.gate import SecurityGate
 from localllm.server.http.json_body import read_body, send_text
 from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
@@ -95,7 +95,7 @@ def create_pool_app(
     """The ASGI application in front of `nodes`, behind our usual gate, and the front, to be closed.
     `key` is sent to the nodes."""
     front = PoolFront(nodes, settings, key)
-    return SecurityGate(EdgeMiddleware(front), settings, front.accounts), front
+    return SecurityGate(front, settings, front.accounts), front
 
 
 class PoolFront:

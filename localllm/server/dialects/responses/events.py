@@ -39,7 +39,12 @@ _NOTHING = dict.fromkeys(
     )
 )  # fmt: skip
 _SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-_FUNCTION_CALL = ("function_call", "fc_", "arguments")
+# Of a call, by its type: how its id begins, the field that holds what it is called with, and what its
+# events are named after.
+_CALLS = {
+    "function_call": ("fc_", "arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("ctc_", "input", "response.custom_tool_call_input"),
+}
 
 
 class ResponseEvents(ReplyWriter):
@@ -144,9 +149,8 @@ class ResponseEvents(ReplyWriter):
         self._leave()
         called = self._toolbox.called(name)
         self._text_of = CustomInputReader() if called.custom else None
-        kind, prefix, content = (
-            ("custom_tool_call", "ctc_", "input") if called.custom else _FUNCTION_CALL
-        )
+        kind = "custom_tool_call" if called.custom else "function_call"
+        prefix, content, _ = _CALLS[kind]
         item = {
             "type": kind,
             "id": new_id(prefix),
@@ -159,12 +163,10 @@ class ResponseEvents(ReplyWriter):
         self._begin({**item, "status": "in_progress"})
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
-        if self._text_of is None:
-            self._delta("response.function_call_arguments.delta", text, "")
-            return
-        data = self._text_of.feed(text)
+        assert self._open is not None
+        data = text if self._text_of is None else self._text_of.feed(text)
         if data:
-            self._delta("response.custom_tool_call_input.delta", data, "")
+            self._delta(f"{_CALLS[self._open['type']][2]}.delta", data, "")
 
     def finish(self, choice: int, outcome: Outcome) -> None:
         cut = outcome.reason in CUT
@@ -236,15 +238,11 @@ class ResponseEvents(ReplyWriter):
         text = "".join(self._pieces)
         place = self._place()
         item["status"] = status
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            self._event(
-                "response.function_call_arguments.done",
-                {**place, "arguments": text, "name": item["name"]},
-            )
-        elif item["type"] == "custom_tool_call":
-            item["input"] = text
-            self._event("response.custom_tool_call_input.done", {**place, "input": text})
+        if item["type"] in _CALLS:
+            _, field, event = _CALLS[item["type"]]
+            item[field] = text
+            named = {"name": item["name"]} if field == "arguments" else {}
+            self._event(f"{event}.done", {**place, field: text, **named})
         else:
             kind, field, event = _PARTS[self._kind]
             part = self._part(text)
