@@ -26,15 +26,11 @@ class CellLedger:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._holders: NDArray[np.int16] = np.zeros(capacity, dtype=np.int16)
+        # Cells that no sequence stands in: so many, and which.
+        self.free = capacity
         self._free: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
-        self._n_free = capacity
         self._lines: dict[int, NDArray[np.int32]] = {}
         self._lengths: dict[int, int] = {}
-
-    @property
-    def free(self) -> int:
-        """Cells no sequence stands in."""
-        return self._n_free
 
     @property
     def sequences(self) -> list[int]:
@@ -51,21 +47,21 @@ class CellLedger:
     def append(self, sequence: int, n: int) -> None:
         """Take `n` free cells for the end of the line; NoCellsError (nothing taken) when fewer are
         free."""
-        if n > self._n_free:
-            raise NoCellsError(f"{n} KV cells needed, {self._n_free} of {self.capacity} free")
+        if n > self.free:
+            raise NoCellsError(f"{n} KV cells needed, {self.free} of {self.capacity} free")
         length = self._lengths[sequence]
         line = self._lines[sequence]
         if n == 1:
             # The step of one stream: numpy's ways with many cells take longer, as the sweep over
             # the weights has left none of their code in the processor's caches.
-            cell = self._free.item(self._n_free - 1)
+            cell = self._free.item(self.free - 1)
             line[length] = cell
             self._holders[cell] = 1
         else:
-            taken = self._free[self._n_free - n : self._n_free][::-1]
+            taken = self._free[self.free - n : self.free][::-1]
             line[length : length + n] = taken
             self._holders[taken] = 1
-        self._n_free -= n
+        self.free -= n
         self._lengths[sequence] = length + n
 
     def runs(self, sequence: int, start: int, stop: int) -> int:
@@ -86,8 +82,8 @@ class CellLedger:
         self._lengths[sequence] = n
         self._holders[cells] -= 1
         freed = cells[self._holders[cells] == 0][::-1]
-        self._free[self._n_free : self._n_free + len(freed)] = freed
-        self._n_free += len(freed)
+        self._free[self.free : self.free + len(freed)] = freed
+        self.free += len(freed)
 
     def close(self, sequence: int) -> None:
         self.truncate(sequence, 0)
@@ -98,10 +94,10 @@ class CellLedger:
         for sequence, line in self._lines.items():
             count[line[: self._lengths[sequence]]] += 1
         assert np.array_equal(count, self._holders), "holder counts disagree with the lines"
-        free = self._free[: self._n_free]
-        assert len(np.unique(free)) == self._n_free, "a cell is free twice"
+        free = self._free[: self.free]
+        assert len(np.unique(free)) == self.free, "a cell is free twice"
         assert not self._holders[free].any(), "a held cell is in the free list"
-        assert int((self._holders > 0).sum()) + self._n_free == self.capacity, "cells were lost"
+        assert int((self._holders > 0).sum()) + self.free == self.capacity, "cells were lost"
 
 
 _PLACED = struct.Struct("<III")

@@ -7,6 +7,7 @@ The log's text is not an API: every reader here treats a line it does not find a
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -14,7 +15,6 @@ import sys
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,7 +48,10 @@ def bindings(part: str = "llama_cpp") -> Any:
     model. Raises ImportError."""
     beside = sys.modules.get("llama_cpp")
     if beside is None:
-        sys.modules["llama_cpp"] = importlib.util.module_from_spec(_package())
+        found = importlib.util.find_spec("llama_cpp")
+        if found is None:
+            raise ModuleNotFoundError("llama-cpp-python is not installed", name="llama_cpp")
+        sys.modules["llama_cpp"] = importlib.util.module_from_spec(found)
     try:
         return importlib.import_module(f"llama_cpp.{part}")
     finally:
@@ -60,16 +63,7 @@ def bindings(part: str = "llama_cpp") -> Any:
 @cache
 def bindings_version() -> str:
     """The release of llama-cpp-python."""
-    face = Path(str(_package().origin)).read_text(encoding="utf-8")
-    found = re.search(r'__version__ = "([^"]+)"', face)
-    return found[1] if found else "unknown"
-
-
-def _package() -> ModuleSpec:
-    found = importlib.util.find_spec("llama_cpp")
-    if found is None:
-        raise ModuleNotFoundError("llama-cpp-python is not installed", name="llama_cpp")
-    return found
+    return importlib.metadata.version("llama-cpp-python")
 
 
 def library_path(name: str) -> Path | None:

@@ -192,12 +192,13 @@ class PausingPrefill(PrefillSlices):
             batch.add(_LINE, self._prefix + self._read, tokens, 0)
             self._timer.begin(len(tokens))
             code = self._llama.llama_decode(self._context, batch.native)
-            if code and self._stopping:
-                # Ended in its middle: llama.cpp takes all of its cells back. One that came to its
-                # end all the same counts.
-                break
             if code:
-                self._failure = StepError(f"llama_decode failed with code {code}: {log.reason()}")
+                # Ended in its middle llama.cpp takes all of its cells back. One that came to its
+                # end all the same counts.
+                if not self._stopping:
+                    self._failure = StepError(
+                        f"llama_decode failed with code {code}: {log.reason()}"
+                    )
                 break
             self._read += len(tokens)
             if self._timer.too_coarse:
