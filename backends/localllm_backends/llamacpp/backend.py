@@ -26,7 +26,6 @@ from localllm_backends.contract import (
 )
 from localllm_backends.fingerprints import under_adapters
 from localllm_backends.following import with_heads, without_heads
-from localllm_backends.llamacpp import huge_weights
 from localllm_backends.llamacpp.batch import (
     ABORTED,
     Batch,
@@ -36,6 +35,7 @@ from localllm_backends.llamacpp.batch import (
 from localllm_backends.llamacpp.cells import CellLedger, PlacedImage, Positions, without_tail
 from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.heads import DraftHeads
+from localllm_backends.llamacpp.huge_weights import HugeWeights
 from localllm_backends.llamacpp.kv_blocks import (
     HEADER,
     MAGIC,
@@ -107,14 +107,17 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             else:
                 self._spare = None
         self.drop(warm)
-        self._mapped = huge_weights.weights_of(path, spec)
+        on_device = spec.n_gpu_layers != 0 and has_gpu()
+        # A device may compute from the mapping itself.
+        movable = not on_device and spec.placement.weights != "locked"
+        self._mapped = HugeWeights(path, None if movable else 0)
         self.capabilities = capabilities(
             heads,
             window_rewind=n_batch if self._n_swa else 0,
             recurrent=self._recurrent,
             n_rewind=self._n_rewind,
             states=self._states is not None,
-            on_device=spec.n_gpu_layers != 0 and has_gpu(),
+            on_device=on_device,
         )
         if self.capabilities.asynchronous and plain:
             self.sort_where_computed()

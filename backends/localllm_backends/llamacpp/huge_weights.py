@@ -20,9 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp.context import mapped_at
-from localllm_backends.llamacpp.native import has_gpu
 
 _SYSTEM = Path("/")
 _PAGE_BYTES = 4096
@@ -54,15 +52,9 @@ def huge_page_bytes(root: Path = _SYSTEM) -> int:
         return 0
 
 
-def weights_of(path: Path, spec: LoadSpec) -> HugeWeights:
-    """Those of `path` as loaded by `spec`: none where a device may compute from the mapping itself,
-    and none that are locked."""
-    on_host = spec.n_gpu_layers == 0 or not has_gpu()
-    return HugeWeights(path, None if on_host and spec.placement.weights != "locked" else 0)
-
-
 class HugeWeights:
-    """The mapped weights of one model file, piece by piece on their way into huge pages."""
+    """The mapped weights of one model file, piece by piece on their way into huge pages of
+    `page_bytes` (0: they stay)."""
 
     def __init__(
         self, path: Path, page_bytes: int | None = None, clock: Callable[[], float] = time.monotonic

@@ -135,6 +135,11 @@ def model_info(
     found = {name: int(getattr(llama, f"llama_vocab_{name}")(vocab)) for name in marks}
     named = {name: token for name, token in found.items() if token >= 0}
     bos, eos = named.get("bos"), named.get("eos")
+    # What may end an answer: control tokens, and the header's marks. (To ask of each token takes as
+    # long as loading a small model.)
+    end_of_message = c_string(llama.llama_model_meta_val_str, model, b"tokenizer.ggml.eom_token_id")
+    end_of_turn = int(llama.llama_vocab_eot(vocab))
+    likely = {*words.special, *found.values(), int(end_of_message or -1), end_of_turn}
     return ModelInfo(
         architecture=metadata.get("general.architecture", ""),
         description=metadata.get("general.name") or Path(spec.path).stem,
@@ -142,7 +147,7 @@ def model_info(
         n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
         n_params=int(llama.llama_model_n_params(model)),
         weights_bytes=int(llama.llama_model_size(model)),
-        eog_tokens=_eog_tokens(llama, model, {*words.special, *found.values()}),
+        eog_tokens=tuple(t for t in sorted(likely) if llama.llama_vocab_is_eog(vocab, t)),
         bos_token=bos,
         eos_token=eos,
         adds_bos=bool(llama.llama_vocab_get_add_bos(vocab)),
@@ -157,15 +162,6 @@ def model_info(
         control_texts=words.control_texts,
         **served,
     )
-
-
-def _eog_tokens(llama: Any, model: Any, likely: set[int]) -> tuple[int, ...]:
-    """The tokens that end an answer: of `likely` ones, which all control tokens and the header's
-    marks are. (To ask of each token takes as long as loading a small model.)"""
-    vocab = llama.llama_model_get_vocab(model)
-    end_of_message = c_string(llama.llama_model_meta_val_str, model, b"tokenizer.ggml.eom_token_id")
-    likely |= {int(llama.llama_vocab_eot(vocab)), int(end_of_message or -1)}
-    return tuple(t for t in sorted(likely) if llama.llama_vocab_is_eog(vocab, t))
 
 
 def capabilities(
