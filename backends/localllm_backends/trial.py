@@ -125,6 +125,7 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
         name = check.__name__.replace("_", " ")
         yield {"check": name}
         started = time.perf_counter()
+        outcome, sentence = "ok", ""
         try:
             subject.examine(check)
             backend.check_integrity()
@@ -132,8 +133,6 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
             outcome, sentence = "not here", str(e)
         except (BackendFailure, AssertionError) as e:
             outcome, sentence = "failed", str(e) or type(e).__name__
-        else:
-            outcome, sentence = "ok", ""
         seconds = time.perf_counter() - started
         yield {
             "check": name,

@@ -180,9 +180,8 @@ def _alternating(wanted: _Timed, plain: _Timed) -> tuple[Timing, float]:
 def _small(model: Any, spec: LoadSpec, pair: Pair, most: int) -> Iterator[_Timed]:
     """A context just large enough for the probe: a prompt of `most` tokens, and what is decoded at
     two depths."""
-    n_batch = min(most, _PREFILL_BATCH)
-    sizes = {"n_ctx": most + 2 * _DECODE_TOKENS, "n_batch": n_batch, "n_outputs": 1}
-    with trial_context(model, spec, pair, **sizes) as context:
+    n_ctx, n_batch = most + 2 * _DECODE_TOKENS, min(most, _PREFILL_BATCH)
+    with trial_context(model, spec, pair, n_ctx=n_ctx, n_batch=n_batch, n_outputs=1) as context:
         yield _Timed(model, context, n_batch)
 
 
