@@ -175,6 +175,20 @@ def test_runs_are_those_of_tokens_taken_one_after_the_other(steps: list[list[int
         assert ledger.runs(i, 0, len(taken)) == runs
 
 
+def test_what_is_taken_at_once_is_one_run_wherever_others_were_before() -> None:
+    ledger = CellLedger(64)
+    for i in range(4):
+        ledger.open(i)
+    for _ in range(8):
+        for i in range(4):
+            ledger.append(i, 1)
+    for i in range(4):
+        ledger.close(i)
+    ledger.open(4)
+    ledger.append(4, 20)
+    assert ledger.runs(4, 0, 20) == 1
+
+
 def test_llama_cpp_counts_the_runs_of_what_was_decoded_together(tmp_path: Path) -> None:
     path = tiny_gguf.write_llama(tmp_path / "model.gguf")
     backend = llamacpp.load(LoadSpec(str(path), n_ctx=256, n_threads=1))

@@ -29,6 +29,10 @@ class CellLedger:
         # Cells that no sequence stands in: so many, and which.
         self.free = capacity
         self._free: NDArray[np.int32] = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        # When each cell was taken, counted in cells: those taken one after the other lie beside
+        # each other, as a rule.
+        self._taken: NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
+        self._n_taken = 0
         self._lines: dict[int, NDArray[np.int32]] = {}
         self._lengths: dict[int, int] = {}
 
@@ -57,17 +61,20 @@ class CellLedger:
             cell = self._free.item(self.free - 1)
             line[length] = cell
             self._holders[cell] = 1
+            self._taken[cell] = self._n_taken
         else:
-            taken = self._free[self.free - n : self.free][::-1]
+            taken = self._free[self.free - n : self.free]
             line[length : length + n] = taken
             self._holders[taken] = 1
+            self._taken[taken] = np.arange(self._n_taken, self._n_taken + n)
+        self._n_taken += n
         self.free -= n
         self._lengths[sequence] = length + n
 
     def runs(self, sequence: int, start: int, stop: int) -> int:
-        """In how many runs of neighbouring cells the line's tokens [start, stop) lie."""
-        cells = self._lines[sequence][start:stop]
-        return int(np.count_nonzero(np.diff(cells) != 1)) + (stop > start)
+        """In how many runs the line's tokens [start, stop) were taken."""
+        taken = self._taken[self._lines[sequence][start:stop]]
+        return int(np.count_nonzero(np.diff(taken) != 1)) + (stop > start)
 
     def fork(self, source: int, target: int, n: int) -> None:
         """Append the first `n` cells of `source` to the empty line `target`."""
@@ -81,7 +88,7 @@ class CellLedger:
         cells = self._lines[sequence][n : self._lengths[sequence]]
         self._lengths[sequence] = n
         self._holders[cells] -= 1
-        freed = cells[self._holders[cells] == 0][::-1]
+        freed = cells[self._holders[cells] == 0]
         self._free[self.free : self.free + len(freed)] = freed
         self.free += len(freed)
 
