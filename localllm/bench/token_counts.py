@@ -4,7 +4,8 @@ a second time."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from localllm.bench.stream import BenchTarget, Messages, StreamedAnswer
 from localllm.errors import BackendError
@@ -21,9 +22,7 @@ class Counter:
     `differing`: servers that said a tenth more than came, with both counts."""
 
     of: BenchTarget | None
-
-    def __post_init__(self) -> None:
-        self.differing: dict[str, tuple[int, int]] = {}
+    differing: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def among(cls, targets: Sequence[BenchTarget]) -> Counter:
@@ -86,23 +85,18 @@ def templated_tokens(targets: Sequence[BenchTarget]) -> Tokens | None:
     question: Messages = [{"role": "user", "content": "Hi"}]
     for target in targets:
         try:
-            tokens = _tokens_at(target)
-            tokens(question)
+            _templated(target, question)
         except BackendError:
             continue
-        return tokens
+        return partial(_templated, target)
     return None
 
 
-def _tokens_at(target: BenchTarget) -> Tokens:
-    def tokens(messages: Messages) -> list[int]:
-        asked = messages[-1]["role"] != "assistant"
-        body = {"messages": messages, "add_generation_prompt": asked}
-        return tokenized(
-            target, str(target.post(f"{target.root}/apply-template", body).get("prompt", ""))
-        )
-
-    return tokens
+def _templated(target: BenchTarget, messages: Messages) -> list[int]:
+    asked = messages[-1]["role"] != "assistant"
+    body = {"messages": messages, "add_generation_prompt": asked}
+    prompt = target.post(f"{target.root}/apply-template", body).get("prompt", "")
+    return tokenized(target, str(prompt))
 
 
 def tokenized(target: BenchTarget, text: str, *, special: bool = True) -> list[int]:

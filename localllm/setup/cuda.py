@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from localllm.device.types import Device
 from localllm.setup.builds import SetupError
-from localllm.setup.host import BuildHost, Version
+from localllm.setup.host import BuildHost, Version, version_of
 from localllm.setup.steps import (
     TOOLKIT,
     BuildRecipe,
@@ -79,12 +79,8 @@ WHEELS = (
 
 def capabilities(device: Device) -> tuple[Version, ...]:
     """Of every card, each once, the oldest first; nothing where none is known."""
-    known = set()
-    for card in device.cards or (device,):
-        major, _, minor = card.compute_capability.partition(".")
-        if major.isdigit() and minor.isdigit():
-            known.add((int(major), int(minor)))
-    return tuple(sorted(known))
+    known = {version_of(card.compute_capability) for card in device.cards or (device,)}
+    return tuple(sorted(version for version in known if version is not None))
 
 
 def dotted(version: Version) -> str:
@@ -109,28 +105,23 @@ def recipe(device: Device, host: BuildHost) -> BuildRecipe:
         )
     cards = capabilities(device)
     ready = _newest(host, lambda w: all(map(w.has_code_of, cards)))
-    translated = _newest(host, lambda w: all(map(w.runs_on, cards)))
+    best = ready or _newest(host, lambda w: all(map(w.runs_on, cards)))
+    wheels = [] if best is None else [_from_wheel(host, best, cards)]
     compiled = _compiled(device, host, cards, ready)
-    if ready is not None:
-        found = [_from_wheel(host, ready, cards), *compiled]
-    else:
-        found = [
-            *compiled,
-            *([_from_wheel(host, translated, cards)] if translated is not None else []),
-        ]
+    found = [*compiled, *wheels] if ready is None else [*wheels, *compiled]
     if not found:
-        told, hint = _nothing(device, host, cards)
-        raise SetupError(told, hint=hint)
+        raise _nothing(device, host, cards)
     return chain(*found)
 
 
-def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> tuple[str, str]:
+def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> SetupError:
     """Why there is no CUDA build, and what to do."""
     if not cards:
-        return f"the compute capability of {device.name} is unknown", "update the NVIDIA driver"
+        told = f"the compute capability of {device.name} is unknown"
+        return SetupError(told, hint="update the NVIDIA driver")
     driver = f" with a driver for CUDA {dotted(host.cuda_driver)}" if host.cuda_driver else ""
     told = f"no CUDA wheel or compiler here has code of {' and '.join(map(dotted, cards))}{driver}"
-    return told, "update the NVIDIA driver, or localllm setup --backend vulkan"
+    return SetupError(told, hint="update the NVIDIA driver, or localllm setup --backend vulkan")
 
 
 # --- wheels ---------------------------------------------------------------------------------------
@@ -138,13 +129,9 @@ def _nothing(device: Device, host: BuildHost, cards: Sequence[Version]) -> tuple
 
 def _newest(host: BuildHost, fits: Callable[[CudaWheel], bool]) -> CudaWheel | None:
     """The newest wheel for this system and its driver that `fits`."""
-    if not is_x86(host):
-        return None
-    for found in WHEELS:
-        driven = host.cuda_driver is None or found.cuda <= host.cuda_driver
-        if driven and host.system in found.systems and fits(found):
-            return found
-    return None
+    driver = host.cuda_driver or WHEELS[0].cuda
+    here = [w for w in WHEELS if host.system in w.systems and w.cuda <= driver and is_x86(host)]
+    return next(filter(fits, here), None)
 
 
 def _from_wheel(host: BuildHost, found: CudaWheel, cards: Sequence[Version]) -> BuildRecipe:

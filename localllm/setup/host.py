@@ -53,7 +53,7 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
     nvcc_path = shutil.which("nvcc") or next(
         filter(os.path.exists, ["/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc"]), ""
     )
-    nvcc = _version(run(nvcc_path, "--version").partition("release ")[2]) if nvcc_path else None
+    nvcc = version_of(run(nvcc_path, "--version").partition("release ")[2]) if nvcc_path else None
     return BuildHost(
         system={"darwin": "macos", "win32": "windows"}.get(sys.platform, "linux"),
         architecture=platform.machine(),
@@ -71,7 +71,7 @@ def read(own_backends: tuple[str, ...]) -> BuildHost:
         vulkan_loader=ctypes.util.find_library("vulkan") is not None or sys.platform == "win32",
         rocm=_rocm(),
         gcc=_gcc(),
-        glibc=_version(platform.libc_ver()[1]),
+        glibc=version_of(platform.libc_ver()[1]),
     )
 
 
@@ -98,7 +98,7 @@ def installed_version() -> str:
         return ""
 
 
-def _version(text: str) -> Version | None:
+def version_of(text: str) -> Version | None:
     """The first two numbers of "13.0.88"."""
     found = re.search(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else None
@@ -130,7 +130,7 @@ def _gcc() -> int | None:
 
 def _rocm() -> Version | None:
     """AMD's runtime: what its packages say, else the major number in its library's name."""
-    found = _version(read_text("/opt/rocm/.info/version") or "")
+    found = version_of(read_text("/opt/rocm/.info/version") or "")
     if found:
         return found
     name = ctypes.util.find_library("amdhip64") or ""

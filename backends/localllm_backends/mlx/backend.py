@@ -94,7 +94,7 @@ class MlxBackend(OwnedBackend):
             looks_ahead=spec.looks_ahead and loaded.n_shares == 1,
             fused=shapes.widths <= set(backend_type.declaration.fused_heads),
         )
-        memory.bound_cache(_total_bytes())
+        mx.set_cache_limit(memory.CACHE_HIGH_BYTES)
         memory.wire(wanted=spec.wired)
         self.capabilities = _capabilities(loaded, self._n_rewind)
         self.info = _model_info(loaded)
@@ -445,10 +445,3 @@ def _model_info(loaded: Loaded) -> ModelInfo:
             **({DRAFTER_LEFT_OUT: loaded.left_out} if loaded.left_out else {}),
         },
     )
-
-
-def _total_bytes() -> int:
-    import psutil
-
-    said = mx.device_info().get("memory_size")
-    return said if isinstance(said, int) and said > 0 else int(psutil.virtual_memory().total)

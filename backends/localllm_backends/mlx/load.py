@@ -32,7 +32,7 @@ from localllm_backends.mlx.vocabulary import MlxVocabulary, read_json
 from localllm_backends.reasons import first_reason
 
 QUANTISED_BITS = {"q8_0": 8, "q4_0": 4}
-_OWN_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_OWN_TYPES: dict[str, KvType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # As for llama.cpp: small steps cost a CPU nothing and make everybody else wait less. On a GPU as
 # many as mlx-lm's own.
 _CPU_BATCH = 128
@@ -177,23 +177,13 @@ def _short(error: Exception) -> str:
 
 def own_type(probe: Any) -> KvType:
     """The contract's name for the type the model itself computes keys and values in."""
-    name = str(probe.dtype).rpartition(".")[2]
-    if name not in _OWN_TYPES:
-        raise LoadError(
-            f"this model keeps its memory in {name}, which the MLX backend does not know"
-        )
-    return _OWN_TYPES[name]  # type: ignore[return-value]
+    return _OWN_TYPES[str(probe.dtype).rpartition(".")[2]]
 
 
 def group_size_for(widths: set[int]) -> int | None:
     """The quantisation group that divides every head's width; None if none does."""
     common = math.gcd(*widths)
     return next((g for g in _GROUP_SIZES if common and common % g == 0), None)
-
-
-def n_batch_for(spec: LoadSpec) -> int:
-    """Tokens of one step: as asked, else by where MLX computes."""
-    return spec.n_batch or (_CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH)
 
 
 def n_ctx_for(spec: LoadSpec, config: dict[str, Any]) -> tuple[int, int]:
@@ -244,7 +234,7 @@ def _read(
     if group is not None:
         shard(model, config, group)
         weights_bytes = sum(int(a.nbytes) for _, a in tree_flatten(model.parameters()))
-    n_batch = n_batch_for(spec)
+    n_batch = spec.n_batch or (_CPU_BATCH if mx.default_device() == mx.cpu else _GPU_BATCH)
     layout, shapes = probe(model, spec, n_batch)
     heads, left_out = draft_heads(model, spec, folder, config, group)
     n_ctx, n_trained = n_ctx_for(spec, config)

@@ -16,10 +16,10 @@ import mlx.core as mx
 from localllm_backends.contract import OutOfMemoryError
 
 # Freed buffers MLX may keep: enough for one step's temporaries, little beside any model worth
-# serving.
-_CACHE_HIGH_BYTES = 512 * 2**20
+# serving. Between the marks they are reused as they are: emptying the reserve in every step would
+# allocate everything anew.
+CACHE_HIGH_BYTES = 512 * 2**20
 _CACHE_LOW_BYTES = 64 * 2**20
-_CACHE_SHARE = 0.1
 # Left to the system where memory is shared with everything else.
 _MARGIN_BYTES = 256 * 2**20
 # Models above 60 to 75 % of memory ran 40 to 150 times slower unwired
@@ -90,15 +90,6 @@ def out_of_memory(error: Exception) -> bool:
     [metal::malloc] messages)."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "alloc" in said or "insufficient memory" in said
-
-
-def bound_cache(total_bytes: int) -> None:
-    """Hold MLX's reserve of freed buffers under a high mark; `trim` empties it at rest if it is
-    over a low one.
-
-    Between the marks buffers are reused as they are: emptying it in every step would allocate
-    everything anew."""
-    mx.set_cache_limit(int(min(_CACHE_HIGH_BYTES, total_bytes * _CACHE_SHARE)))
 
 
 def trim() -> None:

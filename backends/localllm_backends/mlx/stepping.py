@@ -376,9 +376,7 @@ class Stepper:
         was begun."""
         ahead, self.ahead = self.ahead, None
         touched = {*lines, *(ahead.lines if ahead else ())}
-        if any(line.batch is self.batch for line in touched):
-            touched.update(self.batch.lines)
-        return list(touched)
+        return list(chain.from_iterable(line.batch.lines for line in touched))
 
     def forget_dropped(self) -> None:
         """A line was dropped: what was begun for others stays begun, unless nobody is left."""
