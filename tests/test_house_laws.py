@@ -121,7 +121,6 @@ MEMORY_SOURCES = (
 )
 OTHER_READERS = {
     "backends/localllm_backends/llamacpp/kv_probe.py",
-    "backends/localllm_backends/mlx/backend.py",
     "backends/localllm_backends/mlx/memory.py",
 }
 

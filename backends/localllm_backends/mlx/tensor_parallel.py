@@ -99,19 +99,11 @@ class TensorParallelBackend(MlxBackend):
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """All shares of it."""
         self._broadcast("export_range", sequence, start, stop)
-        failure: BackendFailure | None = None
-        parts: list[bytes] = []
         try:
-            parts.append(super().export_range(sequence, start, stop))
-        except BackendFailure as e:
-            failure = e
-        for other in self._others:
-            frame, body = other.receive()
-            parts.append(body)
-            if "refused" in frame and failure is None:
-                failure = BackendFailure(f"{other.machine.name}: {frame['refused']}")
-        if failure is not None:
-            raise failure
+            own = super().export_range(sequence, start, stop)
+        finally:
+            others = self._replies()
+        parts = [own, *others]
         return b"".join([_head_of(len(parts)).pack(_MAGIC, *map(len, parts)), *parts])
 
     def import_range(
@@ -121,14 +113,19 @@ class TensorParallelBackend(MlxBackend):
         super().import_range(sequence, parts[0], start, stop)
         for other, part in zip(self._others, parts[1:], strict=True):
             other.send({"do": "import_range", "with": [sequence, start, stop]}, part)
-        refused = ""
-        for other in self._others:
-            frame, _ = other.receive()
-            if "refused" in frame and not refused:
-                refused = f"{other.machine.name}: {frame['refused']}"
-        if refused:
+        try:
+            self._replies()
+        except BackendFailure:
             self.truncate(sequence, start)
-            raise BackendFailure(refused)
+            raise
+
+    def _replies(self) -> list[bytes]:
+        """What the others answer; BackendFailure where one refuses, once all have answered."""
+        replies = [(other.machine.name, *other.receive()) for other in self._others]
+        for name, frame, _ in replies:
+            if "refused" in frame:
+                raise BackendFailure(f"{name}: {frame['refused']}")
+        return [body for _, _, body in replies]
 
     def close(self) -> None:
         self._following = False
