@@ -8,17 +8,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from localllm import json_store
 from localllm.errors import UnsupportedError
 from localllm.library.catalog import OpenedModel, read_header
 from localllm_backends.contract import Declaration, LoraAdapter
 from localllm_backends.reasons import first_reason
-
-if TYPE_CHECKING:
-    from localllm_catalog.gguf import GgufHeader
-    from localllm_catalog.types import Model
+from localllm_catalog.gguf import GgufHeader
+from localllm_catalog.types import Model
 
 _NAMED = re.compile(r"(?s)^(.+?)(?::(-?(?:\d{1,4}(?:\.\d*)?|\.\d+)))?\Z")
 _MLX_WEIGHTS = "adapters.safetensors"

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from localllm.errors import DoesNotFitError, LocalLLMError, UnsupportedError
-
-if TYPE_CHECKING:
-    from localllm.library.catalog import OpenedModel
-    from localllm.library.types import LocalModel
-    from localllm.planner.types import CompanionDrafter
-    from localllm.settings import Settings
-    from localllm_backends.contract import BackendType
-    from localllm_catalog.catalog import Catalog
-    from localllm_catalog.gguf import GgufHeader
+from localllm.engine.messages import DRAFT_MODES
+from localllm.errors import DoesNotFitError, ModelFileError, UnsupportedError
+from localllm.library.catalog import OpenedModel, read_header, readable_header
+from localllm.library.resolve import resolve
+from localllm.library.types import LocalModel
+from localllm.planner.projector import projector_bytes
+from localllm.planner.types import CompanionDrafter
+from localllm.settings import Settings
+from localllm_backends.contract import BackendFailure, BackendType
+from localllm_catalog.catalog import Catalog
 
 # Keys of headers whose model keeps a window or a state.
 _NOT_PLAIN = (
@@ -44,12 +43,20 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
     """What the `draft` setting comes to for an opened model. Raises UnsupportedError for heads that
     the model does not have and a drafter of another model's, and as `library.resolve` for a second
     model."""
-    from localllm.engine.messages import DRAFT_MODES
-    from localllm.library.resolve import resolve
-
     draft = settings.value("draft")
-    if draft == "mtp":
-        _check_draft_heads(opened)
+    header = opened.header
+    # Which weights an MLX folder has is seen when it is loaded.
+    if (
+        draft == "mtp"
+        and header
+        and not header.integer(f"{header.architecture}.nextn_predict_layers")
+    ):
+        raise UnsupportedError(
+            f"--draft mtp: {opened.local.name} has no draft heads: its header names none "
+            "(nextn_predict_layers)",
+            hint="use --draft auto, which drafts from the text itself, or a model whose file "
+            "carries draft heads",
+        )
     if draft == "auto":
         return _at_hand(opened, catalog)
     if draft in DRAFT_MODES:
@@ -66,9 +73,6 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
 
 def companion_at(path: Path) -> CompanionDrafter | None:
     """The trained drafter in this file; None for any other file, and none."""
-    from localllm.library.catalog import readable_header
-    from localllm.planner.types import CompanionDrafter
-
     header = readable_header(path) if path.suffix == ".gguf" and path.is_file() else None
     if header is None or header.architecture not in _KINDS:
         return None
@@ -134,21 +138,6 @@ def _at_hand(opened: OpenedModel, catalog: Catalog) -> ChosenDrafter:
     return ChosenDrafter()
 
 
-def _has_draft_heads(header: GgufHeader) -> bool:
-    return bool(header.metadata.get(f"{header.architecture}.nextn_predict_layers"))
-
-
-def _check_draft_heads(opened: OpenedModel) -> None:
-    # Which weights an MLX folder has is seen when it is loaded.
-    if opened.header is not None and not _has_draft_heads(opened.header):
-        raise UnsupportedError(
-            f"--draft mtp: {opened.local.name} has no draft heads: its header names none "
-            "(nextn_predict_layers)",
-            hint="use --draft auto, which drafts from the text itself, or a model whose file "
-            "carries draft heads",
-        )
-
-
 # -- images ----------------------------------------------------------------------------------------
 
 
@@ -186,8 +175,6 @@ def _own_projector(
     local: LocalModel, engine: BackendType, settings: Settings
 ) -> ImageProjector | None:
     """That among the model's own files; None where there is none."""
-    from localllm_backends.contract import BackendFailure
-
     try:
         need_bytes = engine.image_bytes(str(local.path))
     except BackendFailure as e:
@@ -199,10 +186,6 @@ def _own_projector(
 
 def _projector_of(local: LocalModel, engine: BackendType) -> ImageProjector | None:
     """That in a file beside the model; None where there is none."""
-    from localllm.errors import ModelFileError
-    from localllm.library.catalog import read_header
-    from localllm.planner.projector import projector_bytes
-
     if local.mmproj is None:
         return None
     why = engine.reads_images()
@@ -212,7 +195,7 @@ def _projector_of(local: LocalModel, engine: BackendType) -> ImageProjector | No
         header = read_header(local.mmproj)
         size = local.mmproj.stat().st_size
     except (ModelFileError, OSError) as e:
-        return ImageProjector(why_not=e.message if isinstance(e, LocalLLMError) else str(e))
+        return ImageProjector(why_not=str(e))
     return ImageProjector(local.mmproj, projector_bytes(header.metadata, size))
 
 

@@ -8,11 +8,20 @@ backend are told; they go to a `Supervisor`, and from there to the worker proces
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
 
+from localllm.device import detect
+from localllm.device.cards import with_released_bytes, with_share
+from localllm.device.types import Device
+from localllm.engine.worker import backends
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.embedding import EmbeddingOptions
 from localllm.errors import DoesNotFitError, UnsupportedError
+from localllm.library.catalog import load_catalog, open_model
+from localllm.library.resolve import resolve
+from localllm.library.types import LocalModel
 from localllm.load.adapters import adapter_named, planned_with
 from localllm.load.companions import (
     ImageProjector,
@@ -24,18 +33,10 @@ from localllm.load.options import MemoryShare, headroom_bytes, pooled_options, w
 from localllm.load.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
 from localllm.memory.system import free_for_models
 from localllm.memory.verdict import has_room
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from localllm.device.types import Device
-    from localllm.engine.worker.client import WorkerOptions
-    from localllm.engine.worker.embedding import EmbeddingOptions
-    from localllm.library.resolve import LocalModel
-    from localllm.planner.types import Plan
-    from localllm.settings import Settings
-    from localllm_catalog.gguf import GgufHeader
-    from localllm_catalog.types import Purpose
+from localllm.planner.types import Plan
+from localllm.settings import Settings
+from localllm_catalog import kinds
+from localllm_catalog.types import Purpose
 
 # What the buffers of an embedding model take: an assumption that models of up to 2,048 tokens stay
 # below.
@@ -43,13 +44,6 @@ _EMBEDDING_BUFFERS_BYTES = 250_000_000
 # What a load that ran out of memory takes the second time, of what it was to take or of what is
 # there by then.
 _ONCE_MORE_SHARE = 0.9
-# llama.h, enum llama_pooling_type: mean, CLS and last token make vectors, 4 ranks (0 is none).
-_POOLINGS: dict[int, Literal["embeds", "ranks"]] = {
-    1: "embeds",
-    2: "embeds",
-    3: "embeds",
-    4: "ranks",
-}
 
 
 @dataclass(frozen=True)
@@ -86,8 +80,6 @@ class LoadPlan:
 def resolved(reference: str | None, settings: Settings) -> LocalModel:
     """The files of MODEL, or of the one that is set. Raises ModelNotFoundError and
     ModelFileError."""
-    from localllm.library.resolve import resolve
-
     return resolve(reference or settings.value("model"), offline=bool(settings.value("offline")))
 
 
@@ -113,16 +105,14 @@ def make_load_plan(
     `spare_bytes`: what others would give back to make room;
     `ran_out`: a plan that memory was not enough for, this one takes a tenth less. Raises as
     `load_plan_named`."""
-    from localllm.engine.worker import backends
-    from localllm.library.catalog import load_catalog, open_model
-
     # Said now, before anything is planned: no backend runs these files, or its package is missing.
     backend = backends.for_path(str(local.path), settings.value("backend"))
     catalog = load_catalog()
     opened = open_model(local, catalog)
-    use = _pooled_use(opened.header)
-    if use is not None:
-        return _pooled_plan(local, settings, use)
+    header = opened.header
+    kind = kinds.of_header(header.metadata, len(header.tensors)) if header else "model"
+    if kind != "model":
+        return _pooled_plan(local, settings, ranks=kind == "reranker")
     adapters = tuple(
         adapter_named(named, opened, backend.declaration) for named in settings.value("lora")
     )
@@ -151,8 +141,6 @@ def make_load_plan(
 def _device_with(device: Device, released_bytes: int, ran_out: Plan | None) -> Device:
     """`device` with memory that others would give back, and with less than a plan took that it was
     not enough for."""
-    from localllm.device.cards import with_released_bytes, with_share
-
     if released_bytes:
         device = with_released_bytes(device, released_bytes)
     if ran_out is not None:
@@ -203,10 +191,8 @@ class _Room:
     def __init__(
         self, local: LocalModel, inputs: PlanInputs | None, free_bytes: int | None
     ) -> None:
-        from localllm.device.detect import detect
-
         self._local, self._inputs, self.free_bytes = local, inputs, free_bytes
-        device = inputs.device if inputs is not None else detect()
+        device = inputs.device if inputs is not None else detect.detect()
         self._discrete, self._carve_out_bytes = (
             device.kind == "discrete",
             device.memory.carve_out_bytes,
@@ -262,26 +248,13 @@ def _with_projector(
 # -- embedding models and rerankers ----------------------------------------------------------------
 
 
-def _pooled_use(header: GgufHeader | None) -> Literal["embeds", "ranks"] | None:
-    """What files make whose header names a pooling or classes: "embeds" (vectors) or "ranks"
-    (scores); None for text."""
-    if header is None:
-        return None
-    if header.metadata.get(f"{header.architecture}.classifier.output_labels"):
-        return "ranks"
-    pooling = header.metadata.get(f"{header.architecture}.pooling_type")
-    return _POOLINGS.get(pooling) if isinstance(pooling, int) else None
-
-
-def _pooled_plan(
-    local: LocalModel, settings: Settings, use: Literal["embeds", "ranks"]
-) -> LoadPlan:
+def _pooled_plan(local: LocalModel, settings: Settings, *, ranks: bool) -> LoadPlan:
     if settings.value("lora"):
         raise UnsupportedError(
-            f"{local.name} makes {'scores' if use == 'ranks' else 'embeddings'}, and adapters are "
+            f"{local.name} makes {'scores' if ranks else 'embeddings'}, and adapters are "
             "for models that make text",
             hint="set `lora` in the table of the model that it is for",
         )
     planned_bytes = _Room(local, None, None).takes(None) + _EMBEDDING_BUFFERS_BYTES
     options, embedding = pooled_options(local, settings, planned_bytes)
-    return LoadPlan(local.name, local, options, None, embedding, ranks=use == "ranks")
+    return LoadPlan(local.name, local, options, None, embedding, ranks)

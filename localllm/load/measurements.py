@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from localllm import json_store, paths
-
-if TYPE_CHECKING:
-    from localllm.planner.speed import Measured
-    from localllm_catalog.types import Model
+from localllm.errors import ModelFileError
+from localllm.library.catalog import read_model
+from localllm.planner.speed import Measured
+from localllm.planner.types import DEFAULT_BATCH
+from localllm_backends import registry
+from localllm_backends.placement import Placement
+from localllm_catalog.types import Model, Variant
 
 KEEP = 64
 
@@ -79,12 +82,6 @@ def for_planner(
     records: list[Record], machine: str, models: Mapping[str, Model]
 ) -> tuple[Measured, ...]:
     """The records of this machine whose model is known, in the planner's terms."""
-    from localllm.planner.speed import Measured
-    from localllm.planner.types import DEFAULT_BATCH
-    from localllm_backends import registry
-    from localllm_backends.placement import Placement
-    from localllm_catalog.types import Variant
-
     found = []
     for r in records:
         model = _model_of(r, models) if r.machine == machine else None
@@ -126,9 +123,6 @@ def _model_of(record: Record, models: Mapping[str, Model]) -> Model | None:
             return models[name]
     if not record.file.endswith(".gguf") or not Path(record.file).exists():
         return None
-    from localllm.errors import ModelFileError
-    from localllm.library.catalog import read_model
-
     try:
         return read_model(record.file)
     except ModelFileError:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from localllm import paths
+from localllm.engine.worker.client import WorkerOptions
+from localllm.engine.worker.embedding import EmbeddingOptions
+from localllm.library.types import LocalModel
+from localllm.load.companions import ChosenDrafter, ImageProjector
 from localllm.load.plan_inputs import offload_options
-
-if TYPE_CHECKING:
-    from localllm.engine.worker.client import WorkerOptions
-    from localllm.engine.worker.embedding import EmbeddingOptions
-    from localllm.library.types import LocalModel
-    from localllm.load.companions import ChosenDrafter, ImageProjector
-    from localllm.planner.types import Plan, RunSettings
-    from localllm.settings import Settings
-    from localllm_backends.contract import KvType, LoadSpec, LoraAdapter
+from localllm.memory.system import SystemMemory
+from localllm.planner.types import DraftChoice, Plan, RunSettings
+from localllm.settings import Settings
+from localllm_backends.contract import KvType, LoadSpec, LoraAdapter
 
 # A context that nobody planned or chose, where other machines take layers too.
 _UNPLANNED_CONTEXT = 8192
@@ -24,8 +23,6 @@ _UNPLANNED_CONTEXT = 8192
 def run_settings(plan: Plan | None, settings: Settings) -> RunSettings:
     """The plan's settings with what was chosen by hand as it was chosen (the backend refuses, with
     the reason, what it can't do); without a plan the backend's defaults."""
-    from localllm.planner.types import DraftChoice, RunSettings
-
     if plan is not None:
         run = plan.settings
     else:
@@ -48,8 +45,6 @@ def load_spec(
     from the other.
     `n_mtp_layers`: draft heads in the file, which llama.cpp counts as layers behind the model's
     own."""
-    from localllm_backends.contract import LoadSpec
-
     placement = replace(
         run.placement, gpu_layers=_with_heads(run.placement.gpu_layers, n_mtp_layers)
     )
@@ -124,8 +119,6 @@ def worker_options(
     share: MemoryShare,
 ) -> WorkerOptions:
     """What runs `plan`, or the files alone where there is none, with what is loaded beside them."""
-    from localllm.engine.worker.client import WorkerOptions
-
     spec = replace(spec_of(str(local.path), plan, settings), adapters=adapters)
     if drafter.companion is not None and plan is None:
         spec = replace(spec, drafter=drafter.companion.path, drafter_optional=drafter.found)
@@ -145,10 +138,6 @@ def pooled_options(
     local: LocalModel, settings: Settings, planned_bytes: int
 ) -> tuple[WorkerOptions, EmbeddingOptions]:
     """What runs an embedding model or a reranker, which have no Plan."""
-    from localllm.engine.worker.client import WorkerOptions
-    from localllm.engine.worker.embedding import EmbeddingOptions
-    from localllm_backends.contract import LoadSpec
-
     path, backend, hang_s = (
         str(local.path),
         settings.value("backend"),
@@ -191,8 +180,6 @@ def _engine_settings(
 def _cache_bytes(settings: Settings) -> int:
     """Memory for cached prefixes: what was asked for, else an eighth of what is available now, at
     most 8 GiB."""
-    from localllm.memory.system import SystemMemory
-
     asked = settings.value("cache_ram_gb")
     if asked is not None:
         return int(asked * 1e9)

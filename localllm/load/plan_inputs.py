@@ -4,21 +4,24 @@ measured and what was chosen."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from localllm.device.types import Device
-    from localllm.library.catalog import OpenedModel
-    from localllm.library.types import LocalModel
-    from localllm.load.companions import ChosenDrafter
-    from localllm.planner.placing import OffloadOptions
-    from localllm.planner.quality import KvPrecision
-    from localllm.planner.starting_settings import Overrides
-    from localllm.planner.types import Plan, Workload
-    from localllm.settings import Settings
-    from localllm_catalog.catalog import Catalog
-    from localllm_catalog.types import Model, Purpose
-
+from localllm import paths
+from localllm.device import detect
+from localllm.device.types import Device
+from localllm.errors import UsageError
+from localllm.library.catalog import OpenedModel, open_model
+from localllm.library.types import LocalModel
+from localllm.load import kv_evidence, measurements
+from localllm.load.companions import ChosenDrafter
+from localllm.planner import kernels
+from localllm.planner.placing import OffloadOptions
+from localllm.planner.plan import plan_for
+from localllm.planner.quality import KvPrecision
+from localllm.planner.starting_settings import Overrides
+from localllm.planner.types import Plan, Workload
+from localllm.settings import Settings
+from localllm_catalog.catalog import Catalog
+from localllm_catalog.types import Model, Purpose
 
 # Below this a conversation is over before it began; a plan that can't have it does not fit.
 LEAST_CONTEXT = 2048
@@ -44,7 +47,6 @@ class PlanInputs:
         return plan
 
     def _plan(self, context: int) -> Plan:
-        from localllm.planner.plan import plan_for
 
         workload = replace(self.workload, context=context)
         return plan_for(
@@ -61,22 +63,16 @@ def plan_inputs(
 ) -> PlanInputs | None:
     """What to plan an opened model with on this machine; None where its header can't be read as a
     model. `drafter`: what drafts."""
-    from localllm.device.detect import detect, with_matrix_rates
-    from localllm.library.catalog import open_model
-    from localllm.load import measurements
-    from localllm.planner import kernels
-    from localllm.planner.starting_settings import Overrides
-    from localllm.planner.types import Workload
 
     model = opened.model
     if model is None or not model.variants:
         return None
-    device = detect()
+    device = detect.detect()
     types = kernels.types_to_time(device, model.variants[0])
     if types:
         # A second, the first time: a model of some size would take longer to lay its weights out
         # for nothing.
-        device = with_matrix_rates(device, measure=True, types=types)
+        device = detect.with_matrix_rates(device, measure=True, types=types)
     kv_type = settings.value("kv_type")
     overrides = Overrides(
         measured=measurements.for_planner(
@@ -100,8 +96,6 @@ def plan_inputs(
 def offload_options(settings: Settings) -> OffloadOptions:
     """Where the person insists on having layers and experts. Raises UsageError for what is no
     number."""
-    from localllm.errors import UsageError
-    from localllm.planner.placing import OffloadOptions
 
     def number(name: str) -> int | None:
         text = str(settings.value(name)).lower()
@@ -127,7 +121,6 @@ def offload_options(settings: Settings) -> OffloadOptions:
 def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
     """What is insisted on for this machine. Where others take layers too (`--with`), shares and
     counts of layers are of all of their devices, which the plan of this one knows nothing of."""
-    from localllm.errors import UsageError
 
     asked, workers = offload_options(settings), settings.value("workers")
     if not workers:
@@ -146,7 +139,6 @@ def _offload_here(settings: Settings, device: Device) -> OffloadOptions:
 
 def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
     """`asked`, unless `device` has no place for it: then UsageError."""
-    from localllm.errors import UsageError
 
     if device.accelerator == "cpu" and (asked.tensor_split or (asked.gpu_layers or 0) > 0):
         what = "gpu_layers" if (asked.gpu_layers or 0) > 0 else "split"
@@ -165,9 +157,7 @@ def check_offload(asked: OffloadOptions, device: Device) -> OffloadOptions:
 
 def _kv_evidence(local: LocalModel) -> tuple[KvPrecision, ...]:
     """What KV types were measured to cost on these very files."""
-    from localllm import paths
-    from localllm.load import kv_evidence
-    from localllm.planner.quality import KvPrecision
+
     from localllm_backends.llamacpp.weights import fingerprint
 
     folder = paths.kv_evidence_dir()

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from localllm.device import detect
+from localllm.device.types import Device
 from localllm.load.load_plan import LoadPlan, make_load_plan, resolved
 from localllm.memory.system import free_for_models
 from localllm.memory.verdict import Part, has_room, verdict
-
-if TYPE_CHECKING:
-    from localllm.device.types import Device
-    from localllm.planner.types import Plan
-    from localllm.settings import Settings
-    from localllm_catalog.types import Purpose
+from localllm.planner.types import Plan
+from localllm.settings import Settings
+from localllm_catalog.types import Purpose
 
 # Models that share a machine give up context for each other down to this many tokens, and then take
 # turns.
@@ -30,7 +28,6 @@ def load_plans_together(
     what the machine has and what is free of it now; where that is not enough each keeps what it
     would have alone, and they take turns. `own`: each one's settings, where they differ. Raises as
     `load_plan_named` does."""
-    from localllm.device.detect import detect
 
     each = own or [settings] * len(references)
     models = [resolved(r, s) for r, s in zip(references, each, strict=True)]
@@ -44,7 +41,7 @@ def load_plans_together(
             alone[i] = planned(i, each[i], "autocomplete")
     if len(alone) == 1:
         return alone
-    device = detect()
+    device = detect.detect()
     alone = on_cards_of_their_own(alone, device)
     return alone if _fit_apart(alone, device) else _with_shorter_contexts(alone, each, planned)
 
@@ -133,12 +130,11 @@ def memory_for_models() -> tuple[int, Callable[[], int]]:
     """(bytes models may take together on this machine, a function that says how many of them are
     available now: of a pool that the system lives in too, what the memory guard will let them
     have)."""
-    from localllm.device.detect import detect
 
-    device = detect()
+    device = detect.detect()
 
     def available() -> int:
-        memory = detect().memory
+        memory = detect.detect().memory
         shared = None if device.kind == "discrete" else free_for_models()
         return (
             memory.loadable_bytes

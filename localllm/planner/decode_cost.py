@@ -25,13 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from localllm.device.types import Device, TypeRates
 from localllm.planner import efficiency, kernels
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.streams import Streamed, facts, streamed
 from localllm_catalog import quants
-from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 # Of system memory beside a card, of which nothing is said.
@@ -124,7 +124,7 @@ class Hardware:
         )
 
 
-@by_identity
+@lru_cache(4096)
 def hardware_of(device: Device, backend: str) -> Hardware:
     """`device` as `backend` uses it."""
     tflops, _ = efficiency.nominal_tflops(device, backend)
@@ -157,7 +157,7 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     )
 
 
-@by_identity
+@lru_cache(4096)
 def stored_on(device: Device) -> Hardware:
     """The processor of `device` where it multiplies weights as they are stored."""
     return replace(hardware_of(device, ""), stored=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from localllm.device.types import Device, TypeRates
@@ -14,7 +15,6 @@ from localllm.planner.kernel_facts import facts
 from localllm.planner.streams import streamed
 from localllm.planner.types import Workload, backend_of
 from localllm_catalog import quants
-from localllm_catalog.memoize import by_identities
 from localllm_catalog.types import Model, Variant
 
 Keys = tuple[str, ...]
@@ -116,7 +116,7 @@ class WeightPart:
     routed: bool
 
 
-@by_identities
+@lru_cache(4096)
 def parts(model: Model, variant: Variant) -> tuple[WeightPart, ...]:
     """What one token is multiplied with, by type. A file says its bits, and its name the type of
     most of it; what is above that type's bits is of the type that mixtures raise their better

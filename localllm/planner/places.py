@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from localllm.device import cards
@@ -20,7 +21,6 @@ from localllm.planner.streams import facts, streamed
 from localllm.planner.types import RunSettings, backend_of
 from localllm_backends.placement import Placement
 from localllm_catalog import quants
-from localllm_catalog.memoize import by_identities, by_identity
 from localllm_catalog.types import Model, Variant
 
 
@@ -46,7 +46,7 @@ class Parts:
         return sum(experts for _, experts in self.layers)
 
 
-@by_identities
+@lru_cache(4096)
 def parts(model: Model, variant: Variant) -> Parts:
     """The parts of `variant`: from its header, or from shapes and format, with layers of a kind
     taken as equal."""
@@ -133,7 +133,7 @@ def ledger(model: Model, variant: Variant, kv: Sequence[int], state: Sequence[in
 # --- several cards --------------------------------------------------------------------------------
 
 
-@by_identity
+@lru_cache(4096)
 def _only(device: Device, numbers: tuple[int, ...]) -> Device:
     return cards.only(device, numbers)
 

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from localllm.device.types import Device
 from localllm.memory.verdict import TIGHT_SHARE, Part
@@ -22,7 +23,6 @@ from localllm.memory.verdict import verdict as judge
 from localllm.planner import memory, places, speed
 from localllm.planner.types import MemoryNeed, RunSettings
 from localllm_backends.placement import Placement
-from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Model, Variant
 
 # Below this share of what a card must hold, moving the cache off it is not tried.
@@ -128,7 +128,7 @@ def _goals(
 _MOST_CHOICES = 64
 
 
-@by_identity
+@lru_cache(4096)
 def choices(device: Device) -> tuple[tuple[int, ...], ...]:
     """Which cards of several a model may be placed on: every number of each kind of them, the
     freest of it, as numbers of cards (empty: all), the fastest first. In a machine of many kinds,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from localllm.planner import efficiency, kernels
 from localllm.planner.attention_scores import moved_bytes
@@ -33,7 +34,6 @@ from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import DEFAULT_BATCH
 from localllm_backends import registry
-from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 # Float32 elements of a token that the kernels of a layer read and write beside its matrices
@@ -51,7 +51,7 @@ def scan_flops(model: Model) -> float:
     return 6.0 * facts(model).recurrent_state_bytes / 4
 
 
-@by_identity
+@lru_cache(4096)
 def activation_bytes(model: Model) -> float:
     """Bytes of activations that one prompt token's layers read and write beside their matrices
     (float32)."""

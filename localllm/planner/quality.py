@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from localllm_catalog import quants
-from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Model, Purpose, Quality, Variant
 
 
@@ -94,7 +93,7 @@ _UNDATED = (2024, 6)
 _DATE = re.compile(r"(\d{4})(?:-(\d\d))?")
 
 
-@by_identity
+@lru_cache(4096)
 def rate(model: Model, purpose: Purpose = "chat") -> Rating:
     """The precision-weighted mean of everything known about `model`'s quality for `purpose`."""
     prior = _prior(model)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from localllm_catalog import quants, shapes
-from localllm_catalog.memoize import by_identities, by_identity
 from localllm_catalog.types import Layer, Model, Variant
 
 
@@ -70,7 +70,7 @@ def _shared_bits(quant: str, average_bits: float, released: str) -> float:
     return average_bits + (_ABOVE_BASE_BITS if average_bits < 6.5 else 0.0)
 
 
-@by_identities
+@lru_cache(4096)
 def streamed(model: Model, variant: Variant) -> Streamed:
     """What one token of `variant` reads, counted on the first call: from the header's figure when
     known, else from shapes and format.
@@ -162,7 +162,7 @@ class ModelCounts:
         return total
 
 
-@by_identity
+@lru_cache(4096)
 def facts(model: Model) -> ModelCounts:
     """The facts of `model`, counted on the first call."""
     n_experts = (

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from localllm_catalog import quants
-from localllm_catalog.memoize import by_identity
 from localllm_catalog.types import Experts, Layer, Model
 
 
@@ -96,7 +96,7 @@ def _ffn_params(model: Model, layer: Layer) -> tuple[int, int]:
     return total, active
 
 
-@by_identity
+@lru_cache(4096)
 def trunk_params(model: Model) -> tuple[int, int]:
     """(all, run per token) weights of the language trunk, embeddings apart, counted from the
     shapes."""

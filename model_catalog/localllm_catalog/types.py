@@ -131,6 +131,7 @@ class Variant:
     input_bytes: int = 0
     output_bytes: int = 0
     adapter_bytes: int = 0
+    __hash__ = object.__hash__
 
     @property
     def is_folder(self) -> bool:
@@ -248,6 +249,7 @@ class Model:
     sampling_non_thinking: SamplingDefaults | None = None
     tokenizer_pre: str = ""
     shape_warning: str = ""
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)

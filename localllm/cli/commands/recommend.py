@@ -14,7 +14,6 @@ from localllm.cli.commands.shared import CpuMoe, GpuLayers, Split, at_a_terminal
 from localllm.errors import UsageError
 from localllm.library.catalog import load_catalog
 from localllm.load.candidates import device_named, overrides_for
-from localllm.load.plan_inputs import check_offload, offload_options
 from localllm.settings import Settings
 from localllm_catalog.types import Purpose
 
@@ -213,6 +212,8 @@ def recommend(
         vram_headroom_gb=vram_headroom,
         headroom_gb=headroom,
     )
+    from localllm.load.plan_inputs import check_offload, offload_options
+
     placed = check_offload(
         offload_options(Settings({"gpu_layers": gpu_layers, "cpu_moe": cpu_moe, "split": split})),
         machine,
