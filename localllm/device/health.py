@@ -4,13 +4,13 @@ never "ok"."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from localllm.device import ggml
 from localllm.device.accelerators import compiled_in
-from localllm.device.types import GIB, Device
+from localllm.device.types import GIB, Device, Finding
 
 GB = 10**9  # as `localllm device` and plans count
 Status = Literal["ok", "warning", "error", "not checked"]
@@ -54,15 +54,6 @@ class BuildFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerProcess:
-    """A running engine worker: its process id, resident bytes, and whether its server is gone."""
-
-    pid: int
-    resident_bytes: int
-    orphan: bool
-
-
-@dataclass(frozen=True, slots=True)
 class HealthFacts:
     """What was read. None (or an absent key) = could not be read here. `other_engines`: those
     beside llama.cpp that are installed, with their version, by the kind of accelerator that they
@@ -78,7 +69,6 @@ class HealthFacts:
     platform_profile: str | None = None
     on_battery: bool | None = None
     pmset: str | None = None
-    workers: tuple[WorkerProcess, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +84,11 @@ class HealthCheck:
 
 def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
     """Every check, in the order a user would fix them."""
-    checks = [_found(device)]
-    checks += [
-        HealthCheck("device", f.level, f.message, f.fix)
-        for f in device.findings
-        if f.level != "info"
-    ]
+    checks = [_found(device), *_of_findings("device", device.findings)]
     of_files = _build(device, facts)
-    checks += of_files
+    checks.append(of_files)
     # What the build's files show already need not be said again by its devices.
-    known = any(check.status == "error" for check in of_files) and not (
-        facts.llama_cpp and facts.llama_cpp.failure
-    )
+    known = of_files.status == "error" and not (facts.llama_cpp and facts.llama_cpp.failure)
     checks += [
         check for check in _ggml(device, facts.llama_cpp) if check.status != "error" or not known
     ]
@@ -118,90 +101,63 @@ def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
         _disk(facts),
         _files(facts),
     ]
-    return [*checks, _workers(facts)]
+    return checks
 
 
 def _found(device: Device) -> HealthCheck:
-    said = f"{device.memory.limit_bytes / 1e9:.1f} GB usable ({'; '.join(device.accounts)})"
     figure = device.bandwidth_gbps
-    said = f"{device.name}: {said}, {figure.value:g} GB/s ({figure.basis})"
-    if figure.basis == "assumed":
-        return HealthCheck("device", "warning", said, "localllm device --measure")
-    return HealthCheck("device", "ok", said)
+    said = (
+        f"{device.name}: {device.memory.limit_bytes / 1e9:.1f} GB usable "
+        f"({'; '.join(device.accounts)}), {figure.value:g} GB/s ({figure.basis})"
+    )
+    assumed = said if figure.basis == "assumed" else ""
+    return _seen("device", said, assumed, "localllm device --measure")
 
 
 _SETUP = "localllm setup"
 
 
-def _build(device: Device, facts: HealthFacts) -> list[HealthCheck]:
-    build = facts.build
-    name = "llama.cpp build"
+def _build(device: Device, facts: HealthFacts) -> HealthCheck:
+    """Whether the installed build's files are those that this machine needs."""
+    build, wanted, name = facts.build, device.accelerator, "llama.cpp build"
     if build is None:
-        return [
-            HealthCheck(
-                name,
-                "error",
-                "llama-cpp-python is not installed: no model can run",
-                "pip install llama-cpp-python",
-            )
-        ]
+        what = "llama-cpp-python is not installed: no model can run"
+        return HealthCheck(name, "error", what, "pip install llama-cpp-python")
+    said = f"llama-cpp-python {build.version}"
     if not build.libraries:
-        message = (
-            f"llama-cpp-python {build.version} has no libraries where they belong: it may be broken"
-        )
-        return [
-            HealthCheck(
-                name,
-                "error",
-                message,
-                "pip install --force-reinstall --no-cache-dir llama-cpp-python",
-            )
-        ]
-    compiled = build.accelerators
-    said = f"llama-cpp-python {build.version}, compiled for {', '.join(('cpu', *compiled))}"
-    wanted = device.accelerator
-    if wanted == "cpu":
-        return [HealthCheck(name, "ok", said)]
-    if wanted in compiled:
-        return [
-            _cuda_code(device, build, said) if wanted == "cuda" else HealthCheck(name, "ok", said)
-        ]
-    if wanted == "rocm" and "vulkan" in compiled:
-        return [
-            HealthCheck(
-                name, "ok", f"{said}: Vulkan drives this GPU (ROCm would read prompts faster)"
-            )
-        ]
-    if wanted in facts.other_engines:
-        message = (
-            f"{said}: this Mac's GPU is used by {facts.other_engines[wanted]} only, GGUF "
-            "files "
-            "run on the CPU"
-        )
-        return [HealthCheck(name, "warning", message, f"localllm setup --backend {wanted}")]
-    message = f"{said}, but this machine has {wanted}: its GPU would sit idle"
-    return [HealthCheck(name, "error", message, _SETUP)]
+        what = f"{said} has no libraries where they belong: it may be broken"
+        fix = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+        return HealthCheck(name, "error", what, fix)
+    said += f", compiled for {', '.join(('cpu', *build.accelerators))}"
+    if wanted == "cuda" and wanted in build.accelerators:
+        return _cuda_code(device, build, said)
+    if wanted == "rocm" and "vulkan" in build.accelerators and wanted not in build.accelerators:
+        said += ": Vulkan drives this GPU (ROCm would read prompts faster)"
+    elif wanted in facts.other_engines and wanted not in build.accelerators:
+        what = f"this Mac's GPU is used by {facts.other_engines[wanted]} only"
+        what += ", GGUF files run on the CPU"
+        return _seen(name, said, f"{said}: {what}", f"localllm setup --backend {wanted}")
+    elif wanted not in ("cpu", *build.accelerators):
+        what = f"{said}, but this machine has {wanted}: its GPU would sit idle"
+        return HealthCheck(name, "error", what, _SETUP)
+    return HealthCheck(name, "ok", said)
 
 
 def _ggml(device: Device, build: ggml.GgmlBuild | None) -> list[HealthCheck]:
     """What the build itself says it computes on, and where that is not what the system shows."""
     name = "llama.cpp device"
     if build is None:
-        return [
-            HealthCheck(
-                name, "not checked", "the installed llama.cpp was not asked for its devices"
-            )
-        ]
+        return [_seen(name, "", unread="the installed llama.cpp was not asked for its devices")]
     seen = [
         HealthCheck(name, "ok", f"{d.name}: {d.description}, {_memory_of(d)}")
         for d in build.devices
     ]
-    found = [
-        HealthCheck(name, f.level, f.message, f.fix)
-        for f in ggml.differences(device, build)
-        if f.level != "info"
-    ]
-    return [*seen, *found]
+    return seen + _of_findings(name, ggml.differences(device, build))
+
+
+def _of_findings(name: str, findings: Iterable[Finding]) -> list[HealthCheck]:
+    """Those that want something done."""
+    return [HealthCheck(name, f.level, f.message, f.fix) for f in findings if f.level != "info"]
 
 
 def _memory_of(device: ggml.GgmlDevice) -> str:
@@ -236,143 +192,86 @@ def _gpu_share(device: Device) -> list[HealthCheck]:
     memory = device.memory
     said = f"the GPU may use {memory.limit_bytes / GB:.1f} of {memory.total_bytes / GB:.1f} GB"
     if device.accelerator == "metal":
-        name = "wired limit"
-        if memory.basis == "assumed":
-            return [HealthCheck(name, "not checked", f"{said}, assumed: Metal could not be asked")]
         raised = (memory.total_bytes - max(8 * GIB, memory.total_bytes // 16)) // (1 << 20)
         if raised * (1 << 20) > memory.limit_bytes and memory.total_bytes >= 32 * GIB:
             said += f" (until the next restart more: sudo sysctl iogpu.wired_limit_mb={raised})"
-        return [HealthCheck(name, "ok", said)]
-    if (
-        device.kind == "unified"
-        and device.accelerator in ("rocm", "vulkan")
-        and device.os.startswith("Linux")
-    ):
-        if any("GTT" in finding.message for finding in device.findings):
-            return []  # said above, with its fix
+        is_assumed = memory.basis == "assumed"
+        unread = f"{said}, assumed: Metal could not be asked" if is_assumed else ""
+        return [_seen("wired limit", said, unread=unread)]
+    is_shared = device.kind == "unified" and device.accelerator in ("rocm", "vulkan")
+    # A small limit is said among the findings, with its fix.
+    is_said = any("GTT" in finding.message for finding in device.findings)
+    if is_shared and device.os.startswith("Linux") and not is_said:
         return [HealthCheck("GTT limit", "ok", said)]
     return []
+
+
+def _seen(
+    name: str, said: str, warning: str = "", fix: str = "", *, unread: str = ""
+) -> HealthCheck:
+    """What was looked at; a `warning` where there is one to give, or why nothing could be read."""
+    if unread:
+        return HealthCheck(name, "not checked", unread)
+    return HealthCheck(name, "warning", warning, fix) if warning else HealthCheck(name, "ok", said)
 
 
 def _memory(device: Device) -> HealthCheck:
     now, limit = device.memory.available_bytes, device.memory.limit_bytes
     said = f"{now / GB:.1f} of {limit / GB:.1f} GB are free for a model now"
-    if now < limit / 2:
-        return HealthCheck(
-            "memory",
-            "warning",
-            f"{said}: other programs hold the rest",
-            "close what you don't need",
-        )
-    return HealthCheck("memory", "ok", said)
+    taken = f"{said}: other programs hold the rest" if now < limit / 2 else ""
+    return _seen("memory", said, taken, "close what you don't need")
 
 
 def _swap(facts: HealthFacts) -> HealthCheck:
-    if facts.swap is None:
-        return HealthCheck("swap", "not checked", "swap could not be read")
-    total, used = facts.swap
-    if total == 0:
-        return HealthCheck(
-            "swap", "ok", "no swap: what does not fit fails instead of slowing everything down"
-        )
+    total, used = facts.swap or (0, 0)
     said = f"{used / GB:.1f} of {total / GB:.1f} GB of swap are in use"
-    if used > total / 2:
-        return HealthCheck(
-            "swap",
-            "warning",
-            f"{said}: a model that gets swapped is tens of times slower",
-            "close programs",
-        )
-    return HealthCheck("swap", "ok", said)
+    slow = f"{said}: a model that gets swapped is tens of times slower" if used > total / 2 else ""
+    if not total:
+        said = "no swap: what does not fit fails instead of slowing everything down"
+    unread = "" if facts.swap else "swap could not be read"
+    return _seen("swap", said, slow, "close programs", unread=unread)
 
 
 def _pressure(facts: HealthFacts) -> HealthCheck:
     found = re.search(r"some avg10=([0-9]+\.[0-9]+)", facts.pressure or "")
-    if found is None:
-        return HealthCheck(
-            "memory pressure",
-            "not checked",
-            "this system does not report stalls (/proc/pressure/memory)",
-        )
-    stalled = float(found.group(1))
-    if stalled > 5:
-        message = f"programs waited for memory {stalled:.0f} % of the last 10 s"
-        return HealthCheck(
-            "memory pressure", "warning", message, "close programs, or choose a smaller model"
-        )
-    return HealthCheck(
-        "memory pressure", "ok", f"programs waited for memory {stalled:.1f} % of the last 10 s"
-    )
+    stalled = found[1] if found else "0"
+    said = f"programs waited for memory {stalled} % of the last 10 s"
+    unread = "" if found else "this system does not report stalls (/proc/pressure/memory)"
+    fix = "close programs, or choose a smaller model"
+    return _seen("memory pressure", said, said if float(stalled) > 5 else "", fix, unread=unread)
 
 
 def _power(device: Device, facts: HealthFacts) -> HealthCheck:
     if facts.on_battery:
-        return HealthCheck(
-            "power", "warning", "on battery: speeds will be below the plan", "plug in"
-        )
+        return _seen("power", "", "on battery: speeds will be below the plan", "plug in")
     if device.os == "macOS":
-        if facts.pmset is None:
-            return HealthCheck("power", "not checked", "pmset gave no answer")
         # macOS 26 calls it powermode: 0 automatic, 1 low, 2 high.
-        low = re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset)
-        if low:
-            fix = f"sudo pmset -a {low.group(1)} 0"
-            return HealthCheck("power", "warning", "Low Power Mode is on for a power source", fix)
-        return HealthCheck("power", "ok", "Low Power Mode is off")
+        low = re.search(r"\b(lowpowermode|powermode)\s+1\b", facts.pmset or "")
+        slow = "Low Power Mode is on for a power source" if low else ""
+        unread = "pmset gave no answer" if facts.pmset is None else ""
+        fix = f"sudo pmset -a {low[1]} 0" if low else ""
+        return _seen("power", "Low Power Mode is off", slow, fix, unread=unread)
     profile = (facts.platform_profile or "").strip()
-    if profile in ("low-power", "quiet", "cool"):
-        return HealthCheck(
-            "power",
-            "warning",
-            f"the power profile is {profile}",
-            "powerprofilesctl set performance",
-        )
-    if profile:
-        return HealthCheck("power", "ok", f"the power profile is {profile}")
-    return HealthCheck("power", "not checked", "this system has no power profile to read")
+    said = f"the power profile is {profile}"
+    slow = said if profile in ("low-power", "quiet", "cool") else ""
+    unread = "" if profile else "this system has no power profile to read"
+    return _seen("power", said, slow, "powerprofilesctl set performance", unread=unread)
 
 
 def _disk(facts: HealthFacts) -> HealthCheck:
     if not facts.disk_free_bytes:
-        return HealthCheck("disk", "not checked", "free disk space could not be read")
+        return _seen("disk", "", unread="free disk space could not be read")
     name, free = min(facts.disk_free_bytes.items(), key=lambda item: item[1])
     said = f"{free / GB:.0f} GB free for {name}"
-    if free < _LITTLE_DISK_BYTES:
-        return HealthCheck(
-            "disk", "warning", f"{said}: a download may not fit", "localllm models du"
-        )
-    return HealthCheck("disk", "ok", said)
+    little = f"{said}: a download may not fit" if free < _LITTLE_DISK_BYTES else ""
+    return _seen("disk", said, little, "localllm models du")
 
 
 def _files(facts: HealthFacts) -> HealthCheck:
     if facts.open_files is None:
-        return HealthCheck("file limit", "not checked", "this system has no such limit to read")
-    if 0 <= facts.open_files < _FEW_FILES:
-        return HealthCheck(
-            "file limit",
-            "warning",
-            f"only {facts.open_files} open files are allowed",
-            "ulimit -n 4096",
-        )
-    many = (
-        "unlimited"
-        if facts.open_files < 0 or facts.open_files >= 1 << 62
-        else str(facts.open_files)
-    )
-    return HealthCheck("file limit", "ok", f"{many} open files are allowed")
-
-
-def _workers(facts: HealthFacts) -> HealthCheck:
-    if facts.workers is None:
-        return HealthCheck("stale engine", "not checked", "the process list could not be read")
-    stale = [worker for worker in facts.workers if worker.orphan]
-    if stale:
-        held = sum(worker.resident_bytes for worker in stale) / GB
-        pids = " ".join(str(worker.pid) for worker in stale)
-        message = f"{len(stale)} engine worker(s) lost their server and hold {held:.1f} GB"
-        return HealthCheck("stale engine", "warning", message, f"kill {pids}")
-    return HealthCheck(
-        "stale engine",
-        "ok",
-        f"{len(facts.workers)} engine worker(s) running, none without its server",
-    )
+        return _seen("file limit", "", unread="this system has no such limit to read")
+    is_unlimited = not 0 <= facts.open_files < 1 << 62
+    few = f"only {facts.open_files} open files are allowed"
+    many = f"{'unlimited' if is_unlimited else facts.open_files} open files are allowed"
+    is_few = not is_unlimited and facts.open_files < _FEW_FILES
+    return _seen("file limit", many, few if is_few else "", "ulimit -n 4096")

@@ -1,4 +1,4 @@
-"""The roofline of a machine with plans on it: data here, drawn as terminal text, SVG or PNG."""
+"""The roofline of a machine with plans on it: data here, drawn as terminal text or SVG."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
     return lines
 
 
-# Width, height and margins (left, top, right, bottom) of the pictures, in pixels.
-FRAME = (880, 560, 70, 60, 30, 60)
-_W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = FRAME
+# Width, height and margins (left, top, right, bottom) of the picture, in pixels.
+_W, _H, _LEFT, _TOP, _RIGHT, _BOTTOM = 880, 560, 70, 60, 30, 60
+_LABEL_GAP = 13.0
 
 
-def place(picture: Roofline, x: float, y: float) -> tuple[float, float]:
+def _place(picture: Roofline, x: float, y: float) -> tuple[float, float]:
     """Pixel of a point in data coordinates."""
     return (
         _LEFT + _unit(x, picture.x_range) * (_W - _LEFT - _RIGHT),
@@ -109,106 +109,49 @@ def place(picture: Roofline, x: float, y: float) -> tuple[float, float]:
     )
 
 
-def decades(span: tuple[float, float]) -> list[float]:
+def _decades(span: tuple[float, float]) -> list[float]:
     """The powers of ten of an axis."""
     first, last = round(math.log10(span[0])), round(math.log10(span[1]))
     return [10.0**e for e in range(first, last + 1)]
 
 
-def roof_ends(picture: Roofline) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Pixels where the bandwidth line enters and leaves the frame."""
-    x0 = max(picture.x_range[0], picture.bandwidth_gbps / picture.y_range[1])
-    x1 = min(picture.x_range[1], picture.bandwidth_gbps / picture.y_range[0])
-    return place(picture, x0, picture.bandwidth_gbps / x0), place(
-        picture, x1, picture.bandwidth_gbps / x1
-    )
+def _text(x: float, y: float, said: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(said)}</text>'
 
 
-_LABEL_GAP = 13.0
-
-
-def label_spots(picture: Roofline) -> list[tuple[float, float]]:
-    """Pixels where each point's label begins: beside it, moved down where it would lie on
-    another's."""
-    spots = [place(picture, p.gb_per_token, p.tok_s) for p in picture.points]
-    moved: dict[int, tuple[float, float]] = {}
-    for i in sorted(range(len(spots)), key=lambda i: (spots[i][1], spots[i][0])):
-        x, y = spots[i]
-        while any(abs(y - other) < _LABEL_GAP for _, other in moved.values()):
-            y += 1.0
-        moved[i] = (x + 9, y)
-    return [moved[i] for i in range(len(spots))]
+def _line(start: tuple[float, float], end: tuple[float, float], stroke: str) -> str:
+    (x1, y1), (x2, y2) = start, end
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"/>'
 
 
 def svg(picture: Roofline) -> str:
     """The picture as a standalone SVG document."""
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{_H}" viewBox="0 0 {_W} '
-        f'{_H}" '
-        'font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_W}" height="{_H}" '
+        f'viewBox="0 0 {_W} {_H}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_W}" height="{_H}" fill="white"/>',
-        f'<text x="{_LEFT}" y="24" font-size="16">{escape(picture.title)}</text>',
-        f'<text x="{_LEFT}" y="44" fill="#555">{escape(picture.note)}</text>',
+        _text(_LEFT, 24, picture.title, 'font-size="16"'),
+        _text(_LEFT, 44, picture.note, 'fill="#555"'),
+        _text(_W / 2, _H - 16, "GB of weights read per token", 'text-anchor="middle"'),
+        _text(16, _TOP - 8, "tok/s"),
     ]
-    for value in decades(picture.x_range):
-        x, _ = place(picture, value, picture.y_range[0])
-        out.append(
-            f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_H - _BOTTOM}" stroke="#ddd"/>'
-        )
-        out.append(
-            f'<text x="{x:.1f}" y="{_H - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>'
-        )
-    for value in decades(picture.y_range):
-        _, y = place(picture, picture.x_range[0], value)
-        out.append(
-            f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_W - _RIGHT}" y2="{y:.1f}" stroke="#ddd"/>'
-        )
-        out.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    (x1, y1), (x2, y2) = roof_ends(picture)
-    out.append(
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#c0392b" '
-        'stroke-width="2"/>'
-    )
-    for point, (label_x, label_y) in zip(picture.points, label_spots(picture), strict=True):
-        x, y = place(picture, point.gb_per_token, point.tok_s)
+    for value in _decades(picture.x_range):
+        x, _ = _place(picture, value, picture.y_range[0])
+        out.append(_line((x, _TOP), (x, _H - _BOTTOM), "#ddd"))
+        out.append(_text(x, _H - _BOTTOM + 18, f"{value:g}", 'text-anchor="middle"'))
+    for value in _decades(picture.y_range):
+        _, y = _place(picture, picture.x_range[0], value)
+        out.append(_line((_LEFT, y), (_W - _RIGHT, y), "#ddd"))
+        out.append(_text(_LEFT - 8, y + 4, f"{value:g}", 'text-anchor="end"'))
+    bandwidth = picture.bandwidth_gbps
+    enters = max(picture.x_range[0], bandwidth / picture.y_range[1])
+    leaves = min(picture.x_range[1], bandwidth / picture.y_range[0])
+    start, end = (_place(picture, x, bandwidth / x) for x in (enters, leaves))
+    out.append(_line(start, end, '#c0392b" stroke-width="2'))
+    spots = [(*_place(picture, p.gb_per_token, p.tok_s), p.label) for p in picture.points]
+    below = -math.inf
+    for x, y, label in sorted(spots, key=lambda spot: (spot[1], spot[0])):
+        below = max(y, below + _LABEL_GAP)  # no label lies on another
         out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#2c5f8a"/>')
-        out.append(f'<text x="{label_x:.1f}" y="{label_y + 4:.1f}">{escape(point.label)}</text>')
-    out.append(
-        f'<text x="{_W / 2}" y="{_H - 16}" text-anchor="middle">GB of weights read per token</text>'
-    )
-    out.append(f'<text x="16" y="{_TOP - 8}">tok/s</text>')
-    out.append("</svg>")
-    return "\n".join(out) + "\n"
-
-
-_GREY, _BLACK, _RED, _BLUE = "#dddddd", "#282828", "#c0392b", "#2c5f8a"
-
-
-def png(picture: Roofline) -> bytes:
-    """The picture as a PNG file's bytes."""
-    import io
-
-    from PIL import Image, ImageDraw, ImageFont  # nobody else of the planner needs it
-
-    image = Image.new("RGB", (_W, _H), "white")
-    draw = ImageDraw.Draw(image)
-    small, large = ImageFont.load_default(12), ImageFont.load_default(16)
-    draw.text((_LEFT, 24), picture.title, _BLACK, large, anchor="ls")
-    draw.text((_LEFT, 44), picture.note, _BLACK, small, anchor="ls")
-    for value in decades(picture.x_range):
-        x, _ = place(picture, value, picture.y_range[0])
-        draw.line((x, _TOP, x, _H - _BOTTOM), _GREY)
-        draw.text((x, _H - _BOTTOM + 18), f"{value:g}", _BLACK, small, anchor="ms")
-    for value in decades(picture.y_range):
-        _, y = place(picture, picture.x_range[0], value)
-        draw.line((_LEFT, y, _W - _RIGHT, y), _GREY)
-        draw.text((_LEFT - 8, y), f"{value:g}", _BLACK, small, anchor="rm")
-    draw.line(roof_ends(picture), _RED, width=2)
-    for point, spot in zip(picture.points, label_spots(picture), strict=True):
-        draw.circle(place(picture, point.gb_per_token, point.tok_s), 4, _BLUE)
-        draw.text(spot, point.label, _BLACK, small, anchor="lm")
-    draw.text((_W / 2, _H - 16), "GB of weights read per token", _BLACK, small, anchor="ms")
-    draw.text((10, _TOP - 10), "tok/s", _BLACK, small, anchor="ls")
-    target = io.BytesIO()
-    image.save(target, "PNG")
-    return target.getvalue()
+        out.append(_text(x + 9, below + 4, label))
+    return "\n".join([*out, "</svg>"]) + "\n"

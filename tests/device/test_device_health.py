@@ -12,7 +12,7 @@ import pytest
 from device import recordings
 from localllm.cli.commands import device as device_command
 from localllm.cli.commands import doctor as doctor_command
-from localllm.device.health import BuildFacts, HealthCheck, HealthFacts, WorkerProcess, judge
+from localllm.device.health import BuildFacts, HealthCheck, HealthFacts, judge
 from localllm.device.machines import identify
 from localllm.device.named import resolve
 from localllm.device.probes import health
@@ -30,7 +30,7 @@ def named(checks: list[HealthCheck], name: str) -> list[HealthCheck]:
 def test_nothing_read_means_nothing_is_called_ok_but_the_device_and_its_memory() -> None:
     checks = judge(identify(recordings.load("cpu_only_ddr4_one_stick")), HealthFacts())
     assert {check.name for check in checks if check.status == "ok"} <= {"device", "memory"}
-    assert {"swap", "memory pressure", "power", "disk", "file limit", "stale engine"} <= {
+    assert {"swap", "memory pressure", "power", "disk", "file limit"} <= {
         check.name for check in checks if check.status == "not checked"
     }
     said = doctor_command.lines(checks)
@@ -116,9 +116,7 @@ def test_the_devices_own_warnings_appear_with_their_fix() -> None:
         (HealthFacts(open_files=256), "file limit", "warning"),
         (HealthFacts(open_files=1 << 20), "file limit", "ok"),
         (HealthFacts(open_files=-1), "file limit", "ok"),
-        (HealthFacts(workers=()), "stale engine", "ok"),
-        (HealthFacts(workers=(WorkerProcess(7, 1 << 30, orphan=False),)), "stale engine", "ok"),
-        (HealthFacts(workers=(WorkerProcess(7, 1 << 30, orphan=True),)), "stale engine", "warning"),
+
     ],
 )
 def test_each_check_warns_when_it_should_and_only_then(
@@ -144,12 +142,12 @@ def test_this_installation_is_read_without_loading_the_engine(tmp_path: object) 
     program = (
         "import sys; from pathlib import Path; from localllm.device.probes import health; "
         "facts = health.read(Path('.'), Path('.')); "
-        "print('llama_cpp' in sys.modules, bool(facts.disk_free_bytes), facts.workers is not None)"
+        "print('llama_cpp' in sys.modules, bool(facts.disk_free_bytes))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "False True True"
+    assert done.stdout.strip() == "False True"
 
 
 def test_the_installed_build_is_found_by_its_files() -> None:

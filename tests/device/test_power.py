@@ -7,10 +7,7 @@ import pytest
 from localllm.cli.commands.bench import lines
 from localllm.device.parsers.power import (
     EnergyCounter,
-    battery_w,
-    mac_battery_w,
     nvidia_w,
-    powermetrics_w,
     rapl,
     used_j,
 )
@@ -56,53 +53,6 @@ def test_nvidia_smi(csv: str, watts: float | None) -> None:
     assert nvidia_w(csv) == (None if watts is None else pytest.approx(watts))
 
 
-THINKPAD = """POWER_SUPPLY_NAME=BAT0
-POWER_SUPPLY_TYPE=Battery
-POWER_SUPPLY_STATUS=Discharging
-POWER_SUPPLY_PRESENT=1
-POWER_SUPPLY_VOLTAGE_NOW=11870000
-POWER_SUPPLY_POWER_NOW=14321000
-"""
-FRAMEWORK = """POWER_SUPPLY_NAME=BAT1
-POWER_SUPPLY_TYPE=Battery
-POWER_SUPPLY_STATUS=Discharging
-POWER_SUPPLY_VOLTAGE_NOW=16000000
-POWER_SUPPLY_CURRENT_NOW=1250000
-"""
-MAINS = "POWER_SUPPLY_NAME=AC\nPOWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1\n"
-
-
-def test_batteries_of_linux() -> None:
-    assert battery_w([THINKPAD, MAINS]) == pytest.approx(14.321)
-    assert battery_w([FRAMEWORK]) == pytest.approx(20.0)
-    assert battery_w([THINKPAD, FRAMEWORK]) == pytest.approx(34.321)
-    assert battery_w([THINKPAD.replace("Discharging", "Charging")]) is None
-    assert battery_w([MAINS]) is None
-    assert battery_w([]) is None
-
-
-IOREG = """+-o AppleSmartBattery  <class AppleSmartBattery, id 0x100000313, registered, matched, active, busy 0 (0 ms), retain 6>
-    {
-      "ExternalConnected" = No
-      "InstantAmperage" = 18446744073709550366
-      "Voltage" = 12000
-    }
-"""
-
-
-def test_a_macs_battery_and_powermetrics() -> None:
-    assert mac_battery_w(IOREG) == pytest.approx(15.0)
-    assert mac_battery_w(IOREG.replace("= No", "= Yes")) is None
-    assert mac_battery_w("") is None
-    assert (
-        powermetrics_w(
-            "CPU Power: 5012 mW\nGPU Power: 9000 mW\nCombined Power (CPU + GPU + ANE): 14012 mW\n"
-        )
-        == 14.012
-    )
-    assert powermetrics_w("powermetrics must be invoked as the superuser\n") is None
-
-
 def test_where_nothing_says_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.device.probes import power
 
@@ -111,7 +61,7 @@ def test_where_nothing_says_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     with PowerMeter() as meter:
         pass
     assert meter.use is None
-    monkeypatch.setattr(power, "watts_now", lambda: (20.0, "the battery"))
+    monkeypatch.setattr(power, "watts_now", lambda: (20.0, "nvidia-smi"))
     with PowerMeter() as meter:
         pass
     assert meter.use is not None
@@ -133,7 +83,7 @@ def test_metrics_have_what_the_machine_says_and_nothing_else(
         return TestClient(app, base_url="http://127.0.0.1").get("/metrics").text
 
     monkeypatch.setattr(power, "counters", lambda: rapl({"intel-rapl:0": PACKAGE}))
-    monkeypatch.setattr(power, "watts_now", lambda: (14.5, "the battery"))
+    monkeypatch.setattr(power, "watts_now", lambda: (14.5, "nvidia-smi"))
     page = page_of()
     assert "# TYPE localllm_power_watts gauge\nlocalllm_power_watts 14.500\n" in page
     assert (

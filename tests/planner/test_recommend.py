@@ -330,7 +330,7 @@ def picks(machine: str = "M4 Max 128GB") -> tuple[Device, list[Plan]]:
     return device, list(recommend.recommend(device, MODELS, Workload()).plans)
 
 
-def test_the_roofline_is_drawn_in_text_svg_and_png() -> None:
+def test_the_roofline_is_drawn_in_text_and_svg() -> None:
     picture = roofline.of(*picks())
     assert all(p.tok_s * p.gb_per_token <= picture.bandwidth_gbps for p in picture.points)
     lines = roofline.text(picture)
@@ -338,9 +338,7 @@ def test_the_roofline_is_drawn_in_text_svg_and_png() -> None:
     assert len(picture.points) == 8
     svg = roofline.svg(picture)
     assert svg.count("<circle") == 8
-    png = roofline.png(picture)
-    assert png.startswith(b"\x89PNG")
-    assert png.endswith(b"IEND\xaeB`\x82")
+
 
 
 def conforms(value: Any, schema: dict[str, Any], at: str = "$") -> list[str]:

@@ -203,9 +203,8 @@ def test_a_file_of_an_architecture_nobody_here_knows_is_said_to_be_guessed(
 
 
 def test_pictures_are_written_where_asked(tmp_path: Path) -> None:
-    for name, magic in (("roof.svg", b"<svg"), ("roof.png", b"\x89PNG")):
-        run("--device", "M4 Max 128GB", "--plot", str(tmp_path / name))
-        assert (tmp_path / name).read_bytes().startswith(magic)
+    run("--device", "M4 Max 128GB", "--plot", str(tmp_path / "roof.svg"))
+    assert (tmp_path / "roof.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def recommend(
         ),
     ] = False,
     plot: Annotated[
-        bool, typer.Option("--plot", help="Draw the roofline (to FILE.svg or FILE.png if given).")
+        bool, typer.Option("--plot", help="Draw the roofline (to FILE.svg if given).")
     ] = False,
     names: Annotated[
         list[str] | None,

@@ -110,11 +110,8 @@ class PlanQuery:
         if not files:
             page.out(roofline.text(picture))
             return
-        target = Path(files[0])
-        if target.suffix == ".png":
-            target.write_bytes(roofline.png(picture))
-        else:
-            target.write_text(roofline.svg(picture), encoding="utf-8")
+        target = Path(files[0]).with_suffix(".svg")
+        target.write_text(roofline.svg(picture), encoding="utf-8")
         print(f"wrote {target}", file=sys.stderr)
 
     def _recommended(self, machine: Device, overrides: Overrides) -> Recommendation:

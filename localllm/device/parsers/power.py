@@ -1,12 +1,11 @@
-"""What RAPL, nvidia-smi, batteries and powermetrics say to watts and joules."""
+"""What RAPL and nvidia-smi say to watts and joules."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from localllm.device.parsers import decimal, key_values
+from localllm.device.parsers import decimal
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,48 +48,3 @@ def nvidia_w(csv: str) -> float | None:
     where one does not say."""
     drawn = [decimal(line.strip()) for line in csv.splitlines() if line.strip()]
     return sum(w for w in drawn if w is not None) if drawn and None not in drawn else None
-
-
-def battery_w(uevents: Sequence[str]) -> float | None:
-    """Watts that Linux's batteries give (their `uevent` files); None where none is being emptied or
-    one does not say."""
-    watts = []
-    for text in uevents:
-        told = key_values(text, "=")
-        if (
-            told.get("POWER_SUPPLY_TYPE") != "Battery"
-            or told.get("POWER_SUPPLY_STATUS") != "Discharging"
-        ):
-            continue
-        power = decimal(told.get("POWER_SUPPLY_POWER_NOW", ""))
-        current, volts = (
-            decimal(told.get(f"POWER_SUPPLY_{name}_NOW", "")) for name in ("CURRENT", "VOLTAGE")
-        )
-        if power is not None:
-            watts.append(power / 1e6)
-        elif current is not None and volts is not None:
-            watts.append(abs(current) * volts / 1e12)
-    return sum(watts) if watts else None
-
-
-def mac_battery_w(ioreg: str) -> float | None:
-    """Watts out of a Mac's battery, of `ioreg -rn AppleSmartBattery`; None at the mains. The
-    current is a signed number that is printed without its sign."""
-    if re.search(r'"ExternalConnected" = Yes', ioreg):
-        return None
-    found = {
-        name: re.search(rf'"{name}" = (\d+)', ioreg)
-        for name in ("InstantAmperage", "Amperage", "Voltage")
-    }
-    current, volts = found["InstantAmperage"] or found["Amperage"], found["Voltage"]
-    if current is None or volts is None:
-        return None
-    milliamperes = int(current[1])
-    milliamperes -= (1 << 64) if milliamperes >= 1 << 63 else 0
-    return -milliamperes * int(volts[1]) / 1e6 if milliamperes < 0 else None
-
-
-def powermetrics_w(said: str) -> float | None:
-    """Watts of the chip, of `powermetrics -n 1 --samplers cpu_power`, which root alone may run."""
-    found = re.search(r"Combined Power \(CPU \+ GPU(?: \+ ANE)?\): (\d+) mW", said)
-    return int(found[1]) / 1000 if found else None

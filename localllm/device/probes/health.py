@@ -1,5 +1,4 @@
-"""Read what `doctor` judges beyond the Device: the installed engine, disk, limits, power, swap,
-leftover workers."""
+"""Read what `doctor` judges beyond the Device: the installed engine, disk, limits, power, swap."""
 
 from __future__ import annotations
 
@@ -11,10 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from localllm.device.health import BuildFacts, HealthFacts, WorkerProcess
+from localllm.device.health import BuildFacts, HealthFacts
 from localllm.device.probes import llama_cpp_folder, read_text, run
-
-_WORKERS = {"localllm.engine.worker.worker", "localllm.engine.worker.embedding"}
 
 
 def read(cache: Path, data: Path) -> HealthFacts:
@@ -31,7 +28,6 @@ def read(cache: Path, data: Path) -> HealthFacts:
         platform_profile=read_text("/sys/firmware/acpi/platform_profile"),
         on_battery=_on_battery(),
         pmset=power or None,
-        workers=workers(),
     )
 
 
@@ -105,31 +101,6 @@ def _swap() -> tuple[int, int] | None:
     except (OSError, RuntimeError):
         return None
     return int(swap.total), int(swap.used)
-
-
-def workers() -> tuple[WorkerProcess, ...]:
-    """Engine worker processes of this user, each with whether the server that started it is still
-    there."""
-    import psutil
-
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline", "memory_info"]):
-        try:
-            if not _WORKERS.intersection(process.info["cmdline"] or []):
-                continue
-            parent = process.parent()
-            memory = process.info["memory_info"]
-            orphan = parent is None or parent.pid == 1 or not _may_own_workers(parent.cmdline())
-            found.append(WorkerProcess(process.pid, memory.rss if memory else 0, orphan))
-        except (psutil.Error, OSError):
-            continue
-    return tuple(found)
-
-
-def _may_own_workers(command: list[str]) -> bool:
-    """A worker's server runs in a Python (`localllm serve`, a test, a notebook); an init or session
-    manager is none."""
-    return any("python" in Path(part).name.lower() or "localllm" in part for part in command)
 
 
 def _on_battery() -> bool | None:

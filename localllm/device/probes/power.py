@@ -1,17 +1,13 @@
-"""Watts and joules while something runs: read from RAPL, nvidia-smi, powermetrics or the battery,
-whichever says."""
+"""Watts and joules while something runs: read from RAPL and nvidia-smi, whichever says."""
 
 from __future__ import annotations
 
 import glob
-import os
 import re
 import shutil
-import sys
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
 from localllm.device.parsers import power
 from localllm.device.probes import read_text, run
@@ -49,26 +45,12 @@ def counters() -> list[power.EnergyCounter]:
 
 
 def watts_now() -> tuple[float, str] | None:
-    """What is drawn now, and who says so: a GPU before the battery, for the rest of the machine
-    hardly changes."""
-    if shutil.which("nvidia-smi"):
-        said = power.nvidia_w(
-            run("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
-        )
-        if said is not None:
-            return said, "nvidia-smi, the GPUs alone"
-    if sys.platform == "darwin":
-        if os.geteuid() == 0:
-            said = power.powermetrics_w(
-                run("powermetrics", "-n", "1", "-i", "200", "--samplers", "cpu_power")
-            )
-            if said is not None:
-                return said, "powermetrics, the chip"
-        said = power.mac_battery_w(run("ioreg", "-rn", "AppleSmartBattery"))
-    else:
-        texts = [read_text(file) for file in glob.glob("/sys/class/power_supply/*/uevent")]
-        said = power.battery_w([text for text in texts if text])
-    return (said, "the battery, the whole machine") if said is not None else None
+    """What the GPUs draw now, and who says so; None where nobody does."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    drawn = run("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
+    watts = power.nvidia_w(drawn)
+    return (watts, "nvidia-smi, the GPUs alone") if watts is not None else None
 
 
 def power_figures() -> dict[str, float]:
@@ -95,8 +77,7 @@ class PowerMeter:
 
     def __enter__(self) -> PowerMeter:
         self._counters, self._began_s = counters(), time.monotonic()
-        if not self._counters or shutil.which("nvidia-smi"):  # a processor's counters miss a GPU
-            self._thread.start()
+        self._thread.start()
         return self
 
     def _sample(self) -> None:
@@ -109,22 +90,18 @@ class PowerMeter:
             if self._ended.wait(_EVERY_S):
                 return
 
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         seconds = time.monotonic() - self._began_s
         self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        counted = power.used_j(self._counters, counters()) if self._counters else None
-        mean_w = (
-            sum(watts for _, watts in self._samples) / len(self._samples) if self._samples else None
-        )
-        if mean_w is not None and counted is not None:
-            self.use = PowerUse(mean_w * seconds + counted, seconds, f"{self._source}, and RAPL")
-        elif mean_w is not None:
-            self.use = PowerUse(mean_w * seconds, seconds, self._source)
-        elif counted is not None:
-            self.use = PowerUse(
-                counted, seconds, f"RAPL: {', '.join(zone.name for zone in self._counters)}"
-            )
+        self._thread.join()
+        joules, sources = 0.0, []
+        if self._samples:
+            watts = sum(watts for _, watts in self._samples) / len(self._samples)
+            joules += watts * seconds
+            sources.append(self._source)
+        counted = power.used_j(self._counters, counters())
+        if counted is not None:
+            joules += counted
+            sources.append(f"RAPL: {', '.join(zone.name for zone in self._counters)}")
+        if sources:
+            self.use = PowerUse(joules, seconds, ", and ".join(sources))
