@@ -207,12 +207,14 @@ def _gpu_share(device: Device) -> list[HealthCheck]:
 
 
 def _seen(
-    name: str, said: str, warning: str = "", fix: str = "", *, unread: str = ""
+    name: str, message: str, warning: str = "", fix: str = "", *, unread: str = ""
 ) -> HealthCheck:
     """What was looked at; a `warning` where there is one to give, or why nothing could be read."""
     if unread:
         return HealthCheck(name, "not checked", unread)
-    return HealthCheck(name, "warning", warning, fix) if warning else HealthCheck(name, "ok", said)
+    return (
+        HealthCheck(name, "warning", warning, fix) if warning else HealthCheck(name, "ok", message)
+    )
 
 
 def _memory(device: Device) -> HealthCheck:

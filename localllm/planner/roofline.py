@@ -115,8 +115,8 @@ def _decades(span: tuple[float, float]) -> list[float]:
     return [10.0**e for e in range(first, last + 1)]
 
 
-def _text(x: float, y: float, said: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(said)}</text>'
+def _text(x: float, y: float, content: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(content)}</text>'
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], stroke: str) -> str:
