@@ -116,7 +116,6 @@ def test_the_devices_own_warnings_appear_with_their_fix() -> None:
         (HealthFacts(open_files=256), "file limit", "warning"),
         (HealthFacts(open_files=1 << 20), "file limit", "ok"),
         (HealthFacts(open_files=-1), "file limit", "ok"),
-
     ],
 )
 def test_each_check_warns_when_it_should_and_only_then(

@@ -13,7 +13,6 @@ import numpy as np
 import psutil
 import pytest
 
-
 from localllm.engine.messages import Failure
 from localllm.engine.worker.embedding import EmbeddingEngine, EmbeddingOptions
 from localllm.engine.worker.supervisor import Supervisor

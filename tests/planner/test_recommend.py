@@ -340,7 +340,6 @@ def test_the_roofline_is_drawn_in_text_and_svg() -> None:
     assert svg.count("<circle") == 8
 
 
-
 def conforms(value: Any, schema: dict[str, Any], at: str = "$") -> list[str]:
     """What of `value` breaks `schema` (the part of JSON Schema that ours uses)."""
     if "$ref" in schema:
