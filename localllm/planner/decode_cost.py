@@ -307,7 +307,9 @@ def decode_terms(
         s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
     s["kv"] = s["index"] + max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * PEAK_SHARE))
     s["unpacked"] += s["hard_unpacked"]
-    s["further"] = _further_s(model, variant, hardware, n_sequences)
+    batched = efficiency.coefficients("batched", hardware.keys_for(variant))
+    beside = further_parts(model, variant, hardware, n_sequences)
+    s["further"] = sum(part.seconds(batched) for part in beside)
     return DecodeCost(
         seconds=s,
         mixture_factor=c["moe"] if model.experts is not None else 1.0,
@@ -336,13 +338,6 @@ def further_parts(
     )
 
 
-def _further_s(model: Model, variant: Variant, hardware: Hardware, n_sequences: int) -> float:
-    if n_sequences <= 1:
-        return 0.0
-    c = efficiency.coefficients("batched", hardware.keys_for(variant))
-    return sum(part.seconds(c) for part in further_parts(model, variant, hardware, n_sequences))
-
-
 def unpacks_kv(hardware: Hardware, kv_type: str) -> bool:
     """True where one token's attention over a cache of that type is arithmetic of its own, not
     reading."""
@@ -361,11 +356,6 @@ def weight_share(
     laid_out = not hardware.stored and variant.quant.upper() not in kernels.CPU_PLAIN_FORMATS
     gain = _CPU_LAID_OUT_GAIN if hardware.engine == "cpu" and laid_out else 1.0
     return min(PEAK_SHARE, gain * coefficients["eta"] / coefficients["quant"])
-
-
-def launch_factor(coefficients: Mapping[str, float], hardware: Hardware) -> float:
-    """How much longer what is launched takes on this clock than at `efficiency.REFERENCE_GHZ`."""
-    return float(coefficients["clock"] ** lag(hardware.clock_ghz))
 
 
 def lag(clock_ghz: float) -> float:

@@ -374,44 +374,31 @@ def share(part: str, units: float) -> float:
 
 _LAPTOP = re.compile(r"\b(laptop|mobile|max-q)\b", re.I)
 _T4 = re.compile(r"\btesla t4\b", re.I)
+# The share of a predicted speed that a lasting load may leave of these. An RTX 3080 Ti Laptop held
+# to 115 W decoded Qwen3.8-27B at 14.8 tokens/s where 25.6 are predicted (github.com/sudoingX/
+# qwen38-mtp, pull request 56); an RTX 3090 held to 250 of its 350 W at 31.9 of 39 (pull request 42).
+_LASTING_SHARE = 0.6
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The share of a predicted speed that may be left, and what that rests on."""
-
-    share: float
-    why: str
-
-
-# An RTX 3080 Ti Laptop held to 115 W decoded Qwen3.8-27B at 14.8 tokens/s where 25.6 are predicted
-# (github.com/sudoingX/ qwen38-mtp, pull request 56); an RTX 3090 held to 250 of its 350 W at 31.9
-# of 39 (pull request 42).
-_LAPTOP_LIMIT = Limit(
-    0.6,
-    "a laptop's power limit may leave 60% of these speeds under lasting load (an RTX 3080 Ti "
-    "held to 115 W: 58%)",
-)
-_T4_LIMIT = Limit(
-    0.6, "70 W may leave a T4 60% of these speeds under lasting load (assumed, as of laptops)"
-)
-
-
-def limit_of(device: Device) -> Limit | None:
-    """The limit of a laptop's graphics card or a T4; None for what holds its speed."""
+def limit_of(device: Device) -> str | None:
+    """What limits a laptop's graphics card or a T4, in a sentence; None for what holds its
+    speed."""
     name = f"{device.match or ''} {device.name}"
-    if device.kind != "discrete":
-        return None
-    if _LAPTOP.search(name):
-        return _LAPTOP_LIMIT
-    return _T4_LIMIT if _T4.search(name) else None
+    if device.kind == "discrete" and _LAPTOP.search(name):
+        return (
+            f"a laptop's power limit may leave {_LASTING_SHARE:.0%} of these speeds under lasting "
+            "load (an RTX 3080 Ti held to 115 W: 58%)"
+        )
+    if device.kind == "discrete" and _T4.search(name):
+        return (
+            f"70 W may leave a T4 {_LASTING_SHARE:.0%} of these speeds under lasting load (assumed, "
+            "as of laptops)"
+        )
+    return None
 
 
 def under_lasting_load(device: Device, predicted: Range) -> Range:
     """`predicted` with its lower end where a lasting load may bring it."""
-    limit = limit_of(device)
-    return (
-        predicted
-        if limit is None
-        else replace(predicted, low=min(predicted.low, predicted.value * limit.share))
-    )
+    if limit_of(device) is None:
+        return predicted
+    return replace(predicted, low=min(predicted.low, predicted.value * _LASTING_SHARE))

@@ -185,7 +185,7 @@ def _decode_lines(plan: Plan, device: Device) -> list[str]:
     )
     read, c, s, x = terms.streamed, terms.coefficients, terms.seconds, plan.model.experts
     eta = decode_cost.weight_share(c, hardware, plan.model, plan.variant)
-    known, wait_us = facts(plan.model), decode_cost.launch_factor(c, hardware) * 1e6
+    known, wait_us = facts(plan.model), 1e6 * c["clock"] ** decode_cost.lag(hardware.clock_ghz)
     unpacked_s, recurrent_s = s["unpacked"] + s["routed_unpacked"], s["recurrent"] + s["state"]
     n_params = read.dense_params + read.routed_params
     work = ", and its arithmetic" if hardware.engine == "cpu" and hardware.n_cpu_cores else ""

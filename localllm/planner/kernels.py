@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from localllm.device.types import Device, TypeRates
+from localllm.device.types import Device, MatrixRates, TypeRates
 from localllm.planner import efficiency, needs
 from localllm.planner.kernel_facts import facts
 from localllm.planner.streams import streamed
@@ -147,28 +147,41 @@ def _raised(base: str, bits: float) -> tuple[str, float]:
     return (raised, min(max((bits - low) / (high - low), 0.0), 1.0)) if high > low else (base, 0.0)
 
 
+def _timed(
+    rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool
+) -> list[tuple[WeightPart, MatrixRates]]:
+    """The file's weights with the rates of their types, held as they are `stored` or as the engine
+    would have it; none where its main type was not timed. A raised type that was not timed counts
+    as the main one."""
+    known = {each.type: each.stored if stored else each.usual for each in rates}
+    main = known.get(base_type(variant))
+    if main is None:
+        return []
+    return [(part, known.get(part.type, main)) for part in parts(model, variant)]
+
+
+def _mean_flops_s(rated: Sequence[tuple[WeightPart, float]]) -> float:
+    """FLOP/s of weights that are multiplied one after the other, each at its TFLOP/s."""
+    n_params = sum(part.n_params for part, _ in rated)
+    return 1e12 * n_params / sum(part.n_params / tflops for part, tflops in rated)
+
+
+def _of_prompts(part: WeightPart, at: MatrixRates) -> float:
+    return (at.experts_tflops if part.routed else at.prompt_tflops).value
+
+
 def flops_s(
     rates: Sequence[TypeRates], model: Model, variant: Variant, *, stored: bool
 ) -> tuple[float, float] | None:
-    """(FLOP/s of a prompt, FLOP/s of one token) of the file's matrices, held as they are `stored`
-    or as the engine would have it; None where its main type was not timed. A raised type that was
-    not timed counts as the main one."""
-    known = {each.type: each.stored if stored else each.usual for each in rates}
-    base, of = base_type(variant), parts(model, variant)
-    main = known.get(base)
-    if main is None or not of:
+    """(FLOP/s of a prompt, FLOP/s of one token) of the file's matrices; None where its main type
+    was not timed."""
+    timed, base = _timed(rates, model, variant, stored=stored), base_type(variant)
+    if not timed:
         return None
-    read = [part for part in of if part.type == base or base not in _OUTPUT_RAISED] or of
-
-    def tflops(part: WeightPart) -> float:
-        at = known.get(part.type, main)
-        return (at.experts_tflops if part.routed else at.prompt_tflops).value
-
-    prompt = sum(part.n_params for part in read) / sum(
-        part.n_params / tflops(part) for part in read
-    )
-    tokens = sum(part.n_params / known.get(part.type, main).token_tflops.value for part in of)
-    return 1e12 * prompt, 1e12 * sum(part.n_params for part in of) / tokens
+    is_plain = base not in _OUTPUT_RAISED
+    read = [(part, at) for part, at in timed if part.type == base or is_plain] or timed
+    prompt = _mean_flops_s([(part, _of_prompts(part, at)) for part, at in read])
+    return prompt, _mean_flops_s([(part, at.token_tflops.value) for part, at in timed])
 
 
 def rows_flops_s(
@@ -177,26 +190,16 @@ def rows_flops_s(
     """FLOP/s of the file's matrices in a step over `rows` tokens, such as several streams' or a
     draft's; None as `flops_s`. Experts get a share of the rows each, which is one for as long as
     there are more experts than rows."""
-    known = {each.type: each.stored if stored else each.usual for each in rates}
-    of = parts(model, variant)
-    main = known.get(base_type(variant))
-    if main is None or not of:
-        return None
-    each = (
-        rows if model.experts is None else rows * model.experts.n_active / model.experts.n_experts
-    )
-
-    def tflops(part: WeightPart) -> float:
-        at = known.get(part.type, main)
-        prompt, token = (
-            (at.experts_tflops if part.routed else at.prompt_tflops).value,
-            at.token_tflops.value,
+    timed, x = _timed(rates, model, variant, stored=stored), model.experts
+    each = rows if x is None else rows * x.n_active / x.n_experts
+    rated = [
+        (
+            part,
+            _between(at.token_tflops.value, _of_prompts(part, at), each if part.routed else rows),
         )
-        return _between(token, prompt, each if part.routed else rows)
-
-    return (
-        1e12 * sum(part.n_params for part in of) / sum(part.n_params / tflops(part) for part in of)
-    )
+        for part, at in timed
+    ]
+    return _mean_flops_s(rated) if rated else None
 
 
 def _between(token: float, prompt: float, rows: float) -> float:

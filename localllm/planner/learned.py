@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Parts = tuple[float, float, float]
+Parts = tuple[float, ...]
 """Seconds of one decode step by cause: weights from memory; what every layer costs anyway;
 attention over the cache."""
 
@@ -52,7 +52,7 @@ class Learnt:
     """Natural logs of each cause's factor, and their covariance."""
 
     logs: Parts
-    covariance: tuple[Parts, Parts, Parts]
+    covariance: tuple[Parts, ...]
 
     def seconds(self, parts: Parts) -> float:
         """How long a step of `parts` takes here."""
@@ -61,7 +61,7 @@ class Learnt:
     def uncertainty(self, parts: Parts) -> float:
         """Standard deviation of ln `seconds`, as far as the factors are its cause."""
         share = _shares(parts, self.logs)
-        return math.sqrt(max(0.0, _dot(share, _times(self.covariance, share))))
+        return math.sqrt(max(0.0, _dot(share, [_dot(row, share) for row in self.covariance])))
 
 
 def learn(observations: Sequence[Observation], prior: Prior) -> Learnt:
@@ -70,19 +70,20 @@ def learn(observations: Sequence[Observation], prior: Prior) -> Learnt:
     logs: Parts = (0.0, 0.0, 0.0)
     c = prior.common**2
     a, b, d = (own**2 for own in prior.own)
-    start = (c + a, c, c), (c, c + b, c), (c, c, c + d)
+    start: tuple[Parts, ...] = ((c + a, c, c), (c, c + b, c), (c, c, c + d))
     covariance = start
     for _ in range(_PASSES):
-        around, estimate, covariance = logs, (0.0, 0.0, 0.0), start
+        moved, covariance = tuple(-x for x in logs), start
         for o in observations:
-            share = _shares(o.parts, around)
-            foreseen = math.log(_total(o.parts, around)) + _dot(share, _minus(estimate, around))
-            towards = _times(covariance, share)
+            share = _shares(o.parts, logs)
+            foreseen = math.log(_total(o.parts, logs)) + _dot(share, moved)
+            towards = [_dot(row, share) for row in covariance]
             scale = 1 / (_dot(share, towards) + o.noise**2)
-            surprise = math.log(o.seconds) - foreseen
-            estimate = _plus(estimate, towards, scale * surprise)
-            covariance = _narrowed(covariance, towards, scale)
-        logs = _plus(around, _bounded(_minus(estimate, around)), 1.0)
+            moved = _plus(moved, towards, scale * (math.log(o.seconds) - foreseen))
+            rows = zip(covariance, towards, strict=True)
+            covariance = tuple(_plus(row, towards, -scale * x) for row, x in rows)
+        bounded = [max(-_LARGEST_MOVE, min(_LARGEST_MOVE, x)) for x in moved]
+        logs = _plus(logs, bounded, 1.0)
     return Learnt(logs, covariance)
 
 
@@ -92,34 +93,12 @@ def _total(parts: Parts, logs: Parts) -> float:
 
 def _shares(parts: Parts, logs: Parts) -> Parts:
     total = _total(parts, logs)
-    a, b, c = (p * math.exp(log) / total for p, log in zip(parts, logs, strict=True))
-    return a, b, c
+    return tuple(p * math.exp(log) / total for p, log in zip(parts, logs, strict=True))
 
 
-def _dot(a: Parts, b: Parts) -> float:
-    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _plus(a: Parts, b: Parts, scale: float) -> Parts:
-    return a[0] + scale * b[0], a[1] + scale * b[1], a[2] + scale * b[2]
-
-
-def _minus(a: Parts, b: Parts) -> Parts:
-    return _plus(a, b, -1.0)
-
-
-def _times(matrix: tuple[Parts, Parts, Parts], v: Parts) -> Parts:
-    return _dot(matrix[0], v), _dot(matrix[1], v), _dot(matrix[2], v)
-
-
-def _narrowed(
-    matrix: tuple[Parts, Parts, Parts], v: Parts, scale: float
-) -> tuple[Parts, Parts, Parts]:
-    """matrix − scale · v vᵀ."""
-    a, b, c = (_plus(row, v, -scale * x) for row, x in zip(matrix, v, strict=True))
-    return a, b, c
-
-
-def _bounded(move: Parts) -> Parts:
-    a, b, c = (max(-_LARGEST_MOVE, min(_LARGEST_MOVE, x)) for x in move)
-    return a, b, c
+def _plus(a: Sequence[float], b: Sequence[float], scale: float) -> Parts:
+    return tuple(x + scale * y for x, y in zip(a, b, strict=True))

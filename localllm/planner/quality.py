@@ -194,7 +194,9 @@ def format_cost(model: Model, variant: Variant) -> float:
     if variant.quant in ("BF16", "F16", "F32", "bf16", "MXFP4", "MXFP4-Q8"):
         return 0.0
     mix = quants.MIXTURES.get(variant.quant)
-    loss = _published_loss(mix) if mix is not None else None
+    loss = mix.ln_ppl_ratio if mix is not None else None
+    if loss is None and mix is not None and mix.ppl_delta is not None:
+        loss = math.log(1 + mix.ppl_delta / _LLAMA_3_PPL)
     if loss is None:
         # ln of the published ratios falls by 1.22 a bit: 0.343 at 2.93 bits, 0.092 at 3.99, 0.031
         # at 4.89.
@@ -212,14 +214,6 @@ def bits(model: Model, variant: Variant) -> float:
         if mix is not None
         else 8 * variant.file_bytes / max(1, model.params_total)
     )
-
-
-def _published_loss(mix: quants.Mixture) -> float | None:
-    """ln(PPL / PPL of f16) of a format as somebody published it; None where only its bits are
-    known."""
-    if mix.ln_ppl_ratio is None and mix.ppl_delta is not None:
-        return math.log(1 + mix.ppl_delta / _LLAMA_3_PPL)
-    return mix.ln_ppl_ratio
 
 
 def kv_cost(kv_type: str) -> float:

@@ -188,7 +188,7 @@ def detailed_plan(
         f"up to {longest:,} tokens of context fit; each further 1,024 cost "
         f"{mb(plan.kv_bytes_per_1k)}",
         why.on_disk(plan, speed.decode(device, plan.model, plan.variant, plan.settings).value),
-        limit.why if limit is not None else None,
+        limit,
         needs.sentence(plan, needs.need_of(workload)),
         picks.compare(device, plan, other) if other is not None else None,
         _other_kernels(device, plan),

@@ -3,12 +3,13 @@ scripts."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, speed
 from localllm.planner.streams import facts, streamed
-from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation, Workload
+from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation
 from localllm_backends.placement import Placement
 
 SCHEMA_VERSION = 1
@@ -107,23 +108,12 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def workload_to_json(workload: Workload) -> dict[str, Any]:
-    """What was asked for; context 0 = the purpose's default."""
-    return {
-        "purpose": workload.purpose,
-        "context": workload.context,
-        "prompt_tokens": workload.prompt_tokens,
-        "parallel": workload.parallel,
-        "min_decode_tok_s": workload.min_decode_tok_s,
-    }
-
-
 def recommendation_to_json(answer: Recommendation, device: dict[str, Any]) -> dict[str, Any]:
     """The whole answer; `device` is localllm.device.types.device_to_json's."""
     return {
         "schema": SCHEMA_VERSION,
         "device": device,
-        "workload": workload_to_json(answer.workload),
+        "workload": asdict(answer.workload),
         "plans": [plan_to_json(plan) for plan in answer.plans],
         "rejected": [
             {"model": r.model.id, "variant": r.variant.quant, "kind": r.kind, "reason": r.reason}

@@ -181,7 +181,7 @@ def decode_step(
             basis,
             here.seconds["routed"] * here.mixture_factor,
         )
-    host = _host(device)
+    host, beside = _host(device), device.host_bandwidth_gbps
     there = decode_cost.decode_terms(
         model, variant, host, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
     )
@@ -195,7 +195,7 @@ def decode_step(
         + apart_s,
         here.seconds["kv"] * share.kv + there.seconds["kv"] * (1 - share.kv),
         max(spread, _SPLIT_SPREAD),
-        f"{basis}; system memory {host.bandwidth_gbps:.0f} GB/s ({_host_basis(device)})",
+        f"{basis}; system memory {host.bandwidth_gbps:.0f} GB/s ({beside.basis if beside else 'assumed'})",
         here.seconds["routed"] * here.mixture_factor * share.experts
         + there.seconds["routed"] * there.mixture_factor * (1 - share.experts),
     )
@@ -263,10 +263,6 @@ def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_
     if settings.placement.layout == "stored":
         return decode_cost.stored_on(device)
     return decode_cost.hardware_of(device, backend_of(variant).name)
-
-
-def _host_basis(device: Device) -> str:
-    return device.host_bandwidth_gbps.basis if device.host_bandwidth_gbps else "assumed"
 
 
 def _host(device: Device) -> decode_cost.Hardware:

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from localllm.device.types import Device
 from localllm.formatting import gb, rate, span
-from localllm.planner import needs, places, speed
+from localllm.planner import needs, places
 from localllm.planner.needs import Need
-from localllm.planner.streams import streamed
-from localllm.planner.types import Plan, backend_of
+from localllm.planner.types import Plan
 
 
 def place(device: Device) -> str:
@@ -31,34 +30,6 @@ def does_not_fit(plan: Plan, device: Device) -> str:
     return (
         f"{plan.variant.quant} needs {gb(needed)} {at}; {place(device)} has {usable}{beside} usable"
     )
-
-
-def of_streaming(plan: Plan, device: Device) -> str:
-    """ "; with experts read from an SSD 0.6 tok/s at best", of a mixture that nothing but its
-    experts keeps out."""
-    rate_streamed = streamed_tok_s(plan, device)
-    return (
-        f"; with experts read from an SSD {rate(rate_streamed)} tok/s at best"
-        if rate_streamed
-        else ""
-    )
-
-
-def streamed_tok_s(plan: Plan, device: Device) -> float | None:
-    """What a mixture too large for all memory would decode at if its missing experts were read from
-    an SSD for every token, in tokens/s; None where they are not what is too large. Said, and not
-    offered."""
-    if plan.model.experts is None or not backend_of(plan.variant).splits:
-        return None
-    has = device.room_bytes + (
-        device.host.limit_bytes if device.host and device.kind == "discrete" else 0
-    )
-    missing = plan.memory.total_bytes + plan.memory.host_bytes - has
-    pool = places.parts(plan.model, plan.variant).expert_bytes
-    if not 0 < missing < pool:
-        return None
-    read = streamed(plan.model, plan.variant).routed_bytes * missing / pool
-    return 1 / (1 / plan.decode_tok_s.value + read / speed.ASSUMED_DISK_BYTES_S)
 
 
 def on_disk(plan: Plan, tok_s: float) -> str | None:
@@ -119,7 +90,7 @@ def is_too_slow(plan: Plan, need: Need) -> str:
 def of_variant(plan: Plan, device: Device, need: Need) -> str:
     """The verdict on one variant, for `recommend -m MODEL`."""
     if plan.fits == "no":
-        return does_not_fit(plan, device) + of_streaming(plan, device)
+        return does_not_fit(plan, device)
     if plan.stream_tok_s < need.least_tok_s or needs.too_long(plan, need):
         return is_too_slow(plan, need)
     head = {"yes": "fits", "tight": "fits tightly", "split": f"fits split: {_beside(plan)}"}[

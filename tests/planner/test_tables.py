@@ -13,7 +13,7 @@ from localllm.load.options import load_spec
 from localllm.planner import memory, places, speed
 from localllm.planner.explain import explain
 from localllm.planner.plan import plan_for
-from localllm.planner.recommend import recommend, variants_of
+from localllm.planner.recommend import recommend
 from localllm.planner.types import Plan, RunSettings, Workload
 from localllm_catalog import catalog, from_gguf, gguf
 from models import sparse_gguf
@@ -125,14 +125,3 @@ def test_the_closed_form_agrees_with_llamacpp_on_tables_indexers_and_streams(
         assert need.compute_bytes == pytest.approx(
             (planned.compute_bytes or 0) + (planned.output_bytes or 0), rel=0.01
         )
-
-
-def test_experts_read_from_an_ssd_are_predicted_and_not_offered() -> None:
-    """Said where one model is asked about; a list of what is not offered says what is missing."""
-    device, model = resolve("M4 Max 128GB"), MODELS["qwen3.5-397b-a17b"]
-    refused = next(r for r in recommend(device, [model], Workload()).rejected if r.model is model)
-    assert refused.kind == "memory"
-    plan = next(p for p in variants_of(device, model, Workload()) if p.variant == refused.variant)
-    assert "with experts read from an SSD 0." in plan.why
-    dense = variants_of(resolve("M2 16GB"), MODELS["llama-3.3-70b-instruct"], Workload())
-    assert not any("SSD" in p.why for p in dense)
