@@ -201,7 +201,8 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
         # A driver's name can stand for several rows (3060 Ti GDDR6X): the one really called so is
         # meant.
         return tuple(row for row in exact if _own_words(row) == wanted) or exact
-    if _is_of_many(wanted):
+    # "rtx" or "ryzen" names a shelf, not a machine.
+    if len(wanted) < 2 and not any(c.isdigit() for c in "".join(wanted)):
         return ()
     near = {
         key: len(key - wanted)
@@ -210,11 +211,6 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
     }
     closest = [key for key, extra in near.items() if extra == min(near.values())]
     return _named(closest[0]) if len({_index()[key] for key in closest}) == 1 else ()
-
-
-def _is_of_many(words: frozenset[str]) -> bool:
-    """ "rtx" or "ryzen" names a shelf, not a machine."""
-    return len(words) < 2 and not any(c.isdigit() for c in "".join(words))
 
 
 def _of_memory(

@@ -301,8 +301,10 @@ def _choose(
         rows,
         key=lambda r: (max(r.memory_gb, default=0.0), r.bandwidth_gbps or 0.0, r.compute_units),
     )
-    if part.cores is None and len(rows) > 1:
-        findings += _also_meant(row, found)
+    others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
+    if part.cores is None and len(rows) > 1 and others:
+        took = f"took {row.name}; the same name also means {', '.join(others)}"
+        findings.append(Finding("info", took))
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
     if wanted is None:
         wanted = max(row.memory_gb, default=None)
@@ -317,15 +319,6 @@ def _choose(
             )
         )
     return row, wanted, findings
-
-
-def _also_meant(row: DeviceRow, found: Sequence[DeviceRow]) -> list[Finding]:
-    others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
-    return (
-        [Finding("info", f"took {row.name}; the same name also means {', '.join(others)}")]
-        if others
-        else []
-    )
 
 
 def _of_size(

@@ -194,12 +194,8 @@ def by_chip(chip: str, gpu_cores: int | None, memory_bytes: int | None = None) -
         # is the same.
         return found[0] if len({row.bandwidth_gbps for row in found}) == 1 else None
     if memory_bytes is not None:
-        found = [row for row in found if _is_sold_with(row, memory_bytes)] or found
+        found = [row for row in found if nearest_memory([row], memory_bytes)] or found
     return min(found, key=lambda row: row.bandwidth_gbps or 0.0, default=None)
-
-
-def _is_sold_with(row: DeviceRow, memory_bytes: int) -> bool:
-    return any(abs(gb * GIB - memory_bytes) < GIB for gb in row.memory_gb)
 
 
 @cache

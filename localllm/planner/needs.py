@@ -71,24 +71,29 @@ def need_of(workload: Workload) -> Need:
 
 def unsuited(model: Model, workload: Workload) -> str | None:
     """Why `model` is not made for this purpose, or None."""
-    purpose = workload.purpose
-    if purpose == "autocomplete":
-        return (
-            None
-            if model.fim or "autocomplete" in model.purposes
-            else ("has no fill-in-the-middle training")
-        )
-    if purpose == "coding":
-        coder = "coding" in model.purposes or model.calls_tools
-        return None if coder else "is not trained to call tools"
+    purpose, made_for = workload.purpose, model.purposes
     wanted = min(NEEDS[purpose].prompt_tokens, workload.context or NEEDS[purpose].context)
-    if purpose == "long" and 0 < model.native_context < wanted:
-        return (
-            f"its context of {model.native_context // 1024}k tokens is too short for long documents"
-        )
-    if purpose in ("chat", "reasoning", "long"):
-        return None if "chat" in model.purposes else "is not a chat model"
-    return None if purpose in model.purposes else f"is not made for {purpose}"
+    length = f"{model.native_context // 1024}k tokens"
+    reasons = (
+        (
+            purpose == "autocomplete" and not model.fim and purpose not in made_for,
+            "has no fill-in-the-middle training",
+        ),
+        (
+            purpose == "coding" and not model.calls_tools and purpose not in made_for,
+            "is not trained to call tools",
+        ),
+        (
+            purpose == "long" and 0 < model.native_context < wanted,
+            f"its context of {length} is too short for long documents",
+        ),
+        (
+            purpose in ("chat", "reasoning", "long") and "chat" not in made_for,
+            "is not a chat model",
+        ),
+        (purpose == "embedding" and purpose not in made_for, f"is not made for {purpose}"),
+    )
+    return next((why for is_so, why in reasons if is_so), None)
 
 
 # Points that every doubling of the wait for a prompt beyond what feels good costs, and of the wait

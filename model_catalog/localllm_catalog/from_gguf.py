@@ -259,7 +259,9 @@ def _variant(header: GgufHeader, facts: Facts, blocks: list[_Block], repo: str) 
     names = tuple(PurePosixPath(name.replace("\\", "/")).name for name in header.files)
     return Variant(
         Format.GGUF,
-        _quant_name(header, names[0]),
+        quant_of(names[0])
+        or architectures.FILE_TYPES.get(header.integer("general.file_type", -1))
+        or _main_type(header),
         repo,
         names if repo else header.files,
         header.file_bytes,
@@ -274,16 +276,11 @@ def _variant(header: GgufHeader, facts: Facts, blocks: list[_Block], repo: str) 
     )
 
 
-def _quant_name(header: GgufHeader, file_name: str) -> str:
-    said = architectures.FILE_TYPES.get(header.integer("general.file_type", -1))
-    return quant_of(file_name) or said or _main_type(header)
-
-
 def _main_type(header: GgufHeader) -> str:
     """The type of most of the bytes: of a file that says nothing of itself."""
-    n_bytes: dict[str, int] = {}
+    n_bytes: Counter[str] = Counter()
     for tensor in header.tensors:
-        n_bytes[tensor.type] = n_bytes.get(tensor.type, 0) + tensor.n_bytes
+        n_bytes[tensor.type] += tensor.n_bytes
     return max(n_bytes, key=lambda name: n_bytes[name], default="unknown")
 
 

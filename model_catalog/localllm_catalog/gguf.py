@@ -366,20 +366,22 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
 
 def _no_gguf(start: bytes) -> BadHeaderError:
     """What lies in the place of a GGUF file, by its first bytes."""
-    if start.startswith(b"version "):
-        return BadHeaderError(
+    again = "download the file again"
+    signs = (
+        (
+            start.startswith(b"version "),
             "this is a Git LFS pointer, not the file itself",
-            "run `git lfs pull` there, or download the file again",
-        )
-    if start.lstrip()[:1] == b"<":
-        return BadHeaderError("this is a web page, not a GGUF file", "download the file again")
-    if not any(start):
-        return BadHeaderError(
-            "this file is empty space, not a GGUF file", "download the file again"
-        )
-    return BadHeaderError(
-        "this is not a GGUF file", "give a .gguf file; other formats are converted or come as MLX"
+            f"run `git lfs pull` there, or {again}",
+        ),
+        (start.lstrip()[:1] == b"<", "this is a web page, not a GGUF file", again),
+        (not any(start), "this file is empty space, not a GGUF file", again),
+        (
+            True,
+            "this is not a GGUF file",
+            "give a .gguf file; other formats are converted or come as MLX",
+        ),
     )
+    return next(BadHeaderError(what, hint) for is_so, what, hint in signs if is_so)
 
 
 def _value(cursor: _Cursor, key: str) -> Value:
@@ -459,16 +461,13 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 
 def _unknown_type(name: str, type_id: int) -> BadHeaderError:
+    what, hint = f"the unknown tensor type {type_id}", "a newer localllm may know it"
     if type_id in REMOVED_TYPE_IDS:
-        return BadHeaderError(
-            f"{name} is in a format llama.cpp gave up (type {type_id})", "get a newer file"
-        )
-    if type_id in _OF_IK_LLAMA:
+        what, hint = f"a format llama.cpp gave up (type {type_id})", "get a newer file"
+    elif type_id in _OF_IK_LLAMA:
+        what = f"a format of ik_llama.cpp's (type {type_id})"
         hint = "run it with that program, or take another quant"
-        return BadHeaderError(f"{name} is in a format of ik_llama.cpp's (type {type_id})", hint)
-    return BadHeaderError(
-        f"{name} has the unknown tensor type {type_id}", "a newer localllm may know it"
-    )
+    return BadHeaderError(f"{name} is in {what}", hint)
 
 
 def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:

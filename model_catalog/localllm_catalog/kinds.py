@@ -105,25 +105,23 @@ def of_header(metadata: Mapping[str, object], n_tensors: int) -> Kind:
     some, `metadata` may end before the tokenizer."""
     arch = str(metadata.get("general.architecture") or "")
     stated = _OF_TYPE.get(str(metadata.get("general.type") or ""))
-    if stated is not None:
-        return stated
-    if any(key.startswith("imatrix.") for key in metadata):
-        return "imatrix"
-    if "adapter.type" in metadata or arch == "controlvector":
-        return "adapter"
-    if arch in _OF_ARCHITECTURE:
-        return _OF_ARCHITECTURE[arch]
-    if arch.endswith(("-assistant", "-mtp", "-draft")):
-        return "drafter"
-    if n_tensors == 0 and "tokenizer.ggml.tokens" in metadata:
-        return "vocabulary"
     blocks = metadata.get(f"{arch}.block_count")
-    if blocks and blocks == metadata.get(f"{arch}.nextn_predict_layers"):
-        return "drafter"
     pooling = metadata.get(f"{arch}.pooling_type", _POOLING_NONE)
-    if pooling == _POOLING_RANK or f"{arch}.classifier.output_labels" in metadata:
-        return "reranker"
-    return "embedding" if pooling != _POOLING_NONE or arch in architectures.NO_CACHE else "model"
+    ranks = pooling == _POOLING_RANK or f"{arch}.classifier.output_labels" in metadata
+    # The first that is so.
+    signs: tuple[tuple[bool, Kind], ...] = (
+        (stated is not None, stated or "model"),
+        (any(key.startswith("imatrix.") for key in metadata), "imatrix"),
+        ("adapter.type" in metadata or arch == "controlvector", "adapter"),
+        (arch in _OF_ARCHITECTURE, _OF_ARCHITECTURE.get(arch, "model")),
+        (arch.endswith(("-assistant", "-mtp", "-draft")), "drafter"),
+        (n_tensors == 0 and "tokenizer.ggml.tokens" in metadata, "vocabulary"),
+        (bool(blocks) and blocks == metadata.get(f"{arch}.nextn_predict_layers"), "drafter"),
+        (ranks, "reranker"),
+        (pooling != _POOLING_NONE or arch in architectures.NO_CACHE, "embedding"),
+        (True, "model"),
+    )
+    return next(kind for is_so, kind in signs if is_so)
 
 
 # --- by its place ---------------------------------------------------------------------------------

@@ -74,24 +74,17 @@ def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings
     """What keeps this process from an Apple GPU; "" where one is there. (Under Rosetta the
     processor calls itself VirtualApple. A virtual machine has a paravirtual GPU, whose Metal
     computes no matrices, and no AGX accelerator.)"""
-    if mac.translated:
-        return "Rosetta hides it from an x86 Python"
-    shown = readings.output("metal") + readings.output("system_profiler")
-    virtual = (
-        "(Virtual)" in chip
-        or mac.model.startswith("VirtualMac")
-        or "Paravirtual" in shown
-        or chip == "Apple processor"
+    profile = readings.output("system_profiler")
+    named_so = "(Virtual)" in chip or chip == "Apple processor"
+    named_so = named_so or mac.model.startswith("VirtualMac")
+    is_apple, virtual = chip.startswith("Apple "), "a virtual machine"
+    reasons = (
+        (mac.translated, "Rosetta hides it from an x86 Python"),
+        (named_so or "Paravirtual" in readings.output("metal") + profile, virtual),
+        (is_apple and cores is None and "sppci_" in profile, virtual),
+        (not is_apple, virtual if readings.architecture == "arm64" else "an Intel Mac"),
     )
-    if virtual or (
-        chip.startswith("Apple ")
-        and cores is None
-        and "sppci_" in readings.output("system_profiler")
-    ):
-        return "a virtual machine"
-    if not chip.startswith("Apple "):
-        return "a virtual machine" if readings.architecture == "arm64" else "an Intel Mac"
-    return ""
+    return next((why for is_so, why in reasons if is_so), "")
 
 
 def _limit_findings(mac: macos.Mac, assumed: bool, working_set: int | None) -> list[Finding]:
