@@ -200,7 +200,8 @@ def _named(words: Iterable[str], memory_gb: float | None = None) -> tuple[Device
     if exact:
         # A driver's name can stand for several rows (3060 Ti GDDR6X): the one really called so is
         # meant.
-        return tuple(row for row in exact if _own_words(row) == wanted) or exact
+        own = {row: row.chip if row.vendor == "Apple" else row.name for row in exact}
+        return tuple(r for r in exact if frozenset(typed.read(own[r]).words) == wanted) or exact
     # "rtx" or "ryzen" names a shelf, not a machine.
     if len(wanted) < 2 and not any(c.isdigit() for c in "".join(wanted)):
         return ()
@@ -242,10 +243,6 @@ def _says_no_more(extra: Iterable[str], wanted: frozenset[str]) -> bool:
         if any(c.isdigit() for c in word) or (word in SUFFIXES and not implied):
             return False
     return True
-
-
-def _own_words(row: DeviceRow) -> frozenset[str]:
-    return frozenset(typed.read(row.name if row.vendor != "Apple" else row.chip).words)
 
 
 def longer(part: Typed) -> list[str]:

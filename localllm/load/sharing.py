@@ -11,7 +11,6 @@ from localllm.device.types import Device
 from localllm.load.load_plan import LoadPlan, make_load_plan, resolved
 from localllm.memory.system import free_for_models
 from localllm.memory.verdict import Part, has_room, verdict
-from localllm.planner.types import Plan
 from localllm.settings import Settings
 from localllm_catalog.types import Purpose
 
@@ -96,21 +95,14 @@ def on_cards_of_their_own(loads: Sequence[LoadPlan], device: Device) -> list[Loa
                 if has_room(f"card {number}", load.needs_bytes, free)
             ]
             cards = (max(fitting, key=rates.__getitem__),) if fitting else cards
-            load = _on_cards(load, load.plan, cards)
+            spec, plan = load.options.spec, load.plan
+            spec = replace(spec, placement=replace(spec.placement, cards=cards))
+            plan = replace(plan, settings=plan.settings.placed(cards=cards))
+            load = replace(load, options=replace(load.options, spec=spec), plan=plan)
         for number in cards or left:
             left[number] = left.get(number, 0) - load.needs_bytes // len(cards or left)
         placed.append(load)
     return placed
-
-
-def _on_cards(load: LoadPlan, plan: Plan, cards: tuple[int, ...]) -> LoadPlan:
-    spec = load.options.spec
-    options = replace(
-        load.options, spec=replace(spec, placement=replace(spec.placement, cards=cards))
-    )
-    return replace(
-        load, options=options, plan=replace(plan, settings=plan.settings.placed(cards=cards))
-    )
 
 
 def _fit_apart(loads: Sequence[LoadPlan], device: Device) -> bool:

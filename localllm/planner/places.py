@@ -161,8 +161,8 @@ def over_cards(
         last = above - (above > last and goal - upto[above - 1] <= upto[above] - goal)
         ends.append(last)
     ends[-1] = len(device_layers)
-    counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
-    return tuple(counts), _bytes_of(device_layers, counts)
+    runs = list(pairwise([0, *ends]))
+    return tuple(b - a for a, b in runs), tuple(sum(device_layers[a:b]) for a, b in runs)
 
 
 def as_split(device_layers: Sequence[int], split: Sequence[float], n_cards: int) -> tuple[int, ...]:
@@ -194,11 +194,6 @@ def weights_of_cards(
         (card, n_bytes / max(1, sum(held)))
         for card, n_bytes in zip(device.cards, held, strict=True)
     )
-
-
-def _bytes_of(device_layers: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    ends = [0, *accumulate(counts)]
-    return tuple(sum(device_layers[start:end]) for start, end in pairwise(ends))
 
 
 # --- shares, for the speed ------------------------------------------------------------------------

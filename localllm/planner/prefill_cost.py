@@ -43,12 +43,8 @@ from localllm_catalog.types import Layer, Model, Variant
 _HIDDEN_PASSES = 12
 _HEAD_PASSES = 6
 _FFN_PASSES = 6
-
-
-def scan_flops(model: Model) -> float:
-    """FLOPs one token's pass through the states of the recurrent layers costs: decay, update and
-    read of each element."""
-    return 6.0 * facts(model).recurrent_state_bytes / 4
+# Decay, update and read of each element of a recurrent layer's states, of four bytes.
+_SCAN_FLOPS_A_BYTE = 6.0 / 4
 
 
 @lru_cache(4096)
@@ -131,7 +127,7 @@ def prefill_parts(
             0.0 if is_cpu else 2 * (rows or 1.0) * touched / batch / held, (*matrices, *tile)
         ),
         "attention": CostTerm(flops / units, (("attention", -1),)),
-        "scan": CostTerm(scan_flops(model) / units, (("scan", -1),)),
+        "scan": CostTerm(_SCAN_FLOPS_A_BYTE * known.recurrent_state_bytes / units, (("scan", -1),)),
         "activations": CostTerm(moved / bandwidth, (("activations", -1),)),
         "weights": CostTerm(read.step_bytes(model, batch) / bandwidth / batch, (("eta", -1),)),
         "step": CostTerm(1 / batch, (("step_s", 1), *wait)),

@@ -85,18 +85,6 @@ def _is_sound(model: Model, variant: Variant) -> bool:
     return quality.format_cost(model, variant) <= _MOST_LOST_POINTS
 
 
-def sound_variants(
-    device: Device, model: Model, overrides: Overrides = NOTHING_FIXED
-) -> list[Variant]:
-    """The files of `model` that `device`'s engines read, its memory could hold, and that lose
-    little to their format."""
-    return [
-        v
-        for v in _small_enough(device, model, _candidates(device, model, overrides))
-        if _is_sound(model, v)
-    ]
-
-
 def recommend(
     device: Device,
     models: Iterable[Model],
@@ -396,7 +384,8 @@ def reaching(
             continue
         plans = [
             plan_for(device, model, variant, workload, overrides=overrides)
-            for variant in sound_variants(device, model, overrides)
+            for variant in _small_enough(device, model, _candidates(device, model, overrides))
+            if _is_sound(model, variant)
         ]
         whole = [p for p in plans if p.fits in ("yes", "tight") and not needs.too_long(p, need)]
         fast = [p for p in whole if p.decode_tok_s.value >= tok_s]

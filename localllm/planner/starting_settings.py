@@ -72,12 +72,6 @@ class Overrides:
 NOTHING_FIXED = Overrides()
 
 
-def default_slots(model: Model, parallel: int = 1) -> int:
-    """Sequences to hold: 8 where an idle one costs nothing, 4 where each has its own window or
-    state."""
-    return max(_SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS, parallel)
-
-
 def usual_batch(device: Device) -> int:
     """Tokens of one step where nothing says that more pay."""
     return CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH
@@ -97,7 +91,9 @@ def settings_for(
 ) -> RunSettings:
     """How `variant` is run on `device`, before its KV type and its layers' places are settled by
     what fits."""
-    slots = overrides.slots or default_slots(model, workload.parallel)
+    # 8 where an idle one costs nothing, 4 where each has its own window or state.
+    usual = _SLOTS_PER_SEQUENCE_STATE if facts(model).is_stateful else DEFAULT_SLOTS
+    slots = overrides.slots or max(usual, workload.parallel)
     drafter = _drafter(variant, overrides)
     return RunSettings(
         n_ctx=context_for(model, workload),

@@ -310,6 +310,7 @@ def _model(
     )
     template = header.text("tokenizer.chat_template")
     experts = _experts(facts, blocks)
+    of, used = (experts.n_experts, experts.n_active) if experts is not None else (1, 1)
     pre = shown(header.text("tokenizer.ggml.pre"))
     lookup = sum(
         tensor.n_elements
@@ -327,7 +328,10 @@ def _model(
         name=name,
         family=shown(header.text("general.basename").lower() or facts.arch),
         params_total=sum(tensor.n_elements for tensor in header.tensors),
-        params_active=_active_params(header, facts, experts),
+        params_active=sum(
+            t.n_elements * used // of if t.is_expert else t.n_elements
+            for t in _streamed(header, facts)
+        ),
         layers=layers,
         hidden_size=facts.hidden,
         intermediate_size=max(facts.ffn, default=0),
@@ -361,14 +365,6 @@ def _model(
         "every layer, "
         "and its KV may be more or less",
     )
-
-
-def _active_params(header: GgufHeader, facts: Facts, experts: Experts | None) -> int:
-    of, used = (experts.n_experts, experts.n_active) if experts is not None else (1, 1)
-    counts = (
-        t.n_elements * used // of if t.is_expert else t.n_elements for t in _streamed(header, facts)
-    )
-    return sum(counts)
 
 
 def describe(layers: tuple[Layer, ...], experts: Experts | None) -> str:

@@ -28,7 +28,6 @@ from localllm.device.types import (
     DeviceUnreadableError,
     Figure,
     Finding,
-    Memory,
     Readings,
 )
 from localllm.memory.account import shared_pool
@@ -136,27 +135,25 @@ def _integrated(
         if row is None or row.kind != "unified" or row.vendor not in ("AMD", "Intel"):
             continue
         row = by_cpu if by_cpu is not None and by_cpu.kind == "unified" else row
+        ram, own_bytes = base.memory, adapter.memory_bytes
+        shared = int(ram.total_bytes * _SHARED_WITH_GPU)
+        now = own_bytes + max(0, min(shared, available_bytes - ram.system_bytes))
         return replace(
             base,
             name=adapter.name,
             kind="unified",
             accelerator="vulkan",
             family=row.family,
-            memory=_with_half_of_the_rest(base.memory, adapter.memory_bytes, available_bytes),
+            memory=replace(
+                ram,
+                total_bytes=ram.total_bytes + own_bytes,
+                limit_bytes=own_bytes + shared,
+                available_bytes=now,
+                source="registry qwMemorySize + half of the RAM Windows sees",
+                carve_out_bytes=own_bytes,
+            ),
             bandwidth_gbps=shared_bandwidth(row, told, base),
             **table.facts(row),
             compute_capability=row.compute_capability,
         )
     return None
-
-
-def _with_half_of_the_rest(ram: Memory, dedicated_bytes: int, available_bytes: int) -> Memory:
-    shared = int(ram.total_bytes * _SHARED_WITH_GPU)
-    return replace(
-        ram,
-        total_bytes=ram.total_bytes + dedicated_bytes,
-        limit_bytes=dedicated_bytes + shared,
-        available_bytes=dedicated_bytes + max(0, min(shared, available_bytes - ram.system_bytes)),
-        source="registry qwMemorySize + half of the RAM Windows sees",
-        carve_out_bytes=dedicated_bytes,
-    )
