@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from operator import attrgetter
 
 from localllm.device.types import Device, Figure
@@ -37,7 +38,8 @@ def numbered(cards: Sequence[Device]) -> list[Device]:
     return [replace(card, number=i) for i, card in enumerate(cards)]
 
 
-def only(device: Device, numbers: Sequence[int]) -> Device:
+@lru_cache(4096)
+def only(device: Device, numbers: tuple[int, ...]) -> Device:
     """`device` had it only the cards of these numbers; itself where that is all, or it has no cards
     that can be chosen of."""
     chosen = [card for card in device.cards if card.number in numbers]

@@ -37,11 +37,6 @@ def pad(n: int, step: int = CONTEXT_STEP) -> int:
     return -(-n // step) * step
 
 
-def padded_context(n_ctx: int) -> int:
-    """Cells llama.cpp really gives a context of `n_ctx` tokens shared by all sequences."""
-    return pad(n_ctx)
-
-
 def kv_cells(layer: Layer, settings: RunSettings) -> int:
     """KV cells of one layer: the padded context, or for a sliding layer its window × sequences +
     one micro-batch.
@@ -54,7 +49,7 @@ def kv_cells(layer: Layer, settings: RunSettings) -> int:
     if layer.per_sequence:
         alone = replace(settings, slots=1, spare=0)
         return settings.n_sequences * kv_cells(replace(layer, per_sequence=False), alone)
-    context = padded_context(settings.n_ctx)
+    context = pad(settings.n_ctx)
     if layer.kind == "sliding" and layer.window:
         return min(
             context, pad(min(context, layer.window * settings.n_sequences + settings.n_batch))

@@ -25,7 +25,7 @@ from localllm.planner.kv_sizes import (
     layer_kv_bytes,
     layer_state_bytes,
     mlx_kv_bytes,
-    padded_context,
+    pad,
     recurrent_bytes,
 )
 from localllm.planner.streams import facts
@@ -47,7 +47,7 @@ _MLX_REUSE_BYTES = 512 * MIB
 def _attention_mask_cells(model: Model, settings: RunSettings) -> int:
     layers = [layer for layer, _ in facts(model).groups]
     kinds = {layer.kind for layer in layers}
-    cells = padded_context(settings.n_ctx) if kinds & {"full", "mla"} else 0
+    cells = pad(settings.n_ctx) if kinds & {"full", "mla"} else 0
     sliding = next((layer for layer in layers if layer.kind == "sliding"), None)
     return cells + (kv_cells(sliding, settings) if sliding else 0)
 
@@ -85,7 +85,7 @@ def compute_bytes(model: Model, settings: RunSettings) -> int:
     )
     if flash:
         return max(step, output)
-    n_kv = padded_context(settings.n_ctx)
+    n_kv = pad(settings.n_ctx)
     widest = max((sum(kv_widths(layer)) for layer, _ in facts(model).groups), default=0)
     scores = F32 * n_batch * (model.n_heads * n_kv + 3 * hidden + 2 * heads + widest + cells)
     return max(step, output, scores)

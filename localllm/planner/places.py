@@ -133,14 +133,9 @@ def ledger(model: Model, variant: Variant, kv: Sequence[int], state: Sequence[in
 # --- several cards --------------------------------------------------------------------------------
 
 
-@lru_cache(4096)
-def _only(device: Device, numbers: tuple[int, ...]) -> Device:
-    return cards.only(device, numbers)
-
-
 def used(device: Device, placed: Placement) -> Device:
     """`device` with the cards that `placed` uses."""
-    return _only(device, placed.cards) if placed.cards else device
+    return cards.only(device, placed.cards) if placed.cards else device
 
 
 def over_cards(

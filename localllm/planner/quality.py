@@ -115,7 +115,10 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
         if line is None or (older and is_current):
             continue
         slope, intercept, spread = line
-        spread *= _doubt(score)
+        # By how much less a score says than its benchmark usually does.
+        spread *= (_OTHER_VERSION_SPREAD / 1.5 if older else 1.0) * (
+            _SELF_REPORTED if _is_makers_own(score) else 1.0
+        )
         by_others |= not _is_makers_own(score)
         guessed &= score.kind == "estimate"
         total += (slope * score.score + intercept) / spread**2
@@ -136,14 +139,6 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
 def _is_makers_own(score: Quality) -> bool:
     """(One table of ten models by one of their makers compares all of them alike.)"""
     return score.kind == "self-reported" and score.benchmark not in _FIM_ONTO_INDEX
-
-
-def _doubt(score: Quality) -> float:
-    """By how much less a score says than its benchmark usually does."""
-    older = score.benchmark == _INDEX and score.date < _INDEX_SINCE
-    return (_OTHER_VERSION_SPREAD / 1.5 if older else 1.0) * (
-        _SELF_REPORTED if _is_makers_own(score) else 1.0
-    )
 
 
 def _line(benchmark: str, purpose: Purpose) -> tuple[float, float, float] | None:

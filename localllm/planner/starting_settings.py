@@ -83,7 +83,7 @@ def context_for(model: Model, workload: Workload) -> int:
     wanted = workload.context or min(
         needs.NEEDS[workload.purpose].context, model.native_context or 8192
     )
-    return kv_sizes.padded_context(wanted * max(1, workload.parallel))
+    return kv_sizes.pad(wanted * max(1, workload.parallel))
 
 
 def settings_for(
@@ -155,9 +155,9 @@ def draft_pair(small: Model, variant: Variant) -> tuple[Model, Variant] | None:
 
 def typical(variants: Sequence[Variant]) -> Variant:
     """The variant people ask about: Q4_K_M or its like, else the one nearest to 4.8 bits."""
-    for quant in ("Q4_K_M", "UD-Q4_K_M", "MXFP4", "UD-Q4_K_XL", "4bit"):
-        for variant in variants:
-            if variant.quant == quant:
-                return variant
+    usual = ("Q4_K_M", "UD-Q4_K_M", "MXFP4", "UD-Q4_K_XL", "4bit")
+    listed = [v for v in variants if v.quant in usual]
+    if listed:
+        return min(listed, key=lambda v: usual.index(v.quant))
     ordered = sorted(variants, key=lambda v: v.file_bytes)
     return ordered[len(ordered) // 2]

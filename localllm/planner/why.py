@@ -13,23 +13,16 @@ from localllm.planner.needs import Need
 from localllm.planner.types import Plan
 
 
-def place(device: Device) -> str:
-    """What the memory is of, for a sentence: this GPU, this machine."""
-    return "this GPU" if device.kind == "discrete" else "this machine"
-
-
 def does_not_fit(plan: Plan, device: Device) -> str:
     """ "Q4_K_M needs 43.1 GB, this GPU has 31.2 GB usable" (context named, since it is part of the
     need)."""
-    needed = plan.memory.total_bytes + plan.memory.host_bytes
+    needed, place = all_memory(plan), "this GPU" if device.kind == "discrete" else "this machine"
     usable = gb(device.room_bytes)
     at = f"at {plan.settings.n_ctx // 1024}k context"
     beside = ""
     if device.kind == "discrete" and device.host is not None:
         beside = f" and {gb(device.host.limit_bytes)} of system memory"
-    return (
-        f"{plan.variant.quant} needs {gb(needed)} {at}; {place(device)} has {usable}{beside} usable"
-    )
+    return f"{plan.variant.quant} needs {gb(needed)} {at}; {place} has {usable}{beside} usable"
 
 
 def on_disk(plan: Plan, tok_s: float) -> str | None:

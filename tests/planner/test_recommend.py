@@ -127,8 +127,7 @@ def test_purposes_ask_for_different_models() -> None:
     assert all(m.model.fim or "autocomplete" in m.model.purposes for m in first["autocomplete"])
     assert all(m.decode_tok_s.value >= 30 for m in first["autocomplete"])
     assert all(
-        m.settings.n_ctx >= 65536
-        or m.settings.n_ctx == kv_sizes.padded_context(m.model.native_context)
+        m.settings.n_ctx >= 65536 or m.settings.n_ctx == kv_sizes.pad(m.model.native_context)
         for m in first["coding"]
     )
     assert first["chat"][0].settings.n_ctx == 16384

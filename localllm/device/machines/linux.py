@@ -123,17 +123,12 @@ def _one_pool(
 ) -> Device:
     """GPU and CPU share MemTotal; what is free is MemAvailable, page cache included, whatever NVML
     or CUDA say."""
-    findings = []
+    findings = system.base.findings
     if row is not None and row.family == "Jetson":
-        findings.append(
-            Finding(
-                "info",
-                "a Jetson's power mode sets its memory bandwidth: the figure holds in "
-                "the "
-                "fastest "
-                "mode",
-            )
+        told = (
+            "a Jetson's power mode sets its memory bandwidth: the figure holds in the fastest mode"
         )
+        findings = (*findings, Finding("info", told))
     memory = system.base.memory
     if system.machine.huge_free_bytes is not None:
         # Only reserved pages can hold a model here:
@@ -149,7 +144,7 @@ def _one_pool(
         bandwidth_gbps=row.bandwidth() if row else _unknown_pool(gpu.compute_capability),
         **table.facts(row),
         compute_capability=gpu.compute_capability or (row.compute_capability if row else ""),
-        findings=(*system.base.findings, *findings),
+        findings=findings,
     )
 
 
