@@ -11,7 +11,7 @@ engine does that; llama.cpp's RPC does not promise to, so the range begins with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, kv_sizes, memory, places, speed
@@ -90,7 +90,28 @@ class ClusterPlan:
     decode_tok_s: Range
     prefill_tok_s: Range
     alone: Device | None
-    advice: str
+
+    @property
+    def advice(self) -> str:
+        """What to do, in a sentence or two."""
+        if self.alone is not None:
+            return (
+                f"{self.alone.name} alone runs it at least as fast: join machines for what fits on "
+                "none of them, or for more "
+                "requests at once (`serve --pool` gives each machine a whole copy)"
+            )
+        used = [s for s in self.shares if s.n_layers]
+        if len(used) == 1:
+            return f"all of it lies on {used[0].device.name}"
+        # As `--split` has them: the workers first, whoever serves last.
+        split = ",".join(str(s.n_layers) for s in (*used[1:], used[0]))
+        share = (sum(self.transfer_s) / 2 + self.rpc_s) * self.decode_tok_s.value
+        return (
+            f"it fits on none of them alone. Of a token's time about {share:.0%} is RPC and the way. "
+            "`localllm worker` on "
+            f"{' and '.join(s.device.name for s in used[1:])}, `serve --with HOST:PORT --split "
+            f"{split}` on {used[0].device.name}"
+        )
 
 
 def layer_bytes(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
@@ -149,7 +170,7 @@ def plan(
     prefill = prefill_over(model, variant, settings, used, link)
     alone = _fastest_holding_all(model, variant, settings, devices, decode.value)
     rpc_s = RPC_S[1] * (len(used) - 1)
-    placed = ClusterPlan(
+    return ClusterPlan(
         model,
         variant,
         settings,
@@ -161,9 +182,7 @@ def plan(
         decode,
         prefill,
         alone,
-        "",
     )
-    return replace(placed, advice=advice(placed))
 
 
 def _way_s(hops: int, carried_bytes: int, link: Link) -> tuple[float, float]:
@@ -245,28 +264,6 @@ def _fastest_holding_all(
     paces = [(speed.decode(d, model, variant, settings).value, d) for d in fitting]
     fastest = max(paces, key=lambda p: p[0], default=None)
     return fastest[1] if fastest is not None and fastest[0] >= than_tok_s else None
-
-
-def advice(plan: ClusterPlan) -> str:
-    """What to do, in a sentence or two."""
-    if plan.alone is not None:
-        return (
-            f"{plan.alone.name} alone runs it at least as fast: join machines for what fits on "
-            "none of them, or for more "
-            "requests at once (`serve --pool` gives each machine a whole copy)"
-        )
-    used = [s for s in plan.shares if s.n_layers]
-    if len(used) == 1:
-        return f"all of it lies on {used[0].device.name}"
-    # As `--split` has them: the workers first, whoever serves last.
-    split = ",".join(str(s.n_layers) for s in (*used[1:], used[0]))
-    share = (sum(plan.transfer_s) / 2 + plan.rpc_s) * plan.decode_tok_s.value
-    return (
-        f"it fits on none of them alone. Of a token's time about {share:.0%} is RPC and the way. "
-        "`localllm worker` on "
-        f"{' and '.join(s.device.name for s in used[1:])}, `serve --with HOST:PORT --split "
-        f"{split}` on {used[0].device.name}"
-    )
 
 
 # Families of the catalog whose models mlx-lm 0.32 has in a form that can be shared (`shard` in

@@ -242,12 +242,6 @@ def _watts(entry: Mapping[str, Any], key: str) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _slice_bytes(slices: object) -> int | None:
-    """The size of the MIG slice that a program is given: the first of those that are listed."""
-    sizes = [n for n in slices if isinstance(n, int) and n > 0] if isinstance(slices, list) else []
-    return sizes[0] if sizes else None
-
-
 # What NVML's addressing mode says of page tables.
 _ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
 
@@ -272,9 +266,16 @@ def _from_nvml(entry: Mapping[str, Any]) -> NvidiaGpu:
     )
     if _number(entry, "mig") != 1:
         return gpu
-    size = _slice_bytes(entry.get("slices"))
+    # A program is given one of the slices: the first of those that are listed.
+    slices = entry.get("slices")
+    sizes = [n for n in slices if isinstance(n, int) and n > 0] if isinstance(slices, list) else []
     return replace(
-        gpu, total_bytes=size, used_bytes=None, free_bytes=None, reserved_bytes=None, is_mig=True
+        gpu,
+        total_bytes=next(iter(sizes), None),
+        used_bytes=None,
+        free_bytes=None,
+        reserved_bytes=None,
+        is_mig=True,
     )
 
 
