@@ -461,13 +461,13 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 
 def _unknown_type(name: str, type_id: int) -> BadHeaderError:
-    what, hint = f"the unknown tensor type {type_id}", "a newer localllm may know it"
+    what, hint = f"has the unknown tensor type {type_id}", "a newer localllm may know it"
     if type_id in REMOVED_TYPE_IDS:
-        what, hint = f"a format llama.cpp gave up (type {type_id})", "get a newer file"
+        what, hint = f"is in a format llama.cpp gave up (type {type_id})", "get a newer file"
     elif type_id in _OF_IK_LLAMA:
-        what = f"a format of ik_llama.cpp's (type {type_id})"
+        what = f"is in a format of ik_llama.cpp's (type {type_id})"
         hint = "run it with that program, or take another quant"
-    return BadHeaderError(f"{name} is in {what}", hint)
+    return BadHeaderError(f"{name} {what}", hint)
 
 
 def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
