@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -39,9 +40,6 @@ _PROGRAM = "localllm.conversation.sandbox"
 # Templates need no addresses beyond their memory.
 _FIRST_LIMITS = ChildLimits(cpu_s=0.5, memory_bytes=64 * 2**20, spare_bytes=32 * 2**20)
 _LAST_LIMITS = ChildLimits(cpu_s=1.4, memory_bytes=128 * 2**20, spare_bytes=32 * 2**20)
-# Of a message: what templates are not shown.
-_NOT_SHOWN = ("images", "pdfs")
-_RETRY_AFTER_S = 2.0
 # With the start of a process.
 _SLOW_S = 1.0
 # All templates' process: what takes long in it goes on in one of its own.
@@ -78,8 +76,9 @@ class ChatTemplate:
         # OpenAI's open models read a turn's reasoning as `thinking`; everybody else's as
         # `reasoning_content`.
         self._reads_thinking = "thinking" in self.source and "reasoning_content" not in self.source
-        # It took long the last time.
-        self._slow = False
+        # How long what it shows must be that its template is taken to be slow: half of what it was
+        # last.
+        self._slow_chars = math.inf
         self._slow_turn = threading.Lock()
         if len(self.source) > _MAX_SOURCE_CHARS:
             raise TemplateError(
@@ -109,7 +108,7 @@ class ChatTemplate:
             "variables": {**marks, **kwargs, "add_generation_prompt": add_generation_prompt},
         }
         try:
-            text: str = self._answer(question)
+            return str(self._answer(question))
         except OverLimitError as e:
             raise TemplateError(
                 f"the model's chat template can't write this conversation down: {e}",
@@ -120,7 +119,6 @@ class ChatTemplate:
             raise TemplateError(str(e), param="messages") from e
         except ChildError as e:
             raise BusyError(f"the model's chat template could not be run: {e}") from e
-        return text
 
     def render_continued(
         self,
@@ -147,25 +145,27 @@ class ChatTemplate:
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """What the template sees of a message."""
-        shown = {key: value for key, value in message.items() if key not in _NOT_SHOWN}
+        shown = {key: value for key, value in message.items() if key not in ("images", "pdfs")}
         if self._reads_thinking and shown.get("reasoning_content"):
             shown["thinking"] = shown["reasoning_content"]
         return shown
 
     def _answer(self, question: Mapping[str, Any]) -> Any:
         """From the process of all templates; or, where that takes long, from one of its own, as the
-        next ones until it is quick again. One conversation at a time is slow."""
+        next ones that are not much shorter until it is quick again. One conversation at a time is
+        slow."""
+        n_chars = sum(len(str(message)) for message in question["messages"])
         try:
-            if not self._slow:
-                return _SHARED.ask(question, wanted=lambda: not self._slow)
+            if n_chars < self._slow_chars:
+                return _SHARED.ask(question, wanted=lambda: n_chars < self._slow_chars)
         except RefusedError:
             raise
         except ChildError:
-            self._slow = True
+            self._slow_chars = min(n_chars / 2, self._slow_chars)
         if not self._slow_turn.acquire(blocking=False):
             raise BusyError(
                 "the model's slow chat template is writing another conversation down",
-                retry_after_s=_RETRY_AFTER_S,
+                retry_after_s=2.0,
             )
         began_s = time.monotonic()
         own = LimitedChild(_PROGRAM, _LAST_LIMITS)
@@ -173,5 +173,6 @@ class ChatTemplate:
             return own.ask(question)
         finally:
             own.close()
-            self._slow = time.monotonic() - began_s > _SLOW_S
+            if time.monotonic() - began_s <= _SLOW_S:
+                self._slow_chars = math.inf
             self._slow_turn.release()

@@ -10,6 +10,11 @@ from support.http_server import running_server
 from support.scripted_engine import ScriptedEngine
 
 _ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+# As long for each letter as others for a page.
+_DEAR = (
+    "{% for letter in messages[0].content %}{% for j in range(1500) %}{% endfor %}{% endfor %}"
+    "{{ messages[0].content }}"
+)
 _ASKED = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
 
@@ -37,3 +42,24 @@ def test_others_are_answered_while_a_template_runs_on() -> None:
         again = people.submit(ask, "endless")
         assert all(ask("plain").is_success for _ in range(20))
         assert not again.done()
+
+
+def test_a_short_conversation_is_written_while_a_long_one_is_slow() -> None:
+    with (
+        running_server({"dear": ScriptedEngine(chat_template=_DEAR)}) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+        ThreadPoolExecutor(1) as person,
+    ):
+
+        def ask(text: str) -> httpx.Response:
+            asked = {**_ASKED, "messages": [{"role": "user", "content": text}]}
+            return client.post("/v1/chat/completions", json=asked)
+
+        for _ in range(2):
+            long = person.submit(ask, "a" * 20_000)
+            answered = 0
+            while not long.done():
+                assert ask("hi").is_success
+                answered += 1
+            assert long.result().status_code == 400  # more than the window holds
+            assert answered > 3
