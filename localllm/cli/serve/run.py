@@ -190,6 +190,7 @@ def application(
         app = create_app(router, settings=settings, store=store, power=power_figures)
 
         def all_dialects() -> None:
+            # First what a first request most likely is: OpenAI's chat, the only one there yet.
             build_bodies()
             app.state.others()
             build_bodies()
