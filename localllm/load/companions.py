@@ -8,7 +8,7 @@ from pathlib import Path
 
 from localllm.engine.messages import DRAFT_MODES
 from localllm.errors import DoesNotFitError, ModelFileError, UnsupportedError
-from localllm.library.catalog import OpenedModel, read_header, readable_header
+from localllm.library.catalog import OpenedModel, open_model, read_header, readable_header
 from localllm.library.resolve import resolve
 from localllm.library.types import LocalModel
 from localllm.planner.projector import projector_bytes
@@ -34,7 +34,7 @@ class ChosenDrafter:
     out."""
 
     mode: str = "auto"
-    second: LocalModel | None = None
+    second: OpenedModel | None = None
     companion: CompanionDrafter | None = None
     found: bool = False
 
@@ -68,7 +68,8 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
             hint = "use the drafter published for this very model, or --draft auto"
             raise UnsupportedError(f"--draft {Path(draft).name}: {why}", hint=hint)
         return ChosenDrafter(companion=named)
-    return ChosenDrafter(second=resolve(draft, offline=bool(settings.value("offline"))))
+    second = resolve(draft, offline=bool(settings.value("offline")))
+    return ChosenDrafter(second=open_model(second, catalog))
 
 
 def companion_at(path: Path) -> CompanionDrafter | None:

@@ -30,7 +30,7 @@ from localllm.load.companions import (
     without_projector,
 )
 from localllm.load.options import MemoryShare, headroom_bytes, pooled_options, worker_options
-from localllm.load.plan_inputs import LEAST_CONTEXT, PlanInputs, plan_inputs
+from localllm.load.plan_inputs import PlanInputs, plan_inputs
 from localllm.memory.system import free_for_models
 from localllm.memory.verdict import has_room
 from localllm.planner.types import Plan
@@ -122,10 +122,8 @@ def make_load_plan(
     inputs = plan_inputs(opened, catalog, settings, purpose, drafter)
     if inputs is not None:
         inputs = replace(inputs, device=_device_with(inputs.device, spare_bytes, ran_out))
-    plan = _first_plan(local, settings, inputs)
-    free = free_for_models(headroom_bytes(settings))
-    room = _Room(local, inputs, None if free is None else free + spare_bytes)
-    projector, plan = _with_projector(room, plan, projector, settings)
+    room = _Room(local, inputs, settings, spare_bytes)
+    plan, projector = room.planned(projector)
     # What other machines take of it is not known here.
     takes = 0 if settings.value("workers") else room.takes(plan)
     share = MemoryShare(takes + projector.need_bytes if takes else 0, of)
@@ -164,66 +162,65 @@ def _smaller(
 # -- the plan that fits ----------------------------------------------------------------------------
 
 
-def _first_plan(local: LocalModel, settings: Settings, inputs: PlanInputs | None) -> Plan | None:
-    """The plan on this machine; None for a header that can't be planned by, and where it does not
-    fit but other machines take layers of it too: what they have is not planned for, llama.cpp
-    splits the model by what each device has free.
-
-    Raises DoesNotFitError when even the smallest context can't fit."""
-    plan = inputs.plan() if inputs is not None else None
-    if plan is None or plan.fits != "no":
-        return plan
-    if settings.value("workers"):
-        return None
-
-    need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
-    raise DoesNotFitError(
-        f"{local.name} needs {need / 1e9:.1f} GB with a context of {plan.settings.n_ctx:,} tokens, "
-        f"and this machine has {limit / 1e9:.1f} GB usable "
-        f"({'; '.join(inputs.device.accounts) if inputs else ''})"
-    )
-
-
 class _Room:
-    """What of the system's memory is free for a model now (None: not known), and the plans that
-    this leaves room for."""
+    """What of the system's memory is free for a model now (None: not known), and the plan that this
+    leaves room for."""
 
     def __init__(
-        self, local: LocalModel, inputs: PlanInputs | None, free_bytes: int | None
+        self,
+        local: LocalModel,
+        inputs: PlanInputs | None,
+        settings: Settings,
+        spare_bytes: int = 0,
     ) -> None:
-        self._local, self._inputs, self.free_bytes = local, inputs, free_bytes
-        device = inputs.device if inputs is not None else detect.detect()
-        self._discrete, self._carve_out_bytes = (
-            device.kind == "discrete",
-            device.memory.carve_out_bytes,
-        )
+        self._local, self._inputs, self._settings = local, inputs, settings
+        self._device = inputs.device if inputs is not None else detect.detect()
+        free_bytes = free_for_models(headroom_bytes(settings))
+        self.free_bytes = None if free_bytes is None else free_bytes + spare_bytes
 
     def takes(self, plan: Plan | None) -> int:
         """Bytes of the system's memory: what a card or a carve-out holds is none of it."""
-        if self._discrete:
+        if self._device.kind == "discrete":
             return plan.memory.host_bytes if plan is not None else 0
         whole = plan.memory.total_bytes if plan is not None else self._local.size_bytes
-        return max(0, whole - self._carve_out_bytes)
+        return max(0, whole - self._device.memory.carve_out_bytes)
 
-    def fitted(self, plan: Plan | None, beside_bytes: int) -> Plan | None:
-        """`plan`, a context nobody chose halved until the memory guard would let it load with so
-        many bytes beside it; what still is too large is refused when it is loaded, as others may
-        have gone by then."""
-        if (
-            plan is None
-            or self._inputs is None
-            or self.free_bytes is None
-            or not self._inputs.context_is_free
-        ):
+    def planned(self, projector: ImageProjector) -> tuple[Plan | None, ImageProjector]:
+        """The plan, and the projector where the plan leaves room for it."""
+        plan = self._plan(projector.need_bytes)
+        left_bytes = self._left_bytes(plan)
+        if projector.file is None or left_bytes >= projector.need_bytes:
+            return plan, projector
+        return self._plan(0), without_projector(projector, self._settings, left_bytes)
+
+    def _plan(self, beside_bytes: int) -> Plan | None:
+        """The plan on this machine that the memory guard would let load with so many bytes beside
+        it, as far as its context may shrink: what still is too large is refused when it is loaded,
+        as others may have gone by then.
+
+        None for a header that can't be planned by, and where it does not fit but other machines
+        take layers of it too: what they have is not planned for, llama.cpp splits the model by what
+        each device has free. Raises DoesNotFitError when even the smallest context can't fit."""
+        if self._inputs is None:
+            return None
+        plan = self._inputs.plan(lambda plan: self._holds(plan, beside_bytes))
+        if plan.fits != "no":
             return plan
-        while not has_room("system memory", self.takes(plan) + beside_bytes, self.free_bytes):
-            smaller = self._inputs.plan(max(plan.settings.n_ctx // 2, LEAST_CONTEXT))
-            if smaller.settings.n_ctx >= plan.settings.n_ctx:
-                break
-            plan = smaller
-        return plan
+        if self._settings.value("workers"):
+            return None
+        need, limit = plan.memory.total_bytes, plan.memory.limit_bytes
+        raise DoesNotFitError(
+            f"{self._local.name} needs {need / 1e9:.1f} GB with a context of "
+            f"{plan.settings.n_ctx:,} tokens, and this machine has {limit / 1e9:.1f} GB usable "
+            f"({'; '.join(self._device.accounts)})"
+        )
 
-    def left_bytes(self, plan: Plan | None) -> int:
+    def _holds(self, plan: Plan, beside_bytes: int) -> bool:
+        return self.free_bytes is None or has_room(
+            "system memory", self.takes(plan) + beside_bytes, self.free_bytes
+        )
+
+    def _left_bytes(self, plan: Plan | None) -> int:
         """What is left beside the model where its projector would be: of the accelerator's pool,
         and of what is free."""
         left = [1 << 62]
@@ -232,17 +229,6 @@ class _Room:
         if self.free_bytes is not None and (plan is None or plan.memory.host_bytes <= 0):
             left.append(self.free_bytes - self.takes(plan))
         return min(left)
-
-
-def _with_projector(
-    room: _Room, plan: Plan | None, projector: ImageProjector, settings: Settings
-) -> tuple[ImageProjector, Plan | None]:
-    """The projector and a plan that leaves room for it; else a plan without."""
-    beside = room.fitted(plan, projector.need_bytes)
-    left_bytes = room.left_bytes(beside)
-    if projector.file is None or left_bytes >= projector.need_bytes:
-        return projector, beside
-    return without_projector(projector, settings, left_bytes), room.fitted(plan, 0)
 
 
 # -- embedding models and rerankers ----------------------------------------------------------------
@@ -255,6 +241,6 @@ def _pooled_plan(local: LocalModel, settings: Settings, *, ranks: bool) -> LoadP
             "for models that make text",
             hint="set `lora` in the table of the model that it is for",
         )
-    planned_bytes = _Room(local, None, None).takes(None) + _EMBEDDING_BUFFERS_BYTES
+    planned_bytes = _Room(local, None, settings).takes(None) + _EMBEDDING_BUFFERS_BYTES
     options, embedding = pooled_options(local, settings, planned_bytes)
     return LoadPlan(local.name, local, options, None, embedding, ranks)

@@ -128,7 +128,7 @@ def worker_options(
         spec,
         settings.value("backend"),
         _engine_settings(local, settings, "mtp" if spec.mtp else drafter.mode, share),
-        str(drafter.second.path) if drafter.second is not None else None,
+        str(drafter.second.local.path) if drafter.second is not None else None,
         paths.worker_log(),
         60.0 * settings.value("hang_min"),
     )

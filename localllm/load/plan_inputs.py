@@ -3,13 +3,14 @@ measured and what was chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from localllm import paths
 from localllm.device import detect
 from localllm.device.types import Device
 from localllm.errors import UsageError
-from localllm.library.catalog import OpenedModel, open_model
+from localllm.library.catalog import OpenedModel
 from localllm.library.types import LocalModel
 from localllm.load import kv_evidence, measurements
 from localllm.load.companions import ChosenDrafter
@@ -38,16 +39,19 @@ class PlanInputs:
     overrides: Overrides
     context_is_free: bool
 
-    def plan(self, context: int = 0) -> Plan:
-        """The plan with so many tokens of context (0: as chosen, or the purpose's), which is halved
-        until the plan fits where nobody chose it."""
-        plan = self._plan(context or self.workload.context)
-        while plan.fits == "no" and self.context_is_free and plan.settings.n_ctx > LEAST_CONTEXT:
-            plan = self._plan(plan.settings.n_ctx // 2)
+    def plan(self, holds: Callable[[Plan], bool] = lambda _: True) -> Plan:
+        """The plan with the context asked for, or the purpose's; where nobody chose it, it is
+        halved until the plan fits and `holds`. The smallest one where none does."""
+        plan = self._plan(self.workload.context)
+        while (
+            self.context_is_free
+            and plan.settings.n_ctx > LEAST_CONTEXT
+            and (plan.fits == "no" or not holds(plan))
+        ):
+            plan = self._plan(max(plan.settings.n_ctx // 2, LEAST_CONTEXT))
         return plan
 
     def _plan(self, context: int) -> Plan:
-
         workload = replace(self.workload, context=context)
         return plan_for(
             self.device, self.model, self.model.variants[0], workload, overrides=self.overrides
@@ -82,9 +86,7 @@ def plan_inputs(
         kv_evidence=_kv_evidence(opened.local),
         slots=0 if settings["parallel"].automatic else settings.value("parallel"),
         draft=settings.value("draft"),
-        draft_model=open_model(drafter.second, catalog).model
-        if drafter.second is not None
-        else None,
+        draft_model=drafter.second.model if drafter.second is not None else None,
         companion=drafter.companion,
         companion_found=drafter.found,
         offload=_offload_here(settings, device),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,8 +84,8 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
 ) -> None:
     real = PlanInputs.plan
 
-    def tight(self: PlanInputs, context: int = 0) -> Plan:
-        plan = real(self, context)
+    def tight(self: PlanInputs, holds: Callable[[Plan], bool]) -> Plan:
+        plan = real(self, holds)
         # A machine with room for three quarters of what both would take alone, and memory that is
         # all context.
         kv = plan.settings.n_ctx * 1000
@@ -99,8 +100,8 @@ def test_automatic_contexts_shrink_until_both_fit_and_chosen_ones_do_not(
     alone = load_plans_together(two[:1], Settings())[0].options.spec.n_ctx
     monkeypatch.setattr(sharing, "LEAST_SHARED_CONTEXT", 1)
 
-    def tighter(self: PlanInputs, context: int = 0) -> Plan:
-        plan = tight(self, context)
+    def tighter(self: PlanInputs, holds: Callable[[Plan], bool]) -> Plan:
+        plan = tight(self, holds)
         return replace(plan, memory=replace(plan.memory, limit_bytes=int(1.5 * alone * 1000)))
 
     monkeypatch.setattr(PlanInputs, "plan", tighter)
