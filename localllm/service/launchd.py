@@ -53,7 +53,9 @@ class Launchd:
         self._ask("bootout", self._target, allowed=_NO_SUCH)
         for attempt in range(_TRIES):
             allowed = _STILL_LEAVING if attempt < _TRIES - 1 else ()
-            if not self._ask("bootstrap", f"gui/{self.uid}", str(self.plist), allowed=allowed).code:
+            if not self._ask(
+                "bootstrap", f"gui/{self.uid}", str(self.plist), allowed=allowed
+            ).returncode:
                 break
             self.wait(1.0)
         return changed
@@ -69,11 +71,11 @@ class Launchd:
     def state(self) -> State:
         """From `launchctl print`."""
         answer = self._ask("print", self._target, allowed=_NO_SUCH)
-        if answer.code:
+        if answer.returncode:
             return State(
                 installed=self.plist.exists(), detail="not loaded", at_login=self.plist.exists()
             )
-        return parse_print(answer.out)
+        return parse_print(answer.stdout)
 
     def log_command(self, lines: int, follow: bool) -> list[str]:
         return ["tail", "-n", str(lines), *(["-F"] if follow else []), str(self.log_file)]
@@ -83,9 +85,8 @@ class Launchd:
         return f"gui/{self.uid}/{LABEL}"
 
     def _ask(self, *words: str, allowed: tuple[int, ...] = ()) -> CommandResult:
-        command = ["launchctl", *words]
-        answer = self.call(command)
-        return answer if answer.code in allowed else checked(answer, command)
+        answer = self.call(["launchctl", *words])
+        return answer if answer.returncode in allowed else checked(answer)
 
 
 def agent(service: Service, log_file: Path) -> str:

@@ -18,6 +18,7 @@ from localllm.service.types import (
     State,
     checked,
     remove_all,
+    said,
     write_all,
 )
 from localllm.service.types import call as run_program
@@ -96,7 +97,7 @@ class Systemd:
 
     def state(self) -> State:
         """From `systemctl show`, whose words are the same in every language."""
-        return parse_show(self._ask("show", SERVICE, f"--property={','.join(_PROPERTIES)}").out)
+        return parse_show(self._ask("show", SERVICE, f"--property={','.join(_PROPERTIES)}").stdout)
 
     def log_command(self, lines: int, follow: bool) -> list[str]:
         """The journal: what the server wrote, and what systemd says of it (`+` is "or",
@@ -119,19 +120,18 @@ class Systemd:
         ]
 
     def _version(self) -> int:
-        found = re.match(r"systemd (\d+)", self.call(["systemctl", "--version"]).out)
+        found = re.match(r"systemd (\d+)", self.call(["systemctl", "--version"]).stdout)
         return int(found[1]) if found else 0
 
     def _ask(self, *words: str, may_fail: bool = False) -> CommandResult:
-        command = ["systemctl", "--user", *words]
-        answer = self.call(command)
-        if "Failed to connect to bus" in answer.text:
+        answer = self.call(["systemctl", "--user", *words])
+        if "Failed to connect to bus" in said(answer):
             raise ServiceError(
-                f"systemd does not answer for this user: {answer.text}",
+                f"systemd does not answer for this user: {said(answer)}",
                 hint="log in as this user (not through su or sudo), or once: `sudo loginctl "
                 "enable-linger $USER`",
             )
-        return answer if may_fail else checked(answer, command)
+        return answer if may_fail else checked(answer)
 
 
 def service_unit(service: Service, *, backs_off: bool) -> str:

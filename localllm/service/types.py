@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from localllm.errors import LocalLLMError
 
@@ -29,20 +30,7 @@ class ServiceError(
     """The system's service manager can't be asked, or refused what was asked of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommandResult:
-    """What a program answered: its exit code and what it wrote."""
-
-    code: int
-    out: str
-    err: str = ""
-
-    @property
-    def text(self) -> str:
-        """What it wrote, errors before anything else."""
-        return (self.err or self.out).strip()
-
-
+CommandResult: TypeAlias = subprocess.CompletedProcess[str]
 # Runs a program and waits for it: the only way from here to the system. Tests hand in recorded
 # answers.
 Call = Callable[[Sequence[str]], CommandResult]
@@ -88,8 +76,8 @@ def call(command: Sequence[str]) -> CommandResult:
     """Run `command` and wait for it. Raises ServiceError where there is no such program, and when
     it hangs."""
     try:
-        done = subprocess.run(
-            list(command),
+        return subprocess.run(
+            command,
             capture_output=True,
             text=True,
             errors="replace",
@@ -100,14 +88,18 @@ def call(command: Sequence[str]) -> CommandResult:
         raise ServiceError(f"{command[0]} is not installed") from e
     except subprocess.TimeoutExpired as e:
         raise ServiceError(f"`{' '.join(command)}` did not answer in {_LONGEST_S} s") from e
-    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
-def checked(answer: CommandResult, command: Sequence[str]) -> CommandResult:
-    """`answer` of `command`. Raises ServiceError where that failed."""
-    if answer.code:
-        shown = " ".join(command[:4])  # PowerShell's script is long
-        raise ServiceError(f"`{shown}` failed ({answer.code}): {answer.text}")
+def said(answer: CommandResult) -> str:
+    """What a program wrote, errors before anything else."""
+    return (answer.stderr or answer.stdout).strip()
+
+
+def checked(answer: CommandResult) -> CommandResult:
+    """`answer`, unless it is a failure: then ServiceError."""
+    if answer.returncode:
+        shown = " ".join(answer.args[:4])  # PowerShell's script is long
+        raise ServiceError(f"`{shown}` failed ({answer.returncode}): {said(answer)}")
     return answer
 
 

@@ -80,7 +80,7 @@ class WindowsTasks:
         return ["powershell", "-NoProfile", "-Command", show + (" -Wait" if follow else "")]
 
     def _ask(self, *words: str) -> str:
-        return checked(self.call(words), words).out
+        return checked(self.call(words)).stdout
 
 
 def task(service: Service, user: str) -> str:

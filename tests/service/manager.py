@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from subprocess import CompletedProcess
 
-from localllm.service.types import CommandResult
+
+def answered(code: int, out: str, err: str = "") -> CompletedProcess[str]:
+    """What a program answers: its exit code and what it wrote."""
+    return CompletedProcess((), code, out, err)
 
 
 @dataclass
@@ -13,11 +17,12 @@ class Recorded:
     """`answers`: by the words that a command begins with; the longest that fits is taken, else
     success without words."""
 
-    answers: Mapping[str, CommandResult]
+    answers: Mapping[str, CompletedProcess[str]]
     asked: list[str] = field(default_factory=list)
 
-    def __call__(self, command: Sequence[str]) -> CommandResult:
+    def __call__(self, command: Sequence[str]) -> CompletedProcess[str]:
         words = " ".join(command)
         self.asked.append(words)
         fitting = [key for key in self.answers if words.startswith(key)]
-        return self.answers[max(fitting, key=len)] if fitting else CommandResult(0, "")
+        found = self.answers[max(fitting, key=len)] if fitting else answered(0, "")
+        return CompletedProcess(command, found.returncode, found.stdout, found.stderr)

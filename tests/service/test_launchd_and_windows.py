@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.service.launchd import Launchd, agent
-from localllm.service.types import CommandResult, Service, ServiceError
+from localllm.service.types import Service, ServiceError
 from localllm.service.windows import WindowsTasks, task
 from service import recorded
-from service.manager import Recorded
+from service.manager import Recorded, answered
 
 # XML has no place for the others.
 xml_text = st.text(
@@ -45,14 +45,14 @@ def test_a_task_holds_the_command_whatever_the_names(words: list[str]) -> None:
     assert root.findtext(f"{TASK}Settings/{TASK}ExecutionTimeLimit") == "PT0S"
 
 
-def launchd(home: Path, **answers: CommandResult) -> tuple[Launchd, Recorded]:
+def launchd(home: Path, **answers: subprocess.CompletedProcess[str]) -> tuple[Launchd, Recorded]:
     call = Recorded({f"launchctl {verb}": said for verb, said in answers.items()})
     return Launchd(home, 501, home / "logs" / "serve.log", call, wait=lambda _seconds: None), call
 
 
 def test_an_agent_takes_the_place_of_one_that_runs(tmp_path: Path) -> None:
     manager, call = launchd(
-        tmp_path, bootout=CommandResult(3, "", "Boot-out failed: 3: No such process")
+        tmp_path, bootout=answered(3, "", "Boot-out failed: 3: No such process")
     )
     assert manager.install(Service(("python",))) == [manager.plist]
     assert call.asked == [
@@ -68,7 +68,7 @@ def test_one_that_takes_its_time_to_leave_is_waited_for_and_a_refusal_is_said(
     tmp_path: Path,
 ) -> None:
     manager, call = launchd(
-        tmp_path, bootstrap=CommandResult(5, "", "Bootstrap failed: 5: Input/output error")
+        tmp_path, bootstrap=answered(5, "", "Bootstrap failed: 5: Input/output error")
     )
     with pytest.raises(ServiceError, match="Input/output error"):
         manager.install(Service(("python",)))
@@ -76,31 +76,33 @@ def test_one_that_takes_its_time_to_leave_is_waited_for_and_a_refusal_is_said(
 
 
 def test_what_launchd_prints_is_read(tmp_path: Path) -> None:
-    running = launchd(tmp_path, print=CommandResult(0, recorded.LAUNCHD_RUNNING))[0].state()
+    running = launchd(tmp_path, print=answered(0, recorded.LAUNCHD_RUNNING))[0].state()
     assert (running.running, running.pid, running.restarts, running.last_exit) == (
         True,
         913,
         2,
         None,
     )
-    failed = launchd(tmp_path, print=CommandResult(0, recorded.LAUNCHD_FAILED))[0].state()
+    failed = launchd(tmp_path, print=answered(0, recorded.LAUNCHD_FAILED))[0].state()
     assert (failed.installed, failed.running, failed.last_exit, failed.detail) == (
         True,
         False,
         78,
         "not running",
     )
-    none = launchd(tmp_path, print=CommandResult(113, "", "Could not find service"))[0].state()
+    none = launchd(tmp_path, print=answered(113, "", "Could not find service"))[0].state()
     assert not none.installed
 
 
-def windows(folder: Path, answers: dict[str, CommandResult]) -> tuple[WindowsTasks, Recorded]:
+def windows(
+    folder: Path, answers: dict[str, subprocess.CompletedProcess[str]]
+) -> tuple[WindowsTasks, Recorded]:
     call = Recorded(answers)
     return WindowsTasks(folder, "PC\\me", folder / "serve.log", call), call
 
 
 def test_a_task_is_made_from_its_definition_and_run(tmp_path: Path) -> None:
-    manager, call = windows(tmp_path, {"powershell": CommandResult(0, recorded.WINDOWS_RUNNING)})
+    manager, call = windows(tmp_path, {"powershell": answered(0, recorded.WINDOWS_RUNNING)})
     manager.install(Service(("C:\\py\\pythonw.exe", "-m", "localllm")))
     assert manager.definition.read_bytes()[:2] in (b"\xff\xfe", b"\xfe\xff")
     assert call.asked == [
@@ -115,7 +117,7 @@ def test_a_task_is_made_from_its_definition_and_run(tmp_path: Path) -> None:
 
 def test_what_task_scheduler_says_is_read(tmp_path: Path) -> None:
     def state(out: str) -> tuple[bool, bool, int | None]:
-        found = windows(tmp_path, {"powershell": CommandResult(0, out)})[0].state()
+        found = windows(tmp_path, {"powershell": answered(0, out)})[0].state()
         return found.installed, found.running, found.last_exit
 
     assert state(recorded.WINDOWS_RUNNING) == (True, True, None)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from localllm.errors import UsageError
 from localllm.service.systemd import Systemd, service_unit, socket_unit
-from localllm.service.types import CommandResult, Service, ServiceError
+from localllm.service.types import Service, ServiceError
 from service import recorded
-from service.manager import Recorded
+from service.manager import Recorded, answered
 
 SERVE = Service(
     ("/opt/py/bin/python", "-m", "localllm", "serve"), addresses=("127.0.0.1:11535", "[::1]:11535")
@@ -97,7 +97,7 @@ def test_systemd_has_nothing_to_say_against_the_units(tmp_path: Path) -> None:
 
 
 def test_installing_starts_both_units_and_removing_leaves_nothing(tmp_path: Path) -> None:
-    call = Recorded({"systemctl --version": CommandResult(0, "systemd 255 (255.4-1)\n+PAM …")})
+    call = Recorded({"systemctl --version": answered(0, "systemd 255 (255.4-1)\n+PAM …")})
     manager = Systemd(tmp_path, call)
     changed = manager.install(SERVE)
     assert [path.name for path in changed] == ["localllm.service", "localllm.socket"]
@@ -132,7 +132,7 @@ def test_another_port_closes_the_old_socket_first_and_the_old_units_are_kept(
 def test_its_words_are_read() -> None:
     running = Systemd(
         Path("/nowhere"),
-        Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_RUNNING)}),
+        Recorded({"systemctl --user show": answered(0, recorded.SYSTEMD_RUNNING)}),
     ).state()
     assert (running.installed, running.running, running.pid, running.restarts,
         running.at_login) == (
@@ -141,7 +141,7 @@ def test_its_words_are_read() -> None:
     assert running.memory_bytes is None
     failed = Systemd(
         Path("/nowhere"),
-        Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_FAILED)}),
+        Recorded({"systemctl --user show": answered(0, recorded.SYSTEMD_FAILED)}),
     ).state()
     assert (failed.installed, failed.running, failed.last_exit, failed.memory_bytes) == (
         True,
@@ -152,7 +152,7 @@ def test_its_words_are_read() -> None:
     assert failed.detail == "failed (failed) exit-code"
     none = Systemd(
         Path("/nowhere"),
-        Recorded({"systemctl --user show": CommandResult(0, recorded.SYSTEMD_NONE)}),
+        Recorded({"systemctl --user show": answered(0, recorded.SYSTEMD_NONE)}),
     ).state()
     assert (none.installed, none.running) == (False, False)
 
@@ -160,9 +160,7 @@ def test_its_words_are_read() -> None:
 def test_no_manager_for_this_user_is_said_with_what_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = Systemd(
-        tmp_path, Recorded({"systemctl --user": CommandResult(1, "", recorded.NO_BUS)})
-    )
+    manager = Systemd(tmp_path, Recorded({"systemctl --user": answered(1, "", recorded.NO_BUS)}))
     with pytest.raises(ServiceError, match="No medium found") as caught:
         manager.install(SERVE)
     assert "enable-linger" in caught.value.hint
