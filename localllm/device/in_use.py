@@ -10,9 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +18,7 @@ from pathlib import Path
 from localllm import json_store, paths
 from localllm.device import cards, ggml, table, usable
 from localllm.device.accelerators import HIDING_VARIABLES, compiled_in
-from localllm.device.probes import llama_cpp_folder
+from localllm.device.probes import llama_cpp_folder, programs
 from localllm.device.types import Device, Finding, Memory, Readings
 
 _KEPT_S = 24 * 3600.0
@@ -228,7 +225,6 @@ def _as_ggml_says(machine: Device, build: ggml.GgmlBuild) -> Device:
     )
 
 
-_PROGRAM = "localllm_backends.llamacpp.devices"
 # The first start of a CUDA or Metal library compiles or unpacks; a driver that takes longer is not
 # coming back.
 _PATIENCE_S = 60.0
@@ -239,43 +235,12 @@ def ask_build(
 ) -> ggml.GgmlBuild:
     """The build that a worker with this environment (default: this process's) would run, and its
     devices. Never raises: what went wrong is the GgmlBuild's `failure`."""
-    command = [sys.executable, "-m", _PROGRAM]
+    asked = programs.ask("llamacpp.devices", environment=environment, timeout_s=timeout_s)
+    if asked.failure:
+        return ggml.GgmlBuild(failure=f"while it looked for devices, {asked.failure}")
+    answer = asked.answers[-1]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=dict(os.environ if environment is None else environment),
-        )
-    except subprocess.TimeoutExpired:
-        return ggml.GgmlBuild(
-            failure=f"it hung while it looked for devices ({timeout_s:.0f} s): a driver may be "
-            "broken"
-        )
-    except OSError as e:
-        return ggml.GgmlBuild(failure=f"its process could not be started: {e}")
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode:
-        last = said[-1][:300] if said else "it said nothing"
-        return ggml.GgmlBuild(failure=f"its process ended with {ending(done.returncode)}: {last}")
-    try:
-        # Drivers print to standard output at times: the answer is the last line of it. What
-        # backends that are loaded with the bindings say of their devices is on standard error.
-        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
-        return ggml.read({**answer, "said": [*answer["said"], *said]})
+        # What backends that are loaded with the bindings say of their devices is on standard error.
+        return ggml.read({**answer, "said": [*answer["said"], *asked.said]})
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         return ggml.GgmlBuild(failure=f"its answer can't be read ({type(e).__name__}: {e})")
-
-
-def ending(code: int) -> str:
-    """How a process ended, by its exit status."""
-    if code < 0:
-        try:
-            return f"signal {signal.Signals(-code).name}"
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from localllm import paths
 from localllm.device.in_use import ask_build
+from localllm.device.probes import programs
 from localllm.setup import builds, installer, processor_part, trial
 from localllm.setup.builds import SetupError
 from localllm.setup.host import BuildHost, installed_version
@@ -61,7 +62,7 @@ def make(
             _take(step, folder, log, say, run or _run)
         say("the trial: its devices, and ten tokens compared with the processor's")
         # Held against what came with localllm, on the processor.
-        plain = trial.environment_now()
+        plain = dict(os.environ)
         builds.apply(builds.OWN, plain)
         expected = trial.reference(model, plain)
         if isinstance(expected, str):
@@ -180,7 +181,7 @@ def make_in_environment(recipe: BuildRecipe, say: Say, run: Run | None = None) -
     for step in recipe.steps:
         say(step.said)
         _take(step, Path(sys.prefix), log, say, run or _run)
-    failure = _try_mlx()
+    failure = programs.ask("mlx.devices").failure
     if not failure:
         return
     if not before:
@@ -344,18 +345,3 @@ def _log_path(name: str) -> Path:
     log = paths.private_dir(paths.log_dir()) / f"setup-{name}.log"
     log.unlink(missing_ok=True)
     return log
-
-
-def _try_mlx() -> str:
-    """Whether MLX computes here, in a process of its own: one sentence where it does not."""
-    command = [sys.executable, "-m", "localllm_backends.mlx.devices"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=120, check=False
-        )
-    except (OSError, subprocess.SubprocessError) as e:
-        return f"its trial failed: {e}"
-    if done.returncode:
-        said = done.stderr.strip().rpartition("\n")[2] or "it said nothing"
-        return f"its trial ended with code {done.returncode}: {said[:300]}"
-    return ""

@@ -11,22 +11,20 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import platform
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from localllm import __version__
 from localllm.device import ggml
-from localllm.device.in_use import ask_build, ending
+from localllm.device.in_use import ask_build
+from localllm.device.probes import programs
+from localllm.device.probes.programs import ProgramAnswers
 from localllm.device.types import Device
 
-_PROGRAM = "localllm_backends.trial"
 # What builds are made of: whichever backend runs such files.
 ENGINE = "gguf"
 # Rounding moves a logit by up to 0.6 between kernels of one CPU (SmolLM2); a device that computes
@@ -64,18 +62,18 @@ def reference(
 ) -> ReferenceAnswer | str:
     """The CPU's ten tokens, or one sentence why there are none."""
     order = [ENGINE, "greedy", str(model), json.dumps({"layers": 0})]
-    answers, failure = run(order, environment, timeout_s=timeout_s)
-    if failure or not answers:
-        return f"the processor computes nothing: {failure or 'it gave no answer'}"
-    answer = answers[-1]
+    asked = run(order, environment, timeout_s=timeout_s)
+    if asked.failure:
+        return f"the processor computes nothing: {asked.failure}"
+    answer = asked.answers[-1]
     return ReferenceAnswer(model, tuple(answer["tokens"]), str(answer["text"]), speed(answer))
 
 
 def turn_s(model: Path, environment: Mapping[str, str]) -> float | None:
     """Seconds of a short turn with the build that `environment` runs, all its layers on the device;
     None where it does not get that far."""
-    answers, failure = run([ENGINE, "turn", str(model), json.dumps({"layers": -1})], environment)
-    return None if failure or not answers else float(answers[-1]["turn_s"])
+    asked = run([ENGINE, "turn", str(model), json.dumps({"layers": -1})], environment)
+    return None if asked.failure else float(asked.answers[-1]["turn_s"])
 
 
 def judge(backend: str, expected: ReferenceAnswer, environment: Mapping[str, str]) -> TrialVerdict:
@@ -108,10 +106,10 @@ def computed(
     holds)."""
     order = json.dumps({"layers": layers, "follow": list(expected.tokens)})
     arguments = [ENGINE, "greedy", str(expected.model), order]
-    answers, failure = run(arguments, environment, timeout_s=timeout_s)
-    if failure or not answers:
-        return TrialVerdict(f"it does not compute: {failure or 'it gave no answer'}", devices)
-    return compare(expected, answers[-1], devices)
+    asked = run(arguments, environment, timeout_s=timeout_s)
+    if asked.failure:
+        return TrialVerdict(f"it does not compute: {asked.failure}", devices)
+    return compare(expected, asked.answers[-1], devices)
 
 
 def compare(
@@ -143,7 +141,8 @@ def conformance(
     process did not."""
     layers = 0 if backend == "cpu" else -1
     order = [ENGINE, "conformance", str(model), json.dumps({"layers": layers})]
-    answers, failure = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
+    asked = run(order, environment, timeout_s=_CHECKS_PATIENCE_S)
+    answers, failure = asked.answers, asked.failure
     ended = [answer for answer in answers if "outcome" in answer]
     if failure and answers and "outcome" not in answers[-1]:
         failure = f"while it checked that {answers[-1]['check']}: {failure}"
@@ -152,51 +151,12 @@ def conformance(
 
 def run(
     arguments: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = _PATIENCE_S
-) -> tuple[list[dict[str, Any]], str]:
-    """The JSON lines the trial program printed, and one sentence where it failed ("" = it ended
-    well)."""
+) -> ProgramAnswers:
+    """What the trial program answers."""
     # Threads that spin for each other are ruinous beside anything else that runs
     # (engine/worker/supervisor.py).
     changed = {"GOMP_SPINCOUNT": "1000", **environment}
-    command = [sys.executable, "-m", _PROGRAM, *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=changed,
-        )
-    except subprocess.TimeoutExpired as e:
-        printed = (
-            e.stdout.decode("utf-8", "replace") if isinstance(e.stdout, bytes) else e.stdout or ""
-        )
-        return list(_answers(printed)), f"it hung ({timeout_s:.0f} s)"
-    except OSError as e:
-        return [], f"its process could not be started: {e}"
-    answers = list(_answers(done.stdout))
-    if not done.returncode:
-        return answers, ""
-    how = "was ended by" if done.returncode < 0 else "ended with"
-    last = done.stderr.strip().rpartition("\n")[2].strip()
-    return answers, f"it {how} {ending(done.returncode)}{': ' if last else ''}{last[:300]}"
-
-
-def _answers(printed: str) -> Iterator[dict[str, Any]]:
-    for line in printed.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:  # a driver that prints
-            continue
-        if isinstance(value, dict):
-            yield value
-
-
-def environment_now() -> dict[str, str]:
-    return dict(os.environ)
+    return programs.ask("trial", *arguments, environment=changed, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +177,7 @@ class SelfTest:
 
 
 def examine(
-    device: Device, build: ggml.GgmlBuild, model: Path, environment: dict[str, str]
+    device: Device, build: ggml.GgmlBuild, model: Path, environment: Mapping[str, str]
 ) -> SelfTest:
     """Run everything on the build that `environment` runs: ten tokens, then the contract's checks.
     Never raises: what crashes or hangs is a failure in it."""

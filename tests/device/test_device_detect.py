@@ -160,9 +160,15 @@ def test_only_types_that_nobody_has_timed_are_timed(
     assert asked[2:] == [["Q5_K"]] * 5
 
 
-def test_a_build_that_can_not_be_timed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_can_not_be_timed_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A build made for another processor ends with an illegal instruction as soon as it is used."""
-    monkeypatch.setattr(matrix_rate, "PROGRAM", "localllm_backends.no_such_program")
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "__init__.py").write_text("import os; os.abort()")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     assert matrix_rate.measure(["Q4_K"]) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ _asked = trial.reference
 
 @cache
 def _answer(model: Path) -> trial.ReferenceAnswer | str:
-    environment = trial.environment_now()
+    environment = dict(os.environ)
     builds.apply(builds.OWN, environment)
     return _asked(model, environment)
 

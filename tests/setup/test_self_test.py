@@ -30,7 +30,7 @@ MACHINE = identify(recordings.load("cpu_only_vm"))
 
 
 def test_every_check_runs_on_the_real_engine_and_the_report_names_them(tiny_model: Path) -> None:
-    test = trial.examine(MACHINE, ask_build(), tiny_model, trial.environment_now())
+    test = trial.examine(MACHINE, ask_build(), tiny_model, dict(os.environ))
     assert test.failures == ()
     assert len(test.checks) == len(conformance.CHECKS)
     # llama.cpp samples no tokens itself.
@@ -117,7 +117,7 @@ def test_a_device_that_is_lost_in_the_middle_is_named_with_its_check(
         "    from localllm_backends.llamacpp.backend import LlamaCppBackend\n"
         "    LlamaCppBackend.fork = lambda *_: os.abort()\n"
     )
-    environment = trial.environment_now()
+    environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
     test = trial.examine(MACHINE, ask_build(), tiny_model, environment)
     (failure,) = test.failures

@@ -3,6 +3,7 @@ chosen."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -196,12 +197,12 @@ def _machine(name: str) -> tuple[Device, BuildHost]:
     from localllm.device.detect import hardware
     from localllm.device.in_use import ask_build
     from localllm.device.named import resolve
-    from localllm.setup import builds, host, trial
+    from localllm.setup import builds, host
 
     if name:
         simulated = resolve(name)
         return simulated, host.assumed(simulated)
-    plain = trial.environment_now()
+    plain = dict(os.environ)
     builds.apply(builds.OWN, plain)
     return hardware(), host.read(ask_build(plain).accelerators or ("cpu",))
 

@@ -3,9 +3,6 @@ program it runs."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -13,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from localllm.device.kept import FigureFile, Measurement, ProcessorTimes
+from localllm.device.probes import programs
 from localllm.device.types import Figure, MatrixRates, TypeRates
 
-PROGRAM = "localllm_backends.llamacpp.matrix_rate"
-_PATIENCE_S = 60.0
 # The types that most published files are of: what is worth knowing before anybody has chosen one.
 # (Q4_K first: what other types' rates are shares of.)
 TYPES = (
@@ -47,20 +43,12 @@ def measure(types: Sequence[str]) -> Measurements | None:
     """Ask the build that a worker would run (half a second a type); None where it gives no answer:
     plans then assume a rate."""
     before = ProcessorTimes.now()
+    asked = programs.ask("llamacpp.matrix_rate", *types)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", PROGRAM, *types],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PATIENCE_S,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-        answer = json.loads(done.stdout.strip().rpartition("\n")[2])
+        answer = {} if asked.failure else asked.answers[-1]
         threads, cpu_s = int(answer["threads"]), float(answer["cpu_s"])
         found = {place: float(rate) for place, rate in _flat(answer["rates"])}
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     others, date = before.others_share(ProcessorTimes.now(child_s=cpu_s)), time.strftime("%Y-%m-%d")
     how = f"the installed llama.cpp's product of {{}} matrices, {threads} thread(s)"

@@ -1,0 +1,70 @@
+"""Asks programs of the backends (localllm_backends/program.py) in processes of their own: a library
+that is broken may crash or hang there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramAnswers:
+    """What a program printed: its `answers`, the lines of its standard error, and one sentence where
+    it failed ("": it ended well, with an answer)."""
+
+    answers: tuple[dict[str, Any], ...] = ()
+    said: tuple[str, ...] = ()
+    failure: str = ""
+
+
+def ask(
+    program: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> ProgramAnswers:
+    """What the module `program` answers with this environment (None: this process's). Never
+    raises."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"localllm_backends.{program}", *arguments],
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=dict(os.environ if environment is None else environment),
+        )
+    except subprocess.TimeoutExpired as e:
+        return ProgramAnswers(_answers(e.stdout), failure=f"it hung ({timeout_s:.0f} s)")
+    except OSError as e:
+        return ProgramAnswers(failure=f"its process could not be started: {e}")
+    answers = _answers(done.stdout)
+    lines = done.stderr.decode("utf-8", "replace").splitlines()
+    said = tuple(line.strip() for line in lines if line.strip())
+    failure = "" if answers else "its answer can't be read"
+    if done.returncode:
+        last = said[-1][:300] if said else "it said nothing"
+        failure = f"its process ended with {_ending(done.returncode)}: {last}"
+    return ProgramAnswers(answers, said, failure)
+
+
+def _answers(printed: bytes | None) -> tuple[dict[str, Any], ...]:
+    """The JSON objects among the lines: drivers print to standard output at times."""
+    found = []
+    for line in (printed or b"").splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return tuple(value for value in found if isinstance(value, dict))
+
+
+def _ending(code: int) -> str:
+    """How a process ended, by its exit status."""
+    known = {int(one): one.name for one in signal.Signals}
+    return f"signal {known.get(-code, -code)}" if code < 0 else f"exit code {code}"
