@@ -241,6 +241,6 @@ def ask_build(
     answer = asked.answers[-1]
     try:
         # What backends that are loaded with the bindings say of their devices is on standard error.
-        return ggml.read({**answer, "said": [*answer["said"], *asked.said]})
+        return ggml.read({**answer, "said": [*answer["said"], *asked.stderr_lines]})
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         return ggml.GgmlBuild(failure=f"its answer can't be read ({type(e).__name__}: {e})")

@@ -17,8 +17,8 @@ from localllm.service.types import (
     ServiceError,
     State,
     checked,
+    output_of,
     remove_all,
-    said,
     write_all,
 )
 from localllm.service.types import call as run_program
@@ -125,9 +125,9 @@ class Systemd:
 
     def _ask(self, *words: str, may_fail: bool = False) -> CommandResult:
         answer = self.call(["systemctl", "--user", *words])
-        if "Failed to connect to bus" in said(answer):
+        if "Failed to connect to bus" in output_of(answer):
             raise ServiceError(
-                f"systemd does not answer for this user: {said(answer)}",
+                f"systemd does not answer for this user: {output_of(answer)}",
                 hint="log in as this user (not through su or sudo), or once: `sudo loginctl "
                 "enable-linger $USER`",
             )

@@ -90,7 +90,7 @@ def call(command: Sequence[str]) -> CommandResult:
         raise ServiceError(f"`{' '.join(command)}` did not answer in {_LONGEST_S} s") from e
 
 
-def said(answer: CommandResult) -> str:
+def output_of(answer: CommandResult) -> str:
     """What a program wrote, errors before anything else."""
     return (answer.stderr or answer.stdout).strip()
 
@@ -99,7 +99,7 @@ def checked(answer: CommandResult) -> CommandResult:
     """`answer`, unless it is a failure: then ServiceError."""
     if answer.returncode:
         shown = " ".join(answer.args[:4])  # PowerShell's script is long
-        raise ServiceError(f"`{shown}` failed ({answer.returncode}): {said(answer)}")
+        raise ServiceError(f"`{shown}` failed ({answer.returncode}): {output_of(answer)}")
     return answer
 
 

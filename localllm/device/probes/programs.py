@@ -20,7 +20,7 @@ class ProgramAnswers:
     it failed ("": it ended well, with an answer)."""
 
     answers: tuple[dict[str, Any], ...] = ()
-    said: tuple[str, ...] = ()
+    stderr_lines: tuple[str, ...] = ()
     failure: str = ""
 
 
@@ -47,12 +47,12 @@ def ask(
         return ProgramAnswers(failure=f"its process could not be started: {e}")
     answers = _answers(done.stdout)
     lines = done.stderr.decode("utf-8", "replace").splitlines()
-    said = tuple(line.strip() for line in lines if line.strip())
+    stderr_lines = tuple(line.strip() for line in lines if line.strip())
     failure = "" if answers else "its answer can't be read"
     if done.returncode:
-        last = said[-1][:300] if said else "it said nothing"
+        last = stderr_lines[-1][:300] if stderr_lines else "it said nothing"
         failure = f"its process ended with {_ending(done.returncode)}: {last}"
-    return ProgramAnswers(answers, said, failure)
+    return ProgramAnswers(answers, stderr_lines, failure)
 
 
 def _answers(printed: bytes | None) -> tuple[dict[str, Any], ...]:
