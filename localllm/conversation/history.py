@@ -163,13 +163,13 @@ class History:
             return n
 
     def add(self, conv_id: str, turns: Sequence[StoredMessage]) -> dict[int, int]:
-        """Add turns of another conversation, parents before what follows them, all or none; returns
-        the new id of each old one. The last one is the head then."""
+        """Add turns of another conversation by their ids, parents before what follows them, all or
+        none; returns the new id of each old one. The last one is the head then."""
         places = {0: 0}
         with self.transaction() as db:
             self._touch(db, conv_id, time.time())
             head = 0
-            for t in turns:
+            for t in sorted(turns, key=lambda t: t.id):
                 places[t.id] = self._insert(db, conv_id, places.get(t.parent_id, 0), t)
                 head = head if t.role == "system" else places[t.id]
             db.execute("UPDATE conversations SET head_id = ? WHERE id = ?", (head, conv_id))

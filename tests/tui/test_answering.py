@@ -9,8 +9,8 @@ import pytest
 
 from localllm.conversation.history import History, HistoryError, StoredMessage
 from localllm.errors import BusyError
-from localllm_tui.control.answering import AnswerStream
-from localllm_tui.control.session import PendingAnswer, Session
+from localllm_tui.control.answering import AnswerStream, PendingAnswer
+from localllm_tui.control.session import Session
 from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerUsage,
@@ -20,6 +20,7 @@ from localllm_tui.control.stream_events import (
     TextDelta,
     WaitNote,
 )
+from tui.conftest import Disk
 
 
 class Page:
@@ -55,7 +56,7 @@ async def said(*events: StreamEvent | Exception) -> AsyncGenerator[StreamEvent, 
 
 
 def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Session) -> None:
-    answering, page = AnswerStream(session.answer()), Page()
+    answering, page = PendingAnswer(session), Page()
     events = (
         WaitNote("loading"), PromptProgress(5, 20), MessagesLeftOut(4), TextDelta("", "hm"),
         PromptProgress(20, 20), TextDelta("a"), WaitNote("busy"),
@@ -78,7 +79,7 @@ def test_pieces_are_shown_and_kept_and_progress_ends_with_the_first(session: Ses
 
 
 def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
-    answering = AnswerStream(session.answer())
+    answering = PendingAnswer(session)
     with pytest.raises(BusyError):
         asyncio.run(answering.run(said(TextDelta("half"), BusyError("busy")), Page()))
     assert (answering.reason, on_disk(session).content) == ("error", "half")
@@ -88,7 +89,7 @@ def test_an_error_is_raised_and_what_came_is_kept(session: Session) -> None:
 def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(
     session: Session,
 ) -> None:
-    answering = AnswerStream(session.answer())
+    answering = PendingAnswer(session)
     closed = False
 
     async def endless(reached: asyncio.Event) -> AsyncGenerator[StreamEvent, None]:
@@ -117,13 +118,13 @@ def test_a_cancelled_answer_closes_the_stream_and_is_kept_with_an_estimate(
 
 
 def test_an_answer_without_a_piece_is_no_turn(session: Session) -> None:
-    answering = AnswerStream(session.answer())
+    answering = PendingAnswer(session)
     asyncio.run(answering.run(said(AnswerDone("stop", None)), Page()))
     assert (answering.turn, answering.reason, on_disk(session).role) == (None, "stop", "user")
 
 
 def test_who_leaves_early_keeps_what_came_and_nothing_is_written_after(session: Session) -> None:
-    answering = AnswerStream(session.answer())
+    answering = PendingAnswer(session)
 
     async def left() -> AsyncGenerator[StreamEvent, None]:
         yield TextDelta("half")
@@ -134,37 +135,29 @@ def test_who_leaves_early_keeps_what_came_and_nothing_is_written_after(session: 
     assert (on_disk(session).content, on_disk(session).meta["finish_reason"]) == ("half", "stopped")
 
 
-class _FullDisk(PendingAnswer):
-    """An answer that can't be written."""
-
-    def _save(self, meta: object, *, complete: bool) -> StoredMessage:
-        raise HistoryError("the disk is full")
-
-
-def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session) -> None:
-    told: list[str] = []
-    answering, page = (
-        AnswerStream(_FullDisk(session, None), lambda e: told.append(e.message)),
-        Page(),
-    )
+def test_a_full_disk_costs_the_keeping_and_not_the_answer(session: Session, disk: Disk) -> None:
+    answering, page = PendingAnswer(session), Page()
+    disk.fill()
+    long = "a" * 100_000
     asyncio.run(
         answering.run(
-            said(TextDelta("a"), TextDelta("b"), AnswerDone("stop", AnswerUsage(3, 2))), page
+            said(TextDelta(long), TextDelta("b"), AnswerDone("stop", AnswerUsage(3, 2))), page
         )
     )
     answering.save_if_due()
-    assert page.seen == ["[]", "a", "b"]
-    assert told == ["the disk is full"] * 2  # at the first piece and at the end: not with each
+    assert page.seen == ["[]", long, "b"]
+    assert answering.refused is not None
+    assert "full" in answering.refused.message
     assert answering.turn is not None
-    assert answering.turn.content == "ab"
-
-
-def test_where_nobody_is_told_of_a_full_disk_it_is_raised(session: Session) -> None:
+    assert answering.turn.content == f"{long}b"
     with pytest.raises(HistoryError):
-        asyncio.run(AnswerStream(_FullDisk(session, None)).run(said(TextDelta("a")), Page()))
+        answering.save()
+    disk.free()
+    assert answering.save() == answering.turn
+    assert (answering.refused, on_disk(session).content) == (None, f"{long}b")
 
 
 def test_an_answer_that_is_not_kept_is_shown_and_counted() -> None:
-    answering, page = AnswerStream(None), Page()
+    answering, page = AnswerStream(), Page()
     asyncio.run(answering.run(said(TextDelta("a"), AnswerDone("stop", AnswerUsage(3, 1))), page))
-    assert (page.seen, answering.turn, answering.meter.used) == (["[]", "a"], None, 4)
+    assert (page.seen, answering.reason, answering.meter.used) == (["[]", "a"], "stop", 4)

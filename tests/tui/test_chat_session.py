@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import UsageError
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.attachments import code_blocks, fenced
 from localllm_tui.control.formatting import TITLE_CHARS, title_of
 from localllm_tui.control.local_state import Drafts
@@ -56,7 +57,7 @@ def test_an_answer_is_written_at_once_and_then_at_most_twice_a_second(
     session: Session, history: History, clock: Clock
 ) -> None:
     session.ask("q")
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add("a")
     assert on_disk(history)[1] == ("assistant", "a", False)
     clock.now = 0.4
@@ -72,12 +73,12 @@ def test_an_answer_is_written_at_once_and_then_at_most_twice_a_second(
 
 def test_an_answer_without_text_is_not_a_message(session: Session, history: History) -> None:
     session.ask("q")
-    assert session.answer().finish({}) is None
+    assert PendingAnswer(session).finish({}) is None
     assert on_disk(history) == [("user", "q", True)]
 
 
 def _answered(session: Session, text: str, **meta: Any) -> StoredMessage:
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add(text)
     turn = answer.finish({"finish_reason": "stop", **meta})
     assert turn is not None
@@ -127,14 +128,14 @@ def test_an_answer_in_the_middle_is_answered_again_and_gone_on_with_beside_it(
     stopped = _answered(session, "one", finish_reason="stopped")
     session.ask("b")
     _answered(session, "two")
-    more = session.answer(stopped, continues=True)
+    more = PendingAnswer(session, stopped, continues=True)
     assert more.messages[-1] == {"role": "assistant", "content": "one"}
     more.add(" and more")
     more.finish({})
     assert [t.content for t in session.turns] == ["a", "one and more"]
     session.other_version(session.turns[1], -1)
     assert [t.content for t in session.turns] == ["a", "one", "b", "two"]
-    again = session.answer(session.turns[1])
+    again = PendingAnswer(session, session.turns[1])
     assert again.messages == [{"role": "user", "content": "a"}]
     again.add("anew")
     again.finish({})
@@ -145,8 +146,8 @@ def test_a_turn_removed_gives_way_to_its_other_version(session: Session, history
     session.ask("a")
     _answered(session, "one")
     session.ask("b")
-    session.answer(session.turns[1])
-    again = session.answer(session.turns[0])
+    PendingAnswer(session, session.turns[1])
+    again = PendingAnswer(session, session.turns[0])
     again.add("two")
     gone = again.finish({})
     assert gone is not None
@@ -175,16 +176,16 @@ def test_a_branch_of_its_own_has_a_title_of_its_own(session: Session, history: H
 
 def test_a_retry_that_gave_nothing_changes_nothing(session: Session, history: History) -> None:
     session.ask("q")
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add("good")
     answer.finish({})
-    session.answer().finish({})
+    PendingAnswer(session).finish({})
     assert on_disk(history)[1] == ("assistant", "good", True)
 
 
 def test_a_retry_is_asked_without_the_answer_it_replaces(session: Session) -> None:
     session.ask("q")
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add("a")
     answer.finish({})
     assert session.context_to(session.last_question) == [{"role": "user", "content": "q"}]
@@ -210,7 +211,7 @@ def test_a_changed_question_keeps_its_files(session: Session, history: History) 
 
 
 def test_nothing_to_answer_is_said(session: Session) -> None:
-    for action in (session.answer, lambda: session.answer(continues=True)):
+    for action in (lambda: PendingAnswer(session), lambda: PendingAnswer(session, continues=True)):
         with pytest.raises(UsageError):
             action()
     turn = session.ask("q")
@@ -220,11 +221,11 @@ def test_nothing_to_answer_is_said(session: Session) -> None:
 
 def test_the_tokens_in_use_are_those_of_the_last_counted_answer(session: Session) -> None:
     session.ask("q")
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add("a")
     answer.finish({"prompt_tokens": 10, "completion_tokens": 5})
     session.ask("r")
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add("b")
     answer.finish({"finish_reason": "error"})
     assert session.used_tokens == 15

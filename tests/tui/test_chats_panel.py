@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from localllm.conversation.history import History, StoredMessage
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.session import Session
 from localllm_tui.screens.picker import ConversationPicker
 from localllm_tui.screens.turn_window import TURNS_SHOWN
@@ -21,7 +22,7 @@ def _said(history: History, *texts: str) -> Session:
         if i % 2 == 0:
             session.ask(text)
         else:
-            answer = session.answer()
+            answer = PendingAnswer(session)
             answer.add(text)
             answer.finish({"finish_reason": "stop"})
     return session

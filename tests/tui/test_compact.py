@@ -10,6 +10,7 @@ import pytest
 
 from localllm.conversation.history import History
 from localllm_tui import line_chat
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.session import Session
@@ -91,7 +92,7 @@ def test_an_edited_question_stays_compacted(history: History) -> None:
     session = Session(history, "m")
     session.ask("first")
     session.set_compacts(True)
-    session.answer().finish({})
+    PendingAnswer(session).finish({})
     session.ask("second")
     session.ask("first, differently", instead=session.turns[0])
     assert session.compacts

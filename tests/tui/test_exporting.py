@@ -10,12 +10,13 @@ import pytest
 from localllm.conversation.history import History
 from localllm.errors import UsageError
 from localllm_tui.control import import_export
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.import_export import to_json, to_markdown
 from localllm_tui.control.session import Session
 
 
 def _answered(session: Session, text: str, reasoning: str = "") -> None:
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add(text, reasoning)
     answer.finish({"finish_reason": "stop"})
 

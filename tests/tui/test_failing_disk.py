@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from localllm.conversation.history import History, HistoryError
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.session import Session
 from tui.conftest import Disk, Driver
 from tui.scripted_sse import Drop, Finish, Gate, Refuse, Say, ScriptedServer
@@ -134,7 +135,7 @@ def test_every_key_and_command_on_a_disk_that_refuses_says_so(
     session = Session(history, "scripted")
     for n in range(3):
         session.ask(f"q{n}")
-        answer = session.answer()
+        answer = PendingAnswer(session)
         answer.add(f"a{n}")
         answer.finish({"finish_reason": "stopped"})
     history.create("another", "m")
@@ -171,7 +172,7 @@ def test_a_damaged_file_is_refused_or_used_and_never_a_crash(
         session = Session(store, "m")
         for n in range(60):
             session.ask(f"question {n} " * 40)
-            answer = session.answer()
+            answer = PendingAnswer(session)
             answer.add("answer " * 60)
             answer.finish({"finish_reason": "stop"})
     with closing(sqlite3.connect(path)) as db:

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from textual.events import MouseScrollUp
 
 from localllm.conversation.history import History
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.client import of_a_person
 from localllm_tui.control.interfaces import EngineProgress
 from localllm_tui.control.meter import StatusFigures, status_text
@@ -105,7 +106,7 @@ def test_the_wheel_loads_earlier_turns_up_to_the_first(drive: Any, history: Hist
     session = Session(history, "scripted")
     for n in range(26):
         session.ask(f"turn {n}.")
-        answer = session.answer()
+        answer = PendingAnswer(session)
         answer.add(f"answer {n}")
         answer.finish({"finish_reason": "stop"})
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.conversation.history import History
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.session import Session
 from localllm_tui.screens.dialogs import Approval
 from tui.conftest import Driver
@@ -120,7 +121,7 @@ def test_titles_and_texts_in_the_lists(
 ) -> None:
     session = Session(history, EVIL, system=EVIL)
     session.ask(EVIL + " needle")
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add(EVIL, EVIL)
     answer.finish({"finish_reason": "stop", "model": EVIL, "reread_tokens": 9, "reread_why": EVIL})
     session.rename(EVIL)

@@ -16,6 +16,7 @@ import pytest
 
 from localllm.conversation import history as history_module
 from localllm.conversation.history import History, HistoryError
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.session import Session
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.transcript import TurnView
@@ -91,12 +92,13 @@ def test_a_file_damaged_in_the_middle_is_refused_in_a_sentence_or_read(tmp_path:
 def test_killed_at_any_moment_the_tree_is_whole(tmp_path: Path) -> None:
     code = (
         "import sys; from localllm.conversation.history import History\n"
+        "from localllm_tui.control.answering import PendingAnswer\n"
         "from localllm_tui.control.session import Session\n"
         "h = History(sys.argv[1]); s = Session(h, 'm'); print('ready', flush=True)\n"
         "while True:\n"
-        "    q = s.ask('q'); a = s.answer(); a.add('word ' * 50); a.finish({'finish_reason': "
+        "    q = s.ask('q'); a = PendingAnswer(s); a.add('word ' * 50); a.finish({'finish_reason': "
         "'stop'})\n"
-        "    s.ask('q again', instead=q); b = s.answer(); b.add('x'); b.finish({})\n"
+        "    s.ask('q again', instead=q); b = PendingAnswer(s); b.add('x'); b.finish({})\n"
         "    if len(s.turns) > 1: s.remove(s.turns[-1])\n"
     )
     path = tmp_path / "c.db"
@@ -144,7 +146,7 @@ def test_any_text_is_shown_listed_found_and_reopened(
     session = Session(history, "scripted")
     for text in NASTY:
         session.ask(text)
-        answer = session.answer()
+        answer = PendingAnswer(session)
         answer.add(text, text)
         answer.finish({"finish_reason": "stop", "model": text[:30]})
     server.play(Say([c for text in NASTY for c in (text[:7], text[7:])]), Finish())

@@ -30,6 +30,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from localllm.conversation.history import History
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.interfaces import EngineProgress, InstalledModel
 from localllm_tui.control.meter import AnswerMeter
 from localllm_tui.control.session import Session
@@ -64,7 +65,7 @@ def conversation(history: History) -> str:
         ("Use `open`.", ""),
         (f"Use `pathlib`:\n\n{CODE}\n\nIt closes the file.", "Short, please."),
     ):
-        answer = session.answer()
+        answer = PendingAnswer(session)
         answer.add(text, thought)
         answer.finish(
             {
@@ -76,7 +77,7 @@ def conversation(history: History) -> str:
             }
         )
     session.ask("And 日本語 or שלום, with 👩‍🚀?")
-    answer = session.answer()
+    answer = PendingAnswer(session)
     answer.add("UTF-8 holds **all** of it:\n\n- 日本語\n- שלום\n- 👩‍🚀")
     answer.finish(
         {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from localllm.conversation.history import History
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.session import Session
 from localllm_tui.widgets.answer import AnswerView
 from localllm_tui.widgets.transcript import TurnView
@@ -21,7 +22,7 @@ def conversation(history: History) -> str:
     session = Session(history, "scripted")
     for n in (1, 2):
         session.ask(f"q{n}")
-        answer = session.answer()
+        answer = PendingAnswer(session)
         answer.add(f"a{n}\n```\ncode {n}\n```\n```\nmore {n}\n```")
         answer.finish({"finish_reason": "stop", "prompt_tokens": 10, "completion_tokens": 2})
     assert session.id is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.conversation.history import History
+from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.local_state import Drafts
 from localllm_tui.control.session import Session
 from tui.conftest import Driver
@@ -69,13 +70,13 @@ def test_the_second_to_write_goes_on_beside_the_first(history: History) -> None:
     mine.ask("q")
     yours = Session(history, "m", conv_id=mine.id)
     yours.ask("another")
-    answer = mine.answer()
+    answer = PendingAnswer(mine)
     answer.add("a")
     answer.finish({})
     mine.ask("next")
     assert [t.content for t in mine.turns] == ["q", "a", "next"]
     assert [t.content for t in yours.turns] == ["q", "another"]
-    third = yours.answer()
+    third = PendingAnswer(yours)
     third.add("b")
     third.finish({})
     assert _texts(history, mine.id) == ["q", "another", "b"]
@@ -86,12 +87,12 @@ def test_what_another_window_removed_is_gone_on_from_in_a_copy(history: History)
     for remove in (lambda s: s.remove(s.turns[0]), lambda s: history.delete(s.id)):
         mine = Session(history, "m", system="Be brief")
         mine.ask("q")
-        answer = mine.answer()
+        answer = PendingAnswer(mine)
         answer.add("half ")
         remove(Session(history, "m", conv_id=mine.id))
         answer.add("of it")
         answer.finish({})
-        assert mine.tree.copied
+        assert mine.copied
         assert _texts(history, mine.id) == ["Be brief", "q", "half of it"]
         mine.ask("next")
         assert [t.content for t in mine.turns] == ["q", "half of it", "next"]

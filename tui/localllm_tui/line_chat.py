@@ -17,14 +17,14 @@ from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
 from localllm.plain_output import raw_write
 from localllm_tui.control import commands
-from localllm_tui.control.answering import AnswerDisplay, AnswerStream
+from localllm_tui.control.answering import AnswerDisplay, AnswerStream, PendingAnswer
 from localllm_tui.control.attachments import typed_in
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.face import Face
 from localllm_tui.control.formatting import elide, how_many
-from localllm_tui.control.session import PendingAnswer, Session
+from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import copy_with_tool, one_line, printable
 from localllm_tui.control.wording import note_under
 
@@ -91,7 +91,7 @@ class LineFace(Face):
         return _Page(sys.stdout, sys.stderr)
 
     async def end_answer(
-        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+        self, shown: AnswerDisplay, stream: PendingAnswer, error: LocalLLMError | None
     ) -> None:
         assert isinstance(shown, _Page)
         shown.end()
@@ -156,7 +156,7 @@ class LineFace(Face):
         return True
 
 
-def how_it_ended(stream: AnswerStream, error: LocalLLMError | None) -> str:
+def how_it_ended(stream: PendingAnswer, error: LocalLLMError | None) -> str:
     """What is out of the ordinary about an answer that has ended; "" where nothing is."""
     if stream.turn is not None:
         return note_under(stream.turn)
@@ -167,14 +167,13 @@ def ask_once(
     client: ChatClient,
     model: str,
     messages: list[dict[str, str]],
-    keep: PendingAnswer | None = None,
+    stream: AnswerStream,
 ) -> None:
-    """Stream one answer to stdout, ending with a newline; `keep` stores it as it comes, however it
-    ends. Progress goes to stderr if that is a terminal. Raises LocalLLMError, or KeyboardInterrupt
-    on Ctrl-C."""
+    """Stream one answer to stdout, ending with a newline, into `stream`, which may keep it. Progress
+    goes to stderr if that is a terminal. Raises LocalLLMError, or KeyboardInterrupt on Ctrl-C."""
 
     async def run() -> None:
-        stream, page = AnswerStream(keep), _Page(sys.stdout, sys.stderr)
+        page = _Page(sys.stdout, sys.stderr)
         async with client:
             try:
                 await stream.run(client.stream(model, messages), page)

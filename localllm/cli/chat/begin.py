@@ -14,6 +14,7 @@ from localllm.cli.chat import engines
 from localllm.conversation.history import ConversationSummary, History
 from localllm.errors import NotFoundError
 from localllm.settings import Settings
+from localllm_tui.control.answering import AnswerStream, PendingAnswer
 from localllm_tui.control.attachments import with_files
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ChatClient
@@ -41,7 +42,7 @@ def answer_once(stack: ExitStack, asked: Asked, question: str) -> None:
         client, engine = _opened(stack, asked, None)
         messages = [{"role": "system", "content": asked.system}] if asked.system else []
         messages.append({"role": "user", "content": with_files(question, asked.attached)})
-        ask_once(client, engine.model, messages)
+        ask_once(client, engine.model, messages, AnswerStream())
         return
     history = stack.enter_context(History())
     last = _last(history)
@@ -52,8 +53,9 @@ def answer_once(stack: ExitStack, asked: Asked, question: str) -> None:
     client, engine = _opened(stack, asked, last)
     session = Session(history, engine.model, conv_id=last.id, system=asked.system)
     session.ask(question, asked.attached)
-    answer = session.answer()
+    answer = PendingAnswer(session)
     ask_once(client, engine.model, answer.messages, answer)
+    answer.save()  # what the disk refused before
 
 
 def converse(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from localllm.conversation.history import StoredMessage
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, NotFoundError, UsageError
 from localllm_tui.control.meter import AnswerMeter
 from localllm_tui.control.physics import AnswerSpeed
-from localllm_tui.control.session import PendingAnswer
+from localllm_tui.control.session import Session
 from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerTimings,
@@ -23,6 +24,11 @@ from localllm_tui.control.stream_events import (
     WaitNote,
 )
 from localllm_tui.control.terminal import printable
+
+# While it streams an answer is written this often; a kill -9 loses no more.
+SAVE_EVERY_S = 0.5
+# A failed write may have waited for a lock: the next one comes after this many times as long.
+WAIT_SHARE = 5.0
 
 # Less than this is prefilled again with every question: the end of the last answer, what the
 # template changes.
@@ -45,27 +51,14 @@ class AnswerDisplay(Protocol):
 
 
 class AnswerStream:
-    """An answer while it comes, and how it ended.
+    """An answer while it comes, shown and counted; `reason` is its finish reason."""
 
-    `keep` stores it (None: nothing is kept).
-    `not_saved` is told of a disk that refuses, which then does not end the answer; without it, it
-    does.
-    `reason` is the finish reason, `turn` the stored answer once closed: None where nothing came, or
-    nothing was to be kept.
-    """
-
-    def __init__(
-        self, keep: PendingAnswer | None, not_saved: Callable[[LocalLLMError], None] | None = None
-    ) -> None:
-        self._keep = keep
-        self._not_saved = not_saved
+    def __init__(self) -> None:
         self.meter = AnswerMeter()
         self.reason = "stopped"
-        self.turn: StoredMessage | None = None
         self.closed = False
-        self._known_tokens = keep.session.used_tokens if keep is not None else 0
-        self._cache_miss = ""
         self.timings: AnswerTimings | None = None
+        self._cache_miss = ""
         self._tools: list[dict[str, Any]] = []
 
     def speed(self, used_before: int) -> AnswerSpeed:
@@ -77,14 +70,9 @@ class AnswerStream:
         usage = AnswerUsage(meter.prompt_tokens or used_before, meter.tokens)
         return AnswerSpeed(usage, live=meter.tok_s, coming=not self.closed)
 
-    @property
-    def text(self) -> str:
-        """The answer so far, as it is kept."""
-        return self._keep.text if self._keep is not None else ""
-
     async def run(self, stream: AsyncGenerator[StreamEvent, None], shown: AnswerDisplay) -> None:
-        """Take all of `stream`. Whatever ends it (an error and a cancellation are raised on), what
-        came is kept."""
+        """Take all of `stream`. Whatever ends it (an error and a cancellation are raised on), the
+        answer is closed."""
         try:
             async with aclosing(stream) as events:
                 async for event in events:
@@ -95,65 +83,22 @@ class AnswerStream:
         finally:
             self.close()
 
-    def save_if_due(self) -> None:
-        """Write what is unsaved; for a timer, since a stream may stall."""
-        if self._keep is not None and self._keep.due:
-            self._saving(self.save)
-
-    def save(self) -> None:
-        """Write what is unsaved now. Raises LocalLLMError."""
-        if self._keep is not None:
-            self.turn = self._keep.save()
+    def add(self, text: str = "", reasoning: str = "") -> None:
+        """Take a new piece of the answer or of the thinking."""
 
     def close(self) -> None:
-        """Write the last of the answer, once; for callers that do not wait for `run`."""
-        if self.closed:
-            return
+        """End it, once; for callers that do not wait for `run`."""
         self.closed = True
-        keep, meta = self._keep, self.meter.meta()
-        if keep is None:
-            return
-        if self.meter.usage is None:  # stopped before the server counted: what the screen showed
-            used = self.meter.prompt_tokens or keep.session.used_tokens
-            meta |= {
-                "prompt_tokens": used,
-                "completion_tokens": self.meter.tokens,
-                "estimated": True,
-            }
-
-        meta |= self._reread()
-        if self._tools:
-            meta["tools"] = self._tools
-
-        meta["finish_reason"] = self.reason
-
-        def finish() -> None:
-            self.turn = keep.finish(meta)
-
-        if not self._saving(finish):
-            self.turn = StoredMessage(0, "assistant", keep.text, keep.reasoning, meta)
-
-    @property
-    def unsaved(self) -> bool:
-        """Whether the disk refused the last write."""
-        return self._keep is not None and self._keep.unsaved
-
-    def _reread(self) -> dict[str, Any]:
-        """Tokens the prefix cache should have served but that were prefilled again, and why; only
-        where they are many."""
-        usage = self.meter.usage
-        if usage is None:
-            return {}
-        again = min(self._known_tokens, usage.prompt) - usage.cached
-        if again < max(REREAD_TOKENS, REREAD_SHARE * usage.prompt):
-            return {}
-        return {"reread_tokens": again, "reread_why": self._cache_miss}
 
     def _take(self, event: StreamEvent, shown: AnswerDisplay) -> None:
         first = self.meter.tokens == 0
         match event:
             case TextDelta(text, reasoning):
-                self._add(shown, text, reasoning)
+                if first:
+                    shown.progress("")
+                self.meter.delta()
+                shown.feed(text, reasoning)
+                self.add(text, reasoning)
             case PromptProgress(done, total):
                 said = self.meter.reading(done, total)
                 if first:
@@ -177,23 +122,145 @@ class AnswerStream:
                 self.meter.usage, self.reason = event.usage, event.reason
                 self._cache_miss, self.timings = event.cache_miss, event.timings
 
-    def _add(self, shown: AnswerDisplay, text: str, reasoning: str) -> None:
-        """Show, count and keep a piece."""
-        if self.meter.tokens == 0:
-            shown.progress("")
-        self.meter.delta()
-        shown.feed(text, reasoning)
-        keep = self._keep
-        if keep is not None:
-            self._saving(lambda: keep.add(text, reasoning))
 
-    def _saving(self, write: Callable[[], object]) -> bool:
-        """Call `write`; False where it failed and `not_saved` was told."""
+class PendingAnswer(AnswerStream):
+    """An answer that is kept as it comes. Nothing is stored, and no other version touched, before
+    its first text.
+
+    `unsaved`: the disk does not have all of it, which ends no answer; `refused` is what the disk
+    said of the last write.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        to: StoredMessage | None = None,
+        *,
+        continues: bool = False,
+        model: str = "",
+    ) -> None:
+        """The answer to a question (None: the last one), beside those it has; `to` may be one of
+        these. `model`: of another model than the conversation's.
+
+        `continues`: more of the answer there is, which was stopped, cut or broken off. Raises
+        UsageError when nothing was asked, or there is nothing to go on with.
+        """
+        super().__init__()
+        last = session.turns[-1] if session.turns else None
+        begun = _to_go_on_with(to or last) if continues else None
+        at = begun or to or session.last_question
+        question = session.all_turns.get(at.parent_id, begun) if at.role == "assistant" else at
+        if question is None:
+            raise UsageError(
+                "there is no question before this answer", hint="ask one, and it is answered"
+            )
+        self.session, self.question, self._begun = session, question, begun
+        self.model = model or session.model
+        self.continues = continues
+        # More of an answer is written in its place, unless the conversation has gone on from it.
+        self._stored = begun if begun is not None and not session.has_followers(begun) else None
+        self.text = begun.content if begun is not None else ""
+        self.reasoning = (begun.reasoning or "") if begun is not None else ""
+        self._grown = self.unsaved = False
+        self.refused: LocalLLMError | None = None
+        self._meta: dict[str, Any] | None = None  # what is known at its end
+        self._next_save_s = float("-inf")
+        self._known_tokens = session.used_tokens
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return self.session.context_to(self._begun or self.question)
+
+    @property
+    def turn(self) -> StoredMessage | None:
+        """The answer as it is; None where nothing came. Its id is 0 while the disk lacks it."""
+        if not self.unsaved:
+            return self._stored
+        return StoredMessage(0, "assistant", self.text, self.reasoning, self._meta or {})
+
+    def add(self, text: str = "", reasoning: str = "") -> None:
+        """Take a new piece, and write if the last write is SAVE_EVERY_S ago."""
+        self.text += text
+        self.reasoning += reasoning
+        self.unsaved = self._grown = True
+        self.save_if_due()
+
+    def save_if_due(self) -> None:
+        """Write what is unsaved, if it is time: every SAVE_EVERY_S seconds, later where the disk
+        refuses (call it from a timer: a stream may stall)."""
+        if self.session.now() >= self._next_save_s:
+            with suppress(LocalLLMError):
+                self.save()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        meta = self.meter.meta()
+        if self.meter.usage is None:  # stopped before the server counted: what the screen showed
+            used = self.meter.prompt_tokens or self.session.used_tokens
+            meta |= {
+                "prompt_tokens": used,
+                "completion_tokens": self.meter.tokens,
+                "estimated": True,
+            }
+        meta |= self._reread()
+        if self._tools:
+            meta["tools"] = self._tools
+        with suppress(LocalLLMError):
+            self.finish({**meta, "finish_reason": self.reason})
+
+    def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
+        """Write the last of it with `meta`. None when nothing came."""
+        self._meta, self.unsaved = meta, self._grown
+        return self.save()
+
+    def save(self) -> StoredMessage | None:
+        """Write what is unsaved now; returns the turn. Raises LocalLLMError, and is then due
+        later."""
+        if not self.unsaved:
+            return self._stored
+        began_s = self.session.now()
         try:
-            write()
+            self._stored = self._write({"model": self.model, **(self._meta or {})})
         except LocalLLMError as e:
-            if self._not_saved is None:
-                raise
-            self._not_saved(e)
-            return False
-        return True
+            ended_s = self.session.now()
+            self._next_save_s = ended_s + max(SAVE_EVERY_S, WAIT_SHARE * (ended_s - began_s))
+            self.refused = e
+            raise
+        self._next_save_s = self.session.now() + SAVE_EVERY_S
+        self.refused, self.unsaved = None, False
+        return self._stored
+
+    def _write(self, meta: dict[str, Any]) -> StoredMessage:
+        more: dict[str, Any] = {
+            "reasoning": self.reasoning,
+            "meta": meta,
+            "complete": self._meta is not None,
+        }
+        if self._stored is not None:
+            with suppress(NotFoundError):  # another window removed it: it becomes a new turn
+                return self.session.rewrite(replace(self._stored, content=self.text, **more))
+        parent = self._begun.parent_id if self._begun is not None else self.question.id
+        return self.session.append("assistant", self.text, parent=parent, **more)
+
+    def _reread(self) -> dict[str, Any]:
+        """Tokens the prefix cache should have served but that were prefilled again, and why; only
+        where they are many."""
+        usage = self.meter.usage
+        if usage is None:
+            return {}
+        again = min(self._known_tokens, usage.prompt) - usage.cached
+        if again < max(REREAD_TOKENS, REREAD_SHARE * usage.prompt):
+            return {}
+        return {"reread_tokens": again, "reread_why": self._cache_miss}
+
+
+def _to_go_on_with(turn: StoredMessage | None) -> StoredMessage:
+    if turn is None:
+        raise UsageError("nothing was asked yet", hint="type a question and press Enter")
+    if turn.role != "assistant" or not turn.content.strip():
+        raise UsageError("there is no answer to go on with", hint="/retry asks for one")
+    if not Session.unfinished(turn):
+        raise UsageError("the last answer is complete", hint="/retry asks for another")
+    return turn

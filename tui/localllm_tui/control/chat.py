@@ -13,7 +13,7 @@ from typing import Literal
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control import titles, wording
-from localllm_tui.control.answering import AnswerDisplay, AnswerStream
+from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.face import Face
@@ -24,10 +24,8 @@ from localllm_tui.control.interfaces import (
 from localllm_tui.control.meter import check_fits
 from localllm_tui.control.model_list import FirstRun, Pulls
 from localllm_tui.control.physics import AnswerSpeed, ModelPhysics
-from localllm_tui.control.session import PendingAnswer, Session
-from localllm_tui.control.stream_events import (
-    StreamEvent,
-)
+from localllm_tui.control.session import Session
+from localllm_tui.control.stream_events import StreamEvent
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tools
 
@@ -64,7 +62,7 @@ class ChatController:
         self.runs_commands = False  # whether the user said so
         self.editing: StoredMessage | None = None
         self.queued = ""
-        self.stream: AnswerStream | None = None
+        self.stream: PendingAnswer | None = None
         self.left = False
         self.titles_after_s: float | None = TITLE_AFTER_S
         self.busy()
@@ -89,7 +87,7 @@ class ChatController:
         return self._running is not None
 
     @property
-    def streaming(self) -> AnswerStream | None:
+    def streaming(self) -> PendingAnswer | None:
         """The answer that is still coming."""
         return self.stream if self.stream is not None and not self.stream.closed else None
 
@@ -146,7 +144,7 @@ class ChatController:
             return
         if turn.role == "user":
             await self._note_other_window()
-            await self._start_answer(self.session.answer())
+            await self._start_answer(PendingAnswer(self.session))
 
     def would_send(self, text: str, alone: bool = False) -> list[dict[str, str]]:
         """The messages if this were asked now; `alone`: without the earlier turns."""
@@ -163,7 +161,7 @@ class ChatController:
         """
         self._save_answer()
         await self._start_answer(
-            self.session.answer(to, continues=continues, model=model), again=True
+            PendingAnswer(self.session, to, continues=continues, model=model), again=True
         )
 
     async def stop_answer(self) -> bool:
@@ -182,22 +180,22 @@ class ChatController:
         if self._running is not None:
             await self._running
 
-    async def _start_answer(self, keep: PendingAnswer, *, again: bool = False) -> None:
-        shown = self._shown = await self.face.show_answer(keep, again=again)
-        stream = self.stream = AnswerStream(keep, self._not_saved)
+    async def _start_answer(self, stream: PendingAnswer, *, again: bool = False) -> None:
+        shown = self._shown = await self.face.show_answer(stream, again=again)
+        self.stream = stream
         shown.progress("waiting for the first token…")
-        self._running = asyncio.create_task(self._answer(keep, stream, shown))
+        self._running = asyncio.create_task(self._answer(stream, shown))
         # a task that is cancelled before it began does nothing, the rest of its work neither
         await asyncio.sleep(0)
         self.face.run_beside(self.answered, "answer")
         if not self.compacts:  # with compaction the server may send less
-            self.face.run_beside(partial(self._count_prompt, keep, stream), "prompt")
+            self.face.run_beside(partial(self._count_prompt, stream), "prompt")
         self.face.changed()
 
-    async def _count_prompt(self, keep: PendingAnswer, stream: AnswerStream) -> None:
+    async def _count_prompt(self, stream: PendingAnswer) -> None:
         """Tell the meter of an answer on its way how long the prompt is; the server does so only at
         the end."""
-        tokens = await self.client.count(keep.model, keep.messages)
+        tokens = await self.client.count(stream.model, stream.messages)
         if tokens and not stream.closed and not stream.meter.prompt_tokens:
             stream.meter.prompt_tokens = tokens
 
@@ -216,13 +214,11 @@ class ChatController:
             keep.model, keep.messages, compact=compact, continues=keep.continues
         )
 
-    async def _answer(
-        self, keep: PendingAnswer, stream: AnswerStream, shown: AnswerDisplay
-    ) -> None:
+    async def _answer(self, stream: PendingAnswer, shown: AnswerDisplay) -> None:
         """Stream one answer; however it ends, the face shows how."""
         error: LocalLLMError | None = None
         try:
-            await stream.run(self._events(keep), shown)
+            await stream.run(self._events(stream), shown)
         except LocalLLMError as e:
             error = e
         except asyncio.CancelledError:
@@ -230,6 +226,7 @@ class ChatController:
             pass
         try:
             stream.close()
+            self._tell_of_disk()
             if not self.left:
                 await self._end_answer(shown, stream, error)
         finally:
@@ -240,7 +237,7 @@ class ChatController:
             self.face.submit_queued(queued)
 
     async def _end_answer(
-        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+        self, shown: AnswerDisplay, stream: PendingAnswer, error: LocalLLMError | None
     ) -> None:
         await self.face.end_answer(shown, stream, error)
         await self._note_other_window()
@@ -258,40 +255,39 @@ class ChatController:
             await self._ask_notice()
         await self._warn_of_full_context()
 
-    def _not_saved(self, error: LocalLLMError) -> None:
-        """Say once that the disk refuses; the answer that is shown goes on."""
-        if not self._save_failed:
-            self._save_failed = True
-            self.face.notify(
-                wording.in_a_line(error),
-                title="not saved",
-                severity="error",
-                timeout=15,
-                markup=False,
-            )
-
     def _save_answer(self) -> None:
         """Write what the disk refused of the newest answer. Raises LocalLLMError where it still
         refuses."""
         if self.stream is not None:
             self.stream.save()
-        self._say_saved()
+        self._tell_of_disk()
 
-    def _say_saved(self) -> None:
-        """Tell that an answer which the disk refused is written now."""
+    def _tell_of_disk(self) -> None:
+        """Say once that the disk refuses the newest answer, which goes on, and once that it has
+        it."""
         stream = self.stream
-        if not self._save_failed or stream is None or not stream.closed or stream.unsaved:
+        if stream is None:
             return
-        self._save_failed = False
-        self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
-        if stream.turn is not None and self._shown is not None:
-            self.face.show_place(self._shown, stream.turn)
+        if stream.refused is not None and not self._save_failed:
+            self._save_failed = True
+            self.face.notify(
+                wording.in_a_line(stream.refused),
+                title="not saved",
+                severity="error",
+                timeout=15,
+                markup=False,
+            )
+        elif self._save_failed and stream.closed and not stream.unsaved:
+            self._save_failed = False
+            self.face.notify("the answer is on disk now", title="saved", timeout=4, markup=False)
+            if stream.turn is not None and self._shown is not None:
+                self.face.show_place(self._shown, stream.turn)
 
     async def _note_other_window(self) -> None:
-        tree = self.session.tree
-        if tree.copied or tree.beside:
-            said = wording.CONTINUED_ELSEWHERE if tree.copied else wording.CONTINUED_BESIDE
-            tree.copied = tree.beside = False
+        session = self.session
+        if session.copied or session.beside:
+            said = wording.CONTINUED_ELSEWHERE if session.copied else wording.CONTINUED_BESIDE
+            session.copied = session.beside = False
             await self.face.show_note(said)
 
     async def _ask_notice(self) -> None:
@@ -403,7 +399,7 @@ class ChatController:
         self._look_at_engine()
         if self.stream is not None:
             self.stream.save_if_due()
-        self._say_saved()
+        self._tell_of_disk()
         if self.streaming is not None:
             self.busy()
         elif (

@@ -60,9 +60,9 @@ async def resume(chat: ChatController, conv_id: str, at: int = 0) -> None:
         if chat.session.id == conv_id
         else Session(chat.history, chat.model, conv_id=conv_id)
     )
-    if at in session.tree.turns:
+    if at in session.all_turns:
         await chat.stop_answer()
-        session.tree.show(at)
+        session.show(at)
     await chat.open(session, at)
 
 

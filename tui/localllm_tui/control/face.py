@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
-from localllm_tui.control.answering import AnswerDisplay, AnswerStream
-from localllm_tui.control.session import PendingAnswer
+from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 
 
 class Face(Protocol):
@@ -59,7 +58,7 @@ class Face(Protocol):
         """Make what shows an answer as it comes; `again`: in place of what follows its question."""
 
     async def end_answer(
-        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+        self, shown: AnswerDisplay, stream: PendingAnswer, error: LocalLLMError | None
     ) -> None:
         """Show how an answer ended."""
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from localllm.conversation.history import History, StoredMessage
 from localllm.errors import UsageError
-from localllm_tui.control.conversation_tree import ConversationTree
 from localllm_tui.control.session import Session
 
 FORMAT = "localllm-conversation"
@@ -18,15 +17,14 @@ FORMAT_VERSION = 1
 
 def to_json(session: Session) -> str:
     """All branches, as `store` takes them back."""
-    tree = session.tree
-    turns = sorted([*tree.turns.values(), *tree.systems], key=lambda t: t.id)
+    turns = sorted([*session.all_turns.values(), *session.systems], key=lambda t: t.id)
     return json.dumps(
         {
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "title": session.title,
             "model": session.model,
-            "head": tree.head,
+            "head": session.head,
             "messages": [_message(t) for t in turns],
         },
         ensure_ascii=False,
@@ -50,14 +48,14 @@ def _message(turn: StoredMessage) -> dict[str, Any]:
 def to_markdown(session: Session) -> str:
     """The branch that is shown, with the other versions of each turn folded."""
     parts = [f"# {session.title or 'Conversation'}"]
-    if session.system and not session.tree.systems:
+    if session.system and not session.systems:
         parts.append(_system(session.system))
     parts += _systems_after(session, 0)
     for turn in session.turns:
         who = "You" if turn.role == "user" else turn.meta.get("model") or session.model
         parts.append(f"## {who}")
         parts += _body(turn)
-        versions = session.tree.versions(turn)
+        versions = session.versions(turn)
         for n, other in enumerate(versions, 1):
             if other.id != turn.id:
                 parts.append(_folded(f"version {n} of {len(versions)}", _body(other)))
@@ -69,7 +67,7 @@ def _systems_after(session: Session, turn_id: int) -> Iterable[str]:
     """The system prompts that were set after a turn; those set on a branch that is not shown stand
     at the beginning."""
     shown = {t.id for t in session.turns}
-    for s in session.tree.systems:
+    for s in session.systems:
         if (s.parent_id if s.parent_id in shown else 0) == turn_id:
             yield _system(s.content)
 
@@ -111,12 +109,11 @@ def store(history: History, path: Path, model: str) -> str:
         head, title = int(found.get("head") or 0), str(found.get("title") or "Untitled")
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise UsageError(f"{path} is no conversation ({type(e).__name__}: {e})", hint=_KNOWN) from e
-    tree = ConversationTree(history, None)
-    tree.create(title, str(found.get("model") or model))
-    places = tree.add_all(turns)
+    conv_id = history.create(title, str(found.get("model") or model))
+    places = history.add(conv_id, turns)
     if places.get(head):
-        history.set_head(str(tree.id), places[head])
-    return str(tree.id)
+        history.set_head(conv_id, places[head])
+    return conv_id
 
 
 def _turn(message: Mapping[str, Any]) -> StoredMessage:

@@ -24,9 +24,7 @@ from localllm_tui.control.attachments import (
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.formatting import BAR_CELLS, bar, elide
 from localllm_tui.control.session import Session
-from localllm_tui.control.stream_events import (
-    AnswerUsage,
-)
+from localllm_tui.control.stream_events import AnswerUsage
 from localllm_tui.control.terminal import one_line
 
 _GAP = "  "

@@ -1,28 +1,26 @@
-"""One conversation in step with the history on disk; knows no screen."""
+"""One conversation in step with the history on disk: its branches, the versions of a turn, and what
+the model gets of it; knows no screen."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from localllm.conversation.history import History, HistoryError, StoredMessage
+from localllm.conversation.history import History, HistoryError, StoredMessage, TurnGoneError
 from localllm.errors import NotFoundError, UsageError
 from localllm_tui.control.attachments import files_of, with_files
-from localllm_tui.control.conversation_tree import ConversationTree
 from localllm_tui.control.formatting import title_of
-
-# While it streams an answer is written this often; a kill -9 loses no more.
-SAVE_EVERY_S = 0.5
-# A failed write may have waited for a lock: the next one comes after this many times as long.
-WAIT_SHARE = 5.0
 
 
 class Session:
     """A conversation and its place in `history`. A new one reaches the disk with its first message.
 
-    `turns` are the questions and answers of the branch that is shown, in order. Every method that
-    changes something has written the change when it returns.
+    `turns` are the questions and answers of the branch that is shown, in order, `all_turns` those
+    of all branches by their ids; `systems` are the system prompts that were set, which belong to no
+    branch. Every method that changes something has written the change when it returns.
     """
 
     def __init__(
@@ -37,28 +35,60 @@ class Session:
         self.history = history
         self.model = model
         self.now = now
-        self.tree = ConversationTree(history, conv_id)
-        self._system = system
-        stored = history.get(conv_id) if conv_id else None
-        self.title = stored.title if stored is not None else ""
-        # who made the title: ConversationSummary
-        self.titled = stored.titled if stored is not None else 0
-        if conv_id and system is not None and system != self.system:
-            self.set_system(system)
+        self.copied = False  # continued in a copy, because another window removed the parent turn
+        self.beside = False  # another window has added turns since these were read
+        self._system = system or ""
+        self._forget()
+        if conv_id is not None:
+            self._read(conv_id)
+            stored = history.get(conv_id)
+            self.title, self.titled = stored.title, stored.titled
+            if system is not None and system != self.system:
+                self.set_system(system)
+
+    def _forget(self) -> None:
+        """Be a conversation in which nothing was said."""
+        self.id: str | None = None  # in the history; None before anything was said
+        self.title = ""
+        self.titled = 0  # who made the title: ConversationSummary
+        self._empty()
+
+    def _empty(self) -> None:
+        self.all_turns: dict[int, StoredMessage] = {}
+        self._after: dict[int, list[int]] = {}  # the versions of what follows a turn, oldest first
+        self.turns: list[StoredMessage] = []
+        self.systems: list[StoredMessage] = []
+
+    def _read(self, conv_id: str, *, head: int | None = None) -> None:
+        everything, stored_head = self.history.tree(conv_id)
+        self._empty()
+        self.id = conv_id
+        for m in everything:
+            if m.role == "system":
+                self.systems.append(m)
+            else:
+                self.all_turns[m.id] = m
+                self._after.setdefault(m.parent_id, []).append(m.id)
+        for versions in self._after.values():
+            versions.sort(key=lambda n: (self.all_turns[n].created_s, n))
+        self._show_branch(stored_head if head is None else head)
+
+    def _show_branch(self, head: int) -> None:
+        path: dict[int, StoredMessage] = {}
+        while head in self.all_turns and head not in path:
+            path[head] = self.all_turns[head]
+            head = path[head].parent_id
+        self.turns = [*path.values()][::-1]
 
     @property
-    def id(self) -> str | None:
-        """Its id in the history; None before anything was said."""
-        return self.tree.id
-
-    @property
-    def turns(self) -> list[StoredMessage]:
-        return self.tree.path
+    def head(self) -> int:
+        """The id of the last turn of the branch that is shown; 0 for none."""
+        return self.turns[-1].id if self.turns else 0
 
     @property
     def system(self) -> str:
         """The system prompt in force ("" for none): the last one set, on whichever branch."""
-        return self.tree.systems[-1].content if self.tree.systems else self._system or ""
+        return self.systems[-1].content if self.systems else self._system
 
     @property
     def last_answer(self) -> StoredMessage | None:
@@ -90,30 +120,24 @@ class Session:
     def compacts(self) -> bool:
         """Whether compaction is on: the oldest messages may be left out of a request that is too
         long. Nothing is removed here."""
-        return any(t.meta.get("compact") for t in self.tree.turns.values())
+        return any(t.meta.get("compact") for t in self.all_turns.values())
 
     def set_compacts(self, on: bool) -> None:
         """Allow or forbid compaction; kept with the conversation. Raises UsageError when nothing
         was asked."""
-        for turn in [t for t in self.tree.turns.values() if t.meta.get("compact")]:
+        for turn in [t for t in self.all_turns.values() if t.meta.get("compact")]:
             meta = {k: v for k, v in turn.meta.items() if k != "compact"}
-            self.tree.rewrite(turn, turn.content, turn.reasoning or "", meta, turn.complete)
+            self.rewrite(replace(turn, meta=meta))
         if on:
             first = next((t for t in self.turns if t.role == "user"), None) or self.last_question
-            self.tree.rewrite(
-                first,
-                first.content,
-                first.reasoning or "",
-                {**first.meta, "compact": True},
-                first.complete,
-            )
+            self.rewrite(replace(first, meta={**first.meta, "compact": True}))
 
     def set_system(self, text: str) -> None:
         """Use `text` as the system prompt from here on; "" for none."""
         if self.id is None:
             self._system = text
         else:
-            self.tree.append("system", text)
+            self.append("system", text)
 
     def ask(
         self,
@@ -133,14 +157,14 @@ class Session:
         content = with_files(text, attached, files)
         if self.id is None:
             self.title = title_of(text or ", ".join(names))
-            self.tree.create(self.title, self.model)
+            self.id = self.history.create(self.title, self.model)
             if self._system:
-                self.tree.append("system", self._system)
+                self.append("system", self._system)
         if instead is None:
-            return self.tree.append("user", content, meta=meta)
-        turn = self.tree.append("user", content, meta=meta, parent=instead.parent_id)
-        if instead.id in self.tree.turns and not self.tree.has_followers(instead):
-            self.tree.remove(instead)
+            return self.append("user", content, meta=meta)
+        turn = self.append("user", content, meta=meta, parent=instead.parent_id)
+        if instead.id in self.all_turns and not self.has_followers(instead):
+            self.remove(instead)
             if not self.titled and self.title == title_of(
                 instead.meta.get("typed", instead.content)
             ):
@@ -154,7 +178,7 @@ class Session:
             "finish_reason": "stop",
             "edited": True,
         }
-        return self.tree.append("assistant", text, meta=meta, parent=answer.parent_id)
+        return self.append("assistant", text, meta=meta, parent=answer.parent_id)
 
     def drop_question(self) -> None:
         """Remove the last question. Raises UsageError where it was answered, or nothing was
@@ -165,23 +189,31 @@ class Session:
         self.remove(old)
 
     def remove(self, turn: StoredMessage) -> None:
-        """Remove a turn and all that follows it; its other versions stay. The last turn takes the
-        conversation with it."""
-        self.tree.remove(turn)
+        """Remove a turn and all that follows it; its next version is shown, or the turn before it.
+        The last turn takes the conversation with it."""
+        assert self.id is not None
+        versions = self.versions(turn)
+        at = versions.index(turn)
+        others = [v.id for v in (versions[at + 1 :] + versions[:at][::-1])]
+        shown = turn in self.turns
+        with_it = self.head if not shown else None
+        self.history.remove(turn.id)
+        self._read(self.id, head=with_it)
+        if shown and others:
+            self.show(others[0])
         if not self.turns:
             self._system = self.system
-            self.tree.forget()
-            self.title, self.titled = "", 0
+            self.history.delete(self.id)
+            self._forget()
 
     def fail_question(self) -> None:
         """Mark the last question as failed: it is not sent again unless it is retried."""
         old = self.last_question
         if self.unanswered:
-            meta = {**old.meta, "failed": True}
-            try:
-                self.tree.rewrite(old, old.content, old.reasoning or "", meta, old.complete)
-            except HistoryError:
-                self.tree.replace(old, meta=meta)  # what is sent next must not wait for the disk
+            failed = replace(old, meta={**old.meta, "failed": True})
+            self._remember(failed)  # what is sent next must not wait for the disk
+            with suppress(HistoryError):
+                self.rewrite(failed)
 
     def context_to(
         self, turn: StoredMessage, instead: StoredMessage | None = None
@@ -242,36 +274,6 @@ class Session:
                 messages.append({"role": turn.role, "content": turn.content})
         return messages
 
-    def answer(
-        self, to: StoredMessage | None = None, *, continues: bool = False, model: str = ""
-    ) -> PendingAnswer:
-        """Begin the answer to a question (None: the last one), beside those it has; `to` may be one
-        of these. `model`: of another model than the conversation's.
-
-        `continues`: more of the answer there is, which was stopped, cut or broken off. Raises
-        UsageError when nothing was asked, or there is nothing to go on with.
-        """
-        last = self.turns[-1] if self.turns else None
-        if continues:
-            begun = self._continued(to or last)
-            return PendingAnswer(self, self.tree.turns.get(begun.parent_id, begun), begun)
-        to = to or self.last_question
-        question = self.tree.turns.get(to.parent_id) if to.role == "assistant" else to
-        if question is None:
-            raise UsageError(
-                "there is no question before this answer", hint="ask one, and it is answered"
-            )
-        return PendingAnswer(self, question, model=model)
-
-    def _continued(self, turn: StoredMessage | None) -> StoredMessage:
-        if turn is None:
-            raise UsageError("nothing was asked yet", hint="type a question and press Enter")
-        if turn.role != "assistant" or not turn.content.strip():
-            raise UsageError("there is no answer to go on with", hint="/retry asks for one")
-        if not self.unfinished(turn):
-            raise UsageError("the last answer is complete", hint="/retry asks for another")
-        return turn
-
     @staticmethod
     def unfinished(turn: StoredMessage) -> bool:
         """Whether a turn is an answer that did not come to its end by itself, or was changed
@@ -286,28 +288,27 @@ class Session:
     def other_version(self, turn: StoredMessage, step: int) -> StoredMessage:
         """Show the version `step` places after `turn`, cyclically, and what followed it. Raises
         UsageError where there is no other."""
-        versions = self.tree.versions(turn)
+        versions = self.versions(turn)
         if len(versions) == 1:
             how = "/retry makes one" if turn.role == "assistant" else "/edit makes one"
             raise UsageError("this turn has no other version", hint=how)
         other = versions[(self.place(turn)[0] - 1 + step) % len(versions)]
-        self.tree.show(other.id)
+        self.show(other.id)
         return other
 
     def place(self, turn: StoredMessage) -> tuple[int, int]:
         """Which of how many versions `turn` is, counted from 1."""
-        versions = [v.id for v in self.tree.versions(turn)]
+        versions = [v.id for v in self.versions(turn)]
         return versions.index(turn.id) + 1, len(versions)
 
     def branch_off(self, turn: StoredMessage) -> Session:
         """A new conversation with all turns up to `turn`; this one stays as it is."""
         upto = self._before(turn) | {turn.id}
-        copy = Session(self.history, self.model, system=self.system, now=self.now)
         taken = {c.title for c in self.history.list(self.title, limit=1000)}
         names = (f"{self.title} (branch{f' {n}' if n > 1 else ''})" for n in range(1, 1002))
-        copy.title = next(name for name in names if name not in taken)
-        copy.tree.create(copy.title, self.model)
-        copy.tree.add_all([*self.tree.systems[-1:], *(t for t in self.turns if t.id in upto)])
+        conv_id = self.history.create(next(name for name in names if name not in taken), self.model)
+        self.history.add(conv_id, [*self.systems[-1:], *(t for t in self.turns if t.id in upto)])
+        copy = Session(self.history, self.model, conv_id=conv_id, now=self.now)
         if self.compacts:
             copy.set_compacts(True)
         return copy
@@ -326,94 +327,73 @@ class Session:
             raise UsageError("nothing was asked yet", hint="type a question and press Enter")
         return asked
 
+    # -- the tree of turns -------------------------------------------------------------------------
 
-class PendingAnswer:
-    """An answer while it streams. Nothing is stored, and no other version touched, before its first
-    text."""
+    def versions(self, turn: StoredMessage) -> list[StoredMessage]:
+        """The versions of a turn, itself among them, oldest first."""
+        beside = (self.all_turns[n] for n in self._after[turn.parent_id])
+        return [one for one in beside if one.role == turn.role]
 
-    def __init__(
-        self,
-        session: Session,
-        question: StoredMessage,
-        begun: StoredMessage | None = None,
-        *,
-        model: str = "",
-    ) -> None:
-        self.session = session
-        self.model = model or session.model
-        self.continues = begun is not None
-        self.question = question
-        self._begun = begun
-        # More of an answer is written in its place, unless the conversation has gone on from it.
-        self._message = (
-            begun if begun is not None and not session.tree.has_followers(begun) else None
-        )
-        self.text = begun.content if begun is not None else ""
-        self.reasoning = (begun.reasoning or "") if begun is not None else ""
-        self._grown = self.unsaved = False
-        self._meta: dict[str, Any] | None = None  # what is known at its end
-        self._next_save_s = float("-inf")
+    def has_followers(self, turn: StoredMessage) -> bool:
+        """Whether any turn follows `turn`, on any branch."""
+        return bool(self._after.get(turn.id))
 
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        return self.session.context_to(self._begun or self.question)
+    def show(self, turn_id: int) -> None:
+        """Show the most recently continued branch through this turn."""
+        if any(t.id == turn_id for t in self.turns):
+            return
+        head = turn_id
+        while self._after.get(head):
+            head = max(self._after[head])
+        assert self.id is not None
+        self.history.set_head(self.id, head)
+        self._show_branch(head)
 
-    def add(self, text: str = "", reasoning: str = "") -> None:
-        """Take a new piece, and write if the last write is SAVE_EVERY_S ago."""
-        self.text += text
-        self.reasoning += reasoning
-        self.unsaved = self._grown = True
-        self.save_if_due()
-
-    @property
-    def due(self) -> bool:
-        """Whether to write again: every SAVE_EVERY_S seconds, later where the disk refuses."""
-        return self.unsaved and self.session.now() >= self._next_save_s
-
-    def save_if_due(self) -> None:
-        """Write what is unsaved, if it is time (call it from a timer: a stream may stall)."""
-        if self.due:
-            self.save()
-
-    def finish(self, meta: dict[str, Any]) -> StoredMessage | None:
-        """Write the last of it with `meta`. None when nothing came."""
-        self._meta, self.unsaved = meta, self._grown
-        return self.save()
-
-    def save(self) -> StoredMessage | None:
-        """Write what is unsaved now; returns the turn. Raises HistoryError, and is then due later."""
-        if not self.unsaved:
-            return self._message
-        began_s = self.session.now()
+    def append(
+        self, role: str, content: str, *, parent: int | None = None, **more: Any
+    ) -> StoredMessage:
+        """Add a turn after `parent` (None: the head), which becomes the head; or a system prompt,
+        which does not. `more` is as the history takes it."""
+        assert self.id is not None
+        parent = self.head if parent is None else parent
         try:
-            return self._save(self._meta or {}, complete=self._meta is not None)
-        except HistoryError:
-            ended_s = self.session.now()
-            self._next_save_s = ended_s + max(SAVE_EVERY_S, WAIT_SHARE * (ended_s - began_s))
-            raise
+            n = self.history.append(self.id, role, content, parent=parent, **more)
+        except (TurnGoneError, NotFoundError):
+            places = self._copy()
+            return self.append(role, content, parent=places.get(parent, self.head), **more)
+        turn = StoredMessage(n, role, content, created_s=time.time(), parent_id=parent, **more)
+        if role == "system":
+            self.systems.append(turn)
+            return turn
+        known = self._after.setdefault(parent, [])
+        self.all_turns[n] = turn
+        known.append(n)
+        if set(self.history.versions(self.id, parent, role)) - set(known):
+            self.beside = True
+            self._read(self.id, head=n)
+        else:
+            self._show_branch(n)
+        return turn
 
-    def _save(self, meta: dict[str, Any], *, complete: bool) -> StoredMessage:
-        tree = self.session.tree
-        meta = {"model": self.model, **meta}
-        if self._message is not None:
-            try:
-                return self._saved(
-                    tree.rewrite(self._message, self.text, self.reasoning, meta, complete)
-                )
-            except NotFoundError:
-                pass  # another window removed it: store the text as a new turn
-        parent = self._begun.parent_id if self._begun is not None else self.question.id
-        turn = tree.append(
-            "assistant",
-            self.text,
-            parent=parent,
-            reasoning=self.reasoning,
-            meta=meta,
-            complete=complete,
+    def _copy(self) -> dict[int, int]:
+        """Copy what is shown into a new conversation and continue there; returns the new id of each
+        turn."""
+        self.id = self.history.create(self.title, self.model)
+        self.copied = True
+        places = self.history.add(self.id, [*self.systems, *self.turns])
+        self._read(self.id)
+        return places
+
+    def rewrite(self, turn: StoredMessage) -> StoredMessage:
+        """Write a turn that was changed in its place. Raises NotFoundError where another window
+        removed it."""
+        self.history.update_partial(
+            turn.id, turn.content, reasoning=turn.reasoning, meta=turn.meta, complete=turn.complete
         )
-        return self._saved(turn)
+        self._remember(turn)
+        return turn
 
-    def _saved(self, message: StoredMessage) -> StoredMessage:
-        self._message, self.unsaved = message, False
-        self._next_save_s = self.session.now() + SAVE_EVERY_S
-        return message
+    def _remember(self, turn: StoredMessage) -> None:
+        """Have a turn as it is now in memory."""
+        self.all_turns[turn.id] = turn
+        self.turns = [turn if turn.id == old.id else old for old in self.turns]

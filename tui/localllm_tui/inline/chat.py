@@ -19,12 +19,12 @@ from rich.text import Text
 from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.control import commands
-from localllm_tui.control.answering import AnswerDisplay, AnswerStream
+from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.attachments import files_and_folders, typed_in
 from localllm_tui.control.chat import QUIT_WITHIN_S
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.meter import FileCost
-from localllm_tui.control.session import PendingAnswer, Session
+from localllm_tui.control.session import Session
 from localllm_tui.control.terminal import (
     copy_with_tool,
     on_signals,
@@ -174,7 +174,7 @@ class InlineFace(LineFace):
         return InlineAnswer(self.page, self._look)
 
     async def end_answer(
-        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+        self, shown: AnswerDisplay, stream: PendingAnswer, error: LocalLLMError | None
     ) -> None:
         assert isinstance(shown, InlineAnswer)
         shown.end(how_it_ended(stream, error))

@@ -18,13 +18,12 @@ from localllm.conversation.history import StoredMessage
 from localllm.errors import LocalLLMError
 from localllm_tui.bindings import HasKeys
 from localllm_tui.control import command_actions, commands, wording
-from localllm_tui.control.answering import AnswerDisplay, AnswerStream
+from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.attachments import dropped_files, typed_in
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.keys import CHAT
 from localllm_tui.control.local_state import Drafts
-from localllm_tui.control.session import PendingAnswer
 from localllm_tui.control.terminal import DeferredGc, keyboard
 from localllm_tui.messages import (
     CopyWanted,
@@ -214,8 +213,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
             self.notify(wording.in_a_line(e), severity="warning", timeout=4, markup=False)
         if what in ("copy", "code"):
             return
-        tree = self.chat.session.tree
-        versions = {v.id for v in tree.versions(turn)} if what == "version" else set()
+        versions = {v.id for v in self.chat.session.versions(turn)} if what == "version" else set()
         views = (view for view in self.transcript.views if view.turn_id in versions)
         if what == "version":
             # What follows the version is seen too, as far as it fits.
@@ -342,7 +340,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         return view
 
     async def end_answer(
-        self, shown: AnswerDisplay, stream: AnswerStream, error: LocalLLMError | None
+        self, shown: AnswerDisplay, stream: PendingAnswer, error: LocalLLMError | None
     ) -> None:
         assert isinstance(shown, AnswerView)
         turn = stream.turn
@@ -371,7 +369,7 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         if (
             isinstance(shown, AnswerView)
             and shown.is_attached
-            and turn.id in self.chat.session.tree.turns
+            and turn.id in self.chat.session.all_turns
         ):
             shown.show_place(turn.id, self.chat.session.place(turn))
 
