@@ -127,7 +127,7 @@ def test_a_folder_goes_along_without_what_git_ignores(
     ]
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.chat.n_ctx is not None)
+        await d.until(lambda: d.app.chat.listed.n_ctx is not None)
         await d.press("@", *"src/")
         await d.until(
             lambda: any("src/ " in line and "tokens" in line for line in d.screen().splitlines())

@@ -287,7 +287,7 @@ def test_a_file_too_large_for_the_context_is_refused_at_once(drive: Any, tmp_pat
     file.write_text("x" * 9000)
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.chat.n_ctx == 1000)
+        await d.until(lambda: d.app.chat.listed.n_ctx == 1000)
         await d.ask(f"/attach {file}")
         assert "can't fit in a context of 1,000 tokens" in d.screen().replace("\n", " ")
 

@@ -45,7 +45,7 @@ def test_an_at_finds_a_file_says_its_cost_and_sends_it_along(
     server.answer("ok")
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.chat.n_ctx is not None)
+        await d.until(lambda: d.app.chat.listed.n_ctx is not None)
         await d.type("look at ")
         await d.press("@")
         await d.until(lambda: isinstance(d.app.screen, FilePicker))
@@ -98,7 +98,7 @@ def test_a_file_that_can_not_go_along_is_not_taken(
     server.count = lambda text: len(text.split())
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.chat.n_ctx is not None)
+        await d.until(lambda: d.app.chat.listed.n_ctx is not None)
         await d.press("@")
         await d.until(lambda: isinstance(d.app.screen, FilePicker))
         await d.press(*"long")
@@ -171,7 +171,7 @@ def test_a_megabyte_pasted_goes_along_as_a_file_or_is_said_to_be_too_long(
     pasted = "line of text\n" * 80_000
 
     async def play(d: Driver) -> None:
-        await d.until(lambda: d.app.chat.n_ctx is not None)
+        await d.until(lambda: d.app.chat.listed.n_ctx is not None)
         await d.type("draft")
         d.app.post_message(events.Paste(pasted))
         await d.until(lambda: "pasted-1.txt" in d.screen())

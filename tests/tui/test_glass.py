@@ -143,7 +143,9 @@ def test_one_key_shows_it_beside_the_conversation_or_above_it(
         assert "BANDWIDTH 27 of 34 GB/s: 80%" in screen
         assert all(len(line) <= size[0] for line in screen.splitlines())
         if beside:
-            lines = [line.rstrip() for line in panel_lines(d.app.chat.physics, d.app.chat.speed)]
+            lines = [
+                line.rstrip() for line in panel_lines(d.app.chat.listed.physics, d.app.chat.speed)
+            ]
             assert [line for line in lines if line not in screen] == []  # none is folded
             assert "PROMPT 750 of 950 from cache" in screen
             assert "drafts: 4 of 12 accepted" in screen
@@ -261,7 +263,7 @@ def test_at_a_real_model_it_is_what_the_engine_measured(smollm2: Path) -> None:
         assert isinstance(done, AnswerDone)
         assert done.timings is not None
         assert done.usage is not None
-        physics = ModelPhysics.of(listed.physics)
+        physics = listed.physics
         assert physics is not None
         # SmolLM2-135M: 30 layers, 3 KV heads of 64, keys and values in 16 bits; of its 98 MB file
         # all but little is read.

@@ -14,7 +14,7 @@ from localllm.conversation.history import History
 from localllm_tui.control.answering import PendingAnswer
 from localllm_tui.control.client import of_a_person
 from localllm_tui.control.interfaces import EngineProgress
-from localllm_tui.control.meter import StatusFigures, status_text
+from localllm_tui.control.meter import status_text
 from localllm_tui.control.session import Session
 from localllm_tui.line_chat import WrappedLines
 from localllm_tui.screens.models import ModelsScreen
@@ -200,7 +200,7 @@ def test_a_key_that_has_nothing_to_do_says_so(drive: Any) -> None:
 
 def test_a_name_is_one_line_whatever_it_holds(drive: Any, history: History) -> None:
     evil = "first\nsecond\r\n third"
-    assert "\n" not in status_text(StatusFigures(evil), 60)
+    assert "\n" not in status_text(60, evil, 0, None, {})
 
     async def play(d: Driver) -> None:
         assert "first second third" in d.screen()

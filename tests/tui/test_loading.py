@@ -51,7 +51,7 @@ def test_a_question_waits_for_the_model_and_is_answered(drive: Any, server: Scri
         await d.until(lambda: not d.app.chat.answering)
         assert "Bonjour" in d.screen()
         assert "loading" not in d.screen()
-        await d.until(lambda: d.app.chat.n_ctx == 1000)
+        await d.until(lambda: d.app.chat.listed.n_ctx == 1000)
 
     drive(play, engine=engine)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
         app.chat.titles_after_s = None
         async with app.run_test(size=(160, 40)) as pilot:
             d = Driver(app, pilot)
-            await d.until(lambda: app.chat.n_ctx == CONTEXT)
+            await d.until(lambda: app.chat.listed.n_ctx == CONTEXT)
             await d.ask("Count to ten.")
             assert meter(d) == ended(client)
             await d.ask("/retry")
@@ -83,7 +84,9 @@ async def in_every_state(base_url: str, model: str, history: History) -> None:
             await d.press("enter")
             edited = await counted(base_url, model, d)
             await d.until(lambda: meter(d) == edited)
-            app.chat.n_ctx = None  # else the chat itself would refuse it
+            app.chat.listed = replace(
+                app.chat.listed, n_ctx=None
+            )  # else the chat itself would refuse it
             await d.ask("too long " * CONTEXT)
             await d.until(lambda: "Error:" in d.screen())
             await d.ask("/model " + model)
@@ -128,7 +131,7 @@ async def speed_on_screen(base_url: str, model: str, history: History) -> None:
         app.chat.titles_after_s = None
         async with app.run_test(size=(120, 50)) as pilot:
             d = Driver(app, pilot)
-            await d.until(lambda: app.chat.n_ctx == CONTEXT)
+            await d.until(lambda: app.chat.listed.n_ctx == CONTEXT)
             await d.ask("Count to twenty.")
             await d.press("f3")
             await d.until(lambda: "GB/s: " in d.screen())

@@ -62,7 +62,7 @@ def test_a_servers_words(drive: Any) -> None:
             await d.ask("r")
             assert f"Error: ]0;t]52;c;ZXZpbA==31m{SHOWN}" in d.screen()
             harmless(d)
-            d.app.chat.use_model(EVIL, await d.app.chat.client.models())
+            d.app.chat.use_model(await d.app.chat.client.listed(EVIL))
             await d.ask("/system " + EVIL)
             await d.ask("/title " + EVIL)
             harmless(d)

@@ -284,7 +284,7 @@ def test_every_screen_looks_as_it_did(
     async def play(d: Driver) -> None:
         if look == "light":
             d.app.theme = "textual-light"
-        await d.until(lambda: d.app.chat.n_ctx is not None and "QWEN3-8B" in d.screen())
+        await d.until(lambda: d.app.chat.listed.n_ctx is not None and "QWEN3-8B" in d.screen())
         await hold(d, "first-run", look)
         await d.press("f4")
         await d.until(

@@ -17,19 +17,18 @@ from localllm_tui.control.answering import AnswerDisplay, PendingAnswer
 from localllm_tui.control.chat_options import ChatOptions
 from localllm_tui.control.client import ListedModel
 from localllm_tui.control.face import Face
-from localllm_tui.control.interfaces import (
-    PlanList,
-    PlanRequest,
-)
+from localllm_tui.control.interfaces import EngineProgress, PlanList, PlanRequest
 from localllm_tui.control.meter import check_fits
 from localllm_tui.control.model_list import FirstRun, Pulls
-from localllm_tui.control.physics import AnswerSpeed, ModelPhysics
+from localllm_tui.control.physics import AnswerSpeed
 from localllm_tui.control.session import Session
 from localllm_tui.control.stream_events import StreamEvent
 from localllm_tui.control.terminal import one_line, printable
 from localllm_tui.control.tools import ToolBox, approval_texts, stream_with_tools
 
 CONTEXT_WARNING = 0.9
+# How often one looks whether the engine is loaded.
+LOOK_S = 0.2
 # Ctrl+C leaves when it is pressed twice within this.
 QUIT_WITHIN_S = 2.0
 # The server knows how the model performs after an answer or two.
@@ -42,8 +41,7 @@ TITLE_AFTER_S = 20.0
 class ChatController:
     """One conversation and who answers it. What happens is shown by `face`.
 
-    `n_ctx` (tokens), `physics` and `listed` are what the server says of the model; None while not
-    known. `attached` are files for the next question, `editing` the turn that it will stand beside,
+    `listed` is what the server says of the model. `attached` are files for the next question, `editing` the turn that it will stand beside,
     `queued` a question that waits for the answer to end.
     `titles_after_s`: a title is generated after so much quiet (None: never). `plans`: made so far.
     """
@@ -55,9 +53,7 @@ class ChatController:
             options.history, options.model, conv_id=options.resume, system=options.system
         )
         self.attached: list[tuple[str, str]] = list(options.attached)
-        self.n_ctx: int | None = None
-        self.physics: ModelPhysics | None = None
-        self.listed: ListedModel | None = None
+        self.listed = ListedModel(options.model)
         self.tools = ToolBox(options.tools)
         self.runs_commands = False  # whether the user said so
         self.editing: StoredMessage | None = None
@@ -75,7 +71,7 @@ class ChatController:
         )
         self._shown: AnswerDisplay | None = None  # of the newest answer
         self._running: asyncio.Task[None] | None = None
-        self._engine_loads = self._save_failed = self._warned_full = False
+        self._save_failed = self._warned_full = False
         self._last_error: LocalLLMError | None = None
         self._notice_asks = NOTICE_ASKS
 
@@ -133,7 +129,11 @@ class ChatController:
                 if self.face.full_screen:
                     would_send = partial(self.would_send, text)
                     await check_fits(
-                        self.client, self.model, self.n_ctx, would_send, compacts=self.compacts
+                        self.client,
+                        self.model,
+                        self.listed.n_ctx,
+                        would_send,
+                        compacts=self.compacts,
                     )
                 turn = self.session.ask(text, self.attached, instead=editing)
                 self.attached = []
@@ -249,9 +249,6 @@ class ChatController:
                 error, wording.next_steps(error, kept=stream.turn is not None, alone=alone)
             )
         elif self.face.full_screen:
-            # a server may know it only once the model is loaded
-            if self.n_ctx is None or self.physics is None:
-                await self.ask_models()
             await self._ask_notice()
         await self._warn_of_full_context()
 
@@ -291,30 +288,28 @@ class ChatController:
             await self.face.show_note(said)
 
     async def _ask_notice(self) -> None:
-        """Ask whether the server has a notice about how the model runs: it has one after an answer
-        or two, or never."""
+        """Ask again what the server says of the model: it may know it only once the model is
+        loaded, and has a notice about how it runs after an answer or two, or never."""
         if not self._notice_asks:
             return
         self._notice_asks -= 1
         with suppress(LocalLLMError):
-            notices = [
-                m.notice for m in await self.client.models() if m.name == self.model and m.notice
-            ]
-            if notices:
+            await self.learn()
+            if self.listed.notice:
                 self._notice_asks = 0
-                await self.face.show_note(printable(notices[0]))
+                await self.face.show_note(printable(self.listed.notice))
 
     async def _warn_of_full_context(self) -> None:
-        used = self.session.used_tokens
+        used, n_ctx = self.session.used_tokens, self.listed.n_ctx
         if (
-            self.n_ctx
-            and used >= CONTEXT_WARNING * self.n_ctx
+            n_ctx
+            and used >= CONTEXT_WARNING * n_ctx
             and not self._warned_full
             and not self.compacts
         ):
             self._warned_full = True
             await self.face.show_note(
-                f"The context is {used / self.n_ctx:.0%} full ({used:,} of {self.n_ctx:,} tokens): "
+                f"The context is {used / n_ctx:.0%} full ({used:,} of {n_ctx:,} tokens): "
                 f"soon {wording.WILL_NOT_FIT}"
             )
 
@@ -339,52 +334,35 @@ class ChatController:
 
     # -- the model ---------------------------------------------------------------------------------
 
-    def use_model(self, name: str, models: list[ListedModel]) -> None:
-        self.model = self.session.model = name
-        self._learn(models)
+    def use_model(self, listed: ListedModel) -> None:
+        self.model = self.session.model = listed.name
+        self.listed = listed
+        self.face.changed(recount=True)
 
-    async def ask_models(self) -> None:
-        if self.n_ctx is None:
-            try:
-                self._learn(await self.client.models())
-            except LocalLLMError as e:
-                await self.trouble(e)
-
-    def _learn(self, models: list[ListedModel]) -> None:
-        self.listed = next((m for m in models if m.name == self.model), None)
-        self.n_ctx = self.listed.n_ctx if self.listed is not None else None
-        self.physics = ModelPhysics.of(self.listed.physics) if self.listed is not None else None
+    async def learn(self) -> None:
+        """Ask the server what it says of the model. Raises LocalLLMError."""
+        self.listed = await self.client.listed(self.model)
         self.face.changed(recount=True)
 
     def begin(self) -> None:
         """Start the engine, where there is one to be started, and learn what it offers once it is
         there."""
-        engine = self.client.engine
-        if engine is None or self.client.ready:
-            self.face.run_beside(self.ask_models, "models")
-            return
-        engine.start()
-        self._engine_loads = True
+        if self.client.engine is not None and not self.client.ready:
+            self.client.engine.start()
+        self.face.run_beside(self._learn_once_loaded, "models")
 
-    def _look_at_engine(self) -> None:
-        engine = self.client.engine
-        if engine is None or not self._engine_loads:
-            return
-        progress = engine.progress()
-        if progress.state != "loading":
-            self._engine_loads = False
-            if progress.error is None or not progress.down:
-                self.face.run_beside(self.ask_models, "models")
-            # a waiting answer reports it by itself
-            if (
-                progress.error is not None
-                and progress.error is not self._last_error
-                and not self.answering
-            ):
-                self.face.run_beside(
-                    partial(self.trouble, progress.error, wording.NOT_LOADED), "trouble"
-                )
-        self.face.changed()
+    async def _learn_once_loaded(self) -> None:
+        while not self.client.ready:
+            await asyncio.sleep(LOOK_S)
+            self.face.changed()
+        ended = (
+            self.client.engine.progress() if self.client.engine is not None else EngineProgress()
+        )
+        # a waiting answer reports it by itself
+        if ended.error not in (None, self._last_error) and not self.answering:
+            await self.trouble(ended.error, wording.NOT_LOADED)
+        if not ended.down:
+            await self.reporting(self.learn())
 
     # -- what a timer does -------------------------------------------------------------------------
 
@@ -396,7 +374,6 @@ class ChatController:
             self.face.notify(
                 pull.words() + pull.next_steps, severity=severity, timeout=8, markup=False
             )
-        self._look_at_engine()
         if self.stream is not None:
             self.stream.save_if_due()
         self._tell_of_disk()

@@ -16,6 +16,7 @@ from localllm.errors import LocalLLMError, ServerUnreachableError, by_code
 from localllm.sse import DONE, LineBuffer, data_of
 from localllm_tui.control.attachments import as_sent
 from localllm_tui.control.interfaces import ChatEngine
+from localllm_tui.control.physics import ModelPhysics
 from localllm_tui.control.stream_events import (
     AnswerDone,
     AnswerTimings,
@@ -68,7 +69,7 @@ class ListedModel:
 
     name: str
     n_ctx: int | None = None
-    physics: Mapping[str, Any] = field(default_factory=dict)
+    physics: ModelPhysics | None = None
     notice: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     has_system: bool = False
@@ -165,6 +166,10 @@ class ChatClient:
             raise ServerUnreachableError(
                 f"{self.base_url} does not speak the OpenAI API: {_reason(e)}", hint=_START_AGAIN
             ) from e
+
+    async def listed(self, name: str) -> ListedModel:
+        """What the server says of the model of this name. Raises LocalLLMError."""
+        return next((m for m in await self.models() if m.name == name), ListedModel(name))
 
     async def model(self, name: str) -> ListedModel | None:
         """What the server calls `name`, also where it was installed since the list was made; None
@@ -377,7 +382,7 @@ def _listed(entry: Mapping[str, Any]) -> ListedModel:
     return ListedModel(
         str(entry["id"]),
         next((n for n in lengths if isinstance(n, int) and n > 0), None),
-        _table(entry, "physics"),
+        ModelPhysics.of(_table(entry, "physics")),
         str(entry.get("notice") or ""),
         _table(entry, "sampling"),
         bool(entry.get("has_system")),

@@ -188,7 +188,7 @@ async def attach(chat: ChatController, name: str) -> None:
 
 async def _attach_folder(chat: ChatController, folder: Path) -> None:
     files, left_out = await asyncio.to_thread(read_folder, folder)
-    check_room([*chat.attached, *files], chat.n_ctx)
+    check_room([*chat.attached, *files], chat.listed.n_ctx)
     tokens, _ = await chat.client.counted(
         chat.model, [{"role": "user", "content": with_files("", files)}]
     )
@@ -204,7 +204,7 @@ async def _attach_folder(chat: ChatController, folder: Path) -> None:
 
 async def attach_text(chat: ChatController, name: str, text: str) -> None:
     """Attach a text to the next question. Raises ContextLengthError for one that can't fit."""
-    check_room([*chat.attached, (name, text)], chat.n_ctx)
+    check_room([*chat.attached, (name, text)], chat.listed.n_ctx)
     chat.attach(name, text)
 
 
@@ -224,34 +224,29 @@ async def system(chat: ChatController, text: str) -> None:
 
 
 async def model(chat: ChatController, name: str) -> None:
-    models = await chat.client.models()
-    names = [m.name for m in models]
-    if not name:
-        lines = [f"{'>' if m == chat.model else ' '} {one_line(m)}" for m in names]
-        more = (
-            "\n/model NAME uses another"
-            if len(names) > 1
-            else ("\nlocalllm chat -m NAME starts with another")
+    if name:
+        chat.use_model(await _model_named(chat, name))
+        await chat.face.show_note(
+            f"{name} answers from here on; where it is not in memory yet, the next question loads it"
         )
-        await chat.face.show_note("models on this server:\n" + "\n".join(lines) + more)
         return
-    chat.use_model(name, await _model_named(chat, name))
-    await chat.face.show_note(
-        f"{name} answers from here on; where it is not in memory yet, the next question loads it"
+    names = [m.name for m in await chat.client.models()]
+    lines = [f"{'>' if m == chat.model else ' '} {one_line(m)}" for m in names]
+    more = (
+        "\n/model NAME uses another"
+        if len(names) > 1
+        else ("\nlocalllm chat -m NAME starts with another")
     )
+    await chat.face.show_note("models on this server:\n" + "\n".join(lines) + more)
 
 
-async def _model_named(chat: ChatController, name: str) -> list[ListedModel]:
-    """The server's models, this one among them. Raises UsageError where it has none of this
-    name."""
-    models = await chat.client.models()
-    names = [m.name for m in models]
-    if name in names:
-        return models
-    found = await chat.client.model(name)  # it may be new, or an alias
+async def _model_named(chat: ChatController, name: str) -> ListedModel:
+    """What the server says of the model of this name. Raises UsageError where it has none."""
+    models = {m.name: m for m in await chat.client.models()}
+    found = models.get(name) or await chat.client.model(name)  # it may be new, or an alias
     if found is None:
-        raise UsageError(f"this server has no model {name!r}", hint="it has " + ", ".join(names))
-    return [*models, replace(found, name=name)]
+        raise UsageError(f"this server has no model {name!r}", hint="it has " + ", ".join(models))
+    return replace(found, name=name)
 
 
 async def run_shell(chat: ChatController, command: str) -> None:
@@ -275,8 +270,8 @@ async def run_shell(chat: ChatController, command: str) -> None:
 async def set_sampling(chat: ChatController, text: str) -> None:
     if text:
         chat.client.sampling = sampling.changed(chat.client.sampling, text)
-    own = next((m.sampling for m in await chat.client.models() if m.name == chat.model), {})
-    now = sampling.words(own, chat.client.sampling) or "the model's own"
+    listed = await chat.client.listed(chat.model)
+    now = sampling.words(listed.sampling, chat.client.sampling) or "the model's own"
     await chat.face.show_note(
         f"sampling: {now}\n/sampling temperature 0.2 changes it, /sampling - takes all back"
     )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 
 from localllm import paths
 
@@ -42,8 +41,7 @@ class Drafts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._writer = ThreadPoolExecutor(1, "drafts")
-        self._lock = Lock()
-        self._unwritten: dict[Path, str] = {}
+        self._writes: dict[Path, Future[None]] = {}
         places = ((place, self._take(place)) for place in range(1, _WINDOWS + 1))
         self._place, self._held = next((one for one in places if one[1] is not None), (1, None))
 
@@ -61,15 +59,11 @@ class Drafts:
         """Save `text`; blank text removes the draft. Returns at once; not to be called after
         `close`."""
         file = self._file(conv_id, self._place)
-        with self._lock:
-            queued = file in self._unwritten
-            self._unwritten[file] = text
-        if not queued:
-            self._writer.submit(self._write, file)
+        if file in self._writes:
+            self._writes[file].cancel()  # where it waits yet
+        self._writes[file] = self._writer.submit(self._write, file, text)
 
-    def _write(self, file: Path) -> None:
-        with self._lock:
-            text = self._unwritten.pop(file)
+    def _write(self, file: Path, text: str) -> None:
         with suppress(OSError):
             if text.strip():
                 paths.private_dir(self.folder)

@@ -1,12 +1,12 @@
-"""The figures of an answer as it streams, their status line, and what the conversation and the
-input cost in tokens."""
+"""The figures of an answer as it streams, their status line, and what the input and files cost in
+tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from localllm_tui.control.attachments import (
 )
 from localllm_tui.control.client import ChatClient
 from localllm_tui.control.formatting import BAR_CELLS, bar, elide
-from localllm_tui.control.session import Session
 from localllm_tui.control.stream_events import AnswerUsage
 from localllm_tui.control.terminal import one_line
 
@@ -108,41 +107,38 @@ class AnswerMeter:
         return meta
 
 
-@dataclass(frozen=True, slots=True)
-class StatusFigures:
-    """What the status line shows: tokens of context in use, and of how many (None: not known);
-    `meta` is what the history keeps with an answer (AnswerMeter.meta)."""
-
-    model: str
-    used: int = 0
-    n_ctx: int | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict)
-
-
-def status_text(n: StatusFigures, width: int) -> str:
+def status_text(
+    width: int, model: str, used: int, n_ctx: int | None, meta: Mapping[str, Any]
+) -> str:
     """The status line in at most `width` cells: words where there is room, short names where there
-    is not."""
-    n = replace(n, model=one_line(n.model))
+    is not. `used` tokens of the context, and of how many (None: not known); `meta` is what the
+    history keeps with an answer (AnswerMeter.meta)."""
+    model = one_line(model)
     for words, cells, least in ((True, BAR_CELLS, 40), (False, 8, 40), (False, 0, 12)):
-        parts = _parts(n, words, cells)
+        parts = _figures(used, n_ctx, meta, words, cells)
         room = width - sum(cell_len(p) + len(_GAP) for p in parts)
-        if room >= min(cell_len(n.model), least):
-            return _GAP.join([elide(n.model, room), *parts])
+        if room >= min(cell_len(model), least):
+            return _GAP.join([elide(model, room), *parts])
     while parts and room < 8:
         room += cell_len(parts.pop()) + len(_GAP)
-    return elide(_GAP.join([elide(n.model, max(room, 1)), *parts]), width)
+    return elide(_GAP.join([elide(model, max(room, 1)), *parts]), width)
 
 
 # What the figures are called: in words, and where there is no room for them.
 _NAMES = {True: ("context", "first token", "cached tokens"), False: ("ctx", "TTFT", "cached")}
 
 
-def _parts(n: StatusFigures, words: bool, bar_cells: int) -> list[str]:
-    _, first_token, cached = _NAMES[words]
-    meta = n.meta
+def _figures(
+    used: int, n_ctx: int | None, meta: Mapping[str, Any], words: bool, bar_cells: int
+) -> list[str]:
+    context, first_token, cached = _NAMES[words]
     parts = [f"{meta['tok_s']:.1f} tok/s"] if "tok_s" in meta else []
-    if n.used or n.n_ctx:
-        parts.append(_context(n, words, bar_cells))
+    if n_ctx:
+        drawn = f" {bar(used, n_ctx, bar_cells)}" if bar_cells else ""
+        percent = f" {min(999, round(100 * used / n_ctx))}%" if words else ""
+        parts.append(f"{context} {used:,}/{n_ctx:,}{drawn}{percent}")
+    elif used:
+        parts.append(f"{context} {used:,}")
     if "ttft_s" in meta:
         parts.append(f"{first_token} {meta['ttft_s']:.{2 if meta['ttft_s'] < 9.995 else 0}f} s")
     if "cached_tokens" in meta:
@@ -150,48 +146,13 @@ def _parts(n: StatusFigures, words: bool, bar_cells: int) -> list[str]:
     return parts
 
 
-def _context(n: StatusFigures, words: bool, bar_cells: int) -> str:
-    name = _NAMES[words][0]
-    if not n.n_ctx:
-        return f"{name} {n.used:,}"
-    drawn = f" {bar(n.used, n.n_ctx, bar_cells)}" if bar_cells else ""
-    percent = f" {min(999, round(100 * n.used / n.n_ctx))}%" if words else ""
-    return f"{name} {n.used:,}/{n.n_ctx:,}{drawn}{percent}"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCosts:
-    """Tokens of the conversation, and of it with the message in the input (None: empty, or the
-    server can't count)."""
-
-    conversation: int | None = None
-    with_input: int | None = None
-
-    @classmethod
-    async def of(
-        cls,
-        client: ChatClient,
-        model: str,
-        session: Session,
-        asked: Sequence[Mapping[str, str]] | None,
-    ) -> TokenCosts:
-        """Counted by the server, where it did not count already; `asked` is what would be sent (None:
-        nothing is typed)."""
-        conversation = (
-            session.used_tokens if session.counted else await client.count(model, session.context())
-        )
-        with_input = None if asked is None else await client.count(model, asked)
-        return cls(conversation, with_input)
-
-    def words(self, n_ctx: int | None) -> str:
-        """What sending costs, for the input's frame; "" where nothing is typed or known."""
-        if self.with_input is None:
-            return ""
-        if n_ctx is None:
-            return f"{self.with_input:,} tokens in all"
-        return f"{self.with_input:,} of {n_ctx:,} tokens" + (
-            ": too long" if self.with_input >= n_ctx else " in all"
-        )
+def cost_words(tokens: int | None, n_ctx: int | None) -> str:
+    """What sending costs, for the input's frame; "" where that is not known (None)."""
+    if tokens is None:
+        return ""
+    if n_ctx is None:
+        return f"{tokens:,} tokens in all"
+    return f"{tokens:,} of {n_ctx:,} tokens" + (": too long" if tokens >= n_ctx else " in all")
 
 
 async def check_fits(

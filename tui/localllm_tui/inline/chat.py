@@ -111,7 +111,6 @@ class InlineFace(LineFace):
         self._picking: tuple[Sequence[str], asyncio.Future[int | None]] | None = None
         self._files: list[str] | None = None
         self._costs: dict[str, str] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._look = palette(_COLOURS)
         self.page = InlinePage(
             submit=self._submit,
@@ -212,9 +211,7 @@ class InlineFace(LineFace):
         self._start(commands.submit(self.chat, text))
 
     def _start(self, what: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.ensure_future(self.chat.reporting(what))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.page.app.create_background_task(self.chat.reporting(what))
 
     # -- the lines below ---------------------------------------------------------------------------
 
@@ -288,7 +285,7 @@ class InlineFace(LineFace):
 
     async def _count(self, name: str) -> None:
         self._costs[name] = (
-            await FileCost.of(self.chat.client, self.chat.model, Path(name), self.chat.n_ctx)
+            await FileCost.of(self.chat.client, self.chat.model, Path(name), self.chat.listed.n_ctx)
         ).words
         self.page.offer()
 

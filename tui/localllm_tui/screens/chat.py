@@ -333,7 +333,8 @@ class ChatScreen(HasKeys, Screen[None], keys=CHAT):
         if again:
             await self.window.ensure_shown(keep.question.id)
             await self.window.draw(until=keep.question.id)
-        view = AnswerView(keep.model, keep.text, keep.reasoning)
+        begun = StoredMessage(0, "assistant", keep.text, keep.reasoning)
+        view = AnswerView(begun, keep.model)
         await self.transcript.mount(view)
         view.start()
         self.transcript.follow(always=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from textual.css.query import NoMatches
@@ -15,7 +16,7 @@ from localllm_tui.control import commands, sampling
 from localllm_tui.control.chat import ChatController
 from localllm_tui.control.formatting import elide, fitted
 from localllm_tui.control.keys import KeyContext, hints
-from localllm_tui.control.meter import StatusFigures, TokenCosts
+from localllm_tui.control.meter import cost_words
 from localllm_tui.control.physics import memory_size, panel_lines
 from localllm_tui.control.terminal import one_line
 from localllm_tui.screens.beside import start
@@ -34,7 +35,9 @@ class ChatFrames:
 
     def __init__(self, screen: Screen[Any], chat: ChatController, window: TurnWindow) -> None:
         self._screen, self._chat, self._window = screen, chat, window
-        self._costs = TokenCosts()
+        # tokens of the conversation, and of it with what is typed; None: not counted
+        self._counted: int | None = None
+        self._with_input: int | None = None
         self._more_below = False
         self.columns = 0  # of the screen, as the last resize said
         self.removing = 0  # the turn that the next D removes
@@ -47,7 +50,7 @@ class ChatFrames:
         """Ask what the conversation and what is typed cost, once nothing has changed for a moment;
         `anew`: the last count no longer holds."""
         if anew:
-            self._costs = TokenCosts()
+            self._counted = self._with_input = None
         start(self._screen, self._count, "count")
 
     async def _count(self) -> None:
@@ -57,7 +60,9 @@ class ChatFrames:
             return
         typed = "" if commands.parse(text) is not None else commands.question(text)
         asked = chat.would_send(typed) if typed or chat.attached else None
-        self._costs = await TokenCosts.of(chat.client, chat.model, chat.session, asked)
+        session, count = chat.session, partial(chat.client.count, chat.model)
+        self._counted = session.used_tokens if session.counted else await count(session.context())
+        self._with_input = None if asked is None else await count(asked)
         self.show_all()
 
     def show_all(self) -> None:
@@ -85,7 +90,10 @@ class ChatFrames:
     def show_state(self) -> None:
         """Update the input's frame: the state, and what the keys do now."""
         chat, box, context = self._chat, self._screen.query_one(Composer), self._context
-        names, costs = [name for name, _ in chat.attached], self._costs.words(chat.n_ctx)
+        names, costs = (
+            [name for name, _ in chat.attached],
+            cost_words(self._with_input, chat.listed.n_ctx),
+        )
         self._more_below = self.more_below
         box.border_title = frame_title(
             title(context, names, costs) + (" · ↓ more below" if self._more_below else "")
@@ -114,9 +122,9 @@ class ChatFrames:
         chat, width = self._chat, self.columns or self._screen.size.width
         loading, engine, listed = chat.loading_words, chat.client.engine, chat.listed
         attached = f"attached to {engine.where}" if engine is not None and engine.where else ""
-        how = sampling.words(listed.sampling, chat.client.sampling) if listed is not None else ""
+        how = sampling.words(listed.sampling, chat.client.sampling)
         pulling = chat.pulls.words() if chat.pulls is not None else ""
-        preset = listed is not None and listed.has_system and not chat.session.system
+        preset = listed.has_system and not chat.session.system
         parts = [
             loading,
             pulling,
@@ -133,7 +141,7 @@ class ChatFrames:
 
     def _reads(self) -> str:
         """What a token of the newest answer read; "" before one, or where the panel says so."""
-        physics, speed = self._chat.physics, self._chat.speed
+        physics, speed = self._chat.listed.physics, self._chat.speed
         panel = self._screen.query_one(GlassPanel).has_class("wanted")
         if panel or physics is None or speed is None or not speed.tok_s:
             return ""
@@ -149,7 +157,7 @@ class ChatFrames:
         return f"version {at} of {of}" if of > 1 else ""
 
     def show_numbers(self) -> None:
-        chat, session, counted = self._chat, self._chat.session, self._costs.conversation
+        chat, session, counted = self._chat, self._chat.session, self._counted
         if chat.streaming is not None:
             meter = chat.streaming.meter
             # until the server counts
@@ -157,11 +165,13 @@ class ChatFrames:
         else:
             meta = session.last_answer.meta if session.last_answer is not None else {}
             used = session.used_tokens if session.counted or counted is None else counted
-        self._screen.query_one(StatusLine).show(StatusFigures(chat.model, used, chat.n_ctx, meta))
+        self._screen.query_one(StatusLine).show(
+            model=chat.model, used=used, n_ctx=chat.listed.n_ctx, meta=meta
+        )
         self.show_head()
         panel = self._screen.query_one(GlassPanel)
         if panel.has_class("wanted"):
-            panel.show(panel_lines(chat.physics, chat.speed, loading=chat.loading_words))
+            panel.show(panel_lines(chat.listed.physics, chat.speed, loading=chat.loading_words))
 
 
 def footer(context: KeyContext, typed: str, width: int, queued: bool) -> str:

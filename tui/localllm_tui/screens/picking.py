@@ -192,7 +192,7 @@ class FilePicker(Picker[str]):
     async def _count(self, names: list[str]) -> None:
         for name in [name for name in names if name not in self._costs]:
             self._costs[name] = await FileCost.of(
-                self._chat.client, self._chat.model, self._folder / name, self._chat.n_ctx
+                self._chat.client, self._chat.model, self._folder / name, self._chat.listed.n_ctx
             )
             if name in self.values:
                 at = self.values.index(name)

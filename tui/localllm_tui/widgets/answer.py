@@ -4,7 +4,7 @@ are folded in it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from textual.app import ComposeResult
@@ -43,22 +43,14 @@ class AnswerView(TurnView):
     AnswerView .thinking { color: $hint; text-style: italic; }
     """
 
-    @classmethod
-    def of(cls, turn: StoredMessage, model: str, place: tuple[int, int] = (1, 1)) -> AnswerView:
-        """A stored answer; `model` gave it where the turn does not say."""
-        who = str(turn.meta.get("model") or model)
-        view = cls(who, turn.content, turn.reasoning or "", note_under(turn))
-        view.turn_id, view.place = turn.id, place
-        view._ran = [*(turn.meta.get("tools") or ())]
-        return view
-
-    def __init__(self, who: str, text: str = "", reasoning: str = "", note: str = "") -> None:
-        super().__init__(who)
-        self._answer = GrowingText(printable(text))
-        self._thought = GrowingText(printable(reasoning), plain=True, classes="thinking")
+    def __init__(self, turn: StoredMessage, model: str, place: tuple[int, int] = (1, 1)) -> None:
+        """An answer as far as it goes; `model` gives it where the turn does not say."""
+        super().__init__(str(turn.meta.get("model") or model), turn.id, place)
+        self._answer = GrowingText(printable(turn.content))
+        self._thought = GrowingText(printable(turn.reasoning or ""), plain=True, classes="thinking")
         self._pending = self._pending_thought = ""
-        self._note = note
-        self._ran: list[Mapping[str, Any]] = []
+        self._note = note_under(turn)
+        self._ran: Sequence[Mapping[str, Any]] = turn.meta.get("tools") or ()
         self._timer: Timer | None = None
         # CPU seconds of this thread, and the time, at the last frame
         self._drawn = (0.0, float("-inf"))

@@ -3,6 +3,8 @@ beside it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.cells import cell_len
 from rich.text import Text
 from textual.content import Content
@@ -10,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from localllm_tui.control.formatting import elide
-from localllm_tui.control.meter import StatusFigures, status_text
+from localllm_tui.control.meter import status_text
 from localllm_tui.control.physics import PANEL_WIDTH
 from localllm_tui.control.terminal import one_line, printable
 
@@ -21,9 +23,9 @@ class StatusLine(Widget):
     """Shows what `show` was last told, fitted anew when its width changes."""
 
     DEFAULT_CSS = "StatusLine { height: 1; padding: 0 2; color: $hint; }"
-    _numbers: StatusFigures | None = None
+    _numbers: dict[str, Any] | None = None
 
-    def show(self, numbers: StatusFigures) -> None:
+    def show(self, **numbers: Any) -> None:
         if numbers != self._numbers:
             self._numbers = numbers
             self.refresh()
@@ -31,7 +33,7 @@ class StatusLine(Widget):
     def render(self) -> Text:
         width = max(_LEAST_COLUMNS, self.content_size.width)
         return Text(
-            status_text(self._numbers, width) if self._numbers is not None else "", no_wrap=True
+            status_text(width, **self._numbers) if self._numbers is not None else "", no_wrap=True
         )
 
 

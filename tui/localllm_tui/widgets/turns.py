@@ -97,7 +97,7 @@ def view_of(session: Session, turn: StoredMessage, sent: set[int]) -> QuestionVi
     """A turn of the branch that is shown; `sent` are the ids of those the model gets."""
     place = session.place(turn)
     if turn.role == "assistant":
-        return AnswerView.of(turn, session.model, place)
+        return AnswerView(turn, session.model, place)
     return QuestionView(
         turn, place=place, left_out=turn.id not in sent and turn is not session.turns[-1]
     )
