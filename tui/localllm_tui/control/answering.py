@@ -146,8 +146,7 @@ class PendingAnswer(AnswerStream):
         UsageError when nothing was asked, or there is nothing to go on with.
         """
         super().__init__()
-        last = session.turns[-1] if session.turns else None
-        begun = _to_go_on_with(to or last) if continues else None
+        begun = _to_go_on_with(session, to) if continues else None
         at = begun or to or session.last_question
         question = session.all_turns.get(at.parent_id, begun) if at.role == "assistant" else at
         if question is None:
@@ -159,8 +158,8 @@ class PendingAnswer(AnswerStream):
         self.continues = continues
         # More of an answer is written in its place, unless the conversation has gone on from it.
         self._stored = begun if begun is not None and not session.has_followers(begun) else None
-        self.text = begun.content if begun is not None else ""
-        self.reasoning = (begun.reasoning or "") if begun is not None else ""
+        so_far = begun or StoredMessage(0, "assistant", "")
+        self.text, self.reasoning = so_far.content, so_far.reasoning or ""
         self._grown = self.unsaved = False
         self.refused: LocalLLMError | None = None
         self._meta: dict[str, Any] | None = None  # what is known at its end
@@ -256,7 +255,8 @@ class PendingAnswer(AnswerStream):
         return {"reread_tokens": again, "reread_why": self._cache_miss}
 
 
-def _to_go_on_with(turn: StoredMessage | None) -> StoredMessage:
+def _to_go_on_with(session: Session, turn: StoredMessage | None) -> StoredMessage:
+    turn = turn or next(reversed(session.turns), None)
     if turn is None:
         raise UsageError("nothing was asked yet", hint="type a question and press Enter")
     if turn.role != "assistant" or not turn.content.strip():
