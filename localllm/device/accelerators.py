@@ -25,7 +25,6 @@ class AcceleratorKind:
     `instead`: what else drives its parts, in this order, where a build lacks it.
     `hidden_by`: the environment's variables that hide its devices. `cmake`: the flag that turns it
     on, where llama.cpp compiles for it with nothing but a C++ compiler and headers.
-    `in_every_build`: llama.cpp is never built without it here.
     `lighter`: another kind that drives the same parts with nothing but their driver, so that this
     one must be worth installing.
     `lacks`: how the architectures begin that no build of it has code of any more.
@@ -42,7 +41,6 @@ class AcceleratorKind:
     instead: tuple[Accelerator, ...] = ()
     hidden_by: tuple[str, ...] = ()
     cmake: str = ""
-    in_every_build: bool = False
     lighter: Accelerator | None = None
     lacks: tuple[str, ...] = ()
     runtime_mib: tuple[tuple[int, int], tuple[int, int]] = ((0, 256), (1, 256))  # assumed
@@ -74,7 +72,7 @@ KINDS: dict[str, AcceleratorKind] = {
         reads_weights=True, dequantises_kv=True,
     ),
     "metal": AcceleratorKind(
-        "Metal", ("metal", "mtl"), cmake="-DGGML_METAL=ON", in_every_build=True,
+        "Metal", ("metal", "mtl"), cmake="-DGGML_METAL=ON",
         runtime_mib=((0, 100), (1, 100)),
         shares_tables=True,
     ),
@@ -83,7 +81,7 @@ KINDS: dict[str, AcceleratorKind] = {
         cmake="-DGGML_VULKAN=ON"
     ),
     "sycl": AcceleratorKind("SYCL", ("sycl",), ("vulkan",)),
-    "cpu": AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF", in_every_build=True,
+    "cpu": AcceleratorKind("the processor", cmake="-DGGML_METAL=OFF",
     runtime_mib=((0, 0), (1, 0))),
 }  # fmt: skip
 # The environment's variables that hide GPUs from the programs which are started here.

@@ -10,11 +10,13 @@ engine does that; llama.cpp's RPC does not promise to, so the range begins with 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, kv_sizes, memory, places, speed
+from localllm.planner import decode_cost, memory, places, speed
 from localllm.planner.streams import streamed
 from localllm.planner.types import Range, RunSettings, backend_of
 from localllm_catalog.types import Model, Variant
@@ -79,8 +81,6 @@ class ClusterPlan:
     """A model over machines. `alone`: the machine on which it fits, and is as fast (None: on
     none)."""
 
-    model: Model
-    variant: Variant
     settings: RunSettings
     link: Link
     shares: tuple[Share, ...]
@@ -116,12 +116,7 @@ class ClusterPlan:
 
 def layer_bytes(model: Model, variant: Variant, settings: RunSettings) -> list[int]:
     """Bytes of each layer where it is computed: weights, KV and state."""
-    weights = [dense + experts for dense, experts in places.parts(model, variant).layers]
-    kv, state = (
-        kv_sizes.layer_kv_bytes(model, settings),
-        kv_sizes.layer_state_bytes(model, settings),
-    )
-    return [sum(all_of) for all_of in zip(weights, kv, state, strict=True)]
+    return [sum(of_all) for of_all in memory.layer_ledger(model, variant, settings).layers]
 
 
 def divide(
@@ -130,28 +125,21 @@ def divide(
     """As many layers as fit on the machine that is fastest with this model, the rest on the next,
     and so on; None where they are too many for all of them. Equal machines get equal parts: each
     then has room for more context."""
-    each = layer_bytes(model, variant, settings)
+    left = layer_bytes(model, variant, settings)
     parts = places.parts(model, variant)
-    ends_bytes = parts.input_bytes + parts.own_output_bytes
-    fixed = [memory.overhead_bytes(d) + memory.compute_bytes(model, settings) for d in devices]
-    pace = [speed.decode(d, model, variant, settings).value for d in devices]
-    order = sorted(range(len(devices)), key=lambda i: -pace[i])
-    even = len({d.name for d in devices}) == 1
-    counts, at = [0] * len(devices), 0
-    needs = [0] * len(devices)
-    for position, i in enumerate(order):
-        room = devices[i].room_bytes - fixed[i] - (ends_bytes if position == 0 else 0)
-        left, most = len(each) - at, len(each)
-        if even:
-            most = -(-left // (len(devices) - position))
-        while at < len(each) and counts[i] < most and needs[i] + each[at] <= room:
-            needs[i] += each[at]
-            counts[i] += 1
-            at += 1
-        needs[i] += fixed[i] + (ends_bytes if position == 0 else 0) if counts[i] else 0
-    if at < len(each):
-        return None
-    return tuple(Share(devices[i], counts[i], needs[i], devices[i].room_bytes) for i in order)
+    order = sorted(devices, key=lambda d: -speed.decode(d, model, variant, settings).value)
+    are_equal = len({d.name for d in devices}) == 1
+    shares = []
+    for position, device in enumerate(order):
+        fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
+        if position == 0:
+            fixed += parts.input_bytes + parts.own_output_bytes
+        most = -(-len(left) // (len(order) - position)) if are_equal else len(left)
+        needs = [fixed + n_bytes for n_bytes in accumulate(left[:most])]
+        n = bisect_right(needs, device.room_bytes)
+        shares.append(Share(device, n, needs[n - 1] if n else 0, device.room_bytes))
+        left = left[n:]
+    return None if left else tuple(shares)
 
 
 def plan(
@@ -162,32 +150,32 @@ def plan(
     if shares is None:
         return None
     used = [s for s in shares if s.n_layers]
-    # To each further machine the hidden vector, and once back: the first one has the output.
-    hops = len(used) if len(used) > 1 else 0
-    carried_bytes = hops * model.hidden_size * _F32_BYTES
-    wait_s = _way_s(hops, carried_bytes, link)
+    carried_bytes, *way_s = _way(model, used, link)
     decode = decode_over(model, variant, settings, used, link)
     prefill = prefill_over(model, variant, settings, used, link)
-    alone = _fastest_holding_all(model, variant, settings, devices, decode.value)
-    rpc_s = RPC_S[1] * (len(used) - 1)
+    holding_all = [d for d in devices if divide(model, variant, settings, [d]) is not None]
+    paces = [(speed.decode(d, model, variant, settings).value, d) for d in holding_all]
+    pace, alone = max(paces, key=lambda p: p[0], default=(0.0, None))
     return ClusterPlan(
-        model,
-        variant,
         settings,
         link,
         shares,
         carried_bytes,
-        wait_s,
-        rpc_s,
+        (way_s[0], way_s[1]),
+        RPC_S[1] * (len(used) - 1),
         decode,
         prefill,
-        alone,
+        alone if pace >= decode.value else None,
     )
 
 
-def _way_s(hops: int, carried_bytes: int, link: Link) -> tuple[float, float]:
-    carried_s = carried_bytes / link.bytes_per_s
-    return carried_s + hops * link.latency_s[0], carried_s + hops * link.latency_s[1]
+def _way(model: Model, shares: Sequence[Share], link: Link) -> tuple[int, float, float]:
+    """Bytes of a token that cross the link, and what that takes at best and at worst: the hidden
+    vector to each further machine, and once back, as the first one has the output."""
+    hops = len(shares) if len(shares) > 1 else 0
+    n_bytes = hops * model.hidden_size * _F32_BYTES
+    best_s, worst_s = (n_bytes / link.bytes_per_s + hops * s for s in link.latency_s)
+    return n_bytes, best_s, worst_s
 
 
 def _token_s(shares: Sequence[Share], rates: Sequence[float]) -> float:
@@ -208,8 +196,7 @@ def decode_over(
 ) -> Range:
     """tokens/s of one stream at `depth` whose layers lie so."""
     each = [speed.decode(s.device, model, variant, settings, depth=depth) for s in shares]
-    hops = len(shares) if len(shares) > 1 else 0
-    way = _way_s(hops, hops * model.hidden_size * _F32_BYTES, link)
+    _, *way = _way(model, shares, link)
     best_s, usual_s, worst_s = (cost * (len(shares) - 1) for cost in RPC_S)
     basis = (
         f"each machine's own prediction ({each[0].basis}), one after another; RPC's "
@@ -239,10 +226,9 @@ def prefill_over(
         speed.prefill(s.device, model, variant, settings, prompt_tokens=prompt_tokens, depth=depth)
         for s in shares
     ]
-    n_layers = sum(s.n_layers for s in shares)
     # Of each token of a prompt: latency is paid once a batch.
-    hops = len(shares) if len(shares) > 1 else 0
-    carried_s = hops * model.hidden_size * _F32_BYTES / link.bytes_per_s
+    carried_s = _way(model, shares, link)[0] / link.bytes_per_s
+    n_layers = sum(s.n_layers for s in shares)
     slowest_s = max(s.n_layers / n_layers / e.value for s, e in zip(shares, each, strict=True))
     serial = 1 / (_token_s(shares, [e.value for e in each]) + carried_s)
     return Range(
@@ -251,19 +237,6 @@ def prefill_over(
         max(serial, 1 / max(slowest_s, carried_s)),
         "one machine after another; at best all at once, each at its own piece of the prompt",
     )
-
-
-def _fastest_holding_all(
-    model: Model,
-    variant: Variant,
-    settings: RunSettings,
-    devices: Sequence[Device],
-    than_tok_s: float,
-) -> Device | None:
-    fitting = [d for d in devices if divide(model, variant, settings, [d]) is not None]
-    paces = [(speed.decode(d, model, variant, settings).value, d) for d in fitting]
-    fastest = max(paces, key=lambda p: p[0], default=None)
-    return fastest[1] if fastest is not None and fastest[0] >= than_tok_s else None
 
 
 # Families of the catalog whose models mlx-lm 0.32 has in a form that can be shared (`shard` in
@@ -290,8 +263,6 @@ class SharedPlan:
     `needs_bytes` on each, of the `limit_bytes` that the smallest has for models;
     `alone_tok_s`: of the slowest one by itself, whether or not the model fits there."""
 
-    model: Model
-    variant: Variant
     settings: RunSettings
     devices: tuple[Device, ...]
     needs_bytes: int
@@ -324,15 +295,9 @@ def needs_bytes(
     """Bytes on each of `n` machines: its share of the layers and of their KV; what turns tokens
     into vectors and back is whole on each."""
     parts = places.parts(model, variant)
-    layers = sum(dense + experts for dense, experts in parts.layers)
-    kept = kv_sizes.kv_bytes(model, settings) + sum(kv_sizes.layer_state_bytes(model, settings))
     ends = parts.input_bytes + parts.own_output_bytes
-    return (
-        -(-(layers + kept) // n)
-        + ends
-        + memory.overhead_bytes(device)
-        + memory.compute_bytes(model, settings)
-    )
+    fixed = memory.overhead_bytes(device) + memory.compute_bytes(model, settings)
+    return -(-sum(layer_bytes(model, variant, settings)) // n) + ends + fixed
 
 
 def tensor_parallel_plan(
@@ -346,16 +311,7 @@ def tensor_parallel_plan(
     alone = min(speed.decode(d, model, variant, settings).value for d in devices)
     decode = tensor_parallel_decode(model, variant, settings, devices, link)
     prefill = tensor_parallel_prefill(model, variant, settings, devices, link)
-    return SharedPlan(
-        model, variant, settings, tuple(devices), needs, limit, decode, prefill, alone
-    )
-
-
-def _sums_s(model: Model, link: Link) -> tuple[float, float]:
-    """What adding up takes of a token, at best and at worst."""
-    low, high = _RDMA_S if link.name == "Thunderbolt 5" else link.latency_s
-    n = _SUMS_A_LAYER * len(model.layers)
-    return n * low, n * high
+    return SharedPlan(settings, tuple(devices), needs, limit, decode, prefill, alone)
 
 
 def tensor_parallel_decode(
@@ -377,7 +333,9 @@ def tensor_parallel_decode(
         model, depth, settings.kv_type
     )
     saved_s = (1 - 1 / n) * read / (decode_cost.bandwidth_of(slowest)[0] * 1e9)
-    best_s, worst_s = _sums_s(model, link)
+    # What adding up takes, at best and at worst.
+    messages_s = _RDMA_S if link.name == "Thunderbolt 5" else link.latency_s
+    best_s, worst_s = (_SUMS_A_LAYER * len(model.layers) * s for s in messages_s)
     usual_s = (best_s * worst_s) ** 0.5
     most = n * alone.high
     value = min(1 / (1 / alone.value - min(saved_s, (1 - 1 / n) / alone.value) + usual_s), most)

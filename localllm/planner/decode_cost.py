@@ -201,7 +201,6 @@ class DecodeCost:
     """The `seconds` of one decode step by cause: what `--explain` prints line by line."""
 
     seconds: Mapping[str, float]
-    mixture_factor: float
     coefficients: dict[str, float]
     streamed: Streamed
     kv_read_bytes: int
@@ -209,16 +208,12 @@ class DecodeCost:
     @property
     def memory_s(self) -> float:
         """Seconds of the step that a faster memory would shorten."""
-        s = self.seconds
-        return (s["weights"] + s["routed"]) * self.mixture_factor + s["kv"] + s["state"]
+        return sum(self.seconds[cause] for cause in ("weights", "routed", "kv", "state"))
 
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
-        s = self.seconds
-        core = s["weights"] + s["routed"] + s["unpacked"] + s["routed_unpacked"]
-        core += s["layers"] + s["experts"] + s["recurrent"]
-        return core * self.mixture_factor + s["further"] + s["state"] + s["kv"]
+        return sum(self.seconds.values())
 
 
 def decode_parts(
@@ -290,7 +285,6 @@ def decode_terms(
     limited = c | {
         "eta": weight_share(c, hardware, model, variant),
         "quant": 1.0,
-        "moe": 1.0,
         "routed": max(1.0, c["routed"]),
     }
     parts = decode_parts(
@@ -305,14 +299,13 @@ def decode_terms(
     if hardware.engine == "cpu" and hardware.n_cpu_cores > 0:
         flops = n_sequences * all_attention_flops(model, depth)
         s["kv"] = max(s["kv"], flops / (hardware.n_cpu_cores * CPU_ATTENTION_FLOPS_S_PER_CORE))
-    s["kv"] = s["index"] + max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * PEAK_SHARE))
-    s["unpacked"] += s["hard_unpacked"]
+    s["kv"] = max(s["kv"], kv / (hardware.bandwidth_gbps * 1e9 * PEAK_SHARE)) + s.pop("index")
+    s["unpacked"] += s.pop("hard_unpacked")
     batched = efficiency.coefficients("batched", hardware.keys_for(variant))
     beside = further_parts(model, variant, hardware, n_sequences)
     s["further"] = sum(part.seconds(batched) for part in beside)
     return DecodeCost(
         seconds=s,
-        mixture_factor=c["moe"] if model.experts is not None else 1.0,
         coefficients=c,
         streamed=streamed(model, variant),
         kv_read_bytes=kv,

@@ -4,7 +4,7 @@ text's, and only a measurement tells it (`python -m benchmarks.speculation`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from localllm.device.types import Device
@@ -130,16 +130,19 @@ def edit_gain(device: Device, plan: Plan) -> float | None:
         lengths = (plan.settings.n_rewind,) if plan.settings.n_rewind else ()
     if plan.settings.drafter.name == "off" or not lengths:
         return None
-    steps = _steps(device, plan, lengths)
-    gain = max(speculation_gain(EDIT_ACCEPTANCE, n, 0.0, step) for n, step in steps.items())
+    (gain,) = _gains(device, plan, (EDIT_ACCEPTANCE,), dict.fromkeys(lengths, 0.0))
     return gain if gain >= _PAYS else None
 
 
-def _steps(device: Device, plan: Plan, lengths: Sequence[int]) -> dict[int, float]:
-    """Drafted tokens, and how many plain steps verifying them takes."""
-    rows = [n + 1 for n in lengths]
+def _gains(
+    device: Device, plan: Plan, acceptances: Sequence[float], guesses: Mapping[int, float]
+) -> list[float]:
+    """For each of these chances to be accepted what the best length of a draft brings; what loses
+    is left alone. `guesses`: lengths, and what a token of such a draft costs, in plain steps."""
+    rows = [n + 1 for n in guesses]
     ratios = verify_ratios(device, plan.model, plan.variant, rows, plan.settings)
-    return dict(zip(lengths, ratios, strict=True))
+    ways = [(n, guess, step) for (n, guess), step in zip(guesses.items(), ratios, strict=True)]
+    return [max(1.0, *(speculation_gain(a, *way) for way in ways)) for a in acceptances]
 
 
 def heads_gain(device: Device, plan: Plan) -> Range | None:
@@ -154,12 +157,7 @@ def heads_gain(device: Device, plan: Plan) -> Range | None:
     # A guess takes one layer and the output matrix.
     guess = min(1.0, output / max(1, read) + 1 / len(model.layers))
     lengths = [n for n in _HEADS_LENGTHS if n <= 3 or not facts(model).n_recurrent_layers]
-    steps = _steps(device, plan, lengths)
-    # What loses is left alone.
-    low, value, high = (
-        max(1.0, *(speculation_gain(a, n, guess, step) for n, step in steps.items()))
-        for a in HEADS_ACCEPTANCE
-    )
+    low, value, high = _gains(device, plan, HEADS_ACCEPTANCE, dict.fromkeys(lengths, guess))
     _, n_runs = row_share(device, plan.variant)
     runs = (
         f", {n_runs} of the runs on such machines" if n_runs and plan.model.experts is None else ""
@@ -174,16 +172,12 @@ def companion_gain(device: Device, plan: Plan) -> Range | None:
     if companion is None:
         return None
     guess = min(1.0, companion.file_bytes / max(1, streamed(plan.model, plan.variant).total_bytes))
-    lengths = [n for n in COMPANION_LENGTHS if not companion.block or n < companion.block]
-    steps = _steps(device, plan, lengths)
-    low, value, high = (
-        max(
-            speculation_gain(a, n, guess / n if companion.block else guess, step)
-            for n, step in steps.items()
-        )
-        for a in COMPANION_ACCEPTANCE
-    )
-    return Range(max(1.0, value), max(1.0, low), max(1.0, high), COMPANION_BASIS)
+    block = companion.block
+    guesses = {
+        n: guess / n if block else guess for n in COMPANION_LENGTHS if not block or n < block
+    }
+    low, value, high = _gains(device, plan, COMPANION_ACCEPTANCE, guesses)
+    return Range(value, low, high, COMPANION_BASIS)
 
 
 def for_purpose(device: Device, plan: Plan, workload: Workload) -> Range | None:

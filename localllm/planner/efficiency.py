@@ -184,19 +184,6 @@ def device_keys(device: Device, backend: str) -> tuple[str, ...]:
     return hardware_keys(name, engine_of(device, backend))
 
 
-def quant_class(variant: Variant) -> str:
-    """Formats whose kernels behave alike: f16, bf16, q8, q4_0, k, k23 (2-3 bit), iq, mxfp4; of
-    MLX's mlx2 … mlx8, mlx16."""
-    if variant.is_folder:
-        return f"{variant.format}{_folder_bits(variant.quant)}"
-    return _mixture_class(variant.quant)
-
-
-def _folder_bits(quant: str) -> str:
-    named = "16" if quant.upper() in ("BF16", "FP16") else "4"
-    return quant[0] if quant[:1].isdigit() else named
-
-
 # (pattern in a quant's name, its class), first match wins.
 _CLASSES = (
     ("^BF16$", "bf16"),
@@ -210,9 +197,15 @@ _CLASSES = (
 )
 
 
-@lru_cache(maxsize=1024)
-def _mixture_class(quant: str) -> str:
-    return next(name for pattern, name in _CLASSES if re.search(pattern, quant.upper()))
+@lru_cache(maxsize=4096)
+def quant_class(variant: Variant) -> str:
+    """Formats whose kernels behave alike: f16, bf16, q8, q4_0, k, k23 (2-3 bit), iq, mxfp4; of
+    MLX's mlx2 … mlx8, mlx16."""
+    quant = variant.quant.upper()
+    if variant.is_folder:
+        named = "16" if quant in ("BF16", "FP16") else "4"
+        return f"{variant.format}{quant[0] if quant[:1].isdigit() else named}"
+    return next(name for pattern, name in _CLASSES if re.search(pattern, quant))
 
 
 # Nominal dense FP16 TFLOP/s of one compute unit, for parts whose datasheet figure is not in

@@ -225,9 +225,10 @@ def pipeline_bytes(model: Model, settings: RunSettings, n_cards: int) -> int:
 
 def layer_ledger(model: Model, variant: Variant, settings: RunSettings) -> places.Ledger:
     """What each layer weighs in this run."""
-    return places.ledger(
-        model, variant, layer_kv_bytes(model, settings), layer_state_bytes(model, settings)
-    )
+    kv, state = layer_kv_bytes(model, settings), layer_state_bytes(model, settings)
+    found = places.parts(model, variant)
+    rows = tuple((d, e, k, s) for (d, e), k, s in zip(found.layers, kv, state, strict=True))
+    return places.Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes)
 
 
 def need(

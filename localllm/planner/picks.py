@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost
@@ -20,26 +20,17 @@ _SAME_SHARE = 0.02
 _SAME_POINTS = 0.1
 # Models of a family within this of each other in size are versions of one.
 _SAME_SIZE = 1.25
+_MATCHED = "fits, and {} is at least as good, as fast and as small"
 _VERSION = re.compile(r"-?\d+(?:\.\d+)*(?=-|$)")
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A plan that fits and is not shown, because of a shown one: one that is at least its match in
-    everything, or another version of the same model. Neither where it ranks below them all."""
-
-    plan: Plan
-    matched_by: Plan | None = None
-    version_of: Plan | None = None
-
-
-def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[Left]]:
-    """At most `limit` of the plans, which come best first (0 = all of them), and the rest with the
-    reason."""
+def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[tuple[Plan, str]]]:
+    """At most `limit` of the plans, which come best first (0 = all of them), and the rest, each
+    with the reason why it is not shown."""
     if not limit:
         return list(ranked), []
     shown: list[Plan] = []
-    left: list[Left] = []
+    left: list[tuple[Plan, str]] = []
     for plan in ranked:
         better = next((p for p in shown if matches(p, plan)), None)
         version = next((p for p in shown if is_version_of(p.model, plan.model)), None)
@@ -50,10 +41,15 @@ def choose(ranked: Sequence[Plan], limit: int) -> tuple[list[Plan], list[Left]]:
             or len(shown) == limit
             or of_family == _PER_FAMILY
         ):
-            left.append(Left(plan, better, version))
+            reason = "fits, and ranks below the ones shown"
+            if better is not None:
+                reason = _MATCHED.format(better.model.name)
+            elif version is not None:
+                reason = f"fits; {version.model.name}, of the same family and size, ranks above it"
+            left.append((plan, reason))
             continue
         outdone = [p for p in shown if matches(plan, p, exactly=True)]
-        left += [Left(p, plan) for p in outdone]
+        left += [(p, _MATCHED.format(plan.model.name)) for p in outdone]
         place = shown.index(outdone[0]) if outdone else len(shown)
         shown = [p for p in [*shown[:place], plan, *shown[place:]] if p not in outdone]
     return shown, left

@@ -87,10 +87,6 @@ class Ledger:
     output_bytes: int
     own_output_bytes: int
 
-    def device_bytes(self, placed: Placement) -> int:
-        """Bytes on devices, all layers and the output together."""
-        return sum(self.device_layers(placed))
-
     def device_layers(self, placed: Placement) -> list[int]:
         """Bytes on devices of each layer from the first that one computes, and last of the
         output."""
@@ -121,13 +117,6 @@ class Ledger:
             self.layers if placed.kv_on_host else self.layers[: min(n, placed.first_gpu_layer(n))]
         )
         return sum(layer[2] for layer in there), sum(layer[3] for layer in there)
-
-
-def ledger(model: Model, variant: Variant, kv: Sequence[int], state: Sequence[int]) -> Ledger:
-    """The ledger of a run whose layers hold these bytes of KV and of recurrent state."""
-    found = parts(model, variant)
-    rows = tuple((d, e, k, s) for (d, e), k, s in zip(found.layers, kv, state, strict=True))
-    return Ledger(rows, found.input_bytes, found.output_bytes, found.own_output_bytes)
 
 
 # --- several cards --------------------------------------------------------------------------------
@@ -194,6 +183,15 @@ def weights_of_cards(
 # --- shares, for the speed ------------------------------------------------------------------------
 
 
+# What each cause of a decode step's seconds is shared out as: a field of `CardShare`.
+_SHARED_AS = {
+    "weights": "dense", "unpacked": "dense",
+    "routed": "experts", "routed_unpacked": "experts", "experts": "experts",
+    "layers": "layers", "recurrent": "layers", "state": "layers", "further": "layers",
+    "kv": "kv",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class CardShare:
     """Of what one token reads and computes, the share on the devices (0..1), and how often a step
@@ -210,12 +208,9 @@ class CardShare:
         """True where all of it is on the devices."""
         return min(self.dense, self.experts, self.kv, self.layers) >= 1.0
 
-    @property
-    def rest(self) -> CardShare:
-        """What is not on the devices."""
-        return CardShare(
-            1 - self.dense, 1 - self.experts, 1 - self.kv, 1 - self.layers, self.crossings
-        )
+    def of_cause(self, cause: str) -> float:
+        """The devices' share of a cause of `DecodeCost.seconds`."""
+        return float(getattr(self, _SHARED_AS[cause]))
 
 
 WHOLE = CardShare(1.0, 1.0, 1.0, 1.0, 0)

@@ -254,7 +254,8 @@ class _Search:
         if placed.gpu_layers == 0:
             return True
         if len(self._limits) == 1:
-            return self._book.device_bytes(placed) + self._beside_bytes <= self._limits[0]
+            on_card_bytes = sum(self._book.device_layers(placed))
+            return on_card_bytes + self._beside_bytes <= self._limits[0]
         rows = self._book.device_layers(placed)
         each = self._beside_bytes // len(self._limits)
         if placed.tensor_split:

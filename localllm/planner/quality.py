@@ -23,19 +23,14 @@ from localllm_catalog.types import Model, Purpose, Quality, Variant
 @dataclass(frozen=True, slots=True)
 class Rating:
     """Points on the index, their uncertainty (one standard deviation), and what they rest on.
-    `makers_own`: on nothing but what the model's maker says of it; `estimated`: on nothing but what
-    somebody guessed by hand."""
+    `makers_own`: on nothing but what the model's maker says of it; `is_evidence` is False where
+    nothing but size and date is known, or what somebody guessed by hand."""
 
     points: float
     spread: float
     basis: str
-    makers_own: bool = False
-    estimated: bool = False
-
-    @property
-    def is_evidence(self) -> bool:
-        """False where nothing but size and date is known, or a guess."""
-        return self.basis != _SIZE_AND_DATE and not self.estimated
+    is_evidence: bool
+    makers_own: bool
 
 
 _INDEX = "Artificial Analysis Intelligence Index v4"
@@ -96,44 +91,45 @@ _DATE = re.compile(r"(\d{4})(?:-(\d\d))?")
 @lru_cache(4096)
 def rate(model: Model, purpose: Purpose = "chat") -> Rating:
     """The precision-weighted mean of everything known about `model`'s quality for `purpose`."""
-    prior = _prior(model)
-    weight: float = 1 / _PRIOR_SPREAD**2
-    if purpose == "autocomplete" and any(
-        score.benchmark in _FIM_ONTO_INDEX for score in model.quality
-    ):
+    known = _evidence(model, purpose)
+    prior = 1 / _PRIOR_SPREAD**2
+    if purpose == "autocomplete" and any(s.benchmark in _FIM_ONTO_INDEX for s in model.quality):
         # size and date say little of it: of 3 billion weights 10 % are filled in right, and 45 %
-        weight = 0.0
-    total = prior * weight
-    best = (_SIZE_AND_DATE, math.inf)
-    by_others, guessed = False, True
-    is_current = any(
-        score.benchmark == _INDEX and score.date >= _INDEX_SINCE for score in model.quality
-    )
-    for score in model.quality:
-        line = _line(score.benchmark, purpose)
-        older = score.benchmark == _INDEX and score.date < _INDEX_SINCE
-        if line is None or (older and is_current):
-            continue
-        slope, intercept, spread = line
-        # By how much less a score says than its benchmark usually does.
-        spread *= (_OTHER_VERSION_SPREAD / 1.5 if older else 1.0) * (
-            _SELF_REPORTED if _is_makers_own(score) else 1.0
-        )
-        by_others |= not _is_makers_own(score)
-        guessed &= score.kind == "estimate"
-        total += (slope * score.score + intercept) / spread**2
-        weight += 1 / spread**2
-        if spread < best[1]:
-            version = ", an older version" if older else ""
-            best = (f"{score.benchmark} {score.score:g} ({score.date}{version})", spread)
-    is_known = best[0] != _SIZE_AND_DATE
+        prior = 0.0
+    weights = [prior, *(1 / spread**2 for _, spread, _ in known)]
+    points = [_prior(model), *(points for points, _, _ in known)]
+    weight, basis = sum(weights), _SIZE_AND_DATE
+    if known:
+        _, _, best = min(known, key=lambda one: one[1])
+        version = ", an older version" if _is_older(best) else ""
+        basis = f"{best.benchmark} {best.score:g} ({best.date}{version})"
     return Rating(
-        total / weight,
+        sum(p * w for p, w in zip(points, weights, strict=True)) / weight,
         math.sqrt(1 / weight),
-        best[0],
-        is_known and not by_others,
-        estimated=is_known and guessed,
+        basis,
+        is_evidence=any(score.kind != "estimate" for _, _, score in known),
+        makers_own=bool(known) and all(_is_makers_own(score) for _, _, score in known),
     )
+
+
+def _evidence(model: Model, purpose: Purpose) -> list[tuple[float, float, Quality]]:
+    """What each score of a benchmark that counts says: points, their standard deviation, and the
+    score."""
+    counted = [score for score in model.quality if _line(score.benchmark, purpose) is not None]
+    if any(score.benchmark == _INDEX and not _is_older(score) for score in model.quality):
+        counted = [score for score in counted if not _is_older(score)]
+    found = []
+    for score in counted:
+        slope, intercept, spread = _line(score.benchmark, purpose) or (0.0, 0.0, math.inf)
+        # By how much less a score says than its benchmark usually does.
+        spread *= _OTHER_VERSION_SPREAD / 1.5 if _is_older(score) else 1.0
+        spread *= _SELF_REPORTED if _is_makers_own(score) else 1.0
+        found.append((slope * score.score + intercept, spread, score))
+    return found
+
+
+def _is_older(score: Quality) -> bool:
+    return score.benchmark == _INDEX and score.date < _INDEX_SINCE
 
 
 def _is_makers_own(score: Quality) -> bool:

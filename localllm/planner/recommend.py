@@ -116,7 +116,7 @@ def recommend(
     best.sort(key=lambda p: (not _is_sound(p.model, p.variant), -p.score))
     best = _sure_first(best)
     shown, left = picks.choose(best, limit)
-    rejected += [_not_shown(device, one, workload, overrides) for one in left]
+    rejected += [_not_shown(device, *one, workload, overrides) for one in left]
     rejected.sort(key=lambda r: (-quality.rate(r.model, workload.purpose).points, r.model.id))
     detailed = [
         detailed_plan(device, plan, everything, workload, overrides)
@@ -141,22 +141,16 @@ def _sure_first(ranked: list[Plan]) -> list[Plan]:
 
 
 def _not_shown(
-    device: Device, left: picks.Left, workload: Workload, overrides: Overrides
+    device: Device, plan: Plan, reason: str, workload: Workload, overrides: Overrides
 ) -> Rejected:
-    """Why a plan that fits is not among the picks: matched or outranked, or only a small format of
-    it fits."""
-    plan = left.plan
+    """Why a plan that fits is not among the picks: the `reason`, or only a small format of it
+    fits."""
     usual = typical(_candidates(device, plan.model, overrides))
     if usual.file_bytes > plan.variant.file_bytes:
         whole = plan_for(device, plan.model, usual, workload, overrides=overrides, rough=True)
         if whole.fits == "no":
             reason = f"{why.does_not_fit(whole, device)}; {plan.variant.quant} would fit"
             return Rejected(plan.model, usual, reason, "memory")
-    reason = "fits, and ranks below the ones shown"
-    if left.matched_by is not None:
-        reason = f"fits, and {left.matched_by.model.name} is at least as good, as fast and as small"
-    elif left.version_of is not None:
-        reason = f"fits; {left.version_of.model.name}, of the same family and size, ranks above it"
     return Rejected(plan.model, plan.variant, reason, "ranking")
 
 

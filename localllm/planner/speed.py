@@ -151,111 +151,45 @@ def decode_step(
 ) -> DecodeStep:
     device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
-    here = _over_cards(device, model, variant, settings, depth, n_sequences)
-    weights_s, fixed_s, attention_s = (
-        here.memory_s - here.seconds["kv"],
-        here.total_s - here.memory_s,
-        here.seconds["kv"],
-    )
-    apart_s = (
-        n_sequences * places.token_s(model, variant, settings) + (device.n_gpus - 1) * CROSSING_S
-    )
-    fixed_s += apart_s
+    run = {"depth": depth, "kv_type": settings.kv_type, "n_sequences": n_sequences}
+    cards = places.weights_of_cards(model, variant, settings.placement, device)
+    on_cards = [
+        (part, decode_cost.decode_terms(model, variant, hardware(card, variant, settings), **run))
+        for card, part in cards
+    ]
+    seconds = {
+        cause: sum(part * cost.seconds[cause] for part, cost in on_cards)
+        for cause in on_cards[0][1].seconds
+    }
+    waits_s = n_sequences * places.token_s(model, variant, settings)
+    waits_s += (device.n_gpus - 1) * CROSSING_S
     basis, spread = _basis("decode", machine, model, depth=depth)
     if decode_cost.bandwidth_of(device)[1] == "assumed":
         basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
+    rows_s = 0.0
     if n_sequences > 1:
         _, together = _basis("batched", machine, model, depth=depth, known=ranges.UNSEEN_KIND)
         spread = max(spread, together)
         row_s = machine.timed_row_s(model, variant, n_sequences)
         if row_s is None:
             row_s = prefill_cost.prefill_terms(model, variant, machine).seconds["matmul"]
-        fixed_s = max(fixed_s, n_sequences * row_s - weights_s - attention_s)
+        rows_s = n_sequences * row_s
     share = places.shares(model, variant, settings.placement)
-    if share.is_whole or device.kind != "discrete":
-        return DecodeStep(
-            weights_s,
-            fixed_s,
-            attention_s,
-            spread,
-            basis,
-            here.seconds["routed"] * here.mixture_factor,
-        )
-    host, beside = _host(device), device.host_bandwidth_gbps
-    there = decode_cost.decode_terms(
-        model, variant, host, depth=depth, kv_type=settings.kv_type, n_sequences=n_sequences
-    )
-    n_copied = share.crossings * n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
-    return DecodeStep(
-        _divided_weights(here, share) + _divided_weights(there, share.rest),
-        _divided_fixed(here, share)
-        + _divided_fixed(there, share.rest)
-        + share.crossings * CROSSING_S
-        + n_copied
-        + apart_s,
-        here.seconds["kv"] * share.kv + there.seconds["kv"] * (1 - share.kv),
-        max(spread, _SPLIT_SPREAD),
-        f"{basis}; system memory {host.bandwidth_gbps:.0f} GB/s ({beside.basis if beside else 'assumed'})",
-        here.seconds["routed"] * here.mixture_factor * share.experts
-        + there.seconds["routed"] * there.mixture_factor * (1 - share.experts),
-    )
-
-
-def _over_cards(
-    device: Device,
-    model: Model,
-    variant: Variant,
-    settings: RunSettings,
-    depth: int,
-    n_sequences: int,
-) -> decode_cost.DecodeCost:
-    """The parts of a step on the cards, each computing the layers it has."""
-    found = [
-        (
-            share,
-            decode_cost.decode_terms(
-                model,
-                variant,
-                hardware(card, variant, settings),
-                depth=depth,
-                kv_type=settings.kv_type,
-                n_sequences=n_sequences,
-            ),
-        )
-        for card, share in places.weights_of_cards(model, variant, settings.placement, device)
-    ]
-    if len(found) == 1:
-        return found[0][1]
-    # What the mixture's factor is not for.
-    plain = ("further", "state", "kv")
-    sums = {
-        name: sum(
-            share * t.seconds[name] * (1.0 if name in plain else t.mixture_factor)
-            for share, t in found
-        )
-        for name in found[0][1].seconds
-    }
-    return replace(max(found, key=lambda pair: pair[0])[1], mixture_factor=1.0, seconds=sums)
-
-
-def _divided_weights(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
-    """Seconds of reading the share of the weights that lies there, and the states of the layers
-    computed there."""
-    weights = (
-        terms.seconds["weights"] * share.dense + terms.seconds["routed"] * share.experts
-    ) * terms.mixture_factor
-    return weights + terms.seconds["state"] * share.layers
-
-
-def _divided_fixed(terms: decode_cost.DecodeCost, share: places.CardShare) -> float:
-    """Seconds of launches, routing, unpacking and further sequences of the layers that are computed
-    there."""
-    layers = (terms.seconds["layers"] + terms.seconds["recurrent"]) * share.layers
-    unpacked = (
-        terms.seconds["unpacked"] * share.dense + terms.seconds["routed_unpacked"] * share.experts
-    )
-    core = (layers + unpacked + terms.seconds["experts"] * share.experts) * terms.mixture_factor
-    return core + terms.seconds["further"] * share.layers
+    if not share.is_whole and device.kind == "discrete":
+        host, beside = _host(device), device.host_bandwidth_gbps
+        there = decode_cost.decode_terms(model, variant, host, **run).seconds
+        for cause, here_s in seconds.items():
+            part = share.of_cause(cause)
+            seconds[cause] = part * here_s + (1 - part) * there[cause]
+        copied_s = n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
+        waits_s += share.crossings * (CROSSING_S + copied_s)
+        spread, rows_s = max(spread, _SPLIT_SPREAD), 0.0
+        known = beside.basis if beside else "assumed"
+        basis += f"; system memory {host.bandwidth_gbps:.0f} GB/s ({known})"
+    read_s = seconds["weights"] + seconds["routed"] + seconds["state"]
+    fixed_s = sum(seconds.values()) - read_s - seconds["kv"] + waits_s
+    fixed_s = max(fixed_s, rows_s - read_s - seconds["kv"])
+    return DecodeStep(read_s, fixed_s, seconds["kv"], spread, basis, seconds["routed"])
 
 
 def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_cost.Hardware:

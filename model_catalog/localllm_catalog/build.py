@@ -17,7 +17,6 @@ from localllm_catalog.types import (
     ESTIMATED,
     Companion,
     Experts,
-    FactSource,
     FfnKind,
     ImageTokens,
     Layer,
@@ -45,8 +44,12 @@ MODEL_KEYS = frozenset({
     "drafts", "companions", "external_drafts", "quality", "notes", "sources", *Format, "_file",
 })  # fmt: skip
 
+# Where facts come from, by the labels that tables cite them with: title, url, date and kind
+# (measured, self-reported, estimate).
+Sources = Mapping[str, Mapping[str, str]]
 
-def build_model(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
+
+def build_model(raw: Mapping[str, Any], sources: Sources) -> Model:
     """One raw table as a Model with its variants. Raises BadCatalogError naming what is missing or
     wrong."""
     unknown = sorted(raw.keys() - MODEL_KEYS)
@@ -78,7 +81,7 @@ def _companion(entry: Mapping[str, Any]) -> Companion:
     return found
 
 
-def _build(raw: Mapping[str, Any], sources: Mapping[str, FactSource]) -> Model:
+def _build(raw: Mapping[str, Any], sources: Sources) -> Model:
     reasoning = raw.get("reasoning", {})
     total = int(raw["params"])
     sampling = raw.get("sampling", {})
@@ -159,22 +162,19 @@ def _sampling(facts: Mapping[str, Any]) -> SamplingDefaults:
     return SamplingDefaults(**known)
 
 
-def _quality(
-    table: Mapping[str, Mapping[str, float]], sources: Mapping[str, FactSource]
-) -> Iterator[Quality]:
+def _quality(table: Mapping[str, Mapping[str, float]], sources: Sources) -> Iterator[Quality]:
     for label, scores in table.items():
         source = sources[label]
         for benchmark, score in scores.items():
-            where = f"{source.title} {source.url}".strip()
-            yield Quality(benchmark, float(score), source.date, where, source.kind)
+            where = f"{source['title']} {source.get('url', '')}".strip()
+            kind = source.get("kind", "")
+            yield Quality(benchmark, float(score), source["date"], where, kind)
 
 
 # --- variants -------------------------------------------------------------------------------------
 
 
-def _with_variants(
-    model: Model, raw: Mapping[str, Any], sources: Mapping[str, FactSource]
-) -> Model:
+def _with_variants(model: Model, raw: Mapping[str, Any], sources: Sources) -> Model:
     variants = [
         *_gguf_variants(model, raw.get(Format.GGUF, ()), sources),
         *_mlx_variants(model, raw.get(Format.MLX, ()), sources),
@@ -183,10 +183,10 @@ def _with_variants(
 
 
 def _gguf_variants(
-    model: Model, tables: Iterable[Mapping[str, Any]], sources: Mapping[str, FactSource]
+    model: Model, tables: Iterable[Mapping[str, Any]], sources: Sources
 ) -> Iterator[Variant]:
     for table in tables:
-        source = sources[table["source"]].title if "source" in table else ""
+        source = sources[table["source"]]["title"] if "source" in table else ""
         seeing = model.vision_params  # lies in a file of its own
         share = (model.extra_params - seeing) / (model.params_total - seeing)
         heads = share if table.get("heads") else 0.0
@@ -225,7 +225,7 @@ def _gguf(
 
 
 def _mlx_variants(
-    model: Model, tables: Iterable[Mapping[str, Any]], sources: Mapping[str, FactSource]
+    model: Model, tables: Iterable[Mapping[str, Any]], sources: Sources
 ) -> Iterator[Variant]:
     for table in tables:
         repo, quant = check_repo(table["repo"]), table["quant"]
@@ -233,7 +233,7 @@ def _mlx_variants(
         if size is None:
             size, source = shapes.estimate_mlx_bytes(model, quant), ESTIMATED
         else:
-            source = sources[table["source"]].title if "source" in table else ""
+            source = sources[table["source"]]["title"] if "source" in table else ""
         yield Variant(Format.MLX, quant, repo, (), int(size), "bytes" in table, source=source)
 
 

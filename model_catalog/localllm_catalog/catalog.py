@@ -15,7 +15,7 @@ from typing import Any
 from localllm_catalog.build import build_model
 from localllm_catalog.errors import BadCatalogError
 from localllm_catalog.names import bare
-from localllm_catalog.types import FactSource, Model
+from localllm_catalog.types import Model
 
 _HERE = Path(__file__).parent
 FAMILIES_DIR = _HERE / "families"
@@ -68,7 +68,7 @@ def load(user_dir: Path | None = None, cache: Path | None = None) -> Catalog:
     """
     families = sorted(FAMILIES_DIR.glob("*.toml"))
     documents = read_all([SOURCES_FILE, *families], _parse, cache)
-    sources = _sources(documents[SOURCES_FILE.name])
+    sources = documents[SOURCES_FILE.name]
     raw: dict[str, dict[str, Any]] = {}
     for path in families:
         for table in _models_of(documents[path.name], path):
@@ -124,15 +124,6 @@ def _check_values(table: Mapping[str, Any], where: str) -> None:
         for part in value if isinstance(value, list) else (value,):
             if isinstance(part, Mapping):
                 _check_values(part, f"{where}: {key}")
-
-
-def _sources(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, FactSource]:
-    return {
-        label: FactSource(
-            label, fact["title"], fact.get("url", ""), fact["date"], fact.get("kind", "")
-        )
-        for label, fact in facts.items()
-    }
 
 
 def read_sources(path: Path = SOURCES_FILE) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,6 @@ slots are the planner's business.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -142,17 +141,6 @@ def count_params(model: Model) -> tuple[int, int]:
 _LOOKUP_EXTRA_BITS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Bits:
-    """Bits per weight of a format's parts: the blocks, the output matrix, the token embedding,
-    per-layer tables."""
-
-    body: float
-    head: float
-    embed: float
-    lookup: float
-
-
 def mlx_parts(quant: str) -> tuple[Fraction, Fraction]:
     """(bits of experts, bits of everything else) of an MLX repo's format name, e.g. "4bit" or
     "MXFP4-Q8"."""
@@ -175,16 +163,17 @@ def estimate_gguf_bytes(model: Model, quant: str) -> int:
     Without vision tower and MTP head (published apart, or dropped). Against the 63 exactly known
     files of this catalog: median error 0.2 %, worst 5 % (recomputed by the tests).
     """
-    bits = _mixture_bits(model, quant)
+    body, head, embed = _mixture_bits(model, quant)
     embedding = model.vocab_size * model.hidden_size
-    ends = embedding * (bits.head if model.tied_embeddings else bits.head + bits.embed)
-    total_bits = trunk_params(model)[0] * bits.body + ends + model.lookup_params * bits.lookup
+    ends = embedding * (head if model.tied_embeddings else head + embed)
+    lookup = model.lookup_params * (embed + _LOOKUP_EXTRA_BITS)
+    total_bits = trunk_params(model)[0] * body + ends + lookup
     return round(total_bits / 8) + model.vocab_size * _TOKENIZER_BYTES_PER_TOKEN
 
 
-def _mixture_bits(model: Model, quant: str) -> _Bits:
-    """What a mixture's formats become on this model, whose rows may be too short for their
-    blocks."""
+def _mixture_bits(model: Model, quant: str) -> tuple[float, float, float]:
+    """Bits a weight of the blocks, the output matrix and the token embedding: what a mixture's
+    formats become on this model, whose rows may be too short for their blocks."""
     mix, row = quants.MIXTURES[quant], model.hidden_size
     narrow = model.experts.intermediate if model.experts else model.intermediate_size
     # Rows are hidden_size long in all matrices of a feed-forward but its last, whose rows are its
@@ -193,7 +182,7 @@ def _mixture_bits(model: Model, quant: str) -> _Bits:
     body = (1 - last) * _row_bits(quant, row) + last * _row_bits(quant, narrow)
     head = float(quants.GGUF_TYPES[quants.fallback(mix.head, row)].bits)
     embed = float(quants.GGUF_TYPES[quants.fallback(mix.embed, row)].bits)
-    return _Bits(body, head, embed, embed + _LOOKUP_EXTRA_BITS)
+    return body, head, embed
 
 
 def _row_bits(quant: str, row: int) -> float:

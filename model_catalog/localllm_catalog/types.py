@@ -250,15 +250,3 @@ class Model:
     tokenizer_pre: str = ""
     shape_warning: str = ""
     __hash__ = object.__hash__
-
-
-@dataclass(frozen=True, slots=True)
-class FactSource:
-    """Where a fact comes from: `kind` measured / self-reported / estimate, the date it was
-    published or copied."""
-
-    label: str
-    title: str
-    url: str
-    date: str
-    kind: str = ""
