@@ -98,8 +98,7 @@ _ADD_UP = (
 
 
 def _sum(memories: Sequence[Memory]) -> Memory:
-    sums = {name: sum(map(attrgetter(name), memories)) for name in _ADD_UP}
-    return replace(memories[0], **sums)
+    return replace(memories[0], **{name: sum(map(attrgetter(name), memories)) for name in _ADD_UP})
 
 
 def _in_turn(cards: Sequence[Device]) -> Figure:

@@ -102,9 +102,10 @@ def _memory(row: DeviceRow, gb: float) -> tuple[Memory, list[Finding]]:
         ), [note]
     if row.kind == "discrete":
         visible = int(installed * _VRAM_VISIBLE)
-        screens = not row.family.startswith(_NO_SCREENS)
         return usable.described_card(
-            visible, f"{gb:g} GB, of which 99.5 % shows", screens=screens
+            visible,
+            f"{gb:g} GB, of which 99.5 % shows",
+            screens=not row.family.startswith(_NO_SCREENS),
         ), []
     if "Halo" in row.family:
         limit = int(installed * _HALO_REACH)

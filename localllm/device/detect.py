@@ -34,8 +34,7 @@ def detect(*, measure: bool = False) -> Device:
     ):
         readings = in_use.without_gpus(readings)
         processor = from_readings(readings, measure=measure, settled=True)
-    used = in_use.as_used(found, processor, build)
-    return with_matrix_rates(used, measure=measure)
+    return with_matrix_rates(in_use.as_used(found, processor, build), measure=measure)
 
 
 def hardware(*, measure: bool = False, remeasure: bool = False) -> Device:

@@ -172,8 +172,9 @@ def _unused(device: Device, build: GgmlBuild) -> Finding:
     why = "knows the processor only"
     if compiled:
         why = f"was compiled for {', '.join(compiled)} and finds no device: look at the driver"
-    told = f"{device.name} would sit idle: the installed llama.cpp {why}"
-    return Finding("error", told, "localllm setup")
+    return Finding(
+        "error", f"{device.name} would sit idle: the installed llama.cpp {why}", "localllm setup"
+    )
 
 
 def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:

@@ -126,8 +126,9 @@ def _build(device: Device, facts: HealthFacts) -> HealthCheck:
     said = f"llama-cpp-python {build.version}"
     if not build.libraries:
         what = f"{said} has no libraries where they belong: it may be broken"
-        fix = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
-        return HealthCheck(name, "error", what, fix)
+        return HealthCheck(
+            name, "error", what, "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+        )
     said += f", compiled for {', '.join(('cpu', *build.accelerators))}"
     if wanted == "cuda" and wanted in build.accelerators:
         return _cuda_code(device, build, said)
@@ -239,8 +240,13 @@ def _pressure(facts: HealthFacts) -> HealthCheck:
     stalled = found[1] if found else "0"
     said = f"programs waited for memory {stalled} % of the last 10 s"
     unread = "" if found else "this system does not report stalls (/proc/pressure/memory)"
-    fix = "close programs, or choose a smaller model"
-    return _seen("memory pressure", said, said if float(stalled) > 5 else "", fix, unread=unread)
+    return _seen(
+        "memory pressure",
+        said,
+        said if float(stalled) > 5 else "",
+        "close programs, or choose a smaller model",
+        unread=unread,
+    )
 
 
 def _power(device: Device, facts: HealthFacts) -> HealthCheck:

@@ -62,8 +62,10 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
     if computer.sockets > 1:
         told = f"{computer.sockets} sockets: one of them is planned with"
         if not computer.parts and bandwidth_gbps is None:
-            why = f"{told}, as each reads its own memory fastest"
-            raise UsageError(why, hint="name one, or say what all read: --bandwidth GBPS")
+            raise UsageError(
+                f"{told}, as each reads its own memory fastest",
+                hint="name one, or say what all read: --bandwidth GBPS",
+            )
         computer.findings.append(Finding("warning", told))
     if not computer.parts:
         return without_card(computer, memory_gb, bandwidth_gbps)
@@ -257,8 +259,9 @@ def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) ->
         if size > largest and (size in _DISKS or is_fixed) and not is_server
     ]
     for size in disks:
-        said = f"took {size:g} GB as the disk: no {rows[0].name} has so much memory"
-        computer.findings.append(Finding("info", said))
+        computer.findings.append(
+            Finding("info", f"took {size:g} GB as the disk: no {rows[0].name} has so much memory")
+        )
     return replace(part, sizes_gb=tuple(size for size in part.sizes_gb if size not in disks))
 
 
@@ -272,8 +275,12 @@ def _own_size(rows: Sequence[DeviceRow], part: Typed, computer: Computer) -> flo
     for size in part.sizes_gb:
         if size != own:
             computer.add_ram(size, None)
-            said = f"took {size:g} GB as the computer's memory: no {rows[0].name} has so much"
-            computer.findings.append(Finding("info", said))
+            computer.findings.append(
+                Finding(
+                    "info",
+                    f"took {size:g} GB as the computer's memory: no {rows[0].name} has so much",
+                )
+            )
     is_sum = own is not None and own not in sold and own / part.count in sold
     return own / part.count if own is not None and is_sum else own
 
@@ -303,8 +310,9 @@ def _choose(
     )
     others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
     if part.cores is None and len(rows) > 1 and others:
-        took = f"took {row.name}; the same name also means {', '.join(others)}"
-        findings.append(Finding("info", took))
+        findings.append(
+            Finding("info", f"took {row.name}; the same name also means {', '.join(others)}")
+        )
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
     if wanted is None:
         wanted = max(row.memory_gb, default=None)
@@ -332,8 +340,7 @@ def _of_size(
     def fit(row: DeviceRow) -> tuple[float, ...]:
         plain = typed.read(row.name).memory_gb is None
         size = max((rank for rank, gb in sizes if gb in row.memory_gb), default=0)
-        is_bin = row.compute_units == part.cores
-        return (is_sized or not row.rare, is_sized or plain, is_bin, size)
+        return (is_sized or not row.rare, is_sized or plain, row.compute_units == part.cores, size)
 
     best = max(map(fit, found))
     return [row for row in found if fit(row) == best]

@@ -80,8 +80,11 @@ def overridden(
     without either."""
     check_overrides(memory_gb, bandwidth_gbps)
     if device.accelerator == "cpu" and (memory_gb, bandwidth_gbps) != (None, None):
-        said = f"planned with this machine's processor, of {device.n_cpu_cores} cores"
-        told = Finding("info", said, "--device NAME")
+        told = Finding(
+            "info",
+            f"planned with this machine's processor, of {device.n_cpu_cores} cores",
+            "--device NAME",
+        )
         device = replace(device, findings=(*device.findings, told))
     if memory_gb is not None:
         size = int(memory_gb * GIB)

@@ -246,8 +246,9 @@ def of_like_cards(vendor: str, architecture: str, memory_bytes: int) -> Figure:
     nearest = min(map(off, own or cards))
     alike = [row for row in own or cards if off(row) <= nearest + _NEAR]
     found = sorted(row.bandwidth().value for row in alike)
-    said = f"cards of such a size have {found[0]:g} to {found[-1]:g} GB/s"
-    return Figure(found[0], "assumed", said)
+    return Figure(
+        found[0], "assumed", f"cards of such a size have {found[0]:g} to {found[-1]:g} GB/s"
+    )
 
 
 def slowest(found: Iterable[DeviceRow]) -> Figure:
@@ -290,8 +291,11 @@ def _in_proportion(row: DeviceRow) -> Figure | None:
     if sibling is None or sibling.fp16_tflops is None:
         return None
     value = sibling.fp16_tflops * row.compute_units / sibling.compute_units
-    rule = f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s in proportion to compute units"
-    return Figure(round(value, 1), "derived", rule)
+    return Figure(
+        round(value, 1),
+        "derived",
+        f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s in proportion to compute units",
+    )
 
 
 def facts(row: DeviceRow | None) -> dict[str, Any]:

@@ -67,8 +67,15 @@ def vram(total_bytes: int, used_bytes: int, reserved_bytes: int, source: str) ->
     """
     limit = max(total_bytes - reserved_bytes, 0)
     now = max(min(total_bytes - used_bytes, limit), 0)
-    keep = reserved_bytes + margin_bytes(total_bytes)
-    return Memory(total_bytes, limit, now, "reported", source, keep, limit - now)
+    return Memory(
+        total_bytes,
+        limit,
+        now,
+        "reported",
+        source,
+        reserved_bytes + margin_bytes(total_bytes),
+        limit - now,
+    )
 
 
 def mac(
@@ -125,8 +132,16 @@ def apu(gpu: AmdGpu, total_bytes: int, available_bytes: int) -> Memory:
     now = carve_out + max(min(gpu.gtt_total_bytes - gpu.gtt_used_bytes, available_bytes - keep), 0)
     installed = total_bytes + gpu.vram_total_bytes
     others = max(total_bytes - available_bytes, 0) + gpu.vram_total_bytes - carve_out
-    source = "amdgpu VRAM + GTT, MemAvailable"
-    return Memory(installed, limit, min(now, limit), "reported", source, keep, others, carve_out)
+    return Memory(
+        installed,
+        limit,
+        min(now, limit),
+        "reported",
+        "amdgpu VRAM + GTT, MemAvailable",
+        keep,
+        others,
+        carve_out,
+    )
 
 
 def rocm_alone(gpu: AmdGpu, ram: Memory) -> Memory:

@@ -89,8 +89,15 @@ def shared_pool(
     """
     keep = headroom_bytes(total_bytes) if headroom is None else headroom
     limit, others = max(total_bytes - keep, 0), max(total_bytes - available_bytes, 0)
-    now = max(min(available_bytes - keep, limit), 0)
-    return Memory(total_bytes, limit, now, "reported", source, keep, others)
+    return Memory(
+        total_bytes,
+        limit,
+        max(min(available_bytes - keep, limit), 0),
+        "reported",
+        source,
+        keep,
+        others,
+    )
 
 
 def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
@@ -98,14 +105,20 @@ def keeping(memory: Memory, n_bytes: int, *, others_bytes: int) -> Memory:
     have."""
     keep = min(n_bytes, memory.total_bytes)
     limit = max(0, min(memory.limit_bytes + memory.system_bytes, memory.total_bytes) - keep)
-    now = max(0, min(memory.total_bytes - keep - others_bytes, limit))
     return replace(
-        memory, limit_bytes=limit, available_bytes=now, system_bytes=keep, others_bytes=others_bytes
+        memory,
+        limit_bytes=limit,
+        available_bytes=max(0, min(memory.total_bytes - keep - others_bytes, limit)),
+        system_bytes=keep,
+        others_bytes=others_bytes,
     )
 
 
 def with_released(memory: Memory, n_bytes: int) -> Memory:
     """The account when `n_bytes` that others have were free."""
     freed = min(max(n_bytes, 0), memory.others_bytes)
-    now = min(memory.limit_bytes, memory.available_bytes + freed)
-    return replace(memory, others_bytes=memory.others_bytes - freed, available_bytes=now)
+    return replace(
+        memory,
+        others_bytes=memory.others_bytes - freed,
+        available_bytes=min(memory.limit_bytes, memory.available_bytes + freed),
+    )

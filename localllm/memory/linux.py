@@ -153,8 +153,9 @@ class LinuxMemory:
 
     def __init__(self, read: ReadText = read_text) -> None:
         self._read = read
-        groups = control_groups(read(OWN_GROUPS))
-        self._groups = [group for group in groups if group.limit(read) is not None]
+        self._groups = [
+            group for group in control_groups(read(OWN_GROUPS)) if group.limit(read) is not None
+        ]
 
     def machine(self) -> MemInfo | None:
         """The whole machine's; None where it does not say."""

@@ -386,8 +386,7 @@ def attention_flops(layer: Layer, n_heads: int, depth: float, *, beside: float =
 def all_attention_flops(model: Model, depth: float, *, beside: float = 0.0) -> float:
     """FLOPs one token's attention over `depth` tokens costs in all layers (`beside`: see
     `attention_flops`)."""
-    groups = facts(model).groups
     return sum(
         count * attention_flops(layer, model.n_heads, depth, beside=beside)
-        for layer, count in groups
+        for layer, count in facts(model).groups
     )

@@ -139,8 +139,9 @@ def _gains(
 ) -> list[float]:
     """For each of these chances to be accepted what the best length of a draft brings; what loses
     is left alone. `guesses`: lengths, and what a token of such a draft costs, in plain steps."""
-    rows = [n + 1 for n in guesses]
-    ratios = verify_ratios(device, plan.model, plan.variant, rows, plan.settings)
+    ratios = verify_ratios(
+        device, plan.model, plan.variant, [n + 1 for n in guesses], plan.settings
+    )
     ways = [(n, guess, step) for (n, guess), step in zip(guesses.items(), ratios, strict=True)]
     return [max(1.0, *(speculation_gain(a, *way) for way in ways)) for a in acceptances]
 

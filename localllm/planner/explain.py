@@ -252,8 +252,11 @@ def _layout_line(plan: Plan, device: Device) -> str:
     )
     if plan.settings.placement.layout != "stored" or stored is None or usual is None:
         return ""
-    what = "as fast as with weights laid out anew for the processor (measured)"
-    return _row("as stored", f"{stored[0] / usual[0]:.2f} ×", what)
+    return _row(
+        "as stored",
+        f"{stored[0] / usual[0]:.2f} ×",
+        "as fast as with weights laid out anew for the processor (measured)",
+    )
 
 
 def _prompt_lines(plan: Plan, device: Device) -> list[str]:
@@ -303,8 +306,11 @@ def _beside_line(plan: Plan, device: Device, on_card_s: float) -> str:
     longer_s = 1 / plan.prefill_tok_s.value - on_card_s
     if share.is_whole or device.kind != "discrete" or longer_s <= 0:
         return ""
-    what = "more: weights in system memory are copied over the bus, or multiplied there"
-    return _row("divided", f"{longer_s * 1e6:.1f} µs", what)
+    return _row(
+        "divided",
+        f"{longer_s * 1e6:.1f} µs",
+        "more: weights in system memory are copied over the bus, or multiplied there",
+    )
 
 
 def explain(plan: Plan, device: Device, *, columns: int = 80) -> list[str]:

@@ -84,8 +84,12 @@ def _replaces(new: Plan, old: Plan) -> bool:
     well."""
 
     def shape(model: Model) -> tuple[object, ...]:
-        thinks = model.reasoning_kind != "none"
-        return line_of(model.family), model.params_total, model.params_active, thinks
+        return (
+            line_of(model.family),
+            model.params_total,
+            model.params_active,
+            model.reasoning_kind != "none",
+        )
 
     return (
         new.model.release_date > old.model.release_date

@@ -167,8 +167,13 @@ def best_split(
 ) -> RunSettings | None:
     """`settings` placed over `device` and its host so that they fit and decode fastest with the
     context half full; None where nothing fits."""
-    used = places.used(device, settings.placement)
-    found = _Search(used, model, variant, offload.applied_to(settings), offload).candidates()
+    found = _Search(
+        places.used(device, settings.placement),
+        model,
+        variant,
+        offload.applied_to(settings),
+        offload,
+    ).candidates()
     return fastest(device, model, variant, found, depth=settings.n_ctx // 2)
 
 
@@ -228,10 +233,14 @@ class _Search:
                 placed = self._least(0, n + 1, lambda k: replace(off, gpu_layers=n + 1 - k))
         if placed is None:
             return None
-        settings = replace(self._settings, placement=placed)
-        divided = over_cards(self._device, self._model, self._variant, settings)
-        need = memory.need(self._model, self._variant, divided, self._device)
-        return divided if fits(self._device, need) else None
+        divided = over_cards(
+            self._device, self._model, self._variant, replace(self._settings, placement=placed)
+        )
+        return (
+            divided
+            if fits(self._device, memory.need(self._model, self._variant, divided, self._device))
+            else None
+        )
 
     def _least(self, low: int, high: int, take: Callable[[int], Placement]) -> Placement | None:
         """`take(n)` for the least n from `low` to `high` that there is room for; None where not
@@ -249,8 +258,12 @@ class _Search:
             # A drafter's layers leave the card with the model's.
             settings = replace(self._settings, placement=placed)
             settings = over_cards(self._device, self._model, self._variant, settings)
-            need = memory.need(self._model, self._variant, settings, self._device)
-            return fits(self._device, replace(need, host_bytes=0))
+            return fits(
+                self._device,
+                replace(
+                    memory.need(self._model, self._variant, settings, self._device), host_bytes=0
+                ),
+            )
         if placed.gpu_layers == 0:
             return True
         if len(self._limits) == 1:

@@ -165,8 +165,16 @@ class _Run:
             needs.need_of(workload),
             context_for(model, workload) // max(1, workload.parallel),
         )
-        prompt = min(purpose.prompt_tokens, tokens)
-        return cls(device, model, variant, workload, overrides, purpose, tokens, prompt)
+        return cls(
+            device,
+            model,
+            variant,
+            workload,
+            overrides,
+            purpose,
+            tokens,
+            min(purpose.prompt_tokens, tokens),
+        )
 
     def rough_plan(self) -> Plan:
         """The best way to run it, rough; as it would be where none fits."""
@@ -247,8 +255,9 @@ class _Run:
             ]
             if has_host and backend_of(self.variant).splits:
                 at = min(1, len(kv_types) - 1)
-                rank = self.rank(top, costs[at] + SPLIT_COST - lost)
-                ways.append((False, rank, top, kv_types[at]))
+                ways.append(
+                    (False, self.rank(top, costs[at] + SPLIT_COST - lost), top, kv_types[at])
+                )
         for is_whole, most_rank, top, kv_type in sorted(
             ways, key=lambda way: way[:2], reverse=True
         ):

@@ -53,8 +53,10 @@ def listed_bytes(model: Model, variant: Variant) -> int:
         return 0
     if not backend_of(variant).projectors:
         return _TOWER_BUFFER_BYTES
-    published = (variant, *model.variants)
-    size = next((v.mmproj_bytes for v in published if v.mmproj_bytes), 0) or 2 * model.vision_params
+    size = (
+        next((v.mmproj_bytes for v in (variant, *model.variants) if v.mmproj_bytes), 0)
+        or 2 * model.vision_params
+    )
     rule = model.image_tokens
     most = min(rule.most if rule else _ANY_SIZE_TOKENS_A_SIDE**2, _ANY_SIZE_TOKENS_A_SIDE**2)
     # A fixed square of 256 tokens has 4 × 4 patches of 14 pixels for each (Gemma 3).

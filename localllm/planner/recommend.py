@@ -284,8 +284,14 @@ def _best_of(
             break
     if not fitting:
         shown = typical(variants)
-        needed = plan_for(device, model, shown, workload, overrides=overrides, rough=True)
-        return Rejected(model, shown, why.does_not_fit(needed, device), "memory")
+        return Rejected(
+            model,
+            shown,
+            why.does_not_fit(
+                plan_for(device, model, shown, workload, overrides=overrides, rough=True), device
+            ),
+            "memory",
+        )
     if not fast:
         quickest = max(fitting, key=lambda p: (p.stream_tok_s, p.variant.quant))
         return Rejected(model, quickest.variant, why.is_too_slow(quickest, need), "speed")

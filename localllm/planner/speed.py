@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, learned, places, prefill_cost, ranges
@@ -151,12 +152,16 @@ def decode_step(
 ) -> DecodeStep:
     device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
-    run = {"depth": depth, "kv_type": settings.kv_type, "n_sequences": n_sequences}
+    terms = partial(
+        decode_cost.decode_terms,
+        model,
+        variant,
+        depth=depth,
+        kv_type=settings.kv_type,
+        n_sequences=n_sequences,
+    )
     cards = places.weights_of_cards(model, variant, settings.placement, device)
-    on_cards = [
-        (part, decode_cost.decode_terms(model, variant, hardware(card, variant, settings), **run))
-        for card, part in cards
-    ]
+    on_cards = [(part, terms(hardware=hardware(card, variant, settings))) for card, part in cards]
     seconds = {
         cause: sum(part * cost.seconds[cause] for part, cost in on_cards)
         for cause in on_cards[0][1].seconds
@@ -177,7 +182,7 @@ def decode_step(
     share = places.shares(model, variant, settings.placement)
     if not share.is_whole and device.kind == "discrete":
         host, beside = _host(device), device.host_bandwidth_gbps
-        there = decode_cost.decode_terms(model, variant, host, **run).seconds
+        there = terms(hardware=host).seconds
         for cause, here_s in seconds.items():
             part = share.of_cause(cause)
             seconds[cause] = part * here_s + (1 - part) * there[cause]
@@ -262,8 +267,7 @@ def prefill(
     device = places.used(device, settings.placement)
     machine = hardware(device, variant, settings)
     seconds = _prompt_seconds(device, model, variant, settings, tokens=prompt_tokens, at=depth)
-    middle = depth + prompt_tokens // 2
-    basis, spread = _basis("prefill", machine, model, depth=middle)
+    basis, spread = _basis("prefill", machine, model, depth=depth + prompt_tokens // 2)
     known = efficiency.nominal_tflops(device)[1]
     if known == "assumed":
         basis, spread = f"{basis}; compute assumed", max(spread, 0.5)

@@ -118,8 +118,12 @@ def settings_for(
 def _drafter(variant: Variant, overrides: Overrides) -> DraftChoice:
     second = overrides.draft_model
     pair = draft_pair(second, variant) if second is not None else None
-    companion = overrides.companion if backend_of(variant).draft_heads else None
-    return DraftChoice(overrides.draft or "auto", pair, companion, overrides.companion_found)
+    return DraftChoice(
+        overrides.draft or "auto",
+        pair,
+        overrides.companion if backend_of(variant).draft_heads else None,
+        overrides.companion_found,
+    )
 
 
 def loses_turns(model: Model, settings: RunSettings) -> bool:

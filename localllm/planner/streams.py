@@ -119,8 +119,9 @@ def streamed(model: Model, variant: Variant) -> Streamed:
         )
     if variant.active_bytes:
         routed = min(variant.active_bytes, round(chosen * expert_bits / 8))
-        pool_bytes = round(pool * expert_bits / 8)
-        return Streamed(variant.active_bytes - routed, routed, pool_bytes, dense, chosen)
+        return Streamed(
+            variant.active_bytes - routed, routed, round(pool * expert_bits / 8), dense, chosen
+        )
     return _pack(dense * shared, chosen * expert_bits, pool * expert_bits, dense, chosen)
 
 

@@ -34,8 +34,12 @@ def compare(device: Device, run: Measured, others: Sequence[Measured] = ()) -> P
         return speed.decode(device, run.model, run.variant, run.run, depth=depth, measured=others)
 
     predicted = at(run.depth)
-    bound = speed.decode_bound(device, run.model, run.variant)
-    causes = likely_causes(device, predicted.value, run.decode_tok_s, bound)
+    causes = likely_causes(
+        device,
+        predicted.value,
+        run.decode_tok_s,
+        speed.decode_bound(device, run.model, run.variant),
+    )
     return PredictionCheck(
         (predicted.value, run.decode_tok_s),
         predicted.basis,

@@ -158,8 +158,7 @@ def _experts(facts: Mapping[str, Any]) -> Experts:
 
 
 def _sampling(facts: Mapping[str, Any]) -> SamplingDefaults:
-    known = {key: value for key, value in facts.items() if key != "non_thinking"}
-    return SamplingDefaults(**known)
+    return SamplingDefaults(**{key: value for key, value in facts.items() if key != "non_thinking"})
 
 
 def _quality(table: Mapping[str, Mapping[str, float]], sources: Sources) -> Iterator[Quality]:
@@ -167,8 +166,7 @@ def _quality(table: Mapping[str, Mapping[str, float]], sources: Sources) -> Iter
         source = sources[label]
         for benchmark, score in scores.items():
             where = f"{source['title']} {source.get('url', '')}".strip()
-            kind = source.get("kind", "")
-            yield Quality(benchmark, float(score), source["date"], where, kind)
+            yield Quality(benchmark, float(score), source["date"], where, source.get("kind", ""))
 
 
 # --- variants -------------------------------------------------------------------------------------

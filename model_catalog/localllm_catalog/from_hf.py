@@ -102,13 +102,12 @@ def model_from_config(
     variant = _variant(config, files, repo)
     total, active = shapes.count_params(model)
     if known is not None:
-        own = stated.sampling_over(known.sampling, model.sampling)
         return replace(
             known,
             layers=layers,
             native_context=model.native_context,
             variants=(variant,),
-            sampling=own,
+            sampling=stated.sampling_over(known.sampling, model.sampling),
         )
     return replace(model, params_total=total, params_active=active, variants=(variant,))
 
@@ -283,11 +282,10 @@ def _add_attention(raw: dict[str, Any], facts: _Config) -> None:
         else facts.number("sliding_window", "attention_chunk_size", default=0)
     }
     if facts.type.startswith("gemma4"):
-        same = facts.get("attention_k_eq_v") is True
         raw["full"] = {
             "head_dim": facts.number("global_head_dim", default=raw["head_dim"]),
             "kv_heads": facts.number("num_global_key_value_heads", default=raw["kv_heads"]),
-            "v_is_k": same,
+            "v_is_k": facts.get("attention_k_eq_v") is True,
         }
     rank = facts.number("kv_lora_rank", default=0)
     if rank:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from localllm.cli.commands.bench import lines
-from localllm.device.parsers.power import (
-    EnergyCounter,
-    nvidia_w,
-    rapl,
-    used_j,
-)
+from localllm.device.parsers.power import EnergyCounter, rapl, used_j
 from localllm.device.probes.power import PowerMeter
 
 PACKAGE = ("package-0\n", "53012345678\n", "262143328850\n")
@@ -39,33 +39,35 @@ def test_a_counter_that_began_anew_is_understood() -> None:
     assert used_j([], []) is None
 
 
-@pytest.mark.parametrize(
-    ("csv", "watts"),
-    [
-        ("301.24\n", 301.24),
-        ("62.10\n 310.02\n", 372.12),
-        ("[N/A]\n", None),
-        ("[Not Supported]\n55.0\n", None),
-        ("", None),
-    ],
-)
-def test_nvidia_smi(csv: str, watts: float | None) -> None:
-    assert nvidia_w(csv) == (None if watts is None else pytest.approx(watts))
-
-
 def test_where_nothing_says_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from localllm.device.probes import power
 
     monkeypatch.setattr(power, "counters", list)
-    monkeypatch.setattr(power, "watts_now", lambda: None)
     with PowerMeter() as meter:
         pass
     assert meter.use is None
-    monkeypatch.setattr(power, "watts_now", lambda: (20.0, "nvidia-smi"))
+    read = iter((100.0, 120.0))
+    monkeypatch.setattr(power, "counters", lambda: [EnergyCounter("nvidia-0", next(read), 0.0)])
     with PowerMeter() as meter:
         pass
     assert meter.use is not None
-    assert meter.use.watts == pytest.approx(20.0)
+    assert (meter.use.joules, meter.use.source) == (20.0, "nvidia-0")
+    assert meter.use.watts == pytest.approx(20.0 / meter.use.seconds)
+
+
+def test_a_gpus_own_counter_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from localllm.device.probes import nvidia
+
+    @contextlib.contextmanager
+    def session() -> Iterator[Any]:
+        yield SimpleNamespace(
+            nvmlDeviceGetCount=lambda: 2,
+            nvmlDeviceGetHandleByIndex=lambda index: index,
+            nvmlDeviceGetTotalEnergyConsumption=lambda handle: 1500 * (handle + 1),
+        )
+
+    monkeypatch.setattr(nvidia, "session", session)
+    assert nvidia.energy() == [("nvidia-0", 1.5), ("nvidia-1", 3.0)]
 
 
 def test_metrics_have_what_the_machine_says_and_nothing_else(
@@ -83,18 +85,13 @@ def test_metrics_have_what_the_machine_says_and_nothing_else(
         return TestClient(app, base_url="http://127.0.0.1").get("/metrics").text
 
     monkeypatch.setattr(power, "counters", lambda: rapl({"intel-rapl:0": PACKAGE}))
-    monkeypatch.setattr(power, "watts_now", lambda: (14.5, "nvidia-smi"))
     page = page_of()
-    assert "# TYPE localllm_power_watts gauge\nlocalllm_power_watts 14.500\n" in page
     assert (
         "# TYPE localllm_energy_package_0_0_joules_total "
         "counter\nlocalllm_energy_package_0_0_joules_total 53012.346\n" in page
     )
     monkeypatch.setattr(power, "counters", list)
-    monkeypatch.setattr(power, "watts_now", lambda: None)
-    page = page_of()
-    assert "watts" not in page
-    assert "joules" not in page
+    assert "joules" not in page_of()
 
 
 def test_bench_prints_power_where_it_is_known() -> None:

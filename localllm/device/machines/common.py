@@ -88,11 +88,12 @@ def modules_bandwidth(modules: Ram | None, source: str) -> Figure | None:
     machines."""
     if modules is None:
         return None
-    told = (
+    return Figure(
+        round(modules.bandwidth_gbps, 1),
+        "derived",
         f"{source}: {modules.modules} module(s), {modules.bus_bits} bit at "
-        f"{modules.megatransfers_s} MT/s"
+        f"{modules.megatransfers_s} MT/s",
     )
-    return Figure(round(modules.bandwidth_gbps, 1), "derived", told)
 
 
 def ram_bandwidth(measured: Figure | None, told: Figure | None, cpu: str, vectors: str) -> Figure:
@@ -168,8 +169,11 @@ def nvidia_cards(gpus: Sequence[NvidiaGpu]) -> tuple[list[Device], list[Finding]
 
 
 def no_driver(fix: str) -> Finding:
-    what = "an NVIDIA GPU is in this machine but its driver does not answer: it is not used"
-    return Finding("error", what, fix)
+    return Finding(
+        "error",
+        "an NVIDIA GPU is in this machine but its driver does not answer: it is not used",
+        fix,
+    )
 
 
 def as_processor(base: Device) -> Device:

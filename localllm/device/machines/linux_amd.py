@@ -29,8 +29,10 @@ def identify_amd(readings: Readings, system: LinuxSystem) -> Device | None:
         return None
     if readings.output("render-access") == "denied":
         told = "the GPU is there but this user may not open /dev/dri/renderD* or /dev/kfd"
-        fix = "sudo usermod -aG render,video $USER, then log in again"
-        system = noted(system, [Finding("error", told, fix)])
+        system = noted(
+            system,
+            [Finding("error", told, "sudo usermod -aG render,video $USER, then log in again")],
+        )
     found = amd_cards(readings, gpus)
     if not found:
         return _amd_apu(readings, system, gpus)

@@ -64,8 +64,11 @@ def _device_id(readings: Readings, folder: str) -> str:
 
 def arcs(readings: Readings) -> list[Device]:
     """Intel's discrete cards, as i915 or the table says their memory."""
-    shown = vulkaninfo(readings.output("vulkaninfo"))
-    names = [name for name, *which in shown if which == ["discrete", _INTEL_VENDOR]]
+    names = [
+        name
+        for name, *which in vulkaninfo(readings.output("vulkaninfo"))
+        if which == ["discrete", _INTEL_VENDOR]
+    ]
     cards = [
         _arc(readings, folder, names) for folder in pci_folders(readings, DRM_CARDS, _INTEL_VENDOR)
     ]

@@ -75,8 +75,7 @@ def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem
                 "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead",
             )
         )
-    modules = _modules(readings, cpu)
-    told = modules_bandwidth(modules, "udev")
+    told = modules_bandwidth(_modules(readings, cpu), "udev")
     # A board, or Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook Air (M1, 2020)".
     board = readings.file("/proc/device-tree/model")[:80]
     if "model name" in readings.file("/proc/cpuinfo"):

@@ -81,8 +81,11 @@ def _emulation(readings: Readings) -> tuple[Finding, ...]:
     native = readings.output("native-architecture").strip().upper()
     if (native, readings.architecture.upper()) != ("ARM64", "AMD64"):
         return ()
-    told = "an x64 Python runs emulated on this ARM PC"
-    return (Finding("warning", told, "install the ARM64 Python"),)
+    return (
+        Finding(
+            "warning", "an x64 Python runs emulated on this ARM PC", "install the ARM64 Python"
+        ),
+    )
 
 
 # The makers whose cards are looked for in the registry; NVIDIA's driver tells of its own.
@@ -102,8 +105,7 @@ def _cards(adapters: list[windows.Adapter]) -> list[Device]:
         size = adapter.memory_bytes or int(row.memory_gb[0] * GIB if row else 0)
         memory = usable.vram(size, 0, 0, "registry HardwareInformation.qwMemorySize")
         card = card_of(maker, adapter.name, memory, row)
-        family = row.family if row else "vulkan"
-        cards.append(replace(card, accelerator="vulkan", family=family))
+        cards.append(replace(card, accelerator="vulkan", family=row.family if row else "vulkan"))
     return cards
 
 

@@ -27,14 +27,13 @@ def sysctl(text: str) -> Mac:
     """`sysctl machdep.cpu.brand_string hw.model hw.memsize …`: "key: value" lines."""
     values = key_values(text)
     memory = integer(values.get("hw.memsize"))
-    pressure = integer(values.get("kern.memorystatus_vm_pressure_level"))
     return Mac(
         chip=" ".join(values.get("machdep.cpu.brand_string", "").split())[:80],
         model=values.get("hw.model", "")[:80],
         memory_bytes=memory if memory and 0 < memory < 1 << 50 else None,
         cpu_cores=max(integer(values.get("hw.physicalcpu") or values.get("hw.ncpu")) or 0, 0),
         wired_limit_mb=integer(values.get("iogpu.wired_limit_mb")),
-        pressure=pressure,
+        pressure=integer(values.get("kern.memorystatus_vm_pressure_level")),
         translated=integer(values.get("sysctl.proc_translated")) == 1,
     )
 

@@ -1,4 +1,4 @@
-"""What RAPL and nvidia-smi say to watts and joules."""
+"""What energy counters say to joules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.device.parsers import decimal
 
 @dataclass(frozen=True, slots=True)
 class EnergyCounter:
-    """A RAPL zone: joules since some time, which begin anew at `range_j`."""
+    """A RAPL zone or a GPU: joules since some time, which begin anew at `range_j`."""
 
     name: str
     joules: float
@@ -39,12 +39,7 @@ def used_j(before: Sequence[EnergyCounter], after: Sequence[EnergyCounter]) -> f
     they differ."""
     if not before or [zone.name for zone in before] != [zone.name for zone in after]:
         return None
-    pairs = zip(before, after, strict=True)
-    return sum(b.joules - a.joules + (b.range_j if b.joules < a.joules else 0.0) for a, b in pairs)
-
-
-def nvidia_w(csv: str) -> float | None:
-    """Watts of all GPUs of `nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits`; None
-    where one does not say."""
-    drawn = [decimal(line.strip()) for line in csv.splitlines() if line.strip()]
-    return sum(w for w in drawn if w is not None) if drawn and None not in drawn else None
+    return sum(
+        b.joules - a.joules + (b.range_j if b.joules < a.joules else 0.0)
+        for a, b in zip(before, after, strict=True)
+    )

@@ -29,8 +29,6 @@ def outputs() -> dict[str, str]:
 def nvml() -> str:
     """Every GPU as JSON, "" when NVML can't be loaded or started. Opens no CUDA context (that would
     cost memory)."""
-    if sys.platform == "linux" and "pynvml" not in sys.modules and not _has_driver():
-        return ""  # before the module is read: it is 10 ms of every start
     found: list[dict[str, Any]] | None = None
     with session() as api:
         if api is not None:
@@ -42,11 +40,12 @@ def nvml() -> str:
 def session() -> Iterator[Any]:
     """NVML's functions for as long as the block runs; None where there is no NVIDIA driver. What
     fails within ends the block, and nothing else."""
-    try:
-        import pynvml as api
-    except ImportError:
+    # before the module is read: it is 10 ms of every start
+    if sys.platform == "linux" and "pynvml" not in sys.modules and not _has_driver():
         yield None
         return
+    import pynvml as api
+
     # WSL keeps the library off the loader's path; once loaded it is found by name
     with contextlib.suppress(OSError):
         ctypes.CDLL(f"{_WSL}/libnvidia-ml.so.1", mode=ctypes.RTLD_GLOBAL)
@@ -127,6 +126,18 @@ def _slices(api: Any, handle: Any) -> list[int]:
                 slice_ = api.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                 sizes.append(int(api.nvmlDeviceGetMemoryInfo(slice_).total))
     return sizes
+
+
+def energy() -> list[tuple[str, float]]:
+    """The joules that each GPU says it has used since its driver was loaded, by a name for it."""
+    found: list[tuple[str, float]] = []
+    with session() as api:
+        for index in range(api.nvmlDeviceGetCount() if api is not None else 0):
+            millijoules = api.nvmlDeviceGetTotalEnergyConsumption(
+                api.nvmlDeviceGetHandleByIndex(index)
+            )
+            found.append((f"nvidia-{index}", millijoules / 1000))
+    return found
 
 
 def smi() -> str:
