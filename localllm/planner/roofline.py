@@ -14,85 +14,79 @@ from localllm.planner.types import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class RooflinePoint:
-    """One plan: weight bytes a token reads (GB), predicted tokens/s, and its number in the
-    legend."""
-
-    gb_per_token: float
-    tok_s: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
 class Roofline:
-    """Decode tokens/s over GB read per token. The roof is bandwidth ÷ bytes; above `flat_tok_s`
-    compute would bound."""
+    """Decode tokens/s over GB read per token, log-log. The roof is bandwidth ÷ bytes; above it
+    compute would bound. `x_decades` and `y_decades`: the powers of ten that the axes begin and end
+    with; `points`: of each plan GB a token, predicted tokens/s, and its name."""
 
     title: str
-    bandwidth_gbps: float
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-    points: tuple[RooflinePoint, ...]
     note: str
+    bandwidth_gbps: float
+    x_decades: tuple[int, int]
+    y_decades: tuple[int, int]
+    points: tuple[tuple[float, float, str], ...]
+
+    def at(self, gb_per_token: float, tok_s: float) -> tuple[float, float]:
+        """Where that lies: shares of the width from the left, and of the height from the top."""
+        (x0, x1), (y0, y1) = self.x_decades, self.y_decades
+        return (math.log10(gb_per_token) - x0) / (x1 - x0), (y1 - math.log10(tok_s)) / (y1 - y0)
 
 
 def of(device: Device, plans: Sequence[Plan]) -> Roofline:
-    """The roofline of `device` with `plans` on it (log-log)."""
+    """The roofline of `device` with `plans` on it."""
     bandwidth, basis = decode_cost.bandwidth_of(device)
     tflops, _ = efficiency.nominal_tflops(device)
     points = tuple(
-        RooflinePoint(
+        (
             streamed(p.model, p.variant).total_bytes / 1e9,
             p.decode_tok_s.value,
             f"{p.model.name} {p.variant.quant}",
         )
         for p in plans
     )
-    xs = [p.gb_per_token for p in points] or [1.0]
-    x0, x1 = 10 ** math.floor(math.log10(min(xs) * 0.9)), 10 ** math.ceil(math.log10(max(xs) * 1.1))
-    ys = [p.tok_s for p in points] + [bandwidth / x for x in xs]
-    y0, y1 = 10 ** math.floor(math.log10(max(min(ys), 0.01))), 10 ** math.ceil(math.log10(max(ys)))
-    note = f"memory {bandwidth:,.0f} GB/s ({basis}); nominal FP16 {tflops:,.1f} TFLOP/s"
+    xs = [x for x, _, _ in points] or [1.0]
+    ys = [y for _, y, _ in points] + [bandwidth / x for x in xs]
     return Roofline(
-        f"Decode roofline of {device.name}", bandwidth, (x0, x1), (y0, y1), points, note
+        f"Decode roofline of {device.name}",
+        f"memory {bandwidth:,.0f} GB/s ({basis}); nominal FP16 {tflops:,.1f} TFLOP/s",
+        bandwidth,
+        (math.floor(math.log10(min(xs) * 0.9)), math.ceil(math.log10(max(xs) * 1.1))),
+        (math.floor(math.log10(max(min(ys), 0.01))), math.ceil(math.log10(max(ys)))),
+        points,
     )
-
-
-def _unit(value: float, span: tuple[float, float]) -> float:
-    low, high = math.log10(span[0]), math.log10(span[1])
-    return (math.log10(value) - low) / (high - low)
 
 
 def text(picture: Roofline, width: int = 78, height: int = 18) -> list[str]:
     """The picture in characters: the roof as dots, plans as their numbers, then the legend."""
     columns, rows = width - 8, height
+    (x0, x1), (y0, y1) = picture.x_decades, picture.y_decades
     grid = [[" "] * columns for _ in range(rows)]
     for column in range(columns):
-        low, high = (math.log10(v) for v in picture.x_range)
-        x = 10 ** (low + (high - low) * column / (columns - 1))
-        row = round((1 - _unit(picture.bandwidth_gbps / x, picture.y_range)) * (rows - 1))
+        x = 10 ** (x0 + (x1 - x0) * column / (columns - 1))
+        row = round(picture.at(x, picture.bandwidth_gbps / x)[1] * (rows - 1))
         if 0 <= row < rows:
             grid[row][column] = "·"
-    for i, point in enumerate(picture.points, 1):
-        column = round(_unit(point.gb_per_token, picture.x_range) * (columns - 1))
-        row = round((1 - _unit(point.tok_s, picture.y_range)) * (rows - 1))
+    for i, (gb_per_token, tok_s, _) in enumerate(picture.points, 1):
+        right, down = picture.at(gb_per_token, tok_s)
+        column, row = round(right * (columns - 1)), round(down * (rows - 1))
         while grid[row][column] not in " ·" and column < columns - 1:
             column += 1
         grid[row][column] = str(i % 10)
     lines = [picture.title, picture.note, "tok/s"]
     for r, cells in enumerate(grid):
-        low, high = (math.log10(v) for v in picture.y_range)
-        value = 10 ** (high - (high - low) * r / (rows - 1))
+        value = 10 ** (y1 - (y1 - y0) * r / (rows - 1))
         mark = f"{value:6.4g}" if r in (0, rows - 1) or r == rows // 2 else " " * 6
         lines.append(f"{mark} |{''.join(cells)}".rstrip())
-    lines.append("       +" + "─" * columns)
-    left, right = f"{picture.x_range[0]:g}", f"{picture.x_range[1]:g} GB per token"
-    lines.append("        " + left + right.rjust(columns - len(left)))
-    lines.append("· roof: bandwidth divided by bytes read per token")
-    for i, p in enumerate(picture.points, 1):
-        share = p.tok_s * p.gb_per_token / picture.bandwidth_gbps
-        figures = f"{p.gb_per_token:.2f} GB, {p.tok_s:.0f} tok/s, {share:.0%} of the roof"
-        lines.append(f"{i}  {p.label[: width - len(figures) - 5]}: {figures}")
+    left, right_end = f"{10.0**x0:g}", f"{10.0**x1:g} GB per token"
+    lines += [
+        "       +" + "─" * columns,
+        "        " + left + right_end.rjust(columns - len(left)),
+        "· roof: bandwidth divided by bytes read per token",
+    ]
+    for i, (gb_per_token, tok_s, label) in enumerate(picture.points, 1):
+        share = tok_s * gb_per_token / picture.bandwidth_gbps
+        figures = f"{gb_per_token:.2f} GB, {tok_s:.0f} tok/s, {share:.0%} of the roof"
+        lines.append(f"{i}  {label[: width - len(figures) - 5]}: {figures}")
     return lines
 
 
@@ -103,16 +97,8 @@ _LABEL_GAP = 13.0
 
 def _place(picture: Roofline, x: float, y: float) -> tuple[float, float]:
     """Pixel of a point in data coordinates."""
-    return (
-        _LEFT + _unit(x, picture.x_range) * (_W - _LEFT - _RIGHT),
-        _TOP + (1 - _unit(y, picture.y_range)) * (_H - _TOP - _BOTTOM),
-    )
-
-
-def _decades(span: tuple[float, float]) -> list[float]:
-    """The powers of ten of an axis."""
-    first, last = round(math.log10(span[0])), round(math.log10(span[1]))
-    return [10.0**e for e in range(first, last + 1)]
+    right, down = picture.at(x, y)
+    return _LEFT + right * (_W - _LEFT - _RIGHT), _TOP + down * (_H - _TOP - _BOTTOM)
 
 
 def _text(x: float, y: float, content: str, more: str = "") -> str:
@@ -135,20 +121,20 @@ def svg(picture: Roofline) -> str:
         _text(_W / 2, _H - 16, "GB of weights read per token", 'text-anchor="middle"'),
         _text(16, _TOP - 8, "tok/s"),
     ]
-    for value in _decades(picture.x_range):
-        x, _ = _place(picture, value, picture.y_range[0])
+    (x0, x1), (y0, y1) = picture.x_decades, picture.y_decades
+    for decade in range(x0, x1 + 1):
+        x, _ = _place(picture, 10.0**decade, 10.0**y0)
         out.append(_line((x, _TOP), (x, _H - _BOTTOM), "#ddd"))
-        out.append(_text(x, _H - _BOTTOM + 18, f"{value:g}", 'text-anchor="middle"'))
-    for value in _decades(picture.y_range):
-        _, y = _place(picture, picture.x_range[0], value)
+        out.append(_text(x, _H - _BOTTOM + 18, f"{10.0**decade:g}", 'text-anchor="middle"'))
+    for decade in range(y0, y1 + 1):
+        _, y = _place(picture, 10.0**x0, 10.0**decade)
         out.append(_line((_LEFT, y), (_W - _RIGHT, y), "#ddd"))
-        out.append(_text(_LEFT - 8, y + 4, f"{value:g}", 'text-anchor="end"'))
+        out.append(_text(_LEFT - 8, y + 4, f"{10.0**decade:g}", 'text-anchor="end"'))
     bandwidth = picture.bandwidth_gbps
-    enters = max(picture.x_range[0], bandwidth / picture.y_range[1])
-    leaves = min(picture.x_range[1], bandwidth / picture.y_range[0])
-    start, end = (_place(picture, x, bandwidth / x) for x in (enters, leaves))
+    roof = (max(10.0**x0, bandwidth / 10.0**y1), min(10.0**x1, bandwidth / 10.0**y0))
+    start, end = (_place(picture, x, bandwidth / x) for x in roof)
     out.append(_line(start, end, '#c0392b" stroke-width="2'))
-    spots = [(*_place(picture, p.gb_per_token, p.tok_s), p.label) for p in picture.points]
+    spots = [(*_place(picture, x, y), label) for x, y, label in picture.points]
     below = -math.inf
     for x, y, label in sorted(spots, key=lambda spot: (spot[1], spot[0])):
         below = max(y, below + _LABEL_GAP)  # no label lies on another
