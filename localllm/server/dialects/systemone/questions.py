@@ -43,8 +43,9 @@ class _Question(BodyPart):
     default_question: ClassVar[str] = "Which of these fits best?"
     instructions: Content | None = None
 
-    def options(self) -> list[str]:
-        """The texts of the options, in the order that the answer's probabilities have."""
+    def options(self) -> dict[Any, str]:
+        """The texts of the options by what each is as an answer, in the order that the answer's
+        probabilities have."""
         raise NotImplementedError
 
     def orders(self, most: int) -> list[list[int]]:
@@ -57,11 +58,21 @@ class _Question(BodyPart):
 
     def text(self, order: Sequence[int], labels: Sequence[str]) -> str:
         """The question with its options in `order`, the first of them behind the first label."""
-        options = self.options()
+        options = [*self.options().values()]
         lines = [f"{label}. {options[i]}" for label, i in zip(labels, order, strict=False)]
         return "\n".join(
             [f"Question: {as_text(self.instructions) or self.default_question}", *lines]
         )
+
+    def option_of(self, answer: str | bool | int) -> int:
+        """Which option `answer` means. Raises RequestError."""
+        sent = type(answer), answer
+        known = [*self.options()]
+        meant = [i for i, option in enumerate(known) if (type(option), option) == sent]
+        if not meant:
+            said = f"the right answer is one of {', '.join(map(str, known))}"
+            raise RequestError(said[:400], param="examples")
+        return meant[0]
 
 
 class ChoiceQuestion(_Question):
@@ -70,26 +81,18 @@ class ChoiceQuestion(_Question):
     type: Literal["choice"]
     criteria: Annotated[dict[str, Content | None], Field(min_length=1, max_length=MOST_OPTIONS)]
 
-    def options(self) -> list[str]:
-        return [_option(name, about) for name, about in self.criteria.items()]
+    def options(self) -> dict[Any, str]:
+        return {name: _option(name, about) for name, about in self.criteria.items()}
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
         """The answer's body."""
-        names = list(self.criteria)
+        shares = dict(zip(self.criteria, p, strict=True))
         return {
             "type": self.type,
-            "choice": names[_greatest(p)],
+            "choice": max(shares, key=shares.__getitem__),
             "confidence": choice_confidence(p),
-            "probabilities": dict(zip(names, p, strict=True)),
+            "probabilities": shares,
         }
-
-    def option_of(self, answer: Any) -> int:
-        """Which option `answer` (an option's name) means. Raises RequestError."""
-        if answer not in self.criteria:
-            raise RequestError(
-                f"the right answer of a choice is one of {', '.join(self.criteria)}"[:400]
-            )
-        return list(self.criteria).index(answer)
 
 
 class ScoreQuestion(_Question):
@@ -99,8 +102,8 @@ class ScoreQuestion(_Question):
     type: Literal["score"]
     criteria: Annotated[list[Content], Field(min_length=1, max_length=MOST_OPTIONS)]
 
-    def options(self) -> list[str]:
-        return [as_text(level) for level in self.criteria]
+    def options(self) -> dict[Any, str]:
+        return dict(enumerate(map(as_text, self.criteria)))
 
     def orders(self, most: int) -> list[list[int]]:
         """A scale only goes up or down."""
@@ -116,14 +119,6 @@ class ScoreQuestion(_Question):
             "legend": {str(i): level for i, level in enumerate(self.criteria)},
             "probabilities": {str(i): share for i, share in enumerate(p)},
         }
-
-    def option_of(self, answer: Any) -> int:
-        """Which level `answer` (its number) means. Raises RequestError."""
-        if type(answer) is not int or not 0 <= answer < len(self.criteria):
-            raise RequestError(
-                f"the right answer of this score is a level from 0 to {len(self.criteria) - 1}"
-            )
-        return answer
 
 
 class NoulCriteria(BodyPart):
@@ -141,20 +136,13 @@ class NoulQuestion(_Question):
     type: Literal["noul"]
     criteria: NoulCriteria | None = None
 
-    def options(self) -> list[str]:
+    def options(self) -> dict[Any, str]:
         about = self.criteria or NoulCriteria()
-        named = (("Yes, true", about.true), ("No, false", about.false))
-        return [_option(name, description) for name, description in named]
+        return {True: _option("Yes, true", about.true), False: _option("No, false", about.false)}
 
     def answer(self, p: Probabilities) -> dict[str, Any]:
         """The answer's body."""
         return {"type": self.type, "noul": p[0]}
-
-    def option_of(self, answer: Any) -> int:
-        """Which option `answer` (true or false) means. Raises RequestError."""
-        if type(answer) is not bool:
-            raise RequestError("the right answer of a noul is true or false")
-        return int(not answer)
 
 
 Question: TypeAlias = Annotated[
@@ -173,17 +161,13 @@ def score_confidence(p: Probabilities) -> float:
     distribution around its middle (the same sources)."""
     if len(p) < 2:
         return 1.0
-    mode, middle = _greatest(p), (len(p) - 1) / 2
+    mode, middle = max(range(len(p)), key=lambda i: p[i]), (len(p) - 1) / 2
     distance = sum(share * abs(i - mode) for i, share in enumerate(p))
     return max(0.0, 1 - distance * len(p) / sum(abs(i - middle) for i in range(len(p))))
 
 
-def _greatest(p: Probabilities) -> int:
-    return max(range(len(p)), key=lambda i: p[i])
-
-
-# Natural logarithms of the least and the greatest temperature that are tried.
-_LEAST, _MOST = math.log(0.05), math.log(20.0)
+# The temperatures that are tried, a twentieth apart: 0.05 to 20.
+_TRIED = [1.05**i for i in range(-61, 62)]
 
 
 def softmax(scores: Sequence[float], temperature: float = 1.0) -> list[float]:
@@ -202,19 +186,10 @@ def loss(examples: Sequence[tuple[Sequence[float], int]], temperature: float) ->
 
 def fit_temperature(examples: Sequence[tuple[Sequence[float], int]]) -> float:
     """The temperature under which `examples` (an answer's scores, and which option is right) are
-    likeliest (temperature
-    scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML 2017). Few examples, or
-    ones that are all right, leave it near 1: its logarithm is taken to be normal around 0."""
-
-    def cost(log_t: float) -> float:
-        return len(examples) * loss(examples, math.exp(log_t)) + log_t * log_t / 2
-
-    low, high = _LEAST, _MOST
-    while high - low > 0.01:
-        step = (high - low) / 16
-        best = min((low + i * step for i in range(17)), key=cost)
-        low, high = max(_LEAST, best - step), min(_MOST, best + step)
-    return math.exp((low + high) / 2)
+    likeliest (temperature scaling: Guo et al., "On Calibration of Modern Neural Networks", ICML
+    2017). Few examples, or ones that are all right, leave it near 1: its logarithm is taken to be
+    normal around 0."""
+    return min(_TRIED, key=lambda t: len(examples) * loss(examples, t) + math.log(t) ** 2 / 2)
 
 
 def saved_temperature(fingerprint: str) -> float:

@@ -6,13 +6,12 @@ its next token."""
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import string
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product, takewhile
+from itertools import product, takewhile
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
@@ -66,28 +65,85 @@ def _spent(costs: Sequence[Usage]) -> dict[str, Any]:
     }
 
 
-def _codes() -> Iterator[str]:
-    """A, B … Z, AA, AB … ZZ."""
-    yield from string.ascii_uppercase
-    yield from map("".join, product(string.ascii_uppercase, repeat=2))
+# A, B … Z, AA, AB … ZZ.
+_CODES = [*string.ascii_uppercase, *map("".join, product(string.ascii_uppercase, repeat=2))]
+
+
+_MOST_QUESTIONS = 256
+# Questions times orders.
+_MOST_FORKS = 512
+# What other servers read with a question: an answer without it would be about something else.
+_MEDIA = Refused("send pictures as `images`", (None, [], {}, ""))
+_WHOLE = {"stream": Refused("decisions come in one piece", (None, False))}
+_ASK = (
+    "Judge what is between the marks, then answer the question behind "
+    "it.\n<state>\n{state}\n</state>\n"
+)
+_CHOOSE = "\nAnswer with the letter in front of what fits best, and nothing else."
+Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MOST_QUESTIONS)]
+Images = Annotated[list[str], Field(max_length=8)]
+Orders = Annotated[int, Field(ge=1, le=8)]
+_ORDERS = "orders of the options that are shown and averaged; each costs a fork"
+
+
+class SystemOneFields(RequestBody):
+    """POST /v1/systemone."""
+
+    shapes: ClassVar[Shape] = {**_WHOLE, **dict.fromkeys(("assets", "files", "videos"), _MEDIA)}
+    state: Content
+    questions: Questions
+    images: Images | None = Field(None, description="in base64, or data URLs; for models that see")
+    orders: Orders = Field(1, description=_ORDERS)
+    temperature: float | None = Field(
+        None, gt=0, le=100, description="default: what was fitted for the model, else 1"
+    )
+
+
+class _Example(BodyPart):
+    """A state, questions about it, and the right answers by the questions' names."""
+
+    model_config = ConfigDict(extra="forbid")
+    state: Content
+    questions: Questions
+    answers: Annotated[dict[str, str | bool | int], Field(min_length=1)]
+    images: Images | None = None
+
+    def right(self) -> dict[str, int]:
+        """Which option of each question is right. Raises RequestError."""
+        unknown = self.answers.keys() - self.questions.keys()
+        if unknown:
+            raise RequestError(f"there is no question {min(unknown)[:80]!r}", param="examples")
+        return {name: self.questions[name].option_of(told) for name, told in self.answers.items()}
+
+
+class FitFields(RequestBody):
+    """POST /v1/systemone/fit."""
+
+    shapes: ClassVar[Shape] = _WHOLE
+    examples: Annotated[list[_Example], Field(min_length=1, max_length=1000)]
+    orders: Orders = Field(1, description=_ORDERS)
 
 
 @dataclass
 class Forks:
-    """The prompts of a request on one engine. `render` makes a job of a question's text;
-    `generation` says whose it is."""
+    """The prompts of one state's questions on one engine."""
 
+    server: Server
+    model: ServedModel
     engine: EngineClient
-    render: Callable[[str], Awaitable[GenerationJob]]
-    generation: Generation
+    asked: SystemOneFields | _Example
 
     async def log_probabilities(
-        self, texts: Callable[[Sequence[str]], list[str]], counts: Sequence[int]
+        self, shown: Sequence[tuple[str, list[int]]]
     ) -> tuple[list[list[float]], Usage]:
-        """For each of `texts(labels)` the log-probabilities of its `counts` first labels as its
+        """For each question and order that is `shown` the log-probabilities of its labels as the
         next token. Raises LocalLLMError; CannotDecideError where the model has too few labels that
         are one token at the end of a prompt."""
-        jobs, ids = await self._labelled(texts, max(counts))
+        most = max(len(order) for _, order in shown)
+        # All prompts end alike behind their options, whatever the labels: the first one tells.
+        labels = await self._labels(await self._render(*shown[0], _CODES), most)
+        ids = [*labels.values()]
+        jobs = [await self._render(name, order, [*labels]) for name, order in shown]
         prompts = [await self._tokens(job) for job in jobs]
         # What the first and the last of them in order have in common, all have.
         pairs = zip(min(prompts), max(prompts), strict=False)
@@ -104,45 +160,44 @@ class Forks:
             async with gate:
                 return await self._ask(job if job.images else replace(job, prompt=prompt), ids[:n])
 
-        asked = zip(jobs, prompts, counts, strict=True)
-        answers = await all_of(ask(job, prompt, n) for job, prompt, n in asked)
+        asked = zip(jobs, prompts, shown, strict=True)
+        answers = await all_of(ask(job, prompt, len(order)) for job, prompt, (_, order) in asked)
         usages += (usage for _, usage in answers)
         computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
         total = shared + sum(len(p) - shared for p in prompts)
         spent = Usage(total, len(prompts), max(0, total - computed))
         return [found for found, _ in answers], spent
 
-    async def _labelled(
-        self, texts: Callable[[Sequence[str]], list[str]], n: int
-    ) -> tuple[list[GenerationJob], list[int]]:
-        """The prompts with `n` labels, and the labels' tokens behind them. All prompts end alike
-        behind their options, so the first one tells."""
-        labels = list(islice(_codes(), n))
-        for _ in range(2):
-            jobs = [await self.render(text) for text in texts(labels)]
-            ids = await self._single(jobs[0], labels)
-            if len(ids) == n:
-                return jobs, list(ids.values())
-            labels = [*islice(await self._single(jobs[0], _codes()), n)]
-            if len(labels) < n:
-                break
+    async def _render(
+        self, name: str, order: Sequence[int], labels: Sequence[str]
+    ) -> GenerationJob:
+        """The conversation in which the model is about to answer a question with a label."""
+        question = self.asked.questions[name].text(order, labels)
+        content = _ASK.format(state=as_text(self.asked.state)) + question + _CHOOSE
+        # Each by itself: the images are asked about, though an answer has begun behind them.
+        messages = normalise([{"role": "user", "content": content, "images": self.asked.images}])
+        messages += normalise([{"role": "assistant", "content": BEGUN}])
+        generation = Generation(ignore_eos=True, tenant=caller().name, salt=salt_of(""))
+        chat = ChatRequest(messages, generation, ResponseOptions(effort="none"))
+        return await self.server.job(chat, self.model, self.engine)
+
+    async def _labels(self, job: GenerationJob, n: int) -> dict[str, int]:
+        """`n` labels that are one token behind this prompt and leave its end as it is, each with its
+        token. Raises CannotDecideError."""
+        prompt = await self._tokens(job)
+        found: dict[str, int] = {}
+        for label in _CODES:
+            *before, last = await self._tokens(replace(job, prompt=f"{job.prompt} {label}"))
+            if before == prompt and last not in found.values():
+                found[label] = last
+            if len(found) == n:
+                return found
         raise CannotDecideError(
-            f"this model can't answer by labels: its tokenizer has {len(labels)} of the {n} that "
+            f"this model can't answer by labels: its tokenizer has {len(found)} of the {n} that "
             "are needed as one token",
             hint="ask with fewer options, or use another model",
             param="questions",
         )
-
-    async def _single(self, job: GenerationJob, labels: Iterable[str]) -> dict[str, int]:
-        """Those of `labels` that are one token behind this prompt and leave its end as it is, each
-        with its token."""
-        prompt = await self._tokens(job)
-        found: dict[str, int] = {}
-        for label in labels:
-            *before, last = await self._tokens(replace(job, prompt=f"{job.prompt} {label}"))
-            if before == prompt and last not in found.values():
-                found[label] = last
-        return found
 
     async def _tokens(self, job: GenerationJob) -> list[int]:
         assert isinstance(job.prompt, str)
@@ -152,7 +207,7 @@ class Forks:
         """What the model thinks of each of `labels` behind the prompt; without labels that is only
         computed."""
         generation = replace(
-            self.generation, max_tokens=int(bool(labels)), logprobs=0, logprobs_of=tuple(labels)
+            job.generation, max_tokens=int(bool(labels)), logprobs=0, logprobs_of=tuple(labels)
         )
         request = Request(
             secrets.token_hex(12),
@@ -177,52 +232,6 @@ class Forks:
         return [found[token] for token in labels], end.usage
 
 
-_MOST_QUESTIONS = 256
-# Questions times orders.
-_MOST_FORKS = 512
-# What other servers read with a question: an answer without it would be about something else.
-_MEDIA = Refused("send pictures as `images`", (None, [], {}, ""))
-_ASK = (
-    "Judge what is between the marks, then answer the question behind "
-    "it.\n<state>\n{state}\n</state>\n"
-)
-_CHOOSE = "\nAnswer with the letter in front of what fits best, and nothing else."
-Questions = Annotated[dict[str, Question], Field(min_length=1, max_length=_MOST_QUESTIONS)]
-Images = Annotated[list[str], Field(max_length=8)]
-Orders = Annotated[int, Field(ge=1, le=8)]
-_ORDERS = "orders of the options that are shown and averaged; each costs a fork"
-
-
-class SystemOneFields(RequestBody):
-    """POST /v1/systemone."""
-
-    shapes: ClassVar[Shape] = dict.fromkeys(("assets", "files", "videos"), _MEDIA)
-    state: Content
-    questions: Questions
-    images: Images | None = Field(None, description="in base64, or data URLs; for models that see")
-    orders: Orders = Field(1, description=_ORDERS)
-    temperature: float | None = Field(
-        None, gt=0, le=100, description="default: what was fitted for the model, else 1"
-    )
-
-
-class _Example(BodyPart):
-    """A state, questions about it, and the right answers by the questions' names."""
-
-    model_config = ConfigDict(extra="forbid")
-    state: Content
-    questions: Questions
-    answers: dict[str, str | bool | int]
-    images: Images | None = None
-
-
-class FitFields(RequestBody):
-    """POST /v1/systemone/fit."""
-
-    examples: Annotated[list[_Example], Field(min_length=1, max_length=1000)]
-    orders: Orders = Field(1, description=_ORDERS)
-
-
 def routes(server: Server) -> Paths:
     paths = Paths("Decisions")
 
@@ -236,7 +245,7 @@ def routes(server: Server) -> Paths:
 
     async def fit(fields: FitFields) -> Any:
         admins_only("fitting a model's temperature")
-        right = [_right(i, example) for i, example in enumerate(fields.examples)]
+        right = [example.right() for example in fields.examples]
         model = await _model(server, fields)
         examples: list[tuple[Sequence[float], int]] = []
         costs: list[Usage] = []
@@ -274,10 +283,6 @@ def routes(server: Server) -> Paths:
 
 
 async def _model(server: Server, fields: RequestBody) -> ServedModel:
-    if fields.stream:
-        raise UnsupportedError(
-            "decisions come in one piece: there is nothing to stream", param="stream"
-        )
     model = await server.models.find(fields.model)
     if model.facts.embeds or model.facts.ranks:
         raise CannotDecideError(
@@ -287,22 +292,6 @@ async def _model(server: Server, fields: RequestBody) -> ServedModel:
             param="model",
         )
     return model
-
-
-def _right(i: int, example: _Example) -> dict[str, int]:
-    """Which option of each question is right. Raises RequestError."""
-    found = {}
-    for name, answer in example.answers.items():
-        if name not in example.questions:
-            raise RequestError(
-                f"examples.{i}.answers: there is no question {name[:80]!r}", param="examples"
-            )
-        found[name] = example.questions[name].option_of(answer)
-    if not found:
-        raise RequestError(
-            f"examples.{i}.answers is empty: which answers are right?", param="examples"
-        )
-    return found
 
 
 async def _scores(
@@ -319,22 +308,11 @@ async def _scores(
             param="questions",
         )
 
-    def texts(labels: Sequence[str]) -> list[str]:
-        return [asked.questions[name].text(order, labels) for name, order in shown]
-
-    generation = Generation(ignore_eos=True, tenant=caller().name, salt=salt_of(""))
-
     async def ask() -> tuple[list[list[float]], Usage, str]:
         engine = await model.engine()
         if asked.images and not engine.info.vision:
             raise CannotDecideError(f"{model.name} reads text only, not images", param="images")
-
-        async def render(text: str) -> GenerationJob:
-            return await server.job(_chat(asked, text, generation), model, engine)
-
-        found, spent = await Forks(engine, render, generation).log_probabilities(
-            texts, [len(o) for _, o in shown]
-        )
+        found, spent = await Forks(server, model, engine, asked).log_probabilities(shown)
         return found, spent, engine.info.fingerprint
 
     try:
@@ -352,21 +330,9 @@ def _averaged(
     """Each question's log-odds over the orders that its options were `shown` in. The mean of
     logarithms: what a place adds to whatever stands in it cancels over a full turn (Zheng et al.,
     "LLMs are not robust multiple choice selectors", ICLR 2024)."""
-    sums = {name: [0.0] * len(question.options()) for name, question in questions.items()}
-    for (name, order), found in zip(shown, answered, strict=True):
-        total = math.log(sum(map(math.exp, found)))
-        for option, p in zip(order, found, strict=True):
-            sums[name][option] += p - total
+    scores = {name: [0.0] * len(question.options()) for name, question in questions.items()}
     counts = Counter(name for name, _ in shown)
-    for name, scores in sums.items():
-        sums[name] = [score / counts[name] for score in scores]
-    return sums
-
-
-def _chat(asked: SystemOneFields | _Example, question: str, generation: Generation) -> ChatRequest:
-    """The conversation in which the model is about to answer a question's text with a label."""
-    content = _ASK.format(state=as_text(asked.state)) + question + _CHOOSE
-    # Each by itself: the images are asked about, though an answer has begun behind them.
-    messages = normalise([{"role": "user", "content": content, "images": asked.images}])
-    messages += normalise([{"role": "assistant", "content": BEGUN}])
-    return ChatRequest(messages, generation, ResponseOptions(effort="none"))
+    for (name, order), found in zip(shown, answered, strict=True):
+        for option, p in zip(order, found, strict=True):
+            scores[name][option] += p / counts[name]
+    return scores
