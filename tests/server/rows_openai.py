@@ -52,7 +52,7 @@ OPENAI: list[Row] = [
     refused("seed huge", {"seed": 10**30}, "seed"),
     refused("penalty out of range", {"presence_penalty": 3}, "presence_penalty"),
     refused("repeat_penalty 0", {"repeat_penalty": 0}, "repeat_penalty"),
-    refused("logit_bias of a word", {"logit_bias": {"cat": 1}}, "token id"),
+    refused("logit_bias of a word", {"logit_bias": {"cat": 1}}, "logit_bias.cat"),
     refused("logit_bias out of range", {"logit_bias": {"1": 1000}}, "logit_bias"),
     refused("mirostat", {"mirostat": 2}, "mirostat"),
     tolerated("mirostat off", {"mirostat": 0}),

@@ -141,15 +141,15 @@ def test_nobody_waits_for_ten_packed_ones(server: Running) -> None:
 def test_others_are_answered_while_a_large_body_is_translated(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, answered, translate = threading.Event(), threading.Event(), chat.chat_request
+    begun, answered, translate = threading.Event(), threading.Event(), chat.normalise
 
     def held(*given: Any) -> Any:
-        if len(given[0].messages) > 1:
+        if len(given[0]) > 1:
             begun.set()
             assert answered.wait(20), "nobody is answered meanwhile"
         return translate(*given)
 
-    monkeypatch.setattr(chat, "chat_request", held)
+    monkeypatch.setattr(chat, "normalise", held)
     body = json.dumps({"messages": HI["messages"] * 6_000, "max_tokens": 1}).encode()
     thread = threading.Thread(target=lambda: _post(server, body))
     thread.start()

@@ -306,4 +306,4 @@ def test_a_bias_is_given_by_id_or_text(http: httpx.Client) -> None:
     ):
         assert http.post("/completion", json={**body, "logit_bias": bias}).json()["content"] != said
     openai = http.post("/v1/completions", json={"prompt": "a", "logit_bias": {"text": 1}})
-    assert (openai.status_code, openai.json()["error"]["param"]) == (400, "logit_bias")
+    assert (openai.status_code, openai.json()["error"]["param"]) == (400, "logit_bias.text")

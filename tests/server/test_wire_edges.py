@@ -133,7 +133,7 @@ def test_what_is_refused_before_the_routes_has_the_envelope_of_its_path(path: st
     [
         ({"prompt": {"a": 1}}, "prompt.prompt_string"), ({"prompt": [1, {"a": 2}]}, "prompt.1"), ({"prompt": []}, "prompt"),
         ({"stop": 5}, "stop"), ({"stop": ["a", 5]}, "stop.1"), ({"logit_bias": [[1, "x"]]}, "logit_bias.0.1"),
-        ({"logit_bias": {"1": []}}, "logit_bias.1"), ({"logit_bias": [[1, True]]}, "logit_bias"),
+        ({"logit_bias": {"1": []}}, "logit_bias.1"), ({"logit_bias": [[1, True]]}, "logit_bias.0.1"),
         ({"n_predict": "x"}, "n_predict"), ({"temperature": "hot"}, "temperature"),
     ],
 )  # fmt: skip

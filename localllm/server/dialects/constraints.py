@@ -59,25 +59,22 @@ def of_choice(texts: Sequence[str] | None, where: str) -> Constraint | None:
 def of_response_format(response_format: Any, where: str = "response_format") -> Constraint | None:
     """The engine's constraint for OpenAI's `response_format`, which a client calls `where`; raises
     RequestError."""
-    if response_format is None:
-        return None
-    if not isinstance(response_format, Mapping):
-        raise RequestError(f"{where} must be an object with a type", param=where)
-    kind = response_format.get("type")
-    if kind == "text":
+    form = response_format if isinstance(response_format, Mapping) else {}
+    kind = form.get("type")
+    if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         # llama.cpp's spelling puts a schema beside json_object.
-        schema = response_format.get("schema")
+        schema = form.get("schema")
         return of_schema(schema if isinstance(schema, dict) else {"type": "object"})
-    if kind == "json_schema":
-        wrapped = response_format.get("json_schema")
-        said = wrapped if isinstance(wrapped, Mapping) else response_format
-        schema = said.get("schema")
-        if not isinstance(schema, Mapping):
-            raise RequestError(f"the schema of {where} must be an object", param=where)
-        return of_schema(schema, strict=said.get("strict") is not False)
-    raise RequestError(f"{where}.type must be one of {', '.join(FORMS.known)}", param=where)
+    if kind != "json_schema":
+        raise RequestError(f"{where} must be an object with a type: {FORMS.reason}", param=where)
+    wrapped = form.get("json_schema")
+    said = wrapped if isinstance(wrapped, Mapping) else form
+    schema = said.get("schema")
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"the schema of {where} must be an object", param=where)
+    return of_schema(schema, strict=said.get("strict") is not False)
 
 
 class StructuredFields(BodyPart):

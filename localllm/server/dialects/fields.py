@@ -5,19 +5,18 @@ one's range. What becomes of any other field: `known.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
-    ClassVar,
     Literal,
     get_args,
     get_type_hints,
 )
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import AfterValidator, ConfigDict, Field, create_model
 
 from localllm.engine.messages import MAX_TOKENS, Generation, LoopLimits, Sampling
 from localllm.errors import RequestError
@@ -38,7 +37,13 @@ TRUNCATION = (
 )
 Budget = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS)]
-Bias = Annotated[float, Field(ge=-100, le=100, strict=True)] | bool
+# `false` is llama.cpp's word for -100.
+Bias = (
+    Annotated[float, Field(ge=-100, le=100, strict=True)]
+    | Annotated[Literal[False], AfterValidator(lambda _: -100.0)]
+)
+MAX_PROMPTS = 16
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 StopText = Annotated[str, Field(max_length=1024)]
 
@@ -86,6 +91,14 @@ _DECLARED = get_type_hints(Sampling, include_extras=True)
 # Parameters with a JSON form of their own; all others are numbers, with the name and the range of
 # `Sampling`.
 _OWN_JSON_FORM = ("logit_bias", "dry_sequence_breakers")
+# How those are read that say something else than what the engine takes. A seed of -1 draws one.
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "top_k": lambda most: max(0, most),
+    "repeat_last_n": lambda last: MAX_TOKENS if last == -1 else last,
+    "seed": lambda seed: None if seed == -1 else seed & (2**63 - 1),
+    "dry_sequence_breakers": lambda texts: tuple(filter(None, texts)),
+    "logit_bias": dict,
+}
 if TYPE_CHECKING:
     _SamplingNumbers = BodyPart
 else:
@@ -104,6 +117,9 @@ class GenerationFields(_SamplingNumbers):
     """Fields that all generating dialects share: sampling, and what ends an answer. None takes the
     model's default."""
 
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="another name of repeat_penalty"
+    )
     dry_sequence_breakers: (
         Annotated[list[Annotated[str, Field(max_length=40)]], Field(max_length=64)] | None
     ) = None
@@ -117,29 +133,23 @@ class GenerationFields(_SamplingNumbers):
     )
 
     def sent_sampling(self) -> dict[str, Any]:
-        """The parameters of `Sampling` that were sent. A seed of -1 draws one."""
+        """The parameters of `Sampling` that were sent."""
         sent = {name: getattr(self, name, None) for name in _DECLARED}
-        found = {name: value for name, value in sent.items() if value is not None}
-        if found.get("top_k", 0) < 0:
-            found["top_k"] = 0
-        if found.get("repeat_last_n") == -1:
-            found["repeat_last_n"] = MAX_TOKENS
-        if "seed" in found:
-            found["seed"] = None if found["seed"] == -1 else found["seed"] & (2**63 - 1)
-        if "dry_sequence_breakers" in found:
-            found["dry_sequence_breakers"] = tuple(b for b in found["dry_sequence_breakers"] if b)
-        return found
+        if sent["repeat_penalty"] is None:
+            sent["repeat_penalty"] = self.repetition_penalty
+        return {
+            name: _READ.get(name, lambda value: value)(value)
+            for name, value in sent.items()
+            if value is not None
+        }
 
-    def generation_up_to(
-        self, longest: int | None, default: Sampling, *, limit: str = "max_tokens", within: str = ""
-    ) -> Generation:
-        """The generation with these fields over the model's defaults. `limit` is the dialect's name
-        for max_tokens, `shapes` the path of the object that holds these fields. Raises
-        RequestError."""
+    def generation(self, default: Sampling, longest: int | None = None, **more: Any) -> Generation:
+        """The generation with these fields over the model's defaults: an answer of at most `longest`
+        tokens (None: what the window has left), with `more` of its fields. Raises RequestError."""
         if self.min_tokens and longest is not None and self.min_tokens > longest:
             raise RequestError(
-                f"min_tokens is {self.min_tokens} and {limit} {longest}",
-                param=f"{within}min_tokens",
+                f"min_tokens is {self.min_tokens}, and the answer has at most {longest}",
+                param="min_tokens",
             )
         return Generation(
             sampling=replace(default, **self.sent_sampling()),
@@ -148,19 +158,16 @@ class GenerationFields(_SamplingNumbers):
             min_tokens=self.min_tokens or 0,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             loops=self.repetition_detection.limits() if self.repetition_detection else None,
+            **more,
         )
 
 
 class SamplingFields(RequestBody, GenerationFields):
     """A generating body with the fields of OpenAI, llama.cpp and vLLM."""
 
-    biases_texts: ClassVar[bool] = False  # whether logit_bias may name tokens by text
-    repetition_penalty: float | None = Field(
-        None, gt=0, le=10, description="another name of repeat_penalty"
-    )
     logit_bias: (
-        Annotated[dict[str, Bias], Field(max_length=4096)]
-        | Annotated[list[tuple[int | str, Bias]], Field(max_length=4096)]
+        Annotated[dict[TokenId, Bias], Field(max_length=4096)]
+        | Annotated[list[tuple[TokenId, Bias]], Field(max_length=4096)]
         | None
     ) = Field(
         None, description="by token id; [[id, bias], …] and false for -100 are llama.cpp's forms"
@@ -210,62 +217,17 @@ class SamplingFields(RequestBody, GenerationFields):
         None, max_length=1 << 18, description="another name of grammar (vLLM)"
     )
 
-    def sent_sampling(self) -> dict[str, Any]:
-        """The same, with the fields that only these bodies have."""
-        sent = super().sent_sampling()
-        if self.repetition_penalty is not None:
-            sent.setdefault("repeat_penalty", self.repetition_penalty)
-        if self.logit_bias is not None:
-            biases = self.biases()
-            unknown = next((key for key in biases if isinstance(key, str)), None)
-            if unknown is not None and not self.biases_texts:
-                raise RequestError(
-                    f"logit_bias: {unknown[:40]!r} is not a token id", param="logit_bias"
-                )
-            sent["logit_bias"] = {key: bias for key, bias in biases.items() if isinstance(key, int)}
-        return sent
-
-    def biases(self) -> dict[int | str, float]:
-        """`logit_bias` by token id, or by the text whose tokens are meant. Raises RequestError."""
-        sent = self.logit_bias or {}
-        found: dict[int | str, float] = {}
-        for key, bias in sent.items() if isinstance(sent, dict) else sent:
-            if bias is True or (isinstance(key, int) and not 0 <= key < 2**31):
-                raise RequestError(
-                    "logit_bias takes token ids, and numbers or false", param="logit_bias"
-                )
-            numbered = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
-            found[int(key) if numbered else key] = -100.0 if bias is False else bias
-        return found
-
-    def generation(self, default: Sampling) -> Generation:
-        return replace(
-            self.generation_up_to(self.answer_tokens(), default),
+    def generation(self, default: Sampling, longest: int | None = None, **more: Any) -> Generation:
+        return super().generation(
+            default,
+            longest,
             ignore_eos=bool(self.ignore_eos),
-            logprobs=self.alternatives(),
             time_limit_s=self.t_max_predict_ms / 1000 if self.t_max_predict_ms else None,
             cache_prompt=self.cache_prompt is not False,
             salt=self.cache_salt or "",
-            prediction=self.predicted(),
-            thinking_tokens=self.thinking_tokens(),
             priority=PRIORITIES.get(self.service_tier or "", 0),
+            **more,
         )
-
-    def thinking_tokens(self) -> int | None:
-        """The longest reasoning asked for; None = no limit."""
-        return None
-
-    def answer_tokens(self) -> int | None:
-        """The longest answer asked for; None = the remaining window."""
-        return None
-
-    def alternatives(self) -> int | None:
-        """Alternatives per token to report; None = no log-probabilities."""
-        return None
-
-    def predicted(self) -> str:
-        """Text expected in the answer."""
-        return ""
 
     def constraint(self, response_format: Any = None) -> Constraint | None:
         """The one constraint on the answer's form, also by OpenAI's `response_format` where a body
@@ -290,6 +252,11 @@ def first_limit(*sent: int | None) -> int | None:
     """The first limit that was sent; None = no limit, which a negative one asks for."""
     value = next((n for n in sent if n is not None), None)
     return None if value is None or value < 0 else value
+
+
+def each(sent: Any) -> list[Any]:
+    """Each of what is sent by itself: one text, the token ids of one, or several of those."""
+    return [sent] if isinstance(sent, str) or isinstance(sent[0], int) else list(sent)
 
 
 def stop_texts(sent: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -3,9 +3,9 @@ is wrong with a value, in words of our own.
 
 A shape says which fields an object has, and under READS whether one of its `type` is read at all.
 Each field is honoured (None; what is inside is the client's own), or an object or a list of objects
-with a shape of its own, or `Refused` with its reason, or `OneOf` a few words, or `Unused`:
-known, without effect, and named unless the value says what holds anyway. What no shape knows is
-named as well.
+with a shape of its own, or `Refused` with its reason (of a few words `one_of` must be sent), or
+`Unused`: known, without effect, and named unless the value says what holds anyway. What no shape
+knows is named as well.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from localllm.errors import RequestError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A known field that can't be honoured, and the values that mean "off"."""
-
-    reason: str
-    off: tuple[Any, ...] = (None,)
-
-
-@dataclass(frozen=True, slots=True)
 class Unused:
-    """A field without effect; `off`: values that ask for nothing else than what holds anyway."""
+    """A field without effect; `off`: values that ask for nothing else than what holds anyway. Where
+    there is a `reason`, any other is refused."""
 
+    reason: str = ""
     off: tuple[Any, ...] = (None, False)
 
 
 @dataclass(frozen=True, slots=True)
-class OneOf:
-    """A field that says what the object is: any but these is refused with them."""
+class Refused(Unused):
+    """A known field that can't be honoured, and the values that mean "off"."""
 
-    known: tuple[str, ...]
+    off: tuple[Any, ...] = (None,)
+
+
+def one_of(*known: str) -> Refused:
+    """A field that says what the object is: any but these is refused with them."""
+    return Refused(f"it is one of {', '.join(known)}", (None, *known))
 
 
 Shape: TypeAlias = Mapping[str, Any]
-_UNKNOWN = Unused(())
+_UNKNOWN = Unused(off=())
 # In a shape: tells of a type whether the object is read. One that is not is named elsewhere, whole.
 READS = ""
 _ELSEWHERE = "it is honoured by /v1/chat/completions, /v1/completions and /completion"
@@ -101,7 +100,7 @@ _COMMON: Shape = {
     **REFUSED,
     **dict.fromkeys(HINTS),
     "store": Unused(),
-    "verbosity": Unused((None, "medium")),
+    "verbosity": Unused(off=(None, "medium")),
 }
 
 
@@ -130,15 +129,11 @@ def unused(sent: Any, known: Shape | None, path: str = "", spot: str = "") -> It
     for name, value in sent.items():
         where, place = (f"{above}.{name}" if above else name for above in (path, spot))
         fate = _UNKNOWN if name == READS else known.get(name, _UNKNOWN)
-        if isinstance(fate, Refused):
-            if value not in fate.off:
-                raise UnsupportedError(f"{where} is not supported: {fate.reason}", param=where)
-        elif isinstance(fate, OneOf):
-            if value is not None and value not in fate.known:
-                said = f"{place} {str(value)[:40]!r} is not supported"
-                raise UnsupportedError(f"{said}; known: {', '.join(fate.known)}", param=place)
-        elif not isinstance(fate, Unused):
+        if not isinstance(fate, Unused):
             yield from unused(value, fate, where, place)
+        elif value not in fate.off and fate.reason:
+            said = f"{place} {str(value)[:40]!r} is not supported: {fate.reason}"
+            raise UnsupportedError(said, param=place)
         elif value not in fate.off:
             yield where
 
@@ -246,7 +241,7 @@ def _sent_path(error: Any, body: Any) -> list[str]:
 # --- what several dialects have in their messages and tools ---------------------------------------
 
 # How closely an image is to be looked at: it is read as it is.
-_DETAIL = Unused((None, "auto", "original"))
+_DETAIL = Unused(off=(None, "auto", "original"))
 PART = shape(
     "type", "text", "refusal", "thinking", "signature", "data", "input_audio", "video_url",
     "file_data", "file_url", "file_id", "filename", "cache_control", "annotations", "logprobs",
@@ -262,12 +257,12 @@ MESSAGE = shape(
     content=PART,
     tool_calls=shape("id", "type", "index", function=_CALL, custom=shape("name", "input")),
     function_call=_CALL,
-    annotations=Unused((None, [])),
-    refusal=Unused((None,)),
-    audio=Unused((None,)),
+    annotations=Unused(off=(None, [])),
+    refusal=Unused(off=(None,)),
+    audio=Unused(off=(None,)),
 )  # fmt: skip
-_SYNTAX = shape("definition", syntax=OneOf(("lark", "regex")))
-_GRAMMAR = shape(type=OneOf(("text", "grammar")), **_SYNTAX, grammar=_SYNTAX)
+_SYNTAX = shape("definition", syntax=one_of("lark", "regex"))
+_GRAMMAR = shape(type=one_of("text", "grammar"), **_SYNTAX, grammar=_SYNTAX)
 TOOL: dict[str, Any] = shape(
     "type", "name", "description", "parameters", "strict", "cache_control",
     format=_GRAMMAR,
@@ -278,12 +273,12 @@ TOOL: dict[str, Any] = shape(
 TOOL |= {"tools": TOOL, READS: (None, "function", "custom", "namespace").__contains__}
 _CALLED = ("function", "custom")
 _NAMED = shape(
-    "name", "namespace", type=OneOf(_CALLED), **dict.fromkeys(_CALLED, shape("name"))
+    "name", "namespace", type=one_of(*_CALLED), **dict.fromkeys(_CALLED, shape("name"))
 )  # fmt: skip
-_ALLOWED = shape(mode=OneOf(("auto", "required")), tools=_NAMED)
+_ALLOWED = shape(mode=one_of("auto", "required"), tools=_NAMED)
 CHOICE: dict[str, Any] = {**_NAMED, **_ALLOWED, "allowed_tools": _ALLOWED}
-CHOICE["type"] = OneOf((*_CALLED, "allowed_tools", "auto", "none", "required", "any"))
-_DESCRIBED = shape("name", "schema", "strict", description=Unused((None, "")))
-FORMS = OneOf(("text", "json_object", "json_schema"))
+CHOICE["type"] = one_of(*_CALLED, "allowed_tools", "auto", "none", "required", "any")
+_DESCRIBED = shape("name", "schema", "strict", description=Unused(off=(None, "")))
+FORMS = one_of("text", "json_object", "json_schema")
 FORM = shape(type=FORMS, **_DESCRIBED, json_schema=_DESCRIBED)
 STREAMED = shape("include_usage", include_obfuscation=Unused(), continuous_usage_stats=Unused())

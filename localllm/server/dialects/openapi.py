@@ -21,8 +21,11 @@ _ERRORS = {
     "413": "the body is too large",
     "415": "the body is not sent as JSON",
     "500": "the server or a model's worker failed; the message says as much as is safe",
+    "501": "the model can't do that at all",
     "503": "busy or reloading; Retry-After says when to try again",
 }
+# Of the paths that begin so.
+_FORMS = {"/v1/messages": "AnthropicError", "/api/": "OllamaError"}
 _ERROR_SCHEMAS: dict[str, Any] = {
     "Error": {
         "type": "object",
@@ -63,17 +66,10 @@ _ERROR_SCHEMAS: dict[str, Any] = {
 
 def _errors_of(path: str) -> dict[str, Any]:
     """The error responses of any route: in its dialect's format, or in OpenAI's from the gate."""
-    forms = ["Error"]
-    if path.startswith("/v1/messages"):
-        forms.append("AnthropicError")
-    elif path.startswith("/api/"):
-        forms.append("OllamaError")
+    forms = ["Error", *(form for start, form in _FORMS.items() if path.startswith(start))]
     schema = {"anyOf": [{"$ref": f"#/components/schemas/{form}"} for form in forms]}
     content = {"application/json": {"schema": schema}}
-    more = {"501": "the model can't do that at all"} if path.startswith("/v1/systemone") else {}
-    return {
-        code: {"description": text, "content": content} for code, text in (_ERRORS | more).items()
-    }
+    return {code: {"description": text, "content": content} for code, text in _ERRORS.items()}
 
 
 def body_of(model: type[BaseModel], *keys: str, streams: str = "") -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +19,7 @@ from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import read
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.paths import Paths
-from localllm.server.http.accounts import admins_only, caller
+from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import answer_headers
 from localllm.server.http.json_body import read_json, worked
 from localllm.server.http.streaming import unless_left
@@ -31,12 +32,8 @@ Translated = TypeVar("Translated")
 Fields = TypeVar("Fields", bound=RequestBody)
 
 
-@dataclass(frozen=True, slots=True)
-class PreloadRequest:
-    """A request that only loads its model, or with `keep_s` 0 unloads it; `body` is the answer."""
-
-    body: Mapping[str, Any]
-    keep_s: float | None = None
+# Answers a request for which nothing is generated.
+Unwritten: TypeAlias = Callable[[Server], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +124,13 @@ async def _answer(server: Server, route: Route[Any, Any], request: Request) -> R
     fields, unknown = _read(route.fields, body)
     model = await server.models.find(fields.model)
     translated = await worked(partial(route.translate, fields, model))
-    if isinstance(translated, PreloadRequest):
-        await _preload(server, model, translated.keep_s)
-        return JSONResponse(translated.body)
+    if not isinstance(translated, TranslatedRequest):
+        answer: Response = await translated(server)
+        return answer
     translated = replace(translated, ignored=(*unknown, *translated.ignored))
     if route.dialect.streams if fields.stream is None else fields.stream:
         return await server.stream(model, translated, route.dialect, key)
     return await server.complete(request, model, translated)
-
-
-async def _preload(server: Server, model: ServedModel, keep_s: float | None) -> None:
-    """Load the model; with a `keep_s` of 0 unload it. Raises AuthError."""
-    if keep_s == 0:
-        admins_only("unloading a model")
-        await server.keep_alive.unload(model.worker)
-        return
-    with server.serving(model, keep_s):
-        await model.engine()
 
 
 def _kept(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None:
@@ -161,8 +148,6 @@ def _kept(request: Request, body: Mapping[str, Any]) -> tuple[str, bytes] | None
 
 def event_number(sent: str | None, where: str) -> int:
     """The number of the last event that a client has; -1 of none. Raises RequestError."""
-    if sent is None or sent == "":
-        return -1
-    if not (sent.isascii() and sent.isdigit() and len(sent) < 10):
+    if re.fullmatch("[0-9]{0,9}", sent or "") is None:
         raise RequestError(f"{where} is the number of an event", param=where)
-    return int(sent)
+    return int(sent or -1)

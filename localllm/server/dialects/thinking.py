@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from localllm.server.dialects.constraints import Constraint
 from localllm.server.dialects.fields import (
     Budget,
     Count,
@@ -25,6 +26,8 @@ from localllm.server.dialects.known import (
     Unused,
     shape_of,
 )
+from localllm.server.dialects.toolbox import Toolbox
+from localllm.server.generation.prompt import ResponseOptions
 
 # Of the bodies that hold a conversation.
 ParseSpecial = Annotated[
@@ -66,7 +69,7 @@ class ThinkingSwitch(BodyPart):
 # Where a dialect has no summary of it.
 REASONING: Shape = {
     **shape_of(ReasoningFields),
-    **dict.fromkeys(("summary", "generate_summary"), Unused((None,))),
+    **dict.fromkeys(("summary", "generate_summary"), Unused(off=(None,))),
 }
 
 
@@ -131,8 +134,12 @@ class ThinkingFields(RequestBody):
         asked = self.reasoning or ReasoningFields.model_validate({})
         return asked.summary or asked.generate_summary
 
-    def reasoning_options(self) -> dict[str, Any]:
-        """What `ResponseOptions` takes of these fields."""
+    def response_options(
+        self, toolbox: Toolbox, choice: Any, grammar: Constraint | None, **more: Any
+    ) -> ResponseOptions:
+        """How the answer is wanted, with the tools that `choice` (OpenAI's `tool_choice`) leaves.
+        Raises RequestError."""
+        tools, chosen = toolbox.chosen(choice)
         hidden = {
             "reasoning.exclude": self.reasoning and self.reasoning.exclude,
             "include_reasoning": self.include_reasoning is False,
@@ -140,13 +147,17 @@ class ThinkingFields(RequestBody):
         }
         hides = tuple(name for name, wanted in hidden.items() if wanted)
         shown = ("reasoning.summary",) if self.summarises() else ()
-        return {
-            "effort": self.effort(),
-            "template_kwargs": self.chat_template_kwargs,
-            "parse_special": bool(self.parse_special),
-            "hides_reasoning": bool(hides),
-            "of_reasoning": (*hides, *shown),
-        }
+        return ResponseOptions(
+            tools=tools,
+            choice=chosen,
+            grammar=grammar,
+            effort=self.effort(),
+            template_kwargs=self.chat_template_kwargs,
+            parse_special=bool(self.parse_special),
+            hides_reasoning=bool(hides),
+            of_reasoning=(*hides, *shown),
+            **more,
+        )
 
 
 class ReasonedFields(ThinkingFields, SamplingFields):

@@ -7,11 +7,11 @@ tool, which takes text instead of arguments, becomes a function with one string.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic_core import from_json
 
 from localllm.conversation.tools.base import Tool
 from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
@@ -21,12 +21,6 @@ from localllm.errors import RequestError
 INPUT = "input"
 """The one argument of a custom tool."""
 _BETWEEN = "__"
-_OPENING = re.compile(r':[^"]*"')
-# Of a JSON string: characters and whole escapes. Half of a surrogate pair waits for what may be the
-# other half.
-_COMPLETE = re.compile(
-    r'(?:[^"\\]+|\\(?:u[dD][89abAB].{8}|u(?![dD][89abAB]).{4}|[^u]))*', re.DOTALL
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +47,7 @@ class Toolbox:
         functions: list[dict[str, Any]] = []
         names: dict[str, ClientToolName] = {}
         skipped: list[str] = []
-        for i, (tool, namespace) in enumerate(_each(sent or (), None)):
+        for i, (tool, namespace) in enumerate(_each(sent or ())):
             kind, where = tool.get("type", "function"), f"tools[{i}]"
             if kind == "custom":
                 function = _custom(tool, where, skipped)
@@ -87,13 +81,14 @@ class Toolbox:
         if isinstance(sent, Mapping):
             inner = sent.get("allowed_tools")
             sent = {**sent, **inner} if isinstance(inner, Mapping) else sent
-            if _is_list(sent, "tools"):
+            if isinstance(sent.get("tools"), list):
                 sent = {**sent, "tools": [*map(_as_function, sent["tools"])], "allowed_tools": None}
             sent = _as_function(sent)
         functions, choice = narrowed(sent, self.functions)
-        if not functions and choice in ("auto", "none"):
-            choice = None
         return functions, choice_of(choice, functions)
+
+
+NO_TOOLS = Toolbox()
 
 
 def flat_name(name: Any, namespace: Any) -> Any:
@@ -103,31 +98,22 @@ def flat_name(name: Any, namespace: Any) -> Any:
     return namespace + name if namespace.endswith(_BETWEEN) else namespace + _BETWEEN + name
 
 
-def _each(sent: Sequence[Any], namespace: str | None) -> list[tuple[Mapping[str, Any], str | None]]:
-    """Every tool with the namespace it stands in."""
-    found: list[tuple[Mapping[str, Any], str | None]] = []
+def _each(
+    sent: Sequence[Any], namespace: str | None = None
+) -> Iterator[tuple[Mapping[str, Any], str | None]]:
+    """Every tool with the namespace it stands in. Raises RequestError."""
     for i, tool in enumerate(sent):
         if not isinstance(tool, Mapping):
             raise RequestError(f"tools[{i}] must be an object", param="tools")
-        if tool.get("type") == "namespace":
-            name = tool.get("name")
-            if (
-                namespace is not None
-                or not isinstance(name, str)
-                or not name
-                or not _is_list(tool, "tools")
-            ):
-                raise RequestError(
-                    f"tools[{i}]: a namespace needs a name and an array of tools", param="tools"
-                )
-            found += _each(tool["tools"], name)
+        name, inner = tool.get("name"), tool.get("tools")
+        if tool.get("type") != "namespace":
+            yield tool, namespace
+        elif namespace is None and isinstance(name, str) and name and isinstance(inner, list):
+            yield from _each(inner, name)
         else:
-            found.append((tool, namespace))
-    return found
-
-
-def _is_list(of: Mapping[str, Any], key: str) -> bool:
-    return isinstance(of.get(key), list)
+            raise RequestError(
+                f"tools[{i}]: a namespace needs a name and an array of tools", param="tools"
+            )
 
 
 def _as_function(choice: Any) -> Any:
@@ -183,22 +169,16 @@ class CustomInputReader:
     """Extracts the text of a custom call from its streamed arguments `{"input": "…"}`."""
 
     def __init__(self) -> None:
-        self._unread = ""
-        self._inside = False
+        self._arguments = self._text = ""
 
     def feed(self, arguments: str) -> str:
         """Feed more of the arguments; returns the text they add."""
-        self._unread += arguments
-        if not self._inside:
-            opening = _OPENING.search(self._unread)
-            if opening is None:
-                return ""
-            self._inside, self._unread = True, self._unread[opening.end() :]
-        complete = _COMPLETE.match(self._unread)
-        text = complete[0] if complete is not None else ""
-        # Behind the closing quote nothing is complete.
-        self._unread = self._unread[len(text) :]
+        self._arguments += arguments
+        before = self._text
         try:
-            return str(json.loads(f'"{text}"', strict=False))
-        except ValueError:  # no grammar held it, and these are no escapes
-            return text
+            read = from_json(self._arguments or "{}", allow_partial="trailing-strings")
+            values = read.values() if isinstance(read, dict) else ()
+            self._text = next((value for value in values if isinstance(value, str)), "")
+        except ValueError:  # no grammar held it, and this is no JSON
+            self._text += arguments
+        return self._text[len(before) :]

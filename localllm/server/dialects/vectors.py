@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
 
 from pydantic import Field
 
@@ -18,7 +16,7 @@ from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.fields import RequestBody
 from localllm.server.dialects.known import BodyPart
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import Route, mount_whole
+from localllm.server.dialects.route import mount_whole
 from localllm.server.http.accounts import caller
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
@@ -27,28 +25,13 @@ MOST_INPUTS = 2048
 Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequest:
-    """Texts to embed; `body` makes the answer of the vectors (float32) and the token
-    count. `truncate`: cut inputs that are too long instead of refusing them. `keep_s`: as in
-    TranslatedRequest."""
-
-    inputs: Sequence[str | list[int]]
-    body: Callable[[list[bytes], int], Mapping[str, Any]]
-    truncate: bool = False
-    keep_s: float | None = None
-
-
 def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> ServedModel:
     """The embedding model (or the one that `ranks`) of that name; without a name the first. Raises
     UnsupportedError for a model of another kind."""
-
-    def is_able(model: ServedModel) -> bool:
-        return model.facts.ranks if ranks else model.facts.embeds
-
-    able = [m for m in models.list() if is_able(m)]
+    fact = "ranks" if ranks else "embeds"
+    able = [m for m in models.list() if getattr(m.facts, fact)]
     model = able[0] if able and not name else models.resolve(name)
-    if is_able(model):
+    if getattr(model.facts, fact):
         return model
     lacks = "does not rank texts" if ranks else "makes no embeddings"
     does = "ranks" if model.facts.ranks else "embeds" if model.facts.embeds else "generates text"
@@ -62,31 +45,28 @@ def model_for(models: ModelRouter, name: str | None, *, ranks: bool = False) -> 
     )
 
 
-def mount(paths: Paths, server: Server, *routes: Route[Any, EmbeddingRequest]) -> None:
-    for route in routes:
-        answer = partial(_embedded, server, route)
-        mount_whole(paths, server, route.path, route.fields, answer, route.about, (), route.aliases)
-
-
-async def _embedded(server: Server, route: Route[Any, EmbeddingRequest], fields: Any) -> Any:
-    model = model_for(server.models, fields.model)
-    asked = route.translate(fields, model)
-    for i, text in enumerate(asked.inputs):
+async def embed(
+    server: Server,
+    name: str | None,
+    inputs: Sequence[str | list[int]],
+    *,
+    truncate: bool = False,
+    keep_s: float | None = None,
+) -> tuple[str, list[bytes], int]:
+    """The model that embeds, the vectors of `inputs` (float32), and how many tokens those have.
+    `truncate`: cut what is too long instead of refusing it. `keep_s`: as in TranslatedRequest.
+    Raises LocalLLMError."""
+    model = model_for(server.models, name)
+    for i, text in enumerate(inputs):
         if not text:
             raise RequestError(f"input {i} is empty", param="input")
-    with server.serving(model, asked.keep_s):
-        if not asked.inputs:
-            return asked.body([], 0)
-        engine = await _engine(model)
-        vectors, n_tokens = await engine.embed(asked.inputs, truncate=asked.truncate)
+    with server.serving(model, keep_s):
+        if not inputs:
+            return model.name, [], 0
+        engine = cast(EmbeddingEngine, await model.engine())
+        rows, n_tokens = await engine.embed(inputs, truncate=truncate)
         caller().charge(n_tokens, 0, 0)
-    return asked.body(vectors, n_tokens)
-
-
-async def _engine(model: ServedModel) -> EmbeddingEngine:
-    engine = await model.engine()
-    assert isinstance(engine, EmbeddingEngine)
-    return engine
+    return model.name, rows, n_tokens
 
 
 def cut(row: bytes, dimensions: int | None) -> bytes:
@@ -105,9 +85,6 @@ def cut(row: bytes, dimensions: int | None) -> bytes:
 
 def numbers(row: bytes) -> list[float]:
     return list(array("f", row))
-
-
-_ALIASES = ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank")
 
 
 class _Document(BodyPart):
@@ -132,43 +109,39 @@ class RerankFields(RequestBody):
     return_text: bool | None = None
     truncate: bool | None = Field(None, description="cut what is too long instead of refusing it")
 
-    def read_documents(self) -> list[str]:
-        """The documents, from either field. Raises RequestError."""
-        if (self.documents is None) == (self.texts is None):
-            raise RequestError("send the documents as `documents`", param="documents")
-        return [d if isinstance(d, str) else d.text for d in self.documents or self.texts or ()]
-
 
 def routes(server: Server) -> Paths:
     paths = Paths("Reranking")
 
     async def rerank(fields: RerankFields) -> Any:
-        documents = fields.read_documents()
+        if (fields.documents is None) == (fields.texts is None):
+            raise RequestError("send the documents as `documents`", param="documents")
+        documents = [
+            d if isinstance(d, str) else d.text for d in fields.documents or fields.texts or ()
+        ]
         model = model_for(server.models, fields.model, ranks=True)
         with server.serving(model):
-            engine = await _engine(model)
+            engine = cast(EmbeddingEngine, await model.engine())
             scores, tokens = await engine.rank(
                 fields.query, documents, truncate=bool(fields.truncate)
             )
-        return _body(fields, model, documents, scores, tokens)
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n]
+        if fields.texts is not None:
+            texts = [{"text": text} if fields.return_text else {} for text in documents]
+            return [{"index": i, "score": scores[i], **texts[i]} for i in best]
+        shown = [{"document": {"text": d}} if fields.return_documents else {} for d in documents]
+        results = [{"index": i, "relevance_score": scores[i], **shown[i]} for i in best]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"model": model.name, "object": "list", "usage": usage, "results": results}
 
-    about = "Rank documents by how well they answer a query"
-    mount_whole(paths, server, "/v1/rerank", RerankFields, rerank, about, ("results",), _ALIASES)
+    mount_whole(
+        paths,
+        server,
+        "/v1/rerank",
+        RerankFields,
+        rerank,
+        "Rank documents by how well they answer a query",
+        ("results",),
+        ("/rerank", "/reranking", "/v1/reranking", "/v2/rerank"),
+    )
     return paths
-
-
-def _body(
-    fields: RerankFields, model: ServedModel, documents: list[str], scores: list[float], tokens: int
-) -> Any:
-    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: fields.top_n]
-    if fields.texts is not None:
-        listed: list[dict[str, Any]] = [{"index": i, "score": scores[i]} for i in best]
-        for entry in listed if fields.return_text else ():
-            entry["text"] = documents[entry["index"]]
-        return listed
-    results: list[dict[str, Any]] = []
-    for i in best:
-        document = {"document": {"text": documents[i]}} if fields.return_documents else {}
-        results.append({"index": i, "relevance_score": scores[i], **document})
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"model": model.name, "object": "list", "usage": usage, "results": results}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localllm.engine.messages import Timings, TokenLogprob
 from localllm.errors import LocalLLMError
-from localllm.server.generation.job import PrefillProgress, ReplyUsage
+from localllm.server.generation.job import ReplyUsage
 from localllm.server.serving import Dialect
 
 # The standard library's fastest string encoder, called once per token.
@@ -16,16 +17,10 @@ quote = json.encoder.encode_basestring_ascii
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 
-def comment(progress: PrefillProgress) -> bytes:
-    """The keep-alive of SSE: a comment with the progress, a line of the next event. Older decoders
-    fail on a block of its own."""
-    return f": {progress}\n".encode()
-
-
-def compacted_comment(compacted: str) -> bytes:
-    """`x-localllm-compacted` as an SSE comment, since the headers may have been sent before it was
-    known."""
-    return f": compacted {compacted}\n".encode()
+def comment(said: object) -> bytes:
+    """A comment of SSE: a keep-alive with its progress, or what may be known after the headers were
+    sent. It is a line of the next event: older decoders fail on a block of its own."""
+    return f": {said}\n".encode()
 
 
 def frame_error(error: LocalLLMError) -> bytes:
@@ -74,6 +69,22 @@ def token_logprob(text: str, logprob: float) -> dict[str, Any]:
     bytes."""
     data = text.encode("utf-8", "surrogateescape")
     return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def page(
+    listed: Sequence[Mapping[str, Any]], limit: int, after: str | None, before: str | None = None
+) -> dict[str, Any]:
+    """At most `limit` of what is `listed` by ids: what comes behind the one, or up to the other."""
+    ids = [one["id"] for one in listed]
+    start = ids.index(after) + 1 if after in ids else 0
+    end = min(start + limit, len(ids))
+    more = end < len(ids)
+    if before in ids:
+        end = ids.index(before)
+        start = max(0, end - limit)
+        more = start > 0
+    first, last = (ids[start], ids[end - 1]) if start < end else (None, None)
+    return {"data": listed[start:end], "first_id": first, "last_id": last, "has_more": more}
 
 
 def arguments_object(arguments: str) -> Any:

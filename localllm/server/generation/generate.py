@@ -145,9 +145,9 @@ async def run(
         cache_miss=usages[0].cache_miss,
         reasoning_tokens=sum(u.reasoning_tokens for u in usages),
     )
-    timings = choices[0].outcome.timings
-    writer.end(spent, timings)
-    return Reply(choices, spent, timings)
+    reply = Reply(choices, spent, choices[0].outcome.timings)
+    writer.end(reply)
+    return reply
 
 
 async def _choice(
@@ -398,9 +398,7 @@ class _ChoiceStream:
         if end.reason == "length" or end.reason == "repetition":
             reason = end.reason
         usage = ReplyUsage(**asdict(end.usage), reasoning_tokens=self._reasoned)
-        outcome = Outcome(reason, usage, end.timings, end.stop, half_call)
-        self._collected.outcome = outcome
-        self._writer.finish(self._choice, outcome)
+        self._collected.outcome = Outcome(reason, usage, end.timings, end.stop, half_call)
         return self._collected
 
     def _show(self, text: str) -> None:

@@ -103,8 +103,7 @@ class Outcome:
 class ReplyWriter:
     """Writes down a reply as it is generated; a dialect overrides what it has something to say
     about. Calls come in
-    order: `start`, any number of the middle ones, one `finish` per choice, `end`. An error may come
-    at any point."""
+    order: `start`, any number of the middle ones, `end`. An error may come at any point."""
 
     def start(self) -> None:
         """The engine has accepted the request."""
@@ -124,11 +123,8 @@ class ReplyWriter:
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         """A fragment of its arguments, as JSON text."""
 
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        """A choice ended."""
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        """Everything ended; the sums over the choices."""
+    def end(self, reply: Reply) -> None:
+        """Every choice has ended."""
 
 
 @dataclass(slots=True)

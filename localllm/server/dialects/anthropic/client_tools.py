@@ -54,7 +54,6 @@ _BASH = _object(
         "restart": _of(_FLAG, "True restarts the shell."),
     },
 )
-_BASH_ABOUT = "Run a command in a bash shell that stays open between calls."
 _EDITS = ("view", "create", "str_replace", "insert")
 _FILE = {
     "file_text": _of(_TEXT, "create: the file's whole text."),
@@ -84,10 +83,6 @@ _MEMORY = _object(
         "old_path": _of(_TEXT, "rename: the path as it is."),
         "new_path": _of(_TEXT, "rename: the path as it will be."),
     },
-)
-_MEMORY_ABOUT = (
-    "Read and write the files below /memories, which stay from one conversation to the next. View "
-    "them before you begin a task."
 )
 _POINTER = (
     "key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click",
@@ -138,8 +133,15 @@ def _computer(tool: Mapping[str, Any], version: int) -> tuple[str, dict[str, Any
 
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], int], tuple[str, dict[str, Any]]]] = {
-    "bash": lambda tool, version: (_BASH_ABOUT, _BASH),
+    "bash": lambda tool, version: (
+        "Run a command in a bash shell that stays open between calls.",
+        _BASH,
+    ),
     "text_editor": _text_editor,
-    "memory": lambda tool, version: (_MEMORY_ABOUT, _MEMORY),
+    "memory": lambda tool, version: (
+        "Read and write the files below /memories, which stay from one conversation to the next. "
+        "View them before you begin a task.",
+        _MEMORY,
+    ),
     "computer": _computer,
 }

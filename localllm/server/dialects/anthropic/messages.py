@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise
-from localllm.conversation.tools.prompt import checked, choice_of
-from localllm.engine.messages import Generation, Sampling
+from localllm.conversation.tools.prompt import checked
 from localllm.errors import RequestError, UnsupportedError
 from localllm.server.dialects.anthropic.client_tools import client_tool, is_client_tool
 from localllm.server.dialects.constraints import Constraint, of_response_format, only_one
@@ -20,15 +19,16 @@ from localllm.server.dialects.known import (
     READS,
     REFUSED,
     BodyPart,
-    OneOf,
     Refused,
     Shape,
     Unused,
+    one_of,
     shape,
 )
 from localllm.server.dialects.thinking import ReasonedFields
+from localllm.server.dialects.toolbox import Toolbox
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.prompt import ResponseOptions
+from localllm.server.models.router import ServedModel
 
 # Every prompt is cached, with or without `cache_control`.
 _BLOCK: dict[str, Any] = shape(
@@ -36,10 +36,10 @@ _BLOCK: dict[str, Any] = shape(
     "signature", "data", "tool_name", "title",
     source=shape(
         "data", "media_type", "url", "file_id",
-        type=OneOf(("base64", "url", "file", "text", "content")),
+        type=one_of("base64", "url", "file", "text", "content"),
     ),
-    citations=Unused((None, [], {"enabled": False})),
-    context=Unused((None, "")),
+    citations=Unused(off=(None, [], {"enabled": False})),
+    context=Unused(off=(None, "")),
 )  # fmt: skip
 _BLOCK["source"]["content"] = _BLOCK
 _BLOCK |= {"content": _BLOCK, READS: lambda kind: not _server_side(kind)}
@@ -48,7 +48,7 @@ _TOOL = shape(
     "display_height_px", "display_number", "max_characters",
     **{READS: lambda kind: kind in (None, "custom") or is_client_tool(kind)},
 )  # fmt: skip
-_FORM = {**FORM, "type": OneOf(("json_schema",))}
+_FORM = {**FORM, "type": one_of("json_schema")}
 # Precedes the output of a failed tool: templates have no field for it.
 FAILED = "[the tool failed]"
 
@@ -75,7 +75,9 @@ class MessagesFields(ReasonedFields):
         "messages": {"role": None, "content": _BLOCK},
         "system": _BLOCK,
         "tools": _TOOL,
-        "tool_choice": shape("type", "name", "disable_parallel_tool_use"),
+        "tool_choice": shape(
+            "name", "disable_parallel_tool_use", type=one_of("auto", "any", "tool", "none")
+        ),
         "output_format": _FORM,
         "n": REFUSED["n"],
         "container": Refused("no container runs here"),
@@ -95,13 +97,6 @@ class MessagesFields(ReasonedFields):
         None, description="the older name of output_config.format"
     )
 
-    def generation(self, default: Sampling) -> Generation:
-        made = super().generation(default)
-        return replace(made, stop=stop_texts(self.stop_sequences) + made.stop)
-
-    def answer_tokens(self) -> int | None:
-        return self.max_tokens
-
     def effort(self) -> str | None:
         """The same; `output_config` names a level of what is not switched off."""
         found, named = super().effort(), self.output_config and self.output_config.effort
@@ -116,7 +111,7 @@ class MessagesFields(ReasonedFields):
         )
 
 
-def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest, list[str]]:
+def chat_request(fields: MessagesFields, model: ServedModel) -> tuple[ChatRequest, list[str]]:
     """The chat request, and the names of what is omitted: tools that only Anthropic's servers run,
     their results in earlier turns, and images."""
     messages: list[dict[str, Any]] = []
@@ -129,21 +124,26 @@ def chat_request(fields: MessagesFields, default: Sampling) -> tuple[ChatRequest
         messages += plain_messages(message, f"messages[{i}]", omitted)
     if not fields.messages:
         raise RequestError("messages is empty: send at least one", param="messages")
-    tools, skipped = _tools(fields.tools or [])
-    choice, parallel = _choice(fields.tool_choice)
-    options = ResponseOptions(
-        tools=tools,
-        choice=choice_of(choice, tools),
-        parallel=parallel,
-        grammar=fields.constraint(),
-        **fields.reasoning_options(),
+    toolbox = _toolbox(fields.tools or [])
+    chosen = fields.tool_choice or {}
+    options = fields.response_options(
+        toolbox,
+        {**chosen, "type": "function"} if chosen.get("type") == "tool" else fields.tool_choice,
+        fields.constraint(),
+        parallel=chosen.get("disable_parallel_tool_use") is not True,
     )
-    chat = ChatRequest(normalise(messages, omitted), fields.generation(default), options)
-    return chat, [*skipped, *dict.fromkeys(omitted)]
+    generation = fields.generation(
+        model.sampling_for(options.effort),
+        fields.max_tokens,
+        thinking_tokens=fields.thinking_tokens(),
+    )
+    stop = stop_texts(fields.stop_sequences) + generation.stop
+    chat = ChatRequest(normalise(messages, omitted), replace(generation, stop=stop), options)
+    return chat, [*toolbox.skipped, *dict.fromkeys(omitted)]
 
 
-def _tools(sent: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The tools as functions, and the names of those that only Anthropic's servers run."""
+def _toolbox(sent: list[dict[str, Any]]) -> Toolbox:
+    """The tools as functions; skipped are those that only Anthropic's servers run."""
     kept, skipped = [], []
     for tool in sent:
         function: dict[str, Any] | None
@@ -160,19 +160,7 @@ def _tools(sent: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]
             skipped.append(f"tools.{tool.get('name', tool['type'])}")
         else:
             kept.append({"type": "function", "function": function})
-    return checked(kept), skipped
-
-
-def _choice(sent: dict[str, Any] | None) -> tuple[Any, bool]:
-    if sent is None:
-        return None, True
-    parallel = sent.get("disable_parallel_tool_use") is not True
-    kind = sent.get("type")
-    if kind == "tool":
-        return {"type": "function", "function": {"name": sent.get("name")}}, parallel
-    if kind in ("auto", "any", "none"):
-        return kind, parallel
-    raise RequestError("tool_choice.type must be auto, any, tool or none", param="tool_choice")
+    return Toolbox(checked(kept), skipped=skipped)
 
 
 def plain_messages(
@@ -199,7 +187,7 @@ def plain_messages(
         elif _server_side(kind):
             omitted.append(f"messages.{kind}")
         else:
-            parts += _readable(block, kind, spot)
+            parts += _readable(block, spot)
     if not parts and results:
         return results
     plain: dict[str, Any] = {"role": role, "content": parts}
@@ -213,20 +201,17 @@ def _result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     parts = said if isinstance(said, list) else [{"type": "text", "text": flatten(said, where)}]
     read: list[Any] = [{"type": "text", "text": FAILED}] if block.get("is_error") is True else []
     for i, part in enumerate(parts):
-        read += _readable(
-            part, part.get("type") if isinstance(part, Mapping) else None, f"{where}[{i}]"
-        )
+        read += _readable(part, f"{where}[{i}]")
     texts = [p for p in read if not (isinstance(p, Mapping) and p.get("text") == "")]
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": texts}
 
 
-def _readable(block: Any, kind: Any, where: str) -> list[Any]:
-    """The content parts for `block`; those that `normalise` knows are passed on."""
-    if kind in _PASSED_ON:
-        return [block]
-    read = _READERS.get(kind) if isinstance(kind, str) else None
+def _readable(block: Any, where: str) -> list[Any]:
+    """The content parts for `block`. Raises UnsupportedError."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    read = _READERS.get(str(kind))
     if read is None:
-        known = ", ".join((*_PASSED_ON, *_READERS, "tool_use", "tool_result"))
+        known = ", ".join((*_READERS, "tool_use", "tool_result"))
         raise UnsupportedError(
             f"{where}.type {str(kind)[:40]!r} is not supported; known: {known}", param=where
         )
@@ -235,33 +220,30 @@ def _readable(block: Any, kind: Any, where: str) -> list[Any]:
 
 def _document(block: Mapping[str, Any]) -> list[Any]:
     """The text of a text document; PDFs and URLs are passed on to `normalise`."""
-    source = block.get("source")
-    kind = source.get("type") if isinstance(source, Mapping) else None
-    if kind == "text" and isinstance(source, Mapping):
-        return [*_title(block), *_text(source.get("data"))]
-    if kind == "content" and isinstance(source, Mapping):
-        return [*_title(block), *_parts(source.get("content"))]
-    return [block]
+    sent = block.get("source")
+    source = sent if isinstance(sent, Mapping) else {}
+    kind = source.get("type")
+    if kind not in ("text", "content"):
+        return [block]
+    return _titled(block, source.get("data" if kind == "text" else "content"))
 
 
-def _title(block: Mapping[str, Any]) -> list[Any]:
+def _titled(block: Mapping[str, Any], content: Any) -> list[Any]:
+    """What is in a block, behind its title."""
     title = block.get("title")
-    return _text(title) if isinstance(title, str) and title else []
-
-
-def _parts(content: Any) -> list[Any]:
-    return content if isinstance(content, list) else _text(content)
+    parts = content if isinstance(content, list) else _text(content)
+    return [*_text(title), *parts] if isinstance(title, str) and title else parts
 
 
 def _text(text: Any) -> list[Any]:
     return [{"type": "text", "text": text}]
 
 
-_PASSED_ON = ("text", "image", "thinking", "redacted_thinking")
-# Blocks that `normalise` does not know, by their types.
+# What becomes of a block, by its type; those that `normalise` knows are passed on.
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
+    **dict.fromkeys(("text", "image", "thinking", "redacted_thinking"), lambda block: [block]),
     "document": _document,
-    "search_result": lambda block: [*_title(block), *_parts(block.get("content"))],
+    "search_result": lambda block: _titled(block, block.get("content")),
     "compaction": lambda block: _text(block.get("content") or ""),
     "tool_reference": lambda block: _text(f"The tool {block.get('tool_name')} can be called now."),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from localllm.engine.messages import Timings, TokenLogprob
+from localllm.engine.messages import TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.anthropic import messages
 from localllm.server.dialects.anthropic.messages import MessagesFields
@@ -39,9 +39,7 @@ class MessageEvents(ReplyWriter):
 
     def __init__(self, outbox: Outbox, model: ServedModel, progress: PrefillProgress) -> None:
         self._outbox, self._model, self._progress = outbox, model, progress
-        self._block = -1
-        self._kind = ""
-        self._begun = False
+        self._block, self._kind = -1, ""  # the open one
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         if not text:
@@ -60,35 +58,18 @@ class MessageEvents(ReplyWriter):
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         self._delta(f'{{"type":"input_json_delta","partial_json":{quote(text)}}}')
 
-    def finish(self, choice: int, outcome: Outcome) -> None:
+    def end(self, reply: Reply) -> None:
         self._begin()
         self._close()
-        self._outcome = outcome
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        reason, sequence = stop_reason(self._outcome, self._model.served_n_ctx)
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
-        self._send("message_delta", json.dumps({"delta": delta, "usage": usage_body(usage)})[1:-1])
+        delta = _end_of(reply.choices[0].outcome, self._model.served_n_ctx)
+        ended = {"delta": delta, "usage": usage_body(reply.usage)}
+        self._send("message_delta", json.dumps(ended)[1:-1])
         self._send("message_stop", "")
 
     def _begin(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
-        counted = ReplyUsage(
-            prompt_tokens=self._progress.total, cached_tokens=self._progress.cached
-        )
-        message: dict[str, Any] = {
-            "id": new_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": self._model.name,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage_body(counted),
-        }
-        self._send("message_start", f'"message":{json.dumps(message)}')
+        if self._block < 0:
+            size = ReplyUsage(self._progress.total, 0, self._progress.cached)
+            self._send("message_start", f'"message":{json.dumps(_message(self._model, size))}')
 
     def _open(self, kind: str, body: str) -> None:
         if kind == self._kind:
@@ -125,6 +106,7 @@ def frame_error(error: LocalLLMError) -> bytes:
 
 
 def message(reply: Reply, model: ServedModel) -> dict[str, Any]:
+    """A whole answer."""
     choice = reply.choices[0]
     content: list[dict[str, Any]] = []
     if choice.reasoning:
@@ -132,36 +114,35 @@ def message(reply: Reply, model: ServedModel) -> dict[str, Any]:
     if choice.text:
         content.append({"type": "text", "text": choice.text})
     for call in choice.calls:
-        content.append(
-            {
-                "type": "tool_use",
-                "id": new_id("toolu_"),
-                "name": call.name,
-                "input": arguments_object(call.arguments),
-            }
-        )
-    reason, sequence = stop_reason(choice.outcome, model.served_n_ctx)
+        made = {"name": call.name, "input": arguments_object(call.arguments)}
+        content.append({"type": "tool_use", "id": new_id("toolu_"), **made})
+    ended = _end_of(choice.outcome, model.served_n_ctx)
+    return {**_message(model, reply.usage), "content": content, **ended}
+
+
+def _message(model: ServedModel, usage: ReplyUsage) -> dict[str, Any]:
+    """The message as it begins."""
     return {
         "id": new_id("msg_"),
         "type": "message",
         "role": "assistant",
         "model": model.name,
-        "content": content,
-        "stop_reason": reason,
-        "stop_sequence": sequence,
-        "usage": usage_body(reply.usage),
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage_body(usage),
     }
 
 
-def stop_reason(outcome: Outcome, n_ctx: int | None) -> tuple[str, str | None]:
-    """Anthropic's stop_reason and stop_sequence. A full window has a name of its own: a higher
-    limit would not help."""
-    if outcome.stop is not None and outcome.reason == "stop":
-        return "stop_sequence", outcome.stop
+def _end_of(outcome: Outcome, n_ctx: int | None) -> dict[str, str | None]:
+    """Why it ended. A full window has a reason of its own: a higher limit would not help."""
     used = outcome.usage.prompt_tokens + outcome.usage.completion_tokens
-    if outcome.reason == "length" and n_ctx is not None and used >= n_ctx:
-        return "model_context_window_exceeded", None
-    return _STOP_REASONS[outcome.reason], None
+    reason, sequence = _STOP_REASONS[outcome.reason], None
+    if outcome.stop is not None and outcome.reason == "stop":
+        reason, sequence = "stop_sequence", outcome.stop
+    elif outcome.reason == "length" and n_ctx is not None and used >= n_ctx:
+        reason = "model_context_window_exceeded"
+    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def usage_body(usage: ReplyUsage) -> dict[str, Any]:
@@ -179,8 +160,7 @@ _ANTHROPIC = Dialect(EVENT_STREAM, frame_error, ping)
 
 def translate(fields: MessagesFields, model: ServedModel) -> TranslatedRequest:
     """A chat, answered as a message or its events."""
-    chat, skipped = messages.chat_request(fields, model.sampling_for(fields.effort()))
-
+    chat, skipped = messages.chat_request(fields, model)
     return TranslatedRequest(
         chat,
         lambda reply, job: message(reply, model),

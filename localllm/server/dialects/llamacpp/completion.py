@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar
@@ -10,17 +11,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from localllm.conversation.images import images_in_prompt
-from localllm.engine.messages import Generation, Timings, TokenLogprob
+from localllm.engine.messages import Generation, TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.fields import SamplingFields, first_limit
+from localllm.server.dialects.fields import MAX_PROMPTS, Bias, SamplingFields, TokenId, first_limit
 from localllm.server.dialects.known import BodyPart, Shape, Unused
 from localllm.server.dialects.wire import logprob_entry, quote, timings_body
 from localllm.server.generation.job import (
     GenerationJob,
     Outcome,
     Reply,
-    ReplyUsage,
     ReplyWriter,
 )
 from localllm.server.generation.prompt import fim_prompt, text_job, wants_bos
@@ -42,37 +42,34 @@ class PicturedPrompt(BodyPart):
     multimodal_data: list[str] = Field(default_factory=list, max_length=64)
 
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=1 << 20)]
-MAX_PROMPTS = 16
 
 
 class LlamaCppFields(SamplingFields):
     """POST /completion."""
 
-    biases_texts: ClassVar[bool] = True
     shapes: ClassVar[Shape] = {
         # A full context ends the answer, so nothing is kept or discarded of it.
         **dict.fromkeys(("slot_id", "n_keep", "n_discard")),
         **dict.fromkeys(("timings_per_token", "prompt_progress", "return_progress"), Unused()),
-        **dict.fromkeys(("n_indent", "t_max_prompt_ms"), Unused((None, 0, -1))),
+        **dict.fromkeys(("n_indent", "t_max_prompt_ms"), Unused(off=(None, 0, -1))),
     }
     prompt: (
         str | Pieces | Annotated[list[str | Pieces], Field(max_length=MAX_PROMPTS)] | PicturedPrompt
     ) = Field("", description="a text; token ids, texts among them or not; or several of those")
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=4096)]
+        | Annotated[list[tuple[TokenId | str, Bias]], Field(max_length=4096)]
+        | None
+    ) = Field(  # type: ignore[assignment]
+        None, description="by token id, or by a text for each of its tokens"
+    )
     n_predict: int | None = Field(None, ge=-2, le=2**31 - 1, description="-1: the remaining window")
     n_probs: int | None = Field(None, ge=0, le=20)
     return_tokens: bool | None = Field(None, description="the ids of the answer's tokens too")
     response_fields: Annotated[list[str], Field(max_length=64)] | None = Field(
         None, description="only these of the answer's fields; a/b is field b of a"
     )
-
-    def answer_tokens(self) -> int | None:
-        return first_limit(self.n_predict)
-
-    def alternatives(self) -> int | None:
-        """0 is the same as none."""
-        return self.n_probs or None
 
 
 class ExtraFile(BodyPart):
@@ -114,12 +111,17 @@ async def _generation(
     fields: LlamaCppFields, model: ServedModel, engine: EngineClient
 ) -> Generation:
     """The generation, with a bias on every token of the texts that logit_bias names."""
-    made = fields.generation(model.sampling)
-    bias = dict(made.sampling.logit_bias)
-    for text, amount in fields.biases().items():
-        if isinstance(text, str):
-            bias.update(dict.fromkeys(await engine.tokenize(text, special=False), amount))
-    return replace(made, sampling=replace(made.sampling, logit_bias=bias))
+    sent = dict(fields.logit_bias or {})
+    bias: dict[int, float] = {}
+    for key, amount in sent.items():
+        numbered = re.fullmatch("[0-9]{1,10}", str(key))
+        ids = [int(key)] if numbered else await engine.tokenize(str(key), special=False)
+        bias.update(dict.fromkeys(ids, amount))
+    # No alternatives are the same as no log-probabilities.
+    made = fields.generation(
+        model.sampling, first_limit(fields.n_predict), logprobs=fields.n_probs or None
+    )
+    return replace(made, sampling=replace(made.sampling, logit_bias=bias)) if sent else made
 
 
 async def _prompts(
@@ -147,8 +149,6 @@ async def _prompts(
 async def _ids(pieces: Sequence[Any], engine: EngineClient) -> list[int]:
     ids: list[int] = []
     for i, piece in enumerate(pieces):
-        if not isinstance(piece, (int, str)):
-            raise RequestError("a prompt is a text, or token ids and texts", param="prompt")
         bos = not i and isinstance(piece, str) and wants_bos(engine.info, piece)
         ids += [piece] if isinstance(piece, int) else await engine.tokenize(piece, add_bos=bos)
     return ids
@@ -162,7 +162,7 @@ async def _gap(fields: InfillFields, engine: EngineClient) -> list[int]:
         fields.input_prefix,
         fields.input_suffix,
         extra=[(e.filename, e.text) for e in fields.input_extra],
-        answer_tokens=fields.answer_tokens(),
+        answer_tokens=first_limit(fields.n_predict),
         middle=fields.prompt if isinstance(fields.prompt, str) else "",
     )
 
@@ -189,11 +189,8 @@ class CompletionEvents(ReplyWriter):
         )
         self._ids = []
 
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        self._outcome = outcome
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        outcome = replace(self._outcome, usage=usage, timings=timings)
+    def end(self, reply: Reply) -> None:
+        outcome = replace(reply.choices[0].outcome, usage=reply.usage)
         last = {**final("", outcome, self._job, self._model), "tokens": self._ids}
         self._outbox.write(f"data: {json.dumps(selected(last, self._wanted))}\n\n".encode())
 

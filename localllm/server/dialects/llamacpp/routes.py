@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from itertools import count
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -27,7 +28,7 @@ from localllm.server.http.accounts import admins_only, caller
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.serving import Server
 
-_LOOK_S, _KEEPALIVE_S = 0.5, 10.0
+_LOOK_S, _LOOKS_PER_KEEPALIVE = 0.5, 20
 # Query parameters as the OpenAPI document describes them.
 _MODEL, _NO_SLOT = (
     {"name": name, "in": "query", "schema": {"type": "string"}}
@@ -68,18 +69,15 @@ def facts(served: ServedModel) -> dict[str, Any]:
 async def changes(models: ModelRouter) -> AsyncIterator[bytes]:
     """Events of loading and unloading: the current state, then each change, with load progress."""
     sent: dict[str, dict[str, Any]] = {}
-    quiet_s = 0.0
-    while True:
+    for look in count(1):
         for m in models.list():
             status = _status(m)
             if sent.get(m.name) != status:
-                sent[m.name], quiet_s = status, 0.0
+                sent[m.name] = status
                 event = {"model": m.name, "event": "model_status", "data": status}
                 yield f"data: {json.dumps(event)}\n\n".encode()
         await asyncio.sleep(_LOOK_S)
-        quiet_s += _LOOK_S
-        if quiet_s >= _KEEPALIVE_S:
-            quiet_s = 0.0
+        if look % _LOOKS_PER_KEEPALIVE == 0:
             yield b": keepalive\n"
 
 
@@ -118,10 +116,8 @@ async def slots(model: ServedModel) -> list[dict[str, Any]]:
 
 def _slot(number: int, n_ctx: int, job: dict[str, Any] | None, *, known: bool) -> dict[str, Any]:
     base = {"id": number, "n_ctx": n_ctx, "speculative": True, "is_processing": job is not None}
-    if job is None:
-        return {**base, "state": "idle"}
-    if not known:
-        return {**base, "state": "busy"}
+    if job is None or not known:
+        return {**base, "state": "idle" if job is None else "busy"}
     return {
         **base,
         "state": job["state"],
@@ -170,25 +166,21 @@ class ModelFields(RequestBody):
     model: Annotated[str, Field(min_length=1, max_length=512)]
 
 
-COMPLETION = Route(
-    "/completion",
-    LlamaCppFields,
-    completion.translate,
-    EVENTS,
-    "Continue raw text",
-)
-INFILL = Route(
-    "/infill",
-    InfillFields,
-    completion.translate,
-    EVENTS,
-    "Fill in between a prefix and a suffix, with other files as context",
+_ROUTES = (
+    Route("/completion", LlamaCppFields, completion.translate, EVENTS, "Continue raw text"),
+    Route(
+        "/infill",
+        InfillFields,
+        completion.translate,
+        EVENTS,
+        "Fill in between a prefix and a suffix, with other files as context",
+    ),
 )
 
 
 def routes(server: Server) -> Paths:
     paths = Paths("llama.cpp")
-    mount(paths, server, COMPLETION, INFILL)
+    mount(paths, server, *_ROUTES)
     _vocabulary(paths, server)
 
     @paths.answers("GET", "/props", parameters=[_MODEL])
@@ -217,8 +209,14 @@ def _vocabulary(paths: Paths, server: Server) -> None:
             )
             if not fields.with_pieces:
                 return {"tokens": tokens}
-            pieces = [{"id": t, "piece": _piece(await engine.detokenize([t]))} for t in tokens]
-            return {"tokens": pieces}
+            # A token's text; its bytes, where they are no text by themselves.
+            texts = [await engine.detokenize([t]) for t in tokens]
+            pieces = [
+                list(text.encode("utf-8", "surrogateescape")) if _ESCAPES.search(text) else text
+                for text in texts
+            ]
+            named = zip(tokens, pieces, strict=True)
+            return {"tokens": [{"id": token, "piece": piece} for token, piece in named]}
 
     async def detokenize(fields: DetokenizeFields) -> Any:
         model = server.models.resolve(fields.model)
@@ -242,11 +240,6 @@ def _vocabulary(paths: Paths, server: Server) -> None:
         "Text of token ids",
         ("content",),
     )
-
-
-def _piece(text: str) -> str | list[int]:
-    """A token's text; its bytes, where they are no text by themselves."""
-    return list(text.encode("utf-8", "surrogateescape")) if _ESCAPES.search(text) else text
 
 
 def _managing(paths: Paths, server: Server) -> None:

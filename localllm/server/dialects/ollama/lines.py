@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias
 
-from localllm.engine.messages import Timings, TokenLogprob
+from localllm.engine.messages import TokenLogprob
 from localllm.errors import LocalLLMError
 from localllm.server.dialects.wire import arguments_object, logprob_entry, token_logprob
-from localllm.server.generation.job import Outcome, Reply, ReplyUsage, ReplyWriter
-from localllm.server.http.asgi import new_id
+from localllm.server.generation.job import Reply, ReplyWriter
 from localllm.server.http.errors import ollama_envelope
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ModelRouter, ServedModel
@@ -44,15 +43,19 @@ def remote_tag(model: RemoteModel) -> dict[str, Any]:
     }
 
 
-def model_details(model: ServedModel) -> dict[str, Any]:
-    info = model.info
+def model_details(model: ServedModel, header: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """What a model is. `header`: what its file says, of one that isn't loaded."""
+    info, known = model.info, model.facts.details
+    read = header.get("architecture") or str(known.get("architecture", ""))
+    family = info.architecture if info else read
+    n_params = info.n_params if info else header.get("parameter_count")
     return {
         "parent_model": "",
-        "format": str(model.facts.details.get("format", "gguf")),
-        "family": info.architecture if info else str(model.facts.details.get("architecture", "")),
-        "families": [info.architecture] if info else [],
-        "parameter_size": f"{info.n_params / 1e9:.1f}B" if info else "",
-        "quantization_level": str(model.facts.details.get("quant", "")),
+        "format": str(known.get("format", "gguf")),
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": f"{n_params / 1e9:.1f}B" if n_params else "",
+        "quantization_level": str(known.get("quant", "")),
     }
 
 
@@ -73,9 +76,8 @@ def tag(model: ServedModel) -> dict[str, Any]:
 def digest(model: ServedModel) -> str:
     """SHA-256 of the model's file, or of its name if the file is unknown: `ollama list` needs
     twelve digits."""
-    known = model.facts.details.get("digest")
-    found = known() if callable(known) else known
-    return str(found or hashlib.sha256(model.name.encode()).hexdigest())
+    known = model.facts.details.get("digest", str)()
+    return str(known or hashlib.sha256(model.name.encode()).hexdigest())
 
 
 def running(model: ServedModel, idle_s: float) -> dict[str, Any]:
@@ -104,14 +106,9 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
     """/api/show. `template` mentions `.Suffix` only for models with FIM, which Continue looks
     for."""
     info = model.info
-    read = model.facts.details.get("header")
-    header: dict[str, Any] = read() if callable(read) else {}
-    architecture = info.architecture if info else header.get("architecture", "unknown")
-    n_params = info.n_params if info else header.get("parameter_count")
-    details = model_details(model)
-    if info is None and header:
-        details |= {"family": architecture, "families": [architecture]}
-        details["parameter_size"] = f"{n_params / 1e9:.1f}B" if n_params else ""
+    header: dict[str, Any] = model.facts.details.get("header", dict)()
+    details = model_details(model, header)
+    architecture = details["family"] or "unknown"
     width = (
         {f"{architecture}.embedding_length": header["embedding_length"]}
         if "embedding_length" in header
@@ -129,7 +126,7 @@ def show(model: ServedModel, template: str) -> dict[str, Any]:
         "model_info": {
             "general.architecture": architecture,
             "general.basename": model.name,
-            "general.parameter_count": n_params,
+            "general.parameter_count": info.n_params if info else header.get("parameter_count"),
             f"{architecture}.context_length": model.served_n_ctx or header.get("context_length"),
             **width,
         },
@@ -171,64 +168,41 @@ def generated_part(text: str, thinking: str = "", calls: object = None) -> dict[
 
 
 class JsonLines(ReplyWriter):
-    """Writes JSON lines. A tool call is one object, so it waits until its arguments are
-    complete."""
+    """Writes JSON lines. A tool call is one object, so it waits for the end."""
 
     def __init__(self, outbox: Outbox, model: str, part: Part) -> None:
         self._outbox, self._model, self._part = outbox, model, part
-        self._call: tuple[int, str, list[str]] | None = None
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
-        self._flush()
         if text or logprobs:
             self._line({**self._part(text), **_logprobs(logprobs)})
 
     def reasoning(self, choice: int, text: str) -> None:
         self._line(self._part("", thinking=text))
 
-    def call_start(self, choice: int, index: int, name: str) -> None:
-        self._flush()
-        self._call = (index, name, [])
-
-    def call_arguments(self, choice: int, index: int, text: str) -> None:
-        assert self._call is not None
-        self._call[2].append(text)
-
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        if outcome.half_call:
-            self._call = None
-        self._flush()
-        self._outcome = outcome
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        self._line({**self._part(""), **done(self._outcome, usage, timings)})
-
-    def _flush(self) -> None:
-        if self._call is not None:
-            index, name, pieces = self._call
-            self._call = None
-            self._line(self._part("", calls=[call(index, name, "".join(pieces))]))
+    def end(self, reply: Reply) -> None:
+        for call in _calls(reply):
+            self._line(self._part("", calls=[call]))
+        self._line({**self._part(""), **_done(reply)})
 
     def _line(self, body: Mapping[str, Any]) -> None:
-        line = {"model": self._model, "created_at": now(), **body}
-        line.setdefault("done", False)
+        line = {"model": self._model, "created_at": now(), "done": False, **body}
         self._outbox.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def answer(reply: Reply, model: str, part: Part) -> dict[str, Any]:
     """The whole answer, in one line."""
     choice = reply.choices[0]
-    calls = [call(i, c.name, c.arguments) for i, c in enumerate(choice.calls)]
-    body = {**part(choice.text, choice.reasoning, calls), **_logprobs(choice.logprobs)}
     return {
         "model": model,
         "created_at": now(),
-        **body,
-        **done(choice.outcome, reply.usage, reply.timings),
+        **part(choice.text, choice.reasoning, _calls(reply)),
+        **_logprobs(choice.logprobs),
+        **_done(reply),
     }
 
 
-def loaded(model: str, part: Part, reason: str = "load") -> dict[str, Any]:
+def loaded(model: str, part: Part, reason: str) -> dict[str, Any]:
     """The answer to a request that only loads or unloads (`reason`) its model."""
     return {
         "model": model,
@@ -239,10 +213,19 @@ def loaded(model: str, part: Part, reason: str = "load") -> dict[str, Any]:
     }
 
 
-def call(index: int, name: str, arguments: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object."""
-    function = {"index": index, "name": name, "arguments": arguments_object(arguments)}
-    return {"id": new_id("call_"), "function": function}
+def _calls(reply: Reply) -> list[dict[str, Any]]:
+    """The tool calls with their arguments as objects."""
+    return [
+        {
+            "id": call.id,
+            "function": {
+                "index": i,
+                "name": call.name,
+                "arguments": arguments_object(call.arguments),
+            },
+        }
+        for i, call in enumerate(reply.choices[0].calls)
+    ]
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -251,12 +234,13 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"logprobs": entries} if entries else {}
 
 
-def done(outcome: Outcome, usage: ReplyUsage, timings: Timings) -> dict[str, Any]:
+def _done(reply: Reply) -> dict[str, Any]:
     """The fields of the last line; durations in nanoseconds."""
+    usage, timings = reply.usage, reply.timings
     total = timings.queued_s + timings.prefill_s + timings.decode_s
     return {
         "done": True,
-        "done_reason": "length" if outcome.reason == "length" else "stop",
+        "done_reason": "length" if reply.choices[0].outcome.reason == "length" else "stop",
         "total_duration": int(total * 1e9),
         "load_duration": 0,
         "prompt_eval_count": usage.prompt_tokens,

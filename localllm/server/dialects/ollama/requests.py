@@ -5,19 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from localllm.conversation.messages import normalise
-from localllm.conversation.tools.base import Tool
-from localllm.conversation.tools.prompt import Choice, checked, choice_of, narrowed
 from localllm.engine.messages import MAX_TOKENS, Generation, Sampling
 from localllm.errors import RequestError, UnsupportedError
-from localllm.server.dialects.constraints import Constraint, of_response_format, of_schema
+from localllm.server.dialects.constraints import Constraint, of_schema
 from localllm.server.dialects.fields import (
     Budget,
     GenerationFields,
@@ -34,9 +29,9 @@ from localllm.server.dialects.known import (
     Unused,
 )
 from localllm.server.dialects.thinking import REASONING, ThinkingFields
-from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, cut, numbers
+from localllm.server.dialects.toolbox import NO_TOOLS, Toolbox
+from localllm.server.dialects.vectors import MOST_INPUTS
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.models.router import ServedModel
 
 # Go durations (1h30m, 300ms, -1m), or a number of seconds.
@@ -93,7 +88,7 @@ class OllamaBody(ThinkingFields):
         "shift": Unused(),
     }
     options: Options | None = None
-    format: str | dict[str, Any] | None = None
+    format: Literal["json", ""] | dict[str, Any] | None = None
     keep_alive: str | float | None = Field(
         None, description="stay loaded so long: 5m, seconds, -1 for ever, 0 unloads"
     )
@@ -103,32 +98,20 @@ class OllamaBody(ThinkingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    def _options(self) -> Options:
-        return self.options if self.options is not None else Options.model_validate({})
-
     def generation(self, default: Sampling) -> Generation:
-        options, longest = self._options(), self.answer_tokens()
-        return replace(
-            options.generation_up_to(longest, default, limit="num_predict", within="options."),
+        options = self.options or Options.model_validate({})
+        return options.generation(
+            default,
+            first_limit(options.num_predict),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            thinking_tokens=self.thinking_tokens(),
+            thinking_tokens=first_limit(options.thinking_budget, self.thinking_tokens()),
         )
-
-    def answer_tokens(self) -> int | None:
-        return first_limit(self._options().num_predict)
-
-    def thinking_tokens(self) -> int | None:
-        return first_limit(self._options().thinking_budget, super().thinking_tokens())
 
     def constraint(self) -> Constraint | None:
         """`format`: "json" or a schema."""
         if self.format is None or self.format == "":
             return None
-        if self.format == "json":
-            return of_response_format({"type": "json_object"})
-        if isinstance(self.format, dict):
-            return of_schema(self.format)
-        raise RequestError('format must be "json" or a JSON schema', param="format")
+        return of_schema({"type": "object"} if self.format == "json" else self.format)
 
     def ignored(self) -> list[str]:
         """Names of what has no effect beside the other fields."""
@@ -198,41 +181,17 @@ class OllamaPull(OllamaManaged):
     }
 
 
-def chat_request(fields: OllamaChat, default: Sampling) -> tuple[ChatRequest, list[str]]:
-    """The chat request, and the names of what is omitted."""
-    omitted: list[str] = []
-    tools, choice = narrowed(fields.tool_choice, checked(fields.tools))
-    wanted = choice_of(choice, tools)
-    return _chat_request(
-        fields, default, normalise(fields.messages, omitted), tools, wanted
-    ), omitted
-
-
-def generate_request(fields: OllamaGenerate, default: Sampling) -> ChatRequest:
-    """The chat request of a prompt that goes through the template."""
-    messages = [{"role": "system", "content": fields.system}] if fields.system else []
-    asked = normalise(
-        [*messages, {"role": "user", "content": fields.prompt, "images": fields.images}]
-    )
-    return _chat_request(fields, default, asked, [], choice_of(None, []))
-
-
-def _chat_request(
+def chat_request(
     fields: OllamaBody,
-    default: Sampling,
-    messages: list[dict[str, Any]],
-    tools: Sequence[Tool],
-    choice: Choice,
+    model: ServedModel,
+    messages: Sequence[Mapping[str, Any]],
+    toolbox: Toolbox = NO_TOOLS,
+    chosen: Any = None,
 ) -> ChatRequest:
-    options = ResponseOptions(
-        tools=tools,
-        choice=choice,
-        grammar=fields.constraint(),
-        **fields.reasoning_options(),
-    )
-    return ChatRequest(
-        messages, fields.generation(default), options, compaction=bool(fields.truncate)
-    )
+    """The chat request of `messages`, with the tools and the choice that `chosen` leaves."""
+    options = fields.response_options(toolbox, chosen, fields.constraint())
+    generation = fields.generation(model.sampling_for(options.effort))
+    return ChatRequest(messages, generation, options, compaction=bool(fields.truncate))
 
 
 class OllamaEmbed(RequestBody):
@@ -253,39 +212,3 @@ class OllamaEmbeddings(RequestBody):
     shapes: ClassVar[Shape] = dict.fromkeys(("options", "truncate"))
     prompt: str
     keep_alive: str | float | None = None
-
-
-def translate_embed(fields: OllamaEmbed, model: ServedModel) -> EmbeddingRequest:
-    """/api/embed; durations in nanoseconds."""
-    started = time.monotonic()
-
-    def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
-        return {
-            "model": model.name,
-            # Of nothing there is none, as Ollama answers.
-            "embeddings": [numbers(cut(row, fields.dimensions)) for row in rows],
-            "total_duration": int((time.monotonic() - started) * 1e9),
-            "load_duration": 0,
-            "prompt_eval_count": tokens,
-        }
-
-    inputs = (
-        [fields.input] if isinstance(fields.input, str) and fields.input else list(fields.input)
-    )
-    return EmbeddingRequest(
-        inputs, body, truncate=fields.truncate is not False, keep_s=keep_alive_s(fields.keep_alive)
-    )
-
-
-def translate_older_embed(fields: OllamaEmbeddings, model: ServedModel) -> EmbeddingRequest:
-    """/api/embeddings, with its one vector."""
-
-    def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
-        return {"embedding": numbers(rows[0]) if rows else []}
-
-    return EmbeddingRequest(
-        [fields.prompt] if fields.prompt else [],
-        body,
-        truncate=True,
-        keep_s=keep_alive_s(fields.keep_alive),
-    )

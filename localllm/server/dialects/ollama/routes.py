@@ -14,9 +14,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from localllm.conversation.messages import normalise
+from localllm.conversation.tools.prompt import checked
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import ModelNotFoundError, UnsupportedError
 from localllm.server.dialects import vectors
+from localllm.server.dialects.fields import each
 from localllm.server.dialects.known import read
 from localllm.server.dialects.ollama import lines, requests
 from localllm.server.dialects.ollama.lines import Part
@@ -31,7 +34,9 @@ from localllm.server.dialects.ollama.requests import (
 )
 from localllm.server.dialects.openapi import body_of
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import PreloadRequest, Route, mount, mount_whole
+from localllm.server.dialects.route import Route, Unwritten, mount, mount_whole
+from localllm.server.dialects.toolbox import Toolbox
+from localllm.server.dialects.vectors import cut, numbers
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import text_job
@@ -43,10 +48,7 @@ from localllm.server.models.router import ServedModel
 from localllm.server.models.served import ModelStore, StoreProgress
 from localllm.server.serving import Dialect, JobFactory, Server, TranslatedRequest
 
-# At most one progress line in so many seconds.
-_INTERVAL_S = 0.2
 _SHA256_DIGITS = 64
-_NAMED_DIGITS = 12
 # By the state of a download, where nothing is counted.
 _STATUS = {
     "listing": "pulling manifest",
@@ -65,16 +67,25 @@ class _DisconnectedError(Exception):
 async def _pull(
     thread: ThreadPoolExecutor, store: ModelStore, ref: str, report: Callable[[Line], None]
 ) -> None:
-    """Download `ref` in `thread`, reporting lines to `report`. If cancelled it stops, and the next
-    call resumes. Raises what the store raises."""
+    """Download `ref` in `thread`, reporting lines to `report`, at most one a thousandth. If
+    cancelled it stops, and the next call resumes. Raises what the store raises."""
     loop, left = asyncio.get_running_loop(), threading.Event()
-    lines = _ProgressLines()
+    digest, said = "", ("", 0)
 
     def on_progress(progress: StoreProgress) -> None:
+        nonlocal digest, said
         if left.is_set():
             raise _DisconnectedError
-        line = lines.line(progress)
-        if line is not None:
+        if len(progress.digest) == _SHA256_DIGITS:
+            # Clients show one bar per digest: the first is that of the whole model.
+            digest = digest or progress.digest
+        line: Line = {"status": _STATUS.get(progress.state) or f"pulling {digest[:12]}".rstrip()}
+        if digest and progress.state not in _STATUS:
+            counts = {"total": progress.total_bytes, "completed": progress.done_bytes}
+            line |= {"digest": f"sha256:{digest}", **counts}
+        before = said
+        said = line["status"], 1000 * progress.done_bytes // max(1, progress.total_bytes)
+        if said != before:
             loop.call_soon_threadsafe(report, line)
 
     try:
@@ -82,36 +93,6 @@ async def _pull(
     finally:
         left.set()
     report({"status": "success"})
-
-
-class _ProgressLines:
-    """Turns a download's progress into Ollama's lines, leaving out repetitions."""
-
-    def __init__(self) -> None:
-        self._digest, self._status, self._next_s = "", "", 0.0
-
-    def line(self, progress: StoreProgress) -> Line | None:
-        """The line for this moment; None if it says nothing new."""
-        if not self._digest and len(progress.digest) == _SHA256_DIGITS:
-            # Clients show one bar per digest: keep the first for the whole model.
-            self._digest = progress.digest
-        line: Line = {
-            "status": _STATUS.get(
-                progress.state, f"pulling {self._digest[:_NAMED_DIGITS]}".rstrip()
-            )
-        }
-        if progress.state not in _STATUS and self._digest:
-            counts = {"total": progress.total_bytes, "completed": progress.done_bytes}
-            line |= {"digest": f"sha256:{self._digest}", **counts}
-        now = time.monotonic()
-        if (
-            line["status"] == self._status
-            and now < self._next_s
-            and progress.done_bytes < progress.total_bytes
-        ):
-            return None
-        self._status, self._next_s = line["status"], now + _INTERVAL_S
-        return line
 
 
 def allowed(store: ModelStore | None) -> ModelStore:
@@ -129,19 +110,19 @@ def allowed(store: ModelStore | None) -> ModelStore:
 VERSION = "0.12.11"
 # No keep-alives: clients parse every line, even a blank one.
 _OLLAMA = Dialect("application/x-ndjson", lines.frame_error, lambda _: b"", streams=True)
-_UNSUPPORTED = ("/api/create", "/api/push", "/api/copy")
 
 
-def chat(fields: OllamaChat, model: ServedModel) -> TranslatedRequest | PreloadRequest:
+def chat(fields: OllamaChat, model: ServedModel) -> TranslatedRequest | Unwritten:
     """A chat; without messages it loads the model, or unloads it."""
     ignored = fields.ignored()
     if not fields.messages:
         return _preload(fields, model, lines.chat_part)
-    chat, omitted = requests.chat_request(fields, model.sampling_for(fields.effort()))
-    return _translated(chat, model, lines.chat_part, [*ignored, *omitted], fields)
+    toolbox, messages = Toolbox(checked(fields.tools)), normalise(fields.messages, ignored)
+    task = requests.chat_request(fields, model, messages, toolbox, fields.tool_choice)
+    return _translated(task, model, lines.chat_part, ignored, fields)
 
 
-def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | PreloadRequest:
+def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | Unwritten:
     """A prompt: templated, raw, or with a suffix."""
     ignored = fields.ignored()
     if not fields.prompt and not fields.suffix:
@@ -158,14 +139,26 @@ def generate(fields: OllamaGenerate, model: ServedModel) -> TranslatedRequest | 
 
         task = raw
     else:
-        task = requests.generate_request(fields, model.sampling_for(fields.effort()))
+        asked = {"role": "user", "content": fields.prompt, "images": fields.images}
+        system = [{"role": "system", "content": fields.system}] if fields.system else []
+        task = requests.chat_request(fields, model, normalise([*system, asked]))
     return _translated(task, model, lines.generated_part, ignored, fields)
 
 
-def _preload(fields: OllamaBody, model: ServedModel, part: Part) -> PreloadRequest:
+def _preload(fields: OllamaBody, model: ServedModel, part: Part) -> Unwritten:
+    """Answers a request that only loads its model, or unloads it."""
     keep_s = requests.keep_alive_s(fields.keep_alive)
-    reason = "unload" if keep_s == 0 else "load"
-    return PreloadRequest(lines.loaded(model.name, part, reason), keep_s)
+
+    async def preload(server: Server) -> Response:
+        if keep_s == 0:
+            admins_only("unloading a model")
+            await server.keep_alive.unload(model.worker)
+            return JSONResponse(lines.loaded(model.name, part, "unload"))
+        with server.serving(model, keep_s):
+            await model.engine()
+        return JSONResponse(lines.loaded(model.name, part, "load"))
+
+    return preload
 
 
 def _translated(
@@ -184,46 +177,63 @@ def _translated(
     )
 
 
-CHAT = Route(
-    "/api/chat",
-    OllamaChat,
-    chat,
-    _OLLAMA,
-    "Answer a conversation; streams unless told not to",
-    ("message", "done"),
-)
-GENERATE = Route(
-    "/api/generate",
-    OllamaGenerate,
-    generate,
-    _OLLAMA,
-    "Continue a prompt: through the template, raw, or filling in before a suffix",
-    ("response", "done"),
-)
-
-EMBED = Route(
-    "/api/embed",
-    OllamaEmbed,
-    requests.translate_embed,
-    _OLLAMA,
-    "Turn texts into vectors",
-)
-OLDER_EMBED = Route(
-    "/api/embeddings",
-    OllamaEmbeddings,
-    requests.translate_older_embed,
-    _OLLAMA,
-    "Turn one text into a vector: the older form",
+_ROUTES = (
+    Route(
+        "/api/chat",
+        OllamaChat,
+        chat,
+        _OLLAMA,
+        "Answer a conversation; streams unless told not to",
+        ("message", "done"),
+    ),
+    Route(
+        "/api/generate",
+        OllamaGenerate,
+        generate,
+        _OLLAMA,
+        "Continue a prompt: through the template, raw, or filling in before a suffix",
+        ("response", "done"),
+    ),
 )
 
 
 def routes(server: Server) -> Paths:
     paths = Paths("Ollama")
-    mount(paths, server, CHAT, GENERATE)
+    mount(paths, server, *_ROUTES)
     _about_models(paths, server)
-    vectors.mount(paths, server, EMBED, OLDER_EMBED)
+    _embedding(paths, server)
     _managing(paths, server)
     return paths
+
+
+def _embedding(paths: Paths, server: Server) -> None:
+    async def embed(fields: OllamaEmbed) -> Any:
+        started = time.monotonic()
+        name, rows, tokens = await vectors.embed(
+            server,
+            fields.model,
+            # Of nothing there is none, as Ollama answers.
+            each(fields.input) if fields.input else [],
+            truncate=fields.truncate is not False,
+            keep_s=requests.keep_alive_s(fields.keep_alive),
+        )
+        return {
+            "model": name,
+            "embeddings": [numbers(cut(row, fields.dimensions)) for row in rows],
+            "total_duration": int((time.monotonic() - started) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": tokens,
+        }
+
+    async def older(fields: OllamaEmbeddings) -> Any:
+        inputs = [fields.prompt] if fields.prompt else []
+        keep_s = requests.keep_alive_s(fields.keep_alive)
+        _, rows, _ = await vectors.embed(server, fields.model, inputs, truncate=True, keep_s=keep_s)
+        return {"embedding": numbers(rows[0]) if rows else []}
+
+    mount_whole(paths, server, "/api/embed", OllamaEmbed, embed, "Turn texts into vectors", ())
+    about = "Turn one text into a vector: the older form"
+    mount_whole(paths, server, "/api/embeddings", OllamaEmbeddings, older, about, ())
 
 
 def _managing(paths: Paths, server: Server) -> None:
@@ -240,13 +250,8 @@ def _managing(paths: Paths, server: Server) -> None:
         fields, ignored = read(OllamaPull, await read_json(request, server.settings))
         name, headers = fields.wanted(), answer_headers(ignored)
         if fields.stream is False:
-            reported: list[dict[str, Any]] = []
-            await unless_gone(request.receive, _pull(thread, store, name, reported.append))
-            return (
-                JSONResponse(reported[-1], headers=headers)
-                if reported
-                else Response(status_code=499)
-            )
+            await unless_gone(request.receive, _pull(thread, store, name, lambda line: None))
+            return JSONResponse({"status": "success"}, headers=headers)  # or nobody reads it
 
         async def produce(outbox: Outbox) -> None:
             await _pull(
@@ -277,7 +282,7 @@ def _managing(paths: Paths, server: Server) -> None:
         await asyncio.to_thread(store.remove, name)
         return Response(headers=answer_headers(ignored))
 
-    @paths.answers("POST", *_UNSUPPORTED, about="")
+    @paths.answers("POST", "/api/create", "/api/push", "/api/copy", about="")
     async def unsupported(request: Request) -> Response:
         raise UnsupportedError(
             "models are neither made nor published over HTTP: those of this disk are managed on "

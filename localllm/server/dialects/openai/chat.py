@@ -11,29 +11,25 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from localllm.conversation.messages import flatten, normalise, unfinished
-from localllm.engine.messages import Sampling, Timings, TokenLogprob
+from localllm.engine.messages import TokenLogprob
 from localllm.errors import RequestError
 from localllm.server.dialects.fields import TRUNCATION, Limit, first_limit
 from localllm.server.dialects.known import PART, STREAMED, BodyPart, Shape
 from localllm.server.dialects.thinking import ReasonedFields
-from localllm.server.dialects.toolbox import INPUT, CustomInputReader, Toolbox
-from localllm.server.dialects.wire import compacted_comment, logprob_entry, quote, timings_body
+from localllm.server.dialects.toolbox import INPUT, NO_TOOLS, CustomInputReader, Toolbox
+from localllm.server.dialects.wire import comment, logprob_entry, quote, timings_body
 from localllm.server.generation.chat import ChatRequest
 from localllm.server.generation.job import (
     CollectedCall,
     CollectedChoice,
-    Outcome,
+    GenerationJob,
     Reply,
-    ReplyUsage,
     ReplyWriter,
 )
-from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import TranslatedRequest
-
-_NO_TOOLS = Toolbox()
 
 
 class StreamOptions(BodyPart):
@@ -103,10 +99,8 @@ class ChatFields(ReasonedFields):
             self.continue_final_message is None and self.add_generation_prompt is None
         )
 
-    def answer_tokens(self) -> int | None:
-        return first_limit(self.max_completion_tokens, self.max_tokens, self.n_predict)
-
     def alternatives(self) -> int | None:
+        """Alternatives per token to report; None = no log-probabilities. Raises RequestError."""
         if not self.logprobs:
             if self.top_logprobs:
                 raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -116,108 +110,88 @@ class ChatFields(ReasonedFields):
 
 def translate(fields: ChatFields, model: ServedModel) -> TranslatedRequest:
     """A chat, answered as chat.completion or its chunks."""
-
     toolbox = Toolbox.of(fields.tools)
-    chat, ignored = chat_request(fields, model.sampling_for(fields.effort()), toolbox)
+    ignored = list(toolbox.skipped)
+    messages = normalise(fields.messages, ignored)
+    options = fields.response_options(
+        toolbox,
+        fields.tool_choice,
+        fields.constraint(fields.response_format),
+        parallel=fields.parallel_tool_calls is not False,
+        continues=fields.continues(messages),
+    )
+    generation = fields.generation(
+        model.sampling_for(options.effort),
+        first_limit(fields.max_completion_tokens, fields.max_tokens, fields.n_predict),
+        logprobs=fields.alternatives(),
+        prediction=fields.predicted(),
+        thinking_tokens=fields.thinking_tokens(),
+    )
+    chat = ChatRequest(messages, generation, options, fields.n or 1, fields.truncation == "auto")
     return TranslatedRequest(
         chat,
         lambda reply, job: chat_completion(reply, model.name, toolbox),
-        lambda outbox, job, progress: ChatChunks(
-            outbox,
-            model.name,
-            n=job.choices,
-            include_usage=wants_usage(fields.stream_options),
-            compacted=job.compacted,
-            toolbox=toolbox,
+        lambda outbox, job, progress: Chunks(
+            outbox, model.name, job, toolbox, fields.stream_options
         ),
         tuple(ignored),
     )
 
 
-def chat_request(
-    fields: ChatFields, default: Sampling, toolbox: Toolbox
-) -> tuple[ChatRequest, list[str]]:
-    """The chat request, and the names of what has no effect. Raises RequestError."""
-    ignored = list(toolbox.skipped)
-    tools, choice = toolbox.chosen(fields.tool_choice)
-    messages = normalise(fields.messages, ignored)
-    options = ResponseOptions(
-        tools=tools,
-        choice=choice,
-        parallel=fields.parallel_tool_calls is not False,
-        grammar=fields.constraint(fields.response_format),
-        continues=fields.continues(messages),
-        **fields.reasoning_options(),
-    )
-    compaction = fields.truncation == "auto"
-    return ChatRequest(
-        messages, fields.generation(default), options, fields.n or 1, compaction
-    ), ignored
-
-
-def wants_usage(options: StreamOptions | None) -> bool:
-    return bool(options and options.include_usage)
-
-
 class Chunks(ReplyWriter):
-    """Writes the events of OpenAI's streams. The constant parts are made once: a token costs one
-    JSON string."""
+    """Writes the events of OpenAI's streams: chat.completion.chunk, unless another kind says what
+    differs. The constant parts are made once: a token costs one JSON string."""
 
-    def __init__(
-        self, outbox: Outbox, kind: str, chunk_id: str, model: str, *, include_usage: bool
-    ) -> None:
-        self._outbox, self._include_usage = outbox, include_usage
-        self._head = (
-            f'data: {{"id":"{chunk_id}","object":"{kind}","created":{int(time.time())},'
-            f'"model":{quote(model)},"system_fingerprint":null'
-        )
-        usage = ',"usage":null' if include_usage else ""
-        self._tail = f"}}]{usage}}}\n\n"
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        if self._include_usage:
-            data = json.dumps(
-                {"choices": [], "usage": usage_body(usage), "timings": timings_body(usage, timings)}
-            )
-            self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
-        self._outbox.write(f": cache {usage.cache_note}\ndata: [DONE]\n\n".encode())
-
-
-class ChatChunks(Chunks):
-    """Writes chat.completion.chunk events."""
+    kind, ids = "chat.completion.chunk", "chatcmpl-"
+    nothing = '"delta":{}'  # of a choice's last chunk
+    counts_in_choice = False  # the usage is in the last choice's end
 
     def __init__(
         self,
         outbox: Outbox,
         model: str,
-        *,
-        n: int,
-        include_usage: bool,
-        compacted: str = "",
-        toolbox: Toolbox = _NO_TOOLS,
+        job: GenerationJob,
+        toolbox: Toolbox = NO_TOOLS,
+        options: StreamOptions | None = None,
     ) -> None:
-        super().__init__(
-            outbox, "chat.completion.chunk", new_id("chatcmpl-"), model, include_usage=include_usage
-        )
-        self._compacted, self._toolbox = compacted, toolbox
+        self._outbox, self._job, self._toolbox = outbox, job, toolbox
+        self._include_usage = options is not None and options.include_usage
         self._inputs: dict[tuple[int, int], CustomInputReader] = {}
-        self._openings = [f'{self._head},"choices":[{{"index":{i},"delta":{{' for i in range(n)]
-        self._closing = f'}},"logprobs":null,"finish_reason":null{self._tail}'
+        self._head = (
+            f'data: {{"id":"{new_id(self.ids)}","object":"{self.kind}","created":{int(time.time())},'
+            f'"model":{quote(model)},"system_fingerprint":null'
+        )
+        usage = ',"usage":null' if self._include_usage else ""
+        self._tail = f"}}]{usage}}}\n\n"
+
+    def end(self, reply: Reply) -> None:
+        for i, choice in enumerate(reply.choices):
+            if self.counts_in_choice and i == len(reply.choices) - 1:
+                self._tail = f"}}],{json.dumps(counted(reply))[1:]}\n\n"
+            self._send(i, self.nothing, reason=f'"{choice.outcome.reason}"')
+        if self._include_usage:
+            data = json.dumps({"choices": [], **counted(reply)})
+            self._outbox.write(f"{self._head},{data[1:]}\n\n".encode())
+        self._outbox.write(f": cache {reply.usage.cache_note}\ndata: [DONE]\n\n".encode())
+
+    def _send(self, choice: int, said: str, logprobs: str = "null", reason: str = "null") -> None:
+        self._outbox.write(
+            f'{self._head},"choices":[{{"index":{choice},{said},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}{self._tail}'.encode()
+        )
 
     def start(self) -> None:
-        if self._compacted:
-            self._outbox.write(compacted_comment(self._compacted))
-        for i in range(len(self._openings)):
-            self._send(i, '"role":"assistant","content":""')
+        if self._job.compacted:
+            self._outbox.write(comment(f"compacted {self._job.compacted}"))
+        for i in range(self._job.choices):
+            self._send(i, '"delta":{"role":"assistant","content":""}')
 
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         data = json.dumps(_logprobs(logprobs)) if logprobs else "null"
-        self._outbox.write(
-            f'{self._openings[choice]}"content":{quote(text)}}},"logprobs":{data},"finish_reason":null{self._tail}'.encode()
-        )
+        self._send(choice, f'"delta":{{"content":{quote(text)}}}', data)
 
     def reasoning(self, choice: int, text: str) -> None:
-        self._send(choice, f'"reasoning_content":{quote(text)}')
+        self._send(choice, f'"delta":{{"reasoning_content":{quote(text)}}}')
 
     def call_start(self, choice: int, index: int, name: str) -> None:
         called = self._toolbox.called(name)
@@ -225,25 +199,20 @@ class ChatChunks(Chunks):
         if called.custom:
             self._inputs[choice, index] = CustomInputReader()
         begun = f'"type":"{kind}","{kind}":{{"name":{quote(name)},"{content}":""}}'
-        self._send(choice, f'"tool_calls":[{{"index":{index},"id":"{new_id("call_")}",{begun}}}]')
+        self._call(choice, f'"index":{index},"id":"{new_id("call_")}",{begun}')
 
     def call_arguments(self, choice: int, index: int, text: str) -> None:
         reader = self._inputs.get((choice, index))
         more = f'"function":{{"arguments":{quote(text)}}}'
         if reader is not None:
             more = f'"custom":{{"{INPUT}":{quote(reader.feed(text))}}}'
-        self._send(choice, f'"tool_calls":[{{"index":{index},{more}}}]')
+        self._call(choice, f'"index":{index},{more}')
 
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        self._outbox.write(
-            f'{self._openings[choice]}}},"logprobs":null,"finish_reason":"{outcome.reason}"{self._tail}'.encode()
-        )
-
-    def _send(self, choice: int, delta: str) -> None:
-        self._outbox.write(f"{self._openings[choice]}{delta}{self._closing}".encode())
+    def _call(self, choice: int, said: str) -> None:
+        self._send(choice, f'"delta":{{"tool_calls":[{{{said}}}]}}')
 
 
-def chat_completion(reply: Reply, model: str, toolbox: Toolbox = _NO_TOOLS) -> dict[str, Any]:
+def chat_completion(reply: Reply, model: str, toolbox: Toolbox = NO_TOOLS) -> dict[str, Any]:
     return {
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
@@ -251,8 +220,7 @@ def chat_completion(reply: Reply, model: str, toolbox: Toolbox = _NO_TOOLS) -> d
         "model": model,
         "system_fingerprint": None,
         "choices": [_choice(i, c, toolbox) for i, c in enumerate(reply.choices)],
-        "usage": usage_body(reply.usage),
-        "timings": timings_body(reply.usage, reply.timings),
+        **counted(reply),
     }
 
 
@@ -285,9 +253,11 @@ def _call(call: CollectedCall, toolbox: Toolbox) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def usage_body(usage: ReplyUsage) -> dict[str, Any]:
-    """OpenAI's usage object; accepted and rejected predictions are our drafts."""
-    return {
+def counted(reply: Reply) -> dict[str, Any]:
+    """OpenAI's usage object, where accepted and rejected predictions are our drafts; and the
+    timings."""
+    usage = reply.usage
+    body = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -299,3 +269,4 @@ def usage_body(usage: ReplyUsage) -> dict[str, Any]:
             "audio_tokens": 0,
         },
     }
+    return {"usage": body, "timings": timings_body(usage, reply.timings)}

@@ -10,31 +10,33 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from localllm.engine.messages import Timings, TokenLogprob
+from localllm.engine.messages import TokenLogprob
 from localllm.engine.worker.client import EngineClient
 from localllm.errors import RequestError
-from localllm.server.dialects.fields import Limit, SamplingFields, first_limit
+from localllm.server.dialects.fields import (
+    MAX_PROMPTS,
+    Limit,
+    SamplingFields,
+    TokenId,
+    each,
+    first_limit,
+)
 from localllm.server.dialects.known import FORM, Shape
 from localllm.server.dialects.openai.chat import (
-    ChatChunks,
     Chunks,
     StreamOptions,
     chat_completion,
-    usage_body,
-    wants_usage,
+    counted,
 )
-from localllm.server.dialects.wire import quote, timings_body, token_logprob
-from localllm.server.generation.job import GenerationJob, Outcome, Reply, ReplyUsage
+from localllm.server.dialects.wire import quote, token_logprob
+from localllm.server.generation.job import GenerationJob, Reply
 from localllm.server.generation.prompt import text_job
 from localllm.server.http.asgi import new_id
 from localllm.server.http.streaming import Outbox
 from localllm.server.models.router import ServedModel
 from localllm.server.serving import JobFactory, TranslatedRequest
 
-MAX_PROMPTS = 16
-Ids = Annotated[
-    list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, max_length=1 << 20)
-]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]
 
 
 class CompletionFields(SamplingFields):
@@ -59,17 +61,9 @@ class CompletionFields(SamplingFields):
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt by itself."""
-        sent: Any = self.prompt
-        if sent == []:
+        if self.prompt == []:
             raise RequestError("prompt is an empty array", param="prompt")
-        alone = isinstance(sent, str) or isinstance(sent[0], int)
-        return [sent] if alone else list(sent)
-
-    def answer_tokens(self) -> int | None:
-        return first_limit(self.max_tokens, self.n_predict)
-
-    def alternatives(self) -> int | None:
-        return self.logprobs
+        return each(self.prompt)
 
 
 def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest:
@@ -81,7 +75,7 @@ def translate(fields: CompletionFields, model: ServedModel) -> TranslatedRequest
             outbox,
             model.name,
             job,
-            include_usage=wants_usage(fields.stream_options),
+            fields.stream_options,
             echo=bool(fields.echo),
         ),
     )
@@ -92,9 +86,7 @@ def translate_fill_in(fields: CompletionFields, model: ServedModel) -> Translate
     return TranslatedRequest(
         _task(fields, model),
         lambda reply, job: chat_completion(reply, model.name),
-        lambda outbox, job, progress: FillInChunks(
-            outbox, model.name, n=job.choices, include_usage=False
-        ),
+        lambda outbox, job, progress: FillInChunks(outbox, model.name, job),
     )
 
 
@@ -112,7 +104,8 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
     grammar = fields.constraint(fields.response_format)
 
     async def job(engine: EngineClient) -> GenerationJob:
-        generation = fields.generation(model.sampling)
+        longest = first_limit(fields.max_tokens, fields.n_predict)
+        generation = fields.generation(model.sampling, longest, logprobs=fields.logprobs)
         return await text_job(
             engine, prompts, generation, grammar, suffix=fields.suffix, n=fields.n or 1
         )
@@ -120,40 +113,29 @@ def _task(fields: CompletionFields, model: ServedModel) -> JobFactory:
     return job
 
 
-class FillInChunks(ChatChunks):
-    """Mistral's chunks: the usage is in the last choice's end, and no chunk is without a choice."""
+class FillInChunks(Chunks):
+    """Mistral's chunks: none is without a choice."""
 
-    def __init__(self, outbox: Outbox, model: str, *, n: int, include_usage: bool) -> None:
-        super().__init__(outbox, model, n=n, include_usage=include_usage)
-        self._ended: list[tuple[int, Outcome]] = []
-
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        self._ended.append((choice, outcome))
-
-    def end(self, usage: ReplyUsage, timings: Timings) -> None:
-        for choice, outcome in self._ended[:-1]:
-            super().finish(choice, outcome)
-        for choice, outcome in self._ended[-1:]:
-            data = {"index": choice, "delta": {}, "logprobs": None, "finish_reason": outcome.reason}
-            body = {
-                "choices": [data],
-                "usage": usage_body(usage),
-                "timings": timings_body(usage, timings),
-            }
-            self._outbox.write(f"{self._head},{json.dumps(body)[1:]}\n\n".encode())
-        super().end(usage, timings)
+    counts_in_choice = True
 
 
 class CompletionChunks(Chunks):
     """Writes text_completion events; `echo` puts the prompt before each choice's answer."""
 
+    kind, ids = "text_completion", "cmpl-"
+    nothing = '"text":""'
+
     def __init__(
-        self, outbox: Outbox, model: str, job: GenerationJob, *, include_usage: bool, echo: bool
+        self,
+        outbox: Outbox,
+        model: str,
+        job: GenerationJob,
+        options: StreamOptions | None,
+        *,
+        echo: bool,
     ) -> None:
-        super().__init__(
-            outbox, "text_completion", new_id("cmpl-"), model, include_usage=include_usage
-        )
-        self._job, self._echo = job, echo
+        super().__init__(outbox, model, job, options=options)
+        self._echo = echo
         self._tokens_end = [0] * job.choices
 
     def start(self) -> None:
@@ -165,16 +147,7 @@ class CompletionChunks(Chunks):
     def text(self, choice: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
         data = json.dumps(logprobs_body(logprobs, self._tokens_end[choice])) if logprobs else "null"
         self._tokens_end[choice] = offsets(logprobs, self._tokens_end[choice])[-1]
-        self._outbox.write(
-            f'{self._head},"choices":[{{"index":{choice},"text":{quote(text)},"logprobs":{data},'
-            f'"finish_reason":null{self._tail}'.encode()
-        )
-
-    def finish(self, choice: int, outcome: Outcome) -> None:
-        self._outbox.write(
-            f'{self._head},"choices":[{{"index":{choice},"text":"","logprobs":null,'
-            f'"finish_reason":"{outcome.reason}"{self._tail}'.encode()
-        )
+        self._send(choice, f'"text":{quote(text)}', data)
 
 
 def text_completion(reply: Reply, job: GenerationJob, model: str, *, echo: bool) -> dict[str, Any]:
@@ -195,8 +168,7 @@ def text_completion(reply: Reply, job: GenerationJob, model: str, *, echo: bool)
         "model": model,
         "system_fingerprint": None,
         "choices": choices,
-        "usage": usage_body(reply.usage),
-        "timings": timings_body(reply.usage, reply.timings),
+        **counted(reply),
     }
 
 

@@ -4,7 +4,6 @@ llama.cpp's /apply-template)."""
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -13,15 +12,15 @@ from starlette.requests import Request
 
 from localllm.engine.messages import MAX_TOKENS
 from localllm.server.dialects import vectors
-from localllm.server.dialects.fields import RequestBody
+from localllm.server.dialects.fields import RequestBody, each
 from localllm.server.dialects.known import read
 from localllm.server.dialects.openai import chat, completions
 from localllm.server.dialects.openai.chat import ChatFields
 from localllm.server.dialects.openai.completions import CompletionFields
 from localllm.server.dialects.paths import Paths
-from localllm.server.dialects.route import Route, mount, mount_prompt
-from localllm.server.dialects.vectors import MOST_INPUTS, EmbeddingRequest, Texts, cut, numbers
-from localllm.server.dialects.wire import EVENTS
+from localllm.server.dialects.route import Route, mount, mount_prompt, mount_whole
+from localllm.server.dialects.vectors import MOST_INPUTS, Texts, cut, numbers
+from localllm.server.dialects.wire import EVENTS, page
 from localllm.server.http.errors import speaks_anthropic
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.proxy.upstreams import RemoteModel
@@ -117,12 +116,11 @@ def remote_entry(model: RemoteModel) -> dict[str, Any]:
 
 def status(model: ServedModel) -> dict[str, Any]:
     """llama.cpp's status: loaded, loading (with `progress`) or unloaded."""
-    worker = model.worker
-    if worker.loading and not worker.loaded:
-        return {"value": "loading", "progress": round(worker.progress, 3)}
-    if worker.loaded:
+    if model.state == "loading":
+        return {"value": "loading", "progress": round(model.worker.progress, 3)}
+    if model.loaded:
         return {"value": "loaded"}
-    return {"value": "unloaded", **({"failed": True} if worker.failure else {})}
+    return {"value": "unloaded", **({"failed": True} if model.worker.failure else {})}
 
 
 def openai_list(models: ModelRouter) -> dict[str, Any]:
@@ -178,23 +176,8 @@ class ModelPage(RequestBody):
     before_id: str | None = None
 
 
-def model_page(models: ModelRouter, query: Mapping[str, str]) -> dict[str, Any]:
-    """The models after `after_id` or before `before_id`, in the format of Anthropic's Models API."""
-    wanted, _ = read(ModelPage, query)
-    listed = [*map(model_entry, models.names())]
-    ids = [one["id"] for one in listed]
-    start = ids.index(wanted.after_id) + 1 if wanted.after_id in ids else 0
-    end = min(start + wanted.limit, len(ids))
-    if wanted.before_id in ids:
-        end = ids.index(wanted.before_id)
-        start = max(0, end - wanted.limit)
-    first, last = (ids[start], ids[end - 1]) if start < end else (None, None)
-    more = start > 0 if wanted.before_id in ids else end < len(ids)
-    return {"data": listed[start:end], "first_id": first, "last_id": last, "has_more": more}
-
-
 def model_entry(model: ServedModel) -> dict[str, Any]:
-    """One model in that format."""
+    """One model in the format of Anthropic's Models API."""
     return {
         "type": "model",
         "id": model.name,
@@ -227,27 +210,6 @@ class EmbeddingFields(RequestBody):
     )
 
 
-def _translate_embedding(fields: EmbeddingFields, model: ServedModel) -> EmbeddingRequest:
-
-    def body(rows: list[bytes], tokens: int) -> dict[str, Any]:
-        data = []
-        for i, row in enumerate(rows):
-            shaped = cut(row, fields.dimensions)
-            as_text = fields.encoding_format == "base64"
-            vector = base64.b64encode(shaped).decode() if as_text else numbers(shaped)
-            data.append({"object": "embedding", "index": i, "embedding": vector})
-        return {
-            "object": "list",
-            "model": model.name,
-            "data": data,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-
-    sent: Any = fields.input
-    alone = isinstance(sent, str) or isinstance(sent[0], int)
-    return EmbeddingRequest([sent] if alone else list(sent), body)
-
-
 _KEYS = ("id", "choices", "usage")
 CHAT = Route(
     "/v1/chat/completions",
@@ -276,14 +238,6 @@ FILL_IN = Route(
     _KEYS,
     aliases=("/fim/completions",),
 )
-EMBEDDINGS = Route(
-    "/v1/embeddings",
-    EmbeddingFields,
-    _translate_embedding,
-    EVENTS,
-    "Turn texts into vectors",
-    aliases=("/embeddings",),
-)
 
 
 def routes(server: Server) -> Paths:
@@ -293,7 +247,9 @@ def routes(server: Server) -> Paths:
     async def list_models(request: Request) -> dict[str, Any]:
         """The models this server offers; in Anthropic's shape to its clients."""
         if speaks_anthropic(request.scope):
-            return model_page(server.models, request.query_params)
+            wanted, _ = read(ModelPage, request.query_params)
+            listed = [*map(model_entry, server.models.names())]
+            return page(listed, wanted.limit, wanted.after_id, wanted.before_id)
         return openai_list(server.models)
 
     @paths.answers("GET", "/v1/models/{model_id:path}")
@@ -319,5 +275,19 @@ def routes(server: Server) -> Paths:
         lambda text, _: {"prompt": text},
     )
 
-    vectors.mount(paths, server, EMBEDDINGS)
+    async def embed(fields: EmbeddingFields) -> Any:
+        name, rows, tokens = await vectors.embed(server, fields.model, each(fields.input))
+        data = []
+        for i, row in enumerate(rows):
+            shaped = cut(row, fields.dimensions)
+            as_text = fields.encoding_format == "base64"
+            vector = base64.b64encode(shaped).decode() if as_text else numbers(shaped)
+            data.append({"object": "embedding", "index": i, "embedding": vector})
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "model": name, "data": data, "usage": usage}
+
+    about = "Turn texts into vectors"
+    mount_whole(
+        paths, server, "/v1/embeddings", EmbeddingFields, embed, about, (), ("/embeddings",)
+    )
     return paths

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from localllm.conversation.messages import normalise
-from localllm.engine.messages import Sampling
 from localllm.errors import NotFoundError, RequestError
 from localllm.server.dialects.fields import TRUNCATION, Limit, RequestBody, first_limit
 from localllm.server.dialects.known import (
@@ -19,19 +18,19 @@ from localllm.server.dialects.known import (
     PART,
     READS,
     REFUSED,
-    OneOf,
     Refused,
     Shape,
     Unused,
+    one_of,
     shape,
     shape_of,
 )
 from localllm.server.dialects.thinking import ReasonedFields, ReasoningFields
 from localllm.server.dialects.toolbox import INPUT, Toolbox, flat_name
 from localllm.server.generation.chat import ChatRequest
-from localllm.server.generation.prompt import ResponseOptions
 from localllm.server.http.asgi import new_id
 from localllm.server.http.recent import RecentlyUsed
+from localllm.server.models.router import ServedModel
 
 # Entries, and characters as JSON.
 _MAX_ENTRIES, _MAX_CHARS = 256, 64 * 2**20
@@ -46,30 +45,32 @@ _ID_HEADS = {
 }  # fmt: skip
 
 
+# What a part that a client sends may leave out.
+_PART_DEFAULTS: Mapping[str, Any] = {
+    "output_text": {"annotations": [], "logprobs": []},
+    "input_image": {"detail": "auto"},
+}
+
+
 def typed(item: Mapping[str, Any]) -> dict[str, Any]:
     """A sent item as it is kept and shown: with all that OpenAI's types of a stored one have, which
     a client may leave out."""
     kind = item.get("type") or "message"
-    whole: dict[str, Any] = {**item, "type": kind}
-    whole["id"] = item.get("id") or new_id(_ID_HEADS.get(kind, "item") + "_")
-    if kind == "reasoning":
-        whole["summary"] = item.get("summary") or []
-        return whole
-    whole["status"] = item.get("status") or "completed"
+    more: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"status": "completed"}
+    sent = {name: value for name, value in item.items() if value is not None}
+    whole = {"id": new_id(_ID_HEADS.get(kind, "item") + "_"), **more, **sent, "type": kind}
     if kind == "message":
-        answer = item.get("role") == "assistant"
-        content = item.get("content")
+        content = item.get("content") or ""
         if not isinstance(content, list):
-            content = [{"type": "output_text" if answer else "input_text", "text": content or ""}]
-        whole["content"] = [_complete_part(part) for part in content]
+            part = "output_text" if item.get("role") == "assistant" else "input_text"
+            content = [{"type": part, "text": content}]
+        whole["content"] = [
+            {**_PART_DEFAULTS.get(str(part.get("type")), {}), **part}
+            if isinstance(part, Mapping)
+            else part
+            for part in content
+        ]
     return whole
-
-
-def _complete_part(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "output_text":
-        return {"annotations": [], "logprobs": [], **part}
-    return {"detail": "auto", **part} if kind == "input_image" else part
 
 
 class PreviousResponseError(NotFoundError, code="previous_response_not_found", default_hint=_KEPT):
@@ -78,12 +79,11 @@ class PreviousResponseError(NotFoundError, code="previous_response_not_found", d
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, the items it answers (those of earlier responses first, then from `own` on those of
-    its request), and the length of all as JSON."""
+    """A response, the items it answers (those of earlier responses first), and the length of all as
+    JSON."""
 
     body: dict[str, Any]
     given: Sequence[dict[str, Any]]
-    own: int
     chars: int
 
 
@@ -95,22 +95,16 @@ class ResponseStore:
             _MAX_ENTRIES, _MAX_CHARS, lambda stored: stored.chars
         )
 
-    def put(
-        self,
-        body: dict[str, Any],
-        before: Sequence[Mapping[str, Any]],
-        sent: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Store a finished response with its input items: those of earlier responses, then its
-        own."""
-        given = [*map(dict, before), *map(typed, sent)]
+    def put(self, body: dict[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
+        """Store a finished response with the items it answers."""
+        given = [*map(typed, items)]
         chars = len(json.dumps([given, body["output"]]))
-        self._entries.put(body["id"], StoredResponse(body, given, len(before), chars))
+        self._entries.put(body["id"], StoredResponse(body, given, chars))
 
     def item(self, item_id: str, where: str) -> dict[str, Any]:
         """The item that `where` refers to; raises RequestError."""
         for stored in reversed(self._entries.values()):
-            items: list[dict[str, Any]] = [*stored.body["output"], *stored.given[stored.own :]]
+            items: list[dict[str, Any]] = [*stored.body["output"], *stored.given]
             for item in items:
                 if item["id"] == item_id:
                     return item
@@ -143,26 +137,10 @@ class PageFields(RequestBody):
     after: str | None = Field(None, description="an item's id: the page begins behind it")
 
 
-def page(listed: Sequence[Mapping[str, Any]], wanted: PageFields) -> dict[str, Any]:
-    """The page of `listed` (in the order of the conversation) that `wanted` asks for."""
-    found = list(listed) if wanted.order == "asc" else list(reversed(listed))
-    begin = next((i + 1 for i, item in enumerate(found) if item["id"] == wanted.after), 0)
-    end = begin + wanted.limit
-    shown = found[begin:end]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": first,
-        "last_id": last,
-        "has_more": end < len(found),
-    }
-
-
 _ITEM = shape(
     "type", "role", "id", "status", "call_id", "name", "namespace", "arguments", "input",
-    content=PART, output=PART, summary=shape("text", type=OneOf(("summary_text",))),
-    encrypted_content=Unused((None, "")),
+    content=PART, output=PART, summary=shape("text", type=one_of("summary_text")),
+    encrypted_content=Unused(off=(None, "")),
     **{READS: (None, *_ID_HEADS, "item_reference").__contains__},
 )  # fmt: skip
 
@@ -175,7 +153,7 @@ class ResponsesFields(ReasonedFields):
         **ReasonedFields.shapes,
         "input": _ITEM,
         "reasoning": shape_of(ReasoningFields),
-        "text": {"format": FORM, "verbosity": Unused((None, "medium"))},
+        "text": {"format": FORM, "verbosity": Unused(off=(None, "medium"))},
         "n": REFUSED["n"],
         "background": Refused("responses run while the client waits", (None, False)),
         "prompt": Refused("stored prompts are not kept here"),
@@ -205,16 +183,14 @@ class ResponsesFields(ReasonedFields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream_options: dict[str, Any] | None = None
 
-    def answer_tokens(self) -> int | None:
-        return first_limit(self.max_output_tokens)
-
     def alternatives(self) -> int | None:
+        """Alternatives per token to report; None = no log-probabilities."""
         wanted = "message.output_text.logprobs" in (self.include or ())
         return 0 if wanted and self.top_logprobs is None else self.top_logprobs
 
 
 def chat_request(
-    fields: ResponsesFields, default: Sampling, items: Sequence[Any], toolbox: Toolbox
+    fields: ResponsesFields, model: ServedModel, items: Sequence[Any], toolbox: Toolbox
 ) -> tuple[ChatRequest, list[str]]:
     """The chat request of `items`, and the names of tools and items that were skipped."""
     skipped = list(toolbox.skipped)
@@ -223,23 +199,26 @@ def chat_request(
         messages.insert(0, {"role": "system", "content": fields.instructions})
     if not any(m["role"] != "system" for m in messages):
         messages.append({"role": "user", "content": ""})  # Codex probes with an empty input
-    tools, choice = toolbox.chosen(fields.tool_choice)
-    options = ResponseOptions(
-        tools=tools,
-        choice=choice,
+    options = fields.response_options(
+        toolbox,
+        fields.tool_choice,
+        fields.constraint((fields.text or {}).get("format")),
         parallel=fields.parallel_tool_calls is not False,
-        grammar=fields.constraint((fields.text or {}).get("format")),
-        **fields.reasoning_options(),
     )
-    generation = fields.generation(default)
+    generation = fields.generation(
+        model.sampling_for(options.effort),
+        first_limit(fields.max_output_tokens),
+        logprobs=fields.alternatives(),
+        thinking_tokens=fields.thinking_tokens(),
+    )
     return ChatRequest(
         normalise(messages, skipped), generation, options, compaction=fields.truncation == "auto"
     ), skipped
 
 
-def input_items(fields: ResponsesFields, store: ResponseStore) -> tuple[list[Any], list[Any]]:
-    """The items before this request (of `previous_response_id`), and its own input, with references
-    to stored items resolved."""
+def input_items(fields: ResponsesFields, store: ResponseStore) -> list[Any]:
+    """The items to answer: those of `previous_response_id`, then the request's own, with references
+    to stored items resolved. Raises RequestError."""
     before: list[Any] = []
     if fields.previous_response_id:
         stored = store.get(fields.previous_response_id)
@@ -249,10 +228,9 @@ def input_items(fields: ResponsesFields, store: ResponseStore) -> tuple[list[Any
             "input is missing: send a text, items or a previous_response_id", param="input"
         )
     if isinstance(fields.input, str):
-        return before, [{"type": "message", "role": "user", "content": fields.input}]
-    return before, [
-        _stored(item, f"input[{i}]", store) for i, item in enumerate(fields.input or [])
-    ]
+        return [*before, {"type": "message", "role": "user", "content": fields.input}]
+    own = (_stored(item, f"input[{i}]", store) for i, item in enumerate(fields.input or []))
+    return [*before, *own]
 
 
 def _stored(item: Any, where: str, store: ResponseStore) -> Any:
@@ -267,31 +245,28 @@ def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
     reasoning_text = ""
     for item in items:
         kind = item.get("type", "message" if "role" in item else None)
+        if kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            texts = [str(p.get("text", "")) for p in parts if isinstance(p, Mapping)]
+            reasoning_text = "\n".join(texts)
+            continue
         if kind == "message":
-            message = {"role": item.get("role"), "content": item.get("content")}
-            if reasoning_text and item.get("role") == "assistant":
-                message["reasoning_content"] = reasoning_text
-            reasoning_text = ""
-            messages.append(message)
+            messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind in ("function_call", "custom_tool_call"):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(_call(item, kind))
-            if reasoning_text:
-                messages[-1]["reasoning_content"] = reasoning_text
-                reasoning_text = ""
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": item.get("call_id"),
-                    "content": _output(item.get("output")),
-                }
-            )
-        elif kind == "reasoning":
-            reasoning_text = _reasoning(item)
+            said = item.get("output")
+            content = said if isinstance(said, str | list) or said is None else json.dumps(said)
+            answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+            messages.append(answer)
         else:
             skipped.append(f"input.{kind}")
+            continue
+        if reasoning_text and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning_text
+        reasoning_text = ""
     return messages
 
 
@@ -299,12 +274,3 @@ def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
     arguments = item.get("arguments") if kind == "function_call" else {INPUT: item.get("input")}
     name = flat_name(item.get("name"), item.get("namespace"))
     return {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
-
-
-def _reasoning(item: Mapping[str, Any]) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    return "\n".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
-
-
-def _output(output: Any) -> Any:
-    return output if isinstance(output, (str, list)) or output is None else json.dumps(output)

@@ -17,11 +17,10 @@ from localllm.server.dialects.responses.items import (
     PageFields,
     ResponsesFields,
     ResponseStore,
-    page,
 )
 from localllm.server.dialects.route import COUNT, Route, event_number, mount, mount_prompt
 from localllm.server.dialects.toolbox import Toolbox
-from localllm.server.dialects.wire import EVENTS
+from localllm.server.dialects.wire import EVENTS, page
 from localllm.server.http.accounts import PerCaller
 from localllm.server.http.streaming import StreamGoneError
 from localllm.server.models.router import ServedModel
@@ -75,7 +74,9 @@ def _mount_stored(paths: Paths, server: Server, stores: PerCaller[ResponseStore]
     async def list_input(request: Request) -> dict[str, Any]:
         """The items a stored response answers, the newest first unless asked otherwise."""
         wanted, _ = read(PageFields, request.query_params)
-        return page(stores.current().get(request.path_params["response_id"]).given, wanted)
+        given = stores.current().get(request.path_params["response_id"]).given
+        ordered = given if wanted.order == "asc" else given[::-1]
+        return {"object": "list", **page(ordered, wanted.limit, wanted.after)}
 
     @paths.answers("POST", "/v1/responses/compact", about="")
     async def compact(request: Request) -> dict[str, Any]:
@@ -110,15 +111,13 @@ def translate(
     fields: ResponsesFields, model: ServedModel, store: ResponseStore, silence_s: float
 ) -> TranslatedRequest:
     """A Responses request, answered as a response object or its events, and stored."""
-    before, sent = items.input_items(fields, store)
+    given = items.input_items(fields, store)
     toolbox = Toolbox.of(fields.tools)
-    chat, skipped = items.chat_request(
-        fields, model.sampling_for(fields.effort()), [*before, *sent], toolbox
-    )
+    chat, skipped = items.chat_request(fields, model, given, toolbox)
 
     def keep(body: dict[str, Any]) -> None:
         if fields.store is not False:
-            store.put(body, before, sent)
+            store.put(body, given)
 
     response = ResponseEvents(fields, model.name, toolbox, chat.generation, keep, silence_s)
 
