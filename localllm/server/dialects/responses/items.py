@@ -246,9 +246,7 @@ def _messages(items: Sequence[Any], skipped: list[str]) -> list[dict[str, Any]]:
     for item in items:
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            texts = [str(p.get("text", "")) for p in parts if isinstance(p, Mapping)]
-            reasoning_text = "\n".join(texts)
+            reasoning_text = _reasoning(item)
             continue
         if kind == "message":
             messages.append({"role": item.get("role"), "content": item.get("content")})
@@ -274,3 +272,8 @@ def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
     arguments = item.get("arguments") if kind == "function_call" else {INPUT: item.get("input")}
     name = flat_name(item.get("name"), item.get("namespace"))
     return {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    return "\n".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
