@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping
 
-_MAX_CHARS = 1 << 16
+from localllm.grammars.expressions import Expressions, Piece
+
 _TOKEN = re.compile(
     r"(?P<skip>[ "
     r'\t]+|//[^\n]*)|(?P<line>\n[\s]*)|(?P<text>"(?:[^"\\\n]|\\.)*"i?)|(?P<regex>/(?:[^/\\\n]|\\.)+/[imsx]*)'
@@ -32,113 +32,71 @@ _COMMON: Mapping[str, str] = {
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
 }  # fmt: skip
 
-# What stands for itself in a rule, and how its brackets are written.
-_ITEMS = ("name", "text", "regex")
 # A quantifier of a quantifier: to an expression it is another one.
 _TWICE = re.compile(r"[?*+}][?*+{]")
 _MARKS = {"(": "(?:", "[": "(?:", "]": ")?"}
-_Piece: TypeAlias = tuple[str, str]
-"""A token's kind and its text."""
-
-
-class _NotRegularError(Exception):
-    """It needs more than a regular expression, or is written in a way that is not known here."""
 
 
 def regular(lark: str) -> str | None:
     """The expression for the whole text that `lark` describes; None where it is not regular or
     can't be read."""
     try:
-        rules, known = _rules(lark)
-        return _Writer(rules, known).rule("start")
-    except (_NotRegularError, ValueError, RecursionError, re.error):
+        return Expressions(_rules(lark)).rule("start")
+    except (ValueError, KeyError, RecursionError, re.error):
         return None
 
 
-def _tokens(lark: str) -> Iterator[tuple[str, re.Match[str]]]:
+def _rules(lark: str) -> dict[str, list[Piece]]:
+    """Each rule's pieces. Raises ValueError, KeyError and re.error for what is not known here."""
+    rules: dict[str, list[Piece]] = {}
+    current: list[Piece] | None = None
     at = 0
     while at < len(lark):
         match = _TOKEN.match(lark, at)
         if match is None:
-            raise _NotRegularError
+            raise ValueError(f"this can't be read: {lark[at : at + 20]!r}")
         at = match.end()
-        kind = next(
-            k
-            for k in ("skip", "line", "text", "regex", "import", "name", "alias", "times", "mark")
-            if match[k]
-        )
-        yield kind, match
-
-
-def _rules(lark: str) -> tuple[dict[str, list[_Piece]], dict[str, str]]:
-    """Each rule's pieces, and the imported names."""
-    rules: dict[str, list[_Piece]] = {}
-    known: dict[str, str] = {}
-    current: list[_Piece] | None = None
-    for kind, match in _tokens(lark):
-        if kind == "import":
-            known.update(_imported(match))
+        if match["import"]:
+            rules |= _imported(match)
             current = None
-        elif kind == "name" and match["head"]:
+        elif match["head"]:
             current = rules.setdefault(match["name"].lstrip("?!"), [])
-        elif kind in ("skip", "line", "alias"):
-            continue
-        elif current is None:
-            raise _NotRegularError
-        else:
-            current.append((kind, match[kind]))
-    return rules, known
-
-
-def _imported(match: re.Match[str]) -> dict[str, str]:
-    module, _, name = match["path"].partition(".")
-    names = [n.strip() for n in match["names"].split(",")] if match["names"] else [name]
-    if module != "common" or not all(n in _COMMON for n in names):
-        raise _NotRegularError
-    return {match["as"] or n: _COMMON[n] for n in names}
-
-
-class _Writer:
-    """Writes rules as expressions, each inside the one that names it."""
-
-    def __init__(self, rules: Mapping[str, list[_Piece]], known: Mapping[str, str]) -> None:
-        self._rules, self._done = rules, {name: f"(?:{e})" for name, e in known.items()}
-        self._open: set[str] = set()
-
-    def rule(self, name: str) -> str:
-        """The expression of one rule; raises _NotRegularError."""
-        if name in self._done:
-            return self._done[name]
-        if name in self._open or name not in self._rules:
-            raise _NotRegularError
-        self._open.add(name)
-        pieces = [(kind, self._piece(kind, said)) for kind, said in self._rules[name]]
+        elif not (match["skip"] or match["line"] or match["alias"]):
+            if current is None:
+                raise ValueError("no rule has begun")
+            current.append(_piece(match))
+    for pieces in rules.values():
         # Brackets and quantifiers are an expression's own, where they stand as one wants them.
-        frame = "".join("x" if kind in _ITEMS else said for kind, said in pieces)
+        frame = "".join(said if kind == "mark" else "x" for kind, said in pieces)
         re.compile(frame)
         if _TWICE.search(frame):
-            raise _NotRegularError
-        written = f"(?:{''.join(said for _, said in pieces)})"
-        if len(written) > _MAX_CHARS:
-            raise _NotRegularError
-        self._open.discard(name)
-        self._done[name] = written
-        return written
+            raise ValueError("repeated twice")
+    return rules
 
-    def _piece(self, kind: str, said: str) -> str:
-        if kind == "name":
-            return self.rule(said)
-        if kind == "text":
-            literal = "".join(map(_escaped, json.loads(said.removesuffix("i"))))
-            return f"(?i:{literal})" if said.endswith("i") else f"(?:{literal})"
-        if kind == "regex":
-            inner, _, flags = said[1:].rpartition("/")
-            return f"(?{flags}:{inner})"
-        if kind == "times":
-            return "{" + re.sub(r"[~\s]", "", said).replace("..", ",") + "}"
-        if said == "..":
-            raise _NotRegularError
-        return _MARKS.get(said, said)
+
+def _imported(match: re.Match[str]) -> dict[str, list[Piece]]:
+    module, _, name = match["path"].partition(".")
+    names = [n.strip() for n in match["names"].split(",")] if match["names"] else [name]
+    if module != "common":
+        raise ValueError("only what Lark's common names is known")
+    return {match["as"] or n: [("item", _COMMON[n])] for n in names}
+
+
+def _piece(match: re.Match[str]) -> Piece:
+    said = match[0]
+    if match["name"]:
+        return "rule", said
+    if match["text"]:
+        literal = "".join(map(_escaped, json.loads(said.removesuffix("i"))))
+        return "item", f"(?i:{literal})" if said.endswith("i") else f"(?:{literal})"
+    if match["regex"]:
+        inner, _, flags = said[1:].rpartition("/")
+        return "item", f"(?{flags}:{inner})"
+    if match["times"]:
+        return "mark", "{" + re.sub(r"[~\s]", "", said).replace("..", ",") + "}"
+    if said == "..":
+        raise ValueError("ranges of letters are not known")
+    return "mark", _MARKS.get(said, said)
 
 
 def _escaped(char: str) -> str:
