@@ -30,13 +30,10 @@ class ReplyParser:
         self._thinking = format.thinking
         self._thought = format.thinking
         self._pending = format.lead
-        self._reader: CallReader | None = None
+        self._reader: CallReader | None = None  # of what is open besides text
         self._ranges = dict(d for d in format.drops if isinstance(d, tuple))
         self._drops = [d if isinstance(d, str) else d[0] for d in format.drops]
         self._ends = {str(d) for d in format.drops if isinstance(d, TurnEnd)} | set(format.ends)
-        self._possible: _PossibleCall | None = None
-        self._gap = ""  # the space before what may be a call
-        self._until: str | None = None  # what is left out lasts to this marker
         self._ended = False
         # the current section has shown nothing: its leading newlines are separators
         self._fresh = True
@@ -48,7 +45,7 @@ class ReplyParser:
 
     @property
     def in_call(self) -> bool:
-        return self._reader is not None
+        return self._reader is not None and not isinstance(self._reader, _Skipped | _PossibleCall)
 
     def feed(self, text: str) -> list[Delta]:
         out: list[Delta] = []
@@ -63,13 +60,9 @@ class ReplyParser:
         while self._reader is not None:
             reader, self._reader = self._reader, None
             self._take(reader.close(cut), out)
-            if reader.rest:
-                self._fresh = True
-                self._read(reader.rest, out)
-        if self._possible is not None:
-            self._decide(self._possible, cut, out)
+            self._read(reader.rest or "", out)
         held, self._pending = self._pending, ""
-        if self._until is not None or self._ended:
+        if self._ended:
             return out
         if self._drops or cut:
             half = _partial(held, self._markers())
@@ -82,31 +75,12 @@ class ReplyParser:
         rest: str | None = text
         while rest is not None and (rest or self._pending):
             if self._reader is not None:
-                rest = self._read_call(self._reader, rest, out)
-            elif self._possible is not None:
-                rest = None if self._possible.feed(rest) else self._dismiss(self._possible, out)
-            elif self._until is not None:
-                rest = self._skip(self._until, self._pending + rest)
+                self._take(self._reader.feed(rest), out)
+                rest = self._reader.rest
+                if rest is not None:
+                    self._reader = None
             else:
                 rest = self._read_text(self._pending + rest, out)
-
-    def _read_call(self, reader: CallReader, text: str, out: list[Delta]) -> str | None:
-        """The text behind the calls; None while there may be more of them."""
-        self._take(reader.feed(text), out)
-        if reader.rest is None:
-            return None
-        self._reader, self._fresh = None, True
-        return reader.rest or None
-
-    def _skip(self, closing: str, text: str) -> str | None:
-        """The text behind the marker that closes what is left out; None while that is still to
-        come."""
-        at = text.find(closing)
-        if at < 0:
-            self._pending = text[max(0, len(text) - len(closing) + 1) :]
-            return None
-        self._pending, self._until = "", None
-        return text[at + len(closing) :]
 
     def _read_text(self, text: str, out: list[Delta]) -> str | None:
         """Show the text before the next marker and enter that; the rest is returned, None where
@@ -128,10 +102,13 @@ class ReplyParser:
         before = text[:at].rstrip()
         self._pending = ""
         self._show(before, out)
-        if self._thinking and not self._fresh and marker in self._thought_markers:
-            self._begin_possible(marker, text[len(before) : at], out)
-        else:
+        gap = text[len(before) : at]
+        if not self._thinking or self._fresh or marker not in self._thought_markers:
             self._enter(marker)
+        elif self._format.quotable and "\n" not in gap:
+            self._show(gap + marker, out)
+        else:  # a call's marker inside the reasoning, behind some of it
+            self._reader = _PossibleCall(self._format, self.calls, gap, marker)
         return None if self._ended else text[at + len(marker) :]
 
     def _markers(self) -> list[str]:
@@ -152,45 +129,17 @@ class ReplyParser:
             self._format.call_markers if self._format.calls_in_reasoning and not self._drops else ()
         )
 
-    def _begin_possible(self, marker: str, gap: str, out: list[Delta]) -> None:
-        """A call's marker stands inside the reasoning, behind some of it."""
-        assert self._format.think is not None
-        if self._format.quotable and "\n" not in gap:
-            self._show(gap + marker, out)
-            return
-        self._gap = gap
-        self._possible = _PossibleCall(self._format, self.calls, self._format.think[1], marker)
-
-    def _dismiss(self, possible: _PossibleCall, out: list[Delta]) -> str:
-        """No call but part of the thought: its marker is shown, the rest is returned to be read."""
-        self._possible = None
-        self._show(self._gap + possible.opened, out)
-        return possible.raw[len(possible.opened) :]
-
-    def _decide(self, possible: _PossibleCall, cut: bool, out: list[Delta]) -> None:
-        """The reply ended while it was unclear whether a call had begun. What a cut left half is
-        not shown."""
-        if possible.close(cut):
-            self._possible, self._thinking = None, False
-            self._take(possible.deltas, out)
-        elif cut:
-            self._possible = None
-        while self._possible is not None:
-            self._read(self._dismiss(self._possible, out), out)
-
     def _enter(self, marker: str) -> None:
         think = self._format.think
         was, self._thinking = self._thinking, False
+        self._fresh = True
         if think is not None and marker == think[0]:
             self._thinking = self._thought = True
-            self._fresh = True
-        elif marker in self._drops or marker in self._ends:
-            self._fresh = True
-            self._until = self._ranges.get(marker)
-            self._ended = marker in self._ends
-        elif was and think is not None and marker == think[1]:
-            self._fresh = True
-        else:
+        elif marker in self._ends:
+            self._ended = True
+        elif marker in self._ranges:
+            self._reader = _Skipped(self._ranges[marker])
+        elif marker not in self._drops and not (was and think is not None and marker == think[1]):
             assert self._format.new_reader is not None
             self._reader = self._format.new_reader(self.calls, marker)
 
@@ -206,6 +155,7 @@ class ReplyParser:
         for delta in deltas:
             if isinstance(delta, CallStart):
                 self.calls = delta.index + 1
+                self._thinking = False
             if (
                 not self._format.parallel
                 and isinstance(delta, CallStart | CallArguments)
@@ -234,48 +184,71 @@ def _partial(text: str, markers: Sequence[str]) -> int:
     return 0
 
 
-class _PossibleCall:
+class _Skipped(CallReader):
+    """What is left out, up to its `closing` marker."""
+
+    def __init__(self, closing: str) -> None:
+        self._closing, self._held = closing, ""
+
+    def feed(self, text: str) -> list[Delta]:
+        before, found, behind = (self._held + text).partition(self._closing)
+        self._held = before[-len(self._closing) :]
+        self.rest = behind if found else None
+        return []
+
+    def close(self, cut: bool) -> list[Delta]:
+        """It lasts to the reply's end."""
+        return []
+
+
+class _PossibleCall(CallReader):
     """A call begun inside open reasoning: the text from an opening marker on, while nothing tells
     whether it is a call.
 
     A call ends the reply, with or without the reasoning's closing marker behind it. One that more
-    words follow, or that the closing marker interrupts, was part of the thought.
+    words follow, or that the closing marker interrupts, was part of the thought: its marker is
+    shown, the rest is read again.
     """
 
-    def __init__(self, reply: ReplyFormat, calls: int, closing: str, opened: str) -> None:
-        """`opened` is the marker that was seen behind so many calls."""
+    def __init__(self, reply: ReplyFormat, calls: int, gap: str, opened: str) -> None:
+        """`opened` is the marker that was seen behind so many calls, and behind the space `gap`."""
+        assert reply.think is not None
         self._parser = ReplyParser(
             replace(reply, think=None, thinking=False, parallel=True, lead="")
         )
         self._parser.calls = calls
-        self._closing = closing
+        self._closing = reply.think[1]
         self._n_read = 0  # of `raw`; half a closing marker waits
         self._closed = self._has_words = False
-        self.opened, self.raw = opened, ""
-        self.deltas: list[Delta] = []
+        self._gap, self._opened, self._raw = gap, opened, ""
+        self._deltas: list[Delta] = []
         self.feed(opened)
 
-    def feed(self, text: str) -> bool:
-        """Take more text; False once it is clear that this is no call."""
-        self.raw += text
-        at = self.raw.find(self._closing, self._n_read)
+    def feed(self, text: str) -> list[Delta]:
+        self._raw += text
+        at = self._raw.find(self._closing, self._n_read)
         self._closed = at >= 0
-        end = at if self._closed else len(self.raw) - _partial(self.raw, [self._closing])
-        self._take(self._parser.feed(self.raw[self._n_read : end]))
+        end = at if self._closed else len(self._raw) - _partial(self._raw, [self._closing])
+        self._keep(self._parser.feed(self._raw[self._n_read : end]))
         self._n_read = end
-        if self._closed and (self._parser.in_call or self.raw[end + len(self._closing) :].strip()):
-            return False
-        return not self._has_words
+        behind = self._raw[end + len(self._closing) :]
+        if self._has_words or (self._closed and (self._parser.in_call or behind.strip())):
+            return self._as_thought()
+        return []
 
-    def close(self, cut: bool) -> bool:
-        """The reply ended: True if this is a call, whose deltas are then complete."""
+    def close(self, cut: bool) -> list[Delta]:
+        """The reply ended. What a cut left half is not shown."""
         if cut:
-            return not self._parser.in_call
+            return [] if self._parser.in_call else self._deltas
         if not self._closed:
-            self._take(self._parser.feed(self.raw[self._n_read :]))
-        self._take(self._parser.close())
-        return bool(self.deltas) and not self._has_words
+            self._keep(self._parser.feed(self._raw[self._n_read :]))
+        self._keep(self._parser.close())
+        return self._as_thought() if self._has_words or not self._deltas else self._deltas
 
-    def _take(self, deltas: list[Delta]) -> None:
-        self.deltas += deltas
+    def _keep(self, deltas: list[Delta]) -> None:
+        self._deltas += deltas
         self._has_words |= any(isinstance(delta, Content) for delta in deltas)
+
+    def _as_thought(self) -> list[Delta]:
+        self.rest = self._raw[len(self._opened) :]
+        return [ReasoningText(self._gap + self._opened)]
