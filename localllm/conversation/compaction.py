@@ -27,7 +27,6 @@ reason.) So, here:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,9 +61,10 @@ class Compacted:
 @dataclass(slots=True)
 class _Unit:
     """Messages that go or stay together: a question, or an assistant message with the results of
-    its calls."""
+    its calls. `turn`: how many questions there were then."""
 
-    asks: bool = False
+    turn: int
+    asks: bool
     indices: list[int] = field(default_factory=list)
     tokens: int = 0
     passing: int = 0
@@ -76,18 +76,21 @@ class _Replay:
 
     def __init__(self, fixed_tokens: int, budget_tokens: int) -> None:
         self._fixed, self._budget = fixed_tokens + NOTE_TOKENS, budget_tokens
-        self._earlier: deque[list[_Unit]] = deque()  # kept turns before the newest
-        self._question: _Unit | None = None
-        self._rounds: deque[_Unit] = deque()  # kept ones of the newest turn
+        self._kept: list[_Unit] = []
+        self._turn = 0
         self._callers: dict[str, _Unit] = {}
-        self._kept_tokens = 0
+        self._tokens = self._passing = 0  # of what is kept; only the newest turn's pass
         self._at_head = True
         self.dropped: set[int] = set()
 
-    @property
-    def exhausted(self) -> bool:
-        """True when only what must stay is left."""
-        return not self._earlier and len(self._rounds) <= 1
+    def next_to_go(self) -> list[_Unit]:
+        """The oldest turn, or of the newest one the oldest round but the last; empty when only what
+        must stay is left."""
+        oldest = [unit for unit in self._kept if unit.turn == self._kept[0].turn]
+        if oldest and oldest[0].turn < self._turn:
+            return oldest
+        rounds = [unit for unit in oldest if not unit.asks]
+        return rounds[:1] if len(rounds) > 1 else []
 
     def add(self, index: int, message: Mapping[str, Any], cost: MessageCost) -> None:
         """One message more; whatever it pushes out is dropped."""
@@ -106,47 +109,38 @@ class _Replay:
             return
         unit.tokens += cost.tokens
         unit.passing += cost.passing
-        self._kept_tokens += cost.tokens + cost.passing
+        self._tokens += cost.tokens
+        self._passing += cost.passing
         self._make_room()
 
     def _unit_for(self, message: Mapping[str, Any]) -> _Unit:
-        role, last = message["role"], self._rounds[-1] if self._rounds else self._question
+        role, last = message["role"], self._kept[-1] if self._kept else None
         if role == "tool":
             caller = self._callers.get(message.get("tool_call_id", ""), last)
             if caller is not None:
                 return caller
-        if role == "user":
-            if last is not None and last.asks:
+        asks = role == "user"
+        if asks and last is not None:
+            if last.asks:
                 return last  # context and question sent apart are one question
-            self._end_turn()
-            self._question = _Unit(asks=True)
-            return self._question
-        self._rounds.append(_Unit())
-        return self._rounds[-1]
-
-    def _end_turn(self) -> None:
-        turn = [*([self._question] if self._question is not None else []), *self._rounds]
-        self._rounds.clear()
-        for unit in turn:
-            self._kept_tokens -= unit.passing
-            unit.passing = 0
-        if turn:
-            self._earlier.append(turn)
+            self._turn += 1
+            self._passing = 0
+        self._kept.append(_Unit(self._turn, asks))
+        return self._kept[-1]
 
     def _make_room(self) -> None:
-        if self._fixed + self._kept_tokens <= self._budget:
+        if self._fixed + self._tokens + self._passing <= self._budget:
             return
         goal = int(KEEP * max(0, self._budget - self._fixed))
-        while self._earlier and self._kept_tokens > goal:
-            for unit in self._earlier.popleft():
-                self._drop(unit)
-        while len(self._rounds) > 1 and self._kept_tokens > goal:
-            self._drop(self._rounds.popleft())
-
-    def _drop(self, unit: _Unit) -> None:
-        unit.dropped = True
-        self.dropped.update(unit.indices)
-        self._kept_tokens -= unit.tokens + unit.passing
+        going = self.next_to_go()
+        while going and self._tokens + self._passing > goal:
+            for unit in going:
+                unit.dropped = True
+                self.dropped.update(unit.indices)
+                self._tokens -= unit.tokens
+                self._passing -= unit.passing if unit.turn == self._turn else 0
+            self._kept = [unit for unit in self._kept if not unit.dropped]
+            going = self.next_to_go()
 
 
 def compact(
@@ -167,7 +161,7 @@ def compact(
     for i, (message, cost) in enumerate(zip(messages, costs, strict=True)):
         replay.add(i, message, cost)
     dropped = frozenset(replay.dropped)
-    return Compacted(_with_notes(messages, dropped), dropped, replay.exhausted)
+    return Compacted(_with_notes(messages, dropped), dropped, not replay.next_to_go())
 
 
 def note(count: int) -> str:
