@@ -4,7 +4,6 @@ until it is read."""
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import re
 from collections.abc import Mapping
@@ -31,25 +30,19 @@ class AttachedPdf:
     asked: bool
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadableFile:
-    """A file that can't be read, and why."""
-
-    problem: str
+class UnreadableFileError(Exception):
+    """A file can't be read; the message says why."""
 
 
-def attached(
-    part: Mapping[str, Any], where: str, kind: str, *, asked: bool
-) -> str | AttachedPdf | UnreadableFile:
-    """The file in a part of a message: its text, or what is to be read as a PDF."""
+def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> str | AttachedPdf:
+    """The file in a part of a message: its text, or what is to be read as a PDF. Raises
+    UnreadableFileError."""
     name, sent, says_pdf = _sent(part)
     if sent is None:
-        return UnreadableFile(
+        raise UnreadableFileError(
             f"{kind} are not fetched by address or id: send the file itself, in base64"
         )
     data = _decoded(sent, kind)
-    if isinstance(data, UnreadableFile):
-        return data
     if data.startswith(b"%PDF-") or (says_pdf and b"%PDF-" in data[:_PDF_WITHIN]):
         mark = f"\ue5c8file {hashlib.sha256(data).hexdigest()[:40]}\uf2a9"
         return AttachedPdf(mark, data, name, where, kind, asked)
@@ -58,26 +51,25 @@ def attached(
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text or says_pdf:
-        return UnreadableFile(
+        raise UnreadableFileError(
             f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither"
         )
     return fenced(name, text)
 
 
-def _decoded(sent: str, kind: str) -> bytes | UnreadableFile:
+def _decoded(sent: str, kind: str) -> bytes:
     """The bytes of a file in base64, or in a data URL of it."""
-    unreadable = UnreadableFile(f"{kind} are read from base64, or a data URL of it")
-    encoded = sent
+    head, comma, encoded = ";base64", ",", sent
     if sent[:5].lower() == "data:":
         head, comma, encoded = sent.partition(",")
-        if not comma or not head.lower().endswith(";base64"):
-            return unreadable
     if len(encoded) > MOST_BYTES * 4 // 3 + 4:
-        return UnreadableFile(f"{kind} of {MOST_BYTES} bytes at most are read")
+        raise UnreadableFileError(f"{kind} of {MOST_BYTES} bytes at most are read")
     try:
-        return base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        return unreadable
+        if comma and head.lower().endswith(";base64"):
+            return base64.b64decode(encoded, validate=True)
+    except ValueError:
+        pass
+    raise UnreadableFileError(f"{kind} are read from base64, or a data URL of it")
 
 
 def _sent(part: Mapping[str, Any]) -> tuple[str, str | None, bool]:

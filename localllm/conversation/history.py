@@ -143,7 +143,7 @@ class History:
         """
         now = time.time()
         with self.transaction() as db:
-            self._touch(db, conv_id, now)
+            _change(db, _TOUCH, now, conv_id)
             if parent is None:
                 parent = int(
                     db.execute(
@@ -167,7 +167,7 @@ class History:
         none; returns the new id of each old one. The last one is the head then."""
         places = {0: 0}
         with self.transaction() as db:
-            self._touch(db, conv_id, time.time())
+            _change(db, _TOUCH, time.time(), conv_id)
             head = 0
             for t in sorted(turns, key=lambda t: t.id):
                 places[t.id] = self._insert(db, conv_id, places.get(t.parent_id, 0), t)
@@ -202,7 +202,7 @@ class History:
                     message_id,
                 ),
             )
-            self._touch(db, conv_id, time.time())
+            _change(db, _TOUCH, time.time(), conv_id)
 
     def tree(self, conv_id: str) -> tuple[list[StoredMessage], int]:
         """Every message of all branches by age, and the id of the head (0: nothing was said
@@ -251,11 +251,7 @@ class History:
         with self.transaction() as db:
             if message_id and not self._has(db, conv_id, message_id):
                 raise TurnGoneError("this turn was removed in another window")
-            done = db.execute(
-                "UPDATE conversations SET head_id = ? WHERE id = ?", (message_id, conv_id)
-            )
-            if done.rowcount == 0:
-                raise _unknown("conversation", conv_id)
+            _change(db, "UPDATE conversations SET head_id = ? WHERE id = ?", message_id, conv_id)
 
     def get(self, conv_id: str) -> ConversationSummary:
         with self._read() as db:
@@ -299,12 +295,8 @@ class History:
         """Change the title, made by a model (1) or a person (2); the order of the list does not
         change."""
         with self.transaction() as db:
-            changed = db.execute(
-                "UPDATE conversations SET title = ?, titled = ? WHERE id = ?",
-                (title, titled, conv_id),
-            )
-            if changed.rowcount == 0:
-                raise _unknown("conversation", conv_id)
+            sql = "UPDATE conversations SET title = ?, titled = ? WHERE id = ?"
+            _change(db, sql, title, titled, conv_id)
 
     def remove(self, message_id: int) -> int:
         """Remove one turn and all that follows it on any branch; returns how many went. A head that
@@ -323,8 +315,7 @@ class History:
 
     def delete(self, conv_id: str) -> None:
         with self.transaction() as db:
-            if db.execute("DELETE FROM conversations WHERE id = ?", (conv_id,)).rowcount == 0:
-                raise _unknown("conversation", conv_id)
+            _change(db, "DELETE FROM conversations WHERE id = ?", conv_id)
 
     def close(self) -> None:
         with self._lock:
@@ -362,16 +353,6 @@ class History:
         )
         return found.fetchone() is not None
 
-    @staticmethod
-    def _touch(db: sqlite3.Connection, conv_id: str, now: float) -> None:
-        if (
-            db.execute(
-                "UPDATE conversations SET updated_s = ? WHERE id = ?", (now, conv_id)
-            ).rowcount
-            == 0
-        ):
-            raise _unknown("conversation", conv_id)
-
     @contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
@@ -395,6 +376,12 @@ def _unknown(what: str, key: str | int) -> NotFoundError:
     return NotFoundError(f"no {what} {key!r} in the history")
 
 
+def _change(db: sqlite3.Connection, sql: str, *values: str | float) -> None:
+    """Change the conversation whose id is the last of `values`. Raises NotFoundError."""
+    if db.execute(sql, values).rowcount == 0:
+        raise _unknown("conversation", str(values[-1]))
+
+
 def _row(db: sqlite3.Connection, what: str, key: str | int, sql: str) -> tuple[Any, ...]:
     """The row of this key. Raises NotFoundError."""
     row = db.execute(sql, (key,)).fetchone()
@@ -409,6 +396,7 @@ _SUMMARY = (
     "c.titled"
     " FROM conversations c"
 )
+_TOUCH = "UPDATE conversations SET updated_s = ? WHERE id = ?"
 _NEWEST = " ORDER BY c.updated_s DESC, c.rowid DESC LIMIT ?"
 # UNION without ALL: a row that names itself, or a circle, ends it.
 _BELOW = (

@@ -29,8 +29,9 @@ def variants(
     """The conversation as sent with its `tools` (None where there are none), then its other
     variants, each once."""
     tried: list[tuple[Messages, Variables]] = []
-    one_system = _merge_equal_roles(_late_systems_to_user(_lead_with_one_system(messages)))
-    no_system = _merge_equal_roles(_fold_system_into_user(one_system))
+    # Later system texts stay in their place, in the user's name.
+    one_system = _merge_equal_roles(_systems_to_user(_merge_equal_roles(messages), behind=1))
+    no_system = _merge_equal_roles(_systems_to_user(one_system, behind=0))
     for turns in (messages, one_system, no_system):
         for form in _spellings(turns, tools):
             if form not in tried:
@@ -73,14 +74,10 @@ def _completed_variables(tools: Sequence[Mapping[str, Any]] | None) -> Variables
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = tool.get("function")
-    schema = function.get("parameters") if isinstance(function, Mapping) else None
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if (
-        not isinstance(function, Mapping)
-        or not isinstance(schema, Mapping)
-        or not isinstance(properties, Mapping)
-    ):
+    function = tool.get("function", {})
+    schema = function.get("parameters") or {}
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
         return dict(tool)
     described = {
         name: {"type": "string", "description": "", "items": {}, "additionalProperties": {}, **p}
@@ -177,17 +174,9 @@ def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
-def _lead_with_one_system(messages: Messages) -> list[Message]:
-    leading = list(itertools.takewhile(lambda m: m["role"] == "system", messages))
-    if len(leading) < 2:
-        return list(messages)
-    text = "\n\n".join(str(m.get("content") or "") for m in leading)
-    return [{**leading[0], "content": text}, *messages[len(leading) :]]
-
-
-def _late_systems_to_user(messages: Messages) -> list[Message]:
+def _systems_to_user(messages: Messages, *, behind: int) -> list[Message]:
     return [
-        {**m, "role": "user"} if i and m["role"] == "system" else m  # its words stay, in its place
+        {**m, "role": "user"} if i >= behind and m["role"] == "system" else m
         for i, m in enumerate(messages)
     ]
 
@@ -196,7 +185,7 @@ def _merge_equal_roles(messages: Messages) -> list[Message]:
     merged: list[Message] = []
     for m in messages:
         last = merged[-1] if merged else None
-        if last is not None and m["role"] == last["role"] and m["role"] in ("user", "assistant"):
+        if last is not None and m["role"] == last["role"] and m["role"] != "tool":
             content = f"{last.get('content') or ''}\n\n{m.get('content') or ''}".strip()
             calls = [*(last.get("tool_calls") or ()), *(m.get("tool_calls") or ())]
             merged[-1] = {
@@ -208,9 +197,3 @@ def _merge_equal_roles(messages: Messages) -> list[Message]:
         else:
             merged.append(m)
     return merged
-
-
-def _fold_system_into_user(messages: Messages) -> list[Message]:
-    if not messages or messages[0]["role"] != "system":
-        return list(messages)
-    return [{**messages[0], "role": "user"}, *messages[1:]]

@@ -10,7 +10,7 @@ from typing import Any
 from localllm import json_store
 from localllm.conversation import documents
 from localllm.conversation import images as pictures
-from localllm.conversation.documents import AttachedPdf
+from localllm.conversation.documents import AttachedPdf, UnreadableFileError
 from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError, UnsupportedError
 
@@ -215,16 +215,17 @@ def _file(
     """The text that stands for a file; raises UnsupportedError for one that is asked about and
     can't be read."""
     plural = _BINARY_PARTS[kind]
-    file = documents.attached(part, where, plural, asked=omitted is None)
+    try:
+        file = documents.attached(part, where, plural, asked=omitted is None)
+    except UnreadableFileError as e:
+        if omitted is None:
+            raise UnsupportedError(f"{where}: {e}", param=where) from e
+        omitted.append(plural)
+        return f"[{_ONE_OF[plural]} omitted: {e}]"
     if isinstance(file, str):
         return file
-    if isinstance(file, AttachedPdf):
-        found.pdfs.append(file)
-        return file.mark
-    if omitted is None:
-        raise UnsupportedError(f"{where}: {file.problem}", param=where)
-    omitted.append(plural)
-    return f"[{_ONE_OF[plural]} omitted: {file.problem}]"
+    found.pdfs.append(file)
+    return file.mark
 
 
 def _note_for_omitted(kind: str, where: str, omitted: list[str] | None) -> str:

@@ -15,7 +15,7 @@ from localllm.formatting import byte_size
 from localllm.library import app_folders, digests, hf_cache, hub, names, store, transfer
 from localllm.library.file_kinds import is_gguf
 from localllm.library.hub import Listing, Patience, RepoFile
-from localllm.library.targets import PullTarget
+from localllm.library.names import ModelReference
 from localllm.library.transfer import DownloadMeter, DownloadProgress
 from localllm.library.types import LocalModel
 from localllm.library.variants import Selection
@@ -32,7 +32,7 @@ _HEADER_BYTES = 1 << 20
 def bring(
     listing: Listing,
     selection: Selection,
-    wanted: PullTarget,
+    wanted: ModelReference,
     say: Callable[[DownloadProgress], None],
     reserve_bytes: int,
     patience: Patience,
@@ -94,14 +94,12 @@ def _check_space(
     cache: Path, folder: Path, missing: list[RepoFile], reserve_bytes: int, repo: str
 ) -> None:
     """Refuse before the first byte what would not fit. Partials count as brought."""
-    need = 0
-    for file in missing:
-        blob = folder / "blobs" / file.digest
-        if not blob.exists():
-            partial = _partial(blob)
-            need += file.size_bytes - (
-                min(partial.stat().st_size, file.size_bytes) if partial.exists() else 0
-            )
+    sizes = {folder / "blobs" / file.digest: file.size_bytes for file in missing}
+    need = sum(
+        n - min(n, hf_cache.size_of(_partial(blob)))
+        for blob, n in sizes.items()
+        if not blob.exists()
+    )
     if not need:
         return
     try:
@@ -242,7 +240,7 @@ def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
 
 
 def _as_local(
-    folder: Path, listing: Listing, selection: Selection, wanted: PullTarget
+    folder: Path, listing: Listing, selection: Selection, wanted: ModelReference
 ) -> LocalModel:
     snapshot = folder / "snapshots" / listing.commit
     weights = tuple(

@@ -23,8 +23,8 @@ from localllm.library import (
 from localllm.library.bringing import bring, has_content
 from localllm.library.catalog import load_catalog
 from localllm.library.hub import HubUnreachableError, Listing, Patience, RepoFile
+from localllm.library.names import ModelReference
 from localllm.library.resolve import resolve
-from localllm.library.targets import PullTarget
 from localllm.library.transfer import DownloadProgress
 from localllm.library.types import LocalModel
 from localllm.library.variants import Choose, Selection
@@ -122,7 +122,7 @@ def pull_drafter(
         )
     smallest = min(files, key=lambda f: f.size_bytes)
     selection = Selection(Format.GGUF, "", (smallest,))
-    wanted = PullTarget(companion.repo, file=smallest.name)
+    wanted = ModelReference("", "", companion.repo, file=smallest.name)
     return bring(
         listing, selection, wanted, on_progress or (lambda _: None), RESERVE_BYTES, patience, None
     ).path
@@ -141,7 +141,7 @@ def drafters_here(names_of: tuple[str, ...], catalog: Catalog) -> list[Path]:
 
 def _picked(
     listing: Listing,
-    wanted: PullTarget,
+    wanted: ModelReference,
     catalog: Catalog | None,
     choose: Choose | None,
     mmproj: bool,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.library import names, store, variants
 from localllm.library.catalog import load_catalog
+from localllm.library.names import ModelReference
 from localllm.library.resolve import is_path, resolve
 from localllm.library.types import LocalModel
 from localllm.library.variants import Choose
@@ -16,29 +17,15 @@ if TYPE_CHECKING:
     from localllm_catalog.types import Model
 
 
-@dataclass(frozen=True, slots=True)
-class PullTarget:
-    """A reference, as far as it is known before the hub is asked. `file` is tried first, then
-    `quant`."""
-
-    repo: str
-    quant: str = ""
-    file: str = ""
-    revision: str = ""
-    projector: str = ""
-    name: str = ""
-
-
-def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> PullTarget | LocalModel:
-    """What to ask the hub for, or the model where nothing needs fetching. Raises UsageError,
+def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelReference | LocalModel:
+    """What to ask the hub for (its `file` first, then its `quant`), or the model where nothing needs
+    fetching. Raises UsageError,
     ModelNotFoundError."""
     if is_path(ref):
         return resolve(ref, catalog=catalog)
     reference = names.parse(ref)
     if reference.repo:
-        return PullTarget(
-            reference.repo, quant=reference.quant, file=reference.file, revision=reference.revision
-        )
+        return reference
     known = catalog if catalog is not None else load_catalog()
     model = known.get(reference.name)
     listed = model.variants if model is not None else ()
@@ -53,7 +40,7 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> PullTarg
     return _offered(reference, replace(model, variants=on_hub), choose)
 
 
-def _offered(reference: names.ModelReference, offered: Model, choose: Choose | None) -> PullTarget:
+def _offered(reference: ModelReference, offered: Model, choose: Choose | None) -> ModelReference:
     """The variant of the catalog's model that was asked for, chosen, or is the usual one."""
     if reference.quant:
         listed = [v for v in offered.variants if names.same_quant(reference.quant, v.quant)]
@@ -63,7 +50,9 @@ def _offered(reference: names.ModelReference, offered: Model, choose: Choose | N
         variant = (
             choose(offered) if choose is not None else variants.usual_variant(offered.variants)
         )
-    target = PullTarget(variant.repo, projector=variant.mmproj_file, name=offered.id)
+    target = replace(
+        reference, repo=variant.repo, projector=variant.mmproj_file, name=offered.id, quant=""
+    )
     if variant.is_folder:
         return target
     is_file = variant.files and variant.exact and reference.quant in ("", variant.quant)
