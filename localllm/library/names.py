@@ -147,9 +147,10 @@ def stem_of(name: str) -> str:
 class ModelReference:
     """What a MODEL reference says before anything is looked up.
 
-    `name` is a catalog id or local name, "" where `repo` is all that is known. `file` is set by
-    URLs that point at one file, `revision` by URLs that name one. `projector`: the file of the one
-    that the catalog knows.
+    `name` is a catalog id or local name where `repo` is "", else the part after the slash. `file`
+    is set by URLs that point at one file, `revision` by URLs that name one. What is wanted of the
+    hub has a catalog id as its `name`, or "", and the file of its `projector`, where the catalog
+    knows one.
     """
 
     text: str
@@ -174,7 +175,7 @@ def parse(text: str) -> ModelReference:
     if "/" in name:
         if not safe_repo(name):
             raise UsageError(f"{name[:100]!r} is not a repository name", hint=_REFERENCE_HINT)
-        return ModelReference(text, "", name, quant)
+        return ModelReference(text, name.partition("/")[2], name, quant)
     if not name or ".." in name or "\\" in name:
         raise UsageError(f"{text[:100]!r} is not a model reference", hint=_REFERENCE_HINT)
     return ModelReference(text, name, "", quant)
@@ -196,7 +197,7 @@ def _parse_url(text: str) -> ModelReference:
             f"{text[:100]!r} names no repository",
             hint="repository addresses look like hf.co/org/name",
         )
-    found = ModelReference(text, "", repo, quant)
+    found = ModelReference(text, parts[1], repo, quant)
     return _below_repository(found, rest) if rest else found
 
 

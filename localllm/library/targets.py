@@ -25,7 +25,7 @@ def wanted(ref: str, catalog: Catalog | None, choose: Choose | None) -> ModelRef
         return resolve(ref, catalog=catalog)
     reference = names.parse(ref)
     if reference.repo:
-        return reference
+        return replace(reference, name="")
     known = catalog if catalog is not None else load_catalog()
     model = known.get(reference.name)
     listed = model.variants if model is not None else ()

@@ -153,7 +153,7 @@ class ListGrammar:
     def parameter(self, key: str | None, value: str, values: SpelledValues) -> str:
         if self.before is not None:
             return f"{self.before(key)} {value}"
-        return values.any_member(value) if key is None else values.member(key, value)
+        return values.spelling.any_member(value) if key is None else values.member(key, value)
 
 
 def listed_calls(
@@ -170,7 +170,7 @@ def listed_calls(
             body = values.sequence(members)
         else:
             rules.append(f"f{f}_any: {listing.parameter(None, values.anything(), values)}")
-            body = f"(f{f}_any ({text(values.comma)} f{f}_any)*)?"
+            body = f"(f{f}_any ({text(values.spelling.comma)} f{f}_any)*)?"
         rules.append(f"f{f}: {listing.lark(listing.head(name))} {body} {listing.lark(listing.end)}")
     return "lark", "\n".join(
         [f"start: {start}", f"call: {any_of(tools)}", *rules, *values.rules]

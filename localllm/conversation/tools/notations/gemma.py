@@ -17,9 +17,10 @@ from localllm.conversation.tools.base import (
     Triggers,
 )
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
+from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.literals import LiteralReader
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
-from localllm.conversation.tools.values import QuotedValues
+from localllm.conversation.tools.values import SpelledValues, Spelling
 
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
 _BARE_TEXT = re.compile(r"[^,:{}\[\]<]+")
@@ -67,6 +68,28 @@ class _GemmaReader(LiteralReader):
         return None if block[at:].strip() else [(match[1], as_json(values))]
 
 
+def _spelling(quote: str) -> Spelling:
+    """A control token for a text's quotes, and none at keys."""
+    any_text, names = f"{quote} /(?s:.*)/ {quote}", _NAME.pattern
+
+    def this_text(said: str) -> str:
+        return f"{quote} {text(said) if said else ''} {quote}"
+
+    def member(key: str, value: str, _: object) -> str:
+        bare = _NAME.fullmatch(key)
+        return f"{text(f'{key}:')} {value}" if bare else f'{this_text(key)} ":" {value}'
+
+    return Spelling(
+        any_text=any_text,
+        this_text=this_text,
+        member=member,
+        any_member=lambda value: f'(/{names}/ | {any_text}) ":" {value}',
+        # As JSON; the templates write Python's None.
+        truth=lambda value: '("null" | "None")' if value is None else text(json.dumps(value)),
+        sorts=str.lower,  # Jinja's dictsort passes over case
+    )
+
+
 def _format(opening: str, closing: str, quote: str, **facts: Any) -> ToolFormat:
     """One call between two control tokens; a third one stands for the quotes of its texts."""
 
@@ -74,7 +97,7 @@ def _format(opening: str, closing: str, quote: str, **facts: Any) -> ToolFormat:
         if not all(_NAME.fullmatch(name) for name, _ in tools):
             raise NotConstrainableError("this notation has no way to write some name")
         call = ListGrammar(head=lambda name: f"call:{name}{{", end="}")
-        grammar = listed_calls(tools, call, QuotedValues(quote, _NAME.pattern))
+        grammar = listed_calls(tools, call, SpelledValues(_spelling(quote)))
         return {opening: GrammarTrigger("", grammar, closing, again=True)}
 
     parse = _GemmaReader(quote).calls

@@ -16,7 +16,7 @@ from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.literals import LiteralReader
 from localllm.conversation.tools.readers import BlockReader, Call, as_json, json_calls
 from localllm.conversation.tools.schemas import parameters
-from localllm.conversation.tools.values import PythonValues
+from localllm.conversation.tools.values import SpelledValues, python_values
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 # What can stand for a name in a call of Python's.
@@ -26,13 +26,9 @@ _HEAD = re.compile(rf"[\s,]*({_WORD})\(")
 _KEY = re.compile(rf"[\s,]*({_WORD})\s*=\s*")
 
 
-class _LfmValues(PythonValues):
-    """As its template writes them: a text may go over several lines. Names tell parameters apart,
-    not their order."""
-
-    any_order = True
-
-    bare = r"'([^'\\]|\\(?s:.))*'"
+# As its template writes them: a text may go over several lines. Names tell parameters apart, not
+# their order.
+_VALUES = python_values(r"'([^'\\]|\\(?s:.))*'", any_order=True)
 
 
 def _parse(block: str) -> list[Call] | None:
@@ -75,7 +71,7 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     if not all(map(_NAME.fullmatch, words)):
         raise NotConstrainableError("this notation has no way to write some name")
     listing = ListGrammar(head=lambda name: f"{name}(", end=")", before=_before)
-    lark = listed_calls(tools, listing, _LfmValues(), start='"[" call (", " call)* "]"')
+    lark = listed_calls(tools, listing, SpelledValues(_VALUES), start='"[" call (", " call)* "]"')
     return {_OPEN: GrammarTrigger("", lark, _CLOSE)}
 
 

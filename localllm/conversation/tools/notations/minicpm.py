@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from localllm.conversation.tools.base import Tool
@@ -17,7 +18,7 @@ from localllm.conversation.tools.tag_reader import (
     tagged_format,
     typed,
 )
-from localllm.conversation.tools.values import PythonValues
+from localllm.conversation.tools.values import PYTHON, SpelledValues
 
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
 
@@ -52,7 +53,7 @@ FORMATS = (
             end="</function>",
             text='"<![CDATA[" cdata "</param>" | /[^<&\\n]*/ "</param>"\n'
             'cdata[suffix="]]>"]: /(?s:.*)/',
-            values=PythonValues,
+            values=partial(SpelledValues, PYTHON),
         ),
     ),
 )

@@ -3,8 +3,9 @@ inside a value."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import kinds_of, options_of
 from localllm.conversation.tools.tag_reader import as_kind
-from localllm.conversation.tools.values import SpelledValues
+from localllm.conversation.tools.values import ANYTHING, SpelledValues, Spelling
 
 _MARK = "]<]minimax[>["
 _OPEN, _CLOSE = f"{_MARK}<tool_call>", f"{_MARK}</tool_call>"
@@ -31,59 +32,43 @@ _TAG = re.compile(r"\s*\]<\]minimax\[>\[<([^<>/\s]+)>")
 _MOST_NESTED = 32
 
 
-# What nothing is known of lasts to the closing tag of its name.
-_ANYTHING = "v_any"
-
-
-class _MiniMaxValues(SpelledValues):
-    """Every value up to the separator in front of its closing tag."""
-
-    comma = ""
-    any_order = True
-    brackets = braces = ("", _MARK)
-
-    def of(self, described: Any, root: Mapping[str, Any], depth: int = 0) -> str:
-        """With its separator, unless it is anything."""
-        found = super().of(described, root, depth)
-        return _ANYTHING if _ANYTHING in found else found
-
-    def anything(self) -> str:
-        """Tags or text: no rule tells one from the other."""
-        return _ANYTHING
-
-    def open_object(self, option: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
-        return _ANYTHING
-
-    def any_text(self) -> str:
-        return self.rule(f"[suffix={text(_MARK)}]: /(?s:.*)/")
-
-    def this_text(self, said: str) -> str:
-        return text(said + _MARK)
-
-    def closed(self, scalar: str) -> str:
-        return f"{scalar} {text(_MARK)}"
-
-    def truth(self, value: bool | None) -> str:
-        """As JSON; the template writes null as nothing."""
-        return self.closed('"null"?') if value is None else super().truth(value)
-
-    def member(self, key: str, value: str) -> str:
-        if value == _ANYTHING:
-            end = text(f"{_MARK}</{key}>")
-            return f"{_lark(f'{_MARK}<{key}>')} {self.rule(f'[suffix={end}]: /(?s:.*)/')}"
-        return f"{_lark(f'{_MARK}<{key}>')} {value} {text(f'</{key}>')}"
-
-    def any_member(self, value: str) -> str:
-        value = self.any_text() if value == _ANYTHING else value
-        return rf'{_lark(_MARK + "<")} /[^<>\/\s]+/ ">" {value} "</" /[^<>\/\s]+/ ">"'
-
-    def item(self, value: str) -> str:
-        return self.member("item", self.any_text() if value == _ANYTHING else value)
-
-
 def _lark(said: str) -> str:
     """Lark of `said` with every separator by itself: which tag it opens shows only behind it."""
     return " ".join(text(part) for part in re.split(f"({re.escape(_MARK)})", said) if part)
+
+
+def _member(key: str, value: str, rule: Callable[[str], str]) -> str:
+    """What nothing is known of lasts to the closing tag of its name: no rule tells tags from
+    text."""
+    if value != ANYTHING:
+        return f"{_lark(f'{_MARK}<{key}>')} {value} {text(f'</{key}>')}"
+    end = text(f"{_MARK}</{key}>")
+    return f"{_lark(f'{_MARK}<{key}>')} {rule(f'[suffix={end}]: /(?s:.*)/')}"
+
+
+# Every value up to the separator in front of its closing tag.
+_SPELLING = Spelling(
+    any_text="v_text",
+    rules=(f"v_text[suffix={text(_MARK)}]: /(?s:.*)/",),
+    this_text=lambda said: text(said + _MARK),
+    member=_member,
+    any_member=lambda value: (
+        rf'{_lark(_MARK + "<")} /[^<>\/\s]+/ ">" {_or_text(value)} "</" /[^<>\/\s]+/ ">"'
+    ),
+    item=lambda value: f"{_lark(f'{_MARK}<item>')} {_or_text(value)} {text('</item>')}",
+    # As JSON; the template writes null as nothing.
+    truth=lambda value: f"{text(json.dumps(value))}{'?' if value is None else ''} {text(_MARK)}",
+    closed=text(_MARK),
+    comma="",
+    brackets=("", _MARK),
+    braces=("", _MARK),
+    any_order=True,
+    has_any=False,
+)
+
+
+def _or_text(value: str) -> str:
+    return "v_text" if value == ANYTHING else value
 
 
 def _parse(tools: Sequence[Tool], block: str) -> list[Call] | None:
@@ -171,7 +156,9 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     )
     start = f"call+ {_lark(_CLOSE)}"
     return {
-        _OPEN: GrammarTrigger("\n", listed_calls(tools, listing, _MiniMaxValues(), start=start))
+        _OPEN: GrammarTrigger(
+            "\n", listed_calls(tools, listing, SpelledValues(_SPELLING), start=start)
+        )
     }
 
 

@@ -19,7 +19,7 @@ from localllm.conversation.tools.base import (
 from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.readers import BlockReader, Call, json_arguments
 from localllm.conversation.tools.tag_reader import TagPatterns, is_open, typed_calls
-from localllm.conversation.tools.values import JsonValues, PythonValues
+from localllm.conversation.tools.values import PYTHON, JsonValues, SpelledValues
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>")
@@ -95,7 +95,7 @@ FORMATS = (
             _GRAMMAR,
             before=lambda key, kind: f"<parameter={key}>",
             after="</parameter>\n",
-            values=PythonValues,
+            values=partial(SpelledValues, PYTHON),
         ),
         name="seed",
         signs=("<seed:tool_call>",),
