@@ -38,10 +38,9 @@ def _env_path(name: str) -> Path | None:
 def hub_cache() -> Path:
     """The hub's cache, by huggingface-hub's own rules (HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME),
     without importing it."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        chosen = _env_path(name)
-        if chosen is not None:
-            return chosen
+    chosen = _env_path("HF_HUB_CACHE") or _env_path("HUGGINGFACE_HUB_CACHE")
+    if chosen is not None:
+        return chosen
     home = _env_path("HF_HOME")
     if home is not None:
         return home / "hub"
@@ -49,13 +48,10 @@ def hub_cache() -> Path:
 
 
 def lmstudio() -> list[Path]:
-    homes = []
     pointer = _text(Path.home() / ".lmstudio-home-pointer")
-    if pointer:
-        homes.append(Path(pointer.splitlines()[0].strip()))
-    homes += [Path.home() / ".lmstudio", Path.home() / ".cache" / "lm-studio"]
+    homes = [Path(named.strip()) for named in pointer.splitlines()[:1]]
     found = []
-    for home in homes:
+    for home in (*homes, Path.home() / ".lmstudio", Path.home() / ".cache" / "lm-studio"):
         downloads = json_store.read(home / "settings.json").get("downloadsFolder")
         if downloads and isinstance(downloads, str):
             found.append(Path(downloads))

@@ -195,7 +195,7 @@ def _fetch(
 
     checked = False
 
-    def on_bytes(have: int, state: transfer.State) -> None:
+    def on_bytes(have: int, state: transfer.DownloadState) -> None:
         nonlocal checked
         meter.report(state, file.name, have, file.digest)
         if check is not None and not checked and have >= min(_HEADER_BYTES, file.size_bytes):
@@ -231,10 +231,9 @@ def _write_ref(folder: Path, listing: Listing, revision: str) -> None:
     ref = folder / "refs" / name
     try:
         ref.parent.mkdir(parents=True, exist_ok=True)
-        if not ref.is_file() or ref.read_text(encoding="ascii", errors="replace") != listing.commit:
-            partial = ref.with_name(f".{ref.name}.{os.getpid()}")
-            partial.write_text(listing.commit, encoding="ascii")
-            os.replace(partial, ref)
+        partial = ref.with_name(f".{ref.name}.{os.getpid()}")
+        partial.write_text(listing.commit, encoding="ascii")
+        os.replace(partial, ref)
     except OSError as e:
         raise transfer.disk_trouble(e, ref) from e
 

@@ -31,8 +31,6 @@ UPDATE_FILE = "00-hub-listings.toml"
 # to say that it is old.
 SHIPPED = datetime.date(2026, 11, 21)
 OLD_DAYS = 60
-# Damage is named by whoever finds it; what is left is written otherwise than we read it.
-_OTHERWISE = "take another file of the model: this one is not written as llama.cpp's or MLX's are"
 _DATED = re.compile(r"# Read from the hub on (\d{4}-\d\d-\d\d)")
 
 
@@ -152,5 +150,8 @@ def _as_model_file(source: Path | str) -> Iterator[None]:
         yield
     except (CatalogError, OSError, ValueError) as e:
         name = str(source).rstrip("/").rpartition("/")[2]
-        hint = getattr(e, "hint", "") or _OTHERWISE
+        # Damage is named by whoever finds it; what is left is written otherwise than we read it.
+        hint = getattr(e, "hint", "") or (
+            "take another file of the model: this one is not written as llama.cpp's or MLX's are"
+        )
         raise ModelFileError(f"{name} can't be read as a model: {e}", hint=hint) from e

@@ -112,9 +112,8 @@ def write(update: Update, folder: Path, today: datetime.date | None = None) -> P
 
     paths.private_dir(folder)
     target = folder / UPDATE_FILE
-    tables = _earlier(target)
-    for name, table in update.tables.items():
-        tables[name] = {**tables.get(name, {}), **table}
+    earlier = _earlier(target)
+    tables = earlier | {n: earlier.get(n, {}) | table for n, table in update.tables.items()}
     lines = [
         f"# Read from the hub on {(today or datetime.date.today()).isoformat()} by `localllm "
         "catalog update`.",
@@ -291,9 +290,8 @@ def table_of(model: Model, repo: str) -> dict[str, Any]:
 
 
 def _layer(layer: Layer, times: int) -> dict[str, Any]:
-    said = {f.name: getattr(layer, f.name) for f in fields(layer)}
     return {"times": times} | {
-        f.name: said[f.name] for f in fields(layer) if said[f.name] != f.default
+        f.name: getattr(layer, f.name) for f in fields(layer) if getattr(layer, f.name) != f.default
     }
 
 

@@ -44,15 +44,14 @@ def describe(reference: str, catalog: Catalog, *, offline: bool = False) -> tupl
         names.check_quant(known, quant)
         return known, quant
     local = resolve.by_path(reference) if "://" not in reference else None
+    if local is None:
+        asked = names.parse(reference)
+        found = _of_catalog(asked, catalog) if asked.repo else None
+        if found is not None:
+            return found, asked.quant
+        here = resolve.matching(reference, store.scan(), catalog=catalog)
+        local = resolve.best_of(here) if here else None
     if local is not None:
-        return read_model(local.path, known=catalog.recognise(local.name, local.path.name)), ""
-    asked = names.parse(reference)
-    found = _of_catalog(asked, catalog) if asked.repo else None
-    if found is not None:
-        return found, asked.quant
-    here = resolve.matching(reference, store.scan(), catalog=catalog)
-    if here:
-        local = resolve.best_of(here)
         return read_model(local.path, known=catalog.recognise(local.name, local.path.name)), ""
     if not asked.repo:
         near = catalog.suggest(asked.name)

@@ -102,10 +102,12 @@ def header_facts(file: Path) -> dict[str, Any]:
         header = gguf.read(file)
     except (CatalogError, OSError):
         return {}
-    found: dict[str, Any] = {"architecture": header.architecture}
-    found["parameter_count"] = sum(tensor.n_elements for tensor in header.tensors)
-    for name in ("embedding_length", "context_length"):
-        found[name] = header.integer(f"{header.architecture}.{name}")
+    lengths = ("embedding_length", "context_length")
+    found = {
+        "architecture": header.architecture,
+        "parameter_count": sum(tensor.n_elements for tensor in header.tensors),
+        **{name: header.integer(f"{header.architecture}.{name}") for name in lengths},
+    }
     return {name: value for name, value in found.items() if value}
 
 
@@ -125,13 +127,6 @@ def _peek(file: Path, _size_bytes: int, _changed_ns: int) -> tuple[Mapping[str, 
         return gguf.peek(file)
     except (CatalogError, OSError):
         return None
-
-
-def may_be_model(file: Path) -> bool:
-    """False for a file whose header says that it is something else."""
-    from localllm_catalog import kinds
-
-    return of_header(file) in (None, *kinds.MODELS)
 
 
 def check_is_model(file: Path) -> None:

@@ -123,7 +123,8 @@ def mlx(
     its shards."""
     by_name = {f.name: f for f in files}
     shards = [by_name[name] for name in names.mlx_weights(by_name)]
-    if "config.json" not in by_name or not shards:
+    size = _total_size(shards)
+    if "config.json" not in by_name or not size:
         return None
     config = json_store.read(by_name["config.json"])
     quantized = config.get("quantization") or config.get("quantization_config")
@@ -138,9 +139,6 @@ def mlx(
         wanted = set(weight_map.values()) if isinstance(weight_map, dict) else set()
         if not all(isinstance(w, str) and w in by_name for w in wanted):
             return None
-    size = _total_size(shards)
-    if not size:
-        return None
     return LocalModel(
         names.shown(name),
         folder,

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 from localllm.library import folders, names
@@ -55,12 +55,8 @@ def snapshots(folder: Path) -> list[Path]:
     except OSError:
         return []
     heads = _heads(folder)
-
-    def rank(snapshot: Path) -> tuple[bool, bool, float]:
-        name = snapshot.name
-        return name != heads.get("main"), name not in heads.values(), -snapshot.stat().st_mtime
-
-    return sorted(found, key=rank)
+    newest = sorted(found, key=lambda s: -s.stat().st_mtime)
+    return sorted(newest, key=lambda s: (s.name != heads.get("main"), s.name not in heads.values()))
 
 
 def _heads(folder: Path) -> dict[str, str]:
@@ -91,18 +87,11 @@ def scan(cache: Path, origin: Origin = "hf-cache") -> list[LocalModel]:
 def models_of(snapshot: Path, repo: str, origin: Origin = "hf-cache") -> list[LocalModel]:
     """The whole models in one snapshot: GGUFs at any level, or the snapshot itself as an MLX
     folder."""
-    found: list[LocalModel] = []
-    there: list[Path] = []
-    for current, files in folders.walk(snapshot, folders.DEPTH):
-        there += files
-        model = (
-            folders.mlx(current, files, origin, repo.partition("/")[2], repo)
-            if current == snapshot
-            else None
-        )
-        if model is not None:
-            found.append(model)
-    return found + folders.ggufs(there, origin, repo, snapshot)
+    there = folders.files_below(snapshot)
+    at_root = [file for file in there if file.parent == snapshot]
+    whole = folders.mlx(snapshot, at_root, origin, repo.partition("/")[2], repo)
+    ggufs = folders.ggufs(there, origin, repo, snapshot)
+    return ggufs if whole is None else [whole, *ggufs]
 
 
 # --- blobs ----------------------------------------------------------------------------------------
@@ -152,19 +141,17 @@ def remove(model: LocalModel) -> int:
     if model.is_folder:
         files = folders.files_below(model.path)
     wanted = {os.path.relpath(f, _snapshot_of(model.path)) for f in files}
-    freed = 0
-    for snapshot in snapshots(folder):
-        for name in wanted:
-            pointer = snapshot / name
-            if pointer.is_symlink() or pointer.is_file():
-                freed += 0 if pointer.is_symlink() else pointer.stat().st_size
-                pointer.unlink()
-    cache = folder.parent
-    for orphan in unreferenced(cache):
-        if folder in orphan.parents:
-            freed += 0 if orphan.is_symlink() else orphan.stat().st_size
-            orphan.unlink(missing_ok=True)
-    _remove_if_empty(folder)
+    freed = sum(_unlink(snapshot / name) for snapshot, name in product(snapshots(folder), wanted))
+    freed += sum(_unlink(file) for file in unreferenced(folder.parent) if folder in file.parents)
+    if not any(map(folders.files_below, snapshots(folder))) and not partials_in(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    return freed
+
+
+def _unlink(file: Path) -> int:
+    """Remove `file`; returns the bytes freed, none for a link."""
+    freed = 0 if file.is_symlink() else size_of(file)
+    file.unlink(missing_ok=True)
     return freed
 
 
@@ -179,11 +166,6 @@ def _snapshot_of(path: Path) -> Path:
         if parent.parent.name == "snapshots" and _COMMIT.fullmatch(parent.name):
             return parent
     raise FileNotFoundError(f"{path} is not in a snapshot")
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if not any(map(folders.files_below, snapshots(folder))) and not partials_in(folder):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def partials_in(folder: Path) -> list[Path]:

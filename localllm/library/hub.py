@@ -37,13 +37,6 @@ TOKEN_HINT = (
     "if it is private or gated: accept its licence on the hub, then set HF_TOKEN or run "
     "`hf auth login`"
 )
-_FORBIDDEN_HINT = (
-    "the hub's settings of the token or of the repository say so: see "
-    "huggingface.co/settings/tokens"
-)
-LEGAL_HINT = (
-    "the hub may not give it out (451, for legal reasons): ask its makers, or take another model"
-)
 _FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME")
 LATER_HINT = "run the same command again: it goes on where it stopped"
 
@@ -309,7 +302,12 @@ def status_error(status: int, headers: Any, host: str, what: str) -> DownloadErr
         return DownloadError(f"{host} refuses {what} ({status})", hint=TOKEN_HINT)
     if status == 403:
         return _forbidden(host, what, headers)
-    hint = LEGAL_HINT if status == 451 else "check its name: the repository may have changed"
+    hint = (
+        "the hub may not give it out (451, for legal reasons): ask its makers, or take another "
+        "model"
+        if status == 451
+        else "check its name: the repository may have changed"
+    )
     return DownloadError(f"{host} answered {status} about {what}", hint=hint)
 
 
@@ -318,7 +316,11 @@ def _forbidden(host: str, what: str, headers: Any) -> DownloadError:
     the hub."""
     said = names.shown(str(headers.get("X-Error-Message") or ""))[:300]
     if said:
-        return DownloadError(f"{host} refuses {what}: {said}", hint=_FORBIDDEN_HINT)
+        return DownloadError(
+            f"{host} refuses {what}: {said}",
+            hint="the hub's settings of the token or of the repository say so: see "
+            "huggingface.co/settings/tokens",
+        )
     return DownloadError(
         f"{what} is blocked on the way to {host}: a 403 came that is not the hub's (a firewall or "
         "a proxy)",
@@ -337,19 +339,10 @@ def _proxy() -> str:
 
 
 def retry_after(sent: Any) -> float | None:
-    """Seconds a server asked us to wait: Retry-After in seconds or as a date, or the hub's
-    RateLimit `t`."""
+    """Seconds a server asked us to wait: Retry-After, or the hub's RateLimit `t`."""
     value = str(sent.get("Retry-After") or "").strip()
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", value):
         return float(value)
-    if value:
-        from datetime import UTC, datetime
-        from email.utils import parsedate_to_datetime
-
-        try:
-            return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-        except (TypeError, ValueError):
-            return None
     limit = re.search(r"\br=0\b.*?\bt=([0-9]{1,6})\b", str(sent.get("RateLimit") or ""))
     return float(limit[1]) if limit else None
 

@@ -18,13 +18,18 @@ from localllm.library import app_folders, file_kinds, folders, hf_cache, names
 from localllm.library.types import LocalModel
 from localllm_catalog.names import Format
 
+# llama.cpp's flat files: a manifest, and a GGUF where nothing else tells where the repository ends.
+_FLAT = (
+    re.compile(r"manifest=(?P<publisher>[^=]+)=(?P<name>[^=]+)=[^=]+(?:\.json)?"),
+    re.compile(r"(?P<publisher>[^_]+)_(?P<name>.+?-GGUF)_.+\.gguf", re.IGNORECASE),
+)
 _OLLAMA_DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
 _MODEL, _PROJECTOR = "application/vnd.ollama.image.model", "application/vnd.ollama.image.projector"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _MANIFEST_LIST = "application/vnd.ollama.manifest.list.v2+json"
 # Runners of a list's manifests that are Ollama's own engine ("": not said), in this order after
 # those for llama.cpp itself.
-_OWN_RUNNERS = ("ollama", "")
+_OWN_RUNNERS = {"ollama": 1, "": 2}
 # One registry under two names (manifests/ has the first, manifests-v2/ the second).
 _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 
@@ -38,7 +43,7 @@ def llamacpp(cache: Path) -> list[LocalModel]:
     """llama.cpp's cache: flat files called publisher_repository_file.gguf, or the hub's layout
     (since 2026)."""
     files = next((files for _, files in folders.walk(cache, 0)), [])
-    known = list(filter(None, (_repo_of_manifest(f.name) or _repo_of_name(f.name) for f in files)))
+    known = list(filter(None, (_repo_of(f.name) for f in files)))
     of_repo: dict[str, list[Path]] = {}
     for file in files:
         repo = next((r for r in known if file.name.startswith(r.replace("/", "_") + "_")), "")
@@ -53,19 +58,9 @@ def llamacpp(cache: Path) -> list[LocalModel]:
     return found + hf_cache.scan(cache, "llama.cpp")
 
 
-def _repo_of_manifest(name: str) -> str:
-    """The repository in "manifest=publisher=repository=tag.json", or ""."""
-    parts = name.removesuffix(".json").split("=")
-    if len(parts) != 4 or parts[0] != "manifest":
-        return ""
-    repo = f"{parts[1]}/{parts[2]}"
-    return repo if names.safe_repo(repo) else ""
-
-
-def _repo_of_name(name: str) -> str:
-    """The repository in "publisher_repository-GGUF_file.gguf", where nothing else tells where it
-    ends; or ""."""
-    match = re.match(r"(?P<publisher>[^_]+)_(?P<name>.+?-GGUF)_.+\.gguf$", name, re.IGNORECASE)
+def _repo_of(name: str) -> str:
+    """The repository in the name of a flat file, or ""."""
+    match = next(filter(None, (pattern.fullmatch(name) for pattern in _FLAT)), None)
     repo = f"{match['publisher']}/{match['name']}" if match else ""
     return repo if names.safe_repo(repo) else ""
 
@@ -114,14 +109,9 @@ def _runnable_manifest(store: Path, content: dict[str, Any]) -> dict[str, Any]:
         for c in children
         if c.get("format", Format.GGUF) == Format.GGUF and _runner(c) != Format.MLX
     ]
-    child = min(ours, key=_preference, default={})
+    child = min(ours, key=lambda c: _OWN_RUNNERS.get(_runner(c), 0), default={})
     blob = _blob(store, child) if "layers" not in child else None
     return json_store.read(blob) if blob is not None else child
-
-
-def _preference(child: dict[str, Any]) -> int:
-    """0 for llama.cpp's own, above for Ollama's."""
-    return _OWN_RUNNERS.index(_runner(child)) + 1 if _runner(child) in _OWN_RUNNERS else 0
 
 
 def _runner(child: dict[str, Any]) -> str:
@@ -129,12 +119,14 @@ def _runner(child: dict[str, Any]) -> str:
 
 
 def _ollama_model(store: Path, manifest: Path, name: tuple[str, ...]) -> LocalModel | None:
+    from localllm_catalog.kinds import MODELS
+
     content = _runnable_manifest(store, json_store.read(manifest))
     by_type = _blobs_by_type(store, content.get("layers"))
     weights = by_type.get(_MODEL, [])
     if len(weights) != 1 or _ADAPTER in by_type or not _is_gguf(weights[0]):
         return None
-    if not file_kinds.may_be_model(weights[0]):
+    if file_kinds.of_header(weights[0]) not in (None, *MODELS):
         return None
     host, namespace, model, tag = name
     repo = f"{namespace}/{model}" if host in ("hf.co", "huggingface.co") else ""

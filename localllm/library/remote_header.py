@@ -79,15 +79,12 @@ class HttpSource(ByteSource):
                 f"{self.name} does not answer range requests (status {response.status_code})",
                 "download the file and give its path",
             )
-        match = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-        if match is None:
-            raise SourceError(
-                f"{self.name} answered a range request without a usable Content-Range"
-            )
-        first, last, total = (int(part) for part in match.groups())
+        given = response.headers.get("Content-Range", "")
+        match = _CONTENT_RANGE.fullmatch(given)
+        first, last, total = map(int, match.groups()) if match else (-1, -1, -1)
         if first != offset or last >= total or last != min(offset + length, total) - 1:
             raise SourceError(
-                f"{self.name} answered bytes {first}-{last} of {total} when asked for {length} at "
+                f"{self.name} answered {given[:60] or 'no range'} when asked for {length} bytes at "
                 f"{offset}"
             )
         etag = response.headers.get("ETag", "")

@@ -14,8 +14,7 @@ from localllm import json_store
 from localllm.errors import ModelFileError, ModelNotFoundError, UsageError
 from localllm.library import file_kinds, folders, names, starter, store
 from localllm.library.catalog import load_catalog, read_header
-from localllm.library.types import LocalModel as LocalModel
-from localllm.library.types import Origin as Origin
+from localllm.library.types import LocalModel
 from localllm.memory.system import SystemMemory
 from localllm_catalog.names import Format
 
@@ -97,8 +96,18 @@ def _catalog_model(reference: names.ModelReference, catalog: Catalog | None) -> 
 
 
 def _of_model(model: Model | None, quant: str, installed: list[LocalModel]) -> list[LocalModel]:
-    """Those of `installed` that are variants of `model`, in that quant if one is given."""
-    return [m for m in installed if model is not None and _is_of(m, model, quant)]
+    """Those of `installed` that are variants of `model`, in that quant if one is given: from one of
+    its repositories, or called as it is."""
+    if model is None:
+        return []
+    repos = {v.repo.lower() for v in model.variants} | {model.hf_repo.lower()}
+    called = {names.bare(n) for n in (model.id, model.name, model.hf_repo)}
+    of_quant = [m for m in installed if not quant or names.same_quant(quant, m.quant)]
+    return [m for m in of_quant if m.repo.lower() in repos or called & _bare_names(m)]
+
+
+def _bare_names(local: LocalModel) -> set[str]:
+    return {names.bare(name) for name in (local.name, local.repo, local.path.name)}
 
 
 # --- a path ---------------------------------------------------------------------------------------
@@ -108,19 +117,18 @@ def by_path(ref: str) -> LocalModel | None:
     """The model at a path, or None if `ref` is no path. `PATH:QUANT` is the file at PATH, which
     must be of that quant, or the one of that quant in the folder PATH. Raises ModelNotFoundError
     and ModelFileError for a path to none."""
-    looks_like_path = is_path(ref)
     if not _exists(ref):
         path_alone, colon, quant = ref.rpartition(":")
         if colon and not set(quant) & {"/", "\\"} and is_path(path_alone) and _exists(path_alone):
             return _of_quant(Path(path_alone).expanduser(), quant)
-        if looks_like_path:
+        if is_path(ref):
             raise ModelNotFoundError(
                 f"there is no file {ref!r}", hint="check the path, or see `localllm models list`"
             )
         return None
     path = Path(ref).expanduser()
     if path.is_dir():
-        return _by_folder(path, must=looks_like_path)
+        return _by_folder(path)
     if path.name.startswith("._"):
         file_kinds.check_is_model(path)
     whole = names.raw_part_of(path.name)
@@ -186,7 +194,7 @@ def _of_quant(path: Path, quant: str) -> LocalModel:
     )
 
 
-def _by_folder(folder: Path, *, must: bool) -> LocalModel | None:
+def _by_folder(folder: Path) -> LocalModel:
     files = _files_of(folder)
     found = folders.mlx(folder, files, "path", folder.resolve().name)
     if found is not None:
@@ -194,8 +202,6 @@ def _by_folder(folder: Path, *, must: bool) -> LocalModel | None:
     ggufs = folders.ggufs(files, "path")
     if len(ggufs) == 1:
         return ggufs[0]
-    if not must:
-        return None
     if ggufs:
         listed = ", ".join(m.path.name for m in ggufs[:5])
         raise ModelFileError(
@@ -226,11 +232,7 @@ def _matching(reference: names.ModelReference, installed: list[LocalModel]) -> l
             same = [m for m in same if names.stem_of(m.path.name) == stem]
         return same
     wanted = names.bare(reference.name)
-    return [
-        m
-        for m in of_quant
-        if wanted and wanted in (names.bare(m.name), names.bare(m.repo), names.bare(m.path.name))
-    ]
+    return [m for m in of_quant if wanted and wanted in _bare_names(m)]
 
 
 def _spellings(model: LocalModel) -> set[str]:
@@ -258,7 +260,9 @@ def _by_catalog(
         names.check_quant(model, reference.quant)
     if model is not None or reference.repo:
         raise _not_installed(reference, model, installed)
-    near = dict.fromkeys([*known.suggest(reference.name), *_near(reference.name, installed)])
+    by_lower = {m.name.lower(): m.name for m in installed}
+    close = difflib.get_close_matches(reference.name.lower(), by_lower, n=2, cutoff=0.55)
+    near = dict.fromkeys([*known.suggest(reference.name), *(by_lower[c] for c in close)])
     hint = (
         "see `localllm models list` for what is installed and `localllm recommend` for what to "
         "fetch"
@@ -279,26 +283,6 @@ def _not_installed(
     if others:
         hint += f"; installed: {', '.join(sorted(others))}"
     return ModelNotFoundError(f"{what}{quant} is not on this disk", hint=hint)
-
-
-def _is_of(local: LocalModel, model: Model, quant: str) -> bool:
-    """True if the files are a variant of `model`: from one of its repositories, or called as it
-    is."""
-    if quant and not names.same_quant(quant, local.quant):
-        return False
-    repos = {v.repo.lower() for v in model.variants} | {model.hf_repo.lower()}
-    if local.repo.lower() in repos:
-        return True
-    called = {names.bare(n) for n in (model.id, model.name, model.hf_repo)}
-    return bool(
-        called & {names.bare(local.name), names.bare(local.repo), names.bare(local.path.name)}
-    )
-
-
-def _near(name: str, installed: list[LocalModel]) -> list[str]:
-    by_lower = {m.name.lower(): m.name for m in installed}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=0.55)
-    return [by_lower[c] for c in close]
 
 
 # --- the best -------------------------------------------------------------------------------------

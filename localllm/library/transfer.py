@@ -36,8 +36,8 @@ _MAX_RESTARTS = 1
 MAX_SPAN_BYTES = 16 << 30
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 
-State = Literal["checking", "downloading", "waiting"]
-OnBytes = Callable[[int, State], None]
+DownloadState = Literal["listing", "checking", "downloading", "waiting", "verifying", "done"]
+OnBytes = Callable[[int, DownloadState], None]
 
 
 class Fetch:
@@ -248,7 +248,6 @@ def disk_trouble(error: OSError, path: Path) -> DownloadError:
 
 # --- how a download is doing: bytes, speed over the last seconds, time left -----------------------
 
-DownloadState = Literal["listing", "checking", "downloading", "waiting", "verifying", "done"]
 _WINDOW_S = 10.0
 _SAMPLE_S = 0.1
 
@@ -291,11 +290,9 @@ class DownloadMeter:
         now = self._clock()
         if state != "downloading":
             self._samples.clear()
-        if len(self._samples) < 2 or now - self._samples[-2][0] >= _SAMPLE_S:
+        if not self._samples or now - self._samples[-1][0] >= _SAMPLE_S:
             self._samples.append((now, done))
-        else:
-            self._samples[-1] = (now, done)
-        while len(self._samples) > 2 and now - self._samples[0][0] > _WINDOW_S:
+        while len(self._samples) > 1 and now - self._samples[0][0] > _WINDOW_S:
             self._samples.popleft()
         then, before = self._samples[0]
         elapsed = now - then

@@ -191,8 +191,15 @@ def _holding(there: Sequence[Selection], file: str) -> Selection | None:
 def _of_quant(there: Sequence[Selection], quant: str, listing: Listing) -> Selection:
     exact = [s for s in there if s.quant.upper() == quant.upper()]
     near = exact or [s for s in there if names.same_quant(quant, s.quant)]
-    if near:
-        return _only(near, quant, listing)
+    stems = {names.stem_of(s.files[0].name) for s in near}
+    if len(stems) > 1:
+        listed = ", ".join(s.files[0].name for s in near[:8])
+        raise DownloadError(
+            f"{listing.repo} has {len(stems)} models in {quant}: {listed}",
+            hint=f"name one by its address: hf.co/{listing.repo}/blob/main/{near[0].files[0].name}",
+        )
+    if near:  # the same file in two places is one
+        return near[0]
     raw = {names.quant_of(names.raw_part_of(f.name)) for f in listing.files}
     if any(names.same_quant(quant, other) for other in raw):
         raise _no_model(listing, quant)
@@ -228,19 +235,6 @@ def _no_model(listing: Listing, quant: str) -> DownloadError:
         f"{listing.repo} holds no model that runs here: neither GGUF files nor an MLX folder",
         hint=_ELSEWHERE,
     )
-
-
-def _only(near: Sequence[Selection], quant: str, listing: Listing) -> Selection:
-    """The one of several selections of a quant: the same file in two places is one. Raises
-    DownloadError naming them."""
-    stems = {names.stem_of(s.files[0].name): s for s in reversed(near)}
-    if len(stems) > 1:
-        listed = ", ".join(s.files[0].name for s in near[:8])
-        raise DownloadError(
-            f"{listing.repo} has {len(stems)} models in {quant}: {listed}",
-            hint=f"name one by its address: hf.co/{listing.repo}/blob/main/{near[0].files[0].name}",
-        )
-    return near[0]
 
 
 def usual_variant(variants: Sequence[Variant]) -> Variant:
