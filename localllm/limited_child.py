@@ -118,22 +118,16 @@ class Stages:
         try:
             if answer is None and wanted():
                 answer = self._children[stage].ask(question, wanted) if self._children else question
-                self._remember(question, answer)
-        except OverLimitError as e:
-            if stage + 1 < len(self._threads):
+                if len(str(answer)) <= _REMEMBERED_CHARS:  # who asks once often asks again
+                    self._known[question] = answer
+                if len(self._known) > _REMEMBERED:
+                    self._known.pop(next(iter(self._known)), None)
+        except ChildError as e:
+            if isinstance(e, OverLimitError) and stage + 1 < len(self._threads):
                 self.submit(question, wanted, take, stage + 1)
                 return
             reason = str(e)
-        except ChildError as e:
-            reason = str(e)
         take(answer, reason)
-
-    def _remember(self, question: Any, answer: Any) -> None:
-        """Who asks once often asks again."""
-        if len(str(answer)) <= _REMEMBERED_CHARS:
-            self._known[question] = answer
-        if len(self._known) > _REMEMBERED:
-            self._known.pop(next(iter(self._known)), None)
 
 
 class _Process:

@@ -18,6 +18,7 @@ from localllm.grammars.reasons import UNSATISFIABLE, check_schema
 
 _MOST_REPEATS = 100_000
 _MOST_NESTED = 200
+_SIGNS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n"}
 _LETTER = r'(?:\\[trn\\"\[\]]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|[^\\])'
 _LETTERS = re.compile(f"({_LETTER})(?:-({_LETTER}))?")
@@ -63,6 +64,7 @@ class _GbnfReader:
         self._rules: dict[str, Sequence[Piece]] = {}
         self._name = ""  # of the rule that is read
         self._pieces: list[Piece] = []
+        self._named: list[str] = []
         self._opened: list[int] = []  # where the brackets that are open stand
         self._item: int | None = None  # where what could be repeated begins
 
@@ -81,7 +83,7 @@ class _GbnfReader:
         if self._opened:
             raise self._wrong("expected )")
         self._end_rule()
-        for name in ("root", *(s for p in self._rules.values() for k, s in p if k == "rule")):
+        for name in ("root", *self._named):
             if name not in self._rules:
                 raise ValueError(f"it has no rule called {name}")
         return self._rules
@@ -133,6 +135,7 @@ class _GbnfReader:
             letters = [f"[{self._code(letter)}]" for letter in re.findall(_LETTER, said)]
             return [("item", letter) for letter in letters] or [_NOTHING]
         if kind == "name":
+            self._named.append(said)
             return [("rule", said)]
         return [_ANY if kind == "mark" else self._letters(said)]
 
@@ -160,11 +163,9 @@ class _GbnfReader:
         if self._item is None:
             raise self._wrong("nothing to repeat")
         least, comma, most = found.groups()[-4:-1]
-        low, high = int(least or found[0] == "+"), int(most or 0) if most else None
-        if found[0] == "?":
-            high = 1
-        elif least and not comma:
-            high = low
+        low, high = _SIGNS.get(found[0], (0, None))
+        if least is not None:
+            low, high = int(least), int(most or least) if most or not comma else None
         if max(low, high or 0) > _MOST_REPEATS or (high is not None and high < low):
             raise self._wrong("too many repetitions, or fewer at most than at least")
         times: Piece = ("mark", f"{{{low},{'' if high is None else high}}}")

@@ -38,12 +38,11 @@ def grammar_text(kind: str, source: str, token_ids: Callable[[], Mapping[str, in
         check_parts(source)
         if kind == COMPILED:
             return source
-        if kind == "json_schema":
-            lark = schemas_in(f"start: %json {json.dumps(json.loads(source))}")
-            return str(LLMatcher.grammar_from_lark(lark))
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(source))
-        if kind in ("lark", "gbnf"):
+        if kind == "json_schema":
+            source = f"start: %json {json.dumps(json.loads(source))}"
+        if kind in ("json_schema", "lark", "gbnf"):
             lark = schemas_in(lark_of(source))
             named = token_ids() if "<" in lark else {}
             return str(LLMatcher.grammar_from_lark(_with_tokens(lark, named)))
