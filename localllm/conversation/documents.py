@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from localllm.errors import UnsupportedError
+
 MOST_BYTES = 20 * 10**6
 _PDF_TYPE = "application/pdf"
 # Some have a few bytes of something else in front.
@@ -30,16 +32,12 @@ class AttachedPdf:
     asked: bool
 
 
-class UnreadableFileError(Exception):
-    """A file can't be read; the message says why."""
-
-
 def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> str | AttachedPdf:
     """The file in a part of a message: its text, or what is to be read as a PDF. Raises
-    UnreadableFileError."""
+    UnsupportedError."""
     name, sent, says_pdf = _sent(part)
     if sent is None:
-        raise UnreadableFileError(
+        raise UnsupportedError(
             f"{kind} are not fetched by address or id: send the file itself, in base64"
         )
     data = _decoded(sent, kind)
@@ -51,7 +49,7 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text or says_pdf:
-        raise UnreadableFileError(
+        raise UnsupportedError(
             f"{kind} are read where they are UTF-8 text or PDF, and {name or 'this one'} is neither"
         )
     return fenced(name, text)
@@ -63,13 +61,13 @@ def _decoded(sent: str, kind: str) -> bytes:
     if sent[:5].lower() == "data:":
         head, comma, encoded = sent.partition(",")
     if len(encoded) > MOST_BYTES * 4 // 3 + 4:
-        raise UnreadableFileError(f"{kind} of {MOST_BYTES} bytes at most are read")
+        raise UnsupportedError(f"{kind} of {MOST_BYTES} bytes at most are read")
     try:
         if comma and head.lower().endswith(";base64"):
             return base64.b64decode(encoded, validate=True)
     except ValueError:
         pass
-    raise UnreadableFileError(f"{kind} are read from base64, or a data URL of it")
+    raise UnsupportedError(f"{kind} are read from base64, or a data URL of it")
 
 
 def _sent(part: Mapping[str, Any]) -> tuple[str, str | None, bool]:

@@ -68,17 +68,13 @@ class StoredMessage:
     parent_id: int = 0
 
 
-def default_path() -> Path:
-    return paths.data_dir() / "conversations.db"
-
-
 class History:
     """The store. Every method is one transaction, may be called from any thread, and has reached
     the disk's journal when it returns. Unknown conversations raise NotFoundError; a broken file
     raises HistoryError."""
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self.path = Path(path) if path is not None else default_path()
+        self.path = Path(path) if path is not None else paths.data_dir() / "conversations.db"
         self._lock = threading.RLock()
         try:
             paths.private_dir(self.path.parent)
@@ -207,7 +203,7 @@ class History:
     def tree(self, conv_id: str) -> tuple[list[StoredMessage], int]:
         """Every message of all branches by age, and the id of the head (0: nothing was said
         yet)."""
-        with self._read() as db:
+        with self._locked("read") as db:
             (head,) = _row(
                 db, "conversation", conv_id, "SELECT head_id FROM conversations WHERE id = ?"
             )
@@ -237,7 +233,7 @@ class History:
 
     def versions(self, conv_id: str, parent: int, role: str) -> list[int]:
         """The ids of the turns that follow `parent`, oldest first: the versions of one turn."""
-        with self._read() as db:
+        with self._locked("read") as db:
             rows = db.execute(
                 "SELECT id FROM messages WHERE conversation_id = ? AND parent_id = ? AND role = ? "
                 "ORDER BY created_s, id",
@@ -254,13 +250,13 @@ class History:
             _change(db, "UPDATE conversations SET head_id = ? WHERE id = ?", message_id, conv_id)
 
     def get(self, conv_id: str) -> ConversationSummary:
-        with self._read() as db:
+        with self._locked("read") as db:
             return ConversationSummary(
                 *_row(db, "conversation", conv_id, _SUMMARY + " WHERE c.id = ?")
             )
 
     def holds(self, conv_id: str) -> bool:
-        with self._read() as db:
+        with self._locked("read") as db:
             return (
                 db.execute("SELECT 1 FROM conversations WHERE id = ?", (conv_id,)).fetchone()
                 is not None
@@ -269,7 +265,7 @@ class History:
     def list(self, query: str | None = None, limit: int = 50) -> list[ConversationSummary]:
         """The newest first; `query` keeps those whose title or turns contain all its words,
         whatever the case."""
-        with self._read() as db:
+        with self._locked("read") as db:
             if query is None or not query.split():
                 rows = db.execute(_SUMMARY + _NEWEST, (limit,)).fetchall()
             else:
@@ -282,13 +278,13 @@ class History:
 
     def search(self, query: str, limit: int = 200) -> Sequence[history_search.Hit]:
         """The turns that contain all words of `query`, whatever the case, newest first."""
-        with self._read() as db:
+        with self._locked("read") as db:
             return history_search.turns(db, query, limit)
 
     def asked(self, query: str = "", limit: int = 200) -> Sequence[str]:
         """What was typed as questions and contains all words of `query`, whatever the case: the
         newest first, each once."""
-        with self._read() as db:
+        with self._locked("read") as db:
             return history_search.asked(db, query, limit)
 
     def rename(self, conv_id: str, title: str, *, titled: int = 2) -> None:
@@ -354,22 +350,19 @@ class History:
         return found.fetchone() is not None
 
     @contextmanager
-    def _read(self) -> Iterator[sqlite3.Connection]:
+    def _locked(self, done: str) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
                 yield self._db
             except sqlite3.Error as e:
-                raise HistoryError(f"the conversations can't be read: {e}") from e
+                raise HistoryError(f"the conversations can't be {done}: {e}") from e
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-                with self._db:  # commits, or rolls back
-                    yield self._db
-            except sqlite3.Error as e:
-                raise HistoryError(f"the conversations can't be written: {e}") from e
+        with self._locked("written") as db:
+            db.execute("BEGIN IMMEDIATE")
+            with db:  # commits, or rolls back
+                yield db
 
 
 def _unknown(what: str, key: str | int) -> NotFoundError:

@@ -96,9 +96,8 @@ def _containing(query: str) -> tuple[str, list[str]]:
             " ".join('"' + word.replace('"', '""') + '"' for word in long),
             *(_like(word) for word in long),
         ]
-    for word in short:
-        parts.append("m.content LIKE ? ESCAPE '\\'")
-        args.append(_like(word))
+    parts += ["m.content LIKE ? ESCAPE '\\'"] * len(short)
+    args += map(_like, short)
     return " AND ".join(parts), args
 
 

@@ -67,9 +67,8 @@ def attached(part: Mapping[str, Any], where: str, *, asked: bool) -> AttachedIma
     """The image in a part of a message, in any dialect's form."""
     found: Any = part.get("image_url", part.get("source", part.get("image", part.get("url"))))
     if isinstance(found, Mapping):
-        if found.get("type") == "base64" or "data" in found:
-            return of_file(found.get("data"), where, asked=asked)
-        found = found.get("url")
+        holds = found.get("type") == "base64" or "data" in found
+        found = found.get("data" if holds else "url")
     return of_file(found, where, asked=asked)
 
 
@@ -144,10 +143,6 @@ def images_in_prompt(
         )
         raise RequestError(said, param=where)
     images = [of_file(file, f"{where}[{i}]", asked=True) for i, file in enumerate(files)]
-    if images and not vision:
-        raise UnsupportedError(f"{where}: this model reads text only, not images", param=where)
-    for image in images:
-        if image.problem:
-            raise RequestError(f"{image.where}: {image.problem}", param=image.where)
     marked = "".join(p + (images[i].mark if i < len(images) else "") for i, p in enumerate(parts))
-    return marked, {image.mark: image.file for image in images}
+    prepared = prepare_images([{"content": marked, "images": images}], vision=vision)
+    return marked, prepared.files

@@ -20,6 +20,7 @@ Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = Sequence[Message]
 Variables: TypeAlias = dict[str, Any]
 
+_SAID_ONCE = ("reasoning_content", "thinking")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -122,24 +123,16 @@ def one_call_a_turn(messages: Messages) -> Messages:
     at = 0
     while at < len(messages):
         message = messages[at]
-        at += 1
         calls = message.get("tool_calls") or ()
-        if len(calls) < 2:
-            split.append(message)
-            continue
-        results = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[at:]))
-        at += len(results)
-        later = {
-            name: value
-            for name, value in message.items()
-            if name not in ("reasoning_content", "thinking")
-        }
-        later["content"] = ""
-        for i, call in enumerate(calls):
-            is_last = i == len(calls) - 1
-            own = results if is_last else _results_of(call, results)
+        results = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[at + 1 :]))
+        at += 1 + len(results)
+        for call in calls[:-1]:
+            own = _results_of(call, results)
             results = [r for r in results if not any(r is o for o in own)]
-            split += [{**(later if i else message), "tool_calls": [call]}, *own]
+            split += [{**message, "tool_calls": [call]}, *own]
+            later = {name: v for name, v in message.items() if name not in _SAID_ONCE}
+            message = {**later, "content": ""}
+        split += [{**message, "tool_calls": [calls[-1]]} if calls else message, *results]
     return split
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from localllm import json_store
 from localllm.conversation import documents
 from localllm.conversation import images as pictures
-from localllm.conversation.documents import AttachedPdf, UnreadableFileError
+from localllm.conversation.documents import AttachedPdf
 from localllm.conversation.images import AttachedImage
 from localllm.errors import RequestError, UnsupportedError
 
@@ -37,8 +37,10 @@ _ONE_OF = {"images": "image", "files": "file", "documents": "document"}
 
 @dataclass
 class Attachments:
-    """What flattening a content takes out of it, marks in its place."""
+    """What flattening a content takes out of it: images and PDFs, marks in their place, and
+    `thoughts`, where they are the model's own."""
 
+    thoughts: list[str] | None = None
     images: list[AttachedImage] = field(default_factory=list)
     pdfs: list[AttachedPdf] = field(default_factory=list)
 
@@ -84,10 +86,9 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
     sent = message.get("content")
     if role == "tool" and isinstance(sent, Mapping):  # what a tool returned, as it is
         sent = json.dumps(sent, ensure_ascii=False)
-    parts, thoughts = _split_reasoning(sent) if role == "assistant" else (sent, [])
-    found = Attachments()
+    found = Attachments(thoughts=[] if role == "assistant" else None)
     texts = [
-        flatten(parts, f"{where}.content", omitted, found),
+        flatten(sent, f"{where}.content", omitted, found),
         *_ollama_images(message, where, omitted, found),
     ]
     fields: dict[str, Any] = {
@@ -99,7 +100,7 @@ def _plain_message(message: Any, where: str, omitted: list[str] | None) -> dict[
         fields["tool_call_id"] = _text_of(message, "tool_call_id")
         fields["name"] = _text_of(message, "tool_name") or fields["name"]
     if role == "assistant":
-        fields["reasoning_content"] = _reasoning(message, thoughts)
+        fields["reasoning_content"] = _reasoning(message, found.thoughts or ())
         fields["tool_calls"] = _tool_calls(message, where)
     content = "\n".join(filter(None, texts))
     return {"role": role, "content": content} | {
@@ -140,18 +141,10 @@ def _ollama_images(
     return [image.mark for image in images]
 
 
-def _reasoning(message: Mapping[str, Any], thoughts: Sequence[Mapping[str, Any]]) -> str | None:
+def _reasoning(message: Mapping[str, Any], thoughts: Sequence[str]) -> str | None:
     named = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
-    reasoning = named or "\n".join(map(_reasoning_text, thoughts))
+    reasoning = named or "\n".join(thoughts)
     return reasoning if isinstance(reasoning, str) else None
-
-
-def _split_reasoning(content: Any) -> tuple[Any, list[Mapping[str, Any]]]:
-    """A content without its parts of reasoning, and those."""
-    if not isinstance(content, list):
-        return content, []
-    thoughts = [p for p in content if isinstance(p, Mapping) and p.get("type") in _THOUGHT_PARTS]
-    return [p for p in content if p not in thoughts] if thoughts else content, thoughts
 
 
 def _reasoning_text(part: Mapping[str, Any]) -> str:
@@ -177,13 +170,14 @@ def flatten(
         return content
     if not isinstance(content, Sequence):
         raise RequestError(f"{where} must be a string, null or an array of parts", param=where)
-    return "\n".join(
-        _part_text(part, f"{where}[{i}]", omitted, found) for i, part in enumerate(content)
-    )
+    texts = [_part_text(part, f"{where}[{i}]", omitted, found) for i, part in enumerate(content)]
+    return "\n".join(text for text in texts if text is not None)
 
 
-def _part_text(part: Any, where: str, omitted: list[str] | None, found: Attachments | None) -> str:
-    """The text of one part, or what stands for it."""
+def _part_text(
+    part: Any, where: str, omitted: list[str] | None, found: Attachments | None
+) -> str | None:
+    """The text of one part, or what stands for it; None for a thought."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -196,45 +190,47 @@ def _part_text(part: Any, where: str, omitted: list[str] | None, found: Attachme
         if not isinstance(text, str):
             raise RequestError(f"{where}.text must be a string", param=where)
         return text
-    if kind in pictures.KINDS and found is not None:
-        found.images.append(pictures.attached(part, where, asked=omitted is None))
-        return found.images[-1].mark
-    if _BINARY_PARTS.get(kind) in ("files", "documents") and found is not None:
-        return _file(part, kind, where, omitted, found)
-    if kind in _BINARY_PARTS:
-        return _note_for_omitted(_BINARY_PARTS[kind], where, omitted)
-    known = ", ".join((*_TEXT_PARTS, *_BINARY_PARTS))
-    raise UnsupportedError(
-        f"{where}.type {_short(kind)} is not supported; known: {known}", param=where
-    )
+    name = _BINARY_PARTS.get(kind)
+    if name is None:
+        known = ", ".join((*_TEXT_PARTS, *_BINARY_PARTS))
+        raise UnsupportedError(
+            f"{where}.type {_short(kind)} is not supported; known: {known}", param=where
+        )
+    if found is not None:
+        if kind in _THOUGHT_PARTS and found.thoughts is not None:
+            found.thoughts.append(_reasoning_text(part))
+            return None
+        if kind in pictures.KINDS:
+            found.images.append(pictures.attached(part, where, asked=omitted is None))
+            return found.images[-1].mark
+        if name in ("files", "documents"):
+            return _file(part, name, where, omitted, found)
+    refused = f"this model reads text only, not {name}"
+    return _omit(name, where, omitted, refused, f"this server does not read {name} yet")
 
 
 def _file(
-    part: Mapping[str, Any], kind: str, where: str, omitted: list[str] | None, found: Attachments
+    part: Mapping[str, Any], plural: str, where: str, omitted: list[str] | None, found: Attachments
 ) -> str:
     """The text that stands for a file; raises UnsupportedError for one that is asked about and
     can't be read."""
-    plural = _BINARY_PARTS[kind]
     try:
         file = documents.attached(part, where, plural, asked=omitted is None)
-    except UnreadableFileError as e:
-        if omitted is None:
-            raise UnsupportedError(f"{where}: {e}", param=where) from e
-        omitted.append(plural)
-        return f"[{_ONE_OF[plural]} omitted: {e}]"
+    except UnsupportedError as e:
+        return _omit(plural, where, omitted, e.message, e.message)
     if isinstance(file, str):
         return file
     found.pdfs.append(file)
     return file.mark
 
 
-def _note_for_omitted(kind: str, where: str, omitted: list[str] | None) -> str:
-    """What the model is told in the place of a part that can't be read; raises UnsupportedError
-    where it can't do without."""
+def _omit(kind: str, where: str, omitted: list[str] | None, refused: str, why: str) -> str:
+    """What the model is told in the place of a part that can't be read; raises UnsupportedError,
+    which says that it is `refused`, where it can't do without."""
     if omitted is None:
-        raise UnsupportedError(f"{where}: this model reads text only, not {kind}", param=where)
+        raise UnsupportedError(f"{where}: {refused}", param=where)
     omitted.append(kind)
-    return f"[{_ONE_OF.get(kind, kind)} omitted: this server does not read {kind} yet]"
+    return f"[{_ONE_OF.get(kind, kind)} omitted: {why}]"
 
 
 def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

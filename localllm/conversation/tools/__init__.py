@@ -16,10 +16,6 @@ from localllm.conversation.tools.base import ToolFormat
 from localllm.conversation.tools.notations import hermes
 
 DEFAULT: ToolFormat = hermes.FORMATS[0]
-# Reasoning between tags that belong to no family: the first are looked for before a family's own,
-# the others after.
-_COMMON_REASONING = (("<think>", "</think>"),)
-_RARE_REASONING = (("<thinking>", "</thinking>"),)
 
 
 def discover() -> tuple[ToolFormat, ...]:
@@ -57,9 +53,10 @@ def reasoning_markers(template: str, style: ToolFormat | None = None) -> tuple[s
     style = style or detect_format(template)
     if style is not None and style.think is not None:
         return style.think
+    # Tags that belong to no family stand before and behind the families' own.
     known = (
-        *_COMMON_REASONING,
+        ("<think>", "</think>"),
         *(f.may_think for f in FORMATS if f.may_think is not None),
-        *_RARE_REASONING,
+        ("<thinking>", "</thinking>"),
     )
     return next((pair for pair in known if pair[1] in template), None)

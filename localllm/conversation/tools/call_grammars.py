@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from localllm.conversation.tools.base import Grammar, NamedSchemas
 from localllm.conversation.tools.lark import (
     any_of,
+    any_value,
     in_any_order,
     slashed,
     spelled,
@@ -21,7 +22,7 @@ from localllm.conversation.tools.lark import (
     whole_pattern,
 )
 from localllm.conversation.tools.schemas import kind_of, names_all, options_of, parameters
-from localllm.conversation.tools.values import JsonValues, SpelledValues, Values
+from localllm.conversation.tools.values import SpelledValues, Spelling
 
 # Where any name, or any number, stands in a text.
 _HERE = "\0"
@@ -31,12 +32,15 @@ _ANY = {_HERE: r"/[^<>\"\s]+/", ANY_NUMBER: "/[0-9]{1,3}/"}
 _KINDS = ("string", "number", "boolean", "null", "object", "array")
 
 
+_ValueOf: TypeAlias = Callable[[Any, Mapping[str, Any]], str]
+
+
 @dataclass(frozen=True, slots=True)
 class TagGrammar:
     """How a notation writes a call with tagged parameters: `head` for a function's name, `before`
     for a parameter's key and the JSON type of its value, `after` a value and `end`.
     `text` is the Lark of any text and what follows it, where that is not all up to `after`.
-    `values` spells what is no text.
+    `spelling`: of what is no text; without one it is JSON, of whose values `json` makes the Lark.
     `loose`: newlines may be left out or doubled.
     `tokens`: everything between < and > is a control token."""
 
@@ -45,7 +49,8 @@ class TagGrammar:
     after: str
     end: str
     text: str = ""
-    values: Callable[[], Values] = JsonValues
+    spelling: Spelling | None = None
+    json: _ValueOf = any_value
     loose: bool = False
     tokens: bool = False
 
@@ -92,7 +97,8 @@ def tagged_calls(
     tools: NamedSchemas, tags: TagGrammar, *, repeat: bool = False, closing: str = ""
 ) -> Grammar:
     """A call, or several behind one another (`repeat`), and `closing`."""
-    values = tags.values()
+    spelled_values = SpelledValues(tags.spelling) if tags.spelling is not None else None
+    value = tags.json if spelled_values is None else spelled_values.of
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
         parts = [tags.lark(tags.head(name))]
@@ -100,21 +106,20 @@ def tagged_calls(
             named: list[tuple[str, bool]] = []
             for p, (key, described, wanted) in enumerate(parameters(schema)):
                 named.append((f"f{f}_p{p}", wanted))
-                rules.append(f"f{f}_p{p}: {_parameter(tags, values, key, described, schema)}")
+                rules.append(f"f{f}_p{p}: {_parameter(tags, value, key, described, schema)}")
             parts.append(in_any_order(f"f{f}", named, rules))
         else:
             parts.append(f"f{f}_any*")
-            rules.append(f"f{f}_any: {_parameter(tags, values, _HERE, None, schema)}")
+            rules.append(f"f{f}_any: {_parameter(tags, value, _HERE, None, schema)}")
         rules.append(f"f{f}: {' '.join(parts)}{' ' + tags.lark(tags.end) if tags.end else ''}")
     calls = f"({any_of(tools)}){'+' if repeat else ''}"
+    more = spelled_values.rules if spelled_values is not None else ()
     whole = [calls] + [tags.lark(closing)] * bool(closing)
-    return "lark", "\n".join(
-        [f"start: {' '.join(whole)}", *rules, *values.rules, tags.free()]
-    ) + "\n"
+    return "lark", "\n".join([f"start: {' '.join(whole)}", *rules, *more, tags.free()]) + "\n"
 
 
 def _parameter(
-    tags: TagGrammar, values: Values, key: str, described: Any, root: Mapping[str, Any]
+    tags: TagGrammar, value: _ValueOf, key: str, described: Any, root: Mapping[str, Any]
 ) -> str:
     """The Lark of a parameter: what its value may be, in alternatives that differ in what stands
     before them."""
@@ -124,7 +129,7 @@ def _parameter(
         kind = kind_of(option["const"]) if "const" in option else str(option["type"])
         way = ways.setdefault(tags.before(key, kind), [])
         if kind != "string":
-            way.append(f"{values.of(option, root)} {tags.lark(tags.after)}")
+            way.append(f"{value(option, root)} {tags.lark(tags.after)}")
         elif "const" in option:
             way.append(f"{text(option['const'])} {tags.lark(tags.after)}")
         else:

@@ -45,11 +45,8 @@ class LiteralReader:
         if word := _WORD.match(text, at):
             return _WORDS[word[0]], word.end()
         if number := _NUMBER.match(text, at):
-            if number[0].endswith("."):
-                return float(number[0]), number.end()
-            return json.loads(
-                number[0].replace("inf", "Infinity").replace("nan", "NaN")
-            ), number.end()
+            is_whole = number[0].lstrip("-").isdigit()
+            return (int if is_whole else float)(number[0]), number.end()
         raise ValueError(f"no value: {text[at : at + 20]!r}")
 
     def key(self, text: str, at: int) -> tuple[str, int]:

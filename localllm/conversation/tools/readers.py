@@ -27,7 +27,8 @@ JSON_HEAD = re.compile(
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
-_TURNS = re.compile(r'["\\{}\[\]]')
+_TURNS = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
+_BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
 class JsonEnd:
@@ -36,30 +37,20 @@ class JsonEnd:
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
-        self._escaped = False
+        self._held = ""  # a backslash whose letter is still to come
 
     def feed(self, text: str) -> int:
         """Index just after the value's last bracket, or -1 while it goes on."""
-        at = 0
-        if self._escaped and text:
-            self._escaped, at = False, 1
-        while (match := _TURNS.search(text, at)) is not None:
-            at = match.end()
-            char = match.group()
-            if self._in_string:
-                if char == '"':
-                    self._in_string = False
-                elif char == "\\":
-                    self._escaped = at >= len(text)
-                    at += 1
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
+        before, self._held = self._held, ""
+        for turn in _TURNS.finditer(before + text):
+            if turn[0] == '"':
+                self._in_string = not self._in_string
+            elif turn[0] == "\\":
+                self._held = turn[0]
+            elif turn[0] in _BRACKETS and not self._in_string:
+                self._depth += _BRACKETS[turn[0]]
                 if self._depth <= 0:
-                    return at
+                    return turn.end() - len(before)
         return -1
 
 
@@ -103,7 +94,9 @@ class JsonReader(CallReader):
                 self._scan = None
             match = self._head.match(self._held)
             if match is not None:
-                name = _unquote(next(filter(None, match.groups())))
+                said = next(filter(None, match.groups()))
+                quoted = json_store.parsed(said) if said.startswith('"') else said
+                name = str(quoted or said.strip('"'))
                 if self._names is not None and name not in self._names:
                     out.append(Content(self._opening + self._held))
                     self.rest, self._held = "", ""
@@ -202,9 +195,7 @@ class BlockReader(CallReader):
         if self._ended:
             return [Content(self._held)] if self._held.strip() else []
         at = self._held.find(self._end)
-        if at < 0:
-            return self._read(len(self._held))
-        out = self._read(at)
+        out = self._read(at if at >= 0 else len(self._held))
         self.rest = self._held.removeprefix(self._tail)
         return out
 
@@ -247,12 +238,6 @@ def json_calls(block: str) -> list[Call] | None:
     return found or None
 
 
-def json_arguments(text: str) -> str | None:
-    """`text` if it is a JSON object, as arguments are; None otherwise."""
-    value = json_store.parsed(text)
-    return as_json(value) if isinstance(value, dict) else None
-
-
 def as_json(value: object) -> str:
     """JSON that UTF-8 can carry: letters as they are, except where one is half of a surrogate
     pair."""
@@ -262,10 +247,3 @@ def as_json(value: object) -> str:
     except UnicodeEncodeError:
         return json.dumps(value)
     return text
-
-
-def _unquote(name: str) -> str:
-    try:
-        return str(json.loads(name)) if name.startswith('"') else name
-    except ValueError:
-        return name.strip('"')

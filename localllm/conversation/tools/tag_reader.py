@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ class TagPatterns:
     closing: it lasts to the end) and of a parameter. Names are the first groups of the openings.
     `wrapped`: a value stands on lines of its own.
     `is_json`: whether a parameter's opening says itself that its value is JSON, and not text (None:
-    its schema says it)."""
+    its schema says it). `quoted`: a value that is its first group as it is."""
 
     function: re.Pattern[str]
     function_end: str
@@ -41,6 +41,7 @@ class TagPatterns:
     parameter_end: str
     wrapped: bool = False
     is_json: Callable[[re.Match[str]], bool] | None = None
+    quoted: re.Pattern[str] | None = None
 
 
 class _OpenError(Exception):
@@ -52,14 +53,13 @@ def tagged_format(
     patterns: TagPatterns,
     grammar: TagGrammar,
     markers: tuple[str, ...],
-    calls: Callable[[str, Sequence[Tool], TagPatterns], list[Call] | None] | None = None,
     closing: str = "",
     lead: str = "",
     one_block: bool = False,
     **facts: Any,
 ) -> ToolFormat:
     """A format of calls with tagged parameters up to `closing` (default: the closing tag of the
-    marker that opened them); `calls` reads those of a block, None where it can't be read whole.
+    marker that opened them).
     `one_block`: a block, which begins with `lead`, holds every call; else each call has a block of
     its own. `facts` are ToolFormat's."""
 
@@ -71,7 +71,7 @@ def tagged_format(
             first,
             marker,
             end_of(marker),
-            lambda block: (calls or typed_calls)(block, tools, patterns),
+            lambda block: typed_calls(block, tools, patterns),
             is_open=lambda block: is_open(block, patterns),
         )
 
@@ -86,33 +86,32 @@ def tagged_format(
 
 
 def typed_calls(block: str, tools: Sequence[Tool], tags: TagPatterns) -> list[Call] | None:
-    """The calls of `block` with values as their openings or their schemas say."""
-
-    def valued(function: re.Match[str], pairs: list[RawParameter]) -> dict[str, Any]:
-        name, is_json = function[1], tags.is_json
-        if is_json is not None:
-            return {m[1]: json.loads(v) if is_json(m) else v for m, v in pairs}
-        if tags.wrapped:  # by a template's own newlines, if by any
-            pairs = [(m, v[1:].removesuffix("\n") if v[:1] == "\n" else v) for m, v in pairs]
-        return {m[1]: typed(v, m[1], name, tools) for m, v in pairs}
-
-    return read_calls(block, tools, tags, valued)
-
-
-def read_calls(
-    block: str,
-    tools: Sequence[Tool],
-    tags: TagPatterns,
-    valued: Callable[[re.Match[str], list[RawParameter]], dict[str, Any]],
-) -> list[Call] | None:
-    """The calls of `block`, whose arguments `valued` makes of a function's opening and its
-    parameters. None where it can't be read whole: half of a call is none."""
+    """The calls of `block` with values as their openings or their schemas say. None where it can't
+    be read whole: half of a call is none."""
     try:
-        found = _functions(block, tools, tags, strict=False)
-        calls = [(head[1], as_json(valued(head, pairs))) for head, pairs in found or ()]
+        found = _functions(block, tools, tags, strict=False) or ()
+        calls = [
+            (head[1], as_json(_arguments(head[1], pairs, tools, tags))) for head, pairs in found
+        ]
     except (ValueError, RecursionError, _OpenError):
         return None
     return calls or None
+
+
+def _arguments(
+    function: str, pairs: Sequence[RawParameter], tools: Sequence[Tool], tags: TagPatterns
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for opening, said in pairs:
+        quoted = tags.quoted.match(said) if tags.quoted is not None else None
+        if quoted is not None:
+            values[opening[1]] = quoted[1]
+        elif tags.is_json is not None:
+            values[opening[1]] = json.loads(said) if tags.is_json(opening) else said
+        else:  # wrapped by a template's own newlines, if by any
+            own = said[1:].removesuffix("\n") if tags.wrapped and said[:1] == "\n" else said
+            values[opening[1]] = typed(own, opening[1], function, tools)
+    return values
 
 
 def is_open(block: str, tags: TagPatterns) -> bool:
@@ -138,84 +137,55 @@ def _functions(
             return None
         pairs: list[RawParameter] = []
         at = function.end()
-        names = _names(function[1], tools)
+        schema = next((s for n, s in map(parameters_of, tools) if n == function[1]), {})
+        names = {name for name, _, _ in parameters(schema)}
         while (parameter := tags.parameter.match(block, at)) is not None:
-            end, at = _end_of_value(
-                block, parameter, tags, names - {m[1] for m, _ in pairs}, strict
-            )
+            names.discard(parameter[1])
+            end, at = _end_of_value(block, parameter.end(), tags, names, strict)
             pairs.append((parameter, block[parameter.end() : end]))
-        behind = len(block) - len(block[at:].lstrip())
-        if tags.function_end and block.startswith(tags.function_end, behind):
-            at = behind + len(tags.function_end)
-        elif behind < len(block):
+        at = len(block) - len(block[at:].lstrip())
+        if tags.function_end and block.startswith(tags.function_end, at):
+            at += len(tags.function_end)
+        elif at < len(block):
             return None
-        else:
-            at = behind
         found.append((function, pairs))
     return found
 
 
-def _names(function: str, tools: Sequence[Tool]) -> frozenset[str]:
-    schema = next((s for n, s in map(parameters_of, tools) if n == function), {})
-    return frozenset(name for name, _, _ in parameters(schema))
-
-
 def _end_of_value(
-    block: str, parameter: re.Match[str], tags: TagPatterns, names: frozenset[str], strict: bool
+    block: str, at: int, tags: TagPatterns, names: set[str], strict: bool
 ) -> tuple[int, int]:
-    """Where the value that `parameter` opened ends, and where its closing tag does. A value may
-    hold the tag itself: it ends where a parameter, the function's end or nothing stands behind
-    it."""
-    at = parameter.end()
-    forgotten = _forgotten(block, parameter, tags, names)
-    end = block.find(tags.parameter_end, at)
-    while end >= 0 and (forgotten is None or end < forgotten):
-        behind = end + len(tags.parameter_end)
-        if _tag_follows(block, behind, tags, strict):
-            return end, behind
-        end = block.find(tags.parameter_end, behind)
-    if strict:
+    """Where the value that begins at `at` ends, and where its closing tag does. A value may hold
+    the tag itself: it ends where a parameter, the function's end or nothing stands behind it. One
+    that is not closed ends where another parameter of `names` begins, at a line's start."""
+    first = block.find(tags.parameter_end, at)
+    within = tags.parameter.finditer(block, at, first if first >= 0 else len(block))
+    begun = (m.start() for m in within if m[1] in names and re.match(r"\s*\n", m[0]))
+    forgotten = next(begun, None)
+    if forgotten is not None:
+        return forgotten, forgotten
+    for closing in re.compile(re.escape(tags.parameter_end)).finditer(block, at):
+        if _tag_follows(block, closing.end(), tags, strict):
+            return closing.span()
+    last = block.rfind(tags.function_end, at) if tags.function_end else len(block)
+    if strict or last < 0:
         raise _OpenError
-    if forgotten is None:
-        last = block.rfind(tags.function_end, at) if tags.function_end else len(block)
-        if last < 0:
-            raise _OpenError
-        forgotten = last
-    return forgotten, forgotten
-
-
-def _forgotten(
-    block: str, parameter: re.Match[str], tags: TagPatterns, names: frozenset[str]
-) -> int | None:
-    """Where a parameter begins whose predecessor was not closed: at a line's start, and one that
-    the function has."""
-    for following in tags.parameter.finditer(block, parameter.end()):
-        known = following[1] in names and following[1] != parameter[1]
-        closed = tags.parameter_end in block[parameter.end() : following.start()]
-        if (
-            known
-            and not closed
-            and "\n" in following[0][: len(following[0]) - len(following[0].lstrip())]
-        ):
-            return following.start()
-    return None
+    return last, last
 
 
 def _tag_follows(block: str, at: int, tags: TagPatterns, strict: bool) -> bool:
     rest = block[at:].lstrip()
     if not rest:
         return not (strict and tags.function_end)
-    if tags.parameter.match(block, at) is not None:
-        return True
-    return bool(tags.function_end) and rest.startswith(tags.function_end)
+    at_end = bool(tags.function_end) and rest.startswith(tags.function_end)
+    return at_end or tags.parameter.match(block, at) is not None
 
 
 def typed(value: str, name: str, function: str, tools: Sequence[Tool]) -> Any:
     """A parameter's text as the type its schema says. Where text is one of several types, only what
     reads as one of the others is not text."""
     schema = next((t for t in map(parameters_of, tools) if t[0] == function), ("", {}))[1]
-    properties = schema.get("properties")
-    described = properties.get(name) if isinstance(properties, Mapping) else None
+    described = next((d for n, d, _ in parameters(schema) if n == name), None)
     return as_kind(value, kinds_of(described, schema))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 from localllm.conversation.tools.lark import any_value, in_any_order, in_order, json_value, text
 from localllm.conversation.tools.schemas import options_of, parameters
@@ -20,27 +20,18 @@ Member = tuple[str, str, bool]
 """A member's key, the Lark of its value, and whether it must be there."""
 
 
-@dataclass(slots=True)
-class JsonValues:
-    """JSON, whose schema says it all. `python`: true, false and null may be spelled as in Python
-    too."""
-
-    python: bool = False
-    rules: list[str] = field(default_factory=list)
-
-    def of(self, described: Any, root: Mapping[str, Any]) -> str:
-        """The Lark of a value; `root` is where references point to."""
-        if not self.python:
+def json_or_python(described: Any, root: Mapping[str, Any]) -> str:
+    """The Lark of a value in JSON, of which true, false and null may be spelled as in Python too;
+    `root` is where references point to."""
+    words: list[bool | None] = []
+    for option in options_of(described, root) or ({},):
+        if "const" in option and isinstance(option["const"], bool | None):
+            words.append(option["const"])
+        elif option.get("type") in ("boolean", "null"):
+            words += [True, False] if option["type"] == "boolean" else [None]
+        else:
             return any_value(described, root)
-        words: list[bool | None] = []
-        for option in options_of(described, root) or ({},):
-            if "const" in option and isinstance(option["const"], bool | None):
-                words.append(option["const"])
-            elif option.get("type") in ("boolean", "null"):
-                words += [True, False] if option["type"] == "boolean" else [None]
-            else:
-                return any_value(described, root)
-        return f"({' | '.join(map(_in_python, words))})"
+    return f"({' | '.join(map(_in_python, words))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +176,6 @@ class SpelledValues:
 
     def _listed(self, lark: str) -> str:
         return f"({lark} ({text(self.spelling.comma)} {lark})*)?"
-
-
-Values: TypeAlias = JsonValues | SpelledValues
 
 
 def _in_python(value: bool | None) -> str:

@@ -18,14 +18,14 @@ _HEAD = re.compile(
     + r"|[\s\]},]*(?:\[TOOL_CALLS\])?\s*([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)"
 )
 
-_ID = '"id"'
-
 
 def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     """One array of calls; in the newer spelling an opening for each function."""
     if "[ARGS]" not in template:
         # Where the template writes ids, one of nine letters may stand behind the arguments.
-        more = {"id": {"type": "string", "pattern": "^[A-Za-z0-9]{9}$"}} if _ID in template else {}
+        more = (
+            {"id": {"type": "string", "pattern": "^[A-Za-z0-9]{9}$"}} if '"id"' in template else {}
+        )
         return {"[TOOL_CALLS]": GrammarTrigger("", call_list(tools, more))}
     triggers: Triggers = {}
     for name, schema in tools:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from localllm.conversation.reply import TurnEnd
 from localllm.conversation.tools.base import (
@@ -19,15 +20,14 @@ from localllm.conversation.tools.base import (
 )
 from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
 from localllm.conversation.tools.lark import spelled, text
-from localllm.conversation.tools.readers import BlockReader, Call
+from localllm.conversation.tools.readers import BlockReader
 from localllm.conversation.tools.tag_reader import TagPatterns, is_open, typed_calls
 
 _HEADER = "<|start|>assistant"
-_FUNCTIONS = re.compile(r"[^<]*<\|message\|>\s*<atem:function_calls>")
 _LINE = "\n"
 _OPEN, _CLOSE = "<atem:function_calls>", "</atem:function_calls>"
 _PATTERNS = TagPatterns(
-    re.compile(r'\s*<atem:invoke name="([^"]+)">'),
+    re.compile(r'(?:[^<]*<\|message\|>\s*<atem:function_calls>)?\s*<atem:invoke name="([^"]+)">'),
     "</atem:invoke>",
     re.compile(r'\s*<atem:parameter name="([^"]+)"[^>]*>'),
     "</atem:parameter>",
@@ -41,21 +41,8 @@ _GRAMMAR = TagGrammar(
 
 
 def _reader(first: int, marker: str, tools: Sequence[Tool]) -> BlockReader:
-    def calls_of(block: str) -> str | None:
-        head = _FUNCTIONS.match(block)
-        return None if head is None else block[head.end() :]
-
-    def parse(block: str) -> list[Call] | None:
-        calls = calls_of(block)
-        return None if calls is None else typed_calls(calls, tools, _PATTERNS)
-
-    return BlockReader(
-        first,
-        marker,
-        _CLOSE,
-        parse,
-        is_open=lambda block: is_open(calls_of(block) or "", _PATTERNS),
-    )
+    parse = partial(typed_calls, tools=tools, tags=_PATTERNS)
+    return BlockReader(first, marker, _CLOSE, parse, is_open=partial(is_open, tags=_PATTERNS))
 
 
 def _calls(tools: NamedSchemas) -> Grammar:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from localllm import json_store
 from localllm.conversation.tools.base import (
     GrammarTrigger,
     NamedSchemas,
@@ -17,9 +18,9 @@ from localllm.conversation.tools.base import (
     Triggers,
 )
 from localllm.conversation.tools.call_grammars import TagGrammar, tagged_calls
-from localllm.conversation.tools.readers import BlockReader, Call, json_arguments
+from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.tag_reader import TagPatterns, is_open, typed_calls
-from localllm.conversation.tools.values import PYTHON, JsonValues, SpelledValues
+from localllm.conversation.tools.values import PYTHON, json_or_python
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>")
@@ -34,8 +35,8 @@ def _parse(tools: Sequence[Tool], patterns: TagPatterns, block: str) -> list[Cal
     head = _FUNCTION.match(block)
     if head is None:
         return None
-    arguments = json_arguments(block[head.end() :].strip().removesuffix(_END))
-    return None if arguments is None else [(head[1], arguments)]
+    values = json_store.parsed(block[head.end() :].strip().removesuffix(_END))
+    return [(head[1], as_json(values))] if isinstance(values, dict) else None
 
 
 def _format(outer: str, patterns: TagPatterns, grammar: TagGrammar, **facts: Any) -> ToolFormat:
@@ -81,7 +82,7 @@ _GRAMMAR = TagGrammar(
     before=lambda key, kind: f"<parameter={key}>\n",
     after="\n</parameter>\n",
     end=_END,
-    values=partial(JsonValues, python=True),
+    json=json_or_python,
 )
 FORMATS = (
     _format(
@@ -95,7 +96,7 @@ FORMATS = (
             _GRAMMAR,
             before=lambda key, kind: f"<parameter={key}>",
             after="</parameter>\n",
-            values=partial(SpelledValues, PYTHON),
+            spelling=PYTHON,
         ),
         name="seed",
         signs=("<seed:tool_call>",),
