@@ -51,7 +51,7 @@ class Setting:
 def _engines() -> tuple[str, ...]:
     from localllm_backends import registry
 
-    return ("auto", *registry.names())
+    return ("auto", *registry.backends())
 
 
 TABLE: tuple[Setting, ...] = (

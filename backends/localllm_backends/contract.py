@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from localllm_backends.declaration import (
     Declaration,
@@ -75,7 +75,6 @@ __all__ = [
     "Capabilities",
     "Chunk",
     "Declaration",
-    "Embedder",
     "ImagePart",
     "ImagePixels",
     "ImageRun",
@@ -364,47 +363,11 @@ class Backend(ABC):
         return False
 
 
-class Embedder(ABC):
-    """A loaded embedding model, or a reranker (`pooling` "rank"), whose rows are scores. Not
-    thread-safe: its owner calls everything."""
-
-    info: ModelInfo
-    n_embd: int
-    pooling: str
-
-    @abstractmethod
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of `text` with the marks the model wants around it (CLS, SEP, EOS)."""
-
-    @abstractmethod
-    def tokenize_pair(self, query: str, document: str) -> list[int]:
-        """Token ids of what a reranker reads: the query and the document, with the marks it wants
-        around them."""
-
-    @abstractmethod
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`."""
-
-    @abstractmethod
-    def embed(self, inputs: Sequence[Sequence[int]]) -> Logits:
-        """One row of `n_embd` numbers per input, of length 1; a reranker's are its scores as they
-        are. Raises BackendFailure; an input must have between 1 and `info.n_ctx` tokens."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the model."""
-
-
 class BackendType(ABC):
     """What the entry-point group `localllm.backends` names: how to recognise and load a Variant.
     Importing it imports nothing of the engine behind it."""
 
     declaration: Declaration
-
-    @property
-    def name(self) -> str:
-        """The entry point's name."""
-        return self.declaration.name
 
     @abstractmethod
     def available(self) -> str | None:
@@ -446,7 +409,8 @@ class BackendType(ABC):
         n_threads: int = 0,
         n_gpu_layers: int = -1,
         on_progress: Callable[[float], None] | None = None,
-    ) -> Embedder:
-        """Load the model at `path`; raises LoadError, also for one that makes neither embeddings
-        nor scores."""
-        raise LoadError(f"the {self.name} backend makes no embeddings")
+    ) -> Any:
+        """Load the model at `path`, an embedding model or a reranker, for one thread: what
+        `llamacpp/embed.py` calls LlamaCppEmbedder. Raises LoadError, also for one that makes
+        neither embeddings nor scores."""
+        raise LoadError(f"the {self.declaration.name} backend makes no embeddings")

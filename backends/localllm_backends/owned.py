@@ -31,6 +31,7 @@ class OwnedBackend(Backend):
 
     def _check_step(self, n_tokens: int, n_outputs: int) -> None:
         """May a step have so many tokens, and so many of them want logits?"""
+        self._check_owner()
         if not n_tokens:
             raise BackendFailure("a step needs at least one token")
         if n_tokens > self.info.n_batch:
@@ -45,18 +46,19 @@ class OwnedBackend(Backend):
 
     def _check_range(self, sequence: SequenceId, start: int, stop: int) -> None:
         """Does `sequence` hold the tokens [start, stop)?"""
+        self._check_owner()
         length = self.length(sequence)
         if not 0 <= start < stop <= length:
             raise BackendFailure(f"can't take tokens {start} to {stop} of {length}")
 
     def _check_follows(self, sequence: SequenceId, start: int, stop: int) -> None:
         """Do the tokens [start, stop) come next?"""
+        self._check_owner()
         length = self.length(sequence)
         if length != start:
             raise BackendFailure(f"tokens {start} to {stop} don't follow the {length} held")
 
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:
-        self._check_owner()
         if self._heads is None:
             raise BackendFailure("this model was loaded without its draft heads")
         return self._heads.draft(wanted)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from localllm_backends.declaration import Declaration
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from localllm_backends.contract import BackendType
 
 GROUP = "localllm.backends"
@@ -22,33 +20,19 @@ NONE = Declaration("", "no engine", ())
 
 
 @cache
-def points() -> tuple[EntryPoint, ...]:
-    """The entry points of the group: finding them reads the metadata of all that is installed."""
+def backends() -> dict[str, BackendType]:
+    """The registered backends by name, in order. Finding them reads the metadata of all that is
+    installed; none imports its engine."""
     from importlib.metadata import entry_points
 
-    return tuple(entry_points(group=GROUP))
-
-
-def names() -> tuple[str, ...]:
-    """Registered backends, in order, without importing any."""
-    return tuple(sorted({point.name for point in points()}))
-
-
-@cache
-def named(name: str) -> BackendType | None:
-    """The backend registered under `name`; None if there is none."""
-    point = next((point for point in points() if point.name == name), None)
-    if point is None:
-        return None
-    found: BackendType = point.load()
-    return found
+    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    return {point.name: point.load() for point in points}
 
 
 @cache
 def declarations() -> tuple[Declaration, ...]:
     """What each registered backend declares."""
-    found = map(named, names())
-    return tuple(backend.declaration for backend in found if backend is not None)
+    return tuple(backend.declaration for backend in backends().values())
 
 
 @cache
@@ -72,6 +56,6 @@ def running(file_format: str) -> Declaration:
 
 def read_code() -> None:
     """Import the engine that runs most files: the first that can run here."""
-    usable = (found for found in map(named, names()) if found and found.available() is None)
+    usable = (backend for backend in backends().values() if backend.available() is None)
     for backend in islice(usable, 1):
         backend.read_code()

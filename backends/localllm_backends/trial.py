@@ -146,7 +146,8 @@ def conformance(backend: Backend) -> Iterator[dict[str, Any]]:
 def answers(engine: str, what: str, path: str, body: str) -> Iterator[dict[str, Any]]:
     """What the program prints for these arguments."""
     wanted = json.loads(body)
-    backend_type = registry.named(engine) or registry.named(registry.running(engine).name)
+    known = registry.backends()
+    backend_type = known.get(engine) or known.get(registry.running(engine).name)
     if backend_type is None:
         raise LoadError(f"there is no backend {engine!r}")
     placement = Placement(gpu_layers=wanted.get("layers", -1))

@@ -46,7 +46,7 @@ def overrides_for(device: Device, catalog: Catalog) -> Overrides:
 
     records = [] if device.simulated else measurements.load()
     measured = measurements.for_planner(records, device.name, catalog.by_id)
-    return Overrides(measured=measured, backends=registry.names())
+    return Overrides(measured=measured, backends=tuple(registry.backends()))
 
 
 def of_quant(plans: list[Plan], quant: str) -> list[Plan]:
@@ -83,7 +83,9 @@ def best_variant(model: Model) -> Variant:
     from localllm.planner.types import Workload
     from localllm_backends import registry
 
-    plans = variants_of(detect(), model, Workload(), overrides=Overrides(backends=registry.names()))
+    plans = variants_of(
+        detect(), model, Workload(), overrides=Overrides(backends=tuple(registry.backends()))
+    )
     if not plans:
         raise DoesNotFitError(
             f"no engine installed here runs any published variant of {model.name}"

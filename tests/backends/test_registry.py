@@ -48,14 +48,12 @@ class Point:
     """What importlib.metadata gives for an entry point."""
 
     def __init__(self, backend: BackendType) -> None:
-        self.name, self.load = backend.name, lambda: backend
+        self.name, self.load = backend.declaration.name, lambda: backend
 
 
 @pytest.fixture
 def third(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    ours = [
-        Point(found) for name in registry.names() if (found := registry.named(name)) is not None
-    ]
+    ours = [Point(found) for found in registry.backends().values()]
     forget()
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [*ours, Point(Third())])
     yield
@@ -65,8 +63,7 @@ def third(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     for known in (
-        registry.points,
-        registry.named,
+        registry.backends,
         registry.declarations,
         registry.declared,
         registry.running,
@@ -75,9 +72,8 @@ def forget() -> None:
 
 
 def test_each_backend_is_declared_under_the_name_of_its_entry_point() -> None:
-    assert (
-        [d.name for d in registry.declarations()] == list(registry.names()) == ["llamacpp", "mlx"]
-    )
+    names = [declared.name for declared in registry.declarations()]
+    assert names == list(registry.backends()) == ["llamacpp", "mlx"]
     assert [registry.running(kind).name for kind in ("gguf", "mlx", "onnx")] == [
         "llamacpp",
         "mlx",

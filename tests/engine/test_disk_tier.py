@@ -14,7 +14,7 @@ from localllm.engine import EngineSettings
 from localllm.engine.core import Engine
 from localllm_backends.contract import LoadSpec
 from localllm_backends.llamacpp import backend_type as llamacpp
-from localllm_backends.llamacpp import native
+from localllm_backends.llamacpp import devices
 from support.examples import examples
 from support.requests import request_for
 from support.scripted_backend import ScriptedBackend
@@ -214,4 +214,4 @@ def test_a_real_model_continues_from_disk(smollm2: Path, tmp_path: Path) -> None
     # A device reads a prompt's last token with other kernels alone than behind the rest, which
     # moves quantised weights' logits by up to 0.4 of their spread: there this text's near ties may
     # fall otherwise. Tiny models hold such devices to it.
-    assert native.has_gpu() or answers[0] == answers[1]
+    assert devices.has_gpu() or answers[0] == answers[1]

@@ -19,7 +19,7 @@ from models import tiny_gguf
 
 
 def backend() -> BackendType:
-    found = registry.named("llamacpp")
+    found = registry.backends().get("llamacpp")
     assert found is not None
     return found
 

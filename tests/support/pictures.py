@@ -14,9 +14,10 @@ from localllm_backends.contract import ImagePixels
 
 def needs_mtmd() -> pytest.MarkDecorator:
     """Skips, visibly, where llama-cpp-python was built without mtmd."""
-    from localllm_backends.llamacpp.vision import why_not
+    from localllm_backends.llamacpp import backend_type
 
-    return pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+    missing = backend_type.reads_images()
+    return pytest.mark.skipif(missing is not None, reason=missing or "")
 
 
 def needs_pillow() -> pytest.MarkDecorator:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localllm_backends.contract import BackendType, Declaration
 
 if TYPE_CHECKING:
-    from localllm_backends.contract import Backend, Embedder, LoadSpec
+    from localllm_backends.contract import Backend, LoadSpec
 
 
 class LlamaCppType(BackendType):
@@ -84,7 +84,7 @@ class LlamaCppType(BackendType):
         n_threads: int = 0,
         n_gpu_layers: int = -1,
         on_progress: Callable[[float], None] | None = None,
-    ) -> Embedder:
+    ) -> Any:
         from localllm_backends.llamacpp.embed import load_embedder
 
         return load_embedder(

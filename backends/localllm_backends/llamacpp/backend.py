@@ -32,22 +32,22 @@ from localllm_backends.llamacpp.batch import (
     Decoder,
     LlamaCppStepResult,
 )
-from localllm_backends.llamacpp.cells import CellLedger, PlacedImage, Positions, without_tail
+from localllm_backends.llamacpp.cells import CellLedger, Positions
 from localllm_backends.llamacpp.context import outputs_reserved
+from localllm_backends.llamacpp.devices import has_gpu
 from localllm_backends.llamacpp.heads import DraftHeads
 from localllm_backends.llamacpp.huge_weights import HugeWeights
 from localllm_backends.llamacpp.kv_blocks import (
-    HEADER,
-    MAGIC,
-    MAGIC_MTP,
-    MAGIC_SPLIT,
+    KV,
+    KV_WITH_HEADS,
+    STATE,
     SequenceMemory,
-    SplitMemory,
-    span,
+    header,
+    opened,
 )
 from localllm_backends.llamacpp.kv_fidelity import compared
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, capabilities, model_info
-from localllm_backends.llamacpp.native import Buffers, has_gpu, log, purpose_bytes
+from localllm_backends.llamacpp.native import Buffers, log, purpose_bytes
 from localllm_backends.llamacpp.pausing_prefill import MICRO_BATCH, PausingPrefill, cells_for
 from localllm_backends.llamacpp.top_logits import TopLogits
 from localllm_backends.llamacpp.weights import fingerprint
@@ -90,22 +90,18 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             self._books.append(heads)
         n_native = int(llama.llama_n_seq_max(context))
         self._spare: int | None = n_native - 1 if n_native > spec.n_seq_max else None
-        self._magic = MAGIC if heads is None else MAGIC_MTP
+        self._magic = KV if heads is None else KV_WITH_HEADS
         self._slices: PausingPrefill | None = None
         self._top = TopLogits(llama, context, self.n_vocab)
-        # The same memory, where its states can be had apart (Capabilities.states).
-        self._states: SplitMemory | None = None
         self._idle = list(range(min(spec.n_seq_max, n_native) - 1, -1, -1))
         self.info = self._model_info(path, n_batch)
         warm = self._warm_up(1)
         plain = not self._n_swa and not self._recurrent
+        # Can its states be had apart (Capabilities.states)?
+        self._states = False
         if self._spare is not None and not plain:
-            split = SplitMemory(llama, context, self._spare)
-            if split.splits(warm):
-                self._memory = self._states = split
-                self._magic = MAGIC_SPLIT
-            else:
-                self._spare = None
+            self._states = self._memory.part_states(warm, self._spare)
+            self._spare = self._spare if self._states else None
         self.drop(warm)
         on_device = spec.n_gpu_layers != 0 and has_gpu()
         # A device may compute from the mapping itself.
@@ -116,7 +112,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             window_rewind=n_batch if self._n_swa else 0,
             recurrent=self._recurrent,
             n_rewind=self._n_rewind,
-            states=self._states is not None,
+            states=self._states,
             on_device=on_device,
         )
         if self.capabilities.asynchronous and plain:
@@ -160,7 +156,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._shares_windows = bool(self._n_swa)
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        self._check_owner()
         length = self._ledger.length(sequence)
         if n_tokens >= length:
             return
@@ -175,7 +170,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def drop(self, sequence: SequenceId) -> None:
         """Free the sequence's cells that nobody shares."""
-        self._check_owner()
         self._memory.cut(sequence)
         for book in self._books:
             book.close(sequence)
@@ -206,7 +200,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def step(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         """One llama_decode over all chunks; all or nothing."""
-        self._check_owner()
         n_outputs = sum(min(chunk.outputs, len(chunk.tokens)) for chunk in chunks)
         self._check_step(sum(len(chunk.tokens) for chunk in chunks), n_outputs)
         if self._n_rewind and len(chunks) > 1:
@@ -267,10 +260,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def _separate_windows(self, chunks: Sequence[Chunk] = ()) -> bool:
         """Make room in a sliding window's memory that forks fill, in the middle of a step of
         `chunks`; False if there is none to be made."""
-        if not self._shares_windows or self._states is None or self._recurrent:
+        if not self._shares_windows or not self._states or self._recurrent:
             return False
         self._undo(chunks)
-        self._states.separate_windows(self._ledger.sequences)
+        self._memory.separate_windows(self._ledger.sequences)
         self._shares_windows = False
         return True
 
@@ -295,7 +288,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         return kv * cells_for(n_tokens) // self._ledger.capacity + compute
 
     def slice_prefill(self, sequence: SequenceId, tokens: Sequence[int]) -> PausingPrefill:
-        self._check_owner()
         self._slices = PausingPrefill(self._llama, self._model, self._spec, self, sequence, tokens)
         return self._slices
 
@@ -303,9 +295,9 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._decoder.use_threads(most)
 
     @property
-    def threads_in_use(self) -> tuple[int, int]:
-        """(threads of a step of one token, of a batch) that llama.cpp computes with now."""
-        return self._decoder.threads
+    def threads_in_use(self) -> int:
+        """So many threads llama.cpp computes with now."""
+        return int(self._llama.llama_n_threads(self._context))
 
     def idle_work(self, spare_bytes: int | None) -> bool:
         """Weights that steps read in the mapped file move into huge pages."""
@@ -315,24 +307,23 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self, pairs: Sequence[tuple[str, str]], tokens: Sequence[int]
     ) -> tuple[KvFidelity, ...]:
         """`tokens` read with KV of each pair of types and with f16, in contexts of their own."""
-        self._check_owner()
         return compared(self._llama, self._model, self._spec, pairs, tokens)
 
     # --- KV in and out ----------------------------------------------------------------------------
 
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
-        """KV of tokens [start, stop): llama.cpp's sequence state behind a 16-byte header."""
-        self._check_owner()
+        """KV of tokens [start, stop): llama.cpp's sequence state behind a header."""
         self._check_range(sequence, start, stop)
-        span = self._positions.at(sequence, start), self._positions.at(sequence, stop)
+        at = self._positions
         via: int | None = self._spare
-        if (start, stop) == (0, self._ledger.length(sequence)) and self._states is None:
+        if (start, stop) == (0, self._ledger.length(sequence)) and not self._states:
             via = sequence
         if via is None:
             raise CannotRewindError("this model's memory can only be exported whole")
-        data = self._memory.export(sequence, *span, via, HEADER.pack(self._magic, start, stop, 0))
-        if self._two_dimensional:
-            data += self._positions.tail(sequence, start, stop)
+        images = at.images_in(sequence, start, stop)
+        said = header(self._magic, start, stop, at.last(sequence, stop), images)
+        ends = at.at(sequence, start), at.at(sequence, stop)
+        data = self._memory.export(sequence, *ends, via, said)
         if self._heads is not None:
             data = with_heads(data, self._heads.export_range(sequence, start, stop, via))
         return data
@@ -345,26 +336,24 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        self._check_owner()
-        first, last = span(data, self._magic)
+        own, heads = memoryview(data), memoryview(b"")
+        if self._heads is not None:
+            own, heads = without_heads(data)
+        first, last, last_position, images, kv = opened(own, self._magic)
         if not first <= start < stop <= last:
             raise BackendFailure("this is not an exported KV block of these tokens")
         self._check_follows(sequence, start, stop)
         self._require_cells(last - first)
         if self._spare is None and (start, stop, first) != (0, last, 0):
             raise CannotRewindError("this model's memory can only be imported whole")
-        own, heads = memoryview(data), memoryview(b"")
-        if self._heads is not None:
-            own, heads = without_heads(data)
-        images: list[PlacedImage] = []
-        last_position = last - 1
-        if self._two_dimensional:
-            own, images, last_position = without_tail(own)
-        positions = self._positions.adopt(sequence, start, stop, images)
+        for image in images:
+            if start <= image.start and image.stop <= stop:
+                self._positions.place(sequence, image)
+        positions = self._positions.at(sequence, start), self._positions.at(sequence, stop)
         via = sequence if self._spare is None else self._spare
         ends = range(last_position + 1, last_position + 2)
         try:
-            self._memory.append(sequence, own[HEADER.size :], *positions, via, ends)
+            self._memory.append(sequence, kv, *positions, via, ends)
         except BackendFailure:
             self._positions.truncate(sequence, start)
             raise
@@ -373,25 +362,21 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self._ledger.append(sequence, stop - start)
 
     def state_bytes(self, sequence: SequenceId) -> int:
-        assert self._states is not None
-        return self._states.state_size(sequence)
+        return len(header(STATE, 0, 0, 0)) + self._memory.size(sequence, partial=True)
 
     def export_state(self, sequence: SequenceId) -> bytes:
-        self._check_owner()
-        assert self._states is not None
-        return self._states.export_state(sequence, self._ledger.length(sequence))
+        n_tokens = self._ledger.length(sequence)
+        return self._memory.write(sequence, header(STATE, 0, n_tokens, 0), partial=True)
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
-        self._check_owner()
-        assert self._states is not None
         self._check_range(sequence, 0, n_tokens)
         last = self._positions.last(sequence, n_tokens)
         try:
-            self._states.load_state(sequence, data, n_tokens, last)
+            self._memory.load_state(sequence, data, n_tokens, last)
         except BackendFailure:
             if not self._separate_windows():
                 raise
-            self._states.load_state(sequence, data, n_tokens, last)
+            self._memory.load_state(sequence, data, n_tokens, last)
         # Recurrent layers have it by now, and refuse to be cut before.
         if not self._memory.cut(sequence, self._positions.at(sequence, n_tokens)):
             raise BackendFailure("llama.cpp did not cut the sequence where its state ends")

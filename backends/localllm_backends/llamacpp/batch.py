@@ -150,34 +150,21 @@ class Decoder:
         self._llama, self._context = llama, context
         vocab = llama.llama_model_get_vocab(llama.llama_get_model(context))
         self._n_vocab = int(llama.llama_vocab_n_tokens(vocab))
-        self._seen: tuple[int | None, int] = (None, 0)
-        self._rows: Rows
-        self._all = self.threads
-        self._now, self._few = self._all, max(self._all)
+        self._all = self._few = int(llama.llama_n_threads(context))
         self._wanted = False
         self._asked = llama.ggml_abort_callback(lambda _: self._wanted)
         self._never = llama.ggml_abort_callback()
 
-    @property
-    def threads(self) -> tuple[int, int]:
-        """(those of a step of one token, of a batch), as llama.cpp has them now."""
-        return int(self._llama.llama_n_threads(self._context)), int(
-            self._llama.llama_n_threads_batch(self._context)
-        )
-
     def use_threads(self, most: int) -> None:
         """Short steps take no more than `most` from now on."""
-        self._few = max(1, most)
+        self._few = max(1, min(most, self._all))
 
     def decode(self, batch: Any, *, can_end: bool = True) -> int:
         """llama_decode's code; `ABORTED` where `interrupt` was called meanwhile, and it `can_end`
         in the middle."""
-        one, many = self._all
         short = batch.n_tokens <= _SHORT_TOKENS
-        wanted = (min(one, self._few), min(many, self._few)) if short else self._all
-        if wanted != self._now:
-            self._llama.llama_set_n_threads(self._context, *wanted)
-            self._now = wanted
+        n_threads = self._few if short else self._all
+        self._llama.llama_set_n_threads(self._context, n_threads, n_threads)
         may_end = can_end and not short
         if may_end:
             self._llama.llama_set_abort_callback(self._context, self._asked, None)
@@ -189,14 +176,12 @@ class Decoder:
                 self._llama.llama_set_abort_callback(self._context, self._never, None)
 
     def logits(self, n: int) -> Rows:
-        """The `n` rows [n, n_vocab] of the last step where llama.cpp keeps them, which is mostly
-        where they were; they are the next one's as soon as that begins."""
+        """The `n` rows [n, n_vocab] of the last step where llama.cpp keeps them; they are the next
+        one's as soon as that begins."""
         if not n:
             return np.empty((0, self._n_vocab), dtype=np.float32)
         address = ctypes.cast(self._llama.llama_get_logits(self._context), ctypes.c_void_p).value
-        if self._seen != (address, n):
-            self._seen, self._rows = (address, n), floats(address, n, self._n_vocab)
-        return self._rows
+        return floats(address, n, self._n_vocab)
 
     def interrupt(self) -> None:
         """End the `decode` that runs now, or the next one if none does, unless it is short. From

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from localllm_backends.contract import LoadError, LoadSpec, LoraAdapter, OutOfMemoryError
-from localllm_backends.llamacpp.devices import PROCESSOR, accelerators
+from localllm_backends.llamacpp.devices import PROCESSOR, accelerators, has_gpu
 from localllm_backends.llamacpp.native import (
     GGML_TYPES,
     ggml_function,
-    has_gpu,
     log,
     mappings,
     offload,

@@ -81,6 +81,12 @@ def devices_of_type(*types: int) -> list[int]:
     return [handle for handle in _handles() if type_of(handle) in types]
 
 
+def has_gpu() -> bool:
+    """True when this llama.cpp build sees an accelerator here (llama_supports_gpu_offload also
+    counts plain RPC)."""
+    return bool(devices_of_type(GPU, INTEGRATED))
+
+
 def _of_numbers(handles: list[int], cards: Sequence[int]) -> list[int]:
     """CUDA numbers the fastest card 0 unless it is told otherwise, Vulkan as its loader likes:
     addresses are the same for all. Where a device has none, the order is ggml's."""

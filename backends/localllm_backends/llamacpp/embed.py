@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm_backends.contract import BackendFailure, Embedder, LoadError, LoadSpec, StepError
+from localllm_backends.contract import LoadError, LoadSpec, StepError
 from localllm_backends.control_text import LiteralText, control_texts
 from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.context import made_context
@@ -30,7 +30,10 @@ _DEFAULT_CTX = 2048
 _MOST_SEQUENCES = 32
 
 
-class LlamaCppEmbedder(Embedder):
+class LlamaCppEmbedder:
+    """A loaded embedding model, or a reranker (`pooling` "rank"), whose rows are scores. Not
+    thread-safe: its owner calls everything."""
+
     def __init__(self, llama: Any, model: Any, context: Any, path: Path) -> None:
         self._llama, self._model, self._context = llama, model, context
         self._vocab = llama.llama_model_get_vocab(model)
@@ -105,20 +108,14 @@ class LlamaCppEmbedder(Embedder):
         )
 
     def embed(self, inputs: Sequence[Sequence[int]]) -> Rows:
-        """One row per input, of length 1, or scores as they are; as many inputs as fit go through
-        the model at once."""
+        """One row of `n_embd` numbers per input, of length 1, or a reranker's scores as they are; as
+        many inputs as fit go through the model at once. Each has between 1 and `info.n_ctx` tokens
+        of the vocabulary: whoever asks sees to that. StepError."""
         if not inputs:
             return np.zeros((0, self.n_embd), dtype=np.float32)
-        n_vocab = self._words.n_vocab
         rows: list[Rows] = []
         group: list[Sequence[int]] = []
         for tokens in inputs:
-            if not 0 < len(tokens) <= self._n_batch:
-                raise BackendFailure(
-                    f"an input has {len(tokens)} tokens; between 1 and {self._n_batch} fit"
-                )
-            if any(not 0 <= t < n_vocab for t in tokens):
-                raise BackendFailure(f"a token is outside the vocabulary of {n_vocab}")
             n_tokens = len(tokens) + sum(map(len, group))
             if n_tokens > self._n_batch or len(group) == self._n_seq_max:
                 rows += self._run(group)

@@ -1,5 +1,5 @@
-"""KV and states as bytes: llama.cpp's own sequence state behind a 16-byte header that says which
-tokens it holds.
+"""KV and states as bytes: llama.cpp's own sequence state behind a header that says which tokens and
+images it holds.
 
 Of a model with sliding windows or recurrent layers llama.cpp writes two sections: the attention KV
 of every token, then the state (the window's cells, the recurrent tensors), and either both or the
@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from localllm_backends.contract import BackendFailure
+from localllm_backends.llamacpp.cells import PlacedImage
 
-# KV of a plain memory; with draft heads, whose KV lies behind the model's; without the state.
-MAGIC, MAGIC_MTP, MAGIC_SPLIT = b"LKV1", b"LKM1", b"LKA1"
-_STATE = b"LKS1"
-HEADER = struct.Struct("<4sIII")
+# KV of tokens, and with that of draft heads behind it; the state behind some.
+KV, KV_WITH_HEADS, STATE = b"LKV2", b"LKM2", b"LKS2"
+# The magic number, the first token and the one behind the last, the largest position among them,
+# and how many images they have: each with its first token, its tokens and its positions.
+_HEADER, _IMAGE = struct.Struct("<4sIIII"), struct.Struct("<III")
 # Before the sections llama.cpp writes a magic number and the sequence's id, which it does not look
 # at again.
 _PREFIX_BYTES = 8
@@ -30,24 +32,56 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
 )
 
 
-def span(data: bytes | memoryview, magic: bytes) -> tuple[int, int]:
-    """(first, last) of a block: it holds the tokens [first, last). BackendFailure for anything
-    else."""
-    if len(data) <= HEADER.size:
+def header(
+    magic: bytes, start: int, stop: int, last: int, images: Sequence[PlacedImage] = ()
+) -> bytes:
+    """What stands before a block of the tokens [start, stop), the `last` position among them."""
+    listed = [_IMAGE.pack(*image) for image in images]
+    return b"".join([_HEADER.pack(magic, start, stop, last, len(images)), *listed])
+
+
+def opened(
+    data: bytes | memoryview, magic: bytes
+) -> tuple[int, int, int, list[PlacedImage], memoryview]:
+    """What `header` was given, and the block behind it. BackendFailure for anything else."""
+    view = memoryview(data)
+    if len(view) <= _HEADER.size:
         raise BackendFailure("this is not an exported KV block: too short")
-    found, first, last, _ = HEADER.unpack_from(data, 0)
-    if found != magic:
+    found, start, stop, last, n_images = _HEADER.unpack_from(view)
+    begin = _HEADER.size + n_images * _IMAGE.size
+    if found != magic or begin > len(view):
         raise BackendFailure("this is not an exported KV block of these tokens")
-    return first, last
+    images = [PlacedImage(*image) for image in _IMAGE.iter_unpack(view[_HEADER.size : begin])]
+    return start, stop, last, images, view[begin:]
 
 
 class SequenceMemory:
-    """The sequences in the memory of one llama_context. `partial`: their states alone."""
+    """The sequences in the memory of one llama_context. `partial`: their states alone. Once those
+    are had apart (`part_states`), `export` and `append` are of the attention KV, and a sequence
+    that was appended to has no state."""
 
     def __init__(self, llama: Any, context: Any) -> None:
         self._llama, self._context = llama, context
         self._memory = llama.llama_get_memory(context)
         self._flags = (llama.LLAMA_STATE_SEQ_FLAGS_NONE, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        # The state of an empty sequence as llama.cpp writes it, where states are had apart.
+        self._no_state = b""
+
+    def part_states(self, sequence: int, spare: int) -> bool:
+        """Have states apart from now on, if llama.cpp writes `sequence`, which holds a token, and
+        the empty `spare` as the two sections that this relies on."""
+        both, state = self.write(sequence), self.write(sequence, partial=True)[_PREFIX_BYTES:]
+        nothing, no_state = self.write(spare), self.write(spare, partial=True)
+        empty = no_state[_PREFIX_BYTES:]
+        parted = (
+            len(both) - _PREFIX_BYTES > len(state) > len(empty) > 0
+            and both.endswith(state)
+            and len(nothing) - _PREFIX_BYTES > len(empty)
+            and nothing.endswith(empty)
+        )
+        if parted:
+            self._no_state = no_state
+        return parted
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """`target` holds the positions [start, stop) of `source` as well: cells are shared."""
@@ -103,62 +137,10 @@ class SequenceMemory:
             return self.write(sequence, header)
         self.copy(sequence, via, start, stop)
         try:
-            return self.write(via, header)
-        finally:
-            self.cut(via)
-
-    def append(
-        self,
-        sequence: int,
-        raw: bytes | memoryview,
-        start: int,
-        stop: int,
-        via: int,
-        ends: range | None = None,
-    ) -> None:
-        """Append the positions [start, stop) of `raw`, by way of the empty sequence `via` where it
-        is not empty itself. BackendFailure, having appended nothing, when llama.cpp refuses or what
-        it read `ends` elsewhere."""
-        try:
-            self.read(via, raw)
-            if ends is not None and self.end(via) not in ends:
-                raise BackendFailure(
-                    "llama.cpp refused this KV block: it holds other tokens than it says"
-                )
-            if via != sequence:
-                self.copy(via, sequence, start, stop)
-        except BackendFailure:
-            self.cut(via)
-            raise
-        if via != sequence:
-            self.cut(via)
-
-
-class SplitMemory(SequenceMemory):
-    """One whose sequences are written in those two sections, the attention KV by `export` and
-    `append`. `spare` is a sequence nobody else uses."""
-
-    def __init__(self, llama: Any, context: Any, spare: int) -> None:
-        super().__init__(llama, context)
-        self._nothing, self._empty = self.write(spare), self.write(spare, partial=True)
-
-    def splits(self, sequence: int) -> bool:
-        """Does llama.cpp write this sequence, which holds a token, as the two sections this relies
-        on?"""
-        both, state = self.write(sequence), self.write(sequence, partial=True)[_PREFIX_BYTES:]
-        empty = self._empty[_PREFIX_BYTES:]
-        return (
-            len(both) - _PREFIX_BYTES > len(state) > len(empty) > 0
-            and both.endswith(state)
-            and len(self._nothing) - _PREFIX_BYTES > len(empty)
-            and self._nothing.endswith(empty)
-        )
-
-    def export(self, sequence: int, start: int, stop: int, via: int, header: bytes = b"") -> bytes:
-        self.copy(sequence, via, start, stop)
-        try:
-            # Recurrent state was shared with the spare: it need not be copied out with every piece.
-            self.read(via, self._empty, partial=True)
+            if not self._no_state:
+                return self.write(via, header)
+            # Recurrent state was shared with `via`: it need not be copied out with every piece.
+            self.read(via, self._no_state, partial=True)
             both = self.write(via, header)
             return both[: len(both) - self.size(via, partial=True) + _PREFIX_BYTES]
         finally:
@@ -171,25 +153,33 @@ class SplitMemory(SequenceMemory):
         start: int,
         stop: int,
         via: int,
-        ends: range | None = None,
+        ends: range,
     ) -> None:
-        """The sequence has no state then."""
-        both = b"".join([raw, self._empty[_PREFIX_BYTES:]])
-        super().append(sequence, both, start, stop, via)
-
-    def state_size(self, sequence: int) -> int:
-        return HEADER.size + self.size(sequence, partial=True)
-
-    def export_state(self, sequence: int, n_tokens: int) -> bytes:
-        """The state behind `n_tokens`, which is all that `sequence` holds."""
-        return self.write(sequence, HEADER.pack(_STATE, n_tokens, n_tokens, 0), partial=True)
+        """Append the positions [start, stop) of `raw`, by way of the empty sequence `via` where it
+        is not empty itself. BackendFailure, having appended nothing, when llama.cpp refuses or what
+        it read `ends` elsewhere."""
+        no_state = self._no_state[_PREFIX_BYTES:]
+        try:
+            self.read(via, b"".join([raw, no_state]) if no_state else raw)
+            if not no_state and self.end(via) not in ends:
+                raise BackendFailure(
+                    "llama.cpp refused this KV block: it holds other tokens than it says"
+                )
+            if via != sequence:
+                self.copy(via, sequence, start, stop)
+        except BackendFailure:
+            self.cut(via)
+            raise
+        if via != sequence:
+            self.cut(via)
 
     def load_state(self, sequence: int, data: bytes | memoryview, n_tokens: int, last: int) -> None:
         """Give `sequence` the state exported behind `n_tokens`, the `last` position among them.
         BackendFailure where that is refused; its old state is gone then."""
-        if span(data, _STATE) != (n_tokens, n_tokens):
+        _, behind, _, _, state = opened(data, STATE)
+        if behind != n_tokens:
             raise BackendFailure(f"this is not the state behind {n_tokens} tokens")
-        self.read(sequence, memoryview(data)[HEADER.size :], partial=True)
+        self.read(sequence, state, partial=True)
         if self.end(sequence) <= last:
             raise BackendFailure("llama.cpp refused this state: it ends elsewhere")
 

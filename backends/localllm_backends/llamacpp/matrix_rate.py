@@ -20,8 +20,8 @@ import ctypes
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
@@ -50,10 +50,6 @@ class _Size:
     tokens: int
     n_experts: int = 0
     n_chosen: int = 1
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.columns * self.tokens * self.n_chosen
 
 
 # A prompt, whose matrices are computed; the same through experts, of which each token is sent to
@@ -135,54 +131,45 @@ class _Processor:
         )
         return [int(memory) for memory in takewhile(bool, map(listed.__getitem__, count()))]
 
-    def _flops_s(self, memory: int, weights: int, size: _Size) -> float | None:
-        with _product(self, memory, weights, size) as graph:
-            if graph is None:
-                return None
+    def _flops_s(self, memory: int, weights_type: int, size: _Size) -> float | None:
+        """Of products of matrices in that kind of memory and tokens in plain memory; None where the
+        processor does not support them."""
+        with ExitStack() as freed:
+            weights_in, rest_in = _context(freed), _context(freed)
+            depth = max(1, size.n_experts)
+            weights = _tensor(weights_in, weights_type, size.columns, size.rows, depth)
+            # Experts take their tokens one beside the other.
+            rows, depth = (1, size.tokens) if size.n_experts else (size.tokens, 1)
+            prompt = _tensor(rest_in, _F32, size.columns, rows, depth)
+            filled = [(weights, b""), (prompt, b"")]
+            if size.n_experts:
+                chosen = _tensor(rest_in, _I32, size.n_chosen, size.tokens, 1)
+                # In turn, so that every expert has as many.
+                numbers = [i % size.n_experts for i in range(size.n_chosen * size.tokens)]
+                filled.append((chosen, struct.pack(f"{len(numbers)}i", *numbers)))
+                product = ggml_function("ggml_mul_mat_id")(rest_in, weights, prompt, chosen)
+            else:
+                product = ggml_function("ggml_mul_mat")(rest_in, weights, prompt)
+            graph = ggml_function("ggml_new_graph")(rest_in)
+            ggml_function("ggml_build_forward_expand")(graph, product)
+            for context, kind in ((weights_in, memory), (rest_in, self.stored)):
+                buffer = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft")(context, kind)
+                if not buffer:
+                    raise RuntimeError("llama.cpp could not hold a matrix")
+                freed.callback(ggml_function("ggml_backend_buffer_free"), buffer)
+            if not ggml_function("ggml_backend_dev_supports_op")(self.device, product):
+                return None  # and nothing can be written to that memory
+            # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some
+            # processors are slow at.
+            for tensor, data in filled:
+                n_bytes = ggml_function("ggml_nbytes")(tensor)
+                ggml_function("ggml_backend_tensor_set")(tensor, data or bytes(n_bytes), 0, n_bytes)
             compute = partial(ggml_function("ggml_backend_graph_compute"), self._backend, graph)
             # The first product is not counted: it wakes the threads.
             if compute():
                 raise RuntimeError("llama.cpp could not multiply two matrices")
-            return size.flops / _best_s(compute)
-
-
-@contextmanager
-def _product(
-    processor: _Processor, memory: int, weights_type: int, size: _Size
-) -> Iterator[int | None]:
-    """The graph of one product of matrices in that kind of memory and tokens in plain memory; None
-    where the processor does not support it."""
-    with ExitStack() as freed:
-        weights_in, rest_in = _context(freed), _context(freed)
-        weights = _tensor(weights_in, weights_type, size.columns, size.rows, max(1, size.n_experts))
-        # Experts take their tokens one beside the other.
-        rows, depth = (1, size.tokens) if size.n_experts else (size.tokens, 1)
-        prompt = _tensor(rest_in, _F32, size.columns, rows, depth)
-        filled = [(weights, b""), (prompt, b"")]
-        if size.n_experts:
-            chosen = _tensor(rest_in, _I32, size.n_chosen, size.tokens, 1)
-            # In turn, so that every expert has as many.
-            numbers = [i % size.n_experts for i in range(size.n_chosen * size.tokens)]
-            filled.append((chosen, struct.pack(f"{len(numbers)}i", *numbers)))
-            product = ggml_function("ggml_mul_mat_id")(rest_in, weights, prompt, chosen)
-        else:
-            product = ggml_function("ggml_mul_mat")(rest_in, weights, prompt)
-        graph = ggml_function("ggml_new_graph")(rest_in)
-        ggml_function("ggml_build_forward_expand")(graph, product)
-        for context, kind in ((weights_in, memory), (rest_in, processor.stored)):
-            buffer = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft")(context, kind)
-            if not buffer:
-                raise RuntimeError("llama.cpp could not hold a matrix")
-            freed.callback(ggml_function("ggml_backend_buffer_free"), buffer)
-        if not ggml_function("ggml_backend_dev_supports_op")(processor.device, product):
-            yield None  # and nothing can be written to that memory
-            return
-        # Zeros are multiplied as fast as anything; fresh memory may hold NaNs, which some
-        # processors are slow at.
-        for tensor, data in filled:
-            n_bytes = ggml_function("ggml_nbytes")(tensor)
-            ggml_function("ggml_backend_tensor_set")(tensor, data or bytes(n_bytes), 0, n_bytes)
-        yield int(graph)
+            flops = 2 * size.rows * size.columns * size.tokens * size.n_chosen
+            return flops / _best_s(compute)
 
 
 def _best_s(work: Callable[[], object]) -> float:

@@ -158,8 +158,6 @@ GGML_TYPES = {
     "bf16": 30,
 }  # fmt: skip
 
-# ggml-backend.h: enum ggml_backend_dev_type
-_GGML_DEVICE_GPU, _GGML_DEVICE_IGPU = 1, 2
 # A list of devices that ends where it begins.
 _NO_DEVICES = (ctypes.c_void_p * 1)()
 
@@ -174,6 +172,12 @@ class GgmlInitParams(ctypes.Structure):
     ]
 
 
+class GgufInitParams(ctypes.Structure):
+    """gguf.h: struct gguf_init_params."""
+
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
+
+
 @cache
 def start_native() -> Any:
     """Initialise llama.cpp once per process and return the bindings module."""
@@ -185,9 +189,19 @@ def start_native() -> Any:
 _POINTER, _TEXT, _INT, _SIZE, _LONG, _BOOL = (
     ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int64, ctypes.c_bool,
 )  # fmt: skip
-# ggml.h, ggml-backend.h: what each function returns, and what it takes. Structures go by their
-# address.
+# ggml.h, ggml-backend.h, gguf.h: what each function returns, and what it takes. Structures go by
+# their address.
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "gguf_init_from_file": (_POINTER, [_TEXT, GgufInitParams]),
+    "gguf_free": (None, [_POINTER]),
+    "gguf_find_key": (_LONG, [_POINTER, _TEXT]),
+    "gguf_find_tensor": (_LONG, [_POINTER, _TEXT]),
+    "gguf_get_kv_type": (_INT, [_POINTER, _LONG]),
+    "gguf_get_arr_type": (_INT, [_POINTER, _LONG]),
+    "gguf_get_arr_n": (_SIZE, [_POINTER, _LONG]),
+    "gguf_get_val_str": (_TEXT, [_POINTER, _LONG]),
+    "gguf_get_val_data": (_POINTER, [_POINTER, _LONG]),
+    "gguf_get_arr_data": (_POINTER, [_POINTER, _LONG]),
     "ggml_init": (_POINTER, [GgmlInitParams]),
     "ggml_free": (None, [_POINTER]),
     "ggml_type_name": (_TEXT, [_INT]),
@@ -241,13 +255,6 @@ def ggml_function(name: str) -> Any:
         function = bindings("_ggml").libggml[name]
     function.restype, function.argtypes = _SIGNATURES[name]
     return function
-
-
-def has_gpu() -> bool:
-    """True when this llama.cpp build sees an accelerator here (llama_supports_gpu_offload also
-    counts plain RPC)."""
-    find = ggml_function("ggml_backend_dev_by_type")
-    return any(find(kind) for kind in (_GGML_DEVICE_GPU, _GGML_DEVICE_IGPU))
 
 
 def offload(params: Any, n_gpu_layers: int) -> None:

@@ -126,7 +126,7 @@ class PausingPrefill(PrefillSlices):
         start = self._prefix + self._joined
         stop = self._prefix + min(self._read, self._joined + _PIECE_TOKENS)
         if start < stop:
-            header = kv_blocks.HEADER.pack(kv_blocks.MAGIC, start, stop, 0)
+            header = kv_blocks.header(kv_blocks.KV, start, stop, stop - 1)
             data = self.memory.export(_LINE, start, stop, _SPARE, header)
             self._backend.import_range(self._sequence, data, start, stop)
             self._joined = stop - self._prefix
@@ -154,8 +154,8 @@ class PausingPrefill(PrefillSlices):
         """Copy one piece of what the sequence holds already."""
         start, stop = self._copied, min(self._prefix, self._copied + _PIECE_TOKENS)
         data = self._backend.export_range(self._sequence, start, stop)
-        raw = memoryview(data)[kv_blocks.HEADER.size :]
-        self.memory.append(_LINE, raw, start, stop, _SPARE, range(stop, stop + 1))
+        *_, kv = kv_blocks.opened(data, kv_blocks.KV)
+        self.memory.append(_LINE, kv, start, stop, _SPARE, range(stop, stop + 1))
         self._copied = stop
 
     # --- the thread that computes -----------------------------------------------------------------

@@ -44,26 +44,18 @@ WITHOUT = (
 )
 
 
-def why_not() -> str | None:
-    """What is missing to read images here (None: nothing)."""
-    try:
-        bindings("mtmd_cpp")
-    except (ImportError, FileNotFoundError, RuntimeError, AttributeError, OSError):
-        return WITHOUT
-    return None
-
-
 class Projector:
     """The mtmd context of the projector that `spec` names, for the loaded `model`; LoadError or
     OutOfMemoryError. `tokenize_images` may be called by any thread, `encode_image` by one at a time
     (it holds a lock)."""
 
     def __init__(self, llama: Any, model: Any, spec: LoadSpec) -> None:
-        reason, path = why_not(), Path(spec.projector)
-        if reason is not None:
-            raise LoadError(f"{path.name!r} can't be loaded: {reason}")
+        path = Path(spec.projector)
+        try:
+            mtmd = bindings("mtmd_cpp")
+        except (ImportError, RuntimeError, AttributeError, OSError) as e:
+            raise LoadError(f"{path.name!r} can't be loaded: {WITHOUT}") from e
         check_file(path)
-        mtmd = bindings("mtmd_cpp")
         self._mtmd, self._lock = mtmd, threading.Lock()
         mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(0))
         params = mtmd.mtmd_context_params_default()
@@ -214,7 +206,6 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         """One llama_decode over all chunks, or over one of an image."""
         if all(chunk.image is None for chunk in chunks):
             return super().step(chunks)
-        self._check_owner()
         if len(chunks) != 1 or chunks[0].image is None:
             raise BackendFailure("an image goes into a step of its own")
         chunk, image = chunks[0], chunks[0].image

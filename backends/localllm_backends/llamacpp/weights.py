@@ -13,6 +13,7 @@ from typing import Any
 from localllm_backends.contract import LoadError, LoadSpec, OutOfMemoryError
 from localllm_backends.fingerprints import add_samples
 from localllm_backends.llamacpp import context
+from localllm_backends.llamacpp.kv_blocks import KV
 from localllm_backends.llamacpp.native import (
     Buffers,
     bindings,
@@ -43,14 +44,13 @@ def native_libraries() -> str:
 
 def kv_meaning(spec: LoadSpec) -> str:
     """What gives exported KV its meaning besides weights and KV types: the bindings, the native
-    libraries that compute it, flash attention (V is laid out in another way without) and
+    libraries that compute it, how blocks of it begin, flash attention (V is laid out in another way without) and
     llama.cpp's rotation of quantised KV, which an environment variable turns off
     (llama-kv-cache.cpp). KV read under another meaning gives garbage, unnoticed."""
     rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
     return (
         f"llama-cpp-python {bindings_version()}; {native_libraries()}; flash "
-        f"{spec.flash_attention}; no "
-        f"rotation {rotation}"
+        f"{spec.flash_attention}; no rotation {rotation}; blocks {KV.decode()}"
     )
 
 

@@ -140,7 +140,6 @@ class MlxBackend(OwnedBackend):
     def fork(self, source: SequenceId, n_tokens: int) -> SequenceId:
         """A sequence with the first `n_tokens` of `source`: it takes as many cells at once, and
         copies their contents only when one of the two writes."""
-        self._check_owner()
         line = self._line(source)
         if not n_tokens:
             return self._open_sequence()
@@ -162,7 +161,6 @@ class MlxBackend(OwnedBackend):
         return target
 
     def truncate(self, sequence: SequenceId, n_tokens: int) -> None:
-        self._check_owner()
         line = self._line(sequence)
         if n_tokens >= line.length:
             return
@@ -206,7 +204,6 @@ class MlxBackend(OwnedBackend):
         line.place(line.computed)
 
     def drop(self, sequence: SequenceId) -> None:
-        self._check_owner()
         line = self._line(sequence)
         if self._layout.recurrent:
             self.stepper.undo_ahead_of(line)
@@ -242,7 +239,6 @@ class MlxBackend(OwnedBackend):
     def step(self, chunks: Sequence[Chunk]) -> MlxStepResult:
         """One sweep: the decoding lines as one batch, each prefill chunk by itself, all in one
         graph."""
-        self._check_owner()
         return self._sweep(chunks, self._checked(chunks))
 
     def _sweep(self, chunks: Sequence[Chunk], lines: list[SequenceCache]) -> MlxStepResult:
@@ -287,7 +283,6 @@ class MlxBackend(OwnedBackend):
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """KV of tokens [start, stop), or a whole sequence's windows and state, behind a header
         (kv_export.py)."""
-        self._check_owner()
         self._check_range(sequence, start, stop)
         line = self._intact_line(sequence)
         data = self._exports.export_range(line, start, stop)
@@ -300,7 +295,6 @@ class MlxBackend(OwnedBackend):
     def import_range(
         self, sequence: SequenceId, data: bytes | memoryview, start: int, stop: int
     ) -> None:
-        self._check_owner()
         line = self._line(sequence)
         self._check_follows(sequence, start, stop)
         self._require_cells(stop - start)
@@ -313,11 +307,9 @@ class MlxBackend(OwnedBackend):
         return self._exports.state_bytes(self._line(sequence))
 
     def export_state(self, sequence: SequenceId) -> bytes:
-        self._check_owner()
         return self._exports.export_state(self._intact_line(sequence))
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
-        self._check_owner()
         line = self._line(sequence)
         self._check_range(sequence, 0, n_tokens)
         self._exports.load_state(line, self._exports.read_state(data, n_tokens))
@@ -325,7 +317,6 @@ class MlxBackend(OwnedBackend):
             self._heads.truncate(sequence, n_tokens)
 
     def fork_state(self, source: SequenceId, data: bytes | memoryview, n_tokens: int) -> SequenceId:
-        self._check_owner()
         line = self._line(source)
         self._check_range(source, 0, n_tokens)
         state = self._exports.read_state(data, n_tokens)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def named(name: str) -> BackendType:
     """The backend registered under `name`; UsageError naming the others if there is none."""
-    found = registry.named(name)
+    found = registry.backends().get(name)
     if found is None:
         raise UsageError(
             f"there is no backend {name!r}",
-            hint=f"installed backends: {', '.join(registry.names()) or 'none'}",
+            hint=f"installed backends: {', '.join(registry.backends()) or 'none'}",
         )
     return found
 
@@ -40,7 +40,7 @@ def for_path(path: str, preferred: str = "auto") -> BackendType:
                 hint=f"leave --backend at auto: the files decide ({known})",
             )
         return backend
-    accepting = [b for b in map(named, registry.names()) if b.accepts(path)]
+    accepting = [b for b in registry.backends().values() if b.accepts(path)]
     if not accepting:
         known = " or ".join(d.files for d in registry.declarations())
         raise ModelFileError(
