@@ -64,7 +64,6 @@ class LoadSpec:
     n_threads: int = 0
     kv_type_k: KvType = "f16"
     kv_type_v: KvType = "f16"
-    flash_attention: bool = True
     n_outputs: int = 0
     n_rewind: int = 0
     mtp: bool = False

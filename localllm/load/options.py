@@ -56,7 +56,6 @@ def load_spec(
         n_threads=n_threads,
         kv_type_k=cast("KvType", run.kv_type_k),
         kv_type_v=cast("KvType", run.kv_type_v),
-        flash_attention=run.flash_attention,
         n_outputs=run.n_outputs,
         n_rewind=run.n_rewind,
         mtp=run.drafter.is_mtp,

@@ -55,7 +55,6 @@ def test_it_accepts_checkpoint_folders_and_their_weight_files(
     ("spec", "said"),
     [
         ({"n_threads": 4}, "threads"),
-        ({"flash_attention": False}, "attention"),
         ({"kv_type_k": "q8_0"}, "one type"),
         ({"kv_type_k": "q5_0", "kv_type_v": "q5_0"}, "f32"),
         ({"kv_type_k": "bf16", "kv_type_v": "bf16"}, "f32"),

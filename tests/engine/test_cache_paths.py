@@ -250,13 +250,8 @@ def test_rotated_and_plain_kv_are_not_taken_for_each_other(
 
 def test_every_backend_says_what_gives_its_kv_its_meaning(few_layers: Path) -> None:
     backend = llamacpp.load(LoadSpec(str(few_layers), n_ctx=128))
-    plain = llamacpp.load(LoadSpec(str(few_layers), n_ctx=128, flash_attention=False))
     import llama_cpp
 
     assert llama_cpp.__version__ in backend.info.kv_meaning
     assert "libllama" in backend.info.kv_meaning or "llama" in backend.info.kv_meaning
-    assert plain.info.kv_meaning != backend.info.kv_meaning, (
-        "without flash attention V is laid out in another way"
-    )
     backend.close()
-    plain.close()

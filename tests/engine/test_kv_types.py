@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from localllm_backends.contract import KV_FALLBACK, Backend, BackendFailure, Chunk, KvType, LoadSpec
 from localllm_backends.llamacpp import backend_type, kv_probe
 from localllm_backends.llamacpp.devices import Accelerator
-from localllm_backends.llamacpp.kv_probe import Pair, Timing, candidates, choose
+from localllm_backends.llamacpp.kv_probe import Pair, Timing, choose
 from support.plan_probe import ProbeSettings, plan
 
 CONTEXT = 1024
@@ -127,16 +127,6 @@ def test_k_and_v_may_differ(few_layers: Path, pair: Pair) -> None:
     )
     assert (backend.info.kv_type_k, backend.info.kv_type_v) == pair
     assert KV_FALLBACK not in backend.info.metadata
-    backend.close()
-
-
-def test_without_flash_attention_v_stays_f16_and_the_load_says_so(few_layers: Path) -> None:
-    spec = LoadSpec(
-        str(few_layers), n_ctx=CONTEXT, kv_type_k="q8_0", kv_type_v="q8_0", flash_attention=False
-    )
-    backend = backend_type.load(spec)
-    assert (backend.info.kv_type_k, backend.info.kv_type_v) == ("q8_0", "f16")
-    assert "flash attention" in backend.info.metadata[KV_FALLBACK]
     backend.close()
 
 
@@ -268,7 +258,3 @@ def test_f16_is_never_probed() -> None:
         raise AssertionError("probed")
 
     assert choose(None, asked("f16", "bf16"), never) == (asked("f16", "bf16"), "")
-
-
-def test_without_flash_attention_only_k_is_quantised() -> None:
-    assert candidates(("q8_0", "q4_0"), flash_attention=False) == [("q8_0", "f16"), ("f16", "f16")]

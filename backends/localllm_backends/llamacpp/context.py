@@ -105,7 +105,6 @@ _DEFAULT_CTX = 8192
 _OUTPUTS_PER_SEQUENCE = 16
 _MAX_OUTPUTS = 64
 _DRAFT_CELLS = 48
-_FLASH_AUTO, _FLASH_OFF = -1, 0
 
 
 def outputs_reserved(spec: LoadSpec, n_batch: int) -> int:
@@ -177,8 +176,8 @@ def new_context(
         # read for itself.
         params.n_ctx += (_DRAFT_CELLS + draft_cells) * n_seq_max
     params.n_threads = params.n_threads_batch = spec.n_threads or usable_cores()
-    # AUTO, not ON: where a device lacks the kernel, ON would silently compute attention on the CPU.
-    params.flash_attn_type = _FLASH_AUTO if spec.flash_attention else _FLASH_OFF
+    # Flash attention is left at AUTO: where a device lacks the kernel, ON would silently compute
+    # attention on the CPU.
     params.type_k = GGML_TYPES[spec.kv_type_k]
     params.type_v = GGML_TYPES[spec.kv_type_v]
     params.kv_unified = True

@@ -81,25 +81,18 @@ class Timing:
 Measure = Callable[[Any, LoadSpec, Pair], Timing]
 
 
-def candidates(wanted: Pair, *, flash_attention: bool) -> list[Pair]:
-    """Pairs to try in order, the wanted first and f16 last. A quantised V needs flash attention
-    (llama.cpp refuses it otherwise), so without it only K is quantised; a mixed pair is followed by
-    K's type for both."""
-    k, v = wanted
-    tried: list[Pair] = [(k, v), (k, k)] if flash_attention or v in _PLAIN else []
-    if k not in _PLAIN:
-        tried.append((k, "f16"))
-    return list(dict.fromkeys([*tried, _F16]))
-
-
 def choose(model: Any, spec: LoadSpec, measure: Measure | None = None) -> tuple[LoadSpec, str]:
     """The spec with KV types that are fast here, and one sentence if they are not the wanted ones
     ("" otherwise)."""
     wanted: Pair = (spec.kv_type_k, spec.kv_type_v)
     if all(kind in _PLAIN for kind in wanted):
         return spec, ""
-    why = "" if spec.flash_attention else "a quantised V cache needs flash attention, which is off"
-    for pair in candidates(wanted, flash_attention=spec.flash_attention)[:-1]:
+    why = ""
+    # A mixed pair is followed by K's type for both, and a quantised V, which needs flash attention
+    # (llama.cpp refuses it otherwise), by K alone.
+    k = spec.kv_type_k
+    pairs: list[Pair] = [wanted, (k, k), (k, "f16"), _F16]
+    for pair in [*dict.fromkeys(pairs)][:-1]:
         try:
             timing = confirmed(measure or measure_pair, model, spec, pair)
         except BackendFailure as e:

@@ -156,7 +156,7 @@ def model_info(
         chat_template=template.decode("utf-8", "replace") if template else None,
         kv_type_k=spec.kv_type_k,
         kv_type_v=spec.kv_type_v,
-        kv_meaning=kv_meaning(spec),
+        kv_meaning=kv_meaning(),
         fim_tokens={role: named[f"fim_{role}"] for role in _FIM if f"fim_{role}" in named},
         metadata=metadata,
         control_texts=words.control_texts,

@@ -38,7 +38,6 @@ from localllm_backends.llamacpp.threads import release_helpers, usable_cores
 from localllm_backends.llamacpp.weights import check_file, fingerprint
 
 _TEXT, _IMAGE = 0, 1
-_FLASH_AUTO, _FLASH_OFF = -1, 0
 WITHOUT = (
     "this build of llama-cpp-python reads no images: it was made without mtmd (`-DLLAVA_BUILD=OFF`)"
 )
@@ -68,7 +67,6 @@ class Projector:
         params.warmup = True
         self._n_threads = spec.n_threads or usable_cores()
         params.n_threads = self._n_threads
-        params.flash_attn_type = _FLASH_AUTO if spec.flash_attention else _FLASH_OFF
         log.mark()
         self._context = mtmd.mtmd_init_from_file(str(path).encode(), model, params)
         if not self._context:

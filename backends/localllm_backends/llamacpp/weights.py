@@ -42,15 +42,15 @@ def native_libraries() -> str:
     return " ".join(f"{p.name}:{fingerprint(p)}" for p in libraries or [loaded] if p.is_file())
 
 
-def kv_meaning(spec: LoadSpec) -> str:
+def kv_meaning() -> str:
     """What gives exported KV its meaning besides weights and KV types: the bindings, the native
-    libraries that compute it, how blocks of it begin, flash attention (V is laid out in another way without) and
-    llama.cpp's rotation of quantised KV, which an environment variable turns off
-    (llama-kv-cache.cpp). KV read under another meaning gives garbage, unnoticed."""
+    libraries that compute it, how blocks of it begin, and llama.cpp's rotation of quantised KV,
+    which an environment variable turns off (llama-kv-cache.cpp). KV read under another meaning
+    gives garbage, unnoticed."""
     rotation = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "")
     return (
-        f"llama-cpp-python {bindings_version()}; {native_libraries()}; flash "
-        f"{spec.flash_attention}; no rotation {rotation}; blocks {KV.decode()}"
+        f"llama-cpp-python {bindings_version()}; {native_libraries()}; no rotation {rotation}; "
+        f"blocks {KV.decode()}"
     )
 
 

@@ -62,10 +62,6 @@ def check_spec(spec: LoadSpec) -> None:
                 spec.n_threads,
                 "MLX has no setting for CPU threads: leave the number of threads to it",
             ),
-            (
-                not spec.flash_attention,
-                "MLX has one attention kernel and no setting to turn it off",
-            ),
             (k != v, f"MLX stores keys and values in one type: {k} and {v} were asked for"),
             (
                 placed_apart,
