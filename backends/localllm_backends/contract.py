@@ -36,9 +36,6 @@ from localllm_backends.placement import (
     Placement,
 )
 from localllm_backends.values import (
-    DRAFTER_LEFT_OUT,
-    KV_FALLBACK,
-    LOAD_NOTES,
     MAX_SAMPLED_TOP_K,
     Capabilities,
     Chunk,
@@ -64,9 +61,6 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "DRAFTER_LEFT_OUT",
-    "KV_FALLBACK",
-    "LOAD_NOTES",
     "MAX_SAMPLED_TOP_K",
     "Backend",
     "BackendFailure",

@@ -108,7 +108,7 @@ def kv_fidelity(backend: Backend, text: str, pairs: Sequence[Sequence[str]]) -> 
     found = backend.compare_kv([(k, v) for k, v in pairs], tokens)
     info = backend.info
     return {
-        "model": info.metadata.get("general.name", "") or info.description,
+        "model": info.description,
         "fingerprint": info.fingerprint,
         "meaning": info.kv_meaning,
         "found": [asdict(fidelity) for fidelity in found],

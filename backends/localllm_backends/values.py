@@ -20,10 +20,6 @@ SequenceId: TypeAlias = int
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 
-# Of ModelInfo.metadata: a KV type that computes wrongly here, a drafter that is not this model's.
-KV_FALLBACK, DRAFTER_LEFT_OUT = LOAD_NOTES = ("localllm.kv_fallback", "localllm.drafter_left_out")
-
-
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
     """A LoRA adapter over a model's weights: its file or folder, what its effect is multiplied by,
@@ -149,8 +145,9 @@ class ModelInfo:
     `kv_meaning` names, besides those and the KV types, all that gives exported KV its meaning: the
     versions of the libraries that compute it and whatever changes how they do. KV written under
     another one must never be imported.
-    `control_texts`: how its control tokens are written (control_text.py). Beside the file's own,
-    `metadata` has under each of LOAD_NOTES a sentence on what loading did otherwise than asked.
+    `control_texts`: how its control tokens are written (control_text.py).
+    `load_notes`: sentences on what loading did otherwise than asked: a KV type that is slow here, a
+    drafter that is not this model's.
     """
 
     architecture: str
@@ -176,7 +173,7 @@ class ModelInfo:
     kv_meaning: str = ""
     vision: bool = False
     fim_tokens: dict[str, int] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
+    load_notes: tuple[str, ...] = ()
     control_texts: tuple[str, ...] = ()
 
 

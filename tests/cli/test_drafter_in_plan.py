@@ -17,7 +17,7 @@ from localllm.load.options import load_spec, run_settings
 from localllm.planner.explain import explain
 from localllm.server.models.worker import ModelWorker
 from localllm.settings import Settings
-from localllm_backends.contract import DRAFTER_LEFT_OUT, LoadError, LoadSpec
+from localllm_backends.contract import LoadError, LoadSpec
 from localllm_backends.mlx import backend_type as mlx
 from models import tiny_drafters, tiny_mlx, tiny_mtp
 
@@ -221,5 +221,5 @@ def test_heads_that_take_something_away_or_cannot_run_are_left_out(
         LoadSpec(str(tiny_model), n_ctx=256, mtp=True, drafter_optional=True)
     )
     assert backend.capabilities.drafts == 0
-    assert "its header names no draft heads" in backend.info.metadata[DRAFTER_LEFT_OUT]
+    assert "its header names no draft heads" in backend.info.load_notes[0]
     backend.close()

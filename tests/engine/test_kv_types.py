@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm_backends.contract import KV_FALLBACK, Backend, BackendFailure, Chunk, KvType, LoadSpec
+from localllm_backends.contract import Backend, BackendFailure, Chunk, KvType, LoadSpec
 from localllm_backends.llamacpp import backend_type, kv_probe
 from localllm_backends.llamacpp.devices import Accelerator
 from localllm_backends.llamacpp.kv_probe import Pair, Timing, choose
@@ -126,7 +126,7 @@ def test_k_and_v_may_differ(few_layers: Path, pair: Pair) -> None:
         LoadSpec(str(few_layers), n_ctx=CONTEXT, kv_type_k=pair[0], kv_type_v=pair[1])
     )
     assert (backend.info.kv_type_k, backend.info.kv_type_v) == pair
-    assert KV_FALLBACK not in backend.info.metadata
+    assert not backend.info.load_notes
     backend.close()
 
 

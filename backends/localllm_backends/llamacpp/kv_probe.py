@@ -4,7 +4,7 @@ before the context.
 A quantised cache should cost no speed; where it does, its kernel is missing on this device (CUDA
 builds without all flash-attention pairs, heads that are no multiple of a block) and attention fell
 to a slow path. Then a type that is served at full speed is better, and the load says so in
-`ModelInfo.metadata`.
+`ModelInfo.load_notes`.
 
 Near the start a slow path of attention hides behind the weights (an RTX 3080 with q8_0: as f16
 there, 0.6 of its speed at 52k). So on an accelerator both types are timed at two depths, and what a

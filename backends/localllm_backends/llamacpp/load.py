@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import DRAFTER_LEFT_OUT, KV_FALLBACK, LoadError, LoadSpec
+from localllm_backends.contract import LoadError, LoadSpec
 from localllm_backends.llamacpp import companion, kv_probe, mtp, rpc, vision
 from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context, with_adapters
@@ -52,12 +52,10 @@ def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> 
         make = vision.LlamaCppVisionBackend if spec.projector else LlamaCppBackend
         backend = make(llama, model, context, spec, path, buffers, heads)
         freed.pop_all()
-    if note:
-        backend.info.metadata[KV_FALLBACK] = note
+    notes = [note] if note else []
     if left_out:
-        backend.info.metadata[DRAFTER_LEFT_OUT] = (
-            f"what would draft for the model is left out: {left_out}"
-        )
+        notes.append(f"what would draft for the model is left out: {left_out}")
+    backend.info = replace(backend.info, load_notes=tuple(notes))
     return backend
 
 

@@ -129,7 +129,7 @@ def model_info(
     """The facts of `model`; `served` are those of what was made of it (fingerprint, n_ctx,
     n_seq_max …)."""
     vocab = llama.llama_model_get_vocab(model)
-    metadata = _metadata(llama, model)
+    value = llama.llama_model_meta_val_str
     template = llama.llama_model_chat_template(model, None)
     marks = ("bos", "eos", *(f"fim_{role}" for role in _FIM))
     found = {name: int(getattr(llama, f"llama_vocab_{name}")(vocab)) for name in marks}
@@ -137,12 +137,12 @@ def model_info(
     bos, eos = named.get("bos"), named.get("eos")
     # What may end an answer: control tokens, and the header's marks. (To ask of each token takes as
     # long as loading a small model.)
-    end_of_message = c_string(llama.llama_model_meta_val_str, model, b"tokenizer.ggml.eom_token_id")
+    end_of_message = c_string(value, model, b"tokenizer.ggml.eom_token_id")
     end_of_turn = int(llama.llama_vocab_eot(vocab))
     likely = {*words.special, *found.values(), int(end_of_message or -1), end_of_turn}
     return ModelInfo(
-        architecture=metadata.get("general.architecture", ""),
-        description=metadata.get("general.name") or Path(spec.path).stem,
+        architecture=c_string(value, model, b"general.architecture") or "",
+        description=c_string(value, model, b"general.name") or Path(spec.path).stem,
         n_vocab=words.n_vocab,
         n_ctx_train=int(llama.llama_model_n_ctx_train(model)),
         n_params=int(llama.llama_model_n_params(model)),
@@ -158,7 +158,6 @@ def model_info(
         kv_type_v=spec.kv_type_v,
         kv_meaning=kv_meaning(),
         fim_tokens={role: named[f"fim_{role}"] for role in _FIM if f"fim_{role}" in named},
-        metadata=metadata,
         control_texts=words.control_texts,
         **served,
     )
@@ -197,14 +196,3 @@ def capabilities(
         # Not run on a GPU: there a step's micro-batch is short anyway.
         sliced_prefill=plain and not drafts and not on_device,
     )
-
-
-def _metadata(llama: Any, model: Any) -> dict[str, str]:
-    """The header's short entries but for the tokenizer's."""
-    found: dict[str, str] = {}
-    for i in range(llama.llama_model_meta_count(model)):
-        key = c_string(llama.llama_model_meta_key_by_index, model, i)
-        value = c_string(llama.llama_model_meta_val_str_by_index, model, i)
-        if key and value is not None and not key.startswith("tokenizer.") and len(value) < 1000:
-            found[key] = value
-    return found

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from localllm_backends.contract import (
-    DRAFTER_LEFT_OUT,
     BackendFailure,
     CannotRewindError,
     Capabilities,
@@ -400,9 +399,7 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
 
 def _model_info(loaded: Loaded) -> ModelInfo:
     words, spec, config = loaded.vocabulary, loaded.spec, loaded.config
-
     asked = spec.n_outputs or min(_MAX_OUTPUTS, spec.n_seq_max * _OUTPUTS_PER_SEQUENCE)
-    quantised = config.get("quantization")
     mark = under_adapters(fingerprint(loaded.folder), spec.adapters)
     return ModelInfo(
         architecture=str(config.get("model_type", "")),
@@ -429,10 +426,5 @@ def _model_info(loaded: Loaded) -> ModelInfo:
         kv_meaning=kv_meaning() + (f"; shared by {loaded.n_shares}" if loaded.n_shares > 1 else ""),
         fim_tokens=words.fim_tokens,
         control_texts=words.control_texts,
-        metadata={
-            "general.architecture": str(config.get("model_type", "")),
-            "mlx.device": str(mx.default_device()),
-            **({"mlx.quantization": str(quantised)} if quantised else {}),
-            **({DRAFTER_LEFT_OUT: loaded.left_out} if loaded.left_out else {}),
-        },
+        load_notes=(loaded.left_out,) if loaded.left_out else (),
     )

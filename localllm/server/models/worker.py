@@ -15,7 +15,7 @@ from localllm.engine.worker.client import EngineClient, Host
 from localllm.errors import BusyError, DoesNotFitError, LocalLLMError
 from localllm.formatting import gb
 from localllm.memory.verdict import has_room
-from localllm_backends.contract import LOAD_NOTES, ModelInfo
+from localllm_backends.contract import ModelInfo
 
 log = logging.getLogger("localllm.server")
 _RETRY_AFTER_S = 10
@@ -273,8 +273,8 @@ class ModelWorker:
             raise
         else:
             self.info, self.loaded, self.failure, self.failure_hint = engine.info, True, "", ""
-            notes = [engine.info.metadata.get(key, "") for key in LOAD_NOTES]
-            self.notice = "; ".join(filter(None, (self._loading.notice, *notes)))
+            notes = self._loading.notice, *engine.info.load_notes
+            self.notice = "; ".join(filter(None, notes))
             return engine
         finally:
             self._load = None
