@@ -97,22 +97,23 @@ class _Library:
 
     def __init__(self, *gpus: tuple[str, str]) -> None:
         self._gpus = gpus
-        self._addresses = [ctypes.create_string_buffer(address.encode()) for _, address in gpus]
+        self._names, self._addresses = (
+            [ctypes.create_string_buffer(said.encode()) for said in texts]
+            for texts in zip(*gpus, strict=True)
+        )
 
     def _write_properties(self, i: int, props: object) -> None:
         """ggml-backend.h: name, description, free, total, type, and then `device_id`."""
+        fields = ctypes.cast(props, ctypes.POINTER(ctypes.c_void_p))  # type: ignore[arg-type]
+        fields[0] = ctypes.addressof(self._names[i])
         if self._gpus[i][1]:
-            ctypes.cast(props, ctypes.POINTER(ctypes.c_void_p))[5] = ctypes.addressof(
-                self._addresses[i]
-            )  # type: ignore[arg-type]
+            fields[5] = ctypes.addressof(self._addresses[i])
 
     def __call__(self, name: str, *_: object) -> Callable[..., Any]:
         return {
             "ggml_backend_dev_count": lambda: len(self._gpus) + 1,
             "ggml_backend_dev_get": lambda i: i,  # the last is the processor
             "ggml_backend_dev_type": lambda i: 1 if i < len(self._gpus) else 0,
-            "ggml_backend_dev_name": lambda i: self._gpus[i][0].encode(),
-            "ggml_backend_dev_memory": lambda _i, _free, _total: None,
             "ggml_backend_dev_get_props": self._write_properties,
         }[name]
 

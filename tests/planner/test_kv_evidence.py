@@ -12,7 +12,7 @@ from localllm import paths
 from localllm.cli import doctor_checks
 from localllm.load import kv_evidence
 from localllm.planner.quality import KvPrecision, ladder, passes, why
-from localllm_backends.contract import BackendFailure, LoadError, LoadSpec
+from localllm_backends.contract import LoadError, LoadSpec
 from localllm_backends.llamacpp import backend_type, context
 
 
@@ -65,13 +65,6 @@ def test_a_pair_that_the_engine_can_not_have_is_left_out(
     found = backend.compare_kv(kv_evidence.PAIRS, list(range(20, 60)))
     backend.close()
     assert [(f.k, f.v) for f in found] == list(kv_evidence.PAIRS[:2])
-
-
-def test_a_type_llamacpp_does_not_know_is_refused_by_name(tiny_model: Path) -> None:
-    backend = backend_type.load(LoadSpec(str(tiny_model), n_ctx=256))
-    with pytest.raises(BackendFailure, match="q3_9"):
-        backend.compare_kv([("q3_9", "f16")], [1, 2, 3])
-    backend.close()
 
 
 # --- what follows from it -------------------------------------------------------------------------

@@ -147,16 +147,18 @@ def planned(device: Device, model: str) -> Plan:
 def one_gpu(name: str, total_mib: int, free_mib: int) -> Callable[..., Any]:
     """ggml's registry with a GPU that says so much of its memory, and the processor."""
 
-    def memory(_: int, free: Any, total: Any) -> None:
-        ctypes.cast(free, ctypes.POINTER(ctypes.c_size_t))[0] = free_mib * MIB
-        ctypes.cast(total, ctypes.POINTER(ctypes.c_size_t))[0] = total_mib * MIB
+    text = ctypes.create_string_buffer(name.encode())
+
+    def properties(_: int, props: Any) -> None:
+        """ggml-backend.h: name, description, free, total."""
+        fields = ctypes.cast(props, ctypes.POINTER(ctypes.c_size_t))
+        fields[0], fields[2], fields[3] = ctypes.addressof(text), free_mib * MIB, total_mib * MIB
 
     functions: dict[str, Callable[..., Any]] = {
         "ggml_backend_dev_count": lambda: 2,
         "ggml_backend_dev_get": lambda i: i,
         "ggml_backend_dev_type": lambda i: 1 - i,
-        "ggml_backend_dev_name": lambda _: name.encode(),
-        "ggml_backend_dev_memory": memory,
+        "ggml_backend_dev_get_props": properties,
     }
     return lambda called, *_: functions[called]
 

@@ -182,7 +182,6 @@ def new_context(
     params.type_v = GGML_TYPES[spec.kv_type_v]
     params.kv_unified = True
     params.swa_full = False
-    params.no_perf = True
     params.offload_kqv = not spec.placement.kv_on_host
     # May devices compute what lies in system memory?
     params.op_offload = spec.n_gpu_layers != 0

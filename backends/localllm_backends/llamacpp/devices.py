@@ -61,13 +61,13 @@ def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
     found = devices_of_type(GPU) or devices_of_type(INTEGRATED)
     if cards:
         found = _of_numbers(found, cards)
-    answer = []
-    for device in found:
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        ggml_function("ggml_backend_dev_memory")(device, ctypes.byref(free), ctypes.byref(total))
-        name = _text(ggml_function("ggml_backend_dev_name")(device))
-        answer.append(Accelerator(device, name, min(free.value, total.value), total.value))
-    return answer
+    return [_accelerator(device) for device in found]
+
+
+def _accelerator(device: int) -> Accelerator:
+    props = _properties(device)
+    free_bytes, total_bytes = int(props.memory_free), int(props.memory_total)
+    return Accelerator(device, _text(props.name), min(free_bytes, total_bytes), total_bytes)
 
 
 def _handles() -> list[int]:

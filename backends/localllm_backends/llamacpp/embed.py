@@ -38,7 +38,6 @@ class LlamaCppEmbedder:
         self._llama, self._model, self._context = llama, model, context
         self._vocab = llama.llama_model_get_vocab(model)
         self._words = LlamaCppVocabulary(llama, model)
-        self._memory = llama.llama_get_memory(context)
         self._n_batch = int(llama.llama_n_ubatch(context))
         self._n_seq_max = int(llama.llama_n_seq_max(context))
         self._batch = Batch(llama, self._n_batch)
@@ -127,8 +126,7 @@ class LlamaCppEmbedder:
         self._batch.clear()
         for sequence, tokens in enumerate(group):
             self._batch.add(sequence, 0, tokens, len(tokens))
-        if self._memory:
-            self._llama.llama_memory_clear(self._memory, True)
+        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
         log.mark()
         code = self._llama.llama_decode(self._context, self._batch.native)
         if code != 0:
@@ -181,7 +179,6 @@ def load_embedder(
         made.n_seq_max = min(_MOST_SEQUENCES, tokens)
         made.kv_unified = True
         made.n_threads = made.n_threads_batch = n_threads or usable_cores()
-        made.no_perf = True
         context = made_context(model, made)
         freed.callback(llama.llama_free, context)
         if int(llama.llama_pooling_type(context)) not in _POOLINGS:

@@ -14,20 +14,22 @@ from localllm_backends.llamacpp.backend import LlamaCppBackend
 from localllm_backends.llamacpp.context import new_context, served_context, with_adapters
 from localllm_backends.llamacpp.devices import check_kv
 from localllm_backends.llamacpp.heads import DraftHeads
-from localllm_backends.llamacpp.native import GGML_TYPES, Buffers, log, start_native
-from localllm_backends.llamacpp.weights import check_file, load_model
+from localllm_backends.llamacpp.native import Buffers, log, start_native
+from localllm_backends.llamacpp.weights import load_model
 
 
 def load(spec: LoadSpec, on_progress: Callable[[float], None] | None = None) -> LlamaCppBackend:
-    for kind in (spec.kv_type_k, spec.kv_type_v):
-        if kind not in GGML_TYPES:
-            raise LoadError(
-                f"unknown KV cache type {kind!r}", f"llama.cpp knows {', '.join(GGML_TYPES)}"
-            )
     llama = start_native()
     rpc.connect(spec.placement.workers)
     path = Path(spec.path)
-    spec, left_out = _with_own_heads(spec, path)
+    left_out = ""
+    if spec.mtp:
+        try:
+            mtp.check_heads(path)
+        except LoadError as e:
+            if not spec.drafter_optional:
+                raise
+            left_out, spec = str(e), replace(spec, mtp=False)
     model, buffers = load_model(path, spec, on_progress)
     with ExitStack() as freed:
         freed.callback(llama.llama_model_free, model)
@@ -83,17 +85,3 @@ def _open_heads(
         llama, model, context, replace(spec, adapters=()), n_seq_max
     )
     return heads, weights + log.buffers()
-
-
-def _with_own_heads(spec: LoadSpec, path: Path) -> tuple[LoadSpec, str]:
-    """`spec` with what can draft, as far as files' headers say, and why the model's own heads
-    can't. Raises LoadError."""
-    if spec.mtp:
-        check_file(path)
-    reason = mtp.why_not(path) if spec.mtp else ""
-    if not reason:
-        return spec, ""
-    left_out = f"{path.name!r} can't draft for itself: {reason}"
-    if not spec.drafter_optional:
-        raise LoadError(left_out, "load it with `--draft off`")
-    return replace(spec, mtp=False), left_out

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import SequenceId
+from localllm_backends.contract import LoadError, SequenceId
 from localllm_backends.following import LEAST_PROBABILITY, LONGEST_DRAFT
 from localllm_backends.llamacpp.batch import Batch, Rows
 from localllm_backends.llamacpp.gguf_header import NativeHeader, parts
 from localllm_backends.llamacpp.heads import DraftHeads, best, staging_functions
+from localllm_backends.llamacpp.weights import check_file
 from localllm_backends.reasons import first_reason
 
 # Architectures whose heads llama.cpp runs in a context of their own (src/models: DECODER_MTP
@@ -31,15 +32,16 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
-def why_not(path: Path) -> str:
-    """Why the heads in this GGUF can't draft here; "" if they can. Reads headers only."""
+def check_heads(path: Path) -> None:
+    """LoadError, saying why, unless the heads in this GGUF can draft here. Reads headers only."""
+    check_file(path)
     headers = [NativeHeader(p) for p in parts(path)]
     first = headers[0]
     architecture = first.text("general.architecture")
     n_heads = first.number(f"{architecture}.nextn_predict_layers")
     head = f"blk.{first.number(f'{architecture}.block_count') - n_heads}.nextn.eh_proj.weight"
     is_v2 = architecture == "deepseek2"
-    return first_reason(
+    reason = first_reason(
         [
             (
                 staging_functions() is None,
@@ -66,6 +68,10 @@ def why_not(path: Path) -> str:
             ),
         ]
     )
+    if reason:
+        raise LoadError(
+            f"{path.name!r} can't draft for itself: {reason}", "load it with `--draft off`"
+        )
 
 
 class MtpHeads(DraftHeads):

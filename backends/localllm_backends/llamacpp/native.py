@@ -224,8 +224,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_get": (_POINTER, [_SIZE]),
     "ggml_backend_dev_by_type": (_POINTER, [_INT]),
     "ggml_backend_dev_type": (_INT, [_POINTER]),
-    "ggml_backend_dev_name": (_TEXT, [_POINTER]),
-    "ggml_backend_dev_memory": (None, [_POINTER] * 3),
     "ggml_backend_dev_get_props": (None, [_POINTER] * 2),
     "ggml_backend_dev_buffer_type": (_POINTER, [_POINTER]),
     "ggml_backend_dev_supports_op": (_BOOL, [_POINTER] * 2),
