@@ -281,12 +281,6 @@ TABLE: tuple[Setting, ...] = (
         10.0,
         "seconds that a request's body may take, besides its bytes at the least rate",
     ),
-    Setting(
-        "body_work_s",
-        float,
-        10.0,
-        "seconds of work that unpacking and parsing a request's body may take",
-    ),
     Setting("min_body_bytes_s", int, 64_000, "least rate of a request's body, in bytes a second"),
     Setting("offline", bool, False, "never contact the hub"),
 )

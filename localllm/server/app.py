@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,18 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Router
 
-from localllm.errors import LocalLLMError
 from localllm.server.dialects import openapi
 from localllm.server.dialects.openai import routes as openai
 from localllm.server.dialects.paths import Paths
 from localllm.server.http.accounts import caller
 from localllm.server.http.asgi import Receive, Scope, Send
-from localllm.server.http.errors import (
-    MethodError,
-    RouteNotFoundError,
-    envelope,
-    headers_of,
-)
+from localllm.server.http.errors import MethodError, RouteNotFoundError
 from localllm.server.http.gate import SecurityGate
 from localllm.server.http.prometheus import CONTENT_TYPE
 from localllm.server.http.settings import ServerSettings
@@ -74,7 +68,7 @@ def create_app(
         app.add_middleware(
             ProxyMiddleware,
             upstreams=models.upstreams,
-            is_local=models.has,
+            offered=models.offered,
             is_full=models.full,
             settings=settings,
         )
@@ -142,17 +136,17 @@ def _health(models: ModelRouter) -> Response:
     return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
-async def _http(request: Request, error: Exception) -> Response:
+async def _http(request: Request, error: Exception) -> NoReturn:
+    """Raises what the gate says of a path or a method that is not here."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         methods = ", ".join(_methods(request))
         wrong = MethodError("this path does not answer that method", hint=f"it answers {methods}")
-        refused = error_response(request, wrong)
-        refused.headers["allow"] = methods
-        return refused
+        wrong.methods = methods
+        raise wrong
     near = _path_meant(request)
     hint = f"the path is {near}" if near else "GET /openapi.json lists them"
-    return error_response(request, RouteNotFoundError("no such path here", hint=hint))
+    raise RouteNotFoundError("no such path here", hint=hint)
 
 
 def _methods(request: Request, path: str = "") -> list[str]:
@@ -173,10 +167,3 @@ def _path_meant(request: Request) -> str:
     ends = ["/" + "/".join(parts[i:]) for i in range(1, min(len(parts), 8))]
     likely = [*ends, f"/v1/{parts[-1]}"]
     return next((path for path in likely if request.method in _methods(request, path)), "")
-
-
-def error_response(request: Request, error: LocalLLMError) -> JSONResponse:
-    """`error` in the format of its path."""
-    return JSONResponse(
-        envelope(error, request.scope), status_code=error.http_status, headers=headers_of(error)
-    )

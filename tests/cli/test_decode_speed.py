@@ -20,7 +20,7 @@ from localllm.cli.serve.served_models import planned
 from localllm.engine.messages import Generation, Request, Sampling
 from localllm.server.dialects.openai.routes import entry as model_entry
 from localllm.server.models.router import ModelRouter, ServedModel
-from localllm.server.models.worker import ModelMetadata, ModelWorker
+from localllm.server.models.worker import ModelWorker, PlannedModel
 from support.requests import events_of
 from support.scripted_engine import ScriptedEngine
 
@@ -87,7 +87,7 @@ async def _start(model: Path, said: list[str], tokens: int = 400) -> bool:
 
     load = load_plan_named(str(model), Settings({"context": 1024}))
     ready = planned(load)
-    worker = ModelWorker("m", ready.host, ready.facts, loading=ready.loading)
+    worker = ModelWorker("m", ready)
     router = ModelRouter([ServedModel("m", worker=worker)])
     watch = DecodeSpeedWatch(router, said.append)
     try:
@@ -166,7 +166,7 @@ def test_each_start_is_compared_once_and_said_where_people_look() -> None:
         for step_s in (0.010, 0.011, 0.030):
             host = _Measured()
             host.step_s = step_s
-            router = ModelRouter([ServedModel("m", worker=ModelWorker("m", host, ModelMetadata()))])
+            router = ModelRouter([ServedModel("m", worker=ModelWorker("m", PlannedModel(host)))])
             watch = DecodeSpeedWatch(router, said.append)
             await watch.check()
             assert not watch.compared, "nothing is loaded for it"

@@ -124,7 +124,7 @@ def test_one_found_that_does_not_fit_is_left_out_and_one_named_is_refused(tmp_pa
     async def said() -> str:
         """The notice that the model's users see."""
         served = planned(load_plan_named(str(path), Settings({"context": 2048})))
-        worker = ModelWorker("tiny", served.host, served.facts, loading=served.loading)
+        worker = ModelWorker("tiny", served)
         await worker.engine()
         await worker.close()
         return worker.notice

@@ -57,7 +57,7 @@ def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(
     async def story() -> None:
         models = router_for(loads, ["fast=FILLER"])
         try:
-            assert await models.preload() == ()
+            await models.preload()
             assert {m.name for m in models.list() if m.loaded} == {"chatty", "filler"}
             both = await asyncio.gather(answer(models, "chatty"), answer(models, "fast"))
             assert [f.usage.completion_tokens for f in both] == [3, 3]
@@ -65,9 +65,10 @@ def test_two_models_answer_side_by_side_and_take_turns_where_they_do_not_fit(
             await models.close()
 
     async def turns() -> None:
-        models = ModelRouter(router_for(loads).named(), ModelAdmission(loads[0].needs_bytes + 1))
+        models = ModelRouter(router_for(loads).named, ModelAdmission(loads[0].needs_bytes + 1))
         try:
-            assert [m.name for m in await models.preload()] == ["filler"]
+            await models.preload()
+            assert [m.name for m in models.list() if m.loaded] == ["chatty"]
             await answer(models, "filler")
             assert [m.name for m in models.list() if m.loaded] == ["filler"]
             await answer(models, "chatty")

@@ -346,7 +346,7 @@ def test_a_load_that_runs_out_of_memory_is_tried_once_more_with_less_and_that_is
     # A KV cache that no machine has: 90 GB and more in one piece.
     spec = replace(load.options.spec, n_ctx=1 << 22)
     model = planned(replace(load, options=replace(load.options, spec=spec)))
-    worker = ModelWorker("m", model.host, model.facts, loading=model.loading)
+    worker = ModelWorker("m", model)
 
     async def story() -> int:
         engine = await worker.engine()

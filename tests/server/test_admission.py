@@ -40,7 +40,7 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_two_that_fit_together_stay_loaded_together() -> None:
     async def story() -> None:
         models = router(10, chat=6, autocomplete=2)
-        assert await models.preload() == ()
+        await models.preload()
         assert loaded(models) == ["chat", "autocomplete"]
 
     run(story)
@@ -49,7 +49,7 @@ def test_two_that_fit_together_stay_loaded_together() -> None:
 def test_what_does_not_fit_beside_the_first_waits_and_takes_its_place_when_asked_for() -> None:
     async def story() -> None:
         models = router(10, chat=6, other=5)
-        assert [m.name for m in await models.preload()] == ["other"]
+        await models.preload()
         await models.resolve("other").engine()
         assert loaded(models) == ["other"]
         await models.resolve("chat").engine()

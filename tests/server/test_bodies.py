@@ -63,7 +63,6 @@ def post(http: httpx.Client, body: bytes, encoding: str) -> httpx.Response:
         ("deflate", zlib.compress),
         ("deflate", raw_deflate),
         ("identity", bytes),
-        ("gzip", lambda data: gzip.compress(data[:20]) + gzip.compress(data[20:])),
     ],
 )
 def test_a_packed_body_is_read(http: httpx.Client, encoding: str, pack: Any) -> None:
@@ -99,6 +98,7 @@ def test_a_bomb_is_never_unpacked_beyond_the_limit() -> None:
         (gzip.compress(json.dumps(HI).encode(), mtime=0)[:-12], "gzip", 400),
         (zlib.compress(json.dumps(HI).encode())[:-6], "deflate", 400),
         (gzip.compress(json.dumps(HI).encode(), mtime=0) + b"more", "gzip", 400),
+        (gzip.compress(b"{") + gzip.compress(b"}"), "gzip", 400),
         (b"", "gzip", 400),
         (json.dumps(HI).encode(), "br", 415),
         (json.dumps(HI).encode(), "gzip, gzip", 415),

@@ -9,7 +9,7 @@ from typing import Any
 from localllm.engine.messages import Event, Request
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.unloading import unload_idle
-from localllm.server.models.worker import ModelMetadata, ModelWorker
+from localllm.server.models.worker import ModelWorker, PlannedModel
 from support.scripted_backend import ScriptedBackend
 
 
@@ -73,8 +73,8 @@ def test_a_model_may_have_a_time_of_its_own() -> None:
     async def main() -> None:
         kept, brief = Host(), Host()
         workers = [
-            ModelWorker("kept", kept, ModelMetadata(), idle_s=0),  # never
-            ModelWorker("brief", brief, ModelMetadata(), idle_s=0.05),
+            ModelWorker("kept", PlannedModel(kept), idle_s=0),  # never
+            ModelWorker("brief", PlannedModel(brief), idle_s=0.05),
         ]
         for worker in workers:
             await worker.engine()

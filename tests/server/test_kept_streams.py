@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from localllm.errors import BusyError
-from localllm.server.http.accounts import KeyLimits, NamedKey, digest_of
+from localllm.server.http.accounts import NamedKey, digest_of
 from support.http_server import running_server
 from support.scripted_engine import Gate, ScriptedEngine
 from support.until import until
@@ -186,9 +186,7 @@ def test_nobody_waits_longer_than_it_is_kept() -> None:
 def test_streams_are_their_keys_own_and_as_many_run_on_as_it_may_have_requests() -> None:
     half = Halfway()
     secrets = {name: f"secret-of-{name}-0123456789" for name in ("anna", "bert")}
-    keys = tuple(
-        NamedKey(n, digest_of(s.encode()), KeyLimits(parallel=1)) for n, s in secrets.items()
-    )
+    keys = tuple(NamedKey(n, digest_of(s.encode()), parallel=1) for n, s in secrets.items())
     anna, bert = ({"authorization": f"Bearer {secret}"} for secret in secrets.values())
     with (
         running_server({"m": half.engine}, keys=keys) as server,

@@ -18,7 +18,6 @@ from localllm.cli.serve.upstreams import load_upstreams
 from localllm.errors import UsageError
 from localllm.server.http.accounts import (
     Account,
-    KeyLimits,
     NamedKey,
     RateLimitError,
     TokenBucket,
@@ -35,7 +34,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a secret"}]}
 
 
 def key(name: str, text: str, **limits: Any) -> NamedKey:
-    return NamedKey(name, digest_of(text.encode()), KeyLimits(**limits))
+    return NamedKey(name, digest_of(text.encode()), **limits)
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def test_a_bucket_fills_evenly_and_owes_what_was_overdrawn() -> None:
 
 
 def test_tokens_from_the_cache_cost_nothing_of_the_limit() -> None:
-    account = Account("anna", KeyLimits(tokens_per_minute=100), lambda: 0.0)
+    account = Account(NamedKey("anna", tokens_per_minute=100), lambda: 0.0)
     account.charge(1000, 950, 40)
     with account.request():
         pass
@@ -178,7 +177,7 @@ def test_keys_come_as_a_hash_a_variable_or_a_file(
         ("bob", digest_of(BOB.encode())),
         ("carl", digest_of(b"carl-carl-carl-carl")),
     ]
-    assert keys[0].limits == KeyLimits(parallel=2)
+    assert keys[0].parallel == 2
     assert ANNA not in repr(keys)
     secured = ServerSettings(host="0.0.0.0", keys=keys).secured()
     assert secured.keyed

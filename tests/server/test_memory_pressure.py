@@ -105,7 +105,7 @@ def test_a_chosen_context_is_kept_and_refused_when_it_is_loaded(
         assert not models.list()[0].loaded
         machine["available"] = 12 * GB
         try:
-            assert await models.preload() == ()
+            await models.preload()
         finally:
             await models.close()
 

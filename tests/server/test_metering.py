@@ -122,7 +122,7 @@ def test_counting_and_refusals_cost_nothing(front: Running) -> None:
 
 
 def test_a_prompt_from_anthropics_cache_is_counted_as_cached() -> None:
-    account = Account("anna")
+    account = Account(NamedKey("anna"))
     meter = UsageMeter(account, 0)
     meter.begin(200, streams=True)
     start = {
@@ -146,7 +146,7 @@ def test_a_prompt_from_anthropics_cache_is_counted_as_cached() -> None:
 
 
 def test_a_request_that_was_tried_twice_is_charged_once() -> None:
-    account = Account("anna")
+    account = Account(NamedKey("anna"))
     meter = UsageMeter(account, 5)
     usage = (
         b"data: "

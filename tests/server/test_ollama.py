@@ -24,7 +24,7 @@ from localllm.library.file_kinds import header_facts
 from localllm.server.dialects.ollama.requests import keep_alive_s
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.unloading import KeepAlive, unload_idle
-from localllm.server.models.worker import ModelMetadata, ModelWorker
+from localllm.server.models.worker import ModelWorker, PlannedModel
 from localllm_backends.contract import LoadSpec
 from models.tiny_bert import write_bert
 from server.test_idle import Host
@@ -174,9 +174,9 @@ def test_for_ever_ends_when_memory_is_short_unless_the_owner_says_never() -> Non
     async def main() -> None:
         pinned, brief, owned = Host(), Host(), Host()
         workers = [
-            ModelWorker("pinned", pinned, ModelMetadata()),
-            ModelWorker("brief", brief, ModelMetadata(), idle_s=0.05),
-            ModelWorker("owned", owned, ModelMetadata(), idle_s=0),
+            ModelWorker("pinned", PlannedModel(pinned)),
+            ModelWorker("brief", PlannedModel(brief), idle_s=0.05),
+            ModelWorker("owned", PlannedModel(owned), idle_s=0),
         ]
         for worker in workers:
             await worker.engine()

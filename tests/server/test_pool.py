@@ -29,7 +29,6 @@ from localllm.server.proxy.pool import (
     PoolNode,
     by_preference,
     conversation_key,
-    create_pool_app,
 )
 from localllm_backends.contract import LoadSpec
 from support.http_server import Running, running_server
@@ -55,14 +54,14 @@ def pooled(*urls: str, pool_key: str | None = None, **limits: Any) -> Iterator[F
     nodes = [PoolNode(str(i), url) for i, url in enumerate(urls)]
     (sock,) = bind("127.0.0.1", 0)
     own = ServerSettings(port=sock.getsockname()[1], **limits)
-    app, front = create_pool_app(nodes, own, pool_key)
+    front = PoolFront(nodes, own, pool_key)
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
         try:
-            await serve_on(app, [sock], own, quiet=True)
+            await serve_on(front.app, [sock], own, quiet=True)
         finally:
-            await front.close()
+            await front.http.close()
 
     task = loop.create_task(serve())
 

@@ -17,7 +17,7 @@ import pytest
 from localllm.engine.worker.client import WorkerOptions
 from localllm.engine.worker.supervisor import Supervisor
 from localllm.server.models.router import ModelRouter, ServedModel
-from localllm.server.models.worker import LoadProgress, ModelMetadata, ModelWorker
+from localllm.server.models.worker import LoadProgress, ModelWorker, PlannedModel
 from localllm_backends.contract import LoadSpec
 from support.http_server import running_server
 from support.until import until
@@ -186,9 +186,7 @@ class HalfLoaded:
 )
 def test_a_stream_that_waits_is_told_how_much_is_loaded(path: str, body: dict[str, Any]) -> None:
     host = HalfLoaded()
-    slow = ServedModel(
-        "slow", worker=ModelWorker("slow", host, ModelMetadata(), loading=host.loading)
-    )
+    slow = ServedModel("slow", worker=ModelWorker("slow", PlannedModel(host, loading=host.loading)))
     with (
         running_server([slow], grace_s=0.05, keepalive_s=0.2) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,

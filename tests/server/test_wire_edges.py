@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.server.http.accounts import KeyLimits, NamedKey
+from localllm.server.http.accounts import NamedKey
 from support.http_server import Running, running_server
 from support.scripted_engine import Gate, ScriptedEngine
 from support.until import until
@@ -102,7 +102,7 @@ def _is_of_its_dialect(path: str, answer: httpx.Response) -> bool:
 
 @pytest.mark.parametrize("path", EVERY)
 def test_what_is_refused_before_the_routes_has_the_envelope_of_its_path(path: str) -> None:
-    key = NamedKey("k", sha256(b"secret").digest(), KeyLimits(requests_per_minute=1))
+    key = NamedKey("k", sha256(b"secret").digest(), requests_per_minute=1)
     settings: dict[str, Any] = {
         "api_key": "s",
         "keys": (key,),

@@ -24,7 +24,7 @@ from localllm.errors import LocalLLMError, UsageError
 if TYPE_CHECKING:
     from localllm.server.http.accounts import NamedKey
 
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "parallel")
+_KEPT = ("requests_per_minute", "tokens_per_minute", "parallel", "share_cache", "admin")
 _LEAST_KEY_CHARS = 16
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 
@@ -89,7 +89,7 @@ def load_keys() -> tuple[NamedKey, ...]:
 def _key(name: str, table: dict[str, Any]) -> NamedKey:
     from pydantic import Field
 
-    from localllm.server.http.accounts import KeyLimits, NamedKey, digest_of
+    from localllm.server.http.accounts import NamedKey, digest_of
 
     where = f"[keys.{name}] of config.toml"
     one_or_more = Field(ge=1, le=10**12)
@@ -118,8 +118,7 @@ def _key(name: str, table: dict[str, Any]) -> NamedKey:
         digest = bytes.fromhex(said["sha256"])
     else:
         raise UsageError(f"sha256 in {where} must be 64 hexadecimal digits")
-    limits = KeyLimits(**{limit: said[limit] for limit in _LIMITS})
-    return NamedKey(name, digest, limits, said["share_cache"], said["admin"])
+    return NamedKey(name, digest, **{key: said[key] for key in _KEPT})
 
 
 def _secret(said: dict[str, Any], where: str) -> str:

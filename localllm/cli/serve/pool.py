@@ -15,7 +15,7 @@ from localllm.engine.worker.pipe import end_ahead
 from localllm.errors import UsageError
 from localllm.server.http.run import serve_on
 from localllm.server.http.settings import ServerSettings
-from localllm.server.proxy.pool import PoolNode, create_pool_app
+from localllm.server.proxy.pool import PoolFront, PoolNode
 from localllm.settings import Settings
 
 
@@ -33,7 +33,7 @@ async def serve_pool(
     with listening(secured) as (socks, address), published(secured, port_of(socks)):
         gc.enable()
         stop_when_terminated()
-        app, front = create_pool_app(servers, secured, settings.value("pool_key"))
+        front = PoolFront(servers, secured, settings.value("pool_key"))
         if secured.generated_key:
             print(
                 f"API key (this address can be reached from other machines): {secured.api_key}",
@@ -43,9 +43,9 @@ async def serve_pool(
             said = f"serving {len(servers)} servers on {address}  (Ctrl-C stops)"
             print(said, file=sys.stderr, flush=True)
         try:
-            await serve_on(app, socks, secured)
+            await serve_on(front.app, socks, secured)
         finally:
-            await front.close()
+            await front.http.close()
 
 
 def nodes(settings: Settings) -> list[PoolNode]:

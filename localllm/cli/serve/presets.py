@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from localllm.cli.serve.config_tables import named_tables, read_table
 from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES
+from localllm.server.models.served import ModelDefaults
 from localllm.settings import Value, checked, setting
 
 # Settings that one model may have otherwise than the rest: how it is loaded.
@@ -31,19 +32,15 @@ _OWN = ("model", "aliases", "system", "thinking_budget", "idle_unload_min")
 KEYS = (*_OWN, *LOADING, *_SAMPLED)
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """One table. `loading` are settings over the general ones; `sampling`, `system` and
-    `thinking_tokens` are what a request gets that does not say it. `of_itself`: it speaks of the
-    model of its name, and makes no new one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset(ModelDefaults):
+    """One table. `loading` are settings over the general ones. `of_itself`: it speaks of the model
+    of its name, and makes no new one."""
 
     name: str
     model: str
     aliases: tuple[str, ...] = ()
     loading: Mapping[str, Value] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    system: str = ""
-    thinking_tokens: int | None = None
     idle_s: float | None = None
 
     @property
@@ -83,12 +80,12 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     )
     budget, minutes = said["thinking_budget"], said["idle_unload_min"]
     return Preset(
-        name,
-        said["model"] or name,
-        tuple(said["aliases"]),
-        {key: checked(setting(key), table[key], where) for key in LOADING if key in table},
-        {key: said[key] for key in _SAMPLED if key in table},
-        said["system"],
-        budget if budget >= 0 else None,
-        None if minutes is None else 60.0 * minutes,
+        name=name,
+        model=said["model"] or name,
+        aliases=tuple(said["aliases"]),
+        loading={key: checked(setting(key), table[key], where) for key in LOADING if key in table},
+        sampling={key: said[key] for key in _SAMPLED if key in table},
+        system=said["system"],
+        thinking_tokens=budget if budget >= 0 else None,
+        idle_s=None if minutes is None else 60.0 * minutes,
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from localllm.cli.serve.installed_models import LibraryStore
+    from localllm.errors import LocalLLMError
     from localllm.server.http.asgi import App, Message, Receive, Scope, Send
     from localllm.server.http.settings import ServerSettings
     from localllm.server.models.router import ModelRouter, ServedModel
@@ -60,9 +61,9 @@ async def serve_until_stopped(
             flush=True,
         )
         report(f"  it is kept in {key_path()}; --new-key makes another one")
-    if router.named():
+    if router.named:
         report(
-            f"loading {', '.join(model.name for model in router.named())} … requests to "
+            f"loading {', '.join(model.name for model in router.named)} … requests to "
             f"{address} "
             "wait for it"
         )
@@ -100,25 +101,25 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     try:
         await router.preload()
     except LocalLLMError as e:
-        wanted = router.named() if isinstance(e, ModelFileError) else router.list()
+        wanted = router.named if isinstance(e, ModelFileError) else router.list()
         if router.upstreams is None and all(model.worker.failure for model in wanted):
             raise
     finally:
         await end_ahead()
-    for model in router.named():
+    for model in router.named:
         if model.loaded:
             report(
                 f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} "
                 f"allocated{_seeing(model)}"
             )
         elif model.worker.failure:
-            _complain(model)
+            _complain(model, model.worker.failure)
         else:
             report(
                 f"  {model.name} is loaded when asked for: "
                 f"{_GB.format(model.facts.needs_bytes / 1e9)} do not fit now"
             )
-    if router.named() and all(model.worker.failure for model in router.named()):
+    if router.named and all(model.worker.failure for model in router.named):
         _offer_others(router)
 
 
@@ -130,19 +131,18 @@ def _seeing(model: ServedModel) -> str:
     return f", reads no images: {off}" if off else ""
 
 
-def _complain(model: ServedModel) -> None:
+def _complain(model: ServedModel, failure: LocalLLMError) -> None:
     """Say, also to the quiet, why `model` could not be loaded and what helps."""
-
-    print(f"error: {model.name} could not be loaded: {model.worker.failure}", file=sys.stderr)
-    if model.worker.failure_hint:
-        print(f"hint: {model.worker.failure_hint}", file=sys.stderr, flush=True)
+    print(f"error: {model.name} could not be loaded: {failure.message}", file=sys.stderr)
+    if failure.hint:
+        print(f"hint: {failure.hint}", file=sys.stderr, flush=True)
 
 
 def _offer_others(router: ModelRouter) -> None:
     """None of the models named could be loaded: say, also to the quiet, what the server still is
     good for."""
 
-    failed = {model.name for model in router.named()}
+    failed = {model.name for model in router.named}
     others = [model.name for model in router.list() if model.name not in failed]
     more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
     print(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from localllm.load.sharing import load_plans_together
 from localllm.planner.plan import max_context
 from localllm.planner.serialise import physics
 from localllm.planner.types import Plan
-from localllm.server.models.served import ModelDefaults, ServedModel
+from localllm.server.models.served import ServedModel
 from localllm.server.models.worker import (
     LoadProgress,
     ModelAdmission,
@@ -68,57 +69,51 @@ class ServedModels:
 
     def settings_for(self, local: LocalModel, preset: Preset | None) -> Settings:
         """How `local` is loaded, as itself or by a `preset`."""
-        return self._settings.preset(self._loading(local, preset))
+        return self._settings.preset(self._said(local, preset).loading)
 
     def model(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None = None
     ) -> ServedModel:
         """`local` as it is served, as itself or by a `preset` of it; planned already as `load`, or
         when asked for."""
-        own = self._of_itself.get(real_path(local.path))
-        chosen = [p for p in (own, preset) if p is not None]
-        budgets = [p.thinking_tokens for p in chosen if p.thinking_tokens is not None]
-        defaults = ModelDefaults(
-            {k: v for p in chosen for k, v in p.sampling.items()},
-            next((p.system for p in reversed(chosen) if p.system), ""),
-            budgets[-1] if budgets else None,
-        )
-        return ServedModel(
-            preset.name if preset is not None else local.name,
-            aliases=next((p.aliases for p in (preset, own) if p is not None), ()),
-            worker=self._worker(local, preset, load),
-            defaults=defaults,
-        )
+        said = self._said(local, preset)
+        worker = self._worker(local, preset, load)
+        return ServedModel(said.name, aliases=said.aliases, worker=worker, defaults=said)
 
-    def _loading(self, local: LocalModel, preset: Preset | None) -> dict[str, Value]:
-        own = self._of_itself.get(real_path(local.path))
-        return {
-            **(own.loading if own is not None else {}),
-            **(preset.loading if preset is not None else {}),
-        }
+    def _said(self, local: LocalModel, preset: Preset | None) -> Preset:
+        """All that config.toml says of `local`, served as itself or by a `preset`: where that is
+        silent, what it says of the model itself."""
+        itself = Preset(name=local.name, model=local.name)
+        own = self._of_itself.get(real_path(local.path), itself)
+        if preset is None:
+            return replace(own, name=local.name)
+        tokens, idle_s = preset.thinking_tokens, preset.idle_s
+        return replace(
+            preset,
+            loading={**own.loading, **preset.loading},
+            sampling={**own.sampling, **preset.sampling},
+            system=preset.system or own.system,
+            thinking_tokens=own.thinking_tokens if tokens is None else tokens,
+            idle_s=own.idle_s if idle_s is None else idle_s,
+        )
 
     def _worker(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None
     ) -> ModelWorker:
-        key = (real_path(local.path), tuple(sorted(self._loading(local, preset).items())))
+        said = self._said(local, preset)
+        key = (real_path(local.path), tuple(sorted(said.loading.items())))
         if key not in self._workers:
             name = preset.name if preset is not None and preset.loading else local.name
-            idle = [
-                p.idle_s
-                for p in (preset, self._of_itself.get(key[0]))
-                if p is not None and p.idle_s is not None
-            ]
-            idle_s = idle[0] if idle else None
-            if load is not None:
-                ready = planned(load)
-                worker = ModelWorker(
-                    name, ready.host, ready.facts, loading=ready.loading, idle_s=idle_s
-                )
-            else:
-                plan = self._planner(local, self.settings_for(local, preset))
-                worker = ModelWorker(
-                    name, UnplannedHost(), facts_before(local), plan=plan, idle_s=idle_s
-                )
+            # What is known of files on this disk by their names and sizes.
+            so_far = PlannedModel(UnplannedHost(), ModelMetadata(details=_details(local, "")))
+            worker = ModelWorker(
+                name,
+                planned(load) if load is not None else so_far,
+                plan=self._planner(local, self.settings_for(local, preset))
+                if load is None
+                else None,
+                idle_s=said.idle_s,
+            )
             worker.admission = self.admission
             self._workers[key] = worker
         return self._workers[key]
@@ -208,11 +203,6 @@ def _physics(plan: Plan | None, power: object) -> dict[str, object]:
         return {}
     device = detect()
     return {**physics(plan, device), "power": power, "max_context": max_context(device, plan)}
-
-
-def facts_before(local: LocalModel) -> ModelMetadata:
-    """What is known of files on this disk by their names and sizes."""
-    return ModelMetadata(details=_details(local, ""))
 
 
 def _details(local: LocalModel, architecture: str) -> dict[str, object]:

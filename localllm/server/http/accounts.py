@@ -42,23 +42,17 @@ class RateLimitError(
 
 
 @dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """Limits of one key (None: no limit). Tokens are prompt and completion tokens, without those
-    from the prefix cache."""
+class NamedKey:
+    """A key with its holder's name; only the SHA-256 of the key is kept. Keys of the same
+    `share_cache` use each other's prefixes; an `admin` may do what the key without a name may.
+    Limits of None are none; tokens are prompt and completion tokens, without those from the prefix
+    cache."""
 
+    name: str
+    digest: bytes = field(default=b"", repr=False)
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     parallel: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NamedKey:
-    """A key with its holder's name; only the SHA-256 of the key is kept. Keys of the same
-    `share_cache` use each other's prefixes; an `admin` may do what the key without a name may."""
-
-    name: str
-    digest: bytes = field(repr=False)
-    limits: KeyLimits = field(default_factory=KeyLimits)
     share_cache: str = ""
     admin: bool = False
 
@@ -72,16 +66,16 @@ class TokenBucket:
     """A token bucket of a minute's allowance; it may go into debt, which is then waited for."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
-        self._size, self._clock = per_minute, clock
+        self.size, self._clock = per_minute, clock
         self._left, self._seen_s = per_minute, clock()
 
     def wait_s(self, amount: float) -> float:
         """Seconds until `amount` (at most the bucket's size) is available."""
         now = self._clock()
-        self._left = min(self._size, self._left + (now - self._seen_s) * self._size / _MINUTE_S)
+        self._left = min(self.size, self._left + (now - self._seen_s) * self.size / _MINUTE_S)
         self._seen_s = now
-        missing = min(amount, self._size) - self._left
-        return 0.0 if missing <= 1e-9 else missing * _MINUTE_S / self._size
+        missing = min(amount, self.size) - self._left
+        return 0.0 if missing <= 1e-9 else missing * _MINUTE_S / self.size
 
     def take(self, amount: float) -> None:
         self.wait_s(0.0)
@@ -100,29 +94,19 @@ class KeyUsage:
 
 
 class Account:
-    """One key's limits and usage.
-    `owner`: it has the key without a name.
-    `admin`: may load, unload, fetch and remove models and see everybody's usage; so may whoever has
-    no name. Prefixes are kept for those of one `cache_scope` ("": for all without a name)."""
+    """One key's limits and usage. `admin`: may load, unload, fetch and remove models and see
+    everybody's usage; so may whoever has no name. Prefixes are kept for those of one `cache_scope`
+    ("": for all without a name)."""
 
-    def __init__(
-        self,
-        name: str,
-        limits: KeyLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        owner: bool = False,
-        admin: bool = False,
-        share_cache: str = "",
-    ) -> None:
-        self.name, self.owner, self.used, self.active = name, owner, KeyUsage(), 0
-        self.admin = admin or not name
-        own_scope = f"key {name}" if name else ""
-        self.cache_scope = f"group {share_cache}" if share_cache else own_scope
-        self.limits = limits or KeyLimits()
-        per_minute, tokens = self.limits.requests_per_minute, self.limits.tokens_per_minute
-        self._requests = TokenBucket(per_minute, clock) if per_minute is not None else None
-        self._tokens = TokenBucket(tokens, clock) if tokens is not None else None
+    def __init__(self, key: NamedKey, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.parallel, self.used, self.active = key.name, key.parallel, KeyUsage(), 0
+        self.admin = key.admin or not key.name
+        own_scope = f"key {key.name}" if key.name else ""
+        self.cache_scope = f"group {key.share_cache}" if key.share_cache else own_scope
+        sizes = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
+        self._buckets = {
+            what: TokenBucket(size, clock) for what, size in sizes.items() if size is not None
+        }
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -135,23 +119,21 @@ class Account:
             self.active -= 1
 
     def _admit(self) -> None:
-        most = self.limits.parallel
-        if most is not None and self.active >= most:
+        if self.parallel is not None and self.active >= self.parallel:
             self._refuse(
-                f"{self.name} has {self.active} requests running, and may have {most}",
+                f"{self.name} has {self.active} requests running, and may have {self.parallel}",
                 _PARALLEL_RETRY_S,
             )
-        limits = self.limits
-        for bucket, what in (
-            (self._requests, f"send {limits.requests_per_minute or 0:g} requests"),
-            (self._tokens, f"use {limits.tokens_per_minute or 0:g} tokens"),
-        ):
-            wait_s = bucket.wait_s(1.0) if bucket is not None else 0.0
+        for what, bucket in self._buckets.items():
+            wait_s = bucket.wait_s(1.0)
             if wait_s > 0:
-                self._refuse(f"{self.name} may {what} a minute", wait_s)
-        if self._requests is not None:
-            self._requests.take(1.0)
+                self._refuse(f"{self.name} may have {bucket.size:g} {what} a minute", wait_s)
+        self._take("requests", 1)
         self.used.requests += 1
+
+    def _take(self, what: str, amount: int) -> None:
+        if what in self._buckets:
+            self._buckets[what].take(amount)
 
     def _refuse(self, why: str, wait_s: float) -> None:
         self.used.refused += 1
@@ -161,12 +143,11 @@ class Account:
         self.used.prompt_tokens += prompt_tokens
         self.used.cached_tokens += cached_tokens
         self.used.completion_tokens += completion_tokens
-        if self._tokens is not None:
-            self._tokens.take(max(0, prompt_tokens - cached_tokens) + completion_tokens)
+        self._take("tokens", max(0, prompt_tokens - cached_tokens) + completion_tokens)
 
 
 # Of requests that need no key.
-NOBODY = Account("")
+NOBODY = Account(NamedKey(""))
 # The account of the request that this task answers; set by the gate.
 _CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=NOBODY)
 
@@ -174,6 +155,11 @@ _CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=NOBODY)
 def caller() -> Account:
     """The account of the current request; one without a name where keys have none."""
     return _CALLER.get()
+
+
+def set_caller(account: Account) -> None:
+    """Makes it `caller()` for the rest of the request, whose task is its own."""
+    _CALLER.set(account)
 
 
 def admins_only(what: str) -> None:
@@ -206,16 +192,6 @@ class PerCaller(Generic[T]):
         return found if found is not None else self._of.put(name, self._make())
 
 
-@contextmanager
-def called_by(account: Account) -> Iterator[None]:
-    """Sets `caller()` for a block and the tasks started in it."""
-    before = _CALLER.set(account)
-    try:
-        yield
-    finally:
-        _CALLER.reset(before)
-
-
 class Accounts:
     """The accounts of a server: one for each named key, and one for the owner's key without a
     name."""
@@ -224,18 +200,10 @@ class Accounts:
         self,
         keys: Iterable[NamedKey] = (),
         owner_key: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keys = [
-            (
-                key.digest,
-                Account(key.name, key.limits, clock, admin=key.admin, share_cache=key.share_cache),
-            )
-            for key in keys
-        ]
+        owners = [NamedKey("", digest_of(owner_key.encode()))] if owner_key is not None else []
+        self._keys = [(key.digest, Account(key)) for key in (*keys, *owners)]
         self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MOST_CALLERS)
-        if owner_key is not None:
-            self._keys.append((digest_of(owner_key.encode()), Account("", clock=clock, owner=True)))
 
     def __bool__(self) -> bool:
         """True where a key is required."""
@@ -262,10 +230,9 @@ class Accounts:
         kept = self._delegated.get((account.name, sent))
         if kept is not None:
             return kept
-        made = Account(
-            f"{account.name}/{name}", admin=admin == "1", share_cache="" if scope == "-" else scope
-        )
-        return self._delegated.put((account.name, sent), made)
+        shared = "" if scope == "-" else scope
+        key = NamedKey(f"{account.name}/{name}", share_cache=shared, admin=admin == "1")
+        return self._delegated.put((account.name, sent), Account(key))
 
     def visible_to(self, account: Account) -> list[Account]:
         """The named accounts whose usage `account` may see: its own, or all for an admin."""

@@ -14,13 +14,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-# ASGI scope key of a list: whoever answers in pieces adds a function that sends something without
-# meaning.
-PROBES = "localllm.probes"
-# ASGI scope keys of the server's own `send`, without our middleware, each layer of which costs a
-# coroutine; and of a function that sends one piece of an answer at once (`Connection.write_piece`),
-# where the client takes pieces.
-OWN_SEND, WRITE = "localllm.send", "localllm.write"
+# ASGI scope key of the `Connection` by which the request came; none where it came by no socket.
+CONNECTION = "localllm.connection"
 IGNORED = "x-localllm-ignored"
 # Of a request with a seed: what that does not promise.
 SEEDED = "x-localllm-seed"

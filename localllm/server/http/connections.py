@@ -12,21 +12,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localllm.server.http.asgi import PROBES, WRITE, Receive, Scope, Send
+from localllm.server.http.asgi import CONNECTION, App, Receive, Scope, Send
 from localllm.server.http.settings import ServerSettings, is_loopback
 
-# ASGI scope key of a function that lets the request in; it returns False where there is no place.
-ADMIT = "localllm.admit"
 _LOOK_S = 1.0
 _BEGINNING = b"HTTP/1.1 "
+_ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
+_SLASHES = re.compile("/{2,}")
 # Whoever has just connected gets this long to send a request, before it can be closed for others:
 # many connect at once.
 _FRESH_S = 1.0
@@ -82,9 +84,14 @@ class Connections:
 
 class Connection(H11Protocol):
     """uvicorn's HTTP with TCP_NODELAY and one deadline: for a request's headers, or for the next
-    request."""
+    request.
+
+    `send` is the request's own, without our middleware, each layer of which costs a coroutine.
+    `probes` send something without meaning: whoever answers in pieces adds one."""
 
     all: Connections
+    send: Send
+    probes: list[Callable[[], None]]
     local = True
     known = False
     since_s = 0.0
@@ -101,19 +108,19 @@ class Connection(H11Protocol):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.local = self.client is None or is_loopback(self.client[0])
         self.since_s = self.loop.time()
-        inner = self.app
-
-        async def admitting(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[ADMIT] = partial(self.all.admit, self)
-            self._probes: list[Callable[[], None]] = []
-            scope[PROBES] = self._probes
-            if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
-                scope[WRITE] = self.write_piece
-            await inner(scope, receive, send)
-
-        self.app = admitting
+        self.app = partial(self._answer, self.app)
         self.all.add(self)
         self._close_in(self.all.settings.header_timeout_s)
+
+    async def _answer(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        plain_target(scope)
+        scope[CONNECTION] = self
+        self.send, self.probes = send, []
+        self._in_pieces = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
+        # The server stops: the client was told (streaming.py, gate.py); uvicorn would log the whole
+        # stack.
+        with contextlib.suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
 
     @property
     def resting(self) -> bool:
@@ -122,8 +129,8 @@ class Connection(H11Protocol):
 
     def write_piece(self, data: bytes) -> bool:
         """Send `data`, a piece of an answer that has begun and has no length, as h11 would (RFC
-        9112 7.1); False where it can't be sent now."""
-        if self.flow.write_paused or self.transport.is_closing():
+        9112 7.1); False where it can't be sent now, or not in pieces."""
+        if not self._in_pieces or self.flow.write_paused or self.transport.is_closing():
             return False
         if data:  # nothing would be the end
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -185,7 +192,7 @@ class Connection(H11Protocol):
         if self.conn.our_state is h11.SEND_RESPONSE:
             self.transport.write(_BEGINNING[self._begun : self._begun + 1])
             self._begun = min(self._begun + 1, len(_BEGINNING))
-        for probe in self._probes:
+        for probe in self.probes:
             probe()
         self.loop.call_later(seconds, self._probe, sock, max(_LOOK_S, 2 * seconds))
 
@@ -222,6 +229,20 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def plain_target(scope: Scope) -> None:
+    """Make `scope` say the path alone, as routes are written: of an absolute target (as sent to a
+    proxy, RFC 9112 3.2.2) its host is the request's, whatever the header says; slashes that a
+    client has doubled are one."""
+    absolute = _ABSOLUTE.match(scope["path"])
+    if absolute is not None:
+        others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+        scope["headers"] = [(b"host", absolute[1].encode("latin-1", "replace")), *others]
+        scope["path"] = scope["path"][absolute.end() :] or "/"
+    if absolute is not None or "//" in scope["path"]:
+        scope["path"] = _SLASHES.sub("/", scope["path"])
+        scope["raw_path"] = quote(scope["path"]).encode()
 
 
 def protocol(settings: ServerSettings, descriptors: int) -> Callable[..., asyncio.Protocol]:

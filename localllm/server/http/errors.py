@@ -7,6 +7,8 @@ import logging
 import traceback
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from localllm.errors import (
     AuthError,
     ContextLengthError,
@@ -59,7 +61,9 @@ class RouteNotFoundError(NotFoundError, code="route_not_found"):
 
 
 class MethodError(RequestError, code="method_not_allowed", http_status=405):
-    """The path exists, the method does not."""
+    """The path exists, the method does not; `methods` are those it answers."""
+
+    methods = ""
 
 
 # Anthropic's names, by status.
@@ -113,8 +117,16 @@ def ollama_envelope(error: LocalLLMError) -> dict[str, Any]:
     return {"error": message}
 
 
-def headers_of(error: LocalLLMError) -> dict[str, str]:
-    """Response headers of an error."""
+def refusal(error: LocalLLMError, scope: Scope) -> JSONResponse:
+    """The answer that says `error`, in the format of the path."""
+    return JSONResponse(
+        envelope(error, scope), status_code=error.http_status, headers=_headers_of(error)
+    )
+
+
+def _headers_of(error: LocalLLMError) -> dict[str, str]:
+    if isinstance(error, MethodError):
+        return {"allow": error.methods}
     if error.http_status in (429, 503) and error.retry_after_s is not None:
         return {"retry-after": f"{error.retry_after_s:.0f}"}
     if error.http_status == 401:

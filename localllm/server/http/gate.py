@@ -15,19 +15,16 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
-from localllm.errors import AuthError, BusyError, LocalLLMError, RequestError
-from localllm.server.http.accounts import DELEGATION, NOBODY, Account, Accounts, called_by
-from localllm.server.http.asgi import App, Message, Receive, Scope, Send
-from localllm.server.http.connections import ADMIT
+from localllm.errors import AuthError, BusyError, RequestError
+from localllm.server.http.accounts import DELEGATION, NOBODY, Account, Accounts, set_caller
+from localllm.server.http.asgi import CONNECTION, App, Message, Receive, Scope, Send
 from localllm.server.http.errors import (
     BodyTooLargeError,
     KeyRequiredError,
     MediaTypeError,
-    envelope,
     for_client,
-    headers_of,
+    refusal,
 )
-from localllm.server.http.json_body import send_json
 from localllm.server.http.settings import (
     ServerSettings,
     below_localhost,
@@ -110,17 +107,18 @@ class SecurityGate:
             counted = account.request() if scope["method"] == "POST" else nullcontext()
             if scope["path"].endswith("/"):
                 scope["path"] = scope["path"].rstrip("/") or "/"
-            with called_by(account), counted:
+            set_caller(account)
+            with counted:
                 await self.app(scope, receive, sending)
         except asyncio.CancelledError:
             if not started:  # the server stops
                 stopping = BusyError("the server is stopping", hint="send the request again later")
-                await refuse(scope, send, stopping)
+                await refusal(stopping, scope)(scope, receive, send)
             raise
         except Exception as e:
             failure = for_client(e)
             if not started:
-                await refuse(scope, send, failure)
+                await refusal(failure, scope)(scope, receive, send)
 
     def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account:
         """Whose request it is, with a place for its connection. Raises KeyRequiredError or
@@ -128,8 +126,8 @@ class SecurityGate:
         if scope["path"] in _OPEN_PATHS:
             return NOBODY
         account = self._caller(headers)
-        admit = scope.get(ADMIT)  # None: it came by no connection of ours
-        if admit is not None and not admit():
+        connection = scope.get(CONNECTION)
+        if connection is not None and not connection.all.admit(connection):
             raise BusyError("this server has as many connections as it takes")
         return account
 
@@ -200,25 +198,16 @@ def _repeated(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
     """Whether the type of a body is JSON's. Some programs say no type at all (LiteLLM's Ollama
-    client), or that of a form (`curl -d`); a page always says where it is from."""
+    client), or that of a form (`curl -d`); a browser's page always says where it is from."""
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind == b"application/json" or kind.endswith(b"+json"):
         return True
     length = headers.get(b"content-length")
     empty = length == b"0" or (length is None and b"transfer-encoding" not in headers)
-    return (kind in (b"", _FORM) and not _from_page(headers)) or (kind == b"" and empty)
-
-
-def _from_page(headers: dict[bytes, bytes]) -> bool:
-    """True for a request from a browser page, which always has one of these headers."""
-    return any(
+    from_page = any(
         name in (b"origin", b"referer") or name.startswith(b"sec-fetch-") for name in headers
     )
-
-
-async def refuse(scope: Scope, send: Send, error: LocalLLMError) -> None:
-    """Answer `error` in the format of the path."""
-    await send_json(send, error.http_status, envelope(error, scope), headers_of(error))
+    return (kind in (b"", _FORM) and not from_page) or (kind == b"" and empty)
 
 
 async def _preflight(send: Send, origin: str, request_headers: Mapping[bytes, bytes]) -> None:

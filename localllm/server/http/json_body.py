@@ -1,4 +1,4 @@
-"""JSON bodies: reading within limits of size, time, nesting and Content-Encoding, and writing."""
+"""JSON bodies: reading within limits of size, time, nesting and Content-Encoding."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import asyncio
 import contextlib
 import json
 import re
-import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
 from starlette.requests import Request
 
 from localllm.errors import BusyError, RequestError
-from localllm.server.http.asgi import Send
 from localllm.server.http.errors import BodyTooLargeError, EncodingError, SlowBodyError
 from localllm.server.http.settings import ServerSettings
 
-_GZIP, _ZLIB, _RAW = 31, 15, -15
+_GZIP_OR_ZLIB, _RAW = 47, -15
+# In one go nobody else has a turn.
 _PIECE_BYTES = _PIECE_CHARS = 2**18
-# Larger bodies are read beside the event loop, which comes first after each slice of work.
+# Larger bodies are read beside the event loop.
 _SMALL_BYTES = 2**17
-_SLICE_S, _PAUSE_S = 0.002, 0.001
 # They have two threads of their own, to be read and for what is made of them: more that compute
 # would keep everybody waiting for each of them.
 _LARGE_BODIES: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
@@ -33,9 +32,9 @@ _LARGE_BODIES: Final = ThreadPoolExecutor(2, thread_name_prefix="large bodies")
 # times as many. Real conversations with tools have thousands; a prompt of token numbers has as many
 # values as tokens.
 _MOST_CONTAINERS, _MOST_VALUES = 50_000, 1_000_000
-# Of JSON text: up to the next mark that counts; and of a string, whole escapes and what lies
-# between them, up to its end.
-_PLAIN = re.compile(r'[^"\[{,]*(.?)', re.DOTALL)
+# Of JSON text: up to the next string; and of a string, whole escapes and what lies between them, up
+# to its end.
+_PLAIN = re.compile(r'[^"]*("?)')
 _QUOTED = re.compile(r'(?:[^"\\]+|\\.)*("?)', re.DOTALL)
 # ASGI scope key of a body that was read already, for the next reader of the same request.
 BODY = "localllm.body"
@@ -45,45 +44,30 @@ Made = TypeVar("Made")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def unpack(
-    body: bytes,
-    encoding: str,
-    limit_bytes: int,
-    between_pieces: Callable[[], object] = lambda: None,
-) -> bytes:
-    """`body` decoded; at most `limit_bytes` and a piece are ever held. `between_pieces` is called
-    between them.
+def unpack(body: bytes, encoding: str, limit_bytes: int) -> bytes:
+    """`body` decoded; at most `limit_bytes` and a piece are ever held.
 
     Raises EncodingError for an unsupported Content-Encoding, BodyTooLargeError, and RequestError
     for broken data."""
     wbits = _window_bits(body, encoding)
     if wbits is None:
         return body
-    pieces: list[bytes] = []
-    size, packed = 0, body
-    while True:
-        unpacker = zlib.decompressobj(wbits)
-        try:
-            piece = b""
-            while not unpacker.eof and (packed or piece):
-                piece = unpacker.decompress(packed, _PIECE_BYTES)
-                packed = unpacker.unconsumed_tail
-                size += len(piece)
-                if size > limit_bytes:
-                    raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
-                pieces.append(piece)
-                between_pieces()
-        except zlib.error:
-            raise RequestError(
-                f"the body is not what its Content-Encoding says ({encoding})"
-            ) from None
-        if not unpacker.eof:
-            raise RequestError(f"the body ends before what is packed in it does ({encoding})")
-        packed = unpacker.unused_data
-        if not packed:
-            return b"".join(pieces)
-        if wbits != _GZIP:
-            raise RequestError(f"something stands behind the packed body ({encoding})")
+    unpacked, piece, packed = bytearray(), b"", body
+    unpacker = zlib.decompressobj(wbits)
+    try:
+        while not unpacker.eof and (packed or piece):
+            piece = unpacker.decompress(packed, _PIECE_BYTES)
+            packed = unpacker.unconsumed_tail
+            unpacked += piece
+            if len(unpacked) > limit_bytes:
+                raise BodyTooLargeError(f"the body unpacks to more than {limit_bytes} bytes")
+    except zlib.error:
+        raise RequestError(f"the body is not what its Content-Encoding says ({encoding})") from None
+    if not unpacker.eof:
+        raise RequestError(f"the body ends before what is packed in it does ({encoding})")
+    if unpacker.unused_data:
+        raise RequestError(f"something stands behind the packed body ({encoding})")
+    return bytes(unpacked)
 
 
 def _window_bits(body: bytes, encoding: str) -> int | None:
@@ -92,12 +76,10 @@ def _window_bits(body: bytes, encoding: str) -> int | None:
     match encoding.strip().lower():
         case "" | "identity":
             return None
-        case "gzip" | "x-gzip":
-            return _GZIP
-        case "deflate":
-            # The standard means zlib's format; some clients send raw deflate (RFC 9110, 8.4.1.2).
+        case "gzip" | "x-gzip" | "deflate":
+            # Deflate means zlib's format; some clients send it raw (RFC 9110, 8.4.1.2).
             is_zlib = len(body) >= 2 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
-            return _ZLIB if is_zlib else _RAW
+            return _GZIP_OR_ZLIB if is_zlib or "gzip" in encoding.lower() else _RAW
     raise EncodingError(f"the body is packed as {encoding!r}, which this server does not take")
 
 
@@ -131,12 +113,17 @@ async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
         body = await _received(request, settings, held)
         if len(body) <= small:
             with contextlib.suppress(BodyTooLargeError):
-                raw = unpack(body, encoding, small)
-                return JsonBody(raw, parse(raw, settings.max_json_depth))
+                return _read(body, encoding, small, settings.max_json_depth)
         _LARGE.set(True)
-        return await asyncio.get_running_loop().run_in_executor(
-            _LARGE_BODIES, _large, body, encoding, settings
+        read_large = partial(
+            _read, body, encoding, settings.max_body_bytes, settings.max_json_depth
         )
+        return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, read_large)
+
+
+def _read(body: bytes, encoding: str, limit_bytes: int, max_depth: int) -> JsonBody:
+    raw = unpack(body, encoding, limit_bytes)
+    return JsonBody(raw, parse(raw, max_depth))
 
 
 async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:
@@ -201,86 +188,39 @@ async def _received(request: Request, settings: ServerSettings, held: _Held) -> 
     return b"".join(pieces)
 
 
-class _Turns:
-    """Work in a thread that lets others come first after each slice of it. It may take `most_s`
-    seconds of processor time."""
-
-    def __init__(self, most_s: float) -> None:
-        self._most_s, self._latest_s = most_s, time.thread_time() + most_s
-        self._slice_ends_s = time.monotonic() + _SLICE_S
-
-    def give(self) -> None:
-        """Raises BodyTooLargeError where it has taken too long."""
-        if time.monotonic() < self._slice_ends_s:
-            return
-        if time.thread_time() > self._latest_s:
-            raise BodyTooLargeError(
-                f"the body takes more than {self._most_s:g} seconds to read",
-                hint="send fewer values at once",
-            )
-        time.sleep(_PAUSE_S)
-        self._slice_ends_s = time.monotonic() + _SLICE_S
-
-
-def _large(body: bytes, encoding: str, settings: ServerSettings) -> JsonBody:
-    """The same as `unpack` and `parse`, in turn with others."""
-    turns = _Turns(settings.body_work_s)
-    raw = unpack(body, encoding, settings.max_body_bytes, turns.give)
-    value = parse(raw, settings.max_json_depth, lambda text: _check_counts(text, turns))
-    turns.give()
-    return JsonBody(raw, value)
-
-
-def _check_counts(text: str, turns: _Turns) -> None:
+def _check_counts(text: str) -> None:
     """Raises RequestError where `text` holds too many values. What stands in strings is none: they
     are told apart only where that matters."""
     brackets = text.count("[") + text.count("{")
     if brackets <= _MOST_CONTAINERS and brackets + text.count(",") <= _MOST_VALUES:
         return
-    at = containers = values = 0
+    containers = values = strings = 0
     quoted = False
-    found = _PLAIN.match(text, at, _PIECE_CHARS)
+    found = _PLAIN.match(text, 0, _PIECE_CHARS)
     # Where nothing more is found the text ends, or is broken: then parsing it says where.
-    while found is not None and found.end() > at:
-        at, mark = found.end(), found[1]
-        quoted ^= mark == '"'
-        containers += mark in ("[", "{")
-        values += mark in ("[", "{", ",")
+    while found is not None and found[0]:
+        if not quoted:
+            opened = found[0].count("[") + found[0].count("{")
+            containers += opened
+            values += opened + found[0].count(",")
+            strings += bool(found[1])
         if containers > _MOST_CONTAINERS:
             raise BadJsonError(f"the body holds more than {_MOST_CONTAINERS:,} lists and objects")
-        if values > _MOST_VALUES:
+        # An object has two strings for each of its commas.
+        if max(values, strings / 2) > _MOST_VALUES:
             raise BodyTooLargeError(f"the body holds more than {_MOST_VALUES:,} values")
-        turns.give()
+        quoted ^= bool(found[1])
+        at = found.end()
         found = (_QUOTED if quoted else _PLAIN).match(text, at, at + _PIECE_CHARS)
 
 
-async def send_json(
-    send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
-) -> None:
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    await _send_body(send, status, data, {"content-type": "application/json", **(headers or {})})
-
-
-async def send_text(send: Send, text: str, content_type: str) -> None:
-    await _send_body(send, 200, text.encode(), {"content-type": content_type})
-
-
-async def _send_body(send: Send, status: int, data: bytes, headers: Mapping[str, str]) -> None:
-    sized = {**headers, "content-length": str(len(data))}
-    raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in sized.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": data})
-
-
-def parse(
-    body: bytes, max_depth: int = 96, look: Callable[[str], object] = lambda text: None
-) -> dict[str, Any]:
-    """The JSON object in `body`, after a `look` at its text; raises BadJsonError, and what `look`
-    does. Lone surrogates (editors cut text in mid-character) become U+FFFD, so that the result can
+def parse(body: bytes, max_depth: int = 96) -> dict[str, Any]:
+    """The JSON object in `body`; raises BadJsonError, and BodyTooLargeError for too many values.
+    Lone surrogates (editors cut text in mid-character) become U+FFFD, so that the result can
     be encoded as UTF-8."""
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
-        look(text)
+        _check_counts(text)
         value = json.loads(text, parse_constant=_refuse_constant)
     except UnicodeDecodeError as e:
         raise BadJsonError(f"the body is not UTF-8 text: byte {e.start} is invalid") from e

@@ -6,25 +6,21 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote
 
 import uvicorn
 
 from localllm.errors import LocalLLMError
-from localllm.server.http.asgi import OWN_SEND, App, Receive, Scope, Send
+from localllm.server.http.asgi import App
 from localllm.server.http.connections import free_descriptors, protocol
 from localllm.server.http.settings import ServerSettings
 
 GRACE_S = 5
 _TURN_S = 0.001
 _WAITING = 256
-_ABSOLUTE = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
-_SLASHES = re.compile("/{2,}")
 
 
 class _Server(uvicorn.Server):
@@ -41,41 +37,16 @@ class _Server(uvicorn.Server):
             sock.listen(_WAITING)
 
 
-def plain_target(scope: Scope) -> None:
-    """Make `scope` say the path alone, as routes are written: of an absolute target (as sent to a
-    proxy, RFC 9112 3.2.2) its host is the request's, whatever the header says; slashes that a
-    client has doubled are one."""
-    absolute = _ABSOLUTE.match(scope["path"])
-    if absolute is not None:
-        others = [(name, value) for name, value in scope["headers"] if name != b"host"]
-        scope["headers"] = [(b"host", absolute[1].encode("latin-1", "replace")), *others]
-        scope["path"] = scope["path"][absolute.end() :] or "/"
-    if absolute is not None or "//" in scope["path"]:
-        scope["path"] = _SLASHES.sub("/", scope["path"])
-        scope["raw_path"] = quote(scope["path"]).encode()
-
-
 async def serve_on(
     app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False
 ) -> None:
     """Serve on `socks` until cancelled; open streams get a few seconds to end."""
-
-    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[OWN_SEND] = send
-        plain_target(scope)
-        try:
-            await app(scope, receive, send)
-        except asyncio.CancelledError:
-            # The client was told (streaming.py, app.py); uvicorn would log the whole stack.
-            if not server.should_exit:
-                raise
-
     # Where another thread computes, the loop waits so long for each of its turns; Python's own 5 ms
     # are a step of a small model.
     sys.setswitchinterval(_TURN_S)
     descriptors = free_descriptors()
     config = uvicorn.Config(
-        outermost,
+        app,
         http=protocol(settings, descriptors),  # type: ignore[arg-type]
         backlog=max(1, min(_WAITING, descriptors // 20)),
         ws="none",

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 CONNECTION_LIMITS = (
     "max_connections", "max_unknown_connections", "idle_timeout_s", "idle_unknown_timeout_s",
     "header_timeout_s",
-    "body_timeout_s", "min_body_bytes_s", "body_work_s",
+    "body_timeout_s", "min_body_bytes_s",
 )  # fmt: skip
 
 
@@ -133,8 +133,7 @@ class ServerSettings:
     `keepalive_s`: the longest silence on a stream. `kept_stream_s`: a stream begun with an
     Idempotency-Key waits so long for its client.
     `header_timeout_s`: the longest a client may take to send headers;
-    `body_timeout_s` and a second for each `min_body_bytes_s` that have come: a body;
-    `body_work_s`: what unpacking and parsing it may take.
+    `body_timeout_s` and a second for each `min_body_bytes_s` that have come: a body.
     `max_bodies_bytes`: all large ones together that come or wait to be read.
     `idle_timeout_s`: a connection rests so long between requests, and `idle_unknown_timeout_s`
     before the gate let a request of it in. `max_connections` of requests that were let in, all of
@@ -161,7 +160,6 @@ class ServerSettings:
     kept_stream_s: float = 120.0
     body_timeout_s: float = 10.0
     min_body_bytes_s: int = 64_000
-    body_work_s: float = 10.0
     header_timeout_s: float = 10.0
     idle_timeout_s: float = 60.0
     idle_unknown_timeout_s: float = 5.0

@@ -15,9 +15,8 @@ from starlette.responses import Response
 
 from localllm.errors import BusyError, LocalLLMError, NotFoundError
 from localllm.server.http.accounts import caller
-from localllm.server.http.asgi import OWN_SEND, PROBES, WRITE, Receive, Scope, Send
-from localllm.server.http.errors import envelope, for_client, headers_of
-from localllm.server.http.json_body import send_json
+from localllm.server.http.asgi import CONNECTION, Receive, Scope, Send
+from localllm.server.http.errors import for_client, refusal
 from localllm.server.http.settings import ServerSettings
 
 Result = TypeVar("Result")
@@ -114,7 +113,7 @@ class StreamResponse(Response):
                 await asyncio.wait_for(outbox.wait(), self._settings.grace_s)
             error = outbox.error
             if outbox.closed and outbox.empty and error is not None:
-                await send_json(send, error.http_status, envelope(error, scope), headers_of(error))
+                await refusal(error, scope)(scope, receive, send)
             else:
                 await self._stream(outbox, scope, send)
         finally:
@@ -131,18 +130,21 @@ class StreamResponse(Response):
             for k, v in {**fixed, **self._more_headers}.items()
         ]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        # Middleware only looks at the headers, and they have been sent.
-        send = scope.get(OWN_SEND, send)
+        direct = None
+        connection = scope.get(CONNECTION)
+        if connection is not None:
+            # Middleware only looks at the headers, and they have been sent.
+            send, direct = connection.send, connection.write_piece
+            # Before an event a comment, before a line of JSON a blank.
+            blank = b": \n" if self._media_type.startswith("text/event-stream") else b" "
+            connection.probes.append(lambda: outbox.write(blank))
         if outbox.empty and not outbox.closed:
             outbox.write(self._keepalive())
         ticker = asyncio.create_task(
             _keep_alive(outbox, self._keepalive, self._settings.keepalive_s)
         )
-        # Before an event a comment, before a line of JSON a blank.
-        nothing = b": \n" if self._media_type.startswith("text/event-stream") else b" "
-        scope.get(PROBES, []).append(lambda: outbox.write(nothing))
         try:
-            await _send_pieces(outbox, scope.get(WRITE), send)
+            await _send_pieces(outbox, direct, send)
             await self._send_last(send, outbox.error)
         except asyncio.CancelledError:
             # The server stops: a client must not take that for the end of the answer.
@@ -334,7 +336,7 @@ class KeptStreams:
             raise BusyError(
                 f"{len(every)} streams are kept already", hint="send it without Idempotency-Key"
             )
-        if len(mine) >= (caller().limits.parallel or _MOST_STREAMS):
+        if len(mine) >= (caller().parallel or _MOST_STREAMS):
             mine[0].drop()
         elif len(every) >= _MOST_STREAMS:
             left[0].drop()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from localllm.engine.worker.client import Host
 from localllm.errors import LocalLLMError, ModelNotFoundError, UsageError
@@ -21,12 +21,6 @@ _TAG = ":latest"
 _MAX_LISTED = 20
 
 
-# `list` is a method below.
-Models: TypeAlias = list[ServedModel]
-Workers: TypeAlias = list[ModelWorker]
-RemoteModels: TypeAlias = list[RemoteModel]
-
-
 @dataclass(frozen=True, slots=True)
 class Health:
     """`loading` while the models named at the start are loading, with `progress` 0 to 1; `error` if
@@ -38,7 +32,8 @@ class Health:
 
 class ModelRouter:
     """Names to models, each loaded on first use. Built from ServedModels, or from a mapping of
-    names to Hosts. An alias with `*` or `?` matches names that no model has.
+    names to Hosts: those `named` at the start. An alias with `*` or `?` matches names that no model
+    has.
     `installed` models are offered as well;
     `upstreams` are models of other servers."""
 
@@ -51,32 +46,31 @@ class ModelRouter:
     ) -> None:
         if isinstance(models, Mapping):
             models = [ServedModel(name, host) for name, host in models.items()]
-        self._models = {m.name: m for m in models}
+        self.named = [*models]
         # The idle time that `unload_idle` runs with; 0 is never.
         self.idle_s = 0.0
         self.admission = admission
         self.upstreams = upstreams
         self._installed_models = installed
-        self._starting: tuple[ModelWorker, ...] = ()
-        self._preload_started = False
+        self._starting: Sequence[ModelWorker] = ()
         self._names: dict[str, ServedModel] = {}
         self._patterns: dict[str, ServedModel] = {}
-        for model in self._models.values():
+        for model in self.named:
             model.worker.admission = admission
             for alias in (model.name, *model.aliases):
-                names = self._patterns if is_pattern(alias) else self._names
+                names = self._patterns if "*" in alias or "?" in alias else self._names
                 other = names.setdefault(alias.lower(), model)
                 if other is not model:
                     raise UsageError(f"{alias!r} would name both {other.name} and {model.name}")
 
-    def list(self) -> Models:
+    def list(self) -> Sequence[ServedModel]:
         """Every model on offer: those named at the start, then those installed."""
-        return [
-            *self._models.values(),
-            *(self._installed_models.models() if self._installed_models is not None else ()),
-        ]
+        return [*self.named, *self._installed()]
 
-    def names(self) -> Models:
+    def _installed(self) -> Sequence[ServedModel]:
+        return self._installed_models.models() if self._installed_models is not None else ()
+
+    def names(self) -> Sequence[ServedModel]:
         """Every name on offer, aliases without wildcards among them, each with its model."""
         aliases = {a: m for a, m in self._names.items() if a != m.name.lower()}
         return [*self.list(), *(model.called(alias) for alias, model in aliases.items())]
@@ -87,17 +81,13 @@ class ModelRouter:
         aliased = _key(name) in self._names and _key(name) != model.name.lower()
         return model.called(_key(name)) if aliased else model
 
-    def elsewhere(self) -> RemoteModels:
+    def elsewhere(self) -> Sequence[RemoteModel]:
         """The models of upstreams whose names no model here has."""
         here = {model.name.lower() for model in self.list()}
         remote = self.upstreams.models() if self.upstreams is not None else []
         return [model for model in remote if model.name.lower() not in here]
 
-    def named(self) -> Models:
-        """Those named at the start."""
-        return [*self._models.values()]
-
-    def workers(self) -> Workers:
+    def workers(self) -> Sequence[ModelWorker]:
         """Every worker once, however many names share it."""
         return [*dict.fromkeys(model.worker for model in self.list())]
 
@@ -111,17 +101,16 @@ class ModelRouter:
         await model.worker.planned()
         return model
 
-    async def has(self, name: str) -> bool:
-        """Whether this server has a model of that name. Never reads the disk, as it is asked with
-        each request for an upstream's model; patterns do not count."""
-        return self._listed(name) is not None
+    def offered(self, name: str) -> ServedModel | None:
+        """This server's model of that name; None where it has none. Never reads the disk, as it is
+        asked with each request for an upstream's model; patterns do not count."""
+        return self._names.get(_key(name)) or next(
+            (m for m in self._installed() if m.name.lower() == _key(name)), None
+        )
 
-    async def full(self, name: str) -> bool:
-        """Whether that model can't take another request now: loaded with all slots taken, or not
+    async def full(self, model: ServedModel) -> bool:
+        """Whether `model` can't take another request now: loaded with all slots taken, or not
         fitting in memory."""
-        model = self._listed(name)
-        if model is None:
-            return False
         if model.loaded:
             return model.info is not None and model.worker.in_use >= model.info.n_seq_max
         return (
@@ -130,34 +119,20 @@ class ModelRouter:
             and not await self.admission.fits(model.worker)
         )
 
-    def _listed(self, name: str) -> ServedModel | None:
-        installed = self._installed_models.models() if self._installed_models is not None else ()
-        return self._names.get(_key(name)) or next(
-            (m for m in installed if m.name.lower() == _key(name)), None
-        )
-
     def resolve(self, name: str | None) -> ServedModel:
         """The model of that name or alias; without a name the first that generates text. Raises
         ModelNotFoundError."""
         if not name:
-            if self._models:
-                first = next(iter(self._models.values()))
-                return next(
-                    (m for m in self._models.values() if not (m.facts.embeds or m.facts.ranks)),
-                    first,
-                )
-            raise ModelNotFoundError("this server serves no model")
-        model = self._names.get(_key(name)) or self._installed(name) or self._by_pattern(name)
+            if not self.named:
+                raise ModelNotFoundError("this server serves no model")
+            generating = (m for m in self.named if not (m.facts.embeds or m.facts.ranks))
+            return next(generating, self.named[0])
+        model = self._names.get(_key(name))
+        if model is None and self._installed_models is not None:
+            model = self._installed_models.find(_key(name))
+        model = model or self._by_pattern(name)
         if model is None:
             raise self._unknown(name)
-        return model
-
-    def _installed(self, name: str) -> ServedModel | None:
-        model = (
-            self._installed_models.find(_key(name)) if self._installed_models is not None else None
-        )
-        if model is not None and model.worker.admission is None:
-            model.worker.admission = self.admission
         return model
 
     def _by_pattern(self, name: str) -> ServedModel | None:
@@ -187,31 +162,25 @@ class ModelRouter:
         """How the models named at the start are doing."""
         if self._starting:
             return Health("loading", sum(w.progress for w in self._starting) / len(self._starting))
-        named = [m.worker for m in self._models.values()]
-        failed = self._preload_started and bool(named) and all(w.failure for w in named)
+        failed = bool(self.named) and all(m.worker.failure for m in self.named)
         return (
             Health("error", 0.0)
             if failed and not any(w.loaded for w in self.workers())
             else Health("ok")
         )
 
-    async def preload(self) -> tuple[ServedModel, ...]:
-        """Load the first model and those of the others that fit beside it; returns those that wait
-        for a request.
+    async def preload(self) -> None:
+        """Load the first model and those of the others that fit beside it; the rest wait for a
+        request.
 
         A model that fails does not stop the others; the first failure is raised at the end."""
-        self._preload_started = True
-        waiting: list[ServedModel] = []
         failures: list[LocalLLMError] = []
-        first: dict[ModelWorker, ServedModel] = {}
-        for model in self._models.values():
-            first.setdefault(model.worker, model)
+        workers = [*dict.fromkeys(model.worker for model in self.named)]
         try:
-            self._starting = tuple(first)
-            for i, (worker, model) in enumerate(first.items()):
+            self._starting = workers
+            for i, worker in enumerate(workers):
                 if i and self.admission is not None and not await self.admission.fits(worker):
-                    waiting.append(model)
-                    self._starting = tuple(w for w in self._starting if w is not worker)
+                    self._starting = [w for w in self._starting if w is not worker]
                     continue
                 try:
                     await worker.engine()
@@ -221,18 +190,12 @@ class ModelRouter:
             self._starting = ()
         if failures:
             raise failures[0]
-        return tuple(waiting)
 
     async def close(self) -> None:
         """Stop every model, and close the connections to upstreams."""
-        if self.upstreams is not None:
-            await self.upstreams.close()
+        if self.upstreams is not None and self.upstreams.client is not None:
+            await self.upstreams.client.close()
         await asyncio.gather(*(worker.close() for worker in self.workers()))
-
-
-def is_pattern(alias: str) -> bool:
-    """Whether an alias has wildcards."""
-    return "*" in alias or "?" in alias
 
 
 def _key(name: str) -> str:

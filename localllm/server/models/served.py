@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import EngineClient, Host
-from localllm.server.models.worker import ModelMetadata, ModelWorker
+from localllm.server.models.worker import ModelMetadata, ModelWorker, PlannedModel
 from localllm_backends.contract import ModelInfo
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ServedModel:
     ) -> None:
         if worker is None:
             assert host is not None
-            worker = ModelWorker(name, host, ModelMetadata(**facts))
+            worker = ModelWorker(name, PlannedModel(host, ModelMetadata(**facts)))
             worker.info = info
         self.name, self.aliases, self.worker = name, aliases, worker
         self.defaults = defaults or ModelDefaults()

@@ -43,12 +43,12 @@ class ModelAdmission:
     @property
     def held_bytes(self) -> int:
         """Planned bytes of the admitted models."""
-        return sum(m.needs_bytes for m in self._admitted)
+        return sum(m.facts.needs_bytes for m in self._admitted)
 
     @property
     def idle_bytes(self) -> int:
         """Planned bytes of admitted models without a request: they could be unloaded."""
-        return sum(m.needs_bytes for m in self._admitted if m.loaded and not m.in_use)
+        return sum(m.facts.needs_bytes for m in self._admitted if m.loaded and not m.in_use)
 
     async def admit(self, model: ModelWorker) -> None:
         """Make room for `model` and admit it.
@@ -59,14 +59,16 @@ class ModelAdmission:
         async with self._lock:
             if model in self._admitted:
                 return
-            if not has_room("memory", model.needs_bytes, self.limit_bytes):
+            needs_bytes = model.facts.needs_bytes
+            if not has_room("memory", needs_bytes, self.limit_bytes):
                 raise DoesNotFitError(
-                    f"{model.name} needs {gb(model.needs_bytes, 2)}, and models may take "
+                    f"{model.name} needs {gb(needs_bytes, 2)}, and models may take "
                     f"{gb(self.limit_bytes, 2)} here",
                     hint="serve it with a smaller --context, or a smaller quant",
                 )
             while not await self.fits(model):
-                victim = self._least_recently_used()
+                idle = [m for m in self._admitted if m.loaded and not m.in_use]
+                victim = min(idle, key=lambda m: m.last_used_s, default=None)
                 if victim is None:
                     raise BusyError(await self._why(model), retry_after_s=_RETRY_AFTER_S)
                 log.info("unloading %s to make room for %s", victim.name, model.name)
@@ -83,27 +85,23 @@ class ModelAdmission:
         """Whether `model` could be loaded now without unloading another."""
         alone = model in self._admitted or not self._admitted
         room_bytes = self.limit_bytes if alone else await self._room_bytes()
-        return has_room("memory", model.needs_bytes, room_bytes)
+        return has_room("memory", model.facts.needs_bytes, room_bytes)
 
     async def _room_bytes(self) -> int:
         """What one more model may take beside those that are admitted."""
         room_bytes = self.limit_bytes - self.held_bytes
         if self._available is not None:
             # Models that are still loading have not taken all their memory yet.
-            promised_bytes = sum(m.needs_bytes for m in self._admitted if not m.loaded)
+            promised_bytes = sum(m.facts.needs_bytes for m in self._admitted if not m.loaded)
             free_bytes = await asyncio.to_thread(self._available) - promised_bytes
             room_bytes = min(room_bytes, free_bytes)
         return max(0, room_bytes)
 
-    def _least_recently_used(self) -> ModelWorker | None:
-        idle = [m for m in self._admitted if m.loaded and not m.in_use]
-        return min(idle, key=lambda m: m.last_used_s, default=None)
-
     async def _why(self, model: ModelWorker) -> str:
         free_bytes = await self._room_bytes()
-        others = ", ".join(f"{m.name} ({gb(m.needs_bytes, 2)})" for m in self._admitted)
+        others = ", ".join(f"{m.name} ({gb(m.facts.needs_bytes, 2)})" for m in self._admitted)
         return (
-            f"{model.name} needs {gb(model.needs_bytes, 2)} and {gb(free_bytes, 2)} are free; "
+            f"{model.name} needs {gb(model.facts.needs_bytes, 2)} and {gb(free_bytes, 2)} are free; "
             f"in use: {others}"
         )
 
@@ -126,13 +124,13 @@ class ModelMetadata:
     physics: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
 class LoadProgress:
     """The share of a model that is loaded, 0 to 1, as its worker reports it, and what its users
     should know of that."""
 
-    def __init__(self) -> None:
-        self.share = 0.0
-        self.notice = ""
+    share: float = 0.0
+    notice: str = ""
 
     def __call__(self, share: float) -> None:
         self.share = share
@@ -144,8 +142,8 @@ class PlannedModel:
     reported."""
 
     host: Host
-    facts: ModelMetadata
-    loading: LoadProgress
+    facts: ModelMetadata = field(default_factory=ModelMetadata)
+    loading: LoadProgress = field(default_factory=LoadProgress)
 
 
 Plan = Callable[[int], PlannedModel]
@@ -162,42 +160,34 @@ class UnplannedHost:
 
 
 class ModelWorker:
-    """One model that can be loaded. `plan` is called in a thread before each load, with the bytes
+    """One model that can be loaded, as `planned`. `plan` is called in a thread before each load, with the bytes
     that idle models could free. `idle_s`: unload after so many seconds without a request; 0 never,
     None the server's default."""
 
     def __init__(
         self,
         name: str,
-        host: Host,
-        facts: ModelMetadata,
+        planned: PlannedModel,
         *,
-        loading: LoadProgress | None = None,
         plan: Plan | None = None,
         idle_s: float | None = None,
     ) -> None:
-        self.name, self.host, self.facts, self.idle_s = name, host, facts, idle_s
+        self.name, self.idle_s = name, idle_s
+        self.host, self.facts, self._loading = planned.host, planned.facts, planned.loading
         self.admission: ModelAdmission | None = None
         self.info: ModelInfo | None = None
         self.loaded = False
-        # Why the last load failed: text only, as the exception would keep the requests' frames
-        # alive.
-        self.failure = ""
-        self.failure_hint = ""
+        # Why the last load failed. Never raised: that would keep the requests' frames alive.
+        self.failure: LocalLLMError | None = None
         # A sentence for users about how it runs.
         self.notice = ""
         self.in_use = 0
         self.last_used_s = 0.0
-        self._loading = loading or LoadProgress()
         self._plan = plan
         self._planned_s = _NEVER
         self._lock = asyncio.Lock()
         self._load: asyncio.Task[EngineClient] | None = None
         self._waiters = 0
-
-    @property
-    def needs_bytes(self) -> int:
-        return self.facts.needs_bytes
 
     @property
     def loading(self) -> bool:
@@ -266,13 +256,13 @@ class ModelWorker:
             self._loading.share, self.notice = 0.0, ""
             engine = await self.host.engine()
         except BaseException as e:
-            self.failure, self.failure_hint = (
-                (e.message, e.hint) if isinstance(e, LocalLLMError) else ("", "")
+            self.failure = (
+                LocalLLMError(e.message, hint=e.hint) if isinstance(e, LocalLLMError) else None
             )
             self._release()
             raise
         else:
-            self.info, self.loaded, self.failure, self.failure_hint = engine.info, True, "", ""
+            self.info, self.loaded, self.failure = engine.info, True, None
             notes = self._loading.notice, *engine.info.load_notes
             self.notice = "; ".join(filter(None, notes))
             return engine

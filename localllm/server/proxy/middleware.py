@@ -7,45 +7,37 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Any
 
 from starlette.requests import Request
 
 from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.json_body import BODY, JsonBody, read_body
 from localllm.server.http.settings import ServerSettings
-from localllm.server.proxy.relay import (
-    ProxyRequest,
-    UpstreamClient,
-    accepted,
-    relay,
-    until_disconnect,
-)
+from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, accepted, until_disconnect
 from localllm.server.proxy.upstreams import RemoteModel, Upstreams, names_a_model
 from localllm.server.proxy.usage_meter import meter_for
 
-AskName = Callable[[str], Awaitable[bool]]
 # Model lists of upstreams are cached for so long.
 _LIST_TTL_S = 30.0
 _LIST_PATHS = ("/v1/models", "/models", "/api/tags")
 
 
 class ProxyMiddleware:
-    """`is_local` tells whether a model of that name is here, `is_full` whether it has no room for
-    one more request."""
+    """`offered` finds the model of a name that is here; `is_full` tells whether that has no room
+    for one more request."""
 
     def __init__(
         self,
         app: App,
         upstreams: Upstreams,
-        is_local: AskName,
-        is_full: AskName,
+        offered: Callable[[str], Any],
+        is_full: Callable[[Any], Awaitable[bool]],
         settings: ServerSettings,
     ) -> None:
         self.app, self.upstreams, self._settings = app, upstreams, settings
-        self._is_local, self._is_full = is_local, is_full
-        self._http = UpstreamClient()
-        upstreams.close = self._http.close
+        self._offered, self._is_full = offered, is_full
+        self._http = upstreams.client = UpstreamClient()
         self._listed_s = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -62,11 +54,8 @@ class ProxyMiddleware:
             await self.app(scope, receive, send)
             return
         outgoing = self._outgoing(scope, model, body)
-        await until_disconnect(receive, self._relay(outgoing, scope, send), outgoing.meter)
-
-    async def _relay(self, outgoing: ProxyRequest, scope: Scope, send: Send) -> Literal[True]:
-        async with self._http.open(outgoing) as answer:
-            return await relay(answer, outgoing, scope, send)
+        handed_on = self._http.hand_on(outgoing, scope, send)
+        await until_disconnect(receive, handed_on, outgoing.meter)
 
     async def _remote_model(self, body: JsonBody) -> RemoteModel | None:
         """The upstream's model that is to answer; None where one of ours is."""
@@ -75,12 +64,13 @@ class ProxyMiddleware:
             return None
         model = self.upstreams.find(name)
         unlisted = any(not upstream.models for upstream in self.upstreams.all)
-        if model is None and unlisted and not await self._is_local(name):
+        local = self._offered(name)
+        if model is None and unlisted and local is None:
             await self.refresh()
             model = self.upstreams.find(name)
-        if model is None or not await self._is_local(name):
+        if model is None or local is None:
             return model
-        return model if model.upstream.spill and await self._is_full(name) else None
+        return model if model.upstream.spill and await self._is_full(local) else None
 
     def _outgoing(self, scope: Scope, model: RemoteModel, body: JsonBody) -> ProxyRequest:
         name = body.value["model"]

@@ -14,15 +14,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from localllm.errors import BusyError, RequestError
 from localllm.server.http.accounts import Accounts, caller, used_lines
-from localllm.server.http.asgi import App, Receive, Scope, Send
+from localllm.server.http.asgi import Receive, Scope, Send
 from localllm.server.http.gate import SecurityGate
-from localllm.server.http.json_body import read_body, send_text
+from localllm.server.http.json_body import read_body
 from localllm.server.http.prometheus import CONTENT_TYPE, labels, metric
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy.relay import (
@@ -30,7 +31,6 @@ from localllm.server.proxy.relay import (
     UpstreamClient,
     UpstreamError,
     accepted,
-    relay,
     until_disconnect,
 )
 from localllm.server.proxy.usage_meter import UsageMeter, meter_for
@@ -89,35 +89,25 @@ def by_preference(nodes: Sequence[PoolNode], key: bytes | None, now_s: float) ->
     return sorted(nodes, key=rank)
 
 
-def create_pool_app(
-    nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None = None
-) -> tuple[App, PoolFront]:
-    """The ASGI application in front of `nodes`, behind our usual gate, and the front, to be closed.
-    `key` is sent to the nodes."""
-    front = PoolFront(nodes, settings, key)
-    return SecurityGate(front, settings, front.accounts), front
-
-
 class PoolFront:
-    """Relays requests; `/metrics` and `/usage.csv` are its own, as the servers know no key's
-    name."""
+    """Relays requests; `/metrics` and `/usage.csv` are its own, as the servers know no key's name.
+    `app` is the ASGI application in front of `nodes`, behind our usual gate; `http` is to be closed
+    behind it. `key` is sent to the nodes."""
 
     def __init__(
-        self, nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None
+        self, nodes: Sequence[PoolNode], settings: ServerSettings, key: str | None = None
     ) -> None:
         self.nodes, self._settings, self._key = nodes, settings, key
-        self.accounts = Accounts(settings.keys, settings.api_key)
-        self._http = UpstreamClient()
-
-    async def close(self) -> None:
-        """Close the connections to the servers."""
-        await self._http.close()
+        self._accounts = Accounts(settings.keys, settings.api_key)
+        self.app = SecurityGate(self, settings, self._accounts)
+        self.http = UpstreamClient()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "GET" and scope["path"] == "/usage.csv":
-            await send_text(send, self.accounts.table(caller()), "text/csv; charset=utf-8")
+            table = Response(self._accounts.table(caller()), media_type="text/csv")
+            await table(scope, receive, send)
         elif scope["method"] == "GET" and scope["path"] == "/metrics":
-            await send_text(send, self._metrics(), CONTENT_TYPE)
+            await Response(self._metrics(), media_type=CONTENT_TYPE)(scope, receive, send)
         else:
             await self._forward(scope, receive, send)
 
@@ -127,31 +117,27 @@ class PoolFront:
             "gauge",
             [(labels(box=node.name), node.active) for node in self.nodes],
         )
-        return "\n".join([*active, *used_lines(self.accounts.visible_to(caller()))]) + "\n"
+        return "\n".join([*active, *used_lines(self._accounts.visible_to(caller()))]) + "\n"
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw, key, meter = b"", None, UsageMeter()
         stored = _STORED_PATH.match(scope["path"]) is not None
         if scope["method"] == "POST":
             body = await read_body(Request(scope, receive), self._settings)
-            raw, key, meter = (
-                body.raw,
-                conversation_key(body.value),
-                meter_for(scope["path"], body.value),
-            )
+            raw, key = body.raw, conversation_key(body.value)
+            meter = meter_for(scope["path"], body.value)
             stored = stored or bool(body.value.get("previous_response_id"))
         refused = (*_REFUSED, _NOT_FOUND) if stored else _REFUSED
         nodes = by_preference(self.nodes, key, time.monotonic())
 
-        async def ask() -> Literal[True]:
+        async def ask() -> bool:
             for node in nodes:
                 outgoing = self._outgoing(scope, node, raw, meter)
                 node.active += 1
                 try:
-                    async with self._http.open(outgoing) as answer:
-                        if answer.status in refused and node is not nodes[-1]:
-                            continue
-                        return await relay(answer, outgoing, scope, send)
+                    passed = () if node is nodes[-1] else refused
+                    if await self.http.hand_on(outgoing, scope, send, passed):
+                        return True
                 except UpstreamError:
                     node.failed_s = time.monotonic()
                 finally:

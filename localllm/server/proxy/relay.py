@@ -9,17 +9,17 @@ streams at once).
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 from yarl import URL
 
 from localllm.errors import LocalLLMError
 from localllm.server.http.accounts import delegation
-from localllm.server.http.asgi import OWN_SEND, RAN_ON, Receive, Scope, Send
+from localllm.server.http.asgi import CONNECTION, RAN_ON, Receive, Scope, Send
 from localllm.server.http.sockets import trusted_certificates
 from localllm.server.http.streaming import unless_gone
 from localllm.server.proxy.usage_meter import UsageMeter
@@ -108,6 +108,17 @@ class UpstreamClient:
         finally:
             answer.close()
 
+    async def hand_on(
+        self, outgoing: ProxyRequest, scope: Scope, send: Send, refused: Collection[int] = ()
+    ) -> bool:
+        """Send it and relay the answer; False for one whose status is among the `refused`. Raises
+        UpstreamError as long as nothing was sent."""
+        async with self.open(outgoing) as answer:
+            if answer.status in refused:
+                return False
+            await _relay(answer, outgoing, scope, send)
+            return True
+
     async def models(self, url: str, key: str | None) -> Sequence[Mapping[str, object]]:
         """The `data` of GET `url` (a server's /v1/models); empty where it does not answer with
         one."""
@@ -186,11 +197,10 @@ def accepted(scope: Scope) -> str:
     return next((v.decode("latin-1") for k, v in scope["headers"] if k == b"accept"), "*/*")
 
 
-async def relay(
+async def _relay(
     answer: aiohttp.ClientResponse, outgoing: ProxyRequest, scope: Scope, send: Send
-) -> Literal[True]:
-    """Send `answer` to the client, a stream as it comes. Raises UpstreamError as long as nothing
-    was sent."""
+) -> None:
+    """Send `answer` to the client, a stream as it comes."""
     body = None if is_stream(answer) else await read_body(answer, outgoing)
     headers = _relayed_headers(answer, outgoing.name)
     if body is not None:
@@ -198,8 +208,9 @@ async def relay(
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     if body is not None:
         await send({"type": "http.response.body", "body": body})
-        return True
-    send = scope.get(OWN_SEND) or send
+        return
+    connection = scope.get(CONNECTION)
+    send = connection.send if connection is not None else send
     last = b""
     try:
         async for piece in answer.content.iter_any():
@@ -208,7 +219,6 @@ async def relay(
     except (aiohttp.ClientError, TimeoutError) as e:
         last = _error_frame(answer.headers.get("content-type", ""), upstream_error(outgoing, e))
     await send({"type": "http.response.body", "body": last, "more_body": False})
-    return True
 
 
 def _relayed_headers(answer: aiohttp.ClientResponse, name: str) -> list[tuple[bytes, bytes]]:
@@ -225,7 +235,7 @@ def _error_frame(content_type: str, error: LocalLLMError) -> bytes:
 
 
 async def until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, Literal[True]], meter: UsageMeter
+    receive: Receive, work: Coroutine[Any, Any, bool], meter: UsageMeter
 ) -> None:
     """Await `work`, cancelled when the client disconnects; closes the request's `meter`. Raises
     what `work` raises."""

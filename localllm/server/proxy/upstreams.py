@@ -3,11 +3,14 @@ look-ups."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from localllm.server.proxy.relay import UpstreamClient
 
 Dialect = Literal["openai", "responses", "anthropic", "ollama"]
 # The dialect of each path, and where it lies below a server's base URL (which ends in /v1, but for
@@ -99,8 +102,8 @@ class Upstreams:
     def __init__(self, upstreams: Iterable[Upstream]) -> None:
         self.all = tuple(upstreams)
         self._models: dict[str, dict[str, RemoteModel]] = {}
-        # Closes the connections, once there can be any.
-        self.close: Callable[[], Awaitable[None]] = _nothing
+        # What asks them, once something may.
+        self.client: UpstreamClient | None = None
         for upstream in self.all:
             self.learn(upstream, ())
 
@@ -126,19 +129,10 @@ class Upstreams:
     def find(self, name: str) -> RemoteModel | None:
         """The model of that name (or of that name with `:latest`)."""
         key = name.lower()
-        for upstream in self.all:
-            model = self._models[upstream.name].get(key) or self._models[upstream.name].get(
-                key.removesuffix(":latest")
-            )
-            if model is not None:
-                return model
-        return None
+        known = {model.name.lower(): model for model in self.models()}
+        return known.get(key) or known.get(key.removesuffix(":latest"))
 
 
 def names_a_model(path: str) -> bool:
     """True for a path whose body names the model that is to answer."""
     return path in PATHS or path in _LOCAL_ONLY
-
-
-async def _nothing() -> None:
-    """There is nothing to close."""

@@ -260,7 +260,7 @@ def routes(server: Server) -> Paths:
             return model_entry(server.models.listed(model_id))
         elsewhere = server.models.upstreams
         remote = elsewhere.find(model_id) if elsewhere is not None else None
-        if remote is not None and not await server.models.has(model_id):
+        if remote is not None and server.models.offered(model_id) is None:
             return remote_entry(remote)
         return entry(server.models.listed(model_id))
 
