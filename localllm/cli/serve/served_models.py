@@ -69,18 +69,18 @@ class ServedModels:
 
     def settings_for(self, local: LocalModel, preset: Preset | None) -> Settings:
         """How `local` is loaded, as itself or by a `preset`."""
-        return self._settings.preset(self._said(local, preset).loading)
+        return self._settings.preset(self._preset_of(local, preset).loading)
 
     def model(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None = None
     ) -> ServedModel:
         """`local` as it is served, as itself or by a `preset` of it; planned already as `load`, or
         when asked for."""
-        said = self._said(local, preset)
+        said = self._preset_of(local, preset)
         worker = self._worker(local, preset, load)
         return ServedModel(said.name, aliases=said.aliases, worker=worker, defaults=said)
 
-    def _said(self, local: LocalModel, preset: Preset | None) -> Preset:
+    def _preset_of(self, local: LocalModel, preset: Preset | None) -> Preset:
         """All that config.toml says of `local`, served as itself or by a `preset`: where that is
         silent, what it says of the model itself."""
         itself = Preset(name=local.name, model=local.name)
@@ -100,7 +100,7 @@ class ServedModels:
     def _worker(
         self, local: LocalModel, preset: Preset | None, load: LoadPlan | None
     ) -> ModelWorker:
-        said = self._said(local, preset)
+        said = self._preset_of(local, preset)
         key = (real_path(local.path), tuple(sorted(said.loading.items())))
         if key not in self._workers:
             name = preset.name if preset is not None and preset.loading else local.name
