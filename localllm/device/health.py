@@ -25,32 +25,19 @@ _FEW_FILES = 1024
 
 @dataclass(frozen=True, slots=True)
 class BuildFacts:
-    """The installed llama-cpp-python: version, the library files it carries, architecture strings
-    of its CUDA code."""
+    """The installed llama-cpp-python: version, the library files it carries, and the compute
+    capabilities × 10 its CUDA code was built for (120 = sm_120), sorted; () if none could be
+    read."""
 
     version: str
     libraries: tuple[str, ...]
-    cuda_strings: tuple[str, ...] = ()
+    cuda_architectures: tuple[int, ...] = ()
 
     @property
     def accelerators(self) -> tuple[str, ...]:
         """Backends compiled in, by the libraries ggml builds for each (libggml-cuda.so,
         ggml-vulkan.dll …)."""
         return compiled_in(" ".join(self.libraries))
-
-    @property
-    def cuda_architectures(self) -> tuple[int, ...]:
-        """Compute capabilities × 10 the CUDA code was built for (120 = sm_120), sorted; () if none
-        could be read."""
-        found: set[int] = set()
-        for text in self.cuda_strings:
-            if text.startswith("sm_"):
-                found.add(int(text[3:]))
-            else:  # __CUDA_ARCH_LIST__: 750,860,1200
-                found.update(
-                    int(part) // 10 for part in text.split(",") if 500 <= int(part) <= 2000
-                )
-        return tuple(sorted(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,24 +55,35 @@ def test_a_cpu_build_on_a_cuda_machine_is_an_error_with_the_command_that_rebuild
 
 
 @pytest.mark.parametrize(
-    ("strings", "recording", "status"),
+    ("architectures", "recording", "status"),
     [
-        (("500,750,800,860,890",), "rtx_5090_devicequery", "error"),
-        (("500,750,800,860,890,1200",), "rtx_5090_devicequery", "ok"),
-        (("sm_120",), "gb10_nvml_success", "ok"),  # 12.0 code runs on 12.1
-        (("sm_121",), "rtx_5090_devicequery", "error"),  # 12.1 code does not run on 12.0
-        (("sm_100",), "gb10_nvml_success", "error"),  # 10.0 is another family
+        ((50, 75, 80, 86, 89), "rtx_5090_devicequery", "error"),
+        ((50, 75, 80, 86, 89, 120), "rtx_5090_devicequery", "ok"),
+        ((120,), "gb10_nvml_success", "ok"),  # 12.0 code runs on 12.1
+        ((121,), "rtx_5090_devicequery", "error"),  # 12.1 code does not run on 12.0
+        ((100,), "gb10_nvml_success", "error"),  # 10.0 is another family
         ((), "rtx_5090_devicequery", "not checked"),
     ],
 )
 def test_cuda_code_must_be_of_the_gpus_major_version(
-    strings: tuple[str, ...], recording: str, status: str
+    architectures: tuple[int, ...], recording: str, status: str
 ) -> None:
     device = identify(recordings.load(recording))
-    build = BuildFacts("0.3.36", CUDA_LIBRARIES, strings)
+    build = BuildFacts("0.3.36", CUDA_LIBRARIES, architectures)
     (check,) = named(judge(device, HealthFacts(build=build)), "llama.cpp build")
     assert check.status == status
     assert status != "error" or check.fix == "localllm setup"
+
+
+def test_architectures_are_read_out_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = b"\x7fELF\x00750,860,1200\x00 .target sm_90a compute_121 sm_86\x00 12,99\x00"
+    (tmp_path / "libggml-cuda.so").write_bytes(code)
+    monkeypatch.setattr(health, "llama_cpp_folder", lambda: tmp_path)
+    build = health.llama_cpp_build()
+    assert build is not None
+    assert build.cuda_architectures == (75, 86, 90, 120, 121)
 
 
 def test_no_llama_cpp_at_all_is_an_error() -> None:

@@ -42,19 +42,9 @@ class AmdGpu:
     gtt_total_bytes: int
     gtt_used_bytes: int
     gfx: str
-    compute_units: int
     integrated: bool
+    compute_units: int = 0
     bandwidth_gbps: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class KfdNode:
-    """A GPU node of the KFD topology; GB/s 0 = it tells no clock or width of its memory."""
-
-    gfx: str
-    compute_units: int
-    device_id: int
-    bandwidth_gbps: float
 
 
 # Transfers in one clock of the memory, as amdgpu counts it, by how an architecture begins: HBM3 on
@@ -63,39 +53,34 @@ class KfdNode:
 _TRANSFERS = {"gfx94": 4, "gfx95": 4, "gfx8": 4, "gfx9": 2, "gfx1": 16}
 
 
-def _kfd_bandwidth(readings: Readings, folder: str, gfx: str) -> float:
-    bank = _kfd_values(readings.file(f"{folder}/mem_banks/0/properties"))
-    transfers = next((n for begin, n in _TRANSFERS.items() if gfx.startswith(begin)), 0)
-    value = bank.get("width", 0) / 8 * bank.get("mem_clk_max", 0) * transfers / 1000
-    return value if 10 <= value <= 50_000 else 0.0
-
-
 def _kfd_values(text: str) -> dict[str, int]:
     return {key: integer(value) or 0 for key, value in key_values(text, " ").items()}
 
 
-def kfd_nodes(readings: Readings) -> list[KfdNode]:
-    """The GPU nodes of /sys/class/kfd (a CPU node has no SIMDs).
+def kfd_nodes(readings: Readings) -> dict[int, dict[str, Any]]:
+    """What the GPU nodes of /sys/class/kfd say of an `AmdGpu`, by PCI device id (a CPU node has no
+    SIMDs).
 
     gfx_target_version is major × 10000 + minor × 100 + step. RDNA has two SIMD32 per CU, GCN/CDNA
     four.
     """
-    nodes = []
+    nodes: dict[int, dict[str, Any]] = {}
     for path in readings.matching("/sys/class/kfd/kfd/topology/nodes/*/properties"):
         values = _kfd_values(readings.file(path))
         simds, version = values.get("simd_count", 0), values.get("gfx_target_version", 0)
         if simds <= 0 or not 0 < version < 1_000_000:
             continue
         major, minor, step = version // 10000, version // 100 % 100, version % 100
-        gfx, folder = f"gfx{major}{minor:x}{step:x}", path.removesuffix("/properties")
-        nodes.append(
-            KfdNode(
-                gfx=gfx,
-                compute_units=simds // (2 if major >= 10 else 4),
-                device_id=values.get("device_id", 0),
-                bandwidth_gbps=_kfd_bandwidth(readings, folder, gfx),
-            )
-        )
+        gfx = f"gfx{major}{minor:x}{step:x}"
+        bank = _kfd_values(readings.file(path.replace("/properties", "/mem_banks/0/properties")))
+        transfers = next((n for begin, n in _TRANSFERS.items() if gfx.startswith(begin)), 0)
+        gbps = bank.get("width", 0) / 8 * bank.get("mem_clk_max", 0) * transfers / 1000
+        node = {
+            "gfx": gfx,
+            "compute_units": simds // (2 if major >= 10 else 4),
+            "bandwidth_gbps": gbps if 10 <= gbps <= 50_000 else 0.0,
+        }
+        nodes.setdefault(values.get("device_id", 0), node)
     return nodes
 
 
@@ -116,8 +101,7 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
     found = []
     for folder in pci_folders(readings, DRM_CARDS, AMD_VENDOR):
         device_id = hexadecimal(readings.file(f"{folder}/device")) or 0
-        node = next((n for n in nodes if n.device_id == device_id), None)
-        gfx = node.gfx if node else APU_DEVICES.get(device_id, "")
+        node = nodes.get(device_id) or {"gfx": APU_DEVICES.get(device_id, "")}
 
         def size(name: str, folder: str = folder) -> int:
             return max(integer(readings.file(f"{folder}/{name}")) or 0, 0)
@@ -131,10 +115,8 @@ def amd_gpus(readings: Readings) -> list[AmdGpu]:
                 vram_used_bytes=size("mem_info_vram_used"),
                 gtt_total_bytes=size("mem_info_gtt_total"),
                 gtt_used_bytes=size("mem_info_gtt_used"),
-                gfx=gfx,
-                compute_units=node.compute_units if node else 0,
-                integrated=_integrated(readings, folder, device_id, gfx),
-                bandwidth_gbps=node.bandwidth_gbps if node else 0.0,
+                integrated=_integrated(readings, folder, device_id, node["gfx"]),
+                **node,
             )
         )
     return [gpu for gpu in found if gpu.vram_total_bytes or gpu.gtt_total_bytes]

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 
 from localllm.device.health import BuildFacts, HealthFacts
@@ -43,25 +44,25 @@ def llama_cpp_build() -> BuildFacts | None:
     return BuildFacts(
         version=version("llama-cpp-python") or "",
         libraries=tuple(libraries),
-        cuda_strings=_cuda_strings(cuda) if cuda is not None else (),
+        cuda_architectures=_cuda_architectures(cuda) if cuda is not None else (),
     )
 
 
-def _cuda_strings(library: Path) -> tuple[str, ...]:
-    """Architecture names inside libggml-cuda: its ARCHS list ("750,860,1200") and sm_/compute_
-    names of its code."""
+def _cuda_architectures(library: Path) -> tuple[int, ...]:
+    """Compute capabilities × 10 by the names inside libggml-cuda: its ARCHS list ("750,860,1200")
+    and sm_/compute_ names of its code."""
     pattern = rb"\x00([0-9]{3,4}(?:,[0-9]{3,4})*)\x00|(?:sm|compute)_([0-9]{2,3})[af]?\b"
     try:
         with (
             library.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            found = {
-                (m.group(1) or b"sm_" + m.group(2)).decode() for m in re.finditer(pattern, content)
-            }
+            found = [m.groups(default=b"") for m in re.finditer(pattern, content)]
     except (OSError, ValueError):
         return ()
-    return tuple(sorted(found))
+    listed = chain.from_iterable(archs.split(b",") for archs, _ in found if archs)
+    hundreds = [int(number) // 10 for number in listed if 500 <= int(number) <= 2000]
+    return tuple(sorted({*hundreds, *(int(name) for _, name in found if name)}))
 
 
 def version(distribution: str) -> str | None:
