@@ -9,7 +9,7 @@ import importlib.util
 import itertools
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,9 +43,11 @@ read_catalog = catalog.load
 shipped_catalog = functools.cache(read_catalog)
 
 
-def load_catalog(user_dir: Path | None = None, cache: Path | None = None) -> catalog.Catalog:
-    has_own = user_dir.exists() if user_dir is not None else cache is not None
-    return read_catalog(user_dir, cache) if has_own else shipped_catalog()
+def load_catalog(
+    user_dir: Path | None = None, read: Callable[[], catalog.Documents] = catalog.shipped
+) -> catalog.Catalog:
+    has_own = user_dir is not None and user_dir.exists()
+    return read_catalog(user_dir, read) if has_own else shipped_catalog()
 
 
 catalog.load = load_catalog

@@ -20,7 +20,7 @@ from localllm_catalog.errors import CatalogError
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
     from localllm_catalog.byte_sources import OpenSource
-    from localllm_catalog.catalog import Catalog
+    from localllm_catalog.catalog import Catalog, Documents
     from localllm_catalog.gguf import GgufHeader
     from localllm_catalog.types import Model
 
@@ -59,13 +59,29 @@ def load_catalog() -> Catalog:
 
     folder = user_folder()
     try:
-        return catalog.load(folder, paths.cache_dir() / "catalog.json")
+        return catalog.load(folder, _shipped)
     except CatalogError as e:
         mend = (
             f"mend the file or move it out of {folder}; `python -m localllm_catalog.check "
             f"{folder}` lists every mistake"
         )
         raise CatalogFileError(e.message, hint=f"{e.hint}; {mend}" if e.hint else mend) from e
+
+
+def _shipped() -> Documents:
+    """The shipped tables as they were parsed before, for as long as path, size and time of their
+    files are the same: 125 kB read in 1 ms instead of parsed in 25."""
+    from localllm_catalog import catalog
+
+    files = [(file, file.stat()) for file in catalog.shipped_files()]
+    stamp = [[str(file), found.st_size, found.st_mtime_ns] for file, found in files]
+    path = paths.cache_dir() / "catalog.json"
+    kept = json_store.read(path)
+    if kept.get("stamp") != stamp:
+        kept = {"stamp": stamp, "documents": catalog.shipped()}
+        json_store.keep(path, kept)
+    documents: Documents = kept["documents"]
+    return documents
 
 
 def read_header(source: Path | str, open_source: OpenSource | None = None) -> GgufHeader:
