@@ -262,24 +262,11 @@ def _spellings() -> dict[str, str]:
     return spelled | {nick: _short(rows[0]) for nick, rows in meant.items() if rows}
 
 
-# How alike a suggestion is at least: its letters, and more for each word that both have.
-_LEAST_LIKENESS = 0.6
-
-
 def nearest(name: str, count: int = 3) -> list[str]:
     """The names in the table that are most like `name`, as far as any is like it."""
     wanted = [word for word in typed.words(name) if word not in MAKERS | {"laptop"}]
-    like = difflib.SequenceMatcher(None, b=" ".join(wanted))
-
-    def score(spelled: str) -> float:
-        like.set_seq1(spelled)
-        shared = set(wanted) & set(spelled.split()) - SUFFIXES
-        return len(shared) * 0.3 + like.ratio()
-
-    scores = {spelled: score(spelled) for spelled in _spellings()}
-    best = sorted(scores, key=lambda spelled: scores[spelled], reverse=True)
-    close = [_spellings()[spelled] for spelled in best if scores[spelled] >= _LEAST_LIKENESS]
-    return list(dict.fromkeys(close))[:count]
+    close = difflib.get_close_matches(" ".join(wanted), _spellings(), n=2 * count, cutoff=0.5)
+    return list(dict.fromkeys(_spellings()[spelled] for spelled in close))[:count]
 
 
 def _short(row: DeviceRow) -> str:

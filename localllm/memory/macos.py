@@ -13,13 +13,7 @@ begun."""
 
 # What kern.memorystatus_vm_pressure_level says: 1 normal, 2 warn, 4 critical (xnu,
 # kern_memorystatus_notify.c).
-_PRESSURE: dict[int, Pressure] = {1: "none", 2: "shrink", 4: "hold"}
-
-
-def pressure(level: int | None) -> Pressure | None:
-    """What macOS's own level means for a running engine; None where it says nothing that is
-    known."""
-    return None if level is None else _PRESSURE.get(level)
+PRESSURE: dict[int | None, Pressure] = {1: "none", 2: "shrink", 4: "hold"}
 
 
 def available_bytes(total_bytes: int, level_percent: int | None) -> int | None:

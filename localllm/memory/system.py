@@ -64,7 +64,7 @@ class SystemMemory:
         """What the system itself says of its memory; None where it says nothing (all but macOS)."""
         if self._linux is not None:
             return None
-        return macos.pressure(self._sysctl("kern.memorystatus_vm_pressure_level"))
+        return macos.PRESSURE.get(self._sysctl("kern.memorystatus_vm_pressure_level"))
 
     def account(self, headroom: int | None = None) -> Memory | None:
         """The account of system memory, of which `headroom` bytes stay with the system (None: by

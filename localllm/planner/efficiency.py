@@ -32,12 +32,10 @@ class Table:
     measurements behind each key, `width` has that of an 80 % range by stratum
     (localllm/planner/ranges.py)."""
 
-    name: str
     base: Mapping[str, float]
     effects: Mapping[str, Mapping[str, float]]
     rows: Mapping[str, int]
     width: Mapping[str, float]
-    source: str
 
     def coefficients(self, keys: Iterable[str]) -> dict[str, float]:
         """Every coefficient with the effects of `keys` (unknown ones add nothing)."""
@@ -64,12 +62,10 @@ def load() -> dict[str, Table]:
         raw = tomllib.load(f)
     return {
         name: Table(
-            name=name,
             base=raw[name]["base"],
             effects=raw[name].get("effects", {}),
             rows=raw[name].get("rows", {}),
             width=raw[name].get("width", {}),
-            source=raw["meta"]["source"],
         )
         for name in ("decode", "prefill", "batched")
     }
