@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,11 @@ def _lines() -> list[_ProcessorLine]:
         for n, parts in facts["cores"].items():
             cores |= dict.fromkeys(parts.split(), int(n))
         lettered: dict[str, int] = {}
-        for part, n in cores.items():
-            for spelled in _with_letters(part, facts):
-                lettered.setdefault(spelled, n)
+        letters = ("P",) if "epyc" in facts["brand"] else ()
+        for part, letter in product(cores, _PLAIN_LETTERS if facts.get("desktop") else letters):
+            lettered.setdefault(part.rstrip("K") + letter, cores[part])
         lines.append(_ProcessorLine(facts, cores, lettered))
     return lines
-
-
-def _with_letters(part: str, facts: dict[str, Any]) -> list[str]:
-    """How else a part of a line may be called."""
-    if facts.get("desktop"):
-        return [part.rstrip("K") + letters for letters in _PLAIN_LETTERS]
-    return [part + "P"] if "epyc" in facts["brand"] else []
 
 
 def _numbered(number: str) -> list[Processor]:

@@ -46,13 +46,6 @@ def resolve(
 
 
 def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) -> Device:
-    given = memory_gb is not None
-    row = lookup.called(name)
-    if row is not None:
-        behind = name[len(row.name) :] if row.kind == "system" else name
-        own = typed.read(behind).memory_gb
-        row, gb, findings = _choose((row,), typed.read(name), own, memory_gb)
-        return simulate(row, gb, findings, given_memory=given, bandwidth_gbps=bandwidth_gbps)
     try:
         computer = _read(name)
     except DeviceNotFoundError:
@@ -78,7 +71,7 @@ def _resolved(name: str, memory_gb: float | None, bandwidth_gbps: float | None) 
             chosen,
             gb,
             findings,
-            given_memory=given,
+            given_memory=memory_gb is not None,
             bandwidth_gbps=bandwidth_gbps,
             ram=computer.ram if chosen.kind == "unified" else NO_RAM,
         )
@@ -106,6 +99,11 @@ def _without_graphics(devices: list[Device]) -> list[Device]:
 def _read(name: str) -> Computer:
     """Which rows the parts of a name are; raises DeviceNotFoundError for one that is none."""
     computer = Computer([])
+    called = lookup.called(name)
+    if called is not None:
+        behind = name[len(called.name) :] if called.kind == "system" else name
+        computer.parts.append(((called,), typed.read(behind)))
+        return computer
     for text in typed.split(name):
         part = typed.read(text)
         if part.words:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from localllm.device.types import Device, TypeRates
@@ -155,12 +155,6 @@ def hardware_of(device: Device, backend: str) -> Hardware:
         rates,
         lane_tflops=lanes,
     )
-
-
-@lru_cache(4096)
-def stored_on(device: Device) -> Hardware:
-    """The processor of `device` where it multiplies weights as they are stored."""
-    return replace(hardware_of(device, ""), stored=True)
 
 
 def bandwidth_of(device: Device) -> tuple[float, str]:

@@ -22,7 +22,7 @@ from localllm.planner import (
 )
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import Plan, Range, RunSettings, backend_of
-from localllm_catalog.types import ESTIMATED, Layer, Model
+from localllm_catalog.types import ESTIMATED, Layer
 
 
 def _ms(seconds: float) -> str:
@@ -35,11 +35,6 @@ def _span(value: Range, unit: str) -> str:
         f"{value.value:.{digits}f} {unit} ({value.low:.{digits}f} to {value.high:.{digits}f}; "
         f"{value.basis})"
     )
-
-
-def _layer_lines(model: Model, plan: Plan) -> list[str]:
-    found = Counter(_layer_words(layer, plan.settings) for layer in model.layers)
-    return [f"    {count} layers: {what}" for what, count in found.items()]
 
 
 def _layer_words(layer: Layer, settings: RunSettings) -> str:
@@ -70,6 +65,7 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
         f"{plan.model.lookup_rows} rows a token, {places.ROW_S * 1e6:.0f} µs each (an SSD, assumed)"
     )
     cells = f"{settings.kv_type}, {settings.n_ctx:,} cells shared by {settings.slots} sequences"
+    layers = Counter(_layer_words(layer, settings) for layer in plan.model.layers)
     # (name, bytes, what they are): of what takes none nothing is said.
     state = ("state", need.recurrent_bytes, "float32, one per sequence")
     further = (
@@ -89,7 +85,7 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
             f"{variant.quant}, {'exact' if variant.exact else listed}",
         ),
         _part("KV cache", need.kv_bytes, cells),
-        *_layer_lines(plan.model, plan),
+        *(f"    {count} layers: {what}" for what, count in layers.items()),
         *_parts(state),
         _part("compute", need.compute_bytes, f"micro-batch {settings.n_batch:,}, {how}"),
         *_parts(*further),

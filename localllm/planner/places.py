@@ -184,7 +184,7 @@ def weights_of_cards(
 
 
 # What each cause of a decode step's seconds is shared out as: a field of `CardShare`.
-_SHARED_AS = {
+SHARED_AS = {
     "weights": "dense", "unpacked": "dense",
     "routed": "experts", "routed_unpacked": "experts", "experts": "experts",
     "layers": "layers", "recurrent": "layers", "state": "layers", "further": "layers",
@@ -207,10 +207,6 @@ class CardShare:
     def is_whole(self) -> bool:
         """True where all of it is on the devices."""
         return min(self.dense, self.experts, self.kv, self.layers) >= 1.0
-
-    def of_cause(self, cause: str) -> float:
-        """The devices' share of a cause of `DecodeCost.seconds`."""
-        return float(getattr(self, _SHARED_AS[cause]))
 
 
 WHOLE = CardShare(1.0, 1.0, 1.0, 1.0, 0)

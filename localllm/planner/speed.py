@@ -184,7 +184,7 @@ def decode_step(
         host, beside = _host(device), device.host_bandwidth_gbps
         there = terms(hardware=host).seconds
         for cause, here_s in seconds.items():
-            part = share.of_cause(cause)
+            part: float = getattr(share, places.SHARED_AS[cause])
             seconds[cause] = part * here_s + (1 - part) * there[cause]
         copied_s = n_sequences * model.hidden_size * 4 / _PCIE_BYTES_S
         waits_s += share.crossings * (CROSSING_S + copied_s)
@@ -200,7 +200,7 @@ def decode_step(
 def hardware(device: Device, variant: Variant, settings: RunSettings) -> decode_cost.Hardware:
     """`device` as the laws see it when `variant` is run so."""
     if settings.placement.layout == "stored":
-        return decode_cost.stored_on(device)
+        return replace(decode_cost.hardware_of(device, ""), stored=True)
     return decode_cost.hardware_of(device, backend_of(variant).name)
 
 

@@ -46,7 +46,12 @@ def amd_cards(readings: Readings, gpus: list[AmdGpu]) -> list[Device]:
 
 def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Device:
     gpu = max(gpus, key=lambda g: g.vram_total_bytes + g.gtt_total_bytes)
-    row = _apu_row(system.cpu.name, gpu)
+    # The processor's name tells the SKU.
+    row = table.by_cpu(system.cpu.name) or table.by_pci(
+        "1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}"
+    )
+    if row is None and gpu.gfx:
+        row = next((r for r in table.rows() if r.compute_capability == gpu.gfx), None)
     memory = usable.apu(gpu, system.base.memory.total_bytes, system.memory.available_bytes() or 0)
     accelerator: Accelerator = "rocm" if row is not None and row.accelerator == "rocm" else "vulkan"
     if accelerator == "rocm":
@@ -64,15 +69,6 @@ def _amd_apu(readings: Readings, system: LinuxSystem, gpus: list[AmdGpu]) -> Dev
         **facts,
         compute_capability=gpu.gfx,
         findings=(*system.base.findings, *_gtt_findings(gpu, system, row)),
-    )
-
-
-def _apu_row(cpu: str, gpu: AmdGpu) -> DeviceRow | None:
-    """By the processor's name, which tells the SKU; else by PCI id and revision; else any row of
-    that gfx."""
-    row = table.by_cpu(cpu) or table.by_pci("1002", f"{gpu.device_id:04x}", f"{gpu.revision:02x}")
-    return row or next(
-        (r for r in table.rows() if gpu.gfx and r.compute_capability == gpu.gfx), None
     )
 
 

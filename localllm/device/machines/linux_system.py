@@ -8,7 +8,6 @@ from localllm.device import cpus
 from localllm.device.machines import common
 from localllm.device.machines.common import modules_bandwidth, ram_disagrees, with_findings
 from localllm.device.parsers import linux
-from localllm.device.parsers.sticks import Ram
 from localllm.device.table import DeviceRow
 from localllm.device.types import (
     GIB,
@@ -32,12 +31,6 @@ class LinuxSystem:
     cpu: linux.CpuInfo
     told_bandwidth: Figure | None
     base: Device
-
-
-def _modules(readings: Readings, cpu: linux.CpuInfo) -> Ram | None:
-    """The memory's modules, where their records can be read."""
-    records = readings.file("/run/udev/data/+dmi:id")
-    return linux.udev_memory(records, cpus.channels(cpu.name)) if records else None
 
 
 def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem:
@@ -75,7 +68,9 @@ def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem
                 "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead",
             )
         )
-    told = modules_bandwidth(_modules(readings, cpu), "udev")
+    records = readings.file("/run/udev/data/+dmi:id")
+    modules = linux.udev_memory(records, cpus.channels(cpu.name)) if records else None
+    told = modules_bandwidth(modules, "udev")
     # A board, or Apple's computer: "Raspberry Pi 5 Model B Rev 1.0", "Apple MacBook Air (M1, 2020)".
     board = readings.file("/proc/device-tree/model")[:80]
     if "model name" in readings.file("/proc/cpuinfo"):
