@@ -49,7 +49,8 @@ def build_here(*, fresh: bool = False) -> ggml.GgmlBuild | None:
             return known
     build = ask_build()
     if not build.failure:
-        _keep(kept, key, build)
+        answer = ggml.to_json(build)
+        json_store.keep(kept, {"key": key, "asked_s": time.time(), "answer": answer})
     return build
 
 
@@ -89,11 +90,6 @@ def _known(file: Path, key: str) -> ggml.GgmlBuild | None:
         return ggml.read(kept["answer"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _keep(file: Path, key: str, build: ggml.GgmlBuild) -> None:
-    """Best effort: where it can't be written the build is asked again."""
-    json_store.keep(file, {"key": key, "asked_s": time.time(), "answer": ggml.to_json(build)})
 
 
 def without_gpus(readings: Readings) -> Readings:

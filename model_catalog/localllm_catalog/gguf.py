@@ -13,8 +13,9 @@ import math
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from localllm_catalog.byte_sources import ByteSource, FileSource, OpenSource
@@ -179,15 +180,8 @@ def _read_splits(source: str, given: GgufHeader, count: int, open_source: OpenSo
             f"{names[0]}: the splits hold {len(tensors)} tensors, {stated} different ones are "
             "announced"
         )
-    return GgufHeader(
-        version=parts[0].version,
-        metadata=parts[0].metadata,
-        tensors=tensors,
-        data_start=parts[0].data_start,
-        alignment=parts[0].alignment,
-        files=tuple(names),
-        file_bytes=sum(part.file_bytes for part in parts),
-    )
+    size = sum(part.file_bytes for part in parts)
+    return replace(parts[0], tensors=tensors, files=tuple(names), file_bytes=size)
 
 
 # --- one file -------------------------------------------------------------------------------------
@@ -212,9 +206,7 @@ class _Cursor:
         self.position = 0
         self._base = 0
         self._buffer = b""
-        self.kept_string_bytes = 0
-        self.kept_elements = 0
-        self.string_elements = 0
+        self._counted: Counter[str] = Counter()
 
     def need(self, count: int, what: str) -> tuple[bytes, int]:
         """(buffer, index in it) with `count` bytes from the position on in memory; the position
@@ -248,6 +240,12 @@ class _Cursor:
         hold."""
         if count * each > self.limit - self.position:
             raise self.too_long(f"{count} {what}")
+
+    def count(self, count: int, what: str, most: int) -> None:
+        """Refuses more than `most` of a thing in all of a header."""
+        self._counted[what] += count
+        if self._counted[what] > most:
+            raise BadHeaderError(f"the metadata holds more than {most:,} {what}")
 
     def take(self, count: int, what: str) -> bytes:
         """The next `count` bytes."""
@@ -283,22 +281,13 @@ class _Cursor:
         if length > MAX_STRING_BYTES:
             self.position += length
             return ""
-        data = self.take(length, what)
-        self.kept_string_bytes += len(data)
-        if self.kept_string_bytes > MAX_KEPT_STRING_BYTES:
-            raise BadHeaderError(
-                f"more than {MAX_KEPT_STRING_BYTES >> 20} MiB of text in the metadata"
-            )
-        return data.decode("utf-8", "replace")
+        self.count(length, "bytes of text", MAX_KEPT_STRING_BYTES)
+        return self.take(length, what).decode("utf-8", "replace")
 
     def skip_strings(self, count: int, what: str) -> None:
         """Steps over `count` strings; the only loop whose length a file chooses, so it is
         counted."""
-        self.string_elements += count
-        if self.string_elements > MAX_STRING_ELEMENTS:
-            raise BadHeaderError(
-                f"{what} makes more than {MAX_STRING_ELEMENTS} strings, more than any vocabulary"
-            )
+        self.count(count, "strings, more than any vocabulary", MAX_STRING_ELEMENTS)
         unpack = _U64.unpack_from
         while count:
             buffer, index = self.need(8, what)
@@ -402,23 +391,15 @@ def _array(cursor: _Cursor, key: str) -> Value:
         if count > KEEP_ARRAY:
             cursor.skip_strings(count, key)
             return SkippedArray(count)
-        _keep(cursor, count)
+        cursor.count(count, "elements of short arrays", MAX_KEPT_ELEMENTS)
         return tuple(cursor.string(key) for _ in range(count))
     size = _scalar(key, type_id).size
     cursor.fits(count, size, f"elements of {key}")
     if count > KEEP_ARRAY:
         cursor.position += count * size
         return SkippedArray(count)
-    _keep(cursor, count)
+    cursor.count(count, "elements of short arrays", MAX_KEPT_ELEMENTS)
     return _numbers(cursor, key, type_id, count)
-
-
-def _keep(cursor: _Cursor, count: int) -> None:
-    cursor.kept_elements += count
-    if cursor.kept_elements > MAX_KEPT_ELEMENTS:
-        raise BadHeaderError(
-            f"the metadata's short arrays hold more than {MAX_KEPT_ELEMENTS} elements"
-        )
 
 
 def _scalar(key: str, type_id: int) -> struct.Struct:

@@ -3,7 +3,6 @@ Intel, CPU only."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from localllm.device import table
@@ -69,7 +68,7 @@ def _one_pool_row(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> De
     board = readings.file("/proc/device-tree/model") or gpu.name
     if row.family == "Jetson":
         return _jetson_row(readings, board, system) or row
-    return (_gb10_row(readings) if row.family == "GB10" else None) or row
+    return row
 
 
 def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -> bool:
@@ -84,15 +83,6 @@ def _looks_integrated(readings: Readings, gpu: NvidiaGpu, system: LinuxSystem) -
         return False
     near = gpu.total_bytes is not None and gpu.total_bytes >= 0.9 * system.machine.total_bytes
     return gpu.total_bytes is None or gpu.addressing == "ats" or near
-
-
-def _gb10_row(readings: Readings) -> DeviceRow | None:
-    """The GB10 box by its DMI product name; they differ in name only."""
-    product = readings.file("/sys/class/dmi/id/product_name").lower()
-    words = set(re.split(r"[\s_-]+", product))
-    boxes = [row for row in table.rows() if row.family == "GB10"]
-    best = max(boxes, key=lambda row: len(words & set(row.name.lower().split())))
-    return best if words & set(best.name.lower().split()) else None
 
 
 def _jetson_row(readings: Readings, board: str, system: LinuxSystem) -> DeviceRow | None:

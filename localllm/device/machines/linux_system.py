@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from localllm.device import cpus
-from localllm.device.machines import common
-from localllm.device.machines.common import modules_bandwidth, ram_disagrees, with_findings
+from localllm.device.machines.common import (
+    modules_bandwidth,
+    ram_bandwidth,
+    ram_disagrees,
+    with_findings,
+)
 from localllm.device.parsers import linux
 from localllm.device.table import DeviceRow
 from localllm.device.types import (
@@ -33,7 +37,7 @@ class LinuxSystem:
     base: Device
 
 
-def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem:
+def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
     """The system of these readings; raises DeviceUnreadableError without a MemTotal."""
     memory = LinuxMemory(readings.file)
     machine = memory.machine()
@@ -77,8 +81,8 @@ def read_system(readings: Readings, ram_bandwidth: Figure | None) -> LinuxSystem
         board = ""
     row = _board_row(board)
     known = told or (row.bandwidth() if row else None)
-    bandwidth = common.ram_bandwidth(ram_bandwidth, known, cpu.name, cpu.vectors)
-    findings += ram_disagrees(ram_bandwidth, told)
+    bandwidth = ram_bandwidth(measured, known, cpu.name, cpu.vectors)
+    findings += ram_disagrees(measured, told)
     base = Device(
         name=board or cpu.name or f"Linux {readings.architecture}",
         kind="system",
