@@ -266,7 +266,6 @@ def _files(facts: HealthFacts) -> HealthCheck:
     if facts.open_files is None:
         return _seen("file limit", "", unread="this system has no such limit to read")
     is_unlimited = not 0 <= facts.open_files < 1 << 62
-    few = f"only {facts.open_files} open files are allowed"
-    many = f"{'unlimited' if is_unlimited else facts.open_files} open files are allowed"
+    said = f"{'unlimited' if is_unlimited else facts.open_files} open files are allowed"
     is_few = not is_unlimited and facts.open_files < _FEW_FILES
-    return _seen("file limit", many, few if is_few else "", "ulimit -n 4096")
+    return _seen("file limit", said, f"only {said}" if is_few else "", "ulimit -n 4096")

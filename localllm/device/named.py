@@ -131,7 +131,9 @@ def _add_part(computer: Computer, text: str, part: Typed) -> None:
             more = replace(more, sizes_gb=(), own_gb=None, ram=None)
         _add_part(computer, text, more)
     else:
-        computer.findings += _unread(found.rest)
+        left = [word for word in found.rest if word not in _ANY_COMPUTER | lookup.MAKERS]
+        said = f"{' '.join(left)!r} says nothing that is known here"
+        computer.findings += [Finding("info", said)] if left else []
     # "ryzen 7 7840hs, radeon 780m" is said twice
     is_known = rows in [known for known, _ in computer.parts] and computer.cpu is not None
     if rows and not (is_known and rows[0].kind == "unified"):
@@ -150,11 +152,6 @@ def _system_size(part: Typed, computer: Computer) -> float | None:
 
 _SERVER_CHANNELS = 4
 _TERABYTE = 1024
-
-
-def _unread(rest: Sequence[str]) -> list[Finding]:
-    left = [word for word in rest if word not in _ANY_COMPUTER | lookup.MAKERS]
-    return [Finding("info", f"{' '.join(left)!r} says nothing that is known here")] if left else []
 
 
 def _processor_or_run(

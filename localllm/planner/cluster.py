@@ -332,7 +332,7 @@ def tensor_parallel_decode(
     read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(
         model, depth, settings.kv_type
     )
-    saved_s = (1 - 1 / n) * read / (decode_cost.bandwidth_of(slowest)[0] * 1e9)
+    saved_s = (1 - 1 / n) * read / (slowest.bandwidth_gbps.value * 1e9)
     # What adding up takes, at best and at worst.
     messages_s = _RDMA_S if link.name == "Thunderbolt 5" else link.latency_s
     best_s, worst_s = (_SUMS_A_LAYER * len(model.layers) * s for s in messages_s)

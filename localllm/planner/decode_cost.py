@@ -133,8 +133,8 @@ def hardware_of(device: Device, backend: str) -> Hardware:
     clock_ghz = (
         efficiency.REFERENCE_GHZ if device.accelerator == "cpu" else efficiency.clock_ghz(name)
     )
-    keys, (bandwidth_gbps, basis) = efficiency.device_keys(device, backend), bandwidth_of(device)
-    if device.accelerator == "cpu" and basis not in ("measured", "reported"):
+    keys, bandwidth_gbps = efficiency.device_keys(device, backend), device.bandwidth_gbps.value
+    if device.accelerator == "cpu" and device.bandwidth_gbps.basis not in ("measured", "reported"):
         cores_gbps = CPU_CORE_GBPS * (device.n_cpu_cores or math.inf)
         bandwidth_gbps = min(CPU_NOMINAL_SHARE * bandwidth_gbps, cores_gbps)
     plain_tflops, _ = efficiency.nominal_tflops(device)
@@ -155,11 +155,6 @@ def hardware_of(device: Device, backend: str) -> Hardware:
         rates,
         lane_tflops=lanes,
     )
-
-
-def bandwidth_of(device: Device) -> tuple[float, str]:
-    """(GB/s, basis) of the accelerator's memory."""
-    return device.bandwidth_gbps.value, device.bandwidth_gbps.basis
 
 
 def format_key(variant: Variant) -> str:

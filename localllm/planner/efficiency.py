@@ -28,22 +28,14 @@ FILE = Path(__file__).with_name("efficiency.toml")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Coefficients of one law ("decode", "prefill" or "batched"): natural logs. `rows` counts
-    measurements behind each key, `width` has that of an 80 % range by stratum
-    (localllm/planner/ranges.py)."""
+    """Coefficients of one law ("decode", "prefill" or "batched"), and the effects of keys on them:
+    natural logs. `rows` counts measurements behind each key, `width` has that of an 80 % range by
+    stratum (localllm/planner/ranges.py)."""
 
     base: Mapping[str, float]
     effects: Mapping[str, Mapping[str, float]]
     rows: Mapping[str, int]
     width: Mapping[str, float]
-
-    def coefficients(self, keys: Iterable[str]) -> dict[str, float]:
-        """Every coefficient with the effects of `keys` (unknown ones add nothing)."""
-        logs = dict(self.base)
-        for key in keys:
-            for name, value in self.effects.get(key, {}).items():
-                logs[name] = logs.get(name, 0.0) + value
-        return {name: math.exp(value) for name, value in logs.items()}
 
     def nearest(self, hardware_keys: Iterable[str]) -> tuple[str, int]:
         """The most specific hardware key with measurements, and how many ("none", 0 where nothing
@@ -73,9 +65,14 @@ def load() -> dict[str, Table]:
 
 @lru_cache(maxsize=4096)
 def coefficients(law: str, keys: tuple[str, ...]) -> dict[str, float]:
-    """`Table.coefficients` of the shipped table, remembered (read-only: every caller gets the same
-    dict)."""
-    return load()[law].coefficients(keys)
+    """Every coefficient of a law with the effects of `keys` (unknown ones add nothing), remembered
+    (read-only: every caller gets the same dict)."""
+    table = load()[law]
+    logs = dict(table.base)
+    for key in keys:
+        for name, value in table.effects.get(key, {}).items():
+            logs[name] = logs.get(name, 0.0) + value
+    return {name: math.exp(value) for name, value in logs.items()}
 
 
 # (pattern in the part's name, vendor, generation), first match wins. Grouped by what shares memory

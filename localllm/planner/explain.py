@@ -171,7 +171,7 @@ def _split_lines(plan: Plan, device: Device) -> list[str]:
 
 
 def _decode_lines(plan: Plan, device: Device) -> list[str]:
-    bandwidth, basis = decode_cost.bandwidth_of(device)
+    bandwidth, basis = device.bandwidth_gbps.value, device.bandwidth_gbps.basis
     hardware = speed.hardware(device, plan.variant, plan.settings)
     terms, full = (
         decode_cost.decode_terms(

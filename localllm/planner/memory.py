@@ -337,7 +337,9 @@ def _draft_bytes(
         plain = RunSettings(
             settings.n_ctx, slots=settings.slots, n_batch=settings.n_batch, n_outputs=settings.slots
         )
-        small = need(*drafter.second, plain.placed(gpu_layers=settings.n_gpu_layers), device)
+        small = need(
+            *drafter.second, plain.placed(gpu_layers=settings.placement.gpu_layers), device
+        )
         drafted = small.total_bytes - small.overhead_bytes
     if drafter.is_mtp and model.mtp_layers:
         drafted += mtp_bytes(model, variant, settings)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from localllm.device.types import Device
-from localllm.memory.verdict import TIGHT_SHARE, Part
+from localllm.memory.verdict import TIGHT_SHARE, Fits, Part
 from localllm.memory.verdict import verdict as judge
 from localllm.planner import memory, places, speed
 from localllm.planner.types import MemoryNeed, RunSettings
@@ -76,9 +76,10 @@ def needed_parts(device: Device, need: MemoryNeed) -> list[Part]:
     return parts
 
 
-def fits(device: Device, need: MemoryNeed) -> bool:
-    """True where every place has room for its part."""
-    return not judge(needed_parts(device, need)).lacking
+def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
+    """yes / tight (needs more than is free now, or nearly all of what may be loaded) / split (part
+    in host memory) / no."""
+    return judge(needed_parts(device, need), split=split).fits
 
 
 def over_cards(
@@ -236,11 +237,8 @@ class _Search:
         divided = over_cards(
             self._device, self._model, self._variant, replace(self._settings, placement=placed)
         )
-        return (
-            divided
-            if fits(self._device, memory.need(self._model, self._variant, divided, self._device))
-            else None
-        )
+        need = memory.need(self._model, self._variant, divided, self._device)
+        return divided if verdict(self._device, need) != "no" else None
 
     def _least(self, low: int, high: int, take: Callable[[int], Placement]) -> Placement | None:
         """`take(n)` for the least n from `low` to `high` that there is room for; None where not
@@ -258,12 +256,8 @@ class _Search:
             # A drafter's layers leave the card with the model's.
             settings = replace(self._settings, placement=placed)
             settings = over_cards(self._device, self._model, self._variant, settings)
-            return fits(
-                self._device,
-                replace(
-                    memory.need(self._model, self._variant, settings, self._device), host_bytes=0
-                ),
-            )
+            need = memory.need(self._model, self._variant, settings, self._device)
+            return verdict(self._device, replace(need, host_bytes=0)) != "no"
         if placed.gpu_layers == 0:
             return True
         if len(self._limits) == 1:

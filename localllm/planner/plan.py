@@ -14,7 +14,6 @@ from typing import Any
 from localllm.device.accelerators import KINDS
 from localllm.device.types import Device
 from localllm.memory.verdict import Fits
-from localllm.memory.verdict import verdict as judge
 from localllm.planner import (
     decode_cost,
     drafting,
@@ -29,6 +28,7 @@ from localllm.planner import (
 )
 from localllm.planner.kernel_facts import facts as kernel_facts
 from localllm.planner.needs import SPLIT_COST, Need, score
+from localllm.planner.placing import verdict
 from localllm.planner.starting_settings import (
     NOTHING_FIXED,
     Overrides,
@@ -36,7 +36,6 @@ from localllm.planner.starting_settings import (
     drafts_at_hand,
     loses_turns,
     settings_for,
-    usual_batch,
 )
 from localllm.planner.types import (
     DEFAULT_BATCH,
@@ -57,15 +56,6 @@ _PREFILL_PROMPT_TOKENS = 2048
 _AS_FAST = 0.97
 # The least that a drafter nobody asked for must promise at best.
 _DRAFTS_PAY = 1.1
-
-
-# --- does it fit ----------------------------------------------------------------------------------
-
-
-def verdict(device: Device, need: MemoryNeed, *, split: bool = False) -> Fits:
-    """yes / tight (needs more than is free now, or nearly all of what may be loaded) / split (part
-    in host memory) / no."""
-    return judge(placing.needed_parts(device, need), split=split).fits
 
 
 _Settled = tuple[RunSettings, MemoryNeed, Fits]
@@ -191,7 +181,7 @@ class _Run:
         """`plan`, which is rough, with its speed in a full context, and in larger steps where those
         pay."""
         settled = plan.settings, plan.memory, plan.fits
-        may_grow = plan.fits != "no" and plan.settings.n_batch == usual_batch(self.device)
+        may_grow = plan.fits != "no" and plan.settings.n_batch == DEFAULT_BATCH
         return self.planned(self.larger(settled) if may_grow else settled, rough=False)
 
     def kv_types(self) -> tuple[str, ...]:

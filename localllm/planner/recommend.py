@@ -27,7 +27,8 @@ from localllm.planner import (
     why,
 )
 from localllm.planner.needs import Need
-from localllm.planner.plan import finished, max_context, plan_for, verdict
+from localllm.planner.placing import verdict
+from localllm.planner.plan import finished, max_context, plan_for
 from localllm.planner.starting_settings import NOTHING_FIXED, Overrides, draft_pair, typical
 from localllm.planner.types import (
     USUAL,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from localllm.device.types import Device
-from localllm.planner import decode_cost, efficiency
+from localllm.planner import efficiency
 from localllm.planner.streams import streamed
 from localllm.planner.types import Plan
 
@@ -34,7 +34,7 @@ class Roofline:
 
 def of(device: Device, plans: Sequence[Plan]) -> Roofline:
     """The roofline of `device` with `plans` on it."""
-    bandwidth, basis = decode_cost.bandwidth_of(device)
+    bandwidth, basis = device.bandwidth_gbps.value, device.bandwidth_gbps.basis
     tflops, _ = efficiency.nominal_tflops(device)
     points = tuple(
         (

@@ -10,7 +10,6 @@ from localllm.device.types import Device
 from localllm.planner import decode_cost, efficiency, speed
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import MemoryNeed, Plan, Range, Recommendation
-from localllm_backends.placement import Placement
 
 SCHEMA_VERSION = 1
 
@@ -27,19 +26,6 @@ def range_to_json(value: Range) -> dict[str, Any]:
         "low": _round(value.low),
         "high": _round(value.high),
         "basis": value.basis,
-    }
-
-
-def placement_to_json(placed: Placement) -> dict[str, Any]:
-    """Where weights and KV lie; -1 = all."""
-    return {
-        "gpu_layers": placed.gpu_layers,
-        "experts_on_host": placed.experts_on_host,
-        "cards": list(placed.cards),
-        "tensor_split": list(placed.tensor_split),
-        "kv_on_host": placed.kv_on_host,
-        "tables": placed.tables,
-        "layout": placed.layout,
     }
 
 
@@ -63,8 +49,8 @@ def memory_to_json(need: MemoryNeed) -> dict[str, Any]:
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """One plan."""
-    settings = plan.settings
+    """One plan; of its placement -1 = all."""
+    settings, placed = plan.settings, plan.settings.placement
     return {
         "model": plan.model.id,
         "name": plan.model.name,
@@ -85,8 +71,16 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "kv_type": settings.kv_type,
         "slots": settings.slots,
         "n_ubatch": settings.n_batch,
-        "n_gpu_layers": settings.n_gpu_layers,
-        "placement": placement_to_json(settings.placement),
+        "n_gpu_layers": placed.gpu_layers,
+        "placement": {
+            "gpu_layers": placed.gpu_layers,
+            "experts_on_host": placed.experts_on_host,
+            "cards": list(placed.cards),
+            "tensor_split": list(placed.tensor_split),
+            "kv_on_host": placed.kv_on_host,
+            "tables": placed.tables,
+            "layout": placed.layout,
+        },
         "draft": settings.drafter.name,
         "draft_gain": _round(plan.draft_gain),
         "drafting": range_to_json(plan.drafting) if plan.drafting is not None else None,
@@ -130,7 +124,6 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
     (None: not known to be).
     """
     parts = streamed(plan.model, plan.variant)
-    bandwidth, basis = decode_cost.bandwidth_of(device)
     tflops, tflops_basis = efficiency.nominal_tflops(device)
     measured = speed.hardware(device, plan.variant, plan.settings).timed_flops_s(
         plan.model, plan.variant
@@ -144,8 +137,8 @@ def physics(plan: Plan, device: Device) -> dict[str, Any]:
     depths = sorted({0, *(w for w in windows if w < plan.settings.n_ctx), plan.settings.n_ctx})
     return {
         "device": device.name,
-        "bandwidth_gbps": round(bandwidth, 1),
-        "bandwidth_basis": basis,
+        "bandwidth_gbps": round(device.bandwidth_gbps.value, 1),
+        "bandwidth_basis": device.bandwidth_gbps.basis,
         "tflops": round(tflops, 2),
         "tflops_basis": tflops_basis,
         "quant": plan.variant.quant,

@@ -70,7 +70,7 @@ def decode_bound(
     """tokens/s no engine can exceed: bandwidth ÷ (active weight bytes + KV bytes read at
     `depth`)."""
     read = streamed(model, variant).total_bytes + decode_cost.kv_read_bytes(model, depth, kv_type)
-    return decode_cost.bandwidth_of(device)[0] * 1e9 / read
+    return device.bandwidth_gbps.value * 1e9 / read
 
 
 def _basis(
@@ -169,7 +169,7 @@ def decode_step(
     waits_s = n_sequences * places.token_s(model, variant, settings)
     waits_s += (device.n_gpus - 1) * CROSSING_S
     basis, spread = _basis("decode", machine, model, depth=depth)
-    if decode_cost.bandwidth_of(device)[1] == "assumed":
+    if device.bandwidth_gbps.basis == "assumed":
         basis, spread = f"assumed {machine.bandwidth_gbps:.0f} GB/s", 0.5
     rows_s = 0.0
     if n_sequences > 1:

@@ -18,7 +18,6 @@ from localllm.planner.quality import KvPrecision
 from localllm.planner.speed import Measured
 from localllm.planner.streams import facts
 from localllm.planner.types import (
-    DEFAULT_BATCH,
     DEFAULT_SLOTS,
     USUAL,
     CompanionDrafter,
@@ -30,9 +29,6 @@ from localllm.planner.types import (
 from localllm_backends.placement import Placement
 from localllm_catalog.types import Model, Variant
 
-# Tokens of one step on a processor at most: a prompt alone is read in such steps, beside others in
-# shorter ones.
-CPU_BATCH = 512
 # Windowed caches and recurrent states cost memory per sequence, so those models get fewer by
 # default.
 _SLOTS_PER_SEQUENCE_STATE = 4
@@ -72,11 +68,6 @@ class Overrides:
 NOTHING_FIXED = Overrides()
 
 
-def usual_batch(device: Device) -> int:
-    """Tokens of one step where nothing says that more pay."""
-    return CPU_BATCH if device.accelerator == "cpu" else DEFAULT_BATCH
-
-
 def context_for(model: Model, workload: Workload) -> int:
     """Tokens to serve: what was asked, else the purpose's default within the model's native
     context, × parallel."""
@@ -99,7 +90,6 @@ def settings_for(
         n_ctx=context_for(model, workload),
         slots=slots,
         spare=memory.spare_sequences(model, variant, heads=drafter.reads_along),
-        n_batch=usual_batch(device),
         n_outputs=min(_MOST_OUTPUTS, slots * _OUTPUTS_PER_SLOT),
         n_rewind=memory.rewind_for(model, drafter) if backend_of(variant).snapshots else 0,
         drafter=drafter,

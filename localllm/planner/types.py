@@ -128,11 +128,6 @@ class RunSettings:
             return self
         return replace(self, kv_type_k=k, kv_type_v=v or k)
 
-    @property
-    def n_gpu_layers(self) -> int:
-        """Layers that the accelerators compute (-1 = all)."""
-        return self.placement.gpu_layers
-
     def placed(self, **places: Any) -> RunSettings:
         """These settings with parts of the placement changed."""
         return replace(self, placement=replace(self.placement, **places))

@@ -248,9 +248,7 @@ _NAMELESS = re.compile(
 
 def projector_words(name: str) -> tuple[str, ...]:
     """The words of a projector's name that are its model's: none of "mmproj-model-f16.gguf"."""
-    quant = quant_of(name).lower().replace("_", "-")
-    words = _words(name).replace(quant, "-") if quant else _words(name)
-    return tuple(word for word in words.split("-") if word and not _NAMELESS.fullmatch(word))
+    return tuple(word for word in model_words(name) if not _NAMELESS.fullmatch(word))
 
 
 def model_words(name: str) -> tuple[str, ...]:

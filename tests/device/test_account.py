@@ -22,7 +22,7 @@ from localllm.errors import DoesNotFitError, UsageError
 from localllm.memory.account import headroom_bytes, with_released
 from localllm.memory.guard import check_load
 from localllm.memory.system import SystemMemory
-from localllm.planner.plan import verdict
+from localllm.planner.placing import verdict
 from localllm.planner.types import MemoryNeed
 
 FOLDER = Path(__file__).parent / "memory"

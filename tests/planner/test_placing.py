@@ -62,7 +62,7 @@ def test_a_mixture_larger_than_the_card_leaves_only_experts_behind() -> None:
         OffloadOptions(experts_on_host=0),
     )
     assert layers is not None
-    assert 0 < layers.n_gpu_layers < len(m.layers)
+    assert 0 < layers.placement.gpu_layers < len(m.layers)
     assert plan.decode_tok_s.value > 1.3 * speed.decode(device, m, variant(m), layers).value
 
 

@@ -158,7 +158,7 @@ def test_a_card_with_host_memory_is_offered_a_split_and_never_called_whole() -> 
     plan = plan_for(device, model, variant, Workload())
     assert plan.fits == "split"
     # Every layer is the card's, but of as few as must be the experts are not.
-    assert plan.settings.n_gpu_layers == -1
+    assert plan.settings.placement.gpu_layers == -1
     kept = plan.settings.placement.experts_on_host
     assert 0 < kept < len(model.layers)
     assert plan.memory.total_bytes <= card.room_bytes
@@ -230,7 +230,7 @@ def test_layers_give_way_to_a_drafter_on_a_card_with_host_memory(name: str) -> N
     plain = plan_for(device, model, variant, Workload())
     drafted = plan_for(device, model, variant, Workload(), overrides=drafted_by(name))
     assert (plain.fits, drafted.fits) == ("split", "split")
-    assert 0 < drafted.settings.n_gpu_layers < plain.settings.n_gpu_layers
+    assert 0 < drafted.settings.placement.gpu_layers < plain.settings.placement.gpu_layers
     assert drafted.memory.total_bytes <= device.room_bytes
 
 

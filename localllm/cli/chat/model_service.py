@@ -54,7 +54,7 @@ class LocalModelService:
     def plan(
         self, request: PlanRequest, on_choice: Callable[[PlanChoice], object] = unheard
     ) -> PlanList:
-        from localllm.planner import decode_cost, needs
+        from localllm.planner import needs
         from localllm.planner import recommend as planner
         from localllm.planner.needs import need_of
         from localllm.planner.serialise import plan_to_json
@@ -86,7 +86,7 @@ class LocalModelService:
             dict(others.most_common(2)),
             tuple(c for c in choices if c.wait_s > limit_s),
             tuple(device.accounts),
-            guessed=decode_cost.bandwidth_of(device)[1] == "assumed",
+            guessed=device.bandwidth_gbps.basis == "assumed",
         )
 
     def check(self, request: PlanRequest) -> None:
