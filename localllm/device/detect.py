@@ -57,39 +57,31 @@ def from_readings(
         return device
     folder, machine = paths.cache_dir(), _machine(device)
     if remeasure or (measure and bandwidth.SHELF.due(folder, machine)):
-        _measure(readings, device)
+        available_bytes = (device.host or device.memory).available_bytes
+        taken = bandwidth.rates(
+            available_bytes=available_bytes, cache_bytes=last_level_cache_bytes(readings)
+        )
+        bandwidth.SHELF.keep(folder, machine, taken)
     kept = (
         bandwidth.SHELF.reliable(folder, machine)
         if settled
         else bandwidth.SHELF.cached(folder, machine)
     )
-    return device if kept is None else _with_ram_bandwidth(identify(readings, kept))
+    if kept is None:
+        return device
+    measured = identify(readings, kept)
+    figure = measured.bandwidth_gbps
+    if measured.kind == "unified" and figure.basis == "measured":
+        # The GPU of one pool may get more than the CPU's cores.
+        floor = replace(figure, source=f"{figure.source}; by the CPU, so a lower bound")
+        measured = replace(measured, bandwidth_gbps=floor)
+    return measured
 
 
 def measures_ram(device: Device) -> bool:
     """True where a CPU measurement says something: not on one pool whose GPU outruns its CPU
     (Apple, GB10, Halo)."""
     return device.kind != "unified" or device.bandwidth_gbps.basis == "assumed"
-
-
-def _measure(readings: Readings, device: Device) -> None:
-    pool = device.host or device.memory
-    taken = bandwidth.rates(
-        available_bytes=pool.available_bytes, cache_bytes=last_level_cache_bytes(readings)
-    )
-    bandwidth.SHELF.keep(paths.cache_dir(), _machine(device), taken)
-
-
-def _with_ram_bandwidth(measured: Device) -> Device:
-    """On one pool with a GPU the measured rate is a floor: said so, as the GPU may get more than
-    the CPU's cores."""
-    figure = measured.bandwidth_gbps
-    if measured.kind != "unified" or figure.basis != "measured":
-        return measured
-    return replace(
-        measured,
-        bandwidth_gbps=replace(figure, source=f"{figure.source}; by the CPU, so a lower bound"),
-    )
 
 
 def with_matrix_rates(

@@ -115,15 +115,13 @@ def by_gpu_name(
     # cut off by nvidia-smi's table: a laptop's GPU or a desktop's, nobody can tell
     if wanted.endswith("..."):
         return None
-    found: dict[int, list[DeviceRow]] = {}
+    found: list[tuple[str, DeviceRow]] = []
     for row in rows():
-        for key in map(plain, row.names):
-            if _is_in(key, wanted):
-                found.setdefault(len(key), []).append(row)
-    longest = max(found, default=0)
-    best = found.get(longest, [])
-    if best and _says_more(wanted, longest, best[0]):
+        found += [(key, row) for key in map(plain, row.names) if _is_in(key, wanted)]
+    longest = max((key for key, _ in found), key=len, default="")
+    if not _OTHER_PART.isdisjoint(wanted.replace(longest, " ", 1).split()):
         return None
+    best = [row for key, row in found if len(key) == len(longest)]
     if bandwidth_gbps is not None:
         best.sort(key=lambda row: abs((row.bandwidth_gbps or 0.0) - bandwidth_gbps))
     return nearest_memory(best, memory_bytes)
@@ -154,11 +152,6 @@ _OTHER_PART = {
     "sff",
     "m",
 }
-
-
-def _says_more(wanted: str, matched: int, row: DeviceRow) -> bool:
-    key = next(key for key in map(plain, row.names) if len(key) == matched and key in wanted)
-    return not _OTHER_PART.isdisjoint(wanted.replace(key, " ", 1).split())
 
 
 def nearest_memory(found: Iterable[DeviceRow], memory_bytes: int | None) -> DeviceRow | None:
@@ -203,13 +196,10 @@ def by_cpu(cpu: str) -> DeviceRow | None:
     """The row of a processor whose graphics share its memory, by a part of the CPU's name (any
     case)."""
     wanted = " ".join(cpu.lower().split())
-    longest = 0
-    best: DeviceRow | None = None
+    found: list[tuple[int, DeviceRow]] = []
     for row in _with_cpu():
-        length = max((len(part) for part in row.cpu if _cpu_part(part, wanted)), default=0)
-        if length > longest:
-            longest, best = length, row
-    return best
+        found += [(len(part), row) for part in row.cpu if _cpu_part(part, wanted)]
+    return max(found, key=lambda one: one[0], default=(0, None))[1]
 
 
 def _cpu_part(part: str, wanted: str) -> bool:
@@ -261,8 +251,9 @@ def slowest(found: Iterable[DeviceRow]) -> Figure:
 _NEAR = 0.1
 
 
-def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]:
-    """Dense FP16, FP8 and FP4 TFLOP/s of a row.
+def facts(row: DeviceRow | None) -> dict[str, Any]:
+    """What a Device takes from its row as it stands there: dense FP16, FP8 and FP4 TFLOP/s, compute
+    units, and the row's name.
 
     A missing FP16 figure is derived from the same family's published one, in proportion to compute
     units: chips of one Apple generation and cards of one GeForce generation differ by clock within
@@ -270,6 +261,9 @@ def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]
     operand, as B200's published 9000/4500/2250 are
     (https://glennklockwood.com/garden/processors/B200).
     """
+    if row is None:
+        unknown = dict.fromkeys(("fp16_tflops", "fp8_tflops", "fp4_tflops"))
+        return {**unknown, "compute_units": 0, "match": ""}
     fp16, fp8, fp4 = (
         None if value is None else Figure(value, row.compute_basis, row.source)
         for value in (row.fp16_tflops, row.fp8_tflops, row.fp4_tflops)
@@ -278,7 +272,13 @@ def tflops(row: DeviceRow) -> tuple[Figure | None, Figure | None, Figure | None]
         rule = f"FP4 dense {fp4.value:g} halved per doubling of the operand"
         fp8 = fp8 or Figure(fp4.value / 2, "derived", rule)
         fp16 = fp16 or Figure(fp4.value / 4, "derived", rule)
-    return fp16 or _in_proportion(row), fp8, fp4
+    return {
+        "fp16_tflops": fp16 or _in_proportion(row),
+        "fp8_tflops": fp8,
+        "fp4_tflops": fp4,
+        "compute_units": row.compute_units,
+        "match": row.name,
+    }
 
 
 def _in_proportion(row: DeviceRow) -> Figure | None:
@@ -296,18 +296,6 @@ def _in_proportion(row: DeviceRow) -> Figure | None:
         "derived",
         f"{sibling.name}'s {sibling.fp16_tflops:g} TFLOP/s in proportion to compute units",
     )
-
-
-def facts(row: DeviceRow | None) -> dict[str, Any]:
-    """What a Device takes from its row as it stands there: compute, its units, and the row's
-    name."""
-    fp16, fp8, fp4 = tflops(row) if row else (None, None, None)
-    computes = {"fp16_tflops": fp16, "fp8_tflops": fp8, "fp4_tflops": fp4}
-    return {
-        **computes,
-        "compute_units": row.compute_units if row else 0,
-        "match": row.name if row else "",
-    }
 
 
 _ONE_ARCHITECTURE = {

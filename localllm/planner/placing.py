@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -243,12 +244,9 @@ class _Search:
     def _least(self, low: int, high: int, take: Callable[[int], Placement]) -> Placement | None:
         """`take(n)` for the least n from `low` to `high` that there is room for; None where not
         even for `high`."""
-        if not self._room(take(high)):
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._room(take(middle)) else (middle + 1, high)
-        return take(low)
+        choices = range(low, high + 1)
+        i = bisect_left(choices, True, key=lambda n: self._room(take(n)))
+        return take(choices[i]) if i < len(choices) else None
 
     def _room(self, placed: Placement) -> bool:
         """True where the cards hold their part."""

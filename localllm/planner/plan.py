@@ -7,6 +7,7 @@ memory, speed, and the loader read the same value.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,15 +74,15 @@ def max_context(device: Device, plan: Plan) -> int:
 
 def _longest(device: Device, model: Model, variant: Variant, settings: RunSettings) -> int:
     used = places.used(device, settings.placement)
-    low, high = 0, (model.native_context or 131072) // kv_sizes.CONTEXT_STEP
-    while low < high:
-        middle = (low + high + 1) // 2
+
+    def is_too_long(steps: int) -> bool:
         longer = placing.over_cards(
-            used, model, variant, replace(settings, n_ctx=middle * kv_sizes.CONTEXT_STEP)
+            used, model, variant, replace(settings, n_ctx=steps * kv_sizes.CONTEXT_STEP)
         )
-        need = memory.need(model, variant, longer, used)
-        low, high = (middle, high) if verdict(used, need) != "no" else (low, middle - 1)
-    return low * kv_sizes.CONTEXT_STEP
+        return verdict(used, memory.need(model, variant, longer, used)) == "no"
+
+    most = (model.native_context or 131072) // kv_sizes.CONTEXT_STEP
+    return bisect_left(range(1, most + 1), True, key=is_too_long) * kv_sizes.CONTEXT_STEP
 
 
 # --- the plan -------------------------------------------------------------------------------------

@@ -200,10 +200,7 @@ def _raw(config: Mapping[str, Any], repo: str) -> dict[str, Any]:
         if facts.get("use_double_wide_mlp"):
             raw["shared_kv_ffn"] = 2 * raw["ffn"]
     _add_attention(raw, facts)
-    kinds = _layer_kinds(facts, n_layers)
-    if not raw["sliding"]["window"]:
-        kinds = ["full" if kind == "sliding" else kind for kind in kinds]
-    raw["pattern"] = ["mla" if kind == "full" and "mla" in raw else kind for kind in kinds]
+    raw["pattern"] = _pattern(raw, facts)
     _add_recurrent(raw, facts)
     _add_experts(raw, facts)
     return raw
@@ -239,6 +236,13 @@ def _heads(facts: _Config, hidden: int) -> int:
     return facts.number(
         "num_attention_heads", "n_head", *(("num_heads",) if facts.type in _MAMBAS else ())
     )
+
+
+def _pattern(raw: dict[str, Any], facts: _Config) -> list[str]:
+    kinds = _layer_kinds(facts, raw["layers"])
+    if not raw["sliding"]["window"]:
+        kinds = ["full" if kind == "sliding" else kind for kind in kinds]
+    return ["mla" if kind == "full" and "mla" in raw else kind for kind in kinds]
 
 
 def _layer_kinds(facts: _Config, n_layers: int) -> list[str]:

@@ -151,11 +151,10 @@ def test_a_processor_with_shared_memory_is_known_by_name_in_any_case(
 
 def test_missing_compute_is_derived_within_a_family_and_says_so() -> None:
     row = next(row for row in table.rows() if row.name == "M4 Max (32-core GPU)")
-    fp16, _, _ = table.tflops(row)
-    assert fp16 is not None
+    fp16 = table.facts(row)["fp16_tflops"]
     assert (fp16.value, fp16.basis) == (pytest.approx(18.4 * 32 / 40, abs=0.05), "derived")
     laptop = next(row for row in table.rows() if row.name == "GeForce RTX 4090 Laptop")
-    assert table.tflops(laptop) == (None, None, None)  # its power limit decides: not derived
+    assert table.facts(laptop)["fp16_tflops"] is None  # its power limit decides: not derived
 
 
 # What the table holds of the hardware strings users' machines reported; the rest is older or rarer
