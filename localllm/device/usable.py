@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from localllm.device.parsers.gpus import AmdGpu
-from localllm.device.types import Memory
+from localllm.device.types import GIB, Memory
 from localllm.memory.account import headroom_bytes
 
-GIB = 1 << 30
 MIB = 1 << 20
 
 # Of a card, what its driver, other programs' next window and our own estimate may take beyond what

@@ -22,6 +22,7 @@ from localllm.planner import (
 )
 from localllm.planner.streams import facts, streamed
 from localllm.planner.types import Plan, Range, RunSettings, backend_of
+from localllm.planner.why import left_behind
 from localllm_catalog.types import ESTIMATED, Layer
 
 
@@ -92,7 +93,9 @@ def _memory_lines(plan: Plan, device: Device) -> list[str]:
         _part("total", need.total_bytes, f"of {gb(need.limit_bytes, 3)} usable: {plan.fits}"),
         f"  {'':12} {'':>14}   tight: {TIGHT_MEANS}" if plan.fits == "tight" else "",
         *_parts(*beside),
-        *(_layers_on_gpu(plan) if settings.placement.is_split else ()),
+        f"  divided      {left_behind(plan)} from system memory"
+        if settings.placement.is_split
+        else "",
         *_card_lines(plan, device),
         f"  each further 1,024 tokens of context cost {mb(plan.kv_bytes_per_1k)}"
         if plan.kv_bytes_per_1k
@@ -110,22 +113,6 @@ def _part(name: str, n_bytes: int, what: str) -> str:
 
 def _row(name: str, value: str, what: str = "") -> str:
     return f"  {name:<12} {value:>13}   {what}"
-
-
-def _layers_on_gpu(plan: Plan) -> list[str]:
-    """Which layers and experts of a split plan lie where."""
-    placed, n = plan.settings.placement, len(plan.model.layers)
-    first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
-    on_device = f"{n - first} of {n} layers and the output"
-    if first >= n:
-        on_device = "the output" if first == n else "none"
-    kv = ", their KV in system memory" if placed.kv_on_host else ""
-    experts = (
-        f"  of these     the routed experts of the first {kept} layers are in system memory"
-        if kept > first and plan.model.experts is not None
-        else ""
-    )
-    return [f"  on the GPU   {on_device}{kv}", experts]
 
 
 def _card_lines(plan: Plan, device: Device) -> list[str]:
