@@ -71,16 +71,16 @@ class HealthCheck:
 
 def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
     """Every check, in the order a user would fix them."""
-    checks = [_found(device), *_of_findings("device", device.findings)]
     of_files = _build(device, facts)
-    checks.append(of_files)
     # What the build's files show already need not be said again by its devices.
     known = of_files.status == "error" and not (facts.llama_cpp and facts.llama_cpp.failure)
-    checks += [
-        check for check in _ggml(device, facts.llama_cpp) if check.status != "error" or not known
-    ]
-    checks += _gpu_share(device)
-    checks += [
+    of_devices = _ggml(device, facts.llama_cpp)
+    return [
+        _found(device),
+        *_of_findings("device", device.findings),
+        of_files,
+        *(check for check in of_devices if check.status != "error" or not known),
+        *_gpu_share(device),
         _memory(device),
         _swap(facts),
         _pressure(facts),
@@ -88,7 +88,6 @@ def judge(device: Device, facts: HealthFacts) -> list[HealthCheck]:
         _disk(facts),
         _files(facts),
     ]
-    return checks
 
 
 def _found(device: Device) -> HealthCheck:
