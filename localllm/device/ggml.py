@@ -150,21 +150,26 @@ def differences(device: Device, build: GgmlBuild) -> list[Finding]:
     if driver == "cpu":
         return [_unused(device, build)]
     used = [gpu for gpu in build.gpus if gpu.accelerator == driver]
-    found = []
-    if len(used) != device.n_gpus:
-        told = f"the system shows {device.n_gpus} GPU(s), the installed llama.cpp uses {len(used)}"
-        found.append(
+    said = (
+        (
+            len(used) != device.n_gpus,
             Finding(
-                "warning", told, "look for CUDA_VISIBLE_DEVICES and its like in the environment"
-            )
-        )
-    if driver != device.accelerator:
-        told = (
-            f"{device.name} is driven by {driver}, as the installed llama.cpp has no "
-            f"{device.accelerator}"
-        )
-        found.append(Finding("info", told, f"localllm setup --backend {device.accelerator}"))
-    return [*found, *_memory(device, used)]
+                "warning",
+                f"the system shows {device.n_gpus} GPU(s), the installed llama.cpp uses {len(used)}",
+                "look for CUDA_VISIBLE_DEVICES and its like in the environment",
+            ),
+        ),
+        (
+            driver != device.accelerator,
+            Finding(
+                "info",
+                f"{device.name} is driven by {driver}, as the installed llama.cpp has no "
+                f"{device.accelerator}",
+                f"localllm setup --backend {device.accelerator}",
+            ),
+        ),
+    )
+    return [*(finding for is_so, finding in said if is_so), *_memory(device, used)]
 
 
 def _unused(device: Device, build: GgmlBuild) -> Finding:
@@ -180,28 +185,28 @@ def _unused(device: Device, build: GgmlBuild) -> Finding:
 def _memory(device: Device, used: list[GgmlDevice]) -> list[Finding]:
     """A GPU's memory by its driver and by ggml, and allocations that must stay smaller than the
     memory."""
-    found = []
     total = sum(gpu.memory_total_bytes for gpu in used)
     limit = device.memory.limit_bytes
     # On one pool the driver may offer ggml less than the system would give, never more than plans
     # count with.
     low = total < (1 - _SAME_MEMORY) * limit
     high = device.kind == "discrete" and total > (1 + _SAME_MEMORY) * device.memory.total_bytes
-    if total and (low or high):
-        told = (
-            f"the system says {limit / 1e9:.1f} GB are usable, the installed llama.cpp says "
-            f"{total / 1e9:.1f} GB"
+    differs = Finding(
+        "warning",
+        f"the system says {limit / 1e9:.1f} GB are usable, the installed llama.cpp says "
+        f"{total / 1e9:.1f} GB: a plan between the two may fail to load",
+    )
+    most = {gpu.name: gpu.largest_buffer_bytes for gpu in used}
+    small = [
+        Finding(
+            "info",
+            f"{name}: one allocation may have {n_bytes / 1e9:.1f} GB at most, though more memory "
+            "is there",
         )
-        found.append(Finding("warning", f"{told}: a plan between the two may fail to load"))
-    for gpu in used:
-        most = gpu.largest_buffer_bytes
-        if most is not None and most < limit / max(device.n_gpus, 1):
-            told = (
-                f"{gpu.name}: one allocation may have {most / 1e9:.1f} GB at most, though more "
-                "memory is there"
-            )
-            found.append(Finding("info", told))
-    return found
+        for name, n_bytes in most.items()
+        if n_bytes is not None and n_bytes < limit / max(device.n_gpus, 1)
+    ]
+    return [differs, *small] if total and (low or high) else small
 
 
 def to_json(build: GgmlBuild) -> dict[str, Any]:

@@ -98,25 +98,26 @@ def _gtt_findings(gpu: AmdGpu, system: LinuxSystem, row: DeviceRow | None) -> li
     """Advice where the kernel lets the GPU map much less RAM than there is."""
     installed = system.machine.total_bytes + gpu.vram_total_bytes
     reach = gpu.vram_total_bytes + gpu.gtt_total_bytes
-    found = []
-    if reach < 0.75 * installed and installed >= 24 * GIB:
-        pages = usable.gtt_pages_advised(installed)
-        found.append(
+    pages = usable.gtt_pages_advised(installed)
+    findings = (
+        (
+            reach < 0.75 * installed and installed >= 24 * GIB,
             Finding(
                 "warning",
                 f"the GPU may use {reach / GIB:.0f} of {installed / GIB:.0f} GiB: the kernel's "
                 "GTT limit is small",
                 f'add "ttm.pages_limit={pages}" to the kernel command line (GRUB_CMDLINE_LINUX), '
                 "update-grub, reboot",
-            )
-        )
-    if gpu.vram_total_bytes > 16 * GIB and gpu.vram_total_bytes > system.machine.total_bytes:
-        found.append(
+            ),
+        ),
+        (
+            gpu.vram_total_bytes > max(16 * GIB, system.machine.total_bytes),
             Finding(
                 "info",
                 f"the BIOS gave {gpu.vram_total_bytes / GIB:.0f} GiB to the GPU for good; models "
                 "load through the rest",
                 "set the UMA frame buffer to 512 MB in the BIOS and raise ttm.pages_limit instead",
-            )
-        )
-    return found
+            ),
+        ),
+    )
+    return [finding for is_so, finding in findings if is_so]

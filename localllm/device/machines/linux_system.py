@@ -47,31 +47,34 @@ def read_system(readings: Readings, measured: Figure | None) -> LinuxSystem:
         )
     pool, is_limited = system_pool(memory)
     cpu = linux.cpuinfo(readings.file("/proc/cpuinfo"))
-    findings = []
-    if is_limited:
-        message = (
-            f"this container may use {pool.total_bytes / GIB:.1f} GiB of the host's "
-            f"{machine.total_bytes / GIB:.1f} GiB"
-        )
-        findings.append(
-            Finding("info", message, "start it with a larger memory limit (docker run --memory …)")
-        )
-    if linux.is_wsl(readings):
-        findings.append(
+    said = (
+        (
+            is_limited,
+            Finding(
+                "info",
+                f"this container may use {pool.total_bytes / GIB:.1f} GiB of the host's "
+                f"{machine.total_bytes / GIB:.1f} GiB",
+                "start it with a larger memory limit (docker run --memory …)",
+            ),
+        ),
+        (
+            linux.is_wsl(readings),
             Finding(
                 "info",
                 f"WSL sees {machine.total_bytes / GIB:.1f} GiB of this PC's memory (half of it "
                 "unless told otherwise)",
                 "set [wsl2] memory= in %UserProfile%\\.wslconfig, then wsl --shutdown",
-            )
-        )
-    if cpu.apple and "/.dockerenv" in readings.files:
-        findings.append(
+            ),
+        ),
+        (
+            cpu.apple and "/.dockerenv" in readings.files,
             Finding(
                 "info",
                 "Docker on a Mac has no Metal: models run on the CPU here, run on macOS instead",
-            )
-        )
+            ),
+        ),
+    )
+    findings = [finding for is_so, finding in said if is_so]
     records = readings.file("/run/udev/data/+dmi:id")
     modules = linux.udev_memory(records, cpus.channels(cpu.name)) if records else None
     told = modules_bandwidth(modules, "udev")

@@ -88,33 +88,34 @@ def _why_no_gpu(mac: macos.Mac, chip: str, cores: int | None, readings: Readings
 
 
 def _limit_findings(mac: macos.Mac, assumed: bool, working_set: int | None) -> list[Finding]:
-    found = []
-    memory = mac.memory_bytes or 0
-    if mac.wired_limit_mb and mac.wired_limit_mb * usable.MIB > memory:
-        found.append(
+    limit_mb = mac.wired_limit_mb or 0
+    findings = (
+        (
+            limit_mb * usable.MIB > (mac.memory_bytes or 0),
             Finding(
                 "warning",
-                f"iogpu.wired_limit_mb ({mac.wired_limit_mb} MiB) is above this Mac's RAM; "
-                "filling it hangs the Mac",
+                f"iogpu.wired_limit_mb ({limit_mb} MiB) is above this Mac's RAM; filling it hangs "
+                "the Mac",
                 "sudo sysctl iogpu.wired_limit_mb=0",
-            )
-        )
-    if assumed and not working_set:
-        found.append(
+            ),
+        ),
+        (
+            assumed and not working_set,
             Finding(
                 "info",
                 "Metal could not be asked (no GPU session?): the GPU's share of RAM is "
                 "assumed, a low figure",
-            )
-        )
-    if mac.pressure == 4:
-        found.append(
+            ),
+        ),
+        (
+            mac.pressure == 4,
             Finding(
                 "warning",
                 "macOS reports critical memory pressure: close other apps before loading a model",
-            )
-        )
-    return found
+            ),
+        ),
+    )
+    return [finding for is_so, finding in findings if is_so]
 
 
 def _without_gpu(
