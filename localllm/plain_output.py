@@ -68,6 +68,21 @@ def raw_write(stream: TextIO) -> Callable[[str], Any]:
     return cast("Callable[[str], Any]", getattr(stream, "raw_write", stream.write))
 
 
+class TerminalLine:
+    """One line on a terminal that the next one takes the place of, "" none; nothing elsewhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        if text == self._shown or not self._stream.isatty():
+            return
+        raw_write(self._stream)(f"\r\033[K{plain(text)}")
+        self._stream.flush()
+        self._shown = text
+
+
 @contextmanager
 def only_plain() -> Iterator[None]:
     """stdout and stderr are PlainOutput for a while."""

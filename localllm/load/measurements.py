@@ -43,7 +43,6 @@ class Record:
     slots: int = 0
     n_ubatch: int = 0
     memory_bytes: int = 0
-    predicted_memory_bytes: int = 0
     date: str = ""
     file: str = ""
     short_tok_s: float = 0.0
@@ -103,7 +102,6 @@ def for_planner(
                 r.kv_type,
                 r.prefill_tok_s,
                 r.prompt_tokens,
-                r.date,
                 r.short_tok_s,
                 r.short_depth,
                 placement=Placement(

@@ -46,7 +46,6 @@ class Measured:
     kv_type: str = "f16"
     prefill_tok_s: float = 0.0
     prompt_tokens: int = 0
-    date: str = ""
     short_tok_s: float = 0.0
     short_depth: int = 0
     placement: Placement = USUAL.placement

@@ -3,6 +3,7 @@ rest on stderr."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -94,16 +95,21 @@ def test_a_failed_pull_leaves_no_half_line(published: Hub) -> None:
         run("pull", REPO)
 
 
-def lines_of(moments: list[tuple[float, DownloadProgress]], *, tty: bool, columns: int = 80) -> str:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines_of(moments: list[tuple[float, DownloadProgress]], *, tty: bool) -> str:
     """What a ProgressLine writes of progress told at those seconds."""
-    written: list[str] = []
+    written = Terminal() if tty else io.StringIO()
     now = [0.0]
-    line = pull.ProgressLine(written.append, tty=tty, columns=columns, clock=lambda: now[0])
+    line = pull.ProgressLine(written, clock=lambda: now[0])
     for at, progress in moments:
         now[0] = at
         line(progress)
     line.close()
-    return "".join(written)
+    return written.getvalue()
 
 
 def download(at: float, done: int, total: int = 4_700_000_000) -> tuple[float, DownloadProgress]:
@@ -112,16 +118,20 @@ def download(at: float, done: int, total: int = 4_700_000_000) -> tuple[float, D
     )
 
 
-def test_a_terminal_sees_size_speed_and_time_left() -> None:
-    text = lines_of([download(0.0, 2_100_000_000)], tty=True, columns=100)
+def test_a_terminal_sees_size_speed_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = lines_of([download(0.0, 2_100_000_000)], tty=True)
     assert "downloading Qwen3-8B-Q4_K_M.gguf  2.1 of 4.7 GB   45%  85.0 MB/s  31 s left" in text
     assert text.endswith("\r\033[K"), "the line is taken away at the end"
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80])
-def test_a_narrow_terminal_gets_one_line_all_the_same(columns: int) -> None:
-    text = lines_of([download(0.0, 2_100_000_000)], tty=True, columns=columns)
-    assert max(len(part.removesuffix("\033[K")) for part in text.split("\r")) < columns
+def test_a_narrow_terminal_gets_one_line_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = lines_of([download(0.0, 2_100_000_000)], tty=True)
+    assert max(len(part.removeprefix("\033[K")) for part in text.split("\r")) < columns
 
 
 def test_a_log_gets_a_plain_line_every_ten_seconds() -> None:

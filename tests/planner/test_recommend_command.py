@@ -257,7 +257,6 @@ def test_what_was_measured_here_is_remembered_and_shown() -> None:
     record = measurements.Record(
         machine, "smollm2-135m-instruct", "Q4_1", "llamacpp", 150.0, 64, n_ctx=4096,
         memory_bytes=10**9,
-        predicted_memory_bytes=10**9,
     )  # fmt: skip
     measurements.keep(record)
     measurements.keep(record)

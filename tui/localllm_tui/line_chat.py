@@ -15,7 +15,7 @@ from rich.cells import cell_len
 
 from localllm.conversation.history import StoredMessage
 from localllm.errors import ContextLengthError, LocalLLMError
-from localllm.plain_output import raw_write
+from localllm.plain_output import TerminalLine, raw_write
 from localllm_tui.control import commands
 from localllm_tui.control.answering import AnswerDisplay, AnswerStream, PendingAnswer
 from localllm_tui.control.attachments import typed_in
@@ -279,12 +279,11 @@ class _Page(AnswerDisplay):
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out = out
-        self._err = err if err.isatty() else None
+        self._status = TerminalLine(err)
         # Bytes of the model's own for a file or a pipe; a terminal would obey its control
         # characters.
         self._shown = printable if out.isatty() else str
         self._write = raw_write(out)
-        self._said = ""
         self._ends_line = True
         self._lines = WrappedLines(_columns(out))
 
@@ -298,11 +297,7 @@ class _Page(AnswerDisplay):
             self._ends_line = text.endswith("\n")
 
     def progress(self, what: str) -> None:
-        if self._err is not None and what != self._said:
-            raw_write(self._err)("\r\x1b[K")
-            self._err.write(what)
-            self._err.flush()
-            self._said = what
+        self._status.show(what)
 
     def end(self) -> None:
         self.progress("")

@@ -7,7 +7,6 @@ import asyncio
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from localllm.cli.serve.presets import load_presets, preset_named
 from localllm.cli.serve.run import application
 from localllm.errors import LocalLLMError, UsageError
 from localllm.library.resolve import resolve
-from localllm.plain_output import raw_write
+from localllm.plain_output import TerminalLine
 from localllm.server.http.sockets import bind
 from localllm.settings import Settings
 from localllm_tui.control.interfaces import EngineProgress
@@ -179,21 +178,16 @@ def loaded(engine: OwnEngine) -> Iterator[OwnEngine]:
 
 def _wait(engine: OwnEngine) -> None:
     """Until loading has ended; on a terminal with a line that says how far it is."""
-    tty, said = sys.stderr.isatty(), ""
-    patient_until_s = time.monotonic() + _PATIENCE_S
+    line, said = TerminalLine(sys.stderr), f"loading {engine.model} …"
+    if engine.wait(_PATIENCE_S):
+        return
+    if not sys.stderr.isatty():
+        print(said, file=sys.stderr, flush=True)
     try:
         while not engine.wait(_LOOK_S):
-            share = f" {engine.progress().share:4.0%}" if tty else ""
-            now = f"loading {engine.model} …{share}"
-            if time.monotonic() < patient_until_s or now == said:
-                continue
-            raw_write(sys.stderr)("\r" if tty else "")
-            print(now, end="" if tty else "\n", file=sys.stderr, flush=True)
-            said = now
+            line.show(f"{said} {engine.progress().share:4.0%}")
     finally:
-        if said and tty:
-            raw_write(sys.stderr)("\r\033[K")
-            sys.stderr.flush()
+        line.show("")
 
 
 def _reach(own: socket.socket) -> None:

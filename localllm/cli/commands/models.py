@@ -18,7 +18,7 @@ from localllm.formatting import byte_size
 from localllm.library import names, store
 from localllm.library.catalog import load_catalog, open_model
 from localllm.library.resolve import find
-from localllm.plain_output import raw_write
+from localllm.plain_output import TerminalLine
 
 if TYPE_CHECKING:
     from localllm.library.types import LocalModel
@@ -137,18 +137,12 @@ def verify(
     """Read models and compare their hashes with the published ones. Exit code 4 if any is bad."""
 
     wanted = list(chain.from_iterable(map(find, refs))) if refs else store.scan()
-    results = []
+    results, reading = [], TerminalLine(sys.stderr)
     for model in wanted:
-        if not quiet and sys.stderr.isatty():
-            print(
-                f"reading {model.name} ({byte_size(model.size_bytes)}) …",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+        if not quiet:
+            reading.show(f"reading {model.name} ({byte_size(model.size_bytes)}) …")
         results.append(store.verify(model))
-        if not quiet and sys.stderr.isatty():
-            raw_write(sys.stderr)("\r\033[K")
+        reading.show("")
         if not as_json and not (quiet and results[-1].result != "bad"):
             print(_verdict(results[-1]), flush=True)
     if as_json:

@@ -3,16 +3,18 @@ stdout."""
 
 from __future__ import annotations
 
+import io
+import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from localllm.cli.commands.shared import Json
 from localllm.formatting import span
-from localllm.plain_output import plain, raw_write
+from localllm.plain_output import TerminalLine, plain
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +58,7 @@ def pull(
     from localllm.settings import Settings
 
     no_network = bool(Settings({"offline": offline}).value("offline"))
-    meter = ProgressLine((lambda _: None) if quiet else raw_write(sys.stderr))
+    meter = ProgressLine(io.StringIO() if quiet else sys.stderr)
     try:
         watch = timing_meanwhile(meter)
         found: LocalModel = fetch(
@@ -158,47 +160,30 @@ def _time_processor() -> None:
 class ProgressLine:
     """One line that rewrites itself on a terminal; elsewhere a plain line every ten seconds."""
 
-    def __init__(
-        self,
-        write: Callable[[str], None],
-        *,
-        tty: bool | None = None,
-        columns: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        import shutil
-
-        self._write = write
-        self._tty = sys.stderr.isatty() if tty is None else tty
-        self._columns = columns or shutil.get_terminal_size().columns
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._line = stream, TerminalLine(stream)
         self._clock = clock
-        self._next = 0.0
+        self._next_s = 0.0
         self._last: tuple[str, str] = ("", "")
-        self._drawn = False
 
     def __call__(self, progress: DownloadProgress) -> None:
-        now = self._clock()
-        # Off a terminal a new file is worth a line, a change of state is not.
-        step = (progress.state if self._tty else "", progress.file)
-        if step == self._last and now < self._next:
-            return
+        now_s, tty = self._clock(), self._stream.isatty()
         if progress.state == "done":
             self.close()
             return
-        if progress.state == "listing" and not self._tty:
+        # Off a terminal a new file is worth a line, a change of state is not.
+        step = (progress.state if tty else "", progress.file)
+        if step == self._last and now_s < self._next_s:
             return
-        self._last, self._next = step, now + (_REDRAW_EVERY_S if self._tty else _LOG_EVERY_S)
-        if self._tty:
-            self._write("\r" + plain(text(progress, self._columns - 1)) + "\033[K")
-            self._drawn = True
-        else:
-            self._write(plain(text(progress, 200)) + "\n")
+        if tty:
+            self._line.show(text(progress, shutil.get_terminal_size().columns - 1))
+        elif progress.state != "listing":
+            print(plain(text(progress, 200)), file=self._stream, flush=True)
+        self._last, self._next_s = step, now_s + (_REDRAW_EVERY_S if tty else _LOG_EVERY_S)
 
     def close(self) -> None:
         """Take the line off the terminal."""
-        if self._drawn:
-            self._write("\r\033[K")
-            self._drawn = False
+        self._line.show("")
 
 
 _VERBS = {
