@@ -112,10 +112,10 @@ class Subject:
         """`a` and `b` are one another but for rounding; NaN is equal to nothing."""
         share = difference(a, b)
         # Written so that NaN fails.
-        if not share <= self.noise:
-            raise BrokenRuleError(
-                f"{what}: logits differ by {share:.3g} of the largest, {self.noise:.3g} is allowed"
-            )
+        require(
+            share <= self.noise,
+            f"{what}: logits differ by {share:.3g} of the largest, {self.noise:.3g} is allowed",
+        )
         self.worst = max(self.worst, share)
 
 
@@ -160,11 +160,11 @@ def rounding_is_far_below_what_a_token_changes(subject: Subject) -> None:
     subject.worst = float(np.max(same))
     changed = float(np.median([difference(a, b) for a, b in pairwise(at_once)]))
     # Written so that NaN fails, and rows of nothing.
-    if not _OUTSIDE_NOISE * subject.worst < changed / 2:
-        raise BrokenRuleError(
-            f"the same line computed in other ways differs by {subject.worst:.3g} of the largest "
-            f"logit, and a token more changes no more than {changed:.3g}"
-        )
+    require(
+        _OUTSIDE_NOISE * subject.worst < changed / 2,
+        f"the same line computed in other ways differs by {subject.worst:.3g} of the largest "
+        f"logit, and a token more changes no more than {changed:.3g}",
+    )
     subject.noise = max(subject.noise, _OUTSIDE_NOISE * subject.worst)
 
 

@@ -367,9 +367,8 @@ class BackendType(ABC):
     def available(self) -> str | None:
         """None if it can run here, else one sentence saying what is missing and how to get it."""
 
-    def read_code(self) -> None:
+    def read_code(self) -> None:  # noqa: B027 - a backend may have nothing to do
         """Import what any load needs, before it is known what is loaded."""
-        return
 
     @abstractmethod
     def accepts(self, path: str) -> bool:

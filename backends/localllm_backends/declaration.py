@@ -17,8 +17,8 @@ class Declaration:
     `accelerators`: kinds of device it is planned for (localllm.device.accelerators; () = all).
     `packages`: the distributions that its speed depends on.
 
-    What the planner reckons with: `kernels`, the set its speeds are filed under ("": the
-    accelerator's);
+    What the planner reckons with: `own_kernels`, its speeds are filed under its name and not under
+    the accelerator's;
     `buffers`, whether memory for a step is "planned" when the context is made or "grown" as steps
     need it;
     `kv_quants`, quantised KV in "blocks" of 32 along a row, or in "groups" of a head and not in
@@ -48,7 +48,7 @@ class Declaration:
     files: str = ""
     accelerators: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
-    kernels: str = ""
+    own_kernels: bool = False
     buffers: Literal["planned", "grown"] = "planned"
     kv_quants: Literal["blocks", "groups"] = "blocks"
     splits: bool = False

@@ -50,20 +50,16 @@ class HeadsLine(Generic[Row]):
 class FollowingHeads(ABC, Generic[Row]):
     """Heads beside a backend's sequences. Belongs to the backend's thread.
 
-    `kind`: what they are called. `first`: the first position that they read a token at, since a row
-    must lie before it."""
+    `kind`: what they are called; `longest`: their longest draft, in tokens. `first`: the first
+    position that they read a token at, since a row must lie before it."""
 
     kind: ClassVar[str]
+    longest: int
     first: ClassVar[int] = 0
 
     def __init__(self, n_batch: int) -> None:
         self._n_batch = n_batch
         self._lines: dict[SequenceId, HeadsLine[Row]] = {}
-
-    @property
-    @abstractmethod
-    def longest(self) -> int:
-        """Longest draft, in tokens."""
 
     @abstractmethod
     def draft(self, wanted: Sequence[tuple[SequenceId, int, int]]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from localllm_backends.contract import Backend, BackendFailure, Chunk, NoCellsError, SequenceId
 from localllm_backends.following import FollowingHeads
+from localllm_backends.reasons import first_reason
 
 
 class OwnedBackend(Backend):
@@ -32,16 +33,19 @@ class OwnedBackend(Backend):
     def _check_step(self, n_tokens: int, n_outputs: int) -> None:
         """May a step have so many tokens, and so many of them want logits?"""
         self._check_owner()
-        if not n_tokens:
-            raise BackendFailure("a step needs at least one token")
-        if n_tokens > self.info.n_batch:
-            raise BackendFailure(
-                f"a step of {n_tokens} tokens is over the batch of {self.info.n_batch}"
-            )
-        if n_outputs > self.info.n_outputs:
-            raise BackendFailure(
-                f"a step with {n_outputs} outputs is over the {self.info.n_outputs} a step may have"
-            )
+        most, most_outputs = self.info.n_batch, self.info.n_outputs
+        reason = first_reason(
+            [
+                (not n_tokens, "a step needs at least one token"),
+                (n_tokens > most, f"a step of {n_tokens} tokens is over the batch of {most}"),
+                (
+                    n_outputs > most_outputs,
+                    f"a step with {n_outputs} outputs is over the {most_outputs} a step may have",
+                ),
+            ]
+        )
+        if reason:
+            raise BackendFailure(reason)
         self._require_cells(n_tokens)
 
     def _check_range(self, sequence: SequenceId, start: int, stop: int) -> None:

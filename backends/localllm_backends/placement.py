@@ -18,7 +18,7 @@ class Placement:
     `cards`: the accelerators that are used, by their places in the order of PCI addresses (empty:
     all); shares are of those.
     `kv_on_host`: KV and attention stay in system memory. `weights`: "mapped" from the file, "read"
-    into memory, "locked" there, or "auto". `tables`: rows of lookup tables from "disk", "memory" or
+    into memory, or "auto". `tables`: rows of lookup tables from "disk", "memory" or
     "auto".
     `layout`: "stored" = the processor multiplies weights as they lie in the file, also those that
     the engine would lay out anew for it ("auto").
@@ -30,7 +30,7 @@ class Placement:
     tensor_split: tuple[float, ...] = ()
     cards: tuple[int, ...] = ()
     kv_on_host: bool = False
-    weights: Literal["auto", "mapped", "read", "locked"] = "auto"
+    weights: Literal["auto", "mapped", "read"] = "auto"
     tables: Literal["auto", "disk", "memory"] = "auto"
     layout: Literal["auto", "stored"] = "auto"
     workers: tuple[str, ...] = ()

@@ -7,7 +7,6 @@ What they declare is known without loading any engine.
 from __future__ import annotations
 
 from functools import cache
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from localllm_backends.declaration import Declaration
@@ -42,13 +41,6 @@ def declared(name: str) -> Declaration:
 
 
 @cache
-def of_kernels(kernels: str) -> Declaration:
-    """The backend whose speeds are filed under a set of kernels of its own; `NONE` if that is an
-    accelerator's."""
-    return next((d for d in declarations() if d.kernels == kernels), NONE)
-
-
-@cache
 def running(file_format: str) -> Declaration:
     """The backend for files of a catalog's format; `NONE` if none runs them."""
     return next((d for d in declarations() if file_format in d.formats), NONE)
@@ -56,6 +48,7 @@ def running(file_format: str) -> Declaration:
 
 def read_code() -> None:
     """Import the engine that runs most files: the first that can run here."""
-    usable = (backend for backend in backends().values() if backend.available() is None)
-    for backend in islice(usable, 1):
-        backend.read_code()
+    for backend in backends().values():
+        if backend.available() is None:
+            backend.read_code()
+            return

@@ -13,9 +13,9 @@ this program:
 and reads JSON lines from its standard output. Instead of a backend a format of files may be named
 ("gguf").
 `greedy` prints one: the tokens chosen and their text, how far behind the best each is in logits
-(`gaps`, nothing but zeros where it follows nobody), its seconds. With `follow`, each step continues
-from the given token instead of the chosen one, so that a step says what it computed whatever the
-one before chose.
+(`gaps`, nothing but zeros where it follows nobody), the seconds of a token. With `follow`, each
+step continues from the given token instead of the chosen one, so that a step says what it computed
+whatever the one before chose.
 `conformance` prints a line before and after each check, so that a crash names its check.
 `turn` prints the least seconds that reading a prompt and writing behind it took in several tries.
 `kv` prints what each pair of KV types costs in precision over the text, and what identifies the
@@ -58,31 +58,26 @@ def greedy(backend: Backend, follow: Sequence[int] = ()) -> dict[str, Any]:
     import numpy as np
 
     sequence = backend.new_sequence()
-    started = time.perf_counter()
     tokens = backend.tokenize(PROMPT, add_bos=True)
     chosen: list[int] = []
     gaps: list[float] = []
-    prompt_s = 0.0
+    ended_s: list[float] = []
     for index in range(len(follow) or N_TOKENS):
         row = backend.step([Chunk(sequence, tokens)]).logits(0)[-1]
-        prompt_s = prompt_s or time.perf_counter() - started
+        ended_s.append(time.perf_counter())
         best = int(row.argmax())
         token = follow[index] if follow else best
-        # A row that holds NaN or infinities is no answer, whatever its argmax is.
-        gaps.append(
-            float(row[best]) - float(row[token]) if np.isfinite(row).all() else float("inf")
-        )
+        # A row that holds NaN or infinities is no answer, whatever its argmax is; and JSON knows no
+        # infinity.
+        gaps.append(float(row[best]) - float(row[token]) if np.isfinite(row).all() else 1e30)
         chosen.append(best)
         tokens = [token]
-    total_s = time.perf_counter() - started
     backend.drop(sequence)
     return {
         "tokens": chosen,
         "text": backend.detokenize(chosen),
-        # JSON knows no infinity.
-        "gaps": [gap if gap < 1e30 else 1e30 for gap in gaps],
-        "prompt_s": prompt_s,
-        "decode_s": (total_s - prompt_s) / max(len(chosen) - 1, 1),
+        "gaps": gaps,
+        "decode_s": (ended_s[-1] - ended_s[0]) / max(len(chosen) - 1, 1),
     }
 
 
@@ -150,8 +145,13 @@ def answers(engine: str, what: str, path: str, body: str) -> Iterator[dict[str, 
     backend_type = known.get(engine) or known.get(registry.running(engine).name)
     if backend_type is None:
         raise LoadError(f"there is no backend {engine!r}")
-    placement = Placement(gpu_layers=wanted.get("layers", -1))
-    spec = LoadSpec(path, n_ctx=512, n_seq_max=4, n_batch=_BATCH, placement=placement)
+    spec = LoadSpec(
+        path,
+        n_ctx=512,
+        n_seq_max=4,
+        n_batch=_BATCH,
+        placement=Placement(gpu_layers=wanted.get("layers", -1)),
+    )
     with closing(backend_type.load(spec)) as backend:
         if what == "conformance":
             yield from conformance(backend)

@@ -120,7 +120,6 @@ class Capabilities:
     rewind_tokens: int
     shares_cells: bool
     segments: bool
-    kv_types: tuple[KvType, ...]
     drafts: int = 0
     draft_kind: str = ""
     sliced_prefill: bool = False
@@ -312,14 +311,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvFidelity:
-    """How far logits with a KV cache of types `k` and `v` are from those with f16, over `n_tokens`
-    of one text: KL divergence KL(f16 || type) in nats, its mean and the worst, and `flips`, the
-    share of positions with another best token.
-    """
+    """How far logits with a KV cache of types `k` and `v` are from those with f16 over a text: KL
+    divergence KL(f16 || type) in nats, its mean, and `flips`, the share of positions with another
+    best token."""
 
     k: str
     v: str
-    n_tokens: int
     mean_kl: float
-    worst_kl: float
     flips: float

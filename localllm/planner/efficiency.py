@@ -139,8 +139,8 @@ def part(name: str) -> str:
 
 
 def engine_of(device: Device, backend: str) -> str:
-    """The kernel set that runs: what the backend declares, or that of the accelerator."""
-    return registry.declared(backend).kernels or device.accelerator
+    """The kernel set that runs: the backend's own, or that of the accelerator."""
+    return backend if registry.declared(backend).own_kernels else device.accelerator
 
 
 @lru_cache(maxsize=1024)

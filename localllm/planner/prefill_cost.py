@@ -118,7 +118,7 @@ def prefill_parts(
     is_cpu = hardware.engine == "cpu"
     moved = 0.0 if is_cpu else activation_bytes(model)
     context = mean_context(prompt_tokens, depth, batch)
-    fused_heads = registry.of_kernels(hardware.engine).fused_heads
+    fused_heads = registry.declared(hardware.engine).fused_heads
     if fused_heads:
         moved += moved_bytes(model, context, fused_heads)
     return {

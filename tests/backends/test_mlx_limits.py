@@ -69,7 +69,7 @@ def test_what_mlx_has_no_setting_for_is_refused(
 
 @pytest.mark.parametrize("shape", ["sliding", "mla"])
 def test_a_memory_that_cannot_be_quantised_says_so(load: Callable[..., Any], shape: str) -> None:
-    assert load(shape).capabilities.kv_types == ("f32",)
+    assert load(shape).info.kv_type_k == "f32"
     with pytest.raises(LoadError, match="can't be stored as q8_0"):
         load(shape, kv_type_k="q8_0", kv_type_v="q8_0")
 

@@ -101,7 +101,7 @@ def test_without_a_gpu_nothing_is_wired_or_cast(
         raise AssertionError(limit)
 
     monkeypatch.setattr(mx, "set_wired_limit", refuse)
-    assert load("llama").capabilities.kv_types[0] == "f32"
+    assert load("llama").info.kv_type_k == "f32"
 
 
 @pytest.mark.parametrize(

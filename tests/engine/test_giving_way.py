@@ -22,6 +22,8 @@ from localllm.engine.messages import Sampling
 from localllm.engine.worker.client import WorkerOptions
 from localllm_backends.contract import Chunk, LoadSpec
 from localllm_backends.llamacpp import backend_type
+from localllm_backends.llamacpp.native import start_native
+from localllm_backends.llamacpp.threads import usable_cores
 from support.requests import events_of, request_for
 from support.scripted_backend import ScriptedBackend
 
@@ -106,7 +108,9 @@ def test_two_that_give_way_to_each_other_share_the_processors(cores: int) -> Non
     assert threads == [cores // 2, cores // 2]
 
 
-def test_a_short_step_takes_fewer_threads_and_says_the_same(few_layers: Path) -> None:
+def test_a_short_step_takes_fewer_threads_and_says_the_same(
+    few_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With far fewer tokens than attention is split among threads for (512, ops.cpp)."""
     backend = backend_type.load(LoadSpec(str(few_layers), n_ctx=256))
     assert backend.capabilities.threaded
@@ -114,15 +118,23 @@ def test_a_short_step_takes_fewer_threads_and_says_the_same(few_layers: Path) ->
         "The tide turned before dawn, and the boats went out in a long line. " * 4
     )
     rows = []
-    loaded = backend.threads_in_use
+    llama, threads = start_native(), [0]
+    give = llama.llama_set_n_threads
+
+    def counted(context: object, *n_threads: int) -> None:
+        threads[:] = n_threads
+        give(context, *n_threads)
+
+    monkeypatch.setattr(llama, "llama_set_n_threads", counted)
+    loaded = usable_cores()
     for most in (1000, 1):
         backend.use_threads(most)
         sequence = backend.new_sequence()
         backend.step([Chunk(sequence, tokens[:40])])
-        assert backend.threads_in_use == loaded, "a long step takes all there are"
+        assert threads == [loaded] * 2, "a long step takes all there are"
         for token in tokens[40:50]:
             row = np.array(backend.step([Chunk(sequence, [token])]).logits(0)).reshape(-1)
-        assert backend.threads_in_use == min(most, loaded)
+        assert threads == [min(most, loaded)] * 2
         backend.drop(sequence)
         rows.append(row)
     backend.close()

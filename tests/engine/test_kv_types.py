@@ -135,7 +135,7 @@ def test_a_real_probe_times_both_types_and_deeper_beside_a_card(
     few_layers: Path, monkeypatch: pytest.MonkeyPatch, cards: int
 ) -> None:
     monkeypatch.undo()
-    there = [Accelerator(0, "a card", 1 << 30, 1 << 30)] * cards
+    there = [Accelerator(0, "a card", 1 << 30)] * cards
     monkeypatch.setattr(kv_probe, "accelerators", lambda _: there)
     timings = []
 

@@ -141,7 +141,7 @@ class EmulatedDevice(Backend):
         self._shape = 0
         self.chunks: list[list[int]] = []
         self.capabilities = Capabilities(
-            rewind="any", rewind_tokens=0, shares_cells=True, segments=True, kv_types=("f16",),
+            rewind="any", rewind_tokens=0, shares_cells=True, segments=True,
             kv_on_device=True, first_uses=True, asynchronous=asynchronous, samples=top > 0,
         )  # fmt: skip
         self.info = ModelInfo(

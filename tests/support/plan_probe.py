@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm_backends.contract import LoadError
+from localllm_backends.contract import LoadError, LoadSpec, Placement
 
 _MIB = 2**20
 _KV = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \( *(\d+) cells, +(\d+) layers")
@@ -138,16 +138,16 @@ def plan_here(path: str | Path, settings: Sequence[ProbeSettings]) -> list[Plann
 
 
 def _model(llama: Any, path: str | Path, n_gpu_layers: int) -> Any:
-    from localllm_backends.llamacpp.native import log, offload
+    from localllm_backends.llamacpp.context import model_params
+    from localllm_backends.llamacpp.native import log
 
-    params = llama.llama_model_default_params()
+    params = model_params(llama, LoadSpec(str(path), placement=Placement(gpu_layers=n_gpu_layers)))
     params.no_alloc = True
     params.load_mode = 0  # no mmap: a sparse file has nothing to map
-    offload(params, n_gpu_layers)
     log.mark()
     model = llama.llama_model_load_from_file(str(path).encode(), params)
     if not model:
-        raise LoadError("; ".join(log.errors()[:2]) or "llama.cpp gave no reason")
+        raise LoadError(log.reason())
     return model
 
 
@@ -171,7 +171,7 @@ def _context(
     context = llama.llama_init_from_model(model, params)
     said = [text for _, text in log.lines]
     if not context:
-        raise LoadError("; ".join(log.errors()[:2]) or "llama.cpp refused the context")
+        raise LoadError(log.reason("llama.cpp refused the context"))
     llama.llama_free(context)
     return parse(said, weights)
 

@@ -86,7 +86,6 @@ class ScriptedBackend(Backend):
             shares_cells=True,
             segments=segments,
             states=states,
-            kv_types=("f16",),
         )
         self.info = ModelInfo(
             architecture="scripted",

@@ -32,7 +32,7 @@ from localllm_backends.llamacpp.batch import (
     Decoder,
     LlamaCppStepResult,
 )
-from localllm_backends.llamacpp.cells import CellLedger, Positions
+from localllm_backends.llamacpp.cells import CellLedger
 from localllm_backends.llamacpp.context import outputs_reserved
 from localllm_backends.llamacpp.devices import has_gpu
 from localllm_backends.llamacpp.heads import DraftHeads
@@ -82,12 +82,10 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         # sliding windows: forked since each last had cells of its own for its window
         self._shares_windows = False
         n_batch = int(llama.llama_n_batch(context))
-        self._batch, self._positions = Batch(llama, n_batch), Positions()
+        self._batch = Batch(llama, n_batch)
         self._ledger = CellLedger(int(llama.llama_n_ctx(context)))
         # What keeps books on every sequence.
-        self._books: list[Any] = [self._ledger, self._positions]
-        if heads is not None:
-            self._books.append(heads)
+        self._books: list[Any] = [self._ledger] if heads is None else [self._ledger, heads]
         n_native = int(llama.llama_n_seq_max(context))
         self._spare: int | None = n_native - 1 if n_native > spec.n_seq_max else None
         self._magic = KV if heads is None else KV_WITH_HEADS
@@ -105,8 +103,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         self.drop(warm)
         on_device = spec.n_gpu_layers != 0 and has_gpu()
         # A device may compute from the mapping itself.
-        movable = not on_device and spec.placement.weights != "locked"
-        self._mapped = HugeWeights(path, None if movable else 0)
+        self._mapped = HugeWeights(path, 0 if on_device else None)
         self.capabilities = capabilities(
             heads,
             window_rewind=n_batch if self._n_swa else 0,
@@ -150,7 +147,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def _share(self, source: SequenceId, target: SequenceId, n_tokens: int) -> None:
         """The empty `target` gets the first `n_tokens` cells of `source`."""
-        self._memory.copy(source, target, 0, self._positions.at(source, n_tokens))
+        self._memory.copy(source, target, 0, self._ledger.position(source, n_tokens))
         for book in self._books:
             book.fork(source, target, n_tokens)
         self._shares_windows = bool(self._n_swa)
@@ -159,7 +156,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
         length = self._ledger.length(sequence)
         if n_tokens >= length:
             return
-        position = self._positions.at(sequence, n_tokens)
+        position = self._ledger.position(sequence, n_tokens)
         if not self.can_rewind(sequence, n_tokens) or not self._memory.cut(sequence, position):
             raise CannotRewindError(
                 f"this model's memory can't go back from {length} to {n_tokens} tokens"
@@ -193,7 +190,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             return length - n_tokens <= self._undoable.get(sequence, 0)
         if not self._n_swa:
             return True
-        first = self._positions.at(sequence, n_tokens) - self._n_swa
+        first = self._ledger.position(sequence, n_tokens) - self._n_swa
         return self._memory.first(sequence) <= max(0, first)
 
     # --- compute ----------------------------------------------------------------------------------
@@ -216,7 +213,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
                 rows.append(self._decode([chunk]).rows.copy())
             except NoCellsError as e:
                 raise StepError(str(e)) from e
-        return LlamaCppStepResult(partial(np.concatenate, rows), chunks)
+        return LlamaCppStepResult(lambda _: np.concatenate(rows), chunks)
 
     def _decode(self, chunks: Sequence[Chunk]) -> LlamaCppStepResult:
         batch = self._batch
@@ -245,17 +242,15 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
                 self._undoable[chunk.sequence] = min(self._n_rewind, len(chunk.tokens) - 1)
         if self._heads is not None:
             self._heads.stepped(chunks)
-        n_rows = sum(min(chunk.outputs, len(chunk.tokens)) for chunk in chunks)
-        if not n_rows:
+        if not any(chunk.outputs for chunk in chunks):
             # A device may only have taken the order: whoever times this step wants to know when it
             # is done.
             self._llama.llama_synchronize(self._context)
-        rows = partial(self._decoder.logits, n_rows)
-        return LlamaCppStepResult(rows, chunks, self._top if few else None, few)
+        return LlamaCppStepResult(self._decoder.logits, chunks, self._top if few else None, few)
 
     def _end(self, sequence: SequenceId) -> int:
         """The position of the next token of a sequence that ends in no unfinished image."""
-        return self._positions.at(sequence, self._ledger.length(sequence))
+        return self._ledger.position(sequence, self._ledger.length(sequence))
 
     def _separate_windows(self, chunks: Sequence[Chunk] = ()) -> bool:
         """Make room in a sliding window's memory that forks fill, in the middle of a step of
@@ -294,11 +289,6 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def use_threads(self, most: int) -> None:
         self._decoder.use_threads(most)
 
-    @property
-    def threads_in_use(self) -> int:
-        """So many threads llama.cpp computes with now."""
-        return int(self._llama.llama_n_threads(self._context))
-
     def idle_work(self, spare_bytes: int | None) -> bool:
         """Weights that steps read in the mapped file move into huge pages."""
         return self._mapped.move(spare_bytes)
@@ -314,15 +304,15 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
     def export_range(self, sequence: SequenceId, start: int, stop: int) -> bytes:
         """KV of tokens [start, stop): llama.cpp's sequence state behind a header."""
         self._check_range(sequence, start, stop)
-        at = self._positions
+        ledger = self._ledger
         via: int | None = self._spare
         if (start, stop) == (0, self._ledger.length(sequence)) and not self._states:
             via = sequence
         if via is None:
             raise CannotRewindError("this model's memory can only be exported whole")
-        images = at.images_in(sequence, start, stop)
-        said = header(self._magic, start, stop, at.last(sequence, stop), images)
-        ends = at.at(sequence, start), at.at(sequence, stop)
+        images = ledger.images_in(sequence, start, stop)
+        said = header(self._magic, start, stop, ledger.last_position(sequence, stop), images)
+        ends = ledger.position(sequence, start), ledger.position(sequence, stop)
         data = self._memory.export(sequence, *ends, via, said)
         if self._heads is not None:
             data = with_heads(data, self._heads.export_range(sequence, start, stop, via))
@@ -348,14 +338,14 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
             raise CannotRewindError("this model's memory can only be imported whole")
         for image in images:
             if start <= image.start and image.stop <= stop:
-                self._positions.place(sequence, image)
-        positions = self._positions.at(sequence, start), self._positions.at(sequence, stop)
+                self._ledger.place(sequence, image)
+        positions = self._ledger.position(sequence, start), self._ledger.position(sequence, stop)
         via = sequence if self._spare is None else self._spare
         ends = range(last_position + 1, last_position + 2)
         try:
             self._memory.append(sequence, kv, *positions, via, ends)
         except BackendFailure:
-            self._positions.truncate(sequence, start)
+            self._ledger.truncate(sequence, start)
             raise
         if self._heads is not None:
             self._heads.import_range(sequence, heads, start, stop, via)
@@ -370,7 +360,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
 
     def import_state(self, sequence: SequenceId, data: bytes | memoryview, n_tokens: int) -> None:
         self._check_range(sequence, 0, n_tokens)
-        last = self._positions.last(sequence, n_tokens)
+        last = self._ledger.last_position(sequence, n_tokens)
         try:
             self._memory.load_state(sequence, data, n_tokens, last)
         except BackendFailure:
@@ -378,7 +368,7 @@ class LlamaCppBackend(LlamaCppVocabulary, OwnedBackend):
                 raise
             self._memory.load_state(sequence, data, n_tokens, last)
         # Recurrent layers have it by now, and refuse to be cut before.
-        if not self._memory.cut(sequence, self._positions.at(sequence, n_tokens)):
+        if not self._memory.cut(sequence, self._ledger.position(sequence, n_tokens)):
             raise BackendFailure("llama.cpp did not cut the sequence where its state ends")
         for book in self._books:
             book.truncate(sequence, n_tokens)

@@ -95,13 +95,13 @@ def floats(address: int | None, rows: int, width: int) -> Rows:
 
 
 class LlamaCppStepResult(StepResult):
-    """Logits of the last step: a view of llama.cpp's own output rows. Asking for them waits for a
-    device to compute them. Of the chunks with the numbers `few` the greatest are sorted out there,
-    by `top`."""
+    """Logits of the last step: a view of llama.cpp's own output rows, of which `rows` gives so
+    many. Asking for them waits for a device to compute them. Of the chunks with the numbers `few`
+    the greatest are sorted out there, by `top`."""
 
     def __init__(
         self,
-        rows: Callable[[], Rows],
+        rows: Callable[[int], Rows],
         chunks: Sequence[Chunk],
         top: TopLogits | None = None,
         few: Sequence[int] = (),
@@ -112,7 +112,7 @@ class LlamaCppStepResult(StepResult):
     @cached_property
     def rows(self) -> Rows:
         """All of them, of all chunks; those that were sorted out hold nothing of use."""
-        return self._read()
+        return self._read(self._ends[-1])
 
     @cached_property
     def _tokens(self) -> list[int | None]:

@@ -13,69 +13,7 @@ from collections import Counter
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from localllm_backends.contract import CannotRewindError, NoCellsError
-
-
-class CellLedger:
-    """`capacity` cells; each sequence is a line of cells, and a cell may stand in several lines.
-    They are numbered as they are taken, and a number is never given again: cells that are taken one
-    after the other lie beside each other, as a rule."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = self.free = capacity
-        self._n_taken = 0
-        self._lines: dict[int, list[int]] = {}
-        # Of cells that stand in several lines in how many besides one.
-        self._shared: Counter[int] = Counter()
-
-    @property
-    def sequences(self) -> list[int]:
-        return [sequence for sequence, line in self._lines.items() if line]
-
-    def open(self, sequence: int) -> None:
-        self._lines[sequence] = []
-
-    def length(self, sequence: int) -> int:
-        return len(self._lines[sequence])
-
-    def append(self, sequence: int, n: int) -> None:
-        """Take `n` free cells for the end of the line; NoCellsError (nothing taken) when fewer are
-        free."""
-        if n > self.free:
-            raise NoCellsError(f"{n} KV cells needed, {self.free} of {self.capacity} free")
-        self._lines[sequence].extend(range(self._n_taken, self._n_taken + n))
-        self._n_taken += n
-        self.free -= n
-
-    def runs(self, sequence: int, start: int, stop: int) -> int:
-        """In how many runs the line's tokens [start, stop) were taken."""
-        taken = self._lines[sequence][start:stop]
-        return sum(b != a + 1 for a, b in pairwise(taken)) + bool(taken)
-
-    def fork(self, source: int, target: int, n: int) -> None:
-        """Append the first `n` cells of `source` to the empty line `target`."""
-        cells = self._lines[source][:n]
-        self._lines[target].extend(cells)
-        self._shared.update(cells)
-
-    def truncate(self, sequence: int, n: int) -> None:
-        """Let go of everything after the first `n` tokens."""
-        line = self._lines[sequence]
-        for cell in line[n:]:
-            others = self._shared.pop(cell, 0)
-            if others > 1:
-                self._shared[cell] = others - 1
-            self.free += others == 0
-        del line[n:]
-
-    def close(self, sequence: int) -> None:
-        self.truncate(sequence, 0)
-        del self._lines[sequence]
-
-    def check_integrity(self) -> None:
-        held = Counter(chain.from_iterable(self._lines.values()))
-        assert held - Counter(held.keys()) == self._shared, "holder counts disagree with the lines"
-        assert len(held) + self.free == self.capacity, "cells were lost"
+from localllm_backends.contract import CannotRewindError
 
 
 class PlacedImage(NamedTuple):
@@ -90,18 +28,66 @@ class PlacedImage(NamedTuple):
         return self.start + self.n_tokens
 
 
-class Positions:
-    """The images of every sequence, in order."""
+class CellLedger:
+    """`capacity` cells; each sequence is a line of cells, and a cell may stand in several lines.
+    They are numbered as they are taken, and a number is never given again: cells that are taken one
+    after the other lie beside each other, as a rule."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        self.capacity = self.free = capacity
+        self._n_taken = 0
+        self._lines: dict[int, list[int]] = {}
+        # Of cells that stand in several lines in how many besides one.
+        self._shared: Counter[int] = Counter()
+        # Of every sequence, in order, where they take fewer positions than tokens.
         self._images: dict[int, list[PlacedImage]] = {}
 
-    def open(self, sequence: int) -> None:
-        self._images[sequence] = []
+    @property
+    def sequences(self) -> list[int]:
+        return [sequence for sequence, line in self._lines.items() if line]
 
-    def at(self, sequence: int, token: int) -> int:
-        """The position of token number `token`, which need not be there yet. CannotRewindError
-        within an image."""
+    def open(self, sequence: int) -> None:
+        self._lines[sequence], self._images[sequence] = [], []
+
+    def length(self, sequence: int) -> int:
+        return len(self._lines[sequence])
+
+    def append(self, sequence: int, n: int) -> None:
+        """Take `n` cells for the end of the line, of those that are `free`."""
+        self._lines[sequence].extend(range(self._n_taken, self._n_taken + n))
+        self._n_taken += n
+        self.free -= n
+
+    def runs(self, sequence: int, start: int, stop: int) -> int:
+        """In how many runs the line's tokens [start, stop) were taken."""
+        taken = self._lines[sequence][start:stop]
+        return sum(b != a + 1 for a, b in pairwise(taken)) + bool(taken)
+
+    def fork(self, source: int, target: int, n: int) -> None:
+        """The empty line `target` begins with the first `n` cells of `source`."""
+        cells = self._lines[source][:n]
+        self._lines[target].extend(cells)
+        self._shared.update(cells)
+        self._images[target] = self.images_in(source, 0, n)
+
+    def truncate(self, sequence: int, n: int) -> None:
+        """Let go of everything after the first `n` tokens."""
+        line = self._lines[sequence]
+        for cell in line[n:]:
+            others = self._shared.pop(cell, 0)
+            if others > 1:
+                self._shared[cell] = others - 1
+            self.free += others == 0
+        del line[n:]
+        self._images[sequence] = self.images_in(sequence, 0, n)
+
+    def close(self, sequence: int) -> None:
+        self.truncate(sequence, 0)
+        del self._lines[sequence], self._images[sequence]
+
+    def position(self, sequence: int, token: int) -> int:
+        """That of token number `token`, which need not be there yet. CannotRewindError within an
+        image."""
         position = token
         for image in self._images[sequence]:
             if image.stop <= token:
@@ -110,28 +96,23 @@ class Positions:
                 raise CannotRewindError("an image can't be cut in two")
         return position
 
-    def last(self, sequence: int, n_tokens: int) -> int:
-        """The largest position among the first `n_tokens`."""
+    def last_position(self, sequence: int, n_tokens: int) -> int:
+        """The largest among the first `n_tokens`."""
         for image in self._images[sequence]:
             if image.stop == n_tokens:
-                return self.at(sequence, image.start)
-        return self.at(sequence, n_tokens) - 1
+                return self.position(sequence, image.start)
+        return self.position(sequence, n_tokens) - 1
 
     def place(self, sequence: int, image: PlacedImage) -> None:
         """An image begins at the end of the sequence."""
         if image not in self._images[sequence]:
             self._images[sequence].append(image)
 
-    def truncate(self, sequence: int, n_tokens: int) -> None:
-        """Only the first `n_tokens` stay."""
-        self.fork(sequence, sequence, n_tokens)
-
-    def fork(self, source: int, target: int, n_tokens: int) -> None:
-        self._images[target] = [i for i in self._images[source] if i.stop <= n_tokens]
-
-    def close(self, sequence: int) -> None:
-        del self._images[sequence]
-
     def images_in(self, sequence: int, start: int, stop: int) -> list[PlacedImage]:
-        """Those among the tokens [start, stop)."""
+        """The images among the tokens [start, stop)."""
         return [i for i in self._images[sequence] if start <= i.start and i.stop <= stop]
+
+    def check_integrity(self) -> None:
+        held = Counter(chain.from_iterable(self._lines.values()))
+        assert held - Counter(held.keys()) == self._shared, "holder counts disagree with the lines"
+        assert len(held) + self.free == self.capacity, "cells were lost"

@@ -129,7 +129,7 @@ class DflashHeads(DraftHeads):
         self, llama: Any, target: Any, context: Any, layers: Sequence[int], block: _BlockLayout
     ) -> None:
         super().__init__(llama, target, context, layers)
-        self._block = block
+        self._block, self.longest = block, block.rows - block.anchor
         own = llama.llama_get_model(context)
         dimensions = 4 if int(llama.llama_model_rope_type(own)) == _MROPE else 1
         self._inject = Batch(
@@ -139,10 +139,6 @@ class DflashHeads(DraftHeads):
         # The lattice of a selector is no row of an output.
         self._functions["set_rows"](context, True, not block.selector_top_k)
         llama.llama_set_causal_attn(context, block.causal)
-
-    @property
-    def longest(self) -> int:
-        return self._block.most
 
     def _read(self, places: list[tuple[SequenceId, int]]) -> bool:
         self._inject.clear()
@@ -210,7 +206,6 @@ class _BlockLayout:
         self.anchor = 0 if markov and header.number("dflash.sample_from_anchor", 1) else 1
         self.confidence = markov and header.has_tensor("conf_proj.weight")
         self.selector_top_k = header.number("dflash.selector_top_k")
-        self.most = self.rows - self.anchor
 
 
 # --- opening one ----------------------------------------------------------------------------------
@@ -229,7 +224,15 @@ def open_drafter(
             "this build of llama.cpp does not export what drafting from a model's features needs",
         )
     header, main = NativeHeader(path), NativeHeader(parts(Path(spec.path))[0])
-    kind = _check_headers(path, header, main)
+    kind, architecture = header.text("general.architecture"), main.text("general.architecture")
+    if kind not in KINDS:
+        raise _refused(
+            path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}"
+        )
+    unfit = _assistant_unfit if kind == _ASSISTANT else _reader_unfit
+    reason = unfit(header, main, kind, architecture)
+    if reason:
+        raise _refused(path, reason)
     layers, block = header.numbers(f"{kind}.target_layers"), _BlockLayout(header)
     drafter, buffers = load_model(path, spec, None, drafter=True)
     with ExitStack() as freed:
@@ -259,20 +262,6 @@ def _refused(path: Path, why: str) -> LoadError:
         f"{path.name!r} can't draft for this model: {why}",
         "use the drafter published for this very model, or `--draft auto`",
     )
-
-
-def _check_headers(path: Path, header: NativeHeader, main: NativeHeader) -> str:
-    """The drafter's kind. LoadError where the headers alone say that it does not fit."""
-    kind, architecture = header.text("general.architecture"), main.text("general.architecture")
-    if kind not in KINDS:
-        raise _refused(
-            path, f"it is a {kind or 'nameless'} model and no drafter of {' or '.join(KINDS)}"
-        )
-    unfit = _assistant_unfit if kind == _ASSISTANT else _reader_unfit
-    reason = unfit(header, main, kind, architecture)
-    if reason:
-        raise _refused(path, reason)
-    return kind
 
 
 def _reader_unfit(header: NativeHeader, main: NativeHeader, kind: str, architecture: str) -> str:

@@ -23,16 +23,17 @@ from localllm_backends.llamacpp.native import (
     ggml_function,
     log,
     mappings,
-    offload,
     start_native,
 )
 from localllm_backends.llamacpp.threads import usable_cores
 
-_LOAD_MODES = {"auto": -1, "read": 0, "mapped": 1, "locked": 3}  # llama.h: enum llama_load_mode
+_LOAD_MODES = {"auto": -1, "read": 0, "mapped": 1}  # llama.h: enum llama_load_mode
 _LAZY_MODES = {"memory": 0, "auto": 1, "disk": 2}  # llama.h: enum llama_lazy_mode
 # As llama.cpp's own tools name them; `ch` are experts chunked over several tensors.
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 _MADV_DONTNEED = 4
+# A list of devices that ends where it begins.
+_NO_DEVICES = (ctypes.c_void_p * 1)()
 
 
 class _Override(ctypes.Structure):
@@ -49,7 +50,11 @@ def model_params(llama: Any, spec: LoadSpec) -> Any:
     """llama_model_params that place the weights as `spec` says."""
     placed = spec.placement
     params = llama.llama_model_default_params()
-    offload(params, spec.n_gpu_layers)
+    params.n_gpu_layers = spec.n_gpu_layers if spec.n_gpu_layers >= 0 else 999
+    if not spec.n_gpu_layers:
+        # Given a device it would hold memory there, and large products of the CPU's layers would be
+        # sent to it.
+        params.devices = ctypes.addressof(_NO_DEVICES)
     params.load_mode, params.lazy_mode = _LOAD_MODES[placed.weights], _LAZY_MODES[placed.tables]
     params.use_extra_bufts = placed.layout != "stored"
     # What they point to lives as long as they do.

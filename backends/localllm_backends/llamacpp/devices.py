@@ -45,13 +45,12 @@ _CELLS = 256  # llama.cpp pads every context to this many
 @dataclass(frozen=True, slots=True)
 class Accelerator:
     """One device of the loaded library: its handle, ggml's name for it ("Vulkan0"), and the bytes
-    free and in all. With GGML_CUDA_ENABLE_UNIFIED_MEMORY ggml calls free what the system has
+    that are free. With GGML_CUDA_ENABLE_UNIFIED_MEMORY ggml calls free what the system has
     (https://github.com/ggml-org/llama.cpp/issues/17536): no more than is in all is believed."""
 
     handle: int
     name: str
     free_bytes: int
-    total_bytes: int
 
 
 def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
@@ -61,13 +60,11 @@ def accelerators(cards: Sequence[int] = ()) -> list[Accelerator]:
     found = devices_of_type(GPU) or devices_of_type(INTEGRATED)
     if cards:
         found = _of_numbers(found, cards)
-    return [_accelerator(device) for device in found]
-
-
-def _accelerator(device: int) -> Accelerator:
-    props = _properties(device)
-    free_bytes, total_bytes = int(props.memory_free), int(props.memory_total)
-    return Accelerator(device, _text(props.name), min(free_bytes, total_bytes), total_bytes)
+    said = [_properties(device) for device in found]
+    return [
+        Accelerator(device, _text(props.name), min(props.memory_free, props.memory_total))
+        for device, props in zip(found, said, strict=True)
+    ]
 
 
 def _handles() -> list[int]:

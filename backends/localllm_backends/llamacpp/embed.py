@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from localllm_backends.contract import LoadError, LoadSpec, StepError
+from localllm_backends.contract import LoadError, LoadSpec, Placement, StepError
 from localllm_backends.control_text import LiteralText, control_texts
 from localllm_backends.llamacpp.batch import Batch, Rows
-from localllm_backends.llamacpp.context import made_context
+from localllm_backends.llamacpp.context import made_context, model_params
 from localllm_backends.llamacpp.model_info import LlamaCppVocabulary, model_info
-from localllm_backends.llamacpp.native import c_string, log, offload, start_native
+from localllm_backends.llamacpp.native import c_string, log, start_native
 from localllm_backends.llamacpp.threads import usable_cores
 from localllm_backends.llamacpp.weights import fingerprint, open_file
 
@@ -34,7 +34,7 @@ class LlamaCppEmbedder:
     """A loaded embedding model, or a reranker (`pooling` "rank"), whose rows are scores. Not
     thread-safe: its owner calls everything."""
 
-    def __init__(self, llama: Any, model: Any, context: Any, path: Path) -> None:
+    def __init__(self, llama: Any, model: Any, context: Any, spec: LoadSpec) -> None:
         self._llama, self._model, self._context = llama, model, context
         self._vocab = llama.llama_model_get_vocab(model)
         self._words = LlamaCppVocabulary(llama, model)
@@ -50,8 +50,8 @@ class LlamaCppEmbedder:
             self._words,
             llama,
             model,
-            LoadSpec(str(path)),
-            fingerprint=fingerprint(path),
+            spec,
+            fingerprint=fingerprint(Path(spec.path)),
             n_ctx=self._n_batch,
             n_seq_max=self._n_seq_max,
             n_batch=self._n_batch,
@@ -107,9 +107,9 @@ class LlamaCppEmbedder:
         )
 
     def embed(self, inputs: Sequence[Sequence[int]]) -> Rows:
-        """One row of `n_embd` numbers per input, of length 1, or a reranker's scores as they are; as
-        many inputs as fit go through the model at once. Each has between 1 and `info.n_ctx` tokens
-        of the vocabulary: whoever asks sees to that. StepError."""
+        """One row of `n_embd` numbers per input, of length 1, or a reranker's scores as they are;
+        as many inputs as fit go through the model at once. Each has between 1 and `info.n_ctx`
+        tokens of the vocabulary: whoever asks sees to that. StepError."""
         if not inputs:
             return np.zeros((0, self.n_embd), dtype=np.float32)
         rows: list[Rows] = []
@@ -135,8 +135,6 @@ class LlamaCppEmbedder:
         rows = []
         for sequence in range(len(group)):
             found = self._llama.llama_get_embeddings_seq(self._context, sequence)
-            if not found:
-                raise StepError("llama.cpp gave no embedding")
             row = np.ctypeslib.as_array(found, shape=(self.n_embd,)).astype(np.float32)
             length = float(np.linalg.norm(row)) if self.pooling != "rank" else 0.0
             rows.append(row / np.float32(length) if length > 0 else row)
@@ -161,10 +159,8 @@ def load_embedder(
     Raises LoadError, also for files that generate text, and OutOfMemoryError.
     """
     llama = start_native()
-    file = Path(path)
-    params = llama.llama_model_default_params()
-    offload(params, n_gpu_layers)
-    model = open_file(file, params, on_progress)
+    spec = LoadSpec(path, placement=Placement(gpu_layers=n_gpu_layers))
+    model = open_file(Path(path), model_params(llama, spec), on_progress)
     with ExitStack() as freed:
         freed.callback(llama.llama_model_free, model)
         trained = int(llama.llama_model_n_ctx_train(model))
@@ -183,8 +179,8 @@ def load_embedder(
         freed.callback(llama.llama_free, context)
         if int(llama.llama_pooling_type(context)) not in _POOLINGS:
             raise LoadError(
-                f"{file.name!r} makes no embeddings (its header names no pooling: it generates "
-                "text)"
+                f"{Path(path).name!r} makes no embeddings (its header names no pooling: it "
+                "generates text)"
             )
         freed.pop_all()
-    return LlamaCppEmbedder(llama, model, context, file)
+    return LlamaCppEmbedder(llama, model, context, spec)

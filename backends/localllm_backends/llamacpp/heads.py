@@ -63,6 +63,7 @@ class DraftHeads(FollowingHeads[Rows]):
         model, own = llama.llama_get_model(target), llama.llama_get_model(context)
         # The model that they are, where they are no part of another.
         self._drafter = None if own == model else own
+        self.weights_bytes = 0 if own == model else int(llama.llama_model_size(own))
         self._n_hidden = int(llama.llama_model_n_embd_out(own))
         self._decoder = Decoder(llama, context)
         # Where each part of a row lies, and how many numbers it has.
@@ -77,11 +78,6 @@ class DraftHeads(FollowingHeads[Rows]):
                 width = int(llama.llama_model_n_embd(model))
                 self._given.append((partial(functions["layer_rows"], target, layer), width))
         self._width = sum(width for _, width in self._given)
-
-    @property
-    def weights_bytes(self) -> int:
-        """Their weights, where they are no part of the model's."""
-        return 0 if self._drafter is None else int(self._llama.llama_model_size(self._drafter))
 
     def _hidden(self, n: int) -> Rows:
         """The first `n` hidden rows of the heads' own last llama_decode: valid until its next."""

@@ -63,7 +63,6 @@ class HugeWeights:
         self._path, self._clock = path, clock
         self._round: Iterator[tuple[int, int]] | None = None
         self._again_s, self._interval_s = 0.0, _FIRST_INTERVAL_S
-        self.moved_bytes = 0
 
     def move(self, spare_bytes: int | None) -> bool:
         """Move one piece, if `spare_bytes` of memory have room for it (None: unknown), or look for
@@ -80,9 +79,7 @@ class HugeWeights:
             ample = spare_bytes is None or spare_bytes >= _AMPLE * mapped_bytes
             self._round = self._pieces() if ample else iter(())
         address, n_bytes = next(self._round, (0, 0))
-        if n_bytes and self._replace(address, n_bytes):
-            self.moved_bytes += n_bytes
-        elif n_bytes or not address:
+        if not address or (n_bytes and not self._replace(address, n_bytes)):
             self._round = None
             self._again_s, self._interval_s = self._clock() + self._interval_s, 2 * self._interval_s
             return False

@@ -52,13 +52,10 @@ def compared(
                 divergence = (np.exp(right) * (right - near)).sum(axis=1)
                 flips = right.argmax(axis=1) != near.argmax(axis=1)
                 found[pair].append(np.stack([divergence, flips]))
-    return tuple(_fidelity(pair, np.concatenate(found[pair], axis=1)) for pair in decoders)
-
-
-def _fidelity(pair: tuple[str, str], found: Rows) -> KvFidelity:
-    (mean, flips), (worst, _) = found.mean(axis=1), found.max(axis=1)
-    return KvFidelity(
-        *pair, found.shape[1], max(0.0, float(mean)), max(0.0, float(worst)), float(flips)
+    means = {pair: np.concatenate(rows, axis=1).mean(axis=1) for pair, rows in found.items()}
+    return tuple(
+        KvFidelity(*pair, max(0.0, float(divergence)), float(flips))
+        for pair, (divergence, flips) in means.items()
     )
 
 

@@ -162,8 +162,8 @@ def _alternating(wanted: _Timed, plain: _Timed) -> tuple[Timing, float]:
     times: tuple[list[float], list[float]] = ([], [])
     started = time.perf_counter()
     for _ in range(_DECODE_TOKENS // _ROUND_TOKENS):
-        times[0].extend(wanted.decode(_ROUND_TOKENS))
-        times[1].extend(plain.decode(_ROUND_TOKENS))
+        for timed, seconds in zip((wanted, plain), times, strict=True):
+            seconds.extend(timed.step(1) for _ in range(_ROUND_TOKENS))
         if time.perf_counter() - started > _BUDGET_S:
             break
     return Timing(min(times[0]), min(times[1]), wanted.depth), median(times[1])
@@ -189,13 +189,10 @@ class _Timed:
 
     def read(self, n: int) -> float:
         """Seconds of a prompt's next `n` tokens."""
-        return sum(self._run(min(self._n_batch, n - at)) for at in range(0, n, self._n_batch))
+        return sum(self.step(min(self._n_batch, n - at)) for at in range(0, n, self._n_batch))
 
-    def decode(self, n: int) -> list[float]:
-        """Seconds of each of `n` single-token steps."""
-        return [self._run(1) for _ in range(n)]
-
-    def _run(self, n: int) -> float:
+    def step(self, n: int) -> float:
+        """Seconds of a step of `n` tokens."""
         tokens = (self._llama.llama_token * n)(
             *((7 * (self.depth + i)) % self._n_vocab for i in range(n))
         )

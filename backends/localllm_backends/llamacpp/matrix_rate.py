@@ -70,8 +70,8 @@ def rates(n_threads: int, types: Sequence[str]) -> dict[str, dict[str, Rates]]:
     as they lie in a file, and "laid_out" anew where this build has a layout for them on this
     processor. A type that this build does not know is left out.
 
-    Raises RuntimeError where this build has no CPU backend or its kernels fail, AttributeError
-    where it lacks a function.
+    Raises RuntimeError where its kernels fail, AttributeError where it lacks a function. What has
+    no CPU backend, or no room for a matrix, ends the process.
     """
     start_native()
     processor = _Processor(n_threads)
@@ -85,8 +85,6 @@ class _Processor:
 
     def __init__(self, n_threads: int) -> None:
         self.device = ggml_function("ggml_backend_dev_by_type")(_CPU)
-        if not self.device:
-            raise RuntimeError("this llama.cpp has no CPU backend")
         self._backend = ggml_function("ggml_backend_dev_init")(self.device, None)
         self.stored = ggml_function("ggml_backend_dev_buffer_type")(self.device)
         set_threads = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
@@ -154,8 +152,6 @@ class _Processor:
             ggml_function("ggml_build_forward_expand")(graph, product)
             for context, kind in ((weights_in, memory), (rest_in, self.stored)):
                 buffer = ggml_function("ggml_backend_alloc_ctx_tensors_from_buft")(context, kind)
-                if not buffer:
-                    raise RuntimeError("llama.cpp could not hold a matrix")
                 freed.callback(ggml_function("ggml_backend_buffer_free"), buffer)
             if not ggml_function("ggml_backend_dev_supports_op")(self.device, product):
                 return None  # and nothing can be written to that memory

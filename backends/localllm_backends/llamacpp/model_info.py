@@ -13,7 +13,7 @@ from typing import Any, Literal
 from localllm_backends.contract import Capabilities, LoadSpec, ModelInfo
 from localllm_backends.control_text import LiteralText
 from localllm_backends.llamacpp.heads import DraftHeads
-from localllm_backends.llamacpp.native import GGML_TYPES, c_string, start_native
+from localllm_backends.llamacpp.native import c_string, start_native
 from localllm_backends.llamacpp.weights import kv_meaning, open_file
 from localllm_backends.vocabulary import TokenBytes
 
@@ -184,7 +184,6 @@ def capabilities(
         shares_cells=True,
         segments=plain or states,
         states=states,
-        kv_types=tuple(GGML_TYPES),  # type: ignore[arg-type]
         threaded=True,
         interruptible=not recurrent,  # half a step is taken back from attention, never from a state
         drafts=drafts,

@@ -88,14 +88,11 @@ class MtpHeads(DraftHeads):
         # A drafter's are the layers of one.
         n_layers = int(llama.llama_model_n_layer_nextn(own)) if self._drafter is None else 1
         self._n_heads = max(1, n_layers)
+        # Several heads guess one token each, a single one guesses on from its own.
+        self.longest = self._n_heads if self._n_heads > 1 else LONGEST_DRAFT
         # Of the heads' own rows only those that are asked for.
         self._functions["set_rows"](context, True, True)
         self._batch = Batch(llama, self._n_batch, width=self._n_hidden)
-
-    @property
-    def longest(self) -> int:
-        """Several heads guess one token each, a single one guesses on from its own."""
-        return self._n_heads if self._n_heads > 1 else LONGEST_DRAFT
 
     def _inputs(self, rows: Sequence[Rows]) -> Sequence[Rows]:
         """What the heads are given for these rows of the model's; the rows themselves."""

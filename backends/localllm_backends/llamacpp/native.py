@@ -119,20 +119,18 @@ class NativeLog:
         self.lines.clear()
         self._partial = ""
 
-    def errors(self) -> list[str]:
-        """Error lines since the mark, without llama.cpp's function-name prefixes."""
-        return [
+    def reason(self, default: str = "llama.cpp gave no reason") -> str:
+        """Why the last call failed, by the last errors it logged since the mark; `default` where it
+        said nothing."""
+        # Without llama.cpp's names of functions.
+        said = [
             re.sub(r"^[a-z_0-9:~]+:\s+", "", line.strip())
             for level, line in self.lines
             if level >= _ERROR_LEVEL and line.strip()
         ]
-
-    def reason(self, default: str = "llama.cpp gave no reason") -> str:
-        """Why the last call failed, by the last lines it logged; `default` where it said
-        nothing."""
         lines = [
             line.removeprefix("error loading model: ")
-            for line in self.errors()
+            for line in said
             if "failed to load model" not in line
         ]
         return "; ".join(dict.fromkeys(lines[-2:])) or default
@@ -157,9 +155,6 @@ GGML_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20,
     "bf16": 30,
 }  # fmt: skip
-
-# A list of devices that ends where it begins.
-_NO_DEVICES = (ctypes.c_void_p * 1)()
 
 
 class GgmlInitParams(ctypes.Structure):
@@ -253,15 +248,6 @@ def ggml_function(name: str) -> Any:
         function = bindings("_ggml").libggml[name]
     function.restype, function.argtypes = _SIGNATURES[name]
     return function
-
-
-def offload(params: Any, n_gpu_layers: int) -> None:
-    """Have model parameters put that many layers on the accelerators, all for a negative number.
-    For 0 the model is given no device at all: it would otherwise hold memory on each, and large
-    products of the CPU's layers would be sent there."""
-    params.n_gpu_layers = n_gpu_layers if n_gpu_layers >= 0 else 999
-    if not n_gpu_layers:
-        params.devices = ctypes.addressof(_NO_DEVICES)
 
 
 def c_string(function: Any, *args: Any, size: int = 2048) -> str | None:

@@ -214,7 +214,6 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         positions = self._places(chunk.sequence, start, image, n)
         part = image.embeddings[image.start : image.start + n]
         batch = Batch(self._llama, n, width=part.shape[1], tokens=False, dimensions=len(positions))
-        batch.clear()
         batch.add(chunk.sequence, 0, [0] * n, outputs)
         batch.rows[:] = part
         batch.place(positions)
@@ -224,7 +223,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         finally:
             self._llama.llama_set_causal_attn(self._context, True)
         if self._two_dimensional:
-            self._positions.place(
+            self._ledger.place(
                 chunk.sequence, PlacedImage(start, image.run.n_tokens, image.run.n_positions)
             )
         return rows
@@ -233,7 +232,7 @@ class LlamaCppVisionBackend(LlamaCppBackend):
         self, sequence: SequenceId, start: int, image: ImagePart, n: int
     ) -> NDArray[np.int32]:
         """The positions of the next `n` tokens of an image that begins at token `start`."""
-        first = self._positions.at(sequence, start)
+        first = self._ledger.position(sequence, start)
         if image.run.grid is None:
             begins = first + image.start
             return np.arange(begins, begins + n, dtype=np.int32)[None, :]

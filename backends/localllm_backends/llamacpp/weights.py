@@ -58,8 +58,6 @@ def check_file(path: Path) -> None:
     """LoadError, saying why, unless `path` is a readable file that begins as a GGUF does."""
     if not path.exists():
         raise LoadError(f"there is no file {path.name!r} at that path")
-    if path.is_dir():
-        raise LoadError(f"{path.name!r} is a folder, not a GGUF file")
     try:
         with path.open("rb") as f:
             magic = f.read(4)
@@ -117,8 +115,7 @@ def load_model(
             "name",
         )
     buffers = log.buffers()
-    copied = any(not place.endswith("_Mapped") for place, _ in buffers)
-    if copied and spec.placement.weights != "locked":
+    if any(not place.endswith("_Mapped") for place, _ in buffers):
         context.release_pages(path)
     return model, buffers
 

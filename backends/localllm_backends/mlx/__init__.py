@@ -51,7 +51,7 @@ class MlxType(BackendType):
         files="MLX folders",
         accelerators=("metal",),
         packages=("mlx", "mlx-lm"),
-        kernels="mlx",
+        own_kernels=True,
         buffers="grown",
         kv_quants="groups",
         adapters="folder",

@@ -372,7 +372,7 @@ class MlxBackend(OwnedBackend):
 
 
 def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
-    layout, shapes, heads = loaded.layout, loaded.shapes, loaded.heads
+    layout, heads = loaded.layout, loaded.heads
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     # Where no layer keeps every token there is nothing that states could be apart from.
     apart = layout.keeps_tokens and not layout.plain and loaded.n_shares == 1
@@ -387,7 +387,6 @@ def _capabilities(loaded: Loaded, n_rewind: int) -> Capabilities:
         shares_cells=False,
         segments=layout.plain or apart,
         states=apart,
-        kv_types=(shapes.own_type, *(("q8_0", "q4_0") if shapes.quantisable else ())),
         # On a CPU the draw takes longer than our own look at the logits, which on a GPU is far
         # away.
         samples=on_gpu and loaded.n_shares == 1,

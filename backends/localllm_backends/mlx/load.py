@@ -314,13 +314,13 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Shapes]:
     shapes = Shapes.of(model, layout)
     own = own_type(shapes.kv_array) if shapes.kv_array is not None else "f32"
     asked = spec.kv_type_k
-    quantised = None
-    group = group_size_for(shapes.widths) if layout.attention and not layout.windows else None
-    if group is not None:
-        quantised = _quantised(
-            model, Layout(caches, KvFormat(QUANTISED_BITS.get(asked, 8), group), slack)
-        )
     if asked in QUANTISED_BITS:
+        quantised = None
+        group = group_size_for(shapes.widths) if layout.attention and not layout.windows else None
+        if group is not None:
+            quantised = _quantised(
+                model, Layout(caches, KvFormat(QUANTISED_BITS[asked], group), slack)
+            )
         if quantised is None:
             raise LoadError(
                 f"this model's KV cache can't be stored as {asked} in MLX "
@@ -338,7 +338,7 @@ def probe(model: Any, spec: LoadSpec, n_batch: int) -> tuple[Layout, Shapes]:
             "be had"
         )
     kv_type = asked if asked in QUANTISED_BITS else own
-    return layout, replace(shapes, kv_type=kv_type, own_type=own, quantisable=quantised is not None)
+    return layout, replace(shapes, kv_type=kv_type)
 
 
 def _quantised(model: Any, layout: Layout) -> tuple[Layout, Shapes] | None:

@@ -23,8 +23,6 @@ class Shapes:
     slots: list[int]
     windows: list[int | None]
     kv_type: KvType = "f32"
-    own_type: KvType = "f32"
-    quantisable: bool = False
 
     @property
     def kv_array(self) -> Any:
