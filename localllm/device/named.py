@@ -295,7 +295,6 @@ def _choose(
 ) -> tuple[DeviceRow, float | None, list[Finding]]:
     """One row and a memory size (GiB) of those the name fits; what was not said is chosen and
     stated."""
-    findings: list[Finding] = []
     wanted = memory_gb if memory_gb is not None else own_gb
     rows = _of_size(found, part, wanted)
     # What people mean by a bare name: the larger bin with its largest memory.
@@ -304,24 +303,26 @@ def _choose(
         key=lambda r: (max(r.memory_gb, default=0.0), r.bandwidth_gbps or 0.0, r.compute_units),
     )
     others = [r.name for r in found if r is not row and r.bandwidth_gbps != row.bandwidth_gbps]
-    if part.cores is None and len(rows) > 1 and others:
-        findings.append(
-            Finding("info", f"took {row.name}; the same name also means {', '.join(others)}")
-        )
     sizes = ", ".join(f"{size:g}" for size in row.memory_gb)
-    if wanted is None:
-        wanted = max(row.memory_gb, default=None)
-        if len(row.memory_gb) > 1:
-            findings.append(
-                Finding("info", f"took {wanted:g} GB; it is sold with {sizes} GB", "--memory GB")
-            )
-    elif sizes and wanted not in row.memory_gb and memory_gb is None:
-        findings.append(
+    taken = max(row.memory_gb, default=None) if wanted is None else wanted
+    said = (
+        (
+            part.cores is None and len(rows) > 1 and bool(others),
+            Finding("info", f"took {row.name}; the same name also means {', '.join(others)}"),
+        ),
+        (
+            wanted is None and len(row.memory_gb) > 1,
+            Finding("info", f"took {taken or 0:g} GB; it is sold with {sizes} GB", "--memory GB"),
+        ),
+        (
+            bool(sizes) and taken not in row.memory_gb and memory_gb is None,
             Finding(
-                "warning", f"{row.name} is listed with {sizes} GB, not {wanted:g}: taken as typed"
-            )
-        )
-    return row, wanted, findings
+                "warning",
+                f"{row.name} is listed with {sizes} GB, not {taken or 0:g}: taken as typed",
+            ),
+        ),
+    )
+    return row, taken, [finding for is_so, finding in said if is_so]
 
 
 def _of_size(

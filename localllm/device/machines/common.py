@@ -34,21 +34,39 @@ def card_of(
     have."""
     known = row or DeviceRow("", maker, "", "discrete", _OWN_KIND[maker], "")
     architecture = architecture or known.compute_capability
-    figure, findings = known.bandwidth(), []
+    figure = listed = known.bandwidth()
     if row is None:
         figure = told or table.of_like_cards(maker, architecture, memory.total_bytes)
-    elif told is not None and abs(told.value - figure.value) > 0.1 * figure.value:
-        took = f"the table says {figure.value:g} GB/s, its clocks say {told.value:g}"
-        findings.append(Finding("warning", f"{name}: {took}; took its clocks"))
+    elif told is not None and abs(told.value - listed.value) > 0.1 * listed.value:
         figure = told
-    if figure.basis == "assumed":
-        said = f"{name}: its bandwidth is assumed, {figure.value:g} GB/s; {figure.source}"
-        findings.append(Finding("warning", said, "--bandwidth GBPS"))
     drives = driver(known.accelerator, architecture) if row is None else row.accelerator
-    if row is None and drives != known.accelerator:
-        label = KINDS[known.accelerator].label
-        said = f"{label}'s builds have no code of {architecture} ({name}) any more"
-        findings.append(Finding("info", said, f"localllm setup --backend {drives}"))
+    said = (
+        (
+            row is not None and figure is not listed,
+            Finding(
+                "warning",
+                f"{name}: the table says {listed.value:g} GB/s, its clocks say {figure.value:g}; "
+                "took its clocks",
+            ),
+        ),
+        (
+            figure.basis == "assumed",
+            Finding(
+                "warning",
+                f"{name}: its bandwidth is assumed, {figure.value:g} GB/s; {figure.source}",
+                "--bandwidth GBPS",
+            ),
+        ),
+        (
+            row is None and drives != known.accelerator,
+            Finding(
+                "info",
+                f"{KINDS[known.accelerator].label}'s builds have no code of {architecture} "
+                f"({name}) any more",
+                f"localllm setup --backend {drives}",
+            ),
+        ),
+    )
     return Device(
         name=name,
         kind="discrete",
@@ -58,7 +76,7 @@ def card_of(
         bandwidth_gbps=figure,
         **(table.facts(row) | {"compute_units": units or known.compute_units}),
         compute_capability=architecture,
-        findings=tuple(findings),
+        findings=tuple(finding for is_so, finding in said if is_so),
     )
 
 
@@ -244,16 +262,16 @@ def one_machine(found: Sequence[Device], base: Device) -> Device:
     accelerator = max(rooms, key=lambda kind: rooms[kind])
     used = [card for card in found if card.accelerator == accelerator]
     idle = [card.name for card in found if card.accelerator != accelerator]
-    findings = [*chain.from_iterable(card.findings for card in found)]
-    if idle:
-        findings.append(left_idle(idle, accelerator))
-    if len(used) > 1:
-        told = (
-            f"{len(used)} GPUs: a model that one of them holds runs on the fastest that does; "
-            "larger ones are divided by layers"
-        )
-        findings.append(Finding("info", told))
-    base = with_findings(base, findings)
+    told = (
+        f"{len(used)} GPUs: a model that one of them holds runs on the fastest that does; "
+        "larger ones are divided by layers"
+    )
+    said = (
+        (bool(idle), left_idle(idle, accelerator)),
+        (len(used) > 1, Finding("info", told)),
+    )
+    of_cards = chain.from_iterable(card.findings for card in found)
+    base = with_findings(base, [*of_cards, *(finding for is_so, finding in said if is_so)])
     return cards.together(cards.numbered([_beside(base, card) for card in used]))
 
 
