@@ -150,23 +150,22 @@ def hardware_keys(name: str, engine: str) -> tuple[str, ...]:
     if engine == "cpu":
         return ("cpu",)
     vendor, gen, tier = generation(name)
-    keys, kernels = [engine], facts((engine,))
-    if kernels.by_vendor and vendor:
-        keys.append(f"{vendor}.{engine}")
-    if gen in _KERNELS_OF:
-        keys.append(f"{vendor}-{_KERNELS_OF[gen]}.{engine}")
-    keys += [
-        key for key, generations in kernels.emulated_on_generations.items() if gen in generations
-    ]
-    if gen:
-        keys.append(f"{vendor}-{gen}.{engine}")
-    keys += [
-        key for key, pattern in kernels.emulated_on_parts.items() if re.search(pattern, name, re.I)
-    ]
-    if tier:
-        keys.append(f"apple-{tier}.{engine}")
-    keys.append(f"part:{part(name)}.{engine}")
-    return tuple(keys)
+    kernels = facts((engine,))
+    # (does it apply, key)
+    keys = (
+        (True, engine),
+        (kernels.by_vendor and vendor, f"{vendor}.{engine}"),
+        (gen in _KERNELS_OF, f"{vendor}-{_KERNELS_OF.get(gen)}.{engine}"),
+        *((gen in lacking, key) for key, lacking in kernels.emulated_on_generations.items()),
+        (gen, f"{vendor}-{gen}.{engine}"),
+        *(
+            (re.search(pattern, name, re.I), key)
+            for key, pattern in kernels.emulated_on_parts.items()
+        ),
+        (tier, f"apple-{tier}.{engine}"),
+        (True, f"part:{part(name)}.{engine}"),
+    )
+    return tuple(key for applies, key in keys if applies)
 
 
 def device_keys(device: Device, backend: str) -> tuple[str, ...]:

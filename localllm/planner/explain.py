@@ -40,18 +40,18 @@ def _span(value: Range, unit: str) -> str:
 
 def _layer_words(layer: Layer, settings: RunSettings) -> str:
     cells = kv_sizes.kv_cells(layer, settings)
-    if layer.kind == "mla":
-        return f"latent, {layer.mla_rank} + {layer.mla_rope_dim} wide, {cells:,} cells"
-    if layer.kind == "recurrent":
-        n_floats = f"{layer.state_elements:,} floats of state"
-        return f"recurrent, {n_floats} × {settings.n_sequences} sequences"
-    if layer.kind == "none":
-        return "no memory"
-    if layer.shares_kv:
-        return "share another layer's KV"
     kind = f"sliding {layer.window:,}" if layer.kind == "sliding" else "full"
+    states = f"{layer.state_elements:,} floats of state × {settings.n_sequences} sequences"
     wide = f"{layer.n_kv_heads} heads × ({layer.head_dim_k} + {layer.head_dim_v})"
-    return f"{kind}, {wide}, {cells:,} cells"
+    latent = f"{layer.mla_rank} + {layer.mla_rope_dim} wide"
+    words = (
+        (layer.kind == "mla", f"latent, {latent}, {cells:,} cells"),
+        (layer.kind == "recurrent", f"recurrent, {states}"),
+        (layer.kind == "none", "no memory"),
+        (layer.shares_kv, "share another layer's KV"),
+        (True, f"{kind}, {wide}, {cells:,} cells"),
+    )
+    return next(what for is_so, what in words if is_so)
 
 
 def _memory_lines(plan: Plan, device: Device) -> list[str]:

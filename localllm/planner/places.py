@@ -92,15 +92,12 @@ class Ledger:
         output."""
         n = len(self.layers)
         first, kept = placed.first_gpu_layer(n), placed.host_expert_layers(n)
-        found = []
-        for i in range(min(first, n), n):
-            dense, experts, kv, state = self.layers[i]
-            found.append(
-                dense + (0 if i < kept else experts) + (0 if placed.kv_on_host else kv + state)
-            )
-        if first <= n:
-            found.append(self.output_bytes)
-        return found
+        found = [
+            dense + (0 if i < kept else experts) + (0 if placed.kv_on_host else kv + state)
+            for i, (dense, experts, kv, state) in enumerate(self.layers)
+            if i >= first
+        ]
+        return [*found, self.output_bytes] if first <= n else found
 
     def host_weights_bytes(self, placed: Placement) -> int:
         """Weight bytes in system memory."""

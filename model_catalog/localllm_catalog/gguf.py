@@ -442,13 +442,20 @@ def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
 
 
 def _unknown_type(name: str, type_id: int) -> BadHeaderError:
-    what, hint = f"has the unknown tensor type {type_id}", "a newer localllm may know it"
-    if type_id in REMOVED_TYPE_IDS:
-        what, hint = f"is in a format llama.cpp gave up (type {type_id})", "get a newer file"
-    elif type_id in _OF_IK_LLAMA:
-        what = f"is in a format of ik_llama.cpp's (type {type_id})"
-        hint = "run it with that program, or take another quant"
-    return BadHeaderError(f"{name} {what}", hint)
+    signs = (
+        (
+            type_id in REMOVED_TYPE_IDS,
+            f"is in a format llama.cpp gave up (type {type_id})",
+            "get a newer file",
+        ),
+        (
+            type_id in _OF_IK_LLAMA,
+            f"is in a format of ik_llama.cpp's (type {type_id})",
+            "run it with that program, or take another quant",
+        ),
+        (True, f"has the unknown tensor type {type_id}", "a newer localllm may know it"),
+    )
+    return next(BadHeaderError(f"{name} {what}", hint) for is_so, what, hint in signs if is_so)
 
 
 def _check_data(tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:

@@ -29,15 +29,17 @@ _NOT_OURS = (
 def _ollamas_own(header: GgufHeader) -> str:
     """What of a header is laid out as Ollama alone does, "" for one that is llama.cpp's."""
     arch = header.architecture
-    if arch in _OLLAMAS_NAMES:
-        return f"the architecture {arch!r}"
     inside = next((t.name for t in header.tensors if t.name.startswith(_OLLAMAS_TENSORS)), "")
-    if inside:
-        return f"{inside} beside the language model's tensors"
     sections = header.metadata.get(f"{arch}.rope.dimension_sections")
-    if isinstance(sections, tuple) and len(sections) == 3:
-        return f"{len(sections)} rope sections where llama.cpp has 4"
-    return ""
+    signs = (
+        (arch in _OLLAMAS_NAMES, f"the architecture {arch!r}"),
+        (bool(inside), f"{inside} beside the language model's tensors"),
+        (
+            isinstance(sections, tuple) and len(sections) == 3,
+            "3 rope sections where llama.cpp has 4",
+        ),
+    )
+    return next((what for is_so, what in signs if is_so), "")
 
 
 class Facts:

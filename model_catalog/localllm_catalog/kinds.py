@@ -270,18 +270,16 @@ def own_projectors(
     (`one_repo`), whose files belong together, and nowhere else.
     """
     kinds = {model_words(name) for name in models} if projectors else set()
+    spoken = {name: projector_words(name) for name in projectors}
     if len(kinds) == 1:
         # One word ("p2", "vision") may be anything; several are a model's name.
-        spoken = {name: projector_words(name) for name in projectors}
         return [
             p for p, words in spoken.items() if one_repo or len(words) < 2 or _named(words, kinds)
         ]
-    mine = []
-    for name in projectors:
-        words = projector_words(name)
-        if (not words and one_repo) or (words and model_words(model) in _named(words, kinds)):
-            mine.append(name)
-    return mine
+    own = model_words(model)
+    return [
+        p for p, words in spoken.items() if (own in _named(words, kinds) if words else one_repo)
+    ]
 
 
 def _named(words: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[str, ...]]:

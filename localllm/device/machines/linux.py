@@ -159,17 +159,23 @@ def _one_pool_name(readings: Readings, row: DeviceRow | None) -> str:
 
 def _driver_fix(readings: Readings) -> str:
     """What makes an NVIDIA GPU's driver answer here."""
-    if linux.is_wsl(readings):
-        return (
+    fixes = (
+        (
+            linux.is_wsl(readings),
             "install the NVIDIA driver in Windows (not in WSL); check with "
-            "/usr/lib/wsl/lib/nvidia-smi"
-        )
-    if "/.dockerenv" in readings.files:
-        return "start the container with --gpus all (needs nvidia-container-toolkit on the host)"
-    return (
-        "sudo ubuntu-drivers install  (or your distribution's NVIDIA driver), then reboot; check "
-        "with nvidia-smi"
+            "/usr/lib/wsl/lib/nvidia-smi",
+        ),
+        (
+            "/.dockerenv" in readings.files,
+            "start the container with --gpus all (needs nvidia-container-toolkit on the host)",
+        ),
+        (
+            True,
+            "sudo ubuntu-drivers install  (or your distribution's NVIDIA driver), then reboot; "
+            "check with nvidia-smi",
+        ),
     )
+    return next(fix for is_so, fix in fixes if is_so)
 
 
 # -- everything else -------------------------------------------------------------------------------

@@ -87,10 +87,7 @@ def is_wsl(readings: Readings) -> bool:
 def last_level_cache_bytes(readings: Readings) -> int:
     """The largest cache level in bytes summed over its instances as seen from cpu0 (0 =
     unknown)."""
-    sizes = []
-    for path in readings.matching("/sys/devices/system/cpu/cpu*/cache/index*/size"):
-        text = readings.file(path)
-        number = integer(text)
-        if number and number > 0:
-            sizes.append(number * {"K": 1024, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1))
-    return max(sizes, default=0)
+    units = {"K": 1024, "M": 1 << 20, "G": 1 << 30}
+    paths = readings.matching("/sys/devices/system/cpu/cpu*/cache/index*/size")
+    texts = [readings.file(path) for path in paths]
+    return max([0, *((integer(text) or 0) * units.get(text[-1:].upper(), 1) for text in texts)])
