@@ -156,22 +156,23 @@ def _memory_of(device: ggml.GgmlDevice) -> str:
 def _cuda_code(device: Device, build: BuildFacts, said: str) -> HealthCheck:
     """Native code runs within one major version, up to the GPU's minor; anything else needs PTX or
     fails."""
-    name, architectures = "llama.cpp build", build.cuda_architectures
+    architectures = build.cuda_architectures
     capability = re.fullmatch(r"([0-9]+)\.([0-9])", device.compute_capability)
-    if capability is None:
-        return HealthCheck(name, "not checked", f"{said}: this GPU's compute capability is unknown")
-    if not architectures:
-        return HealthCheck(
-            name, "not checked", f"{said}: no architecture names found in its CUDA code"
-        )
-    major, minor = int(capability.group(1)), int(capability.group(2))
+    major, minor = (int(capability[1]), int(capability[2])) if capability else (0, 0)
     listed = ", ".join(f"sm_{architecture}" for architecture in architectures)
-    if any(a // 10 == major and a % 10 <= minor for a in architectures):
-        return HealthCheck(name, "ok", f"{said} ({listed})")
-    message = (
-        f"{said} for {listed}, but this GPU is sm_{major}{minor}: it would be slow to start or fail"
+    runs = any(a // 10 == major and a % 10 <= minor for a in architectures)
+    slow = f"this GPU is sm_{major}{minor}: it would be slow to start or fail"
+    checks: tuple[tuple[bool, Status, str, str], ...] = (
+        (capability is None, "not checked", ": this GPU's compute capability is unknown", ""),
+        (not architectures, "not checked", ": no architecture names found in its CUDA code", ""),
+        (runs, "ok", f" ({listed})", ""),
+        (True, "error", f" for {listed}, but {slow}", _SETUP),
     )
-    return HealthCheck(name, "error", message, _SETUP)
+    return next(
+        HealthCheck("llama.cpp build", status, said + what, fix)
+        for is_so, status, what, fix in checks
+        if is_so
+    )
 
 
 def _gpu_share(device: Device) -> list[HealthCheck]:

@@ -253,10 +253,10 @@ def _without_disk(rows: Sequence[DeviceRow], part: Typed, computer: Computer) ->
         for size in part.sizes_gb
         if size > largest and (size in _DISKS or is_fixed) and not is_server
     ]
-    for size in disks:
-        computer.findings.append(
-            Finding("info", f"took {size:g} GB as the disk: no {rows[0].name} has so much memory")
-        )
+    computer.findings += [
+        Finding("info", f"took {size:g} GB as the disk: no {rows[0].name} has so much memory")
+        for size in disks
+    ]
     return replace(part, sizes_gb=tuple(size for size in part.sizes_gb if size not in disks))
 
 

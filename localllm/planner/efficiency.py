@@ -369,17 +369,20 @@ def limit_of(device: Device) -> str | None:
     """What limits a laptop's graphics card or a T4, in a sentence; None for what holds its
     speed."""
     name = f"{device.match or ''} {device.name}"
-    if device.kind == "discrete" and _LAPTOP.search(name):
-        return (
+    limits = (
+        (
+            _LAPTOP,
             f"a laptop's power limit may leave {_LASTING_SHARE:.0%} of these speeds under lasting "
-            "load (an RTX 3080 Ti held to 115 W: 58%)"
-        )
-    if device.kind == "discrete" and _T4.search(name):
-        return (
+            "load (an RTX 3080 Ti held to 115 W: 58%)",
+        ),
+        (
+            _T4,
             f"70 W may leave a T4 {_LASTING_SHARE:.0%} of these speeds under lasting load (assumed, "
-            "as of laptops)"
-        )
-    return None
+            "as of laptops)",
+        ),
+    )
+    is_card = device.kind == "discrete"
+    return next((limit for pattern, limit in limits if is_card and pattern.search(name)), None)
 
 
 def under_lasting_load(device: Device, predicted: Range) -> Range:

@@ -121,15 +121,14 @@ def _card_lines(plan: Plan, device: Device) -> list[str]:
     held = need.cards_bytes or ((need.total_bytes,) if placed.cards else ())
     limits = need.cards_limit_bytes or (need.limit_bytes,)
     names = {card.number: card.name for card in device.cards}
-    shares = [f", {n:g} layers" for n in placed.tensor_split]
-    lines = []
-    for i, (n_bytes, limit) in enumerate(zip(held, limits, strict=False)):
-        number = placed.cards[i] if placed.cards else i
-        name = f" of {names[number]}" if number in names else ""
-        lines.append(
-            f"  GPU {number:<8} {gb(n_bytes, 3):>14}   of {gb(limit, 3)} usable{name}"
-            f"{''.join(shares[i : i + 1])}"
-        )
+    called = {number: f" of {name}" for number, name in names.items()}
+    numbers = placed.cards or range(len(held))
+    shares = [f", {n:g} layers" for n in placed.tensor_split] + [""] * len(held)
+    lines = [
+        f"  GPU {number:<8} {gb(n_bytes, 3):>14}   of {gb(limit, 3)} usable"
+        f"{called.get(number, '')}{share}"
+        for number, n_bytes, limit, share in zip(numbers, held, limits, shares, strict=False)
+    ]
     left = [name for number, name in names.items() if placed.cards and number not in placed.cards]
     if left:
         lines.append(f"  not used     {', '.join(left)}: with it an answer would come no faster")

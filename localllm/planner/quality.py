@@ -74,6 +74,14 @@ _FIM_ONTO_INDEX: dict[str, tuple[float, float, float]] = {
     "CrossCodeEval EM": (0.3, -4.0, 2.0),
     "HumanEval-FIM EM": (1.3, -102.5, 3.0),
 }
+# How benchmarks are moved onto the index for these purposes; for others as `_ONTO_INDEX` has it.
+_LINES: dict[str, dict[str, tuple[float, float, float]]] = {
+    "autocomplete": _FIM_ONTO_INDEX,
+    "coding": {
+        **{name: (a, b, s * _GENERAL_FOR_CODING) for name, (a, b, s) in _ONTO_INDEX.items()},
+        **_CODING_ONTO_INDEX,
+    },
+}
 # What its maker measured says this much less, relative to the standard deviation of what others
 # did: benchmark, harness and settings are its choice.
 _SELF_REPORTED = 2.0
@@ -115,12 +123,13 @@ def rate(model: Model, purpose: Purpose = "chat") -> Rating:
 def _evidence(model: Model, purpose: Purpose) -> list[tuple[float, float, Quality]]:
     """What each score of a benchmark that counts says: points, their standard deviation, and the
     score."""
-    counted = [score for score in model.quality if _line(score.benchmark, purpose) is not None]
+    lines = _LINES.get(purpose, _ONTO_INDEX)
+    counted = [score for score in model.quality if score.benchmark in lines]
     if any(score.benchmark == _INDEX and not _is_older(score) for score in model.quality):
         counted = [score for score in counted if not _is_older(score)]
     found = []
     for score in counted:
-        slope, intercept, spread = _line(score.benchmark, purpose) or (0.0, 0.0, math.inf)
+        slope, intercept, spread = lines[score.benchmark]
         # By how much less a score says than its benchmark usually does.
         spread *= _OTHER_VERSION_SPREAD / 1.5 if _is_older(score) else 1.0
         spread *= _SELF_REPORTED if _is_makers_own(score) else 1.0
@@ -135,21 +144,6 @@ def _is_older(score: Quality) -> bool:
 def _is_makers_own(score: Quality) -> bool:
     """(One table of ten models by one of their makers compares all of them alike.)"""
     return score.kind == "self-reported" and score.benchmark not in _FIM_ONTO_INDEX
-
-
-def _line(benchmark: str, purpose: Purpose) -> tuple[float, float, float] | None:
-    """How `benchmark` is moved onto the index for `purpose`; None where it says nothing that can be
-    compared."""
-    if purpose == "autocomplete":
-        return _FIM_ONTO_INDEX.get(benchmark)
-    if purpose != "coding":
-        return _ONTO_INDEX.get(benchmark)
-    if benchmark in _CODING_ONTO_INDEX:
-        return _CODING_ONTO_INDEX[benchmark]
-    if benchmark not in _ONTO_INDEX:
-        return None
-    slope, intercept, spread = _ONTO_INDEX[benchmark]
-    return slope, intercept, spread * _GENERAL_FOR_CODING
 
 
 def _prior(model: Model) -> float:

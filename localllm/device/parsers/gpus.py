@@ -129,20 +129,12 @@ def _integrated(readings: Readings, folder: str, device_id: int, gfx: str) -> bo
     board_info and the name of a maker in mem_info_vram_vendor ("unknown" of an APU) are only where
     a card has memory chips of its own; and no card has less than a GiB of them beside more GTT.
     """
-    if device_id in APU_DEVICES or gfx in _APU_GFX:
-        return True
     vram = integer(readings.file(f"{folder}/mem_info_vram_total")) or 0
     gtt = integer(readings.file(f"{folder}/mem_info_gtt_total")) or 0
-    if vram < 1 << 30 < gtt:
-        return True
-    if f"{folder}/board_info" in readings.files or readings.file(
-        f"{folder}/mem_info_vram_vendor"
-    ) not in (
-        "",
-        "unknown",
-    ):
-        return False
-    return vram <= 4 << 30 and gtt >= 4 * max(vram, 1 << 30)
+    chips = readings.file(f"{folder}/mem_info_vram_vendor")
+    is_card = f"{folder}/board_info" in readings.files or chips not in ("", "unknown")
+    is_known = device_id in APU_DEVICES or gfx in _APU_GFX or vram < 1 << 30 < gtt
+    return is_known or (not is_card and vram <= 4 << 30 and gtt >= 4 * max(vram, 1 << 30))
 
 
 def marketing_name(ids_file: str, device_id: int, revision: int) -> str:
