@@ -274,19 +274,23 @@ class SharedPlan:
 
 def why_not(model: Model, variant: Variant, devices: Sequence[Device]) -> str:
     """Why `variant` can't be shared by `devices`; "" where it can."""
-    n = len(devices)
-    backend = backend_of(variant)
-    if not backend.tensor_parallel or not all(backend.runs_on(d.accelerator) for d in devices):
-        return "MLX shares its own models, among Macs"
-    if model.family not in FAMILIES:
-        return f"mlx-lm has no form of {model.family} that machines can share"
+    n, backend = len(devices), backend_of(variant)
+    runs = backend.tensor_parallel and all(backend.runs_on(d.accelerator) for d in devices)
     heads = {
         model.n_heads,
         *(x.n_heads for x in model.layers),
         *(x.n_kv_heads for x in model.layers),
     } - {0}
-    odd = sorted(h for h in heads if h % n)
-    return f"{n} machines can't share {odd[0]} heads evenly" if odd else ""
+    odd = min((h for h in heads if h % n), default=0)
+    reasons = (
+        (not runs, "MLX shares its own models, among Macs"),
+        (
+            model.family not in FAMILIES,
+            f"mlx-lm has no form of {model.family} that machines can share",
+        ),
+        (odd > 0, f"{n} machines can't share {odd} heads evenly"),
+    )
+    return next((why for is_so, why in reasons if is_so), "")
 
 
 def needs_bytes(

@@ -69,14 +69,9 @@ def kv_widths(layer: Layer) -> tuple[int, int]:
 def layer_kv_bytes(model: Model, settings: RunSettings) -> list[int]:
     """Bytes of each layer's KV, in the order of the layers."""
     # by identity: equal layers of a model are mostly one object, and hashing takes longer
-    of_kind: dict[int, int] = {}
-    found = []
-    for layer in model.layers:
-        n_bytes = of_kind.get(id(layer))
-        if n_bytes is None:
-            n_bytes = of_kind[id(layer)] = _kv_bytes_of(layer, settings)
-        found.append(n_bytes)
-    return found
+    unlike = {id(layer): layer for layer in model.layers}
+    n_bytes = {key: _kv_bytes_of(layer, settings) for key, layer in unlike.items()}
+    return [n_bytes[id(layer)] for layer in model.layers]
 
 
 def layer_state_bytes(model: Model, settings: RunSettings) -> list[int]:

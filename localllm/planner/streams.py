@@ -156,11 +156,12 @@ class ModelCounts:
     def kv_elements(self, depth: int) -> int:
         """KV elements one sequence of `depth` tokens holds: each sliding layer at most its
         window."""
-        total = 0
-        for layer, count in self.groups:
-            held = min(depth, layer.window) if layer.kind == "sliding" and layer.window else depth
-            total += count * held * shapes.layer_kv_elements(layer)
-        return total
+        return sum(
+            count
+            * shapes.layer_kv_elements(layer)
+            * (min(depth, layer.window) if layer.kind == "sliding" and layer.window else depth)
+            for layer, count in self.groups
+        )
 
 
 @lru_cache(4096)

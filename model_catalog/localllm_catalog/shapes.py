@@ -9,6 +9,7 @@ slots are the planner's business.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 
@@ -100,21 +101,13 @@ def trunk_params(model: Model) -> tuple[int, int]:
     """(all, run per token) weights of the language trunk, embeddings apart, counted from the
     shapes."""
     total = active = model.hidden_size
-    for layer, count in _layer_counts(model):
-        mixer = _mixer_params(model, layer)
-        ffn_total, ffn_active = _ffn_params(model, layer)
+    # by identity: the catalog builds a pattern's layers once
+    layers = {id(layer): layer for layer in model.layers}
+    for key, count in Counter(map(id, model.layers)).items():
+        mixer = _mixer_params(model, layers[key])
+        ffn_total, ffn_active = _ffn_params(model, layers[key])
         total, active = total + count * (mixer + ffn_total), active + count * (mixer + ffn_active)
     return total, active
-
-
-def _layer_counts(model: Model) -> list[tuple[Layer, int]]:
-    """Each layer object with how often the model holds it: the catalog builds a pattern's layers
-    once."""
-    counts: dict[int, tuple[Layer, int]] = {}
-    for layer in model.layers:
-        _, seen = counts.get(id(layer), (layer, 0))
-        counts[id(layer)] = (layer, seen + 1)
-    return list(counts.values())
 
 
 def count_params(model: Model) -> tuple[int, int]:
