@@ -17,53 +17,66 @@ VERSION = 2
 #
 # parent_id has no default on purpose: a program of an earlier release that has this file open can't
 # write a turn without its place, and says so.
-_TABLES = """
-CREATE TABLE conversations (
-    id TEXT PRIMARY KEY,
-    title TEXT NOT NULL,
-    model TEXT NOT NULL,
-    created_s REAL NOT NULL,
-    updated_s REAL NOT NULL,
-    head_id INTEGER NOT NULL,
-    titled INTEGER NOT NULL
-);
-CREATE TABLE messages (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    conversation_id TEXT NOT NULL REFERENCES conversations(id) ON DELETE CASCADE,
-    parent_id INTEGER NOT NULL,
-    role TEXT NOT NULL,
-    content TEXT NOT NULL,
-    reasoning TEXT,
-    meta TEXT NOT NULL,
-    complete INTEGER NOT NULL,
-    created_s REAL NOT NULL
-);
-CREATE INDEX messages_of ON messages(conversation_id, id);
-CREATE INDEX versions_of ON messages(conversation_id, parent_id);
-CREATE INDEX by_age ON conversations(updated_s DESC);
-CREATE INDEX unfinished ON messages(id) WHERE complete = 0;
-"""
+_TABLES = (
+    """
+    CREATE TABLE conversations (
+        id TEXT PRIMARY KEY,
+        title TEXT NOT NULL,
+        model TEXT NOT NULL,
+        created_s REAL NOT NULL,
+        updated_s REAL NOT NULL,
+        head_id INTEGER NOT NULL,
+        titled INTEGER NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE messages (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        conversation_id TEXT NOT NULL REFERENCES conversations(id) ON DELETE CASCADE,
+        parent_id INTEGER NOT NULL,
+        role TEXT NOT NULL,
+        content TEXT NOT NULL,
+        reasoning TEXT,
+        meta TEXT NOT NULL,
+        complete INTEGER NOT NULL,
+        created_s REAL NOT NULL
+    )
+    """,
+    "CREATE INDEX messages_of ON messages(conversation_id, id)",
+    "CREATE INDEX versions_of ON messages(conversation_id, parent_id)",
+    "CREATE INDEX by_age ON conversations(updated_s DESC)",
+    "CREATE INDEX unfinished ON messages(id) WHERE complete = 0",
+)
 
 # Words of finished turns alone: an answer is written twice a second while it streams, and indexed
 # once. Three letters a token, so that a part of a word is found, and languages that write no spaces
 # are searched too.
-_SEARCH = """
-CREATE VIRTUAL TABLE found USING fts5(content, content='messages', content_rowid='id', tokenize='trigram');
-CREATE TRIGGER found_new AFTER INSERT ON messages WHEN new.complete BEGIN
-    INSERT INTO found(rowid, content) VALUES (new.id, new.content);
-END;
-CREATE TRIGGER found_gone AFTER DELETE ON messages WHEN old.complete BEGIN
-    INSERT INTO found(found, rowid, content) VALUES ('delete', old.id, old.content);
-END;
-CREATE TRIGGER found_changed_from AFTER UPDATE OF content, complete ON messages
-WHEN old.complete AND (NOT new.complete OR old.content <> new.content) BEGIN
-    INSERT INTO found(found, rowid, content) VALUES ('delete', old.id, old.content);
-END;
-CREATE TRIGGER found_changed_to AFTER UPDATE OF content, complete ON messages
-WHEN new.complete AND (NOT old.complete OR old.content <> new.content) BEGIN
-    INSERT INTO found(rowid, content) VALUES (new.id, new.content);
-END;
-"""
+_SEARCH = (
+    "CREATE VIRTUAL TABLE found USING fts5("
+    "content, content='messages', content_rowid='id', tokenize='trigram')",
+    """
+    CREATE TRIGGER found_new AFTER INSERT ON messages WHEN new.complete BEGIN
+        INSERT INTO found(rowid, content) VALUES (new.id, new.content);
+    END
+    """,
+    """
+    CREATE TRIGGER found_gone AFTER DELETE ON messages WHEN old.complete BEGIN
+        INSERT INTO found(found, rowid, content) VALUES ('delete', old.id, old.content);
+    END
+    """,
+    """
+    CREATE TRIGGER found_changed_from AFTER UPDATE OF content, complete ON messages
+    WHEN old.complete AND (NOT new.complete OR old.content <> new.content) BEGIN
+        INSERT INTO found(found, rowid, content) VALUES ('delete', old.id, old.content);
+    END
+    """,
+    """
+    CREATE TRIGGER found_changed_to AFTER UPDATE OF content, complete ON messages
+    WHEN new.complete AND (NOT old.complete OR old.content <> new.content) BEGIN
+        INSERT INTO found(rowid, content) VALUES (new.id, new.content);
+    END
+    """,
+)
 
 
 def prepare(db: sqlite3.Connection) -> None:
@@ -88,19 +101,9 @@ def _version(db: sqlite3.Connection) -> int:
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _run(db: sqlite3.Connection, script: str) -> None:
-    """What executescript does, but within the transaction there is."""
-    statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            db.execute(statement)
-            statement = ""
-
-
 def _create(db: sqlite3.Connection) -> None:
-    _run(db, _TABLES)
-    _run(db, _SEARCH)
+    for statement in (*_TABLES, *_SEARCH):
+        db.execute(statement)
 
 
 def _from_1(db: sqlite3.Connection) -> None:
@@ -110,7 +113,8 @@ def _from_1(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
     for index in ("messages_of", "by_age"):  # their names are wanted
         db.execute(f"DROP INDEX IF EXISTS {index}")
-    _run(db, _TABLES)
+    for statement in _TABLES:
+        db.execute(statement)
     db.execute(
         "INSERT INTO conversations SELECT id, title, model, created_s, updated_s, 0, 0 FROM "
         "old_conversations"
@@ -143,7 +147,8 @@ def _from_1(db: sqlite3.Connection) -> None:
     )
     db.execute("DROP TABLE old_messages")
     db.execute("DROP TABLE old_conversations")
-    _run(db, _SEARCH)
+    for statement in _SEARCH:
+        db.execute(statement)
     db.execute("INSERT INTO found(rowid, content) SELECT id, content FROM messages WHERE complete")
 
 

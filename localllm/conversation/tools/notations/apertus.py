@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm import json_store
-from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
+from localllm.conversation.tools.base import GrammarTrigger, ToolFormat
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import array_of
 
@@ -31,10 +31,6 @@ def _call(name: str, schema: Any) -> dict[str, Any]:
     }
 
 
-def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    return {_OPEN: GrammarTrigger("", array_of(tools, _call), _CLOSE)}
-
-
 FORMATS = (
     ToolFormat(
         name="apertus",
@@ -42,6 +38,8 @@ FORMATS = (
         markers=(_OPEN,),
         control=True,
         reader=lambda first, marker, tools: BlockReader(first, marker, _CLOSE, _parse),
-        triggers=_triggers,
+        triggers=lambda template, tools: {
+            _OPEN: GrammarTrigger("", array_of(tools, _call), _CLOSE)
+        },
     ),
 )

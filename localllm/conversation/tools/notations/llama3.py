@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 from localllm.conversation.tools.base import (
     GrammarTrigger,
-    NamedSchemas,
     Tool,
     ToolFormat,
-    Triggers,
     parameters_of,
 )
 from localllm.conversation.tools.lark import json_value
@@ -30,14 +28,6 @@ def _reader(first: int, marker: str, tools: Sequence[Tool]) -> JsonReader:
     return JsonReader(first, marker, JSON_HEAD, "\0", names=names, is_part=marker != _TAG)
 
 
-def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    """An answer in JSON may begin like a call: only a known name with its parameters is one."""
-    return {
-        f'{{"name": {json.dumps(n)}, "{_KEY}": ': GrammarTrigger("", arguments(s), "}")
-        for n, s in tools
-    }
-
-
 FORMATS = (
     # Calls that may begin without any marker.
     ToolFormat(
@@ -49,7 +39,11 @@ FORMATS = (
         opening="",
         arguments_key=_KEY,
         reader=_reader,
-        triggers=_triggers,
+        # An answer in JSON may begin like a call: only a known name with its parameters is one.
+        triggers=lambda template, tools: {
+            f'{{"name": {json.dumps(n)}, "{_KEY}": ': GrammarTrigger("", arguments(s), "}")
+            for n, s in tools
+        },
         unmarked_call=lambda tools: json_value(any_call(tools, _KEY)),
     ),
 )

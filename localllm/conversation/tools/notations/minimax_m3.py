@@ -11,10 +11,8 @@ from typing import Any
 
 from localllm.conversation.tools.base import (
     GrammarTrigger,
-    NamedSchemas,
     Tool,
     ToolFormat,
-    Triggers,
     parameters_of,
 )
 from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
@@ -150,18 +148,10 @@ def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
     return None
 
 
-def _triggers(template: str, tools: NamedSchemas) -> Triggers:
-    listing = ListGrammar(
-        head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark
-    )
-    start = f"call+ {_lark(_CLOSE)}"
-    return {
-        _OPEN: GrammarTrigger(
-            "\n", listed_calls(tools, listing, SpelledValues(_SPELLING), start=start)
-        )
-    }
-
-
+_LISTING = ListGrammar(
+    head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark
+)
+_START = f"call+ {_lark(_CLOSE)}"
 FORMATS = (
     ToolFormat(
         name="minimax_m3",
@@ -174,6 +164,10 @@ FORMATS = (
         reader=lambda first, marker, tools: BlockReader(
             first, marker, _CLOSE, partial(_parse, tools)
         ),
-        triggers=_triggers,
+        triggers=lambda template, tools: {
+            _OPEN: GrammarTrigger(
+                "\n", listed_calls(tools, _LISTING, SpelledValues(_SPELLING), start=_START)
+            )
+        },
     ),
 )
