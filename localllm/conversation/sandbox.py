@@ -33,10 +33,6 @@ class FailedRenderingError(jinja2.TemplateError):
     """There is no prompt; the message is a whole sentence."""
 
 
-class TemplateRaisedError(jinja2.TemplateError):
-    """The template itself refused the conversation by `raise_exception(message)`."""
-
-
 class _Generation(Extension):
     """`{% generation %}…{% endgeneration %}` marks what the assistant wrote; for a prompt it
     changes nothing."""
@@ -120,10 +116,6 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
             pieces.append(piece)
     except (MemoryError, FailedRenderingError):
         raise
-    except TemplateRaisedError as e:
-        raise FailedRenderingError(
-            f"the model's chat template refuses this conversation: {_reason(e)}"
-        ) from e
     except Exception as e:
         raise FailedRenderingError(
             f"the model's chat template fails on this conversation: {_reason(e)}"
@@ -140,14 +132,15 @@ def _given(value: Any) -> Any:
     return value
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception | str) -> str:
     """The first line of `error`, short: a template's failure can quote the whole conversation."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0][:_REASON_CHARS]
 
 
 def _raise_exception(message: Any = "") -> NoReturn:
-    raise TemplateRaisedError(str(message))
+    said = _reason(str(message) or "it does not say why")
+    raise FailedRenderingError(f"the model's chat template refuses this conversation: {said}")
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 - the name templates use
@@ -179,7 +172,7 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, Iterator):
         return list(value)
-    raise TemplateRaisedError(f"the chat template writes a {type(value).__name__} as JSON")
+    raise TypeError(f"it writes a {type(value).__name__} as JSON")
 
 
 if __name__ == "__main__":

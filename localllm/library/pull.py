@@ -87,14 +87,15 @@ def pull(
             return elsewhere
         try:
             return bring(listing, selection, wanted, say, reserve_bytes, patience, _check_kind)
-        except _NoModelError as e:
-            if wanted.file == e.file:
-                raise e.why from e
-            listing = replace(listing, files=tuple(f for f in listing.files if f.name != e.file))
+        except ModelFileError as e:
+            refused = selection.files[0].name
+            if wanted.file == refused:
+                raise DownloadError(e.message, hint=e.hint) from e
+            listing = replace(listing, files=tuple(f for f in listing.files if f.name != refused))
             try:
                 selection = _picked(listing, wanted, catalog, choose, mmproj)
             except DownloadError as nothing_else:
-                raise DownloadError(e.why.message, hint=nothing_else.hint) from e
+                raise DownloadError(e.message, hint=nothing_else.hint) from e
     raise DownloadError(
         f"{listing.repo} holds too many files that are no models", hint="name one by its address"
     )
@@ -161,25 +162,15 @@ def _picked(
     return replace(selection, projector=projector)
 
 
-class _NoModelError(Exception):
-    """`file`, on its way, says in its header that it is no model: `why` it is refused."""
-
-    def __init__(self, file: str, why: DownloadError) -> None:
-        super().__init__(file)
-        self.file, self.why = file, why
-
-
 def _check_kind(partial: Path, file: RepoFile) -> None:
-    """Raises _NoModelError, and lets the bytes go, where what has arrived says that it is no
+    """Raises ModelFileError, and lets the bytes go, where what has arrived says that it is no
     model."""
     try:
         if names.is_first_part(file.name):
             file_kinds.check_is_model(partial)
     except ModelFileError as e:
         partial.unlink(missing_ok=True)
-        raise _NoModelError(
-            file.name, DownloadError(e.message.replace(partial.name, file.name, 1), hint=e.hint)
-        ) from e
+        raise ModelFileError(e.message.replace(partial.name, file.name, 1), hint=e.hint) from e
 
 
 def _held_elsewhere(listing: Listing, selection: Selection) -> LocalModel | None:
@@ -212,7 +203,7 @@ def _is_here(files: tuple[Path, ...], wanted: RepoFile) -> bool:
 
 def _without_network(ref: str, catalog: Catalog | None) -> LocalModel:
     try:
-        return resolve(ref, catalog=catalog, offline=True)
+        return resolve(ref, catalog=catalog)
     except ModelNotFoundError as e:
         raise DownloadError(
             f"{e.message}, and offline mode forbids fetching it",

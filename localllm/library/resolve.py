@@ -31,15 +31,12 @@ _NOT_CHAT = re.compile(
 )
 
 
-def resolve(
-    ref: str | None, *, catalog: Catalog | None = None, offline: bool = False
-) -> LocalModel:
+def resolve(ref: str | None, *, catalog: Catalog | None = None) -> LocalModel:
     """The files that `ref` means; None = the best model at hand (the biggest sensible chat model,
     else the starter).
 
-    Looks at this disk only, whatever `offline` says (it is accepted because every command carries
-    it). Raises ModelNotFoundError saying what is near and how to fetch it, ModelFileError for a
-    path that is no model, UsageError for a malformed reference.
+    Looks at this disk only. Raises ModelNotFoundError saying what is near and how to fetch it,
+    ModelFileError for a path that is no model, UsageError for a malformed reference.
     """
     if ref is None:
         return _best_at_hand()

@@ -68,7 +68,7 @@ def chosen_drafter(opened: OpenedModel, catalog: Catalog, settings: Settings) ->
             hint = "use the drafter published for this very model, or --draft auto"
             raise UnsupportedError(f"--draft {Path(draft).name}: {why}", hint=hint)
         return ChosenDrafter(companion=named)
-    second = resolve(draft, offline=bool(settings.value("offline")))
+    second = resolve(draft)
     return ChosenDrafter(second=open_model(second, catalog))
 
 

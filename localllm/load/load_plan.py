@@ -80,7 +80,7 @@ class LoadPlan:
 def resolved(reference: str | None, settings: Settings) -> LocalModel:
     """The files of MODEL, or of the one that is set. Raises ModelNotFoundError and
     ModelFileError."""
-    return resolve(reference or settings.value("model"), offline=bool(settings.value("offline")))
+    return resolve(reference or settings.value("model"))
 
 
 def load_plan_named(

@@ -48,7 +48,7 @@ class OwnEngine:
         reference = model or self._settings.value("model")
         self._preset = preset_named(self._presets, reference)
         named = self._preset.model if self._preset is not None else reference
-        self._local = resolve(named, offline=bool(self._settings.value("offline")))
+        self._local = resolve(named)
         self.model = self._preset.name if self._preset is not None else self._local.name
         [self._sock] = bind("127.0.0.1", 0)
         _reach(self._sock)

@@ -149,7 +149,7 @@ class LibraryStore:
         pull(name, on_progress=hear, choose=variant_choice(name), offline=self.offline, mmproj=True)
 
     def remove(self, ref: str) -> None:
-        store.rm(resolve(_ours(ref), offline=True))
+        store.rm(resolve(_ours(ref)))
 
 
 def _ours(ref: str) -> str:
