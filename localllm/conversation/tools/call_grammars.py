@@ -142,41 +142,39 @@ def _parameter(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ListGrammar:
-    """How a notation writes a call with its parameters in a list: `head` for a function's name, and
-    the `end`.
-    `before` is the Lark in front of a parameter's value, of any parameter's where no key is given;
-    without it, parameters are written as members of an object.
-    `lark` makes Lark of `head` and `end`."""
-
-    head: Callable[[str], str]
-    end: str
-    before: Callable[[str | None], str] | None = None
-    lark: Callable[[str], str] = text
-
-    def parameter(self, key: str | None, value: str, values: SpelledValues) -> str:
-        if self.before is not None:
-            return f"{self.before(key)} {value}"
-        return values.spelling.any_member(value) if key is None else values.member(key, value)
-
-
 def listed_calls(
-    tools: NamedSchemas, listing: ListGrammar, values: SpelledValues, *, start: str = "call"
+    tools: NamedSchemas,
+    spelling: Spelling,
+    head: Callable[[str], str],
+    end: str,
+    *,
+    before: Callable[[str | None], str] | None = None,
+    start: str = "call",
 ) -> Grammar:
-    """Calls in a list; `start` makes the whole of `call`s."""
+    """Calls with their parameters in a list: the Lark of a function's `head` and of the `end`.
+    `before` is the Lark in front of a parameter's value, of any parameter's where no key is given;
+    without it, parameters are written as members of an object. `start` makes the whole of
+    `call`s."""
+
+    values = SpelledValues(spelling)
+
+    def parameter(key: str | None, value: str) -> str:
+        if before is not None:
+            return f"{before(key)} {value}"
+        return spelling.any_member(value) if key is None else values.member(key, value)
+
     rules: list[str] = []
     for f, (name, schema) in enumerate(tools):
         if names_all(schema):
             members = [
-                (key, listing.parameter(key, values.of(described, schema), values), wanted)
+                (key, parameter(key, values.of(described, schema)), wanted)
                 for key, described, wanted in values.ordered(parameters(schema))
             ]
             body = values.sequence(members)
         else:
-            rules.append(f"f{f}_any: {listing.parameter(None, values.anything(), values)}")
-            body = f"(f{f}_any ({text(values.spelling.comma)} f{f}_any)*)?"
-        rules.append(f"f{f}: {listing.lark(listing.head(name))} {body} {listing.lark(listing.end)}")
+            rules.append(f"f{f}_any: {parameter(None, values.anything())}")
+            body = f"(f{f}_any ({text(spelling.comma)} f{f}_any)*)?"
+        rules.append(f"f{f}: {head(name)} {body} {end}")
     return "lark", "\n".join(
         [f"start: {start}", f"call: {any_of(tools)}", *rules, *values.rules]
     ) + "\n"

@@ -16,11 +16,11 @@ from localllm.conversation.tools.base import (
     ToolFormat,
     Triggers,
 )
-from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
+from localllm.conversation.tools.call_grammars import listed_calls
 from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.literals import LiteralReader
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
-from localllm.conversation.tools.values import SpelledValues, Spelling
+from localllm.conversation.tools.values import Spelling
 
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
 _BARE_TEXT = re.compile(r"[^,:{}\[\]<]+")
@@ -96,8 +96,9 @@ def _format(opening: str, closing: str, quote: str, **facts: Any) -> ToolFormat:
     def triggers(template: str, tools: NamedSchemas) -> Triggers:
         if not all(_NAME.fullmatch(name) for name, _ in tools):
             raise NotConstrainableError("this notation has no way to write some name")
-        call = ListGrammar(head=lambda name: f"call:{name}{{", end="}")
-        grammar = listed_calls(tools, call, SpelledValues(_spelling(quote)))
+        grammar = listed_calls(
+            tools, _spelling(quote), lambda name: text(f"call:{name}{{"), text("}")
+        )
         return {opening: GrammarTrigger("", grammar, closing, again=True)}
 
     parse = _GemmaReader(quote).calls

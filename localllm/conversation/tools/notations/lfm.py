@@ -11,12 +11,12 @@ from localllm.conversation.tools.base import (
     ToolFormat,
     Triggers,
 )
-from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
+from localllm.conversation.tools.call_grammars import listed_calls
 from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.literals import LiteralReader
 from localllm.conversation.tools.readers import BlockReader, Call, as_json, json_calls
 from localllm.conversation.tools.schemas import parameters
-from localllm.conversation.tools.values import SpelledValues, python_values
+from localllm.conversation.tools.values import python_values
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 # What can stand for a name in a call of Python's.
@@ -70,8 +70,14 @@ def _triggers(template: str, tools: NamedSchemas) -> Triggers:
     ]
     if not all(map(_NAME.fullmatch, words)):
         raise NotConstrainableError("this notation has no way to write some name")
-    listing = ListGrammar(head=lambda name: f"{name}(", end=")", before=_before)
-    lark = listed_calls(tools, listing, SpelledValues(_VALUES), start='"[" call (", " call)* "]"')
+    lark = listed_calls(
+        tools,
+        _VALUES,
+        lambda name: text(f"{name}("),
+        text(")"),
+        before=_before,
+        start='"[" call (", " call)* "]"',
+    )
     return {_OPEN: GrammarTrigger("", lark, _CLOSE)}
 
 

@@ -15,12 +15,12 @@ from localllm.conversation.tools.base import (
     ToolFormat,
     parameters_of,
 )
-from localllm.conversation.tools.call_grammars import ListGrammar, listed_calls
+from localllm.conversation.tools.call_grammars import listed_calls
 from localllm.conversation.tools.lark import text
 from localllm.conversation.tools.readers import BlockReader, Call, as_json
 from localllm.conversation.tools.schemas import kinds_of, options_of
 from localllm.conversation.tools.tag_reader import as_kind
-from localllm.conversation.tools.values import ANYTHING, SpelledValues, Spelling
+from localllm.conversation.tools.values import ANYTHING, Spelling
 
 _MARK = "]<]minimax[>["
 _OPEN, _CLOSE = f"{_MARK}<tool_call>", f"{_MARK}</tool_call>"
@@ -148,10 +148,6 @@ def _described(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
     return None
 
 
-_LISTING = ListGrammar(
-    head=lambda name: f'{_MARK}<invoke name="{name}">', end=f"{_INVOKE_END}\n", lark=_lark
-)
-_START = f"call+ {_lark(_CLOSE)}"
 FORMATS = (
     ToolFormat(
         name="minimax_m3",
@@ -166,7 +162,14 @@ FORMATS = (
         ),
         triggers=lambda template, tools: {
             _OPEN: GrammarTrigger(
-                "\n", listed_calls(tools, _LISTING, SpelledValues(_SPELLING), start=_START)
+                "\n",
+                listed_calls(
+                    tools,
+                    _SPELLING,
+                    lambda name: _lark(f'{_MARK}<invoke name="{name}">'),
+                    _lark(f"{_INVOKE_END}\n"),
+                    start=f"call+ {_lark(_CLOSE)}",
+                ),
             )
         },
     ),
