@@ -137,11 +137,11 @@ def images_in_prompt(
     and the files by their marks. Raises RequestError."""
     parts = text.split(marker)
     if len(parts) - 1 != len(files):
-        said = (
+        raise RequestError(
             f"the prompt has {len(parts) - 1} of {marker} and {where} has {len(files)} images: "
-            "send one for each"
+            "send one for each",
+            param=where,
         )
-        raise RequestError(said, param=where)
     images = [of_file(file, f"{where}[{i}]", asked=True) for i, file in enumerate(files)]
     marked = "".join(p + (images[i].mark if i < len(images) else "") for i, p in enumerate(parts))
     prepared = prepare_images([{"content": marked, "images": images}], vision=vision)

@@ -112,9 +112,10 @@ def _role(message: Mapping[str, Any], where: str) -> str:
     sent = message.get("role")
     role = _ALIASES.get(sent, sent) if isinstance(sent, str) else None
     if role not in ROLES:
-        known = ", ".join(("system", "developer", "user", "assistant", "tool"))
         raise RequestError(
-            f"{where}.role is {_short(sent)}; known roles are {known}", param=f"{where}.role"
+            f"{where}.role is {_short(sent)}; known roles are system, developer, user, assistant, "
+            "tool",
+            param=f"{where}.role",
         )
     return role
 

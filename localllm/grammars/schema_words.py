@@ -93,7 +93,7 @@ def _not_as_written(out: dict[str, Any]) -> list[str]:
         # Nothing beyond may be written, whatever else would be right.
         if _is_number(bound) and (bound > _LARGEST if word in _UPPER else bound < -_LARGEST):
             out[word] = _LARGEST if word in _UPPER else -_LARGEST
-    return [word for word, is_wrong in _WRONG.items() if word in out and is_wrong(out[word])]
+    return [word for word, (is_wrong, _) in _WRONG.items() if word in out and is_wrong(out[word])]
 
 
 def _is_number(value: Any) -> bool:
@@ -128,24 +128,25 @@ def _is_inexact(value: Any) -> bool:
     return not abs(value) <= _LARGEST or int(float(value)) != value
 
 
-_WRONG: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys((*_UPPER, *_LOWER), _is_no_bound),
-    "const": _is_inexact,
-    "enum": _is_inexact,
-    "multipleOf": _has_many_remainders,
-    "pattern": lambda value: isinstance(value, str) and bool(_BEYOND_REGULAR.search(value)),
-    "type": _is_no_type,
+# Words that llguidance may hold otherwise than they are written: whether it would so hold what one
+# says, and why that is refused.
+_WRONG: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys((*_UPPER, *_LOWER), (_is_no_bound, "beyond 2^62, or no number")),
+    **dict.fromkeys(("const", "enum"), (_is_inexact, "not supported with integers beyond 2^53")),
+    "multipleOf": (
+        _has_many_remainders,
+        f"not supported with more than {_MOST_REMAINDERS:,} remainders",
+    ),
+    "pattern": (
+        lambda value: isinstance(value, str) and bool(_BEYOND_REGULAR.search(value)),
+        "not supported",
+    ),
+    "type": (_is_no_type, "not supported"),
 }
 
 
 def why_not(word: str) -> str:
-    if word in (*_UPPER, *_LOWER):
-        return "beyond 2^62, or no number"
-    if word in ("const", "enum"):
-        return "not supported with integers beyond 2^53"
-    return "not supported" + (
-        f" with more than {_MOST_REMAINDERS:,} remainders" if word == "multipleOf" else ""
-    )
+    return _WRONG[word][1] if word in _WRONG else "not supported"
 
 
 def _escapable(pattern: str) -> str:

@@ -111,12 +111,10 @@ def _of_hub(asked: names.ModelReference, catalog: Catalog) -> Model:
         # says what is wrong with the repository
         variants.pick(listing, described=None, choose=None)
     known = catalog.recognise(listing.repo)
-    if known is not None:
-        whole = known
-    elif there[0].format.is_folder:
-        whole = _of_config(listing, there[0])
-    else:  # what the smallest states, of which only the header is fetched
-        whole = variants.model_of(listing, there)
+    whole = known
+    if whole is None:  # what the smallest states, of which only the header is fetched
+        is_folder = there[0].format.is_folder
+        whole = _of_config(listing, there[0]) if is_folder else variants.model_of(listing, there)
     found = tuple(
         variants.listed(s, listing)
         for s in there

@@ -46,7 +46,7 @@ class LiteralReader:
             return _WORDS[word[0]], word.end()
         if number := _NUMBER.match(text, at):
             is_whole = number[0].lstrip("-").isdigit()
-            return (int if is_whole else float)(number[0]), number.end()
+            return (json.loads if is_whole else float)(number[0]), number.end()
         raise ValueError(f"no value: {text[at : at + 20]!r}")
 
     def key(self, text: str, at: int) -> tuple[str, int]:
