@@ -36,7 +36,7 @@ def attached(part: Mapping[str, Any], where: str, kind: str, *, asked: bool) -> 
     """The file in a part of a message: its text, or what is to be read as a PDF. Raises
     UnsupportedError."""
     name, sent, says_pdf = _sent(part)
-    if sent is None:
+    if not sent:
         raise UnsupportedError(
             f"{kind} are not fetched by address or id: send the file itself, in base64"
         )
@@ -70,20 +70,17 @@ def _decoded(sent: str, kind: str) -> bytes:
     raise UnsupportedError(f"{kind} are read from base64, or a data URL of it")
 
 
-def _sent(part: Mapping[str, Any]) -> tuple[str, str | None, bool]:
-    """(the file's name, its data as it was sent, whether it is said to be a PDF): OpenAI's `file`
+def _sent(part: Mapping[str, Any]) -> tuple[str, str, bool]:
+    """(the file's name, its data as it was sent or "", whether it is said to be a PDF): OpenAI's `file`
     and `input_file`, Anthropic's `document`."""
     inner: Any = part.get("file", part.get("source"))
     fields: Mapping[str, Any] = inner if isinstance(inner, Mapping) else part
     name = fields.get("filename", part.get("filename", part.get("title")))
     data = fields.get("file_data", fields.get("data") if fields.get("type") == "base64" else None)
     said = re.sub(r"\s+", " ", name).strip()[:_NAME_LENGTH] if isinstance(name, str) else ""
-    if not isinstance(data, str) or not data:
-        return said, None, False
-    says_pdf = fields.get("media_type") == _PDF_TYPE or data[:40].lower().startswith(
-        f"data:{_PDF_TYPE};"
-    )
-    return said, data, says_pdf
+    sent = data if isinstance(data, str) else ""
+    says_pdf = sent[:40].lower().startswith(f"data:{_PDF_TYPE};")
+    return said, sent, says_pdf or fields.get("media_type") == _PDF_TYPE
 
 
 def fenced(name: str, text: str) -> str:

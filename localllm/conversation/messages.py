@@ -238,8 +238,7 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     sent = message.get("tool_calls")
     if sent is None and isinstance(message.get("function_call"), Mapping):
         sent = [{"function": message["function_call"]}]
-    if sent is None:
-        return []
+    sent = () if sent is None else sent
     if not isinstance(sent, Iterable) or isinstance(sent, (str, bytes, Mapping)):
         raise RequestError(f"{where}.tool_calls must be an array", param=f"{where}.tool_calls")
     calls = []

@@ -22,12 +22,7 @@ _MAX_ENTRIES = 4096
 _MAX_CHARS = 64 * 2**20
 # Claude Code puts its billing header, with a fresh checksum each time, first into the system
 # prompt: https://github.com/ollama/ollama/pull/14918, https://github.com/bman654/clodex/pull/93
-_CHANGING_LINES = (
-    (
-        "billing-header",
-        re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.MULTILINE | re.IGNORECASE),
-    ),
-)
+_BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*", re.MULTILINE | re.IGNORECASE)
 
 
 class ReasoningCache:
@@ -84,15 +79,12 @@ def without_changing_lines(
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """The messages without the lines that agents change with every request, and the names of what
     was taken out."""
-    found: list[str] = []
+    found: tuple[str, ...] = ()
     cleaned: list[dict[str, Any]] = []
     for message in messages:
         plain = dict(message)
         if plain["role"] == "system":
-            for name, pattern in _CHANGING_LINES:
-                text, count = pattern.subn("", plain["content"])
-                if count:
-                    plain["content"] = text
-                    found.append(name)
+            plain["content"], count = _BILLING.subn("", plain["content"])
+            found = ("billing-header",) if count else found
         cleaned.append(plain)
-    return cleaned, tuple(dict.fromkeys(found))
+    return cleaned, found

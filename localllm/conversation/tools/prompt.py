@@ -38,10 +38,8 @@ class Choice:
 def checked(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """The function tools of a request, complete with a description and parameters. Raises
     RequestError."""
-    if tools is None:
-        return []
     found: dict[str, dict[str, Any]] = {}
-    for i, sent in enumerate(tools):
+    for i, sent in enumerate(tools or ()):
         spot = f"tools[{i}]"
         tool = _checked_tool(sent, spot)
         name = tool["function"]["name"]
