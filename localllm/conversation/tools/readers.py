@@ -61,7 +61,8 @@ class JsonReader(CallReader):
     the block.
     `names` limits calls to known functions, for formats whose opening could as well be an answer in
     JSON.
-    `is_part`: the opening itself is the beginning of the block.
+    `is_part`: the opening itself is the beginning of the block. `alone`: what follows the
+    arguments belongs to no block.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class JsonReader(CallReader):
         *,
         names: frozenset[str] | None = None,
         is_part: bool = False,
+        alone: bool = False,
     ) -> None:
         self._next = self._first = first
-        self._head, self._end, self._names = head, end, names
+        self._head, self._end, self._names, self._alone = head, end, names, alone
         self._opening, self._held = ("", opening) if is_part else (opening, "")
         self._scan: JsonEnd | None = None
 
@@ -92,6 +94,9 @@ class JsonReader(CallReader):
                 if at < 0:
                     break
                 self._scan = None
+                if self._alone:
+                    self.rest, self._held = self._held, ""
+                    break
             match = self._head.match(self._held)
             if match is not None:
                 said = next(filter(None, match.groups()))

@@ -10,61 +10,36 @@ from __future__ import annotations
 
 import re
 
-from localllm.conversation.reply import CallArguments, CallReader, CallStart, Delta, TurnEnd
+from localllm.conversation.reply import CallArguments, CallStart, Delta, TurnEnd
 from localllm.conversation.tools.base import GrammarTrigger, NamedSchemas, ToolFormat, Triggers
 from localllm.conversation.tools.lark import json_calls, spelled, text
-from localllm.conversation.tools.readers import JsonEnd
+from localllm.conversation.tools.readers import JsonReader
 
 _MESSAGE = "<|message|>"
 _NAME = re.compile(r"\s*([\w.-]+)")
+_HEAD = re.compile(rf"{_NAME.pattern}.*?{re.escape(_MESSAGE)}\s*(?=\{{)", re.DOTALL)
 _HEADERS = ("<|channel|>commentary", "<|channel|>analysis", "<|start|>assistant")
 _OVER = ("<|call|>", "<|end|>", "<|return|>")
 
 
-class _Reader(CallReader):
+class _Reader(JsonReader):
     """One call: its header, then its arguments. A message that is no JSON object is shown as what
     it says."""
 
-    def __init__(self, first: int) -> None:
-        self._index = first
-        self._held = ""
-        self._scan: JsonEnd | None = None
-
     def feed(self, text: str) -> list[Delta]:
-        out: list[Delta] = []
-        if self._scan is None:
-            self._held += text
-            text = self._begin(out)
-        if self._scan is not None and text:
-            at = self._scan.feed(text)
-            out.append(CallArguments(self._index, text if at < 0 else text[:at]))
-            if at >= 0:
-                self.rest = text[at:]
-        return out
+        header, found, said = (self._held + text).partition(_MESSAGE)
+        name, said = _NAME.match(header), said.lstrip()
+        is_open = said.startswith("{") or any(o.startswith(said) and o != said for o in _OVER)
+        if self._scan is not None or not found or (name is not None and is_open):
+            return super().feed(text)
+        self.rest = said
+        if name is None or not said.startswith(_OVER):
+            return []
+        return [CallStart(self._next, name[1]), CallArguments(self._next, "{}")]
 
     def close(self, cut: bool) -> list[Delta]:
         """The reply ended: half a header says nothing."""
         return []
-
-    def _begin(self, out: list[Delta]) -> str:
-        """What of the arguments is there, once the header is complete and they are an object's."""
-        header, found, said = self._held.partition(_MESSAGE)
-        said = said.lstrip()
-        name = _NAME.match(header)
-        if not found or (
-            name is not None and any(over.startswith(said) and over != said for over in _OVER)
-        ):
-            return ""
-        if name is not None and said.startswith(_OVER):
-            out += [CallStart(self._index, name[1]), CallArguments(self._index, "{}")]
-            self.rest = said
-        elif name is not None and said.startswith("{"):
-            out.append(CallStart(self._index, name[1]))
-            self._scan = JsonEnd()
-            return said
-        else:
-            self.rest = said
-        return ""
 
 
 _MARKERS = tuple(f"{header} to=functions." for header in _HEADERS)
@@ -121,7 +96,7 @@ FORMATS = (
         ),
         think=("<|channel|>analysis<|message|>", "<|end|>"),
         header="<|start|>assistant",
-        reader=lambda first, marker, tools: _Reader(first),
+        reader=lambda first, marker, tools: _Reader(first, marker, _HEAD, "\0", alone=True),
         triggers=_triggers,
         framed=_framed,
     ),
