@@ -29,6 +29,10 @@ from localllm.server.models.router import ModelRouter
 from localllm.server.models.served import ModelStore
 from localllm.server.serving import Server
 
+_NOT_OK = {
+    "loading": "Loading model",
+    "error": "No model named at the start could be loaded",
+}
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -107,7 +111,12 @@ def _own_paths(
     async def health(request: Request) -> Response:
         """Alive; answered without a key. 503 with `progress` while the models named at the start
         are loading (requests wait for them), as llama.cpp's server answers then."""
-        return _health(server.models)
+        status, progress = server.models.health
+        if status == "ok":
+            return JSONResponse({"status": status})
+        error = {"code": 503, "message": _NOT_OK[status], "type": "unavailable_error"}
+        body = {"status": status, "progress": round(progress, 3), "error": error}
+        return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
 
     @paths.answers("GET", "/metrics", responses=openapi.answer_of("text/plain", "string"))
     async def prometheus(request: Request) -> Response:
@@ -120,20 +129,6 @@ def _own_paths(
         """What each key with a name has used since the server started: all of them for the key
         without a name, its own for each other."""
         return Response(server.accounts.table(caller()), media_type="text/csv")
-
-
-def _health(models: ModelRouter) -> Response:
-    health = models.health
-    if health.status == "ok":
-        return JSONResponse({"status": "ok"})
-    message = (
-        "Loading model"
-        if health.status == "loading"
-        else ("No model named at the start could be loaded")
-    )
-    error = {"code": 503, "message": message, "type": "unavailable_error"}
-    body = {"status": health.status, "progress": round(health.progress, 3), "error": error}
-    return JSONResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
 async def _http(request: Request, error: Exception) -> NoReturn:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 # Requests that are answered sooner can't be slept through: nothing is started for them.
 _HOLD_AFTER_S = 5.0
@@ -28,8 +28,6 @@ def holding_command(
 
     macOS: `caffeinate -i` (no idle sleep; the display may go dark). Linux: an inhibitor of logind,
     which desktops ask before they suspend an idle machine (systemd-inhibit(1))."""
-    if which(_UNTIL_LET_GO[0]) is None:
-        return ()
     if platform == "darwin":
         found = which("caffeinate")
         return (found, "-i", *_UNTIL_LET_GO) if found else ()
@@ -41,35 +39,32 @@ def holding_command(
 
 
 class Awake:
-    """`request_started` and `request_ended` for each request, on the server's event loop; `command`
-    holds the machine awake (() = nothing does)."""
+    """A block of `held` for each request, on the server's event loop; `command` holds the machine
+    awake (() = nothing does)."""
 
     def __init__(self, command: tuple[str, ...], *, after_s: float = _HOLD_AFTER_S) -> None:
         self._command, self._after_s = command, after_s
         self._running = 0
         self._holding: asyncio.Task[None] | None = None
-        # Those that were let go, until their program has ended: the event loop alone keeps no task.
-        self._ending: set[asyncio.Task[None]] = set()
 
     @classmethod
     def here(cls, *, wanted: bool) -> Awake:
         """For this machine, where it is `wanted` and can be had."""
         return cls(holding_command(sys.platform, shutil.which, os.environ) if wanted else ())
 
-    def request_started(self) -> None:
-        """One request more runs."""
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which a request runs; after the last one the machine may sleep."""
         self._running += 1
         if self._command and self._holding is None:
-            self._holding = asyncio.get_running_loop().create_task(self._hold())
-
-    def request_ended(self) -> None:
-        """One request less runs; after the last one the machine may sleep."""
-        self._running -= 1
-        if not self._running and self._holding is not None:
-            self._holding.cancel()
-            self._ending.add(self._holding)
-            self._holding.add_done_callback(self._ending.discard)
-            self._holding = None
+            self._holding = asyncio.create_task(self._hold())
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running and self._holding is not None:
+                self._holding.cancel()
+                self._holding = None
 
     async def _hold(self) -> None:
         await asyncio.sleep(self._after_s)
@@ -81,4 +76,3 @@ class Awake:
                 await process.wait()
             finally:
                 process.stdin.close()  # type: ignore[union-attr]
-                await process.wait()

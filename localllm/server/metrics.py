@@ -80,9 +80,4 @@ def _series(
         yield ("localllm_recomputed_tokens_total", "counter"), (at, value)
     elif isinstance(value, (int, float)):
         named = (f"{name}_total", "counter") if key in _COUNTERS else (name, "gauge")
-        yield named, (labels(model=model), _number(value))
-
-
-def _number(value: float) -> str:
-    """Whole numbers in full: a counter rounded to six digits would stand still."""
-    return str(int(value)) if float(value).is_integer() else repr(float(value))
+        yield named, (labels(model=model), +value)  # a flag is 1 or 0

@@ -4,7 +4,7 @@ or collect the reply."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from localllm.server.http.accounts import Accounts, PerCaller, caller, salt_of
 from localllm.server.http.asgi import IGNORED, SEEDED, answer_headers, ignored_header, request_id
 from localllm.server.http.json_body import worked
 from localllm.server.http.settings import ServerSettings
-from localllm.server.http.streaming import KeptStreams, Outbox, StreamResponse, unless_left
+from localllm.server.http.streaming import KeptStreams, Outbox, Produce, StreamResponse, unless_left
 from localllm.server.models.router import ModelRouter, ServedModel
 from localllm.server.models.served import ModelDefaults, ModelStore
 from localllm.server.models.unloading import KeepAlive
@@ -127,7 +127,7 @@ class Server:
 
             await self._generate(model, translated, progress, begin)
 
-        def response(produce: Callable[[Outbox], Coroutine[Any, Any, None]]) -> StreamResponse:
+        def response(produce: Produce) -> StreamResponse:
             return StreamResponse(
                 produce,
                 settings=self.settings,
@@ -140,9 +140,8 @@ class Server:
         if kept is None:
             return response(produce)
         key, asked = kept
-        stream = self.kept.make((key, translated.stream_id), asked)
+        stream = self.kept.make((key, translated.stream_id), asked, produce)
         stream.answer = lambda after: response(lambda outbox: stream.follow(outbox, after))
-        stream.begin(produce)
         return stream.answer(-1)
 
     async def complete(
@@ -200,9 +199,8 @@ class Server:
         that is too long it is said which context this machine has room for."""
         self.requests += 1
         self.active += 1
-        self.awake.request_started()
         try:
-            with model.lease():
+            with self.awake.held(), model.lease():
                 if keep_s is not None and caller().admin:
                     self.keep_alive.set(model.worker, keep_s)
                 yield
@@ -211,7 +209,6 @@ class Server:
             raise
         finally:
             self.active -= 1
-            self.awake.request_ended()
 
     async def _generate(
         self,

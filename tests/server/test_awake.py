@@ -12,7 +12,7 @@ import pytest
 from localllm.server.awake import Awake, holding_command
 from support.until import until
 
-EVERYTHING = {name: f"/usr/bin/{name}" for name in ("cat", "caffeinate", "systemd-inhibit")}
+EVERYTHING = {name: f"/usr/bin/{name}" for name in ("caffeinate", "systemd-inhibit")}
 GNOME = {"XDG_CURRENT_DESKTOP": "GNOME", "WAYLAND_DISPLAY": "wayland-0"}
 
 
@@ -24,8 +24,8 @@ GNOME = {"XDG_CURRENT_DESKTOP": "GNOME", "WAYLAND_DISPLAY": "wayland-0"}
         ("linux", EVERYTHING, {"DISPLAY": ":0"}, "/usr/bin/systemd-inhibit --what=idle"),
         ("linux", EVERYTHING, {}, ""),
         ("linux", EVERYTHING, {"DISPLAY": ""}, ""),
-        ("linux", {"cat": "/bin/cat"}, GNOME, ""),
-        ("darwin", {"cat": "/bin/cat"}, {}, ""),
+        ("linux", {}, GNOME, ""),
+        ("darwin", {}, {}, ""),
         ("win32", EVERYTHING, GNOME, ""),
     ],
 )
@@ -56,12 +56,10 @@ def test_it_is_held_from_the_first_request_to_the_end_of_the_last(tmp_path: Path
     async def scene() -> None:
         awake = Awake((sys.executable, "-c", HOLD, str(file)), after_s=0.0)
         for _ in range(2):
-            awake.request_started()
-            awake.request_started()
-            await said(file, "held")
-            awake.request_ended()
-            assert file.read_text() == "held", "one request still runs"
-            awake.request_ended()
+            with awake.held():
+                with awake.held():
+                    await said(file, "held")
+                assert file.read_text() == "held", "one request still runs"
             await said(file, "let go")
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
@@ -75,8 +73,8 @@ def test_short_requests_start_nothing(tmp_path: Path) -> None:
     async def scene() -> None:
         awake = Awake((sys.executable, "-c", HOLD, str(file)), after_s=60.0)
         for _ in range(100):
-            awake.request_started()
-            awake.request_ended()
+            with awake.held():
+                pass
 
     asyncio.run(scene())
     assert not file.exists()
@@ -89,9 +87,8 @@ def test_where_nothing_can_hold_it_requests_run_all_the_same(command: tuple[str,
     async def scene() -> None:
         awake = Awake(command, after_s=0.0)
         for _ in range(3):
-            awake.request_started()
-            await asyncio.to_thread(int)
-            awake.request_ended()
+            with awake.held():
+                await asyncio.to_thread(int)
             if others := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(others)
 
@@ -104,10 +101,10 @@ def test_it_is_let_go_with_the_process(tmp_path: Path) -> None:
         "import asyncio, os, sys, pathlib\n"
         "from localllm.server.awake import Awake\n"
         "async def scene():\n"
-        "    Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), "
-        "after_s=0.0).request_started()\n"
-        "    while not pathlib.Path(sys.argv[2]).exists(): await asyncio.sleep(0.01)\n"
-        "    os._exit(9)\n"
+        "    awake = Awake((sys.executable, '-c', sys.argv[1], sys.argv[2]), after_s=0.0)\n"
+        "    with awake.held():\n"
+        "        while not pathlib.Path(sys.argv[2]).exists(): await asyncio.sleep(0.01)\n"
+        "        os._exit(9)\n"
         "asyncio.run(scene())\n"
     )
 

@@ -160,23 +160,11 @@ def test_a_preflight_echoes_the_headers_a_client_will_send(keyed: httpx.Client) 
         },
     )
     assert r.status_code == 204
-    assert {h.strip() for h in r.headers["access-control-allow-headers"].split(",")} >= set(
-        asked.split(",")
-    )
+    assert r.headers["access-control-allow-headers"] == asked
     assert {v.strip().lower() for v in r.headers["vary"].split(",")} == {
         "origin",
         "access-control-request-headers",
     }
-    odd = keyed.options(
-        CHAT,
-        headers={
-            "Origin": "http://localhost:3000",
-            "Access-Control-Request-Headers": "good, b@d;, <x>",
-        },
-    )
-    allowed = odd.headers["access-control-allow-headers"]
-    assert "good" in allowed
-    assert not set("@;<>") & set(allowed)
     foreign = keyed.options(
         CHAT,
         headers={

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from localllm.cli.serve.served_models import ServedModels, real_path
 from localllm.library import names, store
@@ -27,13 +27,7 @@ _FRESH_S = 10.0
 _LOOK_AGAIN_S = 1.0
 
 
-@dataclass(eq=False)
-class DiskModel:
-    """A model on this disk as it is offered, and whether it says more than its name does."""
-
-    local: LocalModel
-    model: ServedModel
-    described: bool = False
+Offered: TypeAlias = tuple[LocalModel, ServedModel]
 
 
 class DiskModels:
@@ -42,14 +36,10 @@ class DiskModels:
     for. `named` were named at the start, with their files; with `only` no others are offered, and
     those answer to all their names."""
 
-    def __init__(
-        self, served: ServedModels, named: Sequence[tuple[LocalModel, ServedModel]], *, only: bool
-    ) -> None:
+    def __init__(self, served: ServedModels, named: Sequence[Offered], *, only: bool) -> None:
         self._served, self._only = served, only
-        self._named = {
-            real_path(local.path): DiskModel(local, model, described=True) for local, model in named
-        }
-        self._listed: dict[Path, DiskModel] = {}
+        self._named = {real_path(local.path): (local, model) for local, model in named}
+        self._listed: dict[Path, Offered] = {}
         self._lock = threading.Lock()
         self._looked_s = -_FRESH_S
         self._looking: threading.Thread | None = None
@@ -57,13 +47,13 @@ class DiskModels:
 
     def models(self) -> Sequence[ServedModel]:
         """See InstalledModels. A look at the disk that is due goes on in a thread meanwhile."""
-        listed = [*self._listed.values()]
-        if (self._stale or not all(found.described for found in listed)) and (
+        listed = [model for _, model in self._listed.values()]
+        if (self._stale or not all(model.worker.described for model in listed)) and (
             self._looking is None or not self._looking.is_alive()
         ):
             self._looking = threading.Thread(target=self._look_closely, name="library", daemon=True)
             self._looking.start()
-        return [found.model for found in listed]
+        return listed
 
     @property
     def _stale(self) -> bool:
@@ -72,14 +62,8 @@ class DiskModels:
     def _look_closely(self) -> None:
         if self._stale:
             self.look()
-        for found in [*self._listed.values()]:
-            self._described(found)
-
-    def _described(self, found: DiskModel) -> ServedModel:
-        if not found.described:
-            found.described = True
-            self._served.describe(found.local, found.model)
-        return found.model
+        for _, model in [*self._listed.values()]:
+            model.worker.describe()
 
     def find(self, name: str) -> ServedModel | None:
         found = self._find(name)
@@ -91,45 +75,41 @@ class DiskModels:
     def look(self) -> None:
         """Look at the disk. Models that are there no more are no longer listed; one that is loaded
         stays until it is unloaded."""
-        if self._only:
-            self._looked_s = time.monotonic()
-            return
         with self._lock:
-            on_disk = {real_path(local.path): local for local in reversed(store.scan())}
-            taken = {found.model.name.lower() for found in self._named.values()}
-            listed: dict[Path, DiskModel] = {}
+            scanned = [] if self._only else store.scan()
+            on_disk = {real_path(local.path): local for local in reversed(scanned)}
+            taken = {model.name.lower() for _, model in self._named.values()}
+            listed: dict[Path, Offered] = {}
             for path, local in reversed(on_disk.items()):
                 if path in self._named:
                     continue
-                found = self._listed.get(path) or self._under_a_free_name(local, taken)
+                names = (local.name, f"{local.name}:{local.quant}")
+                free = next((name for name in names if name.lower() not in taken), None)
+                found = self._listed.get(path)
+                if found is None and free is not None:
+                    found = (local, self._served.model(replace(local, name=free), None))
                 if found is not None:
-                    taken.add(found.model.name.lower())
+                    taken.add(found[1].name.lower())
                     listed[path] = found
             for path, found in self._listed.items():
-                if found.model.loaded:
+                if found[1].loaded:
                     listed.setdefault(path, found)
             self._listed = listed
             self._looked_s = time.monotonic()
 
-    def _under_a_free_name(self, local: LocalModel, taken: set[str]) -> DiskModel | None:
-        """A model for the list, under a name nobody has; None where there is none left."""
-        for name in (local.name, f"{local.name}:{local.quant}"):
-            if name.lower() not in taken:
-                return DiskModel(local, self._served.model(replace(local, name=name), None))
-        return None
-
     def _find(self, name: str) -> ServedModel | None:
-        named, listed = [*self._named.values()], [*self._listed.values()]
-        offered = {found.local: found for found in (*named, *listed)}
+        named = dict(self._named.values())
+        offered = named | dict(self._listed.values())
         candidates = matching(name, [*offered])
         if not candidates:
             return None
         # One that is in memory answers first: what is free now must not decide between two quants
         # of a model.
-        matched = [offered[local] for local in candidates]
-        first = [found for found in matched if found.model.state != "available"]
-        first += [found for found in matched if found in named]
-        return self._described(first[0] if first else offered[best_of(candidates)])
+        first = [offered[local] for local in candidates if offered[local].state != "available"]
+        first += [named[local] for local in candidates if local in named]
+        model = first[0] if first else offered[best_of(candidates)]
+        model.worker.describe()
+        return model
 
 
 @dataclass(frozen=True, slots=True)

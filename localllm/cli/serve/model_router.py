@@ -4,7 +4,7 @@ other servers' models."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from localllm.cli.serve.installed_models import DiskModels
 from localllm.cli.serve.presets import Preset, load_presets
@@ -68,10 +68,8 @@ def router_for(
     themselves = [pair for preset, pair in zip(presets, named, strict=False) if preset is None]
     installed = DiskModels(served, themselves, only=only)
     models = [model for _, model in named]
-    for alias, model in _with_aliases(aliases, models, installed.find).items():
-        model.aliases = (*model.aliases, alias)
-        if model not in models:
-            models.append(model)
+    for text in aliases:
+        _add_alias(text, models, installed.find)
     return ModelRouter(models, served.admission, installed)
 
 
@@ -94,20 +92,19 @@ def _further_presets(
             yield local, served.model(local, preset)
 
 
-def _with_aliases(
-    sent: Sequence[str], models: Sequence[ServedModel], find: Callable[[str], ServedModel | None]
-) -> Mapping[str, ServedModel]:
-    """`NAME=MODEL` texts, or `NAME` for the first model: each further name with its model, one of
-    `models` or one that `find` knows. Raises UsageError."""
-    by_name = {model.name.lower(): model for model in models}
-    found: dict[str, ServedModel] = {}
-    for text in sent:
-        alias, equals, name = text.partition("=")
-        model = (by_name.get(name.lower()) or find(name)) if equals else next(iter(models), None)
-        if not alias or model is None:
-            raise UsageError(
-                f"--alias {text!r} must be NAME=MODEL with a model that is served",
-                hint=f"served: {', '.join(m.name for m in models)}",
-            )
-        found[alias] = model
-    return found
+def _add_alias(
+    text: str, models: list[ServedModel], find: Callable[[str], ServedModel | None]
+) -> None:
+    """Give one of `models`, or one that `find` knows and that is one of them then, the further name
+    that `text` says: `NAME=MODEL`, or `NAME` for the first. Raises UsageError."""
+    alias, equals, name = text.partition("=")
+    named = [model for model in models if not equals or model.name.lower() == name.lower()]
+    model = named[0] if named else find(name) if equals else None
+    if not alias or model is None:
+        raise UsageError(
+            f"--alias {text!r} must be NAME=MODEL with a model that is served",
+            hint=f"served: {', '.join(m.name for m in models)}",
+        )
+    model.aliases = (*model.aliases, alias)
+    if model not in models:
+        models.append(model)

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 from localllm.cli.serve.config_tables import named_tables, read_table
 from localllm.engine.messages import MAX_TOKENS, SAMPLING_RANGES
-from localllm.server.models.served import ModelDefaults
 from localllm.settings import Value, checked, setting
 
 # Settings that one model may have otherwise than the rest: how it is loaded.
@@ -33,14 +32,18 @@ KEYS = (*_OWN, *LOADING, *_SAMPLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preset(ModelDefaults):
-    """One table. `loading` are settings over the general ones. `of_itself`: it speaks of the model
-    of its name, and makes no new one."""
+class Preset:
+    """One table. `loading` are settings over the general ones; `sampling`, `system` and
+    `thinking_tokens` are what a request gets that does not say it. `of_itself`: it speaks of the
+    model of its name, and makes no new one."""
 
     name: str
     model: str
     aliases: tuple[str, ...] = ()
     loading: Mapping[str, Value] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    system: str = ""
+    thinking_tokens: int | None = None
     idle_s: float | None = None
 
     @property

@@ -3,11 +3,14 @@ end when told to."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from localllm.errors import LocalLLMError, ModelFileError
 
 if TYPE_CHECKING:
     import socket
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from localllm.cli.serve.installed_models import LibraryStore
-    from localllm.errors import LocalLLMError
     from localllm.server.http.asgi import App, Message, Receive, Scope, Send
     from localllm.server.http.settings import ServerSettings
     from localllm.server.models.router import ModelRouter, ServedModel
@@ -40,8 +42,6 @@ async def serve_until_stopped(
     for `idle_s` are unloaded (0: never). `store`: where clients may fetch models to. Raises what
     loading ended in where nothing else could be served, or all files that were named are
     damaged."""
-    import asyncio
-
     from localllm.cli.serve.api_keys import key_path
     from localllm.cli.serve.decode_speed import DecodeSpeedWatch
     from localllm.cli.serve.listening import from_elsewhere
@@ -96,7 +96,6 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     """Load what was named at the start, and say how that ended (a failure always). Raises only
     where nothing else is on offer, or what was named is damaged: that passes with no time."""
     from localllm.engine.worker.pipe import end_ahead
-    from localllm.errors import LocalLLMError, ModelFileError
 
     try:
         await router.preload()
@@ -107,13 +106,17 @@ async def _load(router: ModelRouter, report: Callable[[str], None]) -> None:
     finally:
         await end_ahead()
     for model in router.named:
+        failure = model.worker.failure
         if model.loaded:
             report(
                 f"  {model.name}: context {model.served_n_ctx:,} tokens, {_allocated(model)} "
                 f"allocated{_seeing(model)}"
             )
-        elif model.worker.failure:
-            _complain(model, model.worker.failure)
+        elif failure is not None:
+            # Also to the quiet.
+            print(f"error: {model.name} could not be loaded: {failure.message}", file=sys.stderr)
+            if failure.hint:
+                print(f"hint: {failure.hint}", file=sys.stderr, flush=True)
         else:
             report(
                 f"  {model.name} is loaded when asked for: "
@@ -129,13 +132,6 @@ def _seeing(model: ServedModel) -> str:
         return ", reads images"
     off = model.facts.details.get("images_off")
     return f", reads no images: {off}" if off else ""
-
-
-def _complain(model: ServedModel, failure: LocalLLMError) -> None:
-    """Say, also to the quiet, why `model` could not be loaded and what helps."""
-    print(f"error: {model.name} could not be loaded: {failure.message}", file=sys.stderr)
-    if failure.hint:
-        print(f"hint: {failure.hint}", file=sys.stderr, flush=True)
 
 
 def _offer_others(router: ModelRouter) -> None:
@@ -161,10 +157,6 @@ async def _serve(
     store: LibraryStore | None,
     report: Callable[[str], None] | None,
 ) -> None:
-    import asyncio
-
-    from localllm.cli.serve.run import with_lines
-
     app, serve_on = await asyncio.to_thread(application, router, settings, store)
     await serve_on(app if report is None else with_lines(app, report), socks, settings)
 
@@ -206,7 +198,6 @@ def application(
 def stop_when_terminated() -> None:
     """SIGTERM (kill, launchd, containers) and the closing of the terminal end the server as Ctrl-C
     does: streams get their end, workers are closed."""
-    import asyncio
     import signal
 
     task = asyncio.current_task()

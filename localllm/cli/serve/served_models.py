@@ -25,7 +25,7 @@ from localllm.load.sharing import load_plans_together
 from localllm.planner.plan import max_context
 from localllm.planner.serialise import physics
 from localllm.planner.types import Plan
-from localllm.server.models.served import ServedModel
+from localllm.server.models.served import ModelDefaults, ServedModel
 from localllm.server.models.worker import (
     LoadProgress,
     ModelAdmission,
@@ -78,7 +78,8 @@ class ServedModels:
         when asked for."""
         said = self._preset_of(local, preset)
         worker = self._worker(local, preset, load)
-        return ServedModel(said.name, aliases=said.aliases, worker=worker, defaults=said)
+        defaults = ModelDefaults(said.sampling, said.system, said.thinking_tokens)
+        return ServedModel(said.name, aliases=said.aliases, worker=worker, defaults=defaults)
 
     def _preset_of(self, local: LocalModel, preset: Preset | None) -> Preset:
         """All that config.toml says of `local`, served as itself or by a `preset`: where that is
@@ -117,16 +118,6 @@ class ServedModels:
             worker.admission = self.admission
             self._workers[key] = worker
         return self._workers[key]
-
-    def describe(self, local: LocalModel, model: ServedModel) -> None:
-        """Say of a model that nobody has asked for yet what it would be if it were loaded now: its
-        context, and whether it makes text, vectors or scores. What can't be planned keeps what its
-        name says."""
-        if model.state == "available":
-            try:
-                model.worker.facts = self._planner(local, self.settings_for(local, None))(0).facts
-            except LocalLLMError as e:
-                log.info("%s can't be planned: %s", model.name, e.message)
 
     def _planner(self, local: LocalModel, settings: Settings) -> Callable[[int], PlannedModel]:
         def plan(spare_bytes: int) -> PlannedModel:

@@ -20,7 +20,6 @@ from localllm.engine.worker.client import EngineClient
 from localllm.errors import ContextLengthError
 from localllm.server.generation.job import GenerationJob
 from localllm.server.generation.prompt import (
-    THINKING_OFF,
     UNHEARD,
     Prompt,
     ResponseOptions,
@@ -244,7 +243,7 @@ def _reasoning(
             *budget,
             *chat.options.of_reasoning,
         )
-    off = chat.options.effort in THINKING_OFF
+    off = chat.options.effort == "none"
     if not off or not (reply.thinking or "enable_thinking" not in template.source):
         return generation, ignored
     heard = tuple(name for name in ignored if name != UNHEARD)

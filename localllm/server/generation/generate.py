@@ -51,47 +51,41 @@ class VisibleTokens:
     parser, some never shown."""
 
     def __init__(self) -> None:
-        self._pending: deque[TokenLogprob] = deque()
-        self._open = ""  # the rest of the last token, beyond the text shown so far
+        self._pending: deque[tuple[str, list[TokenLogprob]]] = deque()  # characters, and of what
+        self._open = ""  # the rest of the last characters, beyond the text shown so far
         self._halves: list[TokenLogprob] = []  # that made no character yet
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, tokens: Sequence[TokenLogprob]) -> None:
-        self._pending.extend(tokens)
+        for token in tokens:
+            self._halves.append(token)
+            piece = self._decoder.decode(token.text.encode("utf-8", "surrogateescape"))
+            if piece:
+                self._pending.append((piece, self._halves))
+                self._halves = []
 
     def clear(self) -> None:
         """Drop them: their text belongs to no answer."""
         self._pending.clear()
-        self._open = ""
-        self._drop_halves()
-
-    def _drop_halves(self) -> None:
-        self._halves = []
+        self._open, self._halves = "", []
         self._decoder.reset()
 
     def take(self, text: str) -> tuple[TokenLogprob, ...]:
         """The tokens that `text` consists of; those before them are dropped, as their text is not
         shown."""
-        if self._open and text.startswith(self._open):
-            text = text[len(self._open) :]
+        text = text.removeprefix(self._open)
         self._open = ""
         taken: list[TokenLogprob] = []
         while text and self._pending:
-            token = self._pending.popleft()
-            self._halves.append(token)
-            piece = self._decoder.decode(token.text.encode("utf-8", "surrogateescape"))
-            if not piece:
-                continue
+            piece, tokens = self._pending.popleft()
             left = _unmatched(text, piece)
-            if left is None:
-                self._drop_halves()
-                continue
-            text, self._open = left
+            if left is not None:
+                text, self._open = left
+                taken += tokens
+        if text.startswith(_BROKEN):
             taken += self._halves
             self._halves = []
-        if self._halves and text.startswith(_BROKEN):
-            taken += self._halves
-            self._drop_halves()
+            self._decoder.reset()
         return tuple(taken)
 
 

@@ -36,7 +36,6 @@ from localllm_backends.control_text import ControlTexts, without_marks
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 # Of a message: what is not written into the prompt as it is.
 _NO_TEXT = ("role", "images", "pdfs")
-THINKING_OFF = ("none",)
 # What is named where no template hears it.
 UNHEARD = "reasoning_effort"
 _NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
@@ -225,10 +224,10 @@ def _variables(
         return kwargs, unknown
     if "reasoning_effort" in template.source:
         kwargs.setdefault("reasoning_effort", _level(template.source, options.effort))
-        if options.effort in THINKING_OFF and "enable_thinking" in template.source:
+        if options.effort == "none" and "enable_thinking" in template.source:
             kwargs.setdefault("enable_thinking", False)
     elif "enable_thinking" in template.source:
-        kwargs.setdefault("enable_thinking", options.effort not in THINKING_OFF)
+        kwargs.setdefault("enable_thinking", options.effort != "none")
     else:
         return kwargs, (*unknown, UNHEARD)  # the template has no control for reasoning
     return kwargs, unknown

@@ -149,17 +149,12 @@ class Account:
 # Of requests that need no key.
 NOBODY = Account(NamedKey(""))
 # The account of the request that this task answers; set by the gate.
-_CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=NOBODY)
+CALLER: ContextVar[Account] = ContextVar("localllm-caller", default=NOBODY)
 
 
 def caller() -> Account:
     """The account of the current request; one without a name where keys have none."""
-    return _CALLER.get()
-
-
-def set_caller(account: Account) -> None:
-    """Makes it `caller()` for the rest of the request, whose task is its own."""
-    _CALLER.set(account)
+    return CALLER.get()
 
 
 def admins_only(what: str) -> None:
@@ -204,10 +199,6 @@ class Accounts:
         owners = [NamedKey("", digest_of(owner_key.encode()))] if owner_key is not None else []
         self._keys = [(key.digest, Account(key)) for key in (*keys, *owners)]
         self._delegated: RecentlyUsed[tuple[str, bytes], Account] = RecentlyUsed(_MOST_CALLERS)
-
-    def __bool__(self) -> bool:
-        """True where a key is required."""
-        return bool(self._keys)
 
     def of(self, sent: bytes) -> Account | None:
         """The account of a key, or None. Compares with every key, in constant time."""

@@ -40,7 +40,7 @@ _WANTED_DESCRIPTORS = 4096
 
 class Connections:
     """The open connections of one server, in the order of coming, known ones in that of their last
-    answers."""
+    answers. `descriptors` are free, for them and all else that is opened."""
 
     def __init__(self, settings: ServerSettings, descriptors: int) -> None:
         self.settings = settings
@@ -243,12 +243,6 @@ def plain_target(scope: Scope) -> None:
     if absolute is not None or "//" in scope["path"]:
         scope["path"] = _SLASHES.sub("/", scope["path"])
         scope["raw_path"] = quote(scope["path"]).encode()
-
-
-def protocol(settings: ServerSettings, descriptors: int) -> Callable[..., asyncio.Protocol]:
-    """The class of connections of one server; `descriptors` are free, for them and all else that
-    is opened."""
-    return type("Counted", (Connection,), {"all": Connections(settings, descriptors)})
 
 
 def free_descriptors() -> int:

@@ -11,12 +11,13 @@ here is refused, key or not.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
+from starlette.responses import Response
+
 from localllm.errors import AuthError, BusyError, RequestError
-from localllm.server.http.accounts import DELEGATION, NOBODY, Account, Accounts, set_caller
+from localllm.server.http.accounts import CALLER, DELEGATION, NOBODY, Account, Accounts
 from localllm.server.http.asgi import CONNECTION, App, Message, Receive, Scope, Send
 from localllm.server.http.errors import (
     BodyTooLargeError,
@@ -50,16 +51,12 @@ _APP_NAMES = ("tauri.localhost", "wails.localhost")
 _OPEN_PATHS = ("/health", "/v1/health")
 _BODY_METHODS = ("POST", "PUT", "PATCH")
 _FORM = b"application/x-www-form-urlencoded"
-_ALLOW_HEADERS = (
-    b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta, x-requested-with"
-)
-_EXPOSE_HEADERS = (
-    b"x-localllm-ignored, x-localllm-cache, x-localllm-compacted, x-localllm-normalised, "
-    b"x-localllm-ran-on, x-localllm-seed, "
-    b"x-request-id, retry-after, www-authenticate"
-)
-_HEADER_NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
-_MOST_HEADERS = 64
+_CORS = {
+    "access-control-expose-headers": "x-localllm-ignored, x-localllm-cache, x-localllm-compacted, "
+    "x-localllm-normalised, x-localllm-ran-on, x-localllm-seed, x-request-id, retry-after, "
+    "www-authenticate",
+    "vary": "Origin",
+}
 _ONE_ONLY = (b"host", b"origin", b"content-type", b"content-length", b"sec-fetch-site")
 
 
@@ -68,12 +65,10 @@ class SecurityGate:
     strips trailing slashes, and turns exceptions into an error object, which of unexpected ones says
     nothing about internals."""
 
-    def __init__(
-        self, app: App, settings: ServerSettings, accounts: Accounts | None = None
-    ) -> None:
+    def __init__(self, app: App, settings: ServerSettings, accounts: Accounts) -> None:
         self.app = app
         self.settings = settings
-        self._accounts = Accounts(settings.keys, settings.api_key) if accounts is None else accounts
+        self._accounts = accounts
         self._hosts = {h.lower() for h in settings.allowed_hosts} | {settings.host.lower()}
         self._origins = {o.lower().rstrip("/") for o in settings.allowed_origins}
 
@@ -83,15 +78,19 @@ class SecurityGate:
         headers = dict(scope["headers"])
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         repeated = _repeated(scope["headers"])
+        cors: dict[str, str] = {}
         if origin and not repeated and self._origin_allowed(origin):
             # Refusals too: a browser shows a page no answer without these headers, only a failed
             # connection.
-            send = _with_cors(send, origin)
+            cors = {**_CORS, "access-control-allow-origin": origin}
+        extra = [(name.encode(), value.encode("latin-1")) for name, value in cors.items()]
         started = False
 
         async def sending(message: Message) -> None:
             nonlocal started
-            started = True
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
         try:
@@ -100,25 +99,25 @@ class SecurityGate:
             self._check_host(headers.get(b"host"))
             self._check_origin(origin, headers)
             if scope["method"] == "OPTIONS":
-                await _preflight(send, origin, headers)
+                await _preflight(origin, headers)(scope, receive, sending)
                 return
             account = self._admitted(scope, headers)
             self._check_body(scope["method"], headers)
             counted = account.request() if scope["method"] == "POST" else nullcontext()
             if scope["path"].endswith("/"):
                 scope["path"] = scope["path"].rstrip("/") or "/"
-            set_caller(account)
+            CALLER.set(account)
             with counted:
                 await self.app(scope, receive, sending)
         except asyncio.CancelledError:
             if not started:  # the server stops
                 stopping = BusyError("the server is stopping", hint="send the request again later")
-                await refusal(stopping, scope)(scope, receive, send)
+                await refusal(stopping, scope)(scope, receive, sending)
             raise
         except Exception as e:
             failure = for_client(e)
             if not started:
-                await refusal(failure, scope)(scope, receive, send)
+                await refusal(failure, scope)(scope, receive, sending)
 
     def _admitted(self, scope: Scope, headers: dict[bytes, bytes]) -> Account:
         """Whose request it is, with a place for its connection. Raises KeyRequiredError or
@@ -148,9 +147,8 @@ class SecurityGate:
         raise AuthError("this Host is not a name of this server", hint=hint)
 
     def _origin_allowed(self, origin: str) -> bool:
-        if origin.rstrip("/") in self._origins or "*" in self._origins:
-            return True
-        if origin.startswith(_APP_SCHEMES):
+        named = origin.rstrip("/") in self._origins or "*" in self._origins
+        if named or origin.startswith(_APP_SCHEMES):
             return True
         scheme, _, rest = origin.partition("://")
         if scheme not in ("http", "https"):
@@ -162,7 +160,7 @@ class SecurityGate:
 
     def _caller(self, headers: dict[bytes, bytes]) -> Account:
         """The account of the key. Raises KeyRequiredError."""
-        if not self._accounts:
+        if not self.settings.keyed:
             return NOBODY
         sent = headers.get(b"authorization", b"")
         key = sent[7:] if sent[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
@@ -210,38 +208,17 @@ def _taken_as_json(headers: dict[bytes, bytes]) -> bool:
     return (kind in (b"", _FORM) and not from_page) or (kind == b"" and empty)
 
 
-async def _preflight(send: Send, origin: str, request_headers: Mapping[bytes, bytes]) -> None:
-    headers = [(b"content-length", b"0"), (b"allow", b"GET, HEAD, POST, DELETE, OPTIONS")]
+def _preflight(origin: str, asked: Mapping[bytes, bytes]) -> Response:
+    """What a page of `origin` may send; what other programs learn from it is the methods."""
+    allowed = {"allow": "GET, HEAD, POST, DELETE, OPTIONS"}
+    headers = asked.get(b"access-control-request-headers", b"authorization, content-type")
     if origin:
-        wanted = [
-            h.strip()
-            for h in request_headers.get(b"access-control-request-headers", b"").split(b",")[
-                :_MOST_HEADERS
-            ]
-        ]
-        echoed = [h for h in wanted if _HEADER_NAME.fullmatch(h)]
-        headers += [
-            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
-            (b"access-control-allow-headers", b", ".join((_ALLOW_HEADERS, *echoed))),
-            (b"access-control-max-age", b"600"),
-            (b"vary", b"Access-Control-Request-Headers"),
-        ]
-        if request_headers.get(b"access-control-request-private-network") == b"true":
-            headers.append((b"access-control-allow-private-network", b"true"))
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
-
-
-def _with_cors(send: Send, origin: str) -> Send:
-    extra = [
-        (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-expose-headers", _EXPOSE_HEADERS),
-        (b"vary", b"Origin"),
-    ]
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *extra]
-        await send(message)
-
-    return sending
+        allowed |= {
+            "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
+            "access-control-allow-headers": headers.decode("latin-1"),
+            "access-control-max-age": "600",
+            "vary": "Access-Control-Request-Headers",
+        }
+        if asked.get(b"access-control-request-private-network") == b"true":
+            allowed["access-control-allow-private-network"] = "true"
+    return Response(status_code=204, headers=allowed)

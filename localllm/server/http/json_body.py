@@ -10,9 +10,8 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from starlette.requests import Request
 
@@ -41,6 +40,8 @@ BODY = "localllm.body"
 # Set where a request's body was a large one.
 _LARGE: ContextVar[bool] = ContextVar("large body", default=False)
 Made = TypeVar("Made")
+# A decoded body, and the JSON object in it.
+JsonBody: TypeAlias = tuple[bytes, dict[str, Any]]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -87,43 +88,32 @@ class BadJsonError(RequestError, code="invalid_json"):
     """The body is not JSON, or not a JSON object."""
 
 
-@dataclass(frozen=True, slots=True)
-class JsonBody:
-    """A decoded body (`raw`) and the JSON object in it."""
-
-    raw: bytes
-    value: dict[str, Any]
-
-
 async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
     """The request's JSON object, decoded, within the limits of size, depth and time. Raises
     RequestError."""
-    return (await read_body(request, settings)).value
+    return (await read_body(request, settings))[1]
 
 
 async def read_body(request: Request, settings: ServerSettings) -> JsonBody:
-    """The same, with its bytes."""
-    known = request.scope.get(BODY)
-    if isinstance(known, JsonBody):
+    """The same, behind its bytes."""
+    known: JsonBody | None = request.scope.get(BODY)
+    if known is not None:
         return known
-
     encoding = request.headers.get("content-encoding", "")
     small = min(_SMALL_BYTES, settings.max_body_bytes)
     with _Held(settings.max_bodies_bytes) as held:
         body = await _received(request, settings, held)
         if len(body) <= small:
             with contextlib.suppress(BodyTooLargeError):
-                return _read(body, encoding, small, settings.max_json_depth)
+                return _read(body, encoding, small)
         _LARGE.set(True)
-        read_large = partial(
-            _read, body, encoding, settings.max_body_bytes, settings.max_json_depth
-        )
+        read_large = partial(_read, body, encoding, settings.max_body_bytes)
         return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, read_large)
 
 
-def _read(body: bytes, encoding: str, limit_bytes: int, max_depth: int) -> JsonBody:
+def _read(body: bytes, encoding: str, limit_bytes: int) -> JsonBody:
     raw = unpack(body, encoding, limit_bytes)
-    return JsonBody(raw, parse(raw, max_depth))
+    return raw, parse(raw)
 
 
 async def worked(work: Callable[[], Made], *, takes_ms: bool = False) -> Made:

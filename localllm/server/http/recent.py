@@ -29,13 +29,13 @@ class RecentlyUsed(Generic[Key, Value]):
         """Keep `value`; returns it."""
         self._entries.pop(key, None)
         self._entries[key] = value
-        while len(self._entries) > 1 and (len(self._entries) > self._most or self._too_large()):
-            self.pop(next(iter(self._entries)))
+        entries, most_size = self._entries, self._most_size
+        while len(entries) > 1 and (
+            len(entries) > self._most
+            or (most_size and sum(map(self._size_of, entries.values())) > most_size)
+        ):
+            self.pop(next(iter(entries)))
         return value
-
-    def _too_large(self) -> bool:
-        most = self._most_size
-        return bool(most) and sum(map(self._size_of, self._entries.values())) > most
 
     def pop(self, key: Key) -> None:
         """Forget the entry, which is there."""

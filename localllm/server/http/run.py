@@ -15,7 +15,7 @@ import uvicorn
 
 from localllm.errors import LocalLLMError
 from localllm.server.http.asgi import App
-from localllm.server.http.connections import free_descriptors, protocol
+from localllm.server.http.connections import Connection, Connections, free_descriptors
 from localllm.server.http.settings import ServerSettings
 
 GRACE_S = 5
@@ -30,12 +30,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Any:
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let many wait to be accepted, though few are at a time (`backlog` means both)."""
-        await super().startup(sockets)
-        for sock in sockets or ():
-            sock.listen(_WAITING)
-
 
 async def serve_on(
     app: App, socks: Sequence[socket.socket], settings: ServerSettings, *, quiet: bool = False
@@ -47,7 +41,7 @@ async def serve_on(
     descriptors = free_descriptors()
     config = uvicorn.Config(
         app,
-        http=protocol(settings, descriptors),  # type: ignore[arg-type]
+        http=type("Counted", (Connection,), {"all": Connections(settings, descriptors)}),
         backlog=max(1, min(_WAITING, descriptors // 20)),
         ws="none",
         lifespan="off",

@@ -154,7 +154,6 @@ class ServerSettings:
     tls: TlsFiles | None = None
     max_body_bytes: int = 32 * 2**20
     max_bodies_bytes: int = 256 * 2**20
-    max_json_depth: int = 96
     grace_s: float = 0.8
     keepalive_s: float = 10.0
     kept_stream_s: float = 120.0

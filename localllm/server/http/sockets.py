@@ -20,7 +20,6 @@ from pathlib import Path
 from localllm.errors import PortInUseError, UsageError
 from localllm.server.http.settings import TlsFiles
 
-_FREE_PORT_ATTEMPTS = 8
 _FIRST_GIVEN = 3
 
 
@@ -31,16 +30,14 @@ def bind(host: str, port: int) -> list[socket.socket]:
         return [_bind_one(host, port)]
     if not has_ipv6_loopback():
         return [_bind_one("127.0.0.1", port)]
-    attempts = 1 if port != 0 else _FREE_PORT_ATTEMPTS
-    while True:
-        first = _bind_one("127.0.0.1", port)
-        try:
-            return [first, _bind_one("::1", first.getsockname()[1])]
-        except PortInUseError:
-            first.close()
-            attempts -= 1
-            if not attempts:
-                raise
+    first = _bind_one("127.0.0.1", port)
+    try:
+        return [first, _bind_one("::1", first.getsockname()[1])]
+    except PortInUseError:
+        first.close()
+        if port != 0:
+            raise
+    return bind(host, port)
 
 
 def has_ipv6_loopback() -> bool:

@@ -8,7 +8,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,8 +26,6 @@ _TICK_S = 1.0
 class Outbox:
     """A client's send queue. What is written within one turn of the event loop leaves in one send:
     straight through `direct` while that is set and takes it, else by whoever waits."""
-
-    __slots__ = ("_pieces", "_waiter", "closed", "direct", "error", "writes")
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -78,8 +76,12 @@ class Outbox:
             waiter.set_result(None)
 
 
+# Writes frames into an outbox, and raises on failure.
+Produce: TypeAlias = Callable[[Outbox], Coroutine[Any, Any, None]]
+
+
 class StreamResponse(Response):
-    """An ASGI response fed by `produce(outbox)`, which writes frames and raises on failure.
+    """An ASGI response fed by `produce(outbox)`.
 
     An error before the first frame and within the grace period becomes an HTTP status with a JSON
     body, a later one the last frame. `headers` are those of the moment when they are sent.
@@ -88,7 +90,7 @@ class StreamResponse(Response):
 
     def __init__(
         self,
-        produce: Callable[[Outbox], Coroutine[Any, Any, None]],
+        produce: Produce,
         *,
         settings: ServerSettings,
         media_type: str,
@@ -173,17 +175,15 @@ async def _send_pieces(outbox: Outbox, direct: Callable[[bytes], bool] | None, s
             await send({"type": "http.response.body", "body": outbox.take(), "more_body": True})
 
 
-async def run_into(produce: Callable[[Outbox], Coroutine[Any, Any, None]], outbox: Outbox) -> None:
+async def run_into(produce: Produce, outbox: Outbox) -> None:
     """Run `produce`, and close the outbox as it ends."""
+    error: LocalLLMError | None = None
     try:
         await produce(outbox)
-    except asyncio.CancelledError:
-        outbox.close()
-        raise
     except Exception as e:
-        outbox.close(for_client(e))
-    else:
-        outbox.close()
+        error = for_client(e)
+    finally:
+        outbox.close(error)
 
 
 async def _keep_alive(outbox: Outbox, keepalive: Callable[[], bytes], longest_s: float) -> None:
@@ -252,7 +252,7 @@ class KeptStream(Outbox):
 
     answer: Callable[[int], Response]
 
-    def __init__(self, kept: KeptStreams, asked: bytes) -> None:
+    def __init__(self, kept: KeptStreams, asked: bytes, produce: Produce) -> None:
         super().__init__()
         self.account, self.asked, self._kept = caller(), asked, kept
         self.readers: list[Outbox] = []
@@ -260,12 +260,8 @@ class KeptStream(Outbox):
         self._first = self._bytes = 0
         self._part = b""
         self._ended = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self, produce: Callable[[Outbox], Coroutine[Any, Any, None]]) -> None:
-        """Let `produce` write it, whoever reads it."""
         self._task = asyncio.create_task(run_into(produce, self))
+        self._timer: asyncio.TimerHandle | None = None
 
     def write(self, data: bytes) -> None:
         *blocks, self._part = (self._part + data).split(b"\n\n")
@@ -308,9 +304,9 @@ class KeptStream(Outbox):
 
     def drop(self) -> None:
         """Cancel what still writes it, and forget it."""
-        for running in (self._timer, self._task):
-            if running is not None:
-                running.cancel()
+        self._task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._kept.forget(self)
 
 
@@ -325,10 +321,11 @@ class KeptStreams:
         """The caller's own of that name."""
         return self._streams.get((caller().name, name))
 
-    def make(self, names: tuple[str, ...], asked: bytes) -> KeptStream:
-        """A new one, under each of `names`, in place of the oldest that nobody reads if there are
-        too many, or if as many of the caller's are running on as it may have requests. Raises
-        BusyError while all that are kept have clients."""
+    def make(self, names: tuple[str, ...], asked: bytes, produce: Produce) -> KeptStream:
+        """A new one, which `produce` writes whoever reads it, under each of `names`, in place of
+        the oldest that nobody reads if there are too many, or if as many of the caller's are
+        running on as it may have requests. Raises BusyError while all that are kept have
+        clients."""
         every = list(dict.fromkeys(self._streams.values()))
         left = [stream for stream in every if not stream.readers]
         mine = [stream for stream in left if stream.account is caller() and not stream.closed]
@@ -340,7 +337,7 @@ class KeptStreams:
             mine[0].drop()
         elif len(every) >= _MOST_STREAMS:
             left[0].drop()
-        made = KeptStream(self, asked)
+        made = KeptStream(self, asked, produce)
         self._streams |= {(caller().name, name): made for name in names if name}
         return made
 

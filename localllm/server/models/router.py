@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -19,15 +18,6 @@ from localllm.server.proxy.upstreams import RemoteModel, Upstreams
 # A suffix that clients add without meaning another model.
 _TAG = ":latest"
 _MAX_LISTED = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """`loading` while the models named at the start are loading, with `progress` 0 to 1; `error` if
-    all of them failed."""
-
-    status: Literal["ok", "loading", "error"]
-    progress: float = 1.0
 
 
 class ModelRouter:
@@ -158,16 +148,14 @@ class ModelRouter:
         )
 
     @property
-    def health(self) -> Health:
-        """How the models named at the start are doing."""
+    def health(self) -> tuple[Literal["ok", "loading", "error"], float]:
+        """How the models named at the start are doing: "error" if all of them failed, "loading"
+        with the share that is loaded."""
         if self._starting:
-            return Health("loading", sum(w.progress for w in self._starting) / len(self._starting))
+            return "loading", sum(w.progress for w in self._starting) / len(self._starting)
         failed = bool(self.named) and all(m.worker.failure for m in self.named)
-        return (
-            Health("error", 0.0)
-            if failed and not any(w.loaded for w in self.workers())
-            else Health("ok")
-        )
+        lost = failed and not any(w.loaded for w in self.workers())
+        return ("error", 0.0) if lost else ("ok", 1.0)
 
     async def preload(self) -> None:
         """Load the first model and those of the others that fit beside it; the rest wait for a

@@ -159,12 +159,10 @@ class InstalledModels(Protocol):
 
     def models(self) -> Sequence[ServedModel]:
         """All but those named at the start, as of the last scan: never blocks."""
-        ...
 
     def find(self, name: str) -> ServedModel | None:
         """The model that `name` means: a name, file name, repository or catalog id, each also with
         `:quant`, never a path. Reads the disk."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,18 +23,16 @@ class KeepAlive:
     """The `keep_alive` that clients last sent for each model, until it is unloaded."""
 
     def __init__(self) -> None:
-        self._owners_idle_s: dict[str, float | None] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
 
     def set(self, model: ModelWorker, seconds: float) -> None:
         """`model` stays loaded for `seconds` after its last request (0: until the running ones end;
         infinity: until memory is short, for only the server's owner may pin a model)."""
         self._stop(model)
-        owners_s = self._owners_idle_s.setdefault(model.name, model.idle_s)
         if math.isinf(seconds):
-            model.idle_s = 0.0 if owners_s == 0 else math.inf
+            model.idle_s = 0.0 if model.owners_idle_s == 0 else math.inf
         else:
-            model.idle_s = seconds or owners_s
+            model.idle_s = seconds or model.owners_idle_s
             self._waiting[model.name] = asyncio.create_task(self._unload_after(model, seconds))
 
     async def unload(self, model: ModelWorker) -> None:
@@ -45,31 +43,16 @@ class KeepAlive:
                 await model.unload()
         except BusyError:
             self.set(model, 0.0)
-        else:
-            if model.name in self._owners_idle_s:
-                model.idle_s = self._owners_idle_s.pop(model.name)
 
     async def _unload_after(self, model: ModelWorker, seconds: float) -> None:
-        left_s = max(seconds, _MIN_CHECK_S)
-        while left_s > 0:
-            await asyncio.sleep(left_s)
-            silent_s = asyncio.get_running_loop().time() - model.last_used_s
-            left_s = seconds - silent_s if model.loaded else 0.0
-            if model.in_use:
-                left_s = max(seconds, _MIN_CHECK_S)
+        while model.in_use or (model.loaded and model.silent_s < seconds):
+            await asyncio.sleep(max(seconds - model.silent_s, _MIN_CHECK_S))
         await self.unload(model)
 
     def _stop(self, model: ModelWorker) -> None:
         waiting = self._waiting.pop(model.name, None)
         if waiting is not None and waiting is not asyncio.current_task():
             waiting.cancel()
-
-
-def _idle_limit_s(model: ModelWorker, servers_s: float) -> float | None:
-    """The idle time after which `model` is unloaded; None for never."""
-    own_s = servers_s if model.idle_s is None else model.idle_s
-    pinned = math.isinf(own_s) and not servers_s
-    return None if not own_s or pinned else own_s
 
 
 async def unload_idle(
@@ -89,14 +72,11 @@ async def unload_idle(
     pause = min(_MAX_PAUSE_S, shortest_s / _CHECKS_PER_PERIOD)
     while True:
         await asyncio.sleep(pause)
-        now = asyncio.get_running_loop().time()
         short = pressed()
         for model in models.workers():
-            own_s = _idle_limit_s(model, idle_s)
-            if own_s is None or not model.loaded or model.in_use:
-                continue
+            own_s = idle_s if model.idle_s is None else model.idle_s
+            pinned = not own_s or (math.isinf(own_s) and not idle_s)
             limit_s = min(own_s, pressed_idle_s) if short else own_s
-            silent_s = now - model.last_used_s
-            if silent_s >= limit_s:
-                log.info("unloading %s after %.0f s without a request", model.name, silent_s)
+            if model.loaded and not pinned and model.silent_s >= limit_s:
+                log.info("unloading %s after %.0f s without a request", model.name, model.silent_s)
                 await model.unload()

@@ -160,9 +160,10 @@ class UnplannedHost:
 
 
 class ModelWorker:
-    """One model that can be loaded, as `planned`. `plan` is called in a thread before each load, with the bytes
-    that idle models could free. `idle_s`: unload after so many seconds without a request; 0 never,
-    None the server's default."""
+    """One model that can be loaded, as `planned`. `plan` is called in a thread before each load,
+    with the bytes that idle models could free. `idle_s`: unload after so many seconds without a
+    request; 0 never, None the server's default. A client's word for it counts until it is
+    unloaded."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class ModelWorker:
         plan: Plan | None = None,
         idle_s: float | None = None,
     ) -> None:
-        self.name, self.idle_s = name, idle_s
+        self.name, self.idle_s, self.owners_idle_s = name, idle_s, idle_s
         self.host, self.facts, self._loading = planned.host, planned.facts, planned.loading
         self.admission: ModelAdmission | None = None
         self.info: ModelInfo | None = None
@@ -184,6 +185,7 @@ class ModelWorker:
         self.in_use = 0
         self.last_used_s = 0.0
         self._plan = plan
+        self.described = plan is None
         self._planned_s = _NEVER
         self._lock = asyncio.Lock()
         self._load: asyncio.Task[EngineClient] | None = None
@@ -195,9 +197,25 @@ class ModelWorker:
         return self._load is not None
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since its last request; 0 while one runs."""
+        return 0.0 if self.in_use else asyncio.get_running_loop().time() - self.last_used_s
+
+    @property
     def progress(self) -> float:
         """The share that is loaded, 0 to 1."""
         return 1.0 if self.loaded else self._loading.share if self.loading else 0.0
+
+    def describe(self) -> None:
+        """Find out what it would be if it were loaded now, where nobody has asked for it yet: its
+        context, and whether it makes text, vectors or scores. What can't be planned keeps what its
+        name says. Blocks."""
+        known, self.described = self.described or self.loaded or self.loading, True
+        if self._plan is not None and not known:
+            try:
+                self.facts = self._plan(0).facts
+            except LocalLLMError as e:
+                log.info("%s can't be planned: %s", self.name, e.message)
 
     async def planned(self) -> None:
         """Make a fresh plan if there is none. Raises what planning ends in: no such file, no memory
@@ -300,7 +318,7 @@ class ModelWorker:
         closed."""
         if self.in_use:
             raise BusyError(f"{self.name} answers {self.in_use} requests")
-        self.loaded = False
+        self.loaded, self.idle_s = False, self.owners_idle_s
         async with self._lock:
             await self.host.close()
             self._planned_s = _NEVER

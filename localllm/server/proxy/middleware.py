@@ -15,7 +15,7 @@ from localllm.server.http.asgi import App, Receive, Scope, Send
 from localllm.server.http.json_body import BODY, JsonBody, read_body
 from localllm.server.http.settings import ServerSettings
 from localllm.server.proxy.relay import ProxyRequest, UpstreamClient, accepted, until_disconnect
-from localllm.server.proxy.upstreams import RemoteModel, Upstreams, names_a_model
+from localllm.server.proxy.upstreams import NAME_A_MODEL, RemoteModel, Upstreams
 from localllm.server.proxy.usage_meter import meter_for
 
 # Model lists of upstreams are cached for so long.
@@ -42,13 +42,13 @@ class ProxyMiddleware:
         self._lock = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] != "POST" or not names_a_model(scope["path"]):
+        if scope["method"] != "POST" or scope["path"] not in NAME_A_MODEL:
             if scope["path"].startswith(_LIST_PATHS):
                 await self.refresh()
             await self.app(scope, receive, send)
             return
         body = await read_body(Request(scope, receive), self._settings)
-        model = await self._remote_model(body)
+        model = await self._remote_model(body[1].get("model"))
         if model is None:
             scope[BODY] = body
             await self.app(scope, receive, send)
@@ -57,9 +57,8 @@ class ProxyMiddleware:
         handed_on = self._http.hand_on(outgoing, scope, send)
         await until_disconnect(receive, handed_on, outgoing.meter)
 
-    async def _remote_model(self, body: JsonBody) -> RemoteModel | None:
-        """The upstream's model that is to answer; None where one of ours is."""
-        name = body.value.get("model")
+    async def _remote_model(self, name: object) -> RemoteModel | None:
+        """The upstream's model of that name, if it is to answer; None where one of ours is."""
         if not isinstance(name, str) or not name:
             return None
         model = self.upstreams.find(name)
@@ -73,11 +72,10 @@ class ProxyMiddleware:
         return model if model.upstream.spill and await self._is_full(local) else None
 
     def _outgoing(self, scope: Scope, model: RemoteModel, body: JsonBody) -> ProxyRequest:
-        name = body.value["model"]
-        raw = body.raw
-        if name != model.theirs:
+        raw, value = body
+        if value["model"] != model.theirs:
             raw = json.dumps(
-                {**body.value, "model": model.theirs}, ensure_ascii=False, separators=(",", ":")
+                {**value, "model": model.theirs}, ensure_ascii=False, separators=(",", ":")
             ).encode()
         upstream = model.upstream
         return ProxyRequest(
@@ -87,7 +85,7 @@ class ProxyMiddleware:
             upstream.key,
             upstream.silence_s,
             accepted(scope),
-            meter=meter_for(scope["path"], body.value),
+            meter=meter_for(scope["path"], value),
         )
 
     async def refresh(self) -> None:

@@ -123,10 +123,10 @@ class PoolFront:
         raw, key, meter = b"", None, UsageMeter()
         stored = _STORED_PATH.match(scope["path"]) is not None
         if scope["method"] == "POST":
-            body = await read_body(Request(scope, receive), self._settings)
-            raw, key = body.raw, conversation_key(body.value)
-            meter = meter_for(scope["path"], body.value)
-            stored = stored or bool(body.value.get("previous_response_id"))
+            raw, body = await read_body(Request(scope, receive), self._settings)
+            key = conversation_key(body)
+            meter = meter_for(scope["path"], body)
+            stored = stored or bool(body.get("previous_response_id"))
         refused = (*_REFUSED, _NOT_FOUND) if stored else _REFUSED
         nodes = by_preference(self.nodes, key, time.monotonic())
 

@@ -111,12 +111,21 @@ class UpstreamClient:
     async def hand_on(
         self, outgoing: ProxyRequest, scope: Scope, send: Send, refused: Collection[int] = ()
     ) -> bool:
-        """Send it and relay the answer; False for one whose status is among the `refused`. Raises
-        UpstreamError as long as nothing was sent."""
+        """Send it and relay the answer, a stream as it comes; False for one whose status is among
+        the `refused`. Raises UpstreamError as long as nothing was sent."""
         async with self.open(outgoing) as answer:
             if answer.status in refused:
                 return False
-            await _relay(answer, outgoing, scope, send)
+            body = None if is_stream(answer) else await read_body(answer, outgoing)
+            headers = _relayed_headers(answer, outgoing.name)
+            if body is not None:
+                headers.append((b"content-length", str(len(body)).encode()))
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            if body is None:
+                connection = scope.get(CONNECTION)
+                send = connection.send if connection is not None else send
+                body = await _relay_pieces(answer, outgoing, send)
+            await send({"type": "http.response.body", "body": body})
             return True
 
     async def models(self, url: str, key: str | None) -> Sequence[Mapping[str, object]]:
@@ -197,28 +206,20 @@ def accepted(scope: Scope) -> str:
     return next((v.decode("latin-1") for k, v in scope["headers"] if k == b"accept"), "*/*")
 
 
-async def _relay(
-    answer: aiohttp.ClientResponse, outgoing: ProxyRequest, scope: Scope, send: Send
-) -> None:
-    """Send `answer` to the client, a stream as it comes."""
-    body = None if is_stream(answer) else await read_body(answer, outgoing)
-    headers = _relayed_headers(answer, outgoing.name)
-    if body is not None:
-        headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    if body is not None:
-        await send({"type": "http.response.body", "body": body})
-        return
-    connection = scope.get(CONNECTION)
-    send = connection.send if connection is not None else send
-    last = b""
+async def _relay_pieces(
+    answer: aiohttp.ClientResponse, outgoing: ProxyRequest, send: Send
+) -> bytes:
+    """Send a stream as it comes; returns its last frame, which says how it broke off, if it did."""
     try:
         async for piece in answer.content.iter_any():
             outgoing.meter.feed(piece)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
     except (aiohttp.ClientError, TimeoutError) as e:
-        last = _error_frame(answer.headers.get("content-type", ""), upstream_error(outgoing, e))
-    await send({"type": "http.response.body", "body": last, "more_body": False})
+        error = upstream_error(outgoing, e).to_openai()
+        said = json.dumps(error, separators=(",", ":")).encode()
+        events = "event-stream" in answer.headers.get("content-type", "")
+        return b"data: " + said + b"\n\n" if events else said + b"\n"
+    return b""
 
 
 def _relayed_headers(answer: aiohttp.ClientResponse, name: str) -> list[tuple[bytes, bytes]]:
@@ -226,12 +227,6 @@ def _relayed_headers(answer: aiohttp.ClientResponse, name: str) -> list[tuple[by
     headers = [(k.lower(), v) for k, v in answer.raw_headers]
     relayed = [(k, v) for k, v in headers if k in _RELAYED or k.startswith(_RELAYED_FAMILIES)]
     return [*((k, v) for k, v in relayed if k != _RAN_ON), (_RAN_ON, name.encode("latin-1"))]
-
-
-def _error_frame(content_type: str, error: LocalLLMError) -> bytes:
-    """`error` as the last frame of a stream of that type."""
-    value = json.dumps(error.to_openai(), separators=(",", ":")).encode()
-    return b"data: " + value + b"\n\n" if "event-stream" in content_type else value + b"\n"
 
 
 async def until_disconnect(

@@ -37,8 +37,9 @@ PATHS: Mapping[str, tuple[Dialect, str]] = {
     **{k: ("openai", v) for k, v in _OPENAI.items()},
     **_OTHERS,
 }
-# Their bodies name a model too, but only our own engine answers them.
-_LOCAL_ONLY = (
+# Paths whose bodies name the model that is to answer; these only our own engine does.
+NAME_A_MODEL = (
+    *PATHS,
     "/v1/fim/completions", "/fim/completions", "/apply-template", "/v1/rerank", "/rerank",
     "/completion", "/infill",
     "/v1/responses/input_tokens", "/v1/systemone", "/v1/systemone/fit",
@@ -131,8 +132,3 @@ class Upstreams:
         key = name.lower()
         known = {model.name.lower(): model for model in self.models()}
         return known.get(key) or known.get(key.removesuffix(":latest"))
-
-
-def names_a_model(path: str) -> bool:
-    """True for a path whose body names the model that is to answer."""
-    return path in PATHS or path in _LOCAL_ONLY

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
@@ -95,10 +94,7 @@ def _expires_at(model: ServedModel, idle_s: float) -> str:
     own_s = idle_s if model.worker.idle_s is None else model.worker.idle_s
     if not own_s or math.isinf(own_s):
         return "0001-01-01T00:00:00Z"
-    silent_s = (
-        0.0 if model.worker.in_use else asyncio.get_running_loop().time() - model.worker.last_used_s
-    )
-    expires = datetime.now(UTC) + timedelta(seconds=own_s - silent_s)
+    expires = datetime.now(UTC) + timedelta(seconds=own_s - model.worker.silent_s)
     return expires.isoformat().replace("+00:00", "Z")
 
 
